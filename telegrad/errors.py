@@ -12,10 +12,14 @@ TelegradError (RuntimeError)
 │   └── DeviceError (ValueError) a wrong device map, or a tensor on a device that is in none
 ├── RendezvousError            the group could not be formed
 │   ├── StoreUnreachable       nobody answers at the store's address
-│   ├── StoreLost              it was there, has gone with the worker that served it, and there is no other
+│   ├── StoreLost              it has ended before this worker had joined
 │   ├── StorePortTaken         another program listens on the store's port
 │   ├── WorkerTaken            a name or a rank is used twice
 │   ├── GroupIncomplete        not all workers came in time
+│   ├── DirectoryLost          the directory of a dynamic group does not answer
+│   ├── DirectoryRefused       etcd or Redis cannot hold the directory, or refuses this worker
+│   ├── DirectoryReset         the directory has lost what it had stored: start the group anew
+│   ├── LeaseLost              a worker came too late to renew its lease in the directory
 │   └── GroupEnded             the elastic group that a worker waited to join has ended
 ├── PeerError                  the other worker, or the way to it
 │   ├── PeerLost               it died, or its connection broke
@@ -42,7 +46,8 @@ TelegradError (RuntimeError)
 │   └── FunctionNotFound       the callee has no function of that name
 ├── RRefError                  a remote reference cannot be used
 │   ├── OwnerLost (PeerLost)   its owner has died or left, and the value with it
-│   │   └── CannotRestore      nothing says how to make it anew
+│   │   ├── CannotRestore      nothing says how to make it anew
+│   │   └── ClaimLost          it was published, and its owner may not act as such any more
 │   ├── RRefLost               its value was never made, or the reference came too late
 │   └── NotPublished           no worker publishes a value under that name, or none did in time
 ├── AutogradError              a backward pass across workers could not run
@@ -72,11 +77,15 @@ __all__ = [
     "CannotEncode",
     "CannotRestore",
     "CheckpointFailed",
+    "ClaimLost",
     "CodecError",
     "ContextEnded",
     "ContextLost",
     "DeltaRefused",
     "DeviceError",
+    "DirectoryLost",
+    "DirectoryRefused",
+    "DirectoryReset",
     "FunctionNotFound",
     "GenerationOver",
     "GroupEnded",
@@ -85,6 +94,7 @@ __all__ = [
     "HandshakeError",
     "InvalidArgument",
     "InvalidName",
+    "LeaseLost",
     "LeftEarly",
     "LimitReached",
     "NotInitialized",
@@ -168,7 +178,7 @@ class StoreUnreachable(RendezvousError):
 
 
 class StoreLost(RendezvousError):
-    """The worker that served the store has ended, or cannot be reached any more, and no other has taken over."""
+    """The worker that serves the store has ended, or cannot be reached any more, before this worker had joined."""
 
 
 class StorePortTaken(RendezvousError):
@@ -181,6 +191,22 @@ class WorkerTaken(RendezvousError):
 
 class GroupIncomplete(RendezvousError):
     """Not all workers of the group came in time."""
+
+
+class DirectoryLost(RendezvousError):
+    """The directory of a dynamic group did not answer; whether a write was done is unknown."""
+
+
+class DirectoryRefused(RendezvousError):
+    """The server cannot hold a directory, or refuses this client; the message says what to change."""
+
+
+class DirectoryReset(RendezvousError):
+    """The directory has lost writes that it had acknowledged, so its tokens may repeat: the group must end."""
+
+
+class LeaseLost(RendezvousError):
+    """The lease has ended: its keys are deleted, or about to be, and others may claim them."""
 
 
 class GroupEnded(RendezvousError):
@@ -291,6 +317,10 @@ class OwnerLost(RRefError, PeerLost):
 
 class CannotRestore(OwnerLost):
     """The value was lost with its owner, and was made without `restore`."""
+
+
+class ClaimLost(OwnerLost):
+    """The worker that made a published value did not run the call: another one may own the value by now."""
 
 
 class RRefLost(RRefError):

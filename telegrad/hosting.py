@@ -30,6 +30,7 @@ from telegrad.interrupts import install, uninterrupted
 from telegrad.keyring import Keyring, new_key
 from telegrad.processes import SAFE_PATH, named, own_session, quoted, shared_cores
 from telegrad.progress import Wait, attended, make_room
+from telegrad.threads import Thread
 from telegrad.wire import program as programs
 
 if TYPE_CHECKING:
@@ -244,10 +245,10 @@ class _Worker:
             self._process.stdin.write(f"{key.decode()}\n")
             self._process.stdin.flush()
         self._pumps = [
-            threading.Thread(target=self._pump, args=(pipe, stream), name=f"telegrad-{name}-{stream}", daemon=True)
+            Thread(target=self._pump, args=(pipe, stream), name=f"telegrad-{name}-{stream}")
             for pipe, stream in ((self._process.stdout, "stdout"), (self._process.stderr, "stderr"))
         ]
-        watch = threading.Thread(target=self._watch, args=(group,), name=f"telegrad-{name}", daemon=True)
+        watch = Thread(target=self._watch, args=(group,), name=f"telegrad-{name}")
         for thread in (*self._pumps, watch):
             thread.start()
 

@@ -11,7 +11,29 @@ from telegrad import forks
 from telegrad.errors import UsageError
 from telegrad.interrupts import uninterrupted
 
+LONGEST_START = 60.0  # seconds for a new thread to begin
 LONGEST_WAIT = 3600.0  # seconds of one sleep: the platforms' timers do not take infinity
+
+
+class _Started(threading.Event):
+    """Tells `Thread.start` that the new thread runs."""
+
+    def wait(self, timeout: float | None = None) -> bool:
+        if not super().wait(LONGEST_START if timeout is None else timeout):
+            raise RuntimeError(f"a new thread has not begun to run within {LONGEST_START:g} s: is there memory for it?")
+        return True
+
+
+class Thread(threading.Thread):
+    """A daemon thread whose `start` has a limit.
+
+    CPython's `start` waits until the new thread says that it runs. A thread that finds no memory before that ends
+    without a word, and `start` would wait for ever.
+    """
+
+    def __init__(self, target: Callable[..., object], name: str, args: Iterable[Any] = ()) -> None:
+        super().__init__(target=target, name=name, args=args, daemon=True)
+        self._started = _Started()  # a name of CPython's, 3.10 to 3.13; without its effect, the limit is missing
 
 
 def program_has_ended() -> bool:
@@ -33,7 +55,7 @@ def run_beside(name: str, run: Callable[..., None], *args: Any) -> None:
         RuntimeError: there is no memory for a thread.
     """
     try:
-        threading.Thread(target=run, args=args, name=name, daemon=True).start()
+        Thread(target=run, args=args, name=name).start()
     except RuntimeError:
         if not program_has_ended():
             raise
@@ -94,7 +116,7 @@ class Background:
         """
         if self._thread is not None:
             return
-        thread = threading.Thread(target=self._main, name=self._name, daemon=True)
+        thread = Thread(target=self._main, name=self._name)
         with self._lock:
             if self._thread is not None:
                 return

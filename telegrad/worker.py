@@ -12,6 +12,7 @@ import time
 from telegrad.atfork import renewed
 from telegrad.group import supervised
 from telegrad.processes import signal_at_parents_end
+from telegrad.threads import Thread
 
 ENDED, JOINED_NOT, LOST, INTERRUPTED = 0, 3, 4, 130
 GRACE = 1.0  # seconds for a worker to leave in order, once its parent has gone
@@ -45,7 +46,7 @@ def main(arguments: list[str]) -> int:
         if hasattr(signal, "SIGCONT"):
             # One that is stopped would stay. Not SIGKILL: the thread that started this process may end first.
             signal_at_parents_end(signal.SIGCONT)
-        threading.Thread(target=_end_with_parent, name="telegrad-parent", daemon=True).start()
+        Thread(target=_end_with_parent, name="telegrad-parent").start()
     import torch  # noqa: F401 - here, since `--help` needs none; first, since the compatibility mode takes effect with it
 
     from telegrad import errors, rpc
@@ -105,9 +106,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--master",
         metavar="HOST:PORT",
-        help="where rank 0 serves; HOST:PORT,HOST:PORT for a dynamic group; else MASTER_ADDR and MASTER_PORT",
+        help="where rank 0 serves the store; else MASTER_ADDR and MASTER_PORT",
     )
-    parser.add_argument("--init-method", metavar="URL", help="another place to meet, such as file:///PATH")
+    parser.add_argument(
+        "--init-method", metavar="URL", help="another place to meet, such as file:///PATH or etcd://HOST:2379"
+    )
     parser.add_argument("--address", help="the address of this host under which the others reach it")
     parser.add_argument("--threads", type=int, default=16, help="calls that run at once (16)")
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds per call, and to meet the others (60)")

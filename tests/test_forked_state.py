@@ -219,7 +219,7 @@ def collects() -> bool:
 
     def look() -> None:
         with contextlib.suppress(InterruptedError):
-            stacks.all_frames()
+            stacks.all_stacks()
 
     real, sys._current_frames = sys._current_frames, frames
     try:

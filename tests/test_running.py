@@ -1,4 +1,4 @@
-"""What docs/running.md tells people to do works, and what it lists as said is said."""
+"""What docs/running.md tells people to do works, and what it and docs/directory.md list as said is said."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ ROOT = pathlib.Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "running.md").read_text()
 PROGRAMS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 COMMANDS = [line for block in re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL) for line in block.splitlines()]
-SYMPTOMS = re.findall(r"^\| `([^`]+)` \|", PAGE, re.MULTILINE)
+DIRECTORY = (ROOT / "docs" / "directory.md").read_text().partition("## What it says, and what to do")[2]
+SYMPTOMS = sorted(set(re.findall(r"^\| `([^`]+)` \|", PAGE + DIRECTORY, re.MULTILINE)))
 PATIENT = 4 * PATIENCE
 
 Start = Callable[..., subprocess.Popen[str]]

@@ -147,26 +147,28 @@ def forming() -> str:
     )
 
 
-def takeover() -> str:
-    """How a dynamic group goes on without the worker that served its store."""
+def directory() -> str:
+    """How a worker joins a dynamic group, and how its loss is decided."""
     return sequence(
-        "A store's takeover",
-        ["worker0\nserved the store", "worker1\nthe first of those left", "worker2", "worker3"],
+        "A dynamic group and its directory",
+        ["worker0\nserves the store", "directory\na process of its own", "worker1", "worker2"],
         [
-            Note("worker0", "dies, and the\nstore with it"),
-            Message("worker2", "worker1", "Orphaned: the store\nof term 1 is lost", letter=True),
-            Note("worker1", "has lost it, too: serves one of term 2,\nand writes down whom it knows"),
-            Message("worker1", "worker2", "Seat: term 2", letter=True),
-            Message("worker1", "worker3", "Seat: term 2", letter=True),
-            Message("worker2", "worker1", "lists itself"),
-            Message("worker3", "worker1", "lists itself"),
-            Note("worker1", "all are back, worker0 is lost:\nnewcomers are let in"),
-            Phase("if worker1 had been silent: worker2 serves, in a term higher by one; the highest term holds"),
+            Message("worker0", "directory", "starts it,\nas the first"),
+            Note("worker0", "the store holds\nthe directory's address"),
+            Message("worker1", "worker0", "reads the address in the store"),
+            Message("worker1", "directory", "claims a rank and\na name, under a lease"),
+            Message("directory", "worker0", "worker1 has joined", letter=True),
+            Message("directory", "worker2", "worker1 has joined", letter=True),
+            Phase("each worker renews its lease; calls do not use the directory"),
+            Note("worker1", "is killed"),
+            Message("worker2", "directory", "worker1 is dead: nobody listens there"),
+            Message("directory", "worker0", "worker1 is lost", letter=True),
+            Phase("a worker that is stopped or out of reach is lost once its lease has ended"),
         ],
     )
 
 
-PICTURES = {function.__name__: function for function in (parts, call, reference, backward, forming, takeover)}
+PICTURES = {function.__name__: function for function in (parts, call, reference, backward, forming, directory)}
 
 
 def main() -> None:

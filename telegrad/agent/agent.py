@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from time import monotonic
+from time import monotonic, perf_counter
 from typing import Any
 
 import torch
@@ -86,6 +86,7 @@ class Agent:
         self._connections = Connections(
             settings, address, self._reactor, self.layers, self.streams, self._server, self._complete
         )
+        self.memory = self._connections.memory  # which workers of this host have in common
         self._fanout = Fanout(self._connections, self._reactor, self.layers, self._clock)
         self.lost = self._connections.lost  # called when a connection to a worker ended
         self._clock.start(self._reactor)
@@ -144,6 +145,11 @@ class Agent:
     def idle(self) -> bool:
         """Whether no call of this worker is in flight, and none runs here."""
         return self._server.idle and not self._connections.outstanding and not any(busy() for busy in self.busy)
+
+    @property
+    def stands_for(self) -> float:
+        """For how many seconds no thread of this worker has looked at its connections, though some should have."""
+        return self._reactor.stands_for(perf_counter())
 
     def serves_here(self) -> bool:
         """Whether this thread runs what others called, or callbacks of what this worker called."""
@@ -261,19 +267,6 @@ class Agent:
         """
         limit = self.timeout if timeout is DEFAULT else limit_of(timeout, self.timeout)
         self._fanout.call(calls, function, args, kwargs, limit, asked, self.program)
-
-    def common(self, size: int) -> Tensor:
-        """Memory of bytes from which what lies at its beginning is lent to workers of this host, and not copied.
-
-        Each sees in it what it holds, and what it writes alone. Nothing may be written to it here once it was sent: it
-        is used anew by itself, when no tensor looks at it, neither here nor there. On TCP, and where no memory can be
-        shared, it is as any other.
-        """
-        return self._connections.common(size)
-
-    def private(self, tensor: Tensor) -> Tensor:
-        """What lies in memory of `common`, as who gets it sees it; plain memory is copied."""
-        return self._connections.private(tensor)
 
     def give_back(self, to: str) -> None:
         """Tell a worker at once which of the memory that it has lent is free; else that goes with what is said next."""
@@ -400,6 +393,10 @@ class Agent:
     def forget_names(self, but: Collection[str]) -> None:
         """Look up again who goes by which name, but for those of these incarnations."""
         self._connections.forget_names(but)
+
+    def cut(self, who: Identity, reason: PeerError) -> None:
+        """End the connections with a worker that is out of the group, and accept none from it any more."""
+        self._connections.cut(who, reason)
 
     def identify(self, to: str | int | Identity) -> Identity:
         """Who has that name or rank; looked up once only."""

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from time import monotonic, perf_counter, sleep
 
 from telegrad.agent.reactor import Reactor
+from telegrad.threads import Thread
 
 WATCH_EVERY = 5e-3
 LONGEST_PAUSE = 1.0  # between ticks
@@ -31,7 +32,7 @@ class Clock:
         self._thread: threading.Thread | None = None
 
     def start(self, reactor: Reactor) -> None:
-        self._thread = threading.Thread(target=self._main, args=(reactor,), name="telegrad-clock", daemon=True)
+        self._thread = Thread(target=self._main, args=(reactor,), name="telegrad-clock")
         self._thread.start()
 
     def wake(self) -> None:

@@ -12,11 +12,9 @@ from math import inf
 from time import perf_counter
 from typing import Any, NamedTuple, Protocol
 
-import torch
-from torch import Tensor
-
 from telegrad import descriptors, forks, instruments
 from telegrad.agent.attachments import Layers
+from telegrad.agent.common_memory import CommonMemory
 from telegrad.agent.entrance import Caller
 from telegrad.agent.health import Health
 from telegrad.agent.outgoing import AnyLink, OutgoingCalls
@@ -29,9 +27,11 @@ from telegrad.devices.routes import Places, for_calls, for_gradients
 from telegrad.devices.staging import Staging
 from telegrad.devices.streams import Streams
 from telegrad.errors import DeviceError, LeftEarly, PeerError, PeerLost, PeerUnreachable, ShutDown, UnknownWorker
+from telegrad.group.doubts import remember
 from telegrad.group.members import Identity, Member
 from telegrad.keyring import Keyring
-from telegrad.transport.blobs import SHARE_FROM, MemorySources
+from telegrad.threads import Thread
+from telegrad.transport.blobs import MemorySources
 from telegrad.transport.connect import Channel, Target, connect
 from telegrad.transport.encrypted import EncryptedLink
 from telegrad.transport.endings import lost, part
@@ -106,6 +106,7 @@ class Connections:
         self._lock = threading.Lock()
         self._peers: dict[str, OutgoingCalls] = {}  # by incarnation
         self._accepted: dict[Link, tuple[str, str]] = {}  # and whose connection it is, and which
+        self._cut: dict[str, PeerError] = {}  # incarnations of workers that are out of the group; the newest of them
         self._warned: set[str] = set()  # incarnations of workers whose loss was logged, or that left in order
         self._health = Health(
             settings.silence,
@@ -120,6 +121,7 @@ class Connections:
         self.listener = Listener(
             address, settings.tls, settings.transport, settings.silence, reactor.poller, self._accept
         )
+        self.memory = CommonMemory(self._pool, bool(self.listener.unix))
 
     def join(self, me: Member, keys: Keyring, directory: Directory) -> None:
         """From now on connections are accepted."""
@@ -260,9 +262,7 @@ class Connections:
 
     def _begin_widen(self, target: Target, link: Link, sends: bool) -> None:
         with contextlib.suppress(RuntimeError, MemoryError):  # there is no thread left: one stream does, too
-            threading.Thread(
-                target=self._widen, args=(target, link, sends), name="telegrad-connect", daemon=True
-            ).start()
+            Thread(target=self._widen, args=(target, link, sends), name="telegrad-connect").start()
 
     def _widen(self, target: Target, link: Link, sends: bool) -> None:
         """Make further streams for one direction of a connection."""
@@ -277,27 +277,6 @@ class Connections:
         stores = MemorySources(self._arena, self._pool if channel.shared else None, self.staging)
         given = channel.sock, peer, self._reactor.poller, stores, *args
         return Link(*given, **options) if channel.ciphers is None else EncryptedLink(channel.ciphers, *given, **options)
-
-    def common(self, size: int) -> Tensor:
-        """Memory of bytes that workers of this host map, where that can be had; else plain memory."""
-        shares = size >= SHARE_FROM and self.listener.unix
-        tensor = self._pool.common(size) if shares else None
-        if tensor is not None:
-            return tensor
-        with torch.inference_mode(False):
-            return torch.empty(size, dtype=torch.uint8)
-
-    def private(self, tensor: Tensor) -> Tensor:
-        """Common memory as others of this host see it: what is written to it is one's own."""
-        return self._pool.private(tensor)
-
-    def in_common(self, blob: Tensor) -> Tensor:
-        """A copy in common memory, for many workers of this host, unless it lies there, or there is no room."""
-        copy = None if self._pool.is_common(blob) else self._pool.common(blob.numel())
-        if copy is None:
-            return blob
-        with torch.inference_mode(False), torch.no_grad():
-            return copy.copy_(blob)
 
     def _claim_to(self, name: str) -> Claim:
         return self.joined.claim._replace(map=tuple(self._me.devices.maps.get(name, {}).items()))
@@ -325,6 +304,9 @@ class Connections:
 
     def _accept(self, channel: Channel, claim: Claim, stream_id: StreamId) -> None:
         """A worker has connected and has proved who it is."""
+        if claim.incarnation in self._cut:
+            channel.sock.close()
+            return
         if stream_id.lane:
             self._join(channel, claim, stream_id)
             return
@@ -374,6 +356,17 @@ class Connections:
         self.tell_lost(caller.identity, reason)
 
     # Both
+
+    def cut(self, who: Identity, reason: PeerError) -> None:
+        """End the connections with a worker that is out of the group, and accept none from it any more."""
+        with self._lock:
+            remember(self._cut, who.incarnation, reason)
+            peer = self._peers.get(who.incarnation)
+            links = [link for link, (life, _) in self._accepted.items() if life == who.incarnation]
+        if peer is not None and isinstance(peer.link, Link):
+            links.append(peer.link)
+        for link in links:
+            link.close(reason)
 
     def tell_lost(self, who: Identity, reason: PeerError) -> None:
         """A connection has ended, or could not be made."""

@@ -174,7 +174,7 @@ class Fanout:
     def _in_common(self, blob: Blob) -> Blob:
         if not isinstance(blob, Tensor) or blob.numel() < COMMON_FROM:
             return blob
-        return self._connections.in_common(blob)
+        return self._connections.memory.in_common(blob)
 
     def _send(self, ready: list[_Ready], function: Any, timeout: float, asked: Any) -> None:
         """Make all messages, then write them, then have the answers read: else the threads would take turns."""

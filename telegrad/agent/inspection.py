@@ -6,7 +6,7 @@ for it as calls come and go.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
@@ -99,13 +99,13 @@ _WAITS: dict[CodeType, Callable[[dict[str, Any]], Any]] = {
 _ROOM: CodeType = OutgoingCalls.wait_for_room.__code__
 
 
-def stands(frame: FrameType | None, agent: Agent) -> Stands:
-    """Read a stack, given its innermost frame; a process may have threads of other agents, too."""
+def stands(stack: Sequence[FrameType], agent: Agent) -> Stands:
+    """Read a stack, whose outermost frame comes first; a process may have threads of other agents, too."""
     peers = list(agent._connections._peers.values())
     serves: list[Incoming] = []
     waits: Pending | None = None
     room: OutgoingCalls | None = None
-    while frame is not None:
+    for frame in reversed(stack):
         code = frame.f_code
         if code is _SERVE and frame.f_locals["self"] is agent._server:
             serves.append(frame.f_locals["call"])
@@ -115,5 +115,4 @@ def stands(frame: FrameType | None, agent: Agent) -> Stands:
             waits = found if isinstance(found, Pending) and not found.done and found.peer in peers else None
         elif code is _ROOM and not serves and frame.f_locals["self"] in peers:
             room = frame.f_locals["self"]
-        frame = frame.f_back
     return Stands(serves[::-1], waits, room)

@@ -30,7 +30,7 @@ from telegrad.agent.spinning import SOON, Spin
 from telegrad.agent.works import IDLE, LONG, OWED, QUICK, Runner, Work, WorkQueue
 from telegrad.contracts import guarded, new_lock
 from telegrad.descriptors import report_closed
-from telegrad.threads import processor_time, program_has_ended
+from telegrad.threads import Thread, processor_time, program_has_ended
 from telegrad.transport.poller import READ, WRITE, Poller, Source
 
 STUCK_AFTER = 4e-3  # a leader this long in its work loses the lead
@@ -189,6 +189,10 @@ class Reactor:
         if lent:
             self.poller.wake()
 
+    def stands_for(self, now: float) -> float:
+        """Return for how many seconds no thread has looked at the connections, though some should have."""
+        return 0.0 if self._asleep else now - self._looked
+
     @property
     def idle(self) -> bool:
         """Whether no call runs or waits for its turn."""
@@ -212,18 +216,16 @@ class Reactor:
 
     def _drop_ready(self) -> None:
         """Once closed: do what is owed on this thread."""
-        while self._ready:
-            try:
+        with contextlib.suppress(IndexError):  # it is empty
+            while True:
                 work = self._ready.popleft()
-            except IndexError:  # emptied by two threads at once
-                return
-            if isinstance(work, Work) and work.cost == OWED:
-                self._do(work)
+                if isinstance(work, Work) and work.cost == OWED:
+                    self._do(work)
 
     # The threads
 
     def _spawn(self, worker: Runner) -> None:
-        thread = threading.Thread(target=self._main, args=(worker,), name="telegrad-worker", daemon=True)
+        thread = Thread(target=self._main, args=(worker,), name="telegrad-worker")
         with self._lock:
             self._threads[worker] = thread
         try:

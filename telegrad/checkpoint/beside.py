@@ -11,6 +11,7 @@ from telegrad.agent.futures import Future
 from telegrad.errors import CheckpointFailed
 from telegrad.progress import Wait
 from telegrad.rpc import current
+from telegrad.threads import Thread
 from telegrad.wire.failures import fresh, kept
 
 
@@ -58,7 +59,7 @@ class Beside:
                 writing.over.set()
                 writing.future.set_result(path)
 
-        thread = threading.Thread(target=run, name="telegrad-checkpoint", daemon=True)
+        thread = Thread(target=run, name="telegrad-checkpoint")
         with self._lock:
             self._under_way.append(writing)
         try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, SavePlan
@@ -16,6 +15,7 @@ from telegrad.nn.tree import state_of
 from telegrad.optim.local import LocalOptimizer
 from telegrad.rpc import RRef, current
 from telegrad.rpc.functions import async_execution
+from telegrad.threads import Thread
 
 
 def writer_to(path: str, is_coordinator: bool) -> FileSystemWriter:
@@ -72,5 +72,5 @@ def write_beside(saver: RRef[Saver], plan: SavePlan) -> Future[list[WriteResult]
         else:
             future.set_result(results)
 
-    threading.Thread(target=run, name="telegrad-checkpoint", daemon=True).start()
+    Thread(target=run, name="telegrad-checkpoint").start()
     return future

@@ -7,6 +7,7 @@ message that is longer than a record is in several. Both ends of a connection to
 from __future__ import annotations
 
 import encodings.idna  # noqa: F401 see below
+import hashlib
 import struct
 
 # Else imported at the first connection: by each of many processes that were forked, and connect at one moment.
@@ -20,6 +21,11 @@ INCARNATION = "directory"  # which clients want to reach; those of workers are o
 
 _LENGTH = struct.Struct("<I")
 _HEAD = _LENGTH.size
+
+
+def name_of(path: str) -> str:
+    """Return what the names of all directories begin with that are kept in the file at `path`, one after the other."""
+    return f"directory-{hashlib.sha256(path.encode()).hexdigest()[:16]}-"
 
 
 class Channel:

@@ -19,7 +19,7 @@ from time import monotonic
 from telegrad import forks
 from telegrad.addresses import bracketed
 from telegrad.directory import messages
-from telegrad.directory.channel import INCARNATION, Channel
+from telegrad.directory.channel import INCARNATION, Channel, name_of
 from telegrad.directory.messages import Reply, Request
 from telegrad.directory.protocol import (
     ABSENT,
@@ -45,6 +45,7 @@ from telegrad.errors import (
     TelegradError,
 )
 from telegrad.keyring import Keyring
+from telegrad.threads import Thread
 from telegrad.transport.handshake import Claim, Initiator
 from telegrad.transport.noise import DecryptionFailed
 from telegrad.transport.sockets import NOT_NOW, shut, tune_tcp
@@ -83,8 +84,16 @@ Calls = list[_Call]  # a name for it, since `list` is a method of what returns i
 class EmbeddedDirectory:
     """A `Directory` that a server of `server.py` keeps. Its methods are documented in `protocol.py`."""
 
-    def __init__(self, address: tuple[str, int], keys: Keyring, patience: float = PATIENCE) -> None:
-        """`keys` are those of the group; `patience` is for how many seconds an operation waits for the server."""
+    def __init__(self, address: tuple[str, int], keys: Keyring, patience: float = PATIENCE, path: str = "") -> None:
+        """Connect once something is asked.
+
+        Args:
+            address: where the server listens.
+            keys: those of the group.
+            patience: for how many seconds an operation waits for the server.
+            path: of the directory's file: that of another group, which has got the port since, is refused.
+        """
+        self._name = name_of(path) if path else ""
         self._address, self._keys, self._patience = address, keys, patience
         self._claim = Claim(secrets.token_hex(8), 0, "", "")
         self._made_at = forks.depth
@@ -98,7 +107,7 @@ class EmbeddedDirectory:
         self._is_closed = False
         self._problem = "it has not answered yet"
         self._identity = ""  # of the directory that has answered first
-        self._thread = threading.Thread(target=self._run, name="telegrad-directory", daemon=True)
+        self._thread = Thread(target=self._run, name="telegrad-directory")
         self._thread.start()
 
     # Operations
@@ -262,6 +271,8 @@ class EmbeddedDirectory:
 
     def _check_identity(self, end: Initiator) -> None:
         assert end.peer is not None
+        if not end.peer.name.startswith(self._name):
+            raise HandshakeError(f"{self._at} is that of another group")
         self._identity = self._identity or end.peer.name
         if end.peer.name != self._identity:
             raise DirectoryReset(

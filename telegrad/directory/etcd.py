@@ -117,6 +117,7 @@ class EtcdDirectory:
     """The `Directory` of a group on an etcd cluster."""
 
     def __init__(self, settings: Settings, patience: float) -> None:
+        self.scope = settings.prefix  # what tells it from those of other groups
         self._prefix = settings.prefix.encode()
         self._client = Client(settings, patience)
         self._lock = threading.Lock()  # guards what is below
@@ -139,11 +140,14 @@ class EtcdDirectory:
         leader that renewed was of that term or of a later one. The read that follows is answered only by a member that
         has applied all which the present leader had committed, the first entry of its term included. So where both
         terms are equal, the leader that renewed was the present one. Each later leader begins to count the ttl anew.
+
+        Members of etcd that are out of reach, or cannot reach their leader, must not use up the time of the lease.
         """
+        limit = self._client.share(lease.ttl)
         ends = time.monotonic() + self._client.patience
         while time.monotonic() < ends:
-            renewal = self._ask("/v3/lease/keepalive", {"ID": str(lease.id)}, ends)
-            read = self._ask("/v3/kv/range", messages.confirm_request(self._prefix), ends)
+            renewal = self._ask("/v3/lease/keepalive", {"ID": str(lease.id)}, ends, limit=limit)
+            read = self._ask("/v3/kv/range", messages.confirm_request(self._prefix), ends, limit=limit)
             if renewal.header.term != read.header.term:
                 continue
             seconds = float(renewal.content.get("TTL", 0))
@@ -212,9 +216,11 @@ class EtcdDirectory:
         for each in streams:
             self._drop(each)
 
-    def _ask(self, path: str, body: Json, ends: float | None = None, repeat: bool = True) -> Answer:
+    def _ask(
+        self, path: str, body: Json, ends: float | None = None, repeat: bool = True, limit: float | None = None
+    ) -> Answer:
         try:
-            return self._client.ask(path, body, ends, repeat)
+            return self._client.ask(path, body, ends, repeat, limit)
         except Refused as error:
             raise _refused(error) from None
 

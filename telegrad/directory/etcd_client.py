@@ -71,20 +71,24 @@ class Client:
         self._idle: dict[int, list[Connection]] = defaultdict(list)
         self._used: set[Connection] = set()
 
-    def ask(self, path: str, body: Json, ends: float | None = None, repeat: bool = True) -> Answer:
+    def ask(
+        self, path: str, body: Json, ends: float | None = None, repeat: bool = True, limit: float | None = None
+    ) -> Answer:
         """Ask one endpoint after the other until one answers, within the patience, or until `ends`.
 
         `repeat`: the request may be done twice. Without it there is no other attempt once etcd may have it.
+        `limit`: seconds for one endpoint.
 
         Raises:
             DirectoryLost: none answered, or etcd may have done what must not be done twice.
             Refused: etcd will not do it, now or later.
         """
         attempts = self.begin(ends)
+        if limit is None:
+            limit = self.limit if repeat else self._write_limit
         while True:
             endpoint = self._endpoints.current
             try:
-                limit = self.limit if repeat else self._write_limit
                 return self.attempt(endpoint, path, body, min(attempts.ends, time.monotonic() + limit))
             except Unsent as error:
                 attempts.next(endpoint, str(error))
@@ -96,6 +100,10 @@ class Client:
                         "key again to know"
                     ) from None
                 attempts.next(endpoint, str(error))
+
+    def share(self, seconds: float) -> float:
+        """Return the limit of one endpoint with which all can be asked in half of these seconds."""
+        return min(self.limit, seconds / (2 * len(self._addresses)))
 
     def begin(self, ends: float | None = None) -> Attempts:
         """Begin a series of attempts."""

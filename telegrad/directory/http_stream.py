@@ -14,6 +14,7 @@ import time
 from collections.abc import Mapping
 
 from telegrad.directory.http_responses import ResponseReader
+from telegrad.transport.sockets import tune_tcp
 
 READ_BYTES = 1 << 18
 
@@ -31,7 +32,7 @@ class Connection:
         self._response = ResponseReader()
         self._sock = socket.create_connection((host, port), _left(deadline))
         try:
-            self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            tune_tcp(self._sock, 0.0)  # each exchange has its own limit
             if context:
                 self._sock.settimeout(_left(deadline))
                 self._sock = context.wrap_socket(self._sock, server_hostname=host)

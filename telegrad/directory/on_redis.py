@@ -75,6 +75,17 @@ _SCRIPT = importlib.resources.files(__package__).joinpath("on_redis.lua").read_b
 _SHA = hashlib.sha1(_SCRIPT, usedforsecurity=False).hexdigest()
 
 
+def connect(url: str, patience: float = 10.0) -> RedisDirectory:
+    """Return the directory of the one group that uses this database of a Redis server.
+
+    Raises:
+        InvalidArgument: the URL is wrong.
+        DirectoryRefused: the server's settings, its role or its version are not fit, or it refuses the login.
+        DirectoryLost: no server answers.
+    """
+    return RedisDirectory(url, "group", patience)
+
+
 class RedisDirectory:
     """A client of the directory that a group has on a Redis server: a `Directory`."""
 
@@ -92,6 +103,7 @@ class RedisDirectory:
             DirectoryLost: no server answers.
         """
         self._address = parse(url)
+        self.scope = f"{self._address.db}/{group}"  # what tells it from those of other groups
         self._keys = [f"telegrad:{group}:{name}".encode() for name in _KEYS]
         self._slice = min(_SLICE, patience / 2)
         self._seen = ABSENT  # a revision that the server has had; threads may put a lower one there than it was
@@ -179,7 +191,7 @@ class RedisDirectory:
                 f"the Redis server at {self._address} has lost writes of this group that it had acknowledged: it is at "
                 f"revision {revision}, and this worker has seen {self._seen}. A replica has taken the master's place, "
                 "a backup was restored, or keys were deleted. Its fencing tokens may repeat: end this group, and start "
-                "it under another name"
+                "it in another database of the server"
             )
         self._seen = max(self._seen, revision)
         if status == b"lease lost":

@@ -29,7 +29,11 @@ from __future__ import annotations
 from math import isfinite
 from typing import NamedTuple, Protocol
 
+from telegrad.errors import DirectoryLost as DirectoryLost
+from telegrad.errors import DirectoryRefused as DirectoryRefused
+from telegrad.errors import DirectoryReset as DirectoryReset
 from telegrad.errors import InvalidArgument, RendezvousError
+from telegrad.errors import LeaseLost as LeaseLost
 
 ABSENT = 0  # the revision of a key that does not exist
 KEY_BYTES = 1 << 10
@@ -37,24 +41,8 @@ VALUE_BYTES = 1 << 20
 SHORTEST_TTL, LONGEST_TTL = 0.05, 86_400.0  # seconds
 
 
-class DirectoryLost(RendezvousError):
-    """The directory did not answer. Whether a write was done is unknown."""
-
-
-class LeaseLost(RendezvousError):
-    """The lease has ended: its keys are deleted, or about to be, and others may claim them."""
-
-
 class Compacted(RendezvousError):
     """The directory no longer has the changes since that revision: list again, and watch from there."""
-
-
-class DirectoryRefused(RendezvousError):
-    """The server cannot hold a directory, or refuses this client. The message says what to change."""
-
-
-class DirectoryReset(RendezvousError):
-    """The engine has lost writes that it had acknowledged, so its fencing tokens may repeat. The group must end."""
 
 
 class Entry(NamedTuple):

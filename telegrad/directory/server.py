@@ -4,7 +4,8 @@ One thread and one selector for all clients. A turn of the loop reads what has c
 client in turn, stores what they changed, and only then sends: whatever a client was told is in the file. A client that
 sends faster than others, or does not read its replies, waits; it takes neither memory nor time from the others.
 
-`python -m telegrad.directory.server FD` serves what the pipe FD describes (`keeper.py`), until that pipe is closed.
+`python -m telegrad.directory.server FD` serves what the pipe FD describes (`keeper.py`). When that pipe is closed, the
+keeper has gone; the server goes on until no lease is left, and then removes the file.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from functools import partial
 from time import monotonic
 from typing import NamedTuple
 
-from telegrad.directory.channel import INCARNATION, Channel
+from telegrad.directory.channel import INCARNATION, Channel, name_of
 from telegrad.directory.messages import LONGEST_REQUEST
 from telegrad.directory.service import Service
 from telegrad.directory.store import Store, remove
@@ -60,7 +61,6 @@ class Config(NamedTuple):
     listener: int  # the descriptor of a socket that listens
     keys: Keyring
     path: str
-    is_kept: bool  # whether the file stays when the pipe is closed
     limits: Limits
 
 
@@ -78,7 +78,7 @@ class Server:
         self._store = Store(path)
         self._service = Service(Table(limits, self._store.load(), monotonic()))
         self._keys = keys
-        self._claim = Claim(f"directory-{self._store.identity}", 0, INCARNATION, "")
+        self._claim = Claim(name_of(path) + self._store.identity, 0, INCARNATION, "")
         self._listener = listener
         listener.setblocking(False)
         self._selector = selectors.DefaultSelector()
@@ -93,19 +93,22 @@ class Server:
         self._accepts_at: float | None = None  # when to accept again
         self._most = _descriptors() - SPARE
         self._is_over = False
+        self._keeper_left = False
 
     def run(self, pipe: int | None = None, parent: int = 0) -> None:
-        """Serve until `stop`; until the pipe is closed, or the parent process ends, where they are given."""
+        """Serve until `stop`. With a pipe: until the keeper has closed it, or has ended, and no lease is left."""
         register = self._selector.register
         try:
             register(self._listener, selectors.EVENT_READ, self._accept)
             register(self._ear, selectors.EVENT_READ, self._stop_serving)
             if pipe is not None:
-                register(pipe, selectors.EVENT_READ, self._stop_serving)
+                register(pipe, selectors.EVENT_READ, partial(self._note_keeper_left, pipe))
             last = monotonic()
-            # Processes that the parent has forked hold the pipe, too.
-            while not (self._is_over or (parent and os.getppid() != parent)):
+            while not self._is_over:
                 last = self._turn(last)
+                # Processes that the parent has forked hold the pipe, too.
+                if (self._keeper_left or (parent and os.getppid() != parent)) and not self._service.table.has_leases:
+                    break
         finally:
             for connection in list(self._connections.values()):
                 self._drop(connection)
@@ -122,6 +125,10 @@ class Server:
 
     def _stop_serving(self, _: int) -> None:
         self._is_over = True
+
+    def _note_keeper_left(self, pipe: int, _: int) -> None:
+        self._keeper_left = True
+        self._selector.unregister(pipe)
 
     def _turn(self, last: float) -> float:
         """Do what is to be done now, after waiting for it; return when that was. `last` is that of the last turn."""
@@ -201,7 +208,7 @@ class Server:
         except NOT_NOW:
             return
         except (HandshakeError, PeerUnreachable, *Closed) as error:
-            if connection in self._strangers:
+            if connection in self._strangers and connection.has_spoken:  # else it was a look whether the port is open
                 self._refuse(connection, error)
             else:
                 self._drop(connection, error)
@@ -301,6 +308,7 @@ class _Connection:
     def __init__(self, number: int, sock: socket.socket, origin: str, acceptor: Acceptor) -> None:
         self.number, self.sock, self.origin, self.acceptor = number, sock, origin, acceptor
         self.since = monotonic()
+        self.has_spoken = False
         self.client = ""  # the name that it has proved
         self.channel: Channel | None = None  # behind the handshake
         self.requests: deque[bytes] = deque()
@@ -312,6 +320,7 @@ class _Connection:
         data = self.sock.recv(PIECE)
         if not data:
             raise ConnectionResetError("it closed the connection")
+        self.has_spoken = True
         if self.channel is not None:
             self.requests.extend(self.channel.decrypt(data))
             return
@@ -356,8 +365,7 @@ def main(pipe: int) -> None:
     config = Config(*pickle.loads(_read_all(pipe, size)))  # from the process that has started this one
     listener = socket.socket(fileno=config.listener)
     Server(listener, config.keys, config.path, config.limits).run(pipe, config.parent)
-    if not config.is_kept:
-        remove(config.path)  # nobody else knows of it
+    remove(config.path)  # no lease is left, so nothing in it matters to a later group
 
 
 def _read_all(pipe: int, size: int) -> bytes:

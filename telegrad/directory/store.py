@@ -20,7 +20,8 @@ from telegrad.directory.protocol import Entry, Event
 from telegrad.directory.table import Ended, Granted, Saved, Written
 from telegrad.errors import UsageError
 
-SUFFIXES = ("", "-wal", "-journal", "-shm")  # of the files that SQLite makes
+LOG = ".log"  # the suffix of the file into which the server logs
+SUFFIXES = ("", "-wal", "-journal", "-shm", LOG)  # of SQLite's files, and that one
 _BOOT = "/proc/sys/kernel/random/boot_id"
 _FORMAT = "1"
 _TABLES = """

@@ -163,6 +163,11 @@ class Table:
         """Return when to call `expire` next; None without leases."""
         return self._ends[0][0] if self._ends else None
 
+    @property
+    def has_leases(self) -> bool:
+        """Return True if some lease has not ended."""
+        return bool(self._leases)
+
     def postpone(self, seconds: float) -> None:
         """Let all leases end later: for so long the server did not run, and took no renewals."""
         for held in self._leases.values():

@@ -1,4 +1,4 @@
-"""A store as this package uses it: never asked to wait, and marked by whoever serves it."""
+"""A store as this package uses it: never asked to wait, and marked by the process that serves it."""
 
 from __future__ import annotations
 
@@ -8,44 +8,27 @@ from collections.abc import Callable, Iterator
 from time import monotonic, sleep
 
 from telegrad.errors import StoreLost, StoreUntrusted, TelegradError
-from telegrad.group.asking import AskedAside
 from telegrad.group.sealing import TERMS, SealedStore, spoiled
 
 SHORTEST_PAUSE, LONGEST_PAUSE = 5e-4, 5e-2  # seconds between two looks
-SERVED, OPEN, OVER, SETTLING = "telegrad/served", "open", "over", "settling"
+SERVED, OPEN, OVER = "telegrad/served", "open", "over"
 REFUSED = "telegrad/refused"  # a hint: how many have come with another key
 GONE = "gone"  # what stands for the mark where no store answers, or not yet
-DYNAMIC = "telegrad/dynamic"  # where a dynamic group keeps its directory in a store
 
 
 class Board:
     """Part of a store: the keys behind a prefix. Never asked to wait: torch's own waits cannot be interrupted."""
 
-    def __init__(self, store: SealedStore, prefix: str = "", aside: bool = False, group: str = "") -> None:
-        """`aside`: it is served elsewhere, for long; where it is silent, that is noticed.
-
-        `group` is the identity to which all values but the terms are bound; else `terms` and `claim_terms` find it.
-        """
+    def __init__(self, store: SealedStore, prefix: str = "", group: str = "") -> None:
+        """`group`: the identity to which all values but the terms are bound; else `terms` and `claim_terms` find it."""
         self._prefix = prefix
         self.group = group
-        self._closed = ""
-        self._aside = AskedAside(store.raw) if aside else None
-        self._store: SealedStore | None = store.over(self._aside) if self._aside is not None else store
-
-    def close(self, why: str = "this worker has left the group") -> None:
-        """Let go of the store: what this process serves goes, too; `why` is what those hear who ask it."""
-        self._closed = why
-        self._store, aside, self._aside = None, self._aside, None
-        if aside is not None:
-            aside.close()
+        self._store = store
 
     @contextlib.contextmanager
     def _while_it_lasts(self) -> Iterator[SealedStore]:
-        store = self._store  # loaded once: another thread may close this board meanwhile
-        if store is None:
-            raise StoreLost(self._closed)
         try:
-            yield store
+            yield self._store
         except TelegradError:
             raise
         except RuntimeError as error:
@@ -146,8 +129,7 @@ class Board:
                 return
 
     def __repr__(self) -> str:
-        kind = repr(self._store) if self._store is not None else "closed"
-        return f"<Board {self._prefix or 'without a prefix'}, {kind}>"
+        return f"<Board {self._prefix or 'without a prefix'}, {self._store!r}>"
 
 
 def mark_of(store: SealedStore) -> str:

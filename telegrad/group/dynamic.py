@@ -1,340 +1,351 @@
-"""A group that workers join and leave at any time.
+"""One worker's life in a dynamic group, whose members are in a directory (`registry.py`).
 
-It keeps its directory in a store: names and ranks are claimed, looked up and freed there. Whoever serves the store may
-go: another serves one in its place (`takeover.py`), to which all go over. Who leaves in order waits until the others
-have seen it.
+The life hangs on a lease. One thread renews it, another watches who comes and goes: a watch may wait for seconds for a
+packet that was lost, and the lease must not end meanwhile. While the directory does not answer, the
+members stay as they are known: they can be called, and they call; what needs a decision (a join, a worker that is not
+known yet, a claim) fails with DirectoryLost. A worker that has not renewed its lease in time by its own clock owns
+nothing any more (`holds` is False), since the directory may have given to others what it owned. Once the directory
+answers again, the lease lives still, or the worker learns that it was declared lost: then its life is over. It does not
+go on under its old name: its program ends, or joins anew.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable
 from time import monotonic
-from typing import Any
 
-from telegrad.errors import RendezvousError, StoreLost, StoreUntrusted
-from telegrad.group.board import Board
-from telegrad.group.directory import LEFT, LOST, Directory
+from telegrad.directory.protocol import Compacted, Directory, DirectoryLost, DirectoryReset, Lease, LeaseLost
+from telegrad.errors import PeerLost, ShutDown, TelegradError
+from telegrad.group.finding import Keeping, withdraw
 from telegrad.group.members import Member, listed, unknown
-from telegrad.group.places import Spot, is_here, stay_at
-from telegrad.group.rendezvous import COMPLETE, LINGER, OPENED, ROUND, agree, taken, terms_of
+from telegrad.group.registry import LOST, Came, Change, Claim, Claimed, Gone, IsAlive, Registered, Registry, Roster
 from telegrad.group.sealing import SealedStore
-from telegrad.group.stores import Place
-from telegrad.group.succession import Seat
+from telegrad.threads import LONGEST_WAIT, Background, run_beside
 
-MOST_RANKS = 1 << 16
-BETWEEN = 5.0  # seconds that a look-up waits for another store
+RENEWALS = 3  # in the time of a lease: two may fail
+SHORTEST_PAUSE, LONGEST_PAUSE = 0.05, 1.0  # seconds between two tries, while the directory does not answer
+PATIENCE = 2.0  # seconds for the directory to be told that this worker leaves, and for a thread to end
 
 log = logging.getLogger("telegrad")
 
 
-class Moved(RendezvousError):
-    """The group has another store now."""
-
-    def __init__(self, store: Seat) -> None:
-        super().__init__(f"the group's store is at {store.host}:{store.port} now")
-        self.store = store
-
-
 class DynamicGroup:
-    """One worker's part in it."""
+    """This worker's registration, and the members as they are known here."""
 
-    def __init__(
-        self, store: SealedStore, serves: bool = False, places: tuple[Spot, ...] = (), place: Place = (None, None)
-    ) -> None:
-        """`serves`: the store ends with this worker. `places` are where newcomers look for it, `place` where it is."""
-        self.places = places
-        self.keys = store.keys
-        self.terms = ""
-        self.store = Seat(1, -1, "", place[0] or "", place[1] or 0)  # as it was when this worker came
-        self.over = ""  # why nobody can be looked up any more; stored once
-        # No lock: these three are loaded and stored as wholes, by whichever thread looks at the store.
-        self.known: list[Member] = []  # who was there at the last look; they can be called without the store
-        self.awaited: list[Member] = []  # those of them that have not come over to this store yet
-        self.homes: list[str] = []  # hosts at which newcomers look
-        self.home: Spot | None = None  # where they do, if that is on this host
-        self.serves = serves
-        self._founded = serves  # or came first, where nobody serves the store
-        self._launched = False  # a launcher keeps the store: it has begun the group
-        self._ends = 0  # as seen so far
-        self._acknowledged = False  # that the server leaves
-        self._me: Member | None = None
-        self._listed_at = ""  # where this worker's name stands
-        self._sign: Any = None
-        self._moving = threading.Condition()  # guards changes of `directory`, which is loaded without
-        self.directory = Directory(store, aside=not serves and bool(place[0]))
-        self._between = False  # the store was lost, and there is no other yet
-        self._distrusted: set[str] = set()  # what was logged of values that are not authentic; any thread adds to it
-        self._given_up: list[Directory] = []  # in stores of this member: who holds them for the group's is told better
+    def __init__(self, directory: Directory, prefix: str, ttl: float, launched: bool = False) -> None:
+        """Use a directory, in which the keys of the group begin with `prefix`.
 
-    def join(self, me: Member, is_alive: Callable[[Member], bool] = lambda _: True) -> Member:
-        """Claim a name and a rank, the lowest free one from 1 on where `me.id` is -1; return what came of it.
-
-        Who has a role and no name gets the lowest number with it that makes a free one.
-
-        Rank 0 is for whoever asks for it, who need not be the first to come. A worker that crashed leaves its entries
-        behind: they are taken over where `is_alive` denies that it lives.
-
-        Raises:
-            WorkerTaken: a member has that name or rank.
-            AuthenticationFailed: this worker's key is not that of the group.
-            RendezvousError: all ranks are taken.
-            Moved: this store was given up for another.
-            StoreLost: it was lost.
+        Args:
+            directory: is closed by `leave`.
+            prefix: of the group's keys.
+            ttl: seconds after which the worker is lost that does not renew its lease.
+            launched: a launcher keeps the directory: it has made the group, and starts a worker anew that has failed.
         """
-        board = self.directory.board
-        moved = self.directory.moved() if board.terms() else None
-        if moved is not None:
-            raise Moved(moved)
-        agree(board, me, -1)
-        self.terms = board.terms()
-        me, reserved = (me, "") if me.name else self._reserve_name(me)
-        me = self._claim_rank(me, is_alive)
+        self.directory = directory
+        self.registry = Registry(directory, prefix)
+        self.identity = ""
+        self.over = ""  # why this life has ended; stored once
+        self._ttl = ttl
+        self._lease = Lease(0, ttl, 0.0)  # no lock: stored as a whole, by one thread at a time
+        self._epoch = 0
+        self._me: Member | None = None
+        self._launched = launched
+        self._founded = False  # this worker has made the group, or was the first of those that live
+        self._store: SealedStore | None = None  # which this worker may serve, for those that come later
+        self._keeping: Keeping | None = None  # the process of the directory, if this worker has started it
+        self._applying = threading.Lock()  # guards changes of these two; changes are applied one at a time
+        self._since = 0  # the revision up to which changes were applied
+        self._known: dict[str, Registered] = {}  # by life; copied in one step by readers, which take no lock
+        self._on_change: Callable[[Change], None] = lambda _: None
+        self._stands_for: Callable[[], float] = lambda: 0.0
+        self.claims: dict[str, Claim] = {}  # to published values, as they are known here; stored under _applying
+        self.on_claim: Callable[[str], None] = lambda _: None  # called as `on_change`, with the name of the value
+        self._stopped = threading.Event()
+        self._ending = threading.Lock()  # taken once, without waiting, by the thread that finds this life ended
+        self._thread = Background("telegrad-directory", self._main)
+        self._renewing = Background("telegrad-lease", self._renew)
+        self.is_lost = False  # the directory did not answer last; stored by the thread
+
+    # Joining
+
+    def join(self, me: Member, is_alive: IsAlive) -> Member:
+        """Register, and read who is there. Raises as `Registry.join`."""
+        self.identity, has_made = self.registry.identify()
+        self._lease = self.directory.grant(self._ttl)
         try:
-            self._claim(f"name/{me.name}", f"name {me.name!r}", me, is_alive, reserved)
+            registered = self.registry.join(me, self._lease, is_alive)
+            roster = self.registry.roster()
         except BaseException:
-            self.directory.free(f"rank/{me.id}", me)
+            with contextlib.suppress(DirectoryLost):
+                self.directory.revoke(self._lease)
             raise
-        self._listed_at = self.directory.add_name(me.name)
-        self._me = me
-        self._settle_in(me)
-        if self.store.id < 0:  # no worker serves it
-            self._launched = bool(self.store.host)
-            earlier = () if self._launched else self.directory.listed_before(self._listed_at, me)
-            self._founded = not self._launched and not any(map(is_alive, earlier))
-        board.add_hint("changes")
-        return me
+        self._me, self._epoch = registered
+        self._known, self.claims, self._since = dict(roster.members), dict(roster.claims), roster.revision
+        others = (each.member for life, each in self._known.items() if life != me.incarnation)
+        self._founded = has_made or not any(map(is_alive, others))
+        return registered.member
 
-    def _settle_in(self, me: Member) -> None:
-        """See, and say, who serves the store, and where it can be found."""
-        if self.serves:
-            self.store = self.store._replace(id=me.id, incarnation=me.incarnation)
-            self.directory.note_served(self.store)
-        self.store = self.directory.served() or self.store
-        self.home = next((place for place in self.places if is_here(place[0])), None)
-        if self.home is not None:
-            self._sign = stay_at(self.home, me.incarnation)
-            self.directory.add_home(me.host)
-        self.homes = self.directory.homes()
-        self.known = self.directory.members()  # else, were the store lost now, it would serve one for itself alone
-        self._ends = self.directory.board.number("ends")
+    def keeps(self, store: SealedStore | None, keeping: Keeping | None) -> None:
+        """Keep the store, and the process of the directory, until this worker leaves."""
+        self._store, self._keeping = store, keeping
 
-    def _reserve_name(self, me: Member) -> tuple[Member, str]:
-        for number in range(MOST_RANKS):
-            mine = me._replace(name=f"{me.role}{number}")
-            entry = mine.to_json()
-            if self.directory.board.swap(f"name/{mine.name}", "", entry) == entry:
-                return mine, entry
-        raise RendezvousError(f"all {MOST_RANKS} names for the role {me.role!r} are taken")
+    def begin(self, on_change: Callable[[Change], None], stands_for: Callable[[], float] = lambda: 0.0) -> None:
+        """Begin to watch.
 
-    def _claim_rank(self, me: Member, is_alive: Callable[[Member], bool]) -> Member:
-        if me.id >= 0:
-            self._claim(f"rank/{me.id}", f"rank {me.id}", me, is_alive)
-            return me
-        for rank in range(1, MOST_RANKS):
-            mine = me._replace(id=rank)
-            entry = mine.to_json()
-            if self.directory.board.swap(f"rank/{rank}", "", entry) == entry:
-                return mine
-        raise RendezvousError(f"all {MOST_RANKS} ranks of the group are taken")
+        Args:
+            on_change: is called with each change, one at a time; it must not call `refresh`.
+            stands_for: tells for how many seconds this worker has answered nobody. One that stands for longer than the
+                ttl does not renew its lease, so that others learn of it, and so does it.
+        """
+        self._on_change, self._stands_for = on_change, stands_for
+        self._renewing.want()
+        self._thread.want()
 
-    def _claim(self, slot: str, what: str, me: Member, is_alive: Callable[[Member], bool], expected: str = "") -> None:
-        entry = me.to_json()
-        found = self.directory.board.swap(slot, expected, entry)
-        while found != entry:
-            other = Member.from_json(found)
-            if is_alive(other):
-                raise taken(what, other, me)
-            self.strike_out(other)
-            found = self.directory.board.swap(slot, "", entry)
+    @property
+    def holds(self) -> bool:
+        """Return True while this worker may act as the owner of what it has claimed."""
+        return not self.over and monotonic() < self._lease.ends
 
-    def strike_out(self, member: Member, how: str = LOST) -> None:
-        """A member has died, or has left without a word: others can have its name and its rank."""
-        self.directory.take_out(member, how)
+    # Published values
 
-    def note_gone(self, member: Member, how: str) -> None:
-        """Do the same, if the store allows it: where it does not, this member knows of the other's end all the same."""
-        try:
-            self.strike_out(member, how)
-        except StoreLost:
-            pass
-        except StoreUntrusted as error:
-            self.distrust(error, f"the end of {member} cannot be noted in the group's store")
+    def claim(self, name: str) -> Claim:
+        """Claim a published value for this member; return the claim of its owner. Raises as `Registry.claim`."""
+        assert self._me is not None
+        claim = self.registry.claim(name, self._me.incarnation, self._lease)
+        with self._applying:
+            self._apply(Claimed(name, claim))
+        return claim
 
-    def distrust(self, error: StoreUntrusted, what: str) -> None:
-        """Log that the store was tampered with, once for each value of it."""
-        if str(error) not in self._distrusted:
-            self._distrusted.add(str(error))
-            log.warning("telegrad: %s: %s", what, error)
+    def owns(self, name: str, claim: Claim) -> bool:
+        """Return True while this member, which has made that claim, may act as the owner."""
+        return self.holds and self.claims.get(name, claim).token <= claim.token
+
+    def look_for_owner(self, name: str) -> None:
+        """Ask the directory who owns a published value, and take that in. Raises DirectoryLost."""
+        claim = self.registry.owner(name)
+        if claim is not None:
+            with self._applying:
+                self._apply(Claimed(name, claim))
+
+    # Looking up
+
+    def members(self) -> list[Member]:
+        """Return the members as they are known here, by name."""
+        return sorted((each.member for each in self._known.copy().values()), key=lambda member: member.name)
 
     def find(self, to: str | int) -> Member:
-        """The member of that name or rank, as of now; where the store was just lost, as of the next one.
+        """Return the member that has a name or a rank.
 
         Raises:
             UnknownWorker: there is none.
-            StoreLost: the store has gone, and nobody serves another.
+            DirectoryLost: it is not known here, and the directory does not answer.
+            PeerLost: this worker was declared lost.
+            ShutDown: it has left.
         """
-        until = monotonic() + BETWEEN
-        while True:
-            directory = self.directory
-            try:
-                found = self._read_member(directory, to)
-                names = [] if found else [member.name for member in directory.members()]
-            except StoreLost as error:
-                for member in self.known:
-                    if to in (member.name, member.id):
-                        return member
-                if self.over or not self._wait_for_another(directory, until):
-                    raise StoreLost(f"worker {to!r} cannot be looked up: {error}") from error
-                continue
-            if found:
-                return Member.from_json(found)
-            for member in self.awaited:
-                if to in (member.name, member.id):
-                    return member
-            advice = "; with wait_for_worker=True, a call waits until it has"
-            raise unknown(to, names, advice)
-
-    def _read_member(self, directory: Directory, to: str | int) -> str:
         if self.over:
-            raise StoreLost(self.over)
-        if self._between:
-            raise StoreLost("the store was lost, and nobody serves another yet")
-        return directory.read_member(to)
+            raise ShutDown(self.over) if self._stopped.is_set() else PeerLost(self.over)
+        for member in self.members():
+            if to in (member.name, member.id):
+                return member
+        if self.is_lost:
+            raise DirectoryLost(
+                f"worker {to!r} is not known here, and the directory of the group does not answer: see whether the "
+                "process that keeps it runs, and can be reached from here"
+            )
+        found = self.registry.find(to)
+        if found is not None:
+            return found.member
+        names = [member.name for member in self.members()]
+        raise unknown(to, names, "; with wait_for_worker=True, a call waits until it has")
 
-    def _wait_for_another(self, old: Directory, until: float) -> bool:
-        with self._moving:
-            return self._moving.wait_for(lambda: self.directory is not old or bool(self.over), until - monotonic())
+    def declare_lost(self, member: Member, why: str) -> None:
+        """Have a member taken out that was found dead; where the directory does not answer, its lease does that."""
+        if not self.is_lost:
+            run_beside("telegrad-declare", self._tell_lost, member, why)
 
-    def members(self) -> list[Member]:
-        """Who is in the group now, sorted by name."""
-        return self.directory.members()
+    def _tell_lost(self, member: Member, why: str) -> None:
+        with contextlib.suppress(DirectoryLost):
+            self.registry.declare_lost(member.incarnation, why)
 
-    # Where the store is another
+    # The threads
 
-    def lose(self) -> None:
-        """It was lost: those who look up somebody wait for the next."""
-        self._between = True
+    def _renew(self) -> None:
+        """Renew the lease when it is time to."""
+        pause = SHORTEST_PAUSE
+        wait = self._until_renewal()
+        while not self._stopped.wait(min(wait, LONGEST_WAIT)) and not self.over:
+            if (wait := self._until_renewal()) > 0:
+                continue
+            if self._stands_for() >= self._ttl:
+                wait = SHORTEST_PAUSE
+                if not self.holds:
+                    self._declared_lost("it stood for longer than its lease")
+                continue
+            try:
+                self._lease = self.directory.renew(self._lease)
+                pause, wait = SHORTEST_PAUSE, self._until_renewal()
+            except DirectoryLost:
+                wait, pause = pause, min(2 * pause, LONGEST_PAUSE)
+            except DirectoryReset as error:
+                self._end(f"worker {self._name!r} has no group any more: {error}")
+            except LeaseLost:
+                self._declared_lost("the directory has ended its lease, which was not renewed in time")
+            except Exception:
+                log.exception("telegrad: the lease in the group's directory could not be renewed")
+                wait = LONGEST_PAUSE
 
-    def move(self, directory: Directory, store: Seat, serves: bool) -> None:
-        """Go over to another; whoever asks at those that this member has served is led there."""
-        self.awaited = self.known
-        last, served = self.directory, self.serves
-        if store != self.store:
-            self._ends = 0  # all that were counted there are news to whoever comes over
-        with self._moving:
-            self.directory = directory
-            self.serves, self.store = serves, store
-            self._between = self._acknowledged = False
-            self._listed_at = ""
-            self._moving.notify_all()
-        if served:
-            self._given_up.append(last)
-        else:
-            last.close()
-        for given in self._given_up:
-            given.give_up(store)
+    def _until_renewal(self) -> float:
+        """Return the seconds until the lease is to be renewed."""
+        return max(0.0, self._lease.ends - self._ttl * (1 - 1 / RENEWALS) - monotonic())
 
-    def has_left(self, member: Member) -> bool:
-        """Whether it did so by a store that was given up here, of which it had not heard."""
-        return any(given.how_gone(member.incarnation) == LEFT for given in self._given_up)
+    def _main(self) -> None:
+        """Watch who comes and goes."""
+        pause = SHORTEST_PAUSE
+        while not self._stopped.is_set() and not self.over:
+            try:
+                self._step()
+                self._say_lost("")
+                pause = SHORTEST_PAUSE
+            except DirectoryLost as error:
+                if self._stopped.is_set():
+                    return  # `leave` has closed the directory
+                self._say_lost(str(error))
+                self._stopped.wait(pause)
+                pause = min(2 * pause, LONGEST_PAUSE)
+            except DirectoryReset as error:
+                self._end(f"worker {self._name!r} has no group any more: {error}")
+            except Exception:
+                log.exception("telegrad: a change in the group's directory could not be handled")
+                self._stopped.wait(LONGEST_PAUSE)
 
-    def abandon(self) -> None:
-        """Take away the stores that this member has served."""
-        for given in self._given_up:
-            given.close()
-        self._given_up.clear()
-        if self.serves:
-            self.directory.board.close("it was given up")
-            self.serves = False
+    def _step(self) -> None:
+        """Wait for changes, and apply them."""
+        try:
+            wait = 0.0 if self.is_lost else self._ttl / RENEWALS  # at once whether the directory answers again
+            since, changes = self.registry.watch(self._since, wait)
+        except Compacted:
+            self._read_anew()
+            return
+        with self._applying:
+            for revision, change in changes:
+                if revision > self._since:
+                    self._apply(change)
+            self._since = max(self._since, since)
 
-    def renew(self) -> None:
-        """Seal what is in the stores of this group anew, where its key is being replaced."""
-        for directory in (self.directory, *self._given_up):  # those that were given up tell newcomers where to go
-            directory.board.renew()
+    def _read_anew(self) -> None:
+        """Catch up where changes were missed: how a member has gone meanwhile is not known."""
+        roster = self.registry.roster()
+        with self._applying:
+            for life in [each for each in self._known if each not in roster.members]:
+                self._apply(Gone(life, LOST, "it has gone while this worker saw no changes"))
+            self._take_in(roster)
+            self._since = roster.revision
 
-    def end(self, why: str) -> None:
-        """Nobody can be looked up any more."""
-        with self._moving:
-            self.over = self.over or why
-            self._moving.notify_all()
+    def refresh(self) -> None:
+        """Take in the members that have joined by now, unless the directory is known not to answer.
 
-    # What changes
+        Raises:
+            DirectoryLost: it does not answer.
+        """
+        if self.is_lost:
+            return
+        roster = self.registry.roster()
+        with self._applying:
+            if roster.revision >= self._since:  # else members that have gone meanwhile would come back
+                self._take_in(roster)
 
-    def ended(self) -> bool:
-        """Whether a worker has left since the last look with whom those end that only serve."""
-        ends = self.directory.board.number("ends")
-        before, self._ends = self._ends, ends
-        return ends > before
+    def _take_in(self, roster: Roster) -> None:
+        for registered in roster.members.values():
+            self._apply(Came(registered))
+        owned = {name for name, claim in self.claims.items() if claim.life}
+        for name in owned | roster.claims.keys():
+            self._apply(Claimed(name, roster.claims.get(name, Claim("", roster.revision))))
 
-    def server_leaves(self) -> bool:
-        """Whether who serves the store is leaving in order; it waits for this to be seen."""
-        if self.serves or not self.directory.board.read("leaving"):
-            return False
-        if not self._acknowledged:
-            self._acknowledged = True
-            self.directory.board.add_hint("seen")
-        return True
+    def _apply(self, change: Change | Claimed) -> None:
+        if isinstance(change, Claimed):
+            known = self.claims.get(change.name)
+            if known is None or known.token < change.claim.token:  # else a later look has told more already
+                self.claims[change.name] = change.claim
+                self.on_claim(change.name)
+            return
+        if isinstance(change, Came):
+            if change.registered.member.incarnation in self._known:
+                return
+            self._known[change.registered.member.incarnation] = change.registered
+        elif isinstance(change, Gone):
+            if self._known.pop(change.life, None) is None:
+                return
+            if self._me is not None and change.life == self._me.incarnation:
+                self._declared_lost(change.why)
+                return
+        self._on_change(change)
+
+    def _declared_lost(self, why: str) -> None:
+        self._end(
+            f"worker {self._name!r} was declared lost ({why}): it was out of reach, or did not run for long. Start it "
+            "anew",
+            why,
+        )
+
+    def _end(self, over: str, why: str = "") -> None:
+        """This life is over."""
+        if not self._ending.acquire(blocking=False):
+            return
+        self.over = over
+        if self._me is not None:
+            self._on_change(Gone(self._me.incarnation, LOST, why or over))
+
+    @property
+    def _name(self) -> str:
+        return self._me.name if self._me is not None else ""
+
+    def _say_lost(self, why: str) -> None:
+        """Log, once each, that the directory does not answer, and that it does again."""
+        if why and not self.is_lost:
+            log.warning(
+                "telegrad: the directory of the group does not answer (%s). Workers that know one another go on; those "
+                "that want to join wait",
+                why,
+            )
+        elif not why and self.is_lost:
+            log.warning("telegrad: the directory of the group answers again")
+        self.is_lost = bool(why)
+
+    # Leaving
 
     def leave(self, in_order: bool = True) -> None:
-        """Free the name and the rank; not `in_order`: the program has ended without a word."""
+        """Free the name and the rank. `in_order`: False where the program has ended without a word."""
         me, self._me = self._me, None
-        lost = self.over
-        self.end("this worker has left the group")
-        try:
-            if me is not None and not lost and not self._between:
-                self._check_out(me, in_order)
-        except StoreLost:  # it may have gone with the worker that served it
-            pass
-        except StoreUntrusted as error:  # its connections tell the others
-            self.distrust(error, f"{me} has left, which cannot be noted in the group's store")
-        self.abandon()  # only now: another may have to be where one of these is
-        self.directory.close()
-        if self._sign is not None:
-            self._sign.close()
+        self._stopped.set()
+        if me is not None and not self.over:
+            self.over = "this worker has left the group"
+            ends = f"worker {me.name!r} has left" if self._ends_with(me, in_order) else ""
+            done = threading.Event()
+            run_beside("telegrad-leave", self._leave, me, ends, done)
+            done.wait(PATIENCE)  # a directory that does not answer ends the lease by itself
+        self.directory.close()  # all that waits raises
+        self._thread.join(PATIENCE)
+        self._renewing.join(PATIENCE)
+        self._store, keeping, self._keeping = None, self._keeping, None
+        if keeping is not None:
+            keeping.leave()
 
-    def _check_out(self, me: Member, in_order: bool) -> None:
-        board = self.directory.board
-        if self._listed_at:
-            board.write(self._listed_at, "")
-        if self._ends_with(me, in_order):
-            self.directory.end()
-        self.directory.take_out(me, LEFT)
-        if self.serves:
-            self._end_store()
+    def _leave(self, me: Member, ends: str, done: threading.Event) -> None:
+        try:
+            with contextlib.suppress(TelegradError, RuntimeError):  # it is lost, or was lost with its store
+                if self._store is not None and len(self._known) <= 1:
+                    withdraw(self._store, lambda: len(self.registry.roster().members) > 1)
+                self.registry.leave(me, self._lease, ends)
+        finally:
+            done.set()
 
     def _ends_with(self, me: Member, in_order: bool) -> bool:
-        """Return True if the workers that only serve end as `me` leaves: it has rank 0, or began the group.
-
-        Where a launcher keeps the store, it has begun the group, and starts a program anew that has failed.
-        """
+        """Return True if the workers that only serve end as `me` leaves: it has rank 0, or has made the group."""
         return me.id == 0 and in_order if self._launched else me.id == 0 or self._founded
 
-    def _end_store(self) -> None:
-        board = self.directory.board
-        others = len(self.directory.members()) + board.hint("seen")
-        board.write("leaving", OPENED)
-        board.add_hint("changes")
-        board.wait_for_hint("seen", others, monotonic() + LINGER)
-
     def __repr__(self) -> str:
-        state = f"over: {self.over}" if self.over else f"term {self.store.term}"
-        return f"<DynamicGroup: {state}; with {listed([member.name for member in self.known])}>"
-
-
-def dynamic_group_lives(store: SealedStore, is_alive: Callable[[Member], bool]) -> bool:
-    """Whether a dynamic group with members meets in this store."""
-    directory = Directory(store)
-    return bool(directory.board.terms()) and any(map(is_alive, directory.members()))
-
-
-def fixed_group_lives(store: SealedStore, is_alive: Callable[[Member], bool]) -> bool:
-    """Whether a group of fixed size forms in this store, or has formed and runs."""
-    number = Board(store).read(ROUND)
-    board = Board(store, f"telegrad/{number}")
-    terms = terms_of(board) if number else None
-    if terms is None or not isinstance(terms.size, int) or board.read(COMPLETE) not in ("", OPENED):
-        return False
-    entries = [board.read(f"rank/{rank}") for rank in range(terms.size)]
-    return any(is_alive(Member.from_json(entry)) for entry in entries if entry)
+        state = f"over: {self.over}" if self.over else f"epoch {self._epoch}"
+        return f"<DynamicGroup: {state}; with {listed([member.name for member in self.members()])}>"

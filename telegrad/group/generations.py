@@ -23,7 +23,7 @@ from math import inf
 from time import monotonic, sleep
 from typing import NamedTuple
 
-from telegrad.errors import GroupEnded, GroupIncomplete, RendezvousError, StoreLost, WorkerTaken
+from telegrad.errors import GroupEnded, GroupIncomplete, RendezvousError, StoreLost, UsageError, WorkerTaken
 from telegrad.group.board import Board
 from telegrad.group.members import Member
 from telegrad.group.places import is_here
@@ -86,8 +86,13 @@ class Ground:
         with self._lock:
             meeting = self._meeting
             if meeting is None:
-                meeting = self._meeting = open_store(self._init_method, -1, None, self.keys, timeout)
-                meeting.open_up()
+                meeting = open_store(self._init_method, -1, None, self.keys, timeout)
+                if meeting.directory is not None:
+                    raise UsageError(
+                        f"an elastic group meets at tcp://HOST:PORT, env:// or file:///PATH, not in {meeting.where}: "
+                        "leave min_workers and max_workers out for a dynamic group"
+                    )
+                self._meeting = meeting
                 self.is_here = meeting.host is not None and meeting.port is not None and is_here(meeting.host)
             return meeting
 

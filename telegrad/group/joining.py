@@ -6,18 +6,23 @@ import contextlib
 from time import monotonic
 from typing import NamedTuple
 
-from telegrad.errors import StoreLost, StoreUnreachable
-from telegrad.group.address import answers
-from telegrad.group.dynamic import DynamicGroup, Moved, dynamic_group_lives, fixed_group_lives
+from telegrad.directory.protocol import LONGEST_TTL, SHORTEST_TTL, Directory, DirectoryLost, DirectoryReset, LeaseLost
+from telegrad.errors import StoreLost
+from telegrad.group.address import answers, knock
+from telegrad.group.board import mark_of
+from telegrad.group.dynamic import DynamicGroup
+from telegrad.group.finding import Found, dynamic_group_lives, find_directory, write_pointer
 from telegrad.group.generations import Coming, Formed, Ground, lives_at
 from telegrad.group.members import Member, Members
-from telegrad.group.rendezvous import Roster, StoreOver, Terms, join_static, mixed
+from telegrad.group.rendezvous import Roster, StoreOver, Terms, fixed_group_lives, join_static, mixed
 from telegrad.group.renewing import Renewal
-from telegrad.group.stores import LONGEST, Meeting, find_store, join_store, open_dynamic
+from telegrad.group.sealed import SealedDirectory
+from telegrad.group.sealing import SealedStore
+from telegrad.group.stores import LONGEST, Meeting, join_store, open_dynamic
 from telegrad.keyring import Keyring
+from telegrad.progress import Wait
 
 KNOCK = 2.0  # seconds for a worker whose name or rank is wanted to show that it lives
-FOLLOW = 2.0  # seconds for the store that one which was given up names
 
 
 class Joined(NamedTuple):
@@ -27,11 +32,11 @@ class Joined(NamedTuple):
     directory: Members | DynamicGroup
     keys: Keyring  # bound to this group
     generation: Formed | None = None  # of an elastic group
-    renewal: Renewal | None = None  # of a store that outlives a group of fixed size
+    renewal: Renewal | None = None  # of a store that later workers read, where the key may be replaced
 
 
-def join(meeting: Meeting, me: Member, timeout: float) -> Joined:
-    """Take part in the group that meets in a store.
+def join(meeting: Meeting, me: Member, silence: float, timeout: float) -> Joined:
+    """Take part in the group that meets in a store; in a dynamic one, until a lease of `silence` seconds has ended.
 
     Raises:
         RendezvousError: the group could not be formed, or a group of the other kind meets there.
@@ -40,54 +45,82 @@ def join(meeting: Meeting, me: Member, timeout: float) -> Joined:
     if coming is not None and coming.ground is not None:
         return _join_elastic(meeting, coming, coming.ground, me)
     if meeting.world_size is None:
-        return _join_dynamic(meeting, me, timeout)
+        return _join_dynamic(meeting, me, silence, timeout)
     if lives_at(meeting.store, is_alive):
         raise mixed(me)
     roster = _join_static(meeting, me, meeting.world_size, timeout)
     formed = Formed(roster.round, list(roster.members), 0) if coming is not None else None
     lasts = me.id == 0 and meeting.keys.may_change and not meeting.serves
-    renewal = Renewal(meeting.store) if lasts else None
+    renewal = Renewal(meeting.store.renew) if lasts else None
     return Joined(roster.members.find(me.id), roster.members, meeting.keys.within(roster.group), formed, renewal)
 
 
-def _join_dynamic(meeting: Meeting, me: Member, timeout: float) -> Joined:
-    """Come to where the group has its store now, which it may lose meanwhile."""
+def _join_dynamic(meeting: Meeting, me: Member, silence: float, timeout: float) -> Joined:
+    """Register in the directory of the group. It, or the store that points to it, may be lost meanwhile."""
     until = monotonic() + min(timeout, LONGEST)
-    while True:
-        group = DynamicGroup(meeting.store, meeting.serves, meeting.places, meeting.place)
-        try:
-            if lives_at(meeting.store, is_alive) or fixed_group_lives(meeting.store, is_alive):
-                raise mixed(me)
-            me = group.join(me, is_alive)
-            meeting.open_up()
-            return Joined(me, group, meeting.keys.within(group.directory.board.group))
-        except Moved as moved:
-            meeting.open_up()  # it may be of this process, and tells others, too, where to go
-            group.leave()
-            meeting = _followed(meeting, moved, until - monotonic())
-        except StoreLost:
-            group.leave()
-            left = until - monotonic()
-            if not meeting.places or left <= 0:
+    with Wait(
+        "init_rpc", lambda: f"the directory of the group at {meeting.where} is not found", place=meeting.where
+    ) as wait:
+        while True:
+            try:
+                found = _find_directory(meeting, me, until, wait)
+            except StoreLost:
+                meeting = _reopened(meeting, until)
+                continue
+            except DirectoryLost:
+                if monotonic() >= until:
+                    raise
+                wait.look()
+                continue
+            group = DynamicGroup(found.directory, "", ttl_of(silence), found.launched)
+            try:
+                me = group.join(me, shows_life)
+            except BaseException as error:
+                group.leave()
+                if found.keeping is not None:
+                    found.keeping.leave()  # others may have joined by now
+                if isinstance(error, DirectoryLost | DirectoryReset | LeaseLost) and monotonic() < until:
+                    wait.look()
+                    continue
                 raise
-            store, (host, port), serves = open_dynamic(meeting.places, meeting.rank, meeting.keys, left)
-            meeting = meeting._replace(store=store, host=host, port=port, serves=serves)
-        except BaseException:
-            group.leave()
-            raise
+            stays = found.pointer is not None and not mark_of(
+                meeting.store
+            )  # no worker serves it: it outlives the group
+            if stays and found.pointer is not None:
+                write_pointer(meeting.store, found.pointer)  # the last member before may have withdrawn it meanwhile
+            store = meeting.store if meeting.serves or stays else None
+            group.keeps(store, found.keeping)
+            return Joined(me, group, meeting.keys.within(group.identity), renewal=_renewal(found.directory, store))
 
 
-def _followed(meeting: Meeting, moved: Moved, left: float) -> Meeting:
-    """The store that is held for the group's now; where it is not reached soon, what the places say then."""
-    _, _, _, host, port = moved.store
-    try:
-        store = find_store(host, port, meeting.keys, max(0.0, min(left, FOLLOW)))
-    except StoreUnreachable:
-        if left <= 0 or not meeting.places:
-            raise
-        store, (host, port), serves = open_dynamic(meeting.places, meeting.rank, meeting.keys, left)
-        return meeting._replace(store=store, host=host, port=port, serves=serves)
-    return meeting._replace(store=store, host=host, port=port, serves=False)
+def _renewal(directory: Directory, store: SealedStore | None) -> Renewal | None:
+    """Return what has seals renewed that later workers of the group need, where its key may be replaced."""
+    if isinstance(directory, SealedDirectory):
+        return Renewal(directory.renew_seals)
+    return Renewal(store.renew) if store is not None and store.keys.may_change else None
+
+
+def ttl_of(silence: float) -> float:
+    """Return the ttl of a member's lease, for seconds of silence after which a worker is lost; 0 is never."""
+    return min(max(silence, SHORTEST_TTL), LONGEST_TTL) if silence else LONGEST_TTL
+
+
+def _find_directory(meeting: Meeting, me: Member, until: float, wait: Wait) -> Found:
+    if meeting.directory is not None:
+        return Found(meeting.directory(), launched=meeting.launched)
+    if lives_at(meeting.store, is_alive) or fixed_group_lives(meeting.store, is_alive):
+        raise mixed(me)
+    return find_directory(meeting.store, meeting.where, meeting.serves, me.tcp[0], until, wait)
+
+
+def _reopened(meeting: Meeting, until: float) -> Meeting:
+    """Open the store at the same place again."""
+    left = until - monotonic()
+    host, port = meeting.place
+    if host is None or port is None or left <= 0:
+        raise StoreLost(f"the store at {meeting.where} was lost before this worker had joined")
+    store, serves = open_dynamic((host, port), meeting.rank, meeting.keys, left)
+    return meeting._replace(store=store, serves=serves)
 
 
 def _join_static(meeting: Meeting, me: Member, size: int, timeout: float) -> Roster:
@@ -116,6 +149,11 @@ def _join_elastic(meeting: Meeting, coming: Coming, ground: Ground, me: Member) 
     members = Members(generation.members)
     mine = next(member for member in members if member.incarnation == me.incarnation)
     return Joined(mine, members, meeting.keys.within(group), generation)
+
+
+def shows_life(member: Member) -> bool | None:
+    """Return True if somebody listens where it did, False if nobody does; None where its host is silent."""
+    return knock(member.tcp, KNOCK)
 
 
 def is_alive(member: Member) -> bool:

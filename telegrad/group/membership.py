@@ -1,8 +1,12 @@
-"""Who is in the group, as one worker sees it, and who is told of it.
+"""The members of the group, as one worker sees them, and the callbacks that are told of changes.
 
-A worker hears of the end of another by its connections; where one broke, it knocks, since the other may live all the
-same. In a dynamic group it also looks at the store every now and then, which keeps a count of changes; and whoever
-finds that a member has died strikes it out there. Where the store is another (`takeover.py`), nobody comes or goes.
+A worker hears of the end of another one by its connections. When a connection breaks, it knocks at the other worker,
+which may live all the same.
+
+A dynamic group's directory tells joins and departures (`dynamic.py`), and it alone decides them. A worker that finds a
+member dead, since the kernel of its host answers that nobody listens there, takes it out of the directory. A member
+that is silent or out of reach may live, and be reached by others: the directory decides, when the lease of that member
+ends. Each worker holds a connection to the next one by rank, so that some worker notices at once when a process dies.
 """
 
 from __future__ import annotations
@@ -11,42 +15,25 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Collection
-from functools import partial
-from math import inf
 from time import monotonic
 from typing import Any, NamedTuple
 
-from telegrad.errors import (
-    CallTimeout,
-    LeftEarly,
-    PeerError,
-    PeerLost,
-    PeerSilent,
-    RendezvousError,
-    ShutDown,
-    StoreLost,
-    StoreUntrusted,
-    UnknownWorker,
-)
-from telegrad.group.directory import LEFT, LOST, Directory
+from telegrad.directory.protocol import DirectoryLost
+from telegrad.errors import CallTimeout, LeftEarly, PeerError, PeerLost, PeerSilent, ShutDown, TelegradError
 from telegrad.group.doubts import Doubt, remember
 from telegrad.group.dynamic import DynamicGroup
 from telegrad.group.lacking import lack, missing
 from telegrad.group.members import Identity, Member, Members, View, WorkerInfo, info
 from telegrad.group.post import Post
+from telegrad.group.registry import LEFT, LOST, Came, Change, Gone
 from telegrad.group.requiring import Serving
-from telegrad.group.succession import compared
-from telegrad.group.takeover import Takeover
-from telegrad.group.telling import Teller, found_lost
+from telegrad.group.telling import Teller
 from telegrad.progress import Wait
-from telegrad.threads import Background, Exclusive
+from telegrad.threads import Background
 
-LOOK = 0.25  # seconds between looks at the store
-AGAIN = 1.0  # seconds until the next try, where a look has failed
-MISSED = 2.0  # seconds for members to come over to another store, until others knock at them
+LOOK = 0.25  # seconds between looks at what is waited for
+AGAIN = 1.0  # seconds until the next try, where a knock has failed
 PATIENCE = 2.0  # seconds for a knock to be answered
-
-Act = Callable[[], None]  # what follows from a look, once no lock is held
 
 log = logging.getLogger("telegrad")
 
@@ -73,33 +60,29 @@ class Membership:
         self._teller = Teller(entered)
         # Guards what follows, up to _closed; this and _view are also loaded without.
         self._changed = threading.Condition()
-        present = directory if isinstance(directory, Members) else [*directory.known, me]
+        present = directory if isinstance(directory, Members) else directory.members()
         self._present = {member.incarnation: member for member in present}
         self._view: View | None = None  # of these, made when it is asked for
         self._version = 0  # of the view
         self.gone: list[Callable[[Member], None]] = []  # called under the lock with who has gone: they just take note
         self._doubts: list[Doubt] = []
         self._gone: dict[str, str] = {}  # how those went that were members, by incarnation
-        self._silent: set[str] = set()  # the incarnations of those who were stopped; they may be listed still
-        self._lost_unseen: dict[str, PeerError] = {}  # by the incarnations of workers not seen in the store yet
+        self._lost_unseen: dict[str, PeerError] = {}  # by the incarnations of workers not seen in the directory yet
         self._parted: set[str] = set()  # the incarnations of those who have said that they shut down
+        self._next = ""  # the incarnation of the next member by rank, to which this worker holds a connection
         self._closed = False
-        self._looking = Exclusive("a look at the store")  # one at a time; guards what it has seen so far
-        self._directory: Directory | None = None  # where it has looked
-        self._seen_changes = self._seen_orphans = 0
-        self._met: set[str] = set()  # who was listed there
-        self._missed_at = inf  # when those who are not are knocked at
+        self.on_declared_lost: Callable[[], None] = lambda: None  # called when this worker is out of the group
         self.serving = Serving(me)
         self._wake = threading.Event()
         self._watch = Background("telegrad-watch", self._main)
-        self._takeover = Takeover(post, me, self._group, self, self._wake.set) if self._group is not None else None
         post.on(Greeting, lambda *_: None)
         post.lost.append(self._on_lost)
 
     def begin(self) -> None:
         """The worker has joined."""
         if self._group is not None:
-            self._watch.want()
+            self._group.begin(self._apply, lambda: self._post.stands_for)
+            self._watch_next()
 
     def present(self) -> list[Member]:
         """All who are, by rank."""
@@ -112,9 +95,7 @@ class Membership:
             self._changed.notify_all()
         self._teller.close()
         self._wake.set()
-        self._watch.join(PATIENCE)  # torch aborts a process that ends while a thread is in one of its stores
-        if self._takeover is not None:
-            self._takeover.close()
+        self._watch.join(PATIENCE)
 
     # What users ask
 
@@ -137,9 +118,10 @@ class Membership:
         return self._group is None
 
     def refresh(self) -> None:
-        """See what is new in the store of a dynamic group."""
-        if self._group is not None and not self._group.over:
-            self._look(self._group)
+        """See who has joined a dynamic group by now; where its directory does not answer, the members stay known."""
+        if self._group is not None and not (self._group.over or self._group.is_lost):
+            with contextlib.suppress(DirectoryLost):
+                self._group.refresh()
 
     def wait_for(self, wanted: int | Collection[str], timeout: float, role: str = "") -> list[WorkerInfo]:
         """Wait until so many workers, of that role if one is given, or those of these names, are there.
@@ -217,7 +199,7 @@ class Membership:
 
     def _greet(self, members: list[Member]) -> None:
         for member in members:
-            with contextlib.suppress(PeerError, RendezvousError, UnknownWorker):  # it has gone, as will be seen
+            with contextlib.suppress(TelegradError):  # it has gone, as will be seen; or nobody can call it from here
                 self._post.notify(member.name, Greeting())
 
     # What happens
@@ -234,15 +216,13 @@ class Membership:
                 return
             if parted := isinstance(reason, ShutDown):
                 self._parted.add(who.incarnation)
-            doubtful = not parted or (self._takeover is not None and self._takeover.between)
-            if doubtful:
+            if self._group is not None and isinstance(reason, PeerSilent):
+                return  # its lease decides
+            if not parted:
                 self._doubts.append(Doubt(member, 0, monotonic(), reason))
-                if isinstance(reason, PeerSilent):  # at once: who is silent may serve the store
-                    self._silent.add(member.incarnation)
-                    self._take_out(member, reason)
             elif self._group is None:
                 self._take_out(member, reason if isinstance(reason, LeftEarly) else None)
-        if doubtful:
+        if not parted:
             self._watch.want()
         self._wake.set()
 
@@ -268,30 +248,27 @@ class Membership:
         self._present[member.incarnation] = member
         if (reason := self._lost_unseen.pop(member.incarnation, None)) is not None:
             self._parted |= {member.incarnation} if isinstance(reason, ShutDown) else set()
-            self._doubts.append(Doubt(member, 0, monotonic(), reason))
+            if not isinstance(reason, PeerSilent):  # its lease decides
+                self._doubts.append(Doubt(member, 0, monotonic(), reason))
         self._new_version()
         if member.incarnation != self._me.incarnation:
             self._teller.come(member)
         self._changed.notify_all()
 
-    # The thread that looks
+    # The thread that knocks
 
     def _main(self) -> None:
         while not (self._closed or self._post.closed):
             try:
-                pause = self._look_around()
-            except StoreUntrusted as error:
-                if self._group is not None:
-                    self._group.distrust(error, "the members stay as they are known")
-                pause = AGAIN
+                pause = self._settle_doubts()
             except Exception:
                 log.exception("telegrad: the watch of the group's members failed")
                 pause = AGAIN
             self._wake.wait(pause)
             self._wake.clear()
 
-    def _look_around(self) -> float | None:
-        """See to what there is to see; seconds until the next time, None for when something happens."""
+    def _settle_doubts(self) -> float | None:
+        """Knock at the workers that are in doubt; return the seconds until the next time, None for no doubt."""
         for doubt in [each for each in self._doubts.copy() if each.due <= monotonic()]:
             left = [doubt._replace(due=monotonic() + 2 * AGAIN)]  # should this raise: the next look is for the rest
             try:
@@ -300,151 +277,80 @@ class Membership:
                 with self._changed:
                     self._doubts.remove(doubt)
                     self._doubts += left
-        pause = LOOK if self._doubts else None
-        if self._group is None or self._takeover is None or self._group.over:
-            return pause
-        if not self.serving.leaves:  # it leaves by itself, and is no successor
-            step = self._takeover.step()
-            pause = LOOK if step is None else step
-        self._look(self._group)
-        return pause
+        return LOOK if self._doubts else None
 
     def _settle(self, doubt: Doubt) -> list[Doubt]:
         """See what has become of a worker; return what is still in doubt."""
-        fate = doubt.after(doubt.knock(), monotonic())
+        answer = doubt.knock()
+        fate = doubt.after(answer, monotonic())
         if isinstance(fate, Doubt):
             return [fate]
-        if fate:
+        if fate and (answer is False or self._group is None):
             who = doubt.who
             how = self._gone.get(who.incarnation, LEFT if who.incarnation in self._parted else LOST)
             if how == LOST:
                 self._post.warn_lost(who.identity, f"worker {who.name!r} was lost: it does not answer any more")
-            if self._group is not None and not self._group.over:
-                if who.incarnation == self._group.store.incarnation:
-                    self._group.directory.board.close(f"{who} served it")  # torch would say so at length
-                self._group.note_gone(who, how)
             with self._changed:
                 self._take_out(who, doubt.why if how == LOST else None)
-        elif self._teller.hears_of_ends:  # it lives, and its next end shall be heard of, too
+            if self._group is not None:
+                self._group.declare_lost(who, f"worker {self._me.name!r} found that nobody listens at its address")
+        elif self._hears_of_end(doubt.who):  # it may live, and its next end shall be heard of, too
             self._greet([doubt.who])
         return []
 
-    def doubt(self, member: Member) -> None:
-        """See whether it lives."""
-        with self._changed:
-            if member.incarnation != self._me.incarnation:
-                self._doubts.append(Doubt(member, 0, monotonic(), found_lost(member)))
-        self._wake.set()
+    def _hears_of_end(self, member: Member) -> bool:
+        """Return True if this worker shall keep a connection to a member, to notice its end."""
+        return self._teller.hears_of_ends or member.incarnation == self._next
 
-    def lately_lost(self) -> list[str]:
-        """The incarnations of those who died, as far as others may not know it."""
+    def _watch_next(self) -> None:
+        """Hold a connection to the next member of a dynamic group by rank."""
         with self._changed:
-            return [incarnation for incarnation, how in self._gone.items() if how == LOST]
+            others = self._others()
+            after = [member for member in others if member.id > self._me.id]
+            found = min(after or others, key=lambda member: member.id, default=None)
+            is_new = found is not None and found.incarnation != self._next
+            self._next = found.incarnation if found is not None else ""
+        if found is not None and is_new:
+            self._greet([found])
 
-    def _look(self, group: DynamicGroup) -> None:
-        acts: list[Act] = []
-        with self._looking:
-            if group.over or self._closed:
-                return  # another thread has just seen its end
-            try:
-                directory = self._directory_of(group)
-                group.renew()
-                changes = directory.changes()
-                missed = monotonic() >= self._missed_at
-                if missed or changes != self._seen_changes:
-                    self._see(group, directory, acts, missed)
-                    self._seen_changes = changes
-                    self._end_with(group, acts)
-            except StoreLost as error:
-                self._lose_store(group, str(error))
-            except StoreUntrusted as error:
-                acts.append(partial(group.distrust, error, "the members stay as they are known"))
-        for act in acts:
-            act()
+    # What the directory of a dynamic group says
 
-    def _directory_of(self, group: DynamicGroup) -> Directory:
-        """Where to look; in another store than before, those who are not listed may be about to come."""
-        directory = group.directory
-        if directory is not self._directory:
-            self._missed_at = monotonic() + MISSED if self._directory is not None else inf
-            self._directory = directory
-            self._met = set()
-            self._seen_changes, self._seen_orphans = -1, 0
-        return directory
-
-    def _see(self, group: DynamicGroup, directory: Directory, acts: list[Act], missed: bool) -> None:
-        with self._changed:
-            present, gone = dict(self._present), dict(self._gone)  # before the store is read, so that none seems new
-        members = {member.incarnation: member for member in directory.members()}
-        self._post.forget_names(members)  # who was struck out may live, and another have come under its name
-        group.homes = directory.homes()
-        seen = compared(present, members, self._met, gone)
-        ends = [(present[each], directory.how_gone(each) or LEFT) for each in seen.gone]
-        told = {each: directory.how_gone(each) for each in seen.missing}
-        ends += [(present[each], how) for each, how in told.items() if how]
-        awaited = [present[each] for each, how in told.items() if not how]
-        self._met = set(members)
-        group.awaited = awaited
-        group.known = [*members.values(), *awaited]
-        acts += [partial(self._note_lost, member) for member, how in ends if how == LOST]
-        acts += [partial(self._end_ghost, group, members[each], gone[each]) for each in seen.ghosts]
-        if missed:
-            self._missed_at = inf
-            acts += [partial(self._call_over, member) for member in awaited]
-        new = [members[each] for each in seen.new]
-        with self._changed:
-            for member, how in ends:
-                self._take_out(member, found_lost(member) if how == LOST else None)
-            for member in new:
+    def _apply(self, change: Change) -> None:
+        """By the thread that watches the directory."""
+        if isinstance(change, Came):
+            member = change.registered.member
+            with self._changed:
+                if member.incarnation in self._gone:
+                    return
                 self._take_in(member)
-        if self._teller.hears_of_ends:
-            acts.append(partial(self._greet, new))
-        moved = directory.moved()
-        if moved is not None and self._takeover is not None:
-            self._takeover.go_to(moved)
-        for orphan in directory.orphans(self._seen_orphans):
-            self._seen_orphans += 1
-            acts.append(
-                partial(
-                    log.warning,
-                    "telegrad: worker %s is still in an earlier group, which has its store elsewhere now, and cannot "
-                    "be called from this one: have it shut down and join again",
-                    orphan,
-                )
-            )
-
-    def _end_ghost(self, group: DynamicGroup, member: Member, how: str) -> None:
-        """One that is listed though it has gone: by who did not know it, unless it was taken for dead here."""
-        if how == LOST and member.incarnation not in self._silent:
-            self.doubt(member)
-            return
-        group.note_gone(member, how)
-
-    def _call_over(self, member: Member) -> None:
-        """One that has not come to this store: it has died, or does not know of it."""
-        self.doubt(member)
-        if self._takeover is not None:
-            self._takeover.remind(member)
-
-    def _note_lost(self, member: Member) -> None:
-        if member.incarnation != self._me.incarnation:
-            self._post.warn_lost(member.identity, str(found_lost(member)))
+            if self._teller.hears_of_ends:
+                self._greet([member])
+        elif isinstance(change, Gone):
+            self._note_gone(change)
         else:
-            log.warning("telegrad: worker %s was taken for dead by another: shut it down and join again", member)
-
-    # The end of the group, and of its store
-
-    def _end_with(self, group: DynamicGroup, acts: list[Act]) -> None:
-        if group.ended():
+            log.info("telegrad: the group has ended for those who only serve: %s", change.why)
             self.serving.ended.set()
-            acts.append(partial(log.info, "telegrad: the group has ended for those who only serve: its first has left"))
-        group.server_leaves()
+        assert self._group is not None
+        self._watch_next()
+        self._post.forget_names([member.incarnation for member in self._group.members()])
 
-    def _lose_store(self, group: DynamicGroup, why: str) -> None:
-        if self.serving.leaves:
-            group.end(f"the group has ended: {why}")
-        elif self._takeover is not None and not self._takeover.between:
-            self._takeover.report()
+    def _note_gone(self, change: Gone) -> None:
+        with self._changed:
+            member = self._present.get(change.life)
+            if member is None:
+                return
+            is_lost = change.how == LOST and change.life not in self._parted
+            reason = PeerLost(f"worker {member.name!r} was lost: {change.why}") if is_lost else None
+            self._take_out(member, reason)
+        if reason is None:
+            return
+        if member.incarnation == self._me.incarnation:
+            assert self._group is not None
+            log.warning("telegrad: %s", self._group.over)
+            self.on_declared_lost()
+        else:
+            self._post.warn_lost(member.identity, str(reason))
+            self._post.cut(member.identity, reason)
 
     def __repr__(self) -> str:
         return f"<Membership of {self._me.name!r}: {len(self._present)} present{', closed' * self._closed}>"

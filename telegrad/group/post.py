@@ -25,6 +25,10 @@ class Post(Protocol):
     def started(self) -> int:
         """How many calls this worker has begun."""
 
+    @property
+    def stands_for(self) -> float:
+        """For how many seconds no thread of this worker has looked at its connections, though some should have."""
+
     def on(self, message: type, handler: Callable[[Identity, Any], None]) -> None:
         """Have `handler(sender, message)` called for every control message of that class."""
 
@@ -36,3 +40,6 @@ class Post(Protocol):
 
     def forget_names(self, but: Collection[str]) -> None:
         """Call nobody any more by a name that was looked up before, but for the lives that are still there."""
+
+    def cut(self, who: Identity, reason: PeerError) -> None:
+        """End the connections with a worker that is out of the group, and accept none from it any more."""

@@ -417,3 +417,14 @@ def call_off(store: SealedStore, size: int, why: str) -> None:
     board = Board(store, f"telegrad/{Board(store).swap(ROUND, '', '1')}")
     board.claim_terms(new_terms(size, None).to_json())
     board.swap(COMPLETE, "", _fault(RendezvousError(why)))
+
+
+def fixed_group_lives(store: SealedStore, is_alive: Callable[[Member], bool]) -> bool:
+    """Return True if a group of fixed size forms in this store, or has formed and runs."""
+    number = Board(store).read(ROUND)
+    board = Board(store, f"telegrad/{number}")
+    terms = terms_of(board) if number else None
+    if terms is None or not isinstance(terms.size, int) or board.read(COMPLETE) not in ("", OPENED):
+        return False
+    entries = [board.read(f"rank/{rank}") for rank in range(terms.size)]
+    return any(is_alive(Member.from_json(entry)) for entry in entries if entry)

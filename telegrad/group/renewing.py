@@ -1,17 +1,18 @@
 """Has one process seal a store anew while the group's key is replaced, where no other thread looks at that store.
 
-The members of a dynamic group and the leader of an elastic one look at their store all the time, and renew it. Two
-stores outlive a look: that of a group of fixed size whose server is no worker (a file, the store of torchrun), which is
-read again when its workers are started again; and the one that `telegrad run` keeps, also while no worker is there.
+The leader of an elastic group looks at its store all the time, and renews it. Others are read now and then, also by
+workers that know the new key alone: the store that points to the directory of a dynamic group, and such a directory
+itself where its values are sealed; the store of a group of fixed size whose server is no worker (a file, the store of
+torchrun), which is read again when its workers are started again; and the one that `telegrad run` keeps.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 
 from telegrad.errors import TelegradError
-from telegrad.group.sealing import SealedStore
 from telegrad.threads import Background
 
 LOOK = 1.0  # seconds between looks at the key file
@@ -21,10 +22,11 @@ log = logging.getLogger("telegrad")
 
 
 class Renewal:
-    """A thread that renews one store."""
+    """A thread that renews one store, or one directory."""
 
-    def __init__(self, store: SealedStore) -> None:
-        self._store = store
+    def __init__(self, renew: Callable[[], None]) -> None:
+        """`renew` seals anew where the key was replaced; it is called once a second."""
+        self._renew = renew
         self._over = threading.Event()
         self._thread = Background("telegrad-renewal", self._main)
 
@@ -38,10 +40,10 @@ class Renewal:
     def _main(self) -> None:
         while not self._over.wait(LOOK):
             try:
-                self._store.renew()
+                self._renew()
             except (TelegradError, RuntimeError) as error:
                 log.debug("telegrad: the store cannot be sealed anew, as it is lost: %s", error)
                 return
 
     def __repr__(self) -> str:
-        return f"<Renewal of {self._store!r}{', closed' * self._over.is_set()}>"
+        return f"<Renewal by {self._renew!r}{', closed' * self._over.is_set()}>"

@@ -8,8 +8,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 
-from telegrad.group.directory import LOST
 from telegrad.group.members import Member
+from telegrad.group.registry import LOST
 
 
 class Serving:

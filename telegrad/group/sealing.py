@@ -100,12 +100,6 @@ class SealedStore:
         self._seen: dict[tuple[str, str], int] = {}
         self._counted: dict[str, int] = {}  # the highest sum seen, by place; no lock, likewise
 
-    def over(self, store: Any) -> SealedStore:
-        """Return the same over another way to ask the store."""
-        other = SealedStore(store, self.keys)
-        other._sealer, other._seen, other._counted = self._sealer, self._seen, self._counted
-        return other
-
     def swap(self, group: str, place: str, expected: str, value: str) -> str:
         """Write `value` where `expected` is found ("" is nothing); return what is there now."""
         if not expected and (group, place) not in self._seen:

@@ -4,50 +4,48 @@ The worker of rank 0 serves a store over TCP, and takes it away as soon as a gro
 that is back at once, for the next group, may still find the old server; so the server carries a mark: OPEN since it is
 served, OVER from before anyone leaves that group. Whoever comes to a store that is OVER waits for the next.
 
-A dynamic group can have several places, on several hosts: whoever comes looks at all of them. Its store is SETTLING
-until whoever serves it is listed there, so that all who come know of that worker; and one that takes the place of
-another until the members have listed themselves again.
+The store of a dynamic group tells where the group's directory is (`finding.py`). A group whose directory is etcd or
+Redis has no store.
 """
 
 from __future__ import annotations
 
 import contextlib
 import datetime
+import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
 from math import inf
-from time import monotonic, sleep
+from time import monotonic
 from typing import Any, NamedTuple
-from urllib.parse import parse_qs
+from urllib.parse import SplitResult, parse_qs
 
 import torch.distributed as dist
 
+from telegrad.directory.protocol import Directory
 from telegrad.errors import (
-    StoreLost,
     StorePortTaken,
     StoreUnreachable,
     StoreUntrusted,
     TelegradError,
     UsageError,
 )
-from telegrad.group.address import await_name
+from telegrad.group.address import await_name, check_resolves, means_loopback
 from telegrad.group.board import (
-    DYNAMIC,
     GONE,
-    LONGEST_PAUSE,
     OPEN,
     OVER,
     REFUSED,
     SERVED,
-    SETTLING,
     Board,
     looks,
     mark_of,
     short,
 )
 from telegrad.group.files import FileStore
-from telegrad.group.places import Spot, own_place, resolving, somebody_stays_at, split, spots
+from telegrad.group.places import Spot, is_here, split, spot_of
+from telegrad.group.sealed import SealedDirectory
 from telegrad.group.sealing import SealedStore
 from telegrad.group.supervised import is_kept, place
 from telegrad.group.tcp import PROBE, listens, meet_tcp, serve_tcp
@@ -62,8 +60,13 @@ GOING = 4.0  # seconds for the store of a group that is over to go, and for one 
 MARKED = 1.0  # seconds for a store that answers to be marked as that of a group, which is done once it is served
 STRANGE = 3.0  # seconds that answers which no store gives are put down to a server that is being taken away
 MOST_WORKERS = 1 << 16  # to look for the absent ones of more takes longer than most time limits
-OTHER = "; what is there was not written with this worker's key"
-RETURN = 10.0  # seconds for a store to be served anew by members who are on this host
+# The engines of directories, by the schemes of their URLs. Imported where they are used: a program may have no client.
+ENGINES = {
+    "etcd": "telegrad.directory.etcd",
+    "redis": "telegrad.directory.on_redis",
+    "rediss": "telegrad.directory.on_redis",
+}
+ENGINE_PATIENCE = 10.0  # seconds for an operation of theirs
 
 Place = tuple[str | None, int | None]  # the host that serves a store, and the port; unknown where it is no such store
 
@@ -79,13 +82,9 @@ class Meeting(NamedTuple):
     serves: bool = False  # the store ends with this process
     names: Sequence[str] = ()  # of the workers by rank, where they are known beforehand
     file: str = ""  # where the store is one
-    places: tuple[Spot, ...] = ()  # where that of a dynamic group may be served
     coming: Any = None  # a `generations.Coming`, where the workers of an elastic group meet
-
-    def open_up(self) -> None:
-        """Whoever serves the store of a dynamic group is listed there: others can come."""
-        if self.serves and self.world_size is None:
-            Board(self.store).write(SERVED, OPEN)
+    directory: Callable[[], Directory] | None = None  # connects to that of a dynamic group, where no store points to it
+    launched: bool = False  # a launcher keeps that directory
 
     @property
     def keys(self) -> Keyring:
@@ -112,6 +111,8 @@ def open_store(init_method: str, rank: int, world_size: int | None, keys: Keyrin
     """
     url = split(init_method)
     query = parse_qs(url.query)
+    if url.scheme in ENGINES:
+        return _on_engine(init_method, url.scheme, rank, world_size, keys, timeout)
     try:
         rank = int(query.get("rank", [rank])[0])
         size = int(query.get("world_size", [-1 if world_size is None else world_size])[0])
@@ -125,11 +126,40 @@ def open_store(init_method: str, rank: int, world_size: int | None, keys: Keyrin
     if url.scheme == "env":
         return _from_env(rank, sized, timeout, keys)
     if url.scheme == "tcp":
-        return _tcp(spots(url), rank, sized, timeout, keys)
+        return _tcp(spot_of(url), rank, sized, timeout, keys)
     if url.scheme == "file":
         store = SealedStore(_file(init_method), keys)
         return Meeting(store, None, rank, sized, file=init_method.partition("?")[0])
     return _registered(init_method, rank, sized, timeout, keys)
+
+
+def _on_engine(url: str, engine: str, rank: int, size: int | None, keys: Keyring, timeout: float) -> Meeting:
+    """A dynamic group whose directory is a server of etcd or Redis."""
+    if size is not None:
+        raise UsageError(
+            f"{engine}:// keeps the directory of a dynamic group: leave world_size out; a group of fixed size meets at "
+            "tcp://HOST:PORT, env:// or file:///PATH"
+        )
+
+    def connect() -> Directory:
+        module = importlib.import_module(ENGINES[engine])
+        directory = module.connect(url, min(timeout, ENGINE_PATIENCE))
+        return SealedDirectory(directory, keys, directory.scope)
+
+    name = f"{engine} at {url.rpartition('@')[2].rpartition('//')[2]}"  # without a password
+    store = SealedStore(dist.HashStore(), keys)
+    return Meeting(store, _far_host(split(url)), rank, None, file=name, directory=connect)
+
+
+def _far_host(url: SplitResult) -> str | None:
+    """Return the first host of a server that is not this one: the way to it tells a worker its own address."""
+    for text in url.netloc.rpartition("@")[2].split(","):
+        host = split(f"//{text}").hostname
+        if host and not means_loopback(host):
+            with contextlib.suppress(UsageError):
+                check_resolves(host)
+                return host
+    return None
 
 
 def check_rank(rank: int, size: int | None) -> None:
@@ -155,8 +185,8 @@ def _from_env(rank: int, size: int | None, timeout: float, keys: Keyring) -> Mee
         return Meeting(join_store(host, port, keys, timeout, lasting=True), host, rank, size)
     if is_kept(host, port, os.environ):
         store = join_store(host, port, keys, timeout, lasting=True, marked=True)
-        return Meeting(store, host, rank, size, port, places=((host, port),))
-    return _tcp(tuple((each.strip(), port) for each in host.split(",")), rank, size, timeout, keys)
+        return Meeting(store, host, rank, size, port)
+    return _tcp((host, port), rank, size, timeout, keys)
 
 
 def _from_environment(name: str, meaning: str) -> int:
@@ -193,91 +223,26 @@ def _registered(init_method: str, rank: int, size: int | None, timeout: float, k
     return Meeting(SealedStore(store, keys), None, rank, found if found >= 0 else None)
 
 
-def _tcp(places: tuple[Spot, ...], rank: int, size: int | None, timeout: float, keys: Keyring) -> Meeting:
-    if len(places) == 1:
-        await_name(places[0][0], timeout)
+def _tcp(place: Spot, rank: int, size: int | None, timeout: float, keys: Keyring) -> Meeting:
+    host, port = place
+    await_name(host, timeout)
     if size is None:
-        store, (host, port), serves = open_dynamic(places, rank, keys, timeout)
-        return Meeting(store, host, rank, size, port, serves, places=places)
-    if len(places) > 1:
-        raise UsageError(
-            f"a group of fixed size meets at one place, not at {said(places)}: several are for dynamic groups, "
-            "without world_size"
-        )
-    ((host, port),) = places
-    if rank == 0:
-        store, serves = _serve_or_share((host, port), rank, keys, timeout)
+        store, serves = open_dynamic(place, rank, keys, timeout)
+    elif rank == 0:
+        store, serves = _serve_or_share(place, rank, keys, timeout)
     else:
         store, serves = join_store(host, port, keys, timeout), False
     return Meeting(store, host, rank, size, port, serves)
 
 
-def open_dynamic(places: tuple[Spot, ...], rank: int, keys: Keyring, timeout: float) -> tuple[SealedStore, Spot, bool]:
-    """The store of a dynamic group, where it is, and whether this process serves it: where nobody does, if it should.
-
-    Where nobody serves it, but members are on this host, one of them is about to.
-    """
-    resolved = resolving(places)
-    mine = own_place(resolved, rank)
-    if len(resolved) == 1 and mine is None:
-        store = join_store(*resolved[0], keys, timeout)
-        return _settled(store, *resolved[0], timeout), resolved[0], False
-    if len(resolved) > 1 or (mine is not None and somebody_stays_at(mine)):
-        found = _open_any(resolved, mine, keys, timeout)
-        if found is not None:
-            return *found, False
-    assert mine is not None
-    store, serves = _serve_or_share(mine, rank, keys, timeout, SETTLING)
-    return store, mine, serves
+def open_dynamic(place: Spot, rank: int, keys: Keyring, timeout: float) -> tuple[SealedStore, bool]:
+    """The store of a dynamic group, and whether this process serves it: where nobody does, if it should."""
+    if rank == 0 or (rank < 0 and is_here(place[0])):
+        return _serve_or_share(place, rank, keys, timeout)
+    return join_store(*place, keys, timeout), False
 
 
-def _open_any(
-    places: tuple[Spot, ...], mine: Spot | None, keys: Keyring, timeout: float
-) -> tuple[SealedStore, Spot] | None:
-    """The store at one of these places; None where this worker should serve it."""
-    where = said(places)
-    text = f"nobody serves the store at {where}"
-    sites = [_Site(place, keys) for place in places]
-    wait = Wait("init_rpc", lambda: text + OTHER * any(each.refused for each in sites), lambda: ["rank 0"], where)
-    with attended(wait):
-        for left in looks(monotonic() + min(timeout, RETURN if mine is not None else timeout)):
-            wait.look()
-            for site in sites:
-                mark = site.look(PROBE, min(left, TAKEN))
-                if site.store is not None and site.is_in_use(mark):
-                    return site.store, site.place
-            if mine is not None and not somebody_stays_at(mine):
-                return None
-            if all(site.refused and monotonic() >= site.until for site in sites):
-                break
-    for refused in filter(None, (site.refused for site in sites)):
-        raise refused
-    if mine is not None:
-        return None
-    raise StoreUnreachable(
-        f"{text} after {timeout:g} s: is the worker of rank 0 running, and were all workers given the same places?"
-    )
-
-
-def _is_in_use(store: SealedStore, mark: str) -> bool:
-    """Whether it is open; one that somebody else keeps, who leaves no mark, is so once a group meets there."""
-    with contextlib.suppress(StoreLost):
-        return mark == OPEN or (not mark and bool(Board(store, DYNAMIC).terms()))
-    return False
-
-
-def _settled(store: SealedStore, host: str, port: int, timeout: float) -> SealedStore:
-    """A store without a mark that nobody has used may be one in place of another, a moment before it says so."""
-    mark = mark_of(store)
-    if mark or _is_in_use(store, mark):
-        return store
-    sleep(LONGEST_PAUSE)
-    return store if not mark_of(store) else find_store(host, port, store.keys, timeout)
-
-
-def _serve_or_share(
-    place: Spot, rank: int, keys: Keyring, timeout: float, mark: str = OPEN
-) -> tuple[SealedStore, bool]:
+def _serve_or_share(place: Spot, rank: int, keys: Keyring, timeout: float) -> tuple[SealedStore, bool]:
     """A store that this process serves; else, and False, that of whoever was first, so that both hear of each other."""
     taken: StorePortTaken | None = None
     rival = _Site(place, keys)
@@ -287,11 +252,11 @@ def _serve_or_share(
         for left in looks(monotonic() + min(GOING, timeout)):
             wait.look()
             try:
-                return serve(*place, keys, mark), True
+                return serve(*place, keys), True
             except StorePortTaken as error:
                 taken = error
             found = rival.look(PROBE, min(left, TAKEN))
-            if found in (OVER, SETTLING, GONE):  # it may be about to be taken away, or to be open
+            if found in (OVER, GONE):  # it may be about to be taken away
                 continue
             if rival.store is not None and (rank != 0 or found == OPEN):
                 return rival.store, False
@@ -301,8 +266,8 @@ def _serve_or_share(
     raise rival.refused or taken
 
 
-def serve(host: str, port: int, keys: Keyring, mark: str = OPEN) -> SealedStore:
-    """Serve a store at that place, which says of itself what `mark` says.
+def serve(host: str, port: int, keys: Keyring) -> SealedStore:
+    """Serve a store at that place.
 
     Raises:
         StorePortTaken: another program has the port.
@@ -310,7 +275,7 @@ def serve(host: str, port: int, keys: Keyring, mark: str = OPEN) -> SealedStore:
     """
     try:
         store = SealedStore(serve_tcp(host, port, shared=True)[0], keys)
-        Board(store).write(SERVED, mark)
+        Board(store).write(SERVED, OPEN)
     except (OSError, RuntimeError) as error:
         if isinstance(error, TelegradError):
             raise
@@ -352,7 +317,7 @@ def find_store(
     for left in looks(until):
         meanwhile()
         mark = site.look(min(left, FAR_PROBE), min(left, max(TAKEN, timeout - left)))
-        if site.store is not None and (mark not in (OVER, SETTLING) or lasting) and (mark or not marked):
+        if site.store is not None and (mark != OVER or lasting) and (mark or not marked):
             return site.store
         until = min(until, site.until)
         if monotonic() >= until or (lasting and site.refused is not None):  # a lasting store is no earlier program's
@@ -373,11 +338,6 @@ def find_store(
 def spot(host: str, port: int | None) -> str:
     """A place, for people."""
     return host if port is None else place(host, port)
-
-
-def said(places: Sequence[Spot]) -> str:
-    """Places, for people."""
-    return ",".join(spot(*place) for place in places)
 
 
 class _Site:
@@ -405,7 +365,7 @@ class _Site:
         if mark == GONE:
             self.store = None
         else:
-            self.why = "it is not open yet" if mark in (SETTLING, "") else "there is only the store of an earlier group"
+            self.why = "it is not open yet" if not mark else "there is only the store of an earlier group"
         return mark
 
     def _mark(self) -> str:
@@ -418,14 +378,6 @@ class _Site:
                 Board(self.store).add_hint(REFUSED)
             self._refuse(error)
             return GONE
-
-    def is_in_use(self, mark: str) -> bool:
-        """Whether a group meets there, or can; False where its terms cannot be believed."""
-        try:
-            return self.store is not None and _is_in_use(self.store, mark)
-        except StoreUntrusted as error:
-            self._refuse(error)
-            return False
 
     def _refuse(self, error: StoreUntrusted) -> None:
         """Look on for a while: it may be an earlier program's, which is about to go."""

@@ -8,7 +8,6 @@ import logging
 import socket
 import struct
 import sys
-import threading
 from functools import partial
 from time import monotonic
 from typing import Any
@@ -17,6 +16,7 @@ import torch.distributed as dist
 
 from telegrad.addresses import family_of
 from telegrad.group.address import is_address, listening_address, spelled
+from telegrad.threads import Thread
 
 log = logging.getLogger("telegrad")
 
@@ -81,7 +81,7 @@ def meet_tcp(host: str, port: int, patience: float) -> Any:
         except RuntimeError as error:
             found.append(TimeoutError("it does not answer") if "timed out" in str(error) else error)
 
-    meeting = threading.Thread(target=meet, name="telegrad-store", daemon=True)
+    meeting = Thread(target=meet, name="telegrad-store")
     meeting.start()
     meeting.join(patience)
     if not found:

@@ -9,8 +9,8 @@ from typing import Any
 
 from telegrad import forks
 from telegrad.errors import PeerLost
-from telegrad.group.directory import LEFT, LOST
 from telegrad.group.members import Member, WorkerInfo, info
+from telegrad.group.registry import LEFT, LOST
 from telegrad.threads import Background
 
 log = logging.getLogger("telegrad")

@@ -13,6 +13,7 @@ from typing import Any
 
 from telegrad import forks
 from telegrad.addresses import family_of
+from telegrad.threads import Thread
 
 MOST_CONNECTIONS = 64  # each has a thread; a browser makes six at most
 LONGEST_CONNECTION = 60.0  # seconds, for a request to come and its answer to be taken
@@ -43,7 +44,7 @@ class BoundedServer(ThreadingHTTPServer):
 
     def start(self, name: str) -> None:
         """Serve, on a thread of that name, until `stop`."""
-        self._thread = threading.Thread(target=self.serve_forever, args=(0.1,), name=name, daemon=True)
+        self._thread = Thread(target=self.serve_forever, args=(0.1,), name=name)
         self._thread.start()
 
     def stop(self) -> None:

@@ -76,7 +76,7 @@ def _join(
         streams.serve(worker)
         me = worker.agent.describe(meeting.rank, host_identity())._replace(name=name, role=role)
         witness.watch(_parts(worker, meeting))
-        joined = join(meeting, me, timeout)
+        joined = join(meeting, me, options.silence, timeout)
         _check(joined.me, joined.directory)
         worker.join(joined, _devices_of(joined.me, joined.directory))
         return worker

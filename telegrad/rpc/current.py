@@ -9,7 +9,7 @@ from telegrad import forks
 from telegrad.agent.agent import Agent
 from telegrad.autograd import api
 from telegrad.autograd.conductor import Conductor
-from telegrad.errors import NotInitialized, StoreUntrusted
+from telegrad.errors import NotInitialized, PeerLost, StoreUntrusted
 from telegrad.rpc.worker import Worker, made
 from telegrad.rref.table import ReferenceTable
 
@@ -45,10 +45,11 @@ def joined() -> Worker:
     Raises:
         NotInitialized: it is in no group.
         StoreUntrusted: it was, until the group's store was tampered with.
+        PeerLost: it was, until it was declared lost.
     """
     if worker is None:
-        if isinstance(ended_by, StoreUntrusted):
-            raise StoreUntrusted(f"this process has left its group: {ended_by}")
+        if isinstance(ended_by, StoreUntrusted | PeerLost):
+            raise type(ended_by)(f"this process has left its group: {ended_by}")
         if _has_left:
             raise NotInitialized(
                 "this process has left its group, by shutdown() or since that has ended. Make calls before that; to "

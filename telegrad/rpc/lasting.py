@@ -61,6 +61,9 @@ Restore = bool | Callable[[Any], Any]
 class Trail(Protocol):
     """Where a value is found once it was lost."""
 
+    def check(self) -> None:
+        """Raise one of LOST where it is known to be elsewhere by now. Each use asks."""
+
     def find(self, limit: float) -> RRef[Any]:
         """A reference to it, made anew where need be; fails with one of NOT_YET where it may be tried again."""
 
@@ -90,10 +93,15 @@ class Lasting(RRef[T]):
     def _reach(self, timeout: float = DEFAULT) -> Identity:
         handle = self._handle
         try:
+            self._trail.check()
             return self._table.reach(handle)
         except LOST as error:
             self._renew(handle, timeout, error)
         return super()._reach()
+
+    def to_here(self, timeout: float = DEFAULT) -> T:
+        self._reach(timeout)  # the value may have been here, and be elsewhere by now
+        return super().to_here(timeout)
 
     def _check(self) -> None:
         self._reach()
@@ -119,6 +127,7 @@ class Lasting(RRef[T]):
         with _renewing:
             if self._handle is handle:  # else that of another thread is in use, and must not be dropped
                 self._handle = found._handle
+                self._trail = found._trail if isinstance(found, Lasting) else self._trail
 
 
 def wait_for(agent: Agent, trail: Trail, limit: float, about: str) -> RRef[Any]:
@@ -197,6 +206,9 @@ class Recipe(NamedTuple):
     kwargs: Any
     restore: Restore
 
+    def check(self) -> None:
+        pass
+
     def find(self, limit: float) -> RRef[Any]:
         found: RRef[Any] = current.agent().call(self.worker, remake, tuple(self), None, limit, self.make)
         return found
@@ -216,6 +228,9 @@ class Copied(NamedTuple):
 
     first: Id
     maker: Identity
+
+    def check(self) -> None:
+        pass
 
     def find(self, limit: float) -> RRef[Any]:
         agent = current.agent()

@@ -13,7 +13,7 @@ from typing import Any
 from telegrad import checks, descriptors
 from telegrad.agent.compiling import not_compiled
 from telegrad.atfork import in_child, renewed
-from telegrad.errors import AlreadyInitialized, InvalidArgument, RendezvousError, StoreUntrusted, UsageError
+from telegrad.errors import AlreadyInitialized, InvalidArgument, PeerLost, RendezvousError, StoreUntrusted, UsageError
 from telegrad.group.launched import open_meeting
 from telegrad.group.members import WorkerInfo, check_name, check_role
 from telegrad.group.stores import Meeting
@@ -126,6 +126,7 @@ def _enter(begin: Callable[[], Worker], options: TelegradOptions) -> None:
         check_free()
         current.ended_by = None
         current.worker = begin()
+        current.worker.at_declared_lost = partial(current.leave, current.worker)
     if options.dashboard is not None:
         show(current.worker, options.dashboard)
 
@@ -181,7 +182,8 @@ def shutdown(
         NotInitialized: this process is in no group.
         UsageError: a remote call, or a callback of one, calls it: it would wait for itself.
         CallTimeout: the others did not come in time; this worker has left all the same.
-        PeerLost: a required worker died, or left without the others; this worker has left all the same.
+        PeerLost: a required worker died, or left without the others; this worker has left all the same. Or the
+            directory of the dynamic group has declared this worker lost.
         StoreUntrusted: the process left its elastic group before, because the group's store was tampered with.
 
     Example:
@@ -190,7 +192,7 @@ def shutdown(
     """
     try:
         worker = current.joined()
-    except StoreUntrusted:
+    except (StoreUntrusted, PeerLost):
         current.ended_by = None  # the program has ended the group, too: later calls raise NotInitialized
         raise
     checks.flag("graceful", graceful)
@@ -237,8 +239,8 @@ def serve(require: bool | Collection[str | int | WorkerInfo] = ()) -> None:
         NotInitialized: this process is in no group.
         UsageError: a remote call, or a callback of one, calls it.
         UnknownWorker: a worker in `require` is not there.
-        PeerLost: a worker that is in `require` died, or left a group of fixed size early; or the others of a dynamic
-            group took this one for dead.
+        PeerLost: a worker that is in `require` died, or left a group of fixed size early; or the directory of the
+            dynamic group has declared this worker lost.
 
     Example:
         >>> rpc.init_rpc("worker", rank=0, world_size=1)

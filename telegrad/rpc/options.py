@@ -85,8 +85,8 @@ class TelegradOptions(RpcBackendOptions):
         Args:
             num_worker_threads: how many calls run at once on this worker; calls that wait do not count.
             rpc_timeout: seconds that a call may take where it names no time itself; 0 for no limit.
-            init_method: where the workers meet: `env://`, `tcp://host:port`, `file:///path`; a dynamic group may have
-                several places, `tcp://h1:29500,h2:29500`, so that it is found when a host has gone.
+            init_method: where the workers meet: `env://`, `tcp://host:port`, `file:///path`; or the server that keeps
+                the directory of a dynamic group: `etcd://host:2379/prefix`, `redis://host:6379/0`.
             device_maps: for each callee, on which of its devices the tensors of each device here arrive; results come
                 back the other way round. A device is an index, a name or a `torch.device`.
             devices: the devices that calls may use; else those that the maps name.
@@ -99,7 +99,8 @@ class TelegradOptions(RpcBackendOptions):
             shared_memory: bytes of memory files that this worker may lend to others of its host; else half of the
                 memory of the machine, or of the container.
             silence: seconds after which another host that gives no sign of life, or a process of this host that is
-                stopped, is taken for lost; 0 for never.
+                stopped, is taken for lost; 0 for never. In a dynamic group also the time of this worker's lease in the
+                directory: without a renewal for so long it is out of the group.
             heartbeat: seconds after which a worker that does not answer heartbeats is taken for lost, on whatever host,
                 also where its interpreter is busy; 0 for none.
             pass_deadlines: whether what is called for the sake of a call of this worker, on whatever worker, has at

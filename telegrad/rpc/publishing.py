@@ -1,12 +1,20 @@
-"""Values with a name, which are found wherever they live now: `publish` and `lookup`."""
+"""Values with a name, which are found wherever they live now: `publish` and `lookup`.
+
+Who owns a value is decided by one key of the group's directory, which hangs on the owner's lease (`Registry.claim`).
+The revision that created the key is the fencing token. The owner serves the value as long as it holds its lease by its
+own clock, which ends before the directory gives the value to another: a call that comes later is refused, and not run.
+A worker that knows of a later token refuses to use the reference, and so does an owner whose token is lower than the
+one with which it is asked for the value. A call names the value by the id of its reference, which stands for one token.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import queue
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
+from math import inf
+from time import monotonic, sleep
 from typing import Any, NamedTuple
 
 from telegrad import checks
@@ -14,16 +22,21 @@ from telegrad.agent.agent import Agent
 from telegrad.agent.compiling import not_compiled
 from telegrad.agent.deadlines import DEFAULT, limit_of
 from telegrad.agent.naming import known_as
-from telegrad.errors import NotPublished, ShutDown, TelegradError, UsageError
-from telegrad.group.members import Member, listed
+from telegrad.agent.server import Later
+from telegrad.directory.protocol import DirectoryLost, LeaseLost, check_key
+from telegrad.errors import CallTimeout, ClaimLost, NotPublished, PeerError, ShutDown, UsageError
+from telegrad.group.dynamic import DynamicGroup
+from telegrad.group.members import listed
+from telegrad.group.registry import Claim
 from telegrad.progress import Wait
 from telegrad.rpc import current
-from telegrad.rpc.bids import ASKS, NOTHING, OWNS, STANDS_BY, Bid, Rank
-from telegrad.rpc.lasting import Lasting, pause, wait_for
+from telegrad.rpc.lasting import Lasting, wait_for
 from telegrad.rpc.references import RRef
-from telegrad.rpc.worker import Worker
+from telegrad.rpc.registering import PAUSE, ROUND, THREAD, Answer, Registration
+from telegrad.rref.box import Box
+from telegrad.threads import run_beside
 
-ROUND = 1.0  # seconds for the answer to a question, before it is asked again
+LOOK = 0.25  # seconds between looks at what is waited for
 
 log = logging.getLogger("telegrad")
 
@@ -31,18 +44,20 @@ log = logging.getLogger("telegrad")
 def publish(name: str, factory: Callable[[], Any]) -> None:
     """Offer a value under a name: `lookup(name)` finds it from any worker, wherever it lives by then.
 
-    Of all workers that publish the name one has the value, which it makes by `factory()`; the others stand by. When
-    that worker has gone, another that stands by makes the value, or who comes back and publishes it again. So `factory`
-    brings along what shall not be lost, such as the state of the last checkpoint. Returns once it is decided who has
-    the value, and it is made where that is this worker.
+    Of all workers that publish the name one owns the value, which it makes by `factory()`; the others stand by. When
+    that worker has gone, another that stands by makes the value, or the worker that comes back and publishes it again.
+    So `factory` brings along what must not be lost, such as the state of the last checkpoint. Returns once it is
+    decided which worker owns the value, and it is made where that is this worker.
 
     Args:
-        name: any text.
+        name: any text of up to 1,000 bytes in UTF-8, without null characters.
         factory: a function without arguments that makes the value.
 
     Raises:
         UsageError: this worker publishes the name already.
-        InvalidArgument: the name is empty, or `factory` cannot be called.
+        InvalidArgument: the name cannot be one, or `factory` cannot be called.
+        RendezvousError: the group's directory did not say within `rpc_timeout` which worker owns the value.
+        PeerLost: the worker of rank 0, which keeps the directory of a group that is not dynamic, has gone before.
         Exception: what `factory` raised.
 
     Example:
@@ -50,10 +65,9 @@ def publish(name: str, factory: Callable[[], Any]) -> None:
         >>> rpc.rpc_sync("worker1", lambda: rpc.lookup("words").rpc_sync().index("b"))
         1
     """
-    checks.text("name", name, "the name of a value")
+    _check_name(name)
     checks.function("factory", factory, "a function that makes the value")
-    worker = current.here()
-    worker.attached(Offers).add(Offer(name, factory, worker))
+    offers().add(Offer(name, factory))
 
 
 @not_compiled
@@ -72,7 +86,9 @@ def lookup(name: str, timeout: float = DEFAULT) -> RRef[Any]:
 
     Raises:
         NotPublished: there was none in time.
-        InvalidArgument: the name is empty.
+        RendezvousError: the group's directory did not say in time which worker owns the value.
+        PeerLost: the worker of rank 0, which keeps the directory of a group that is not dynamic, has gone before.
+        InvalidArgument: the name cannot be one.
         Exception: what making the value raised.
 
     Example:
@@ -80,37 +96,37 @@ def lookup(name: str, timeout: float = DEFAULT) -> RRef[Any]:
         >>> rpc.lookup("letters").to_here()
         ['a', 'b']
     """
-    checks.text("name", name, "the name of a value")
+    _check_name(name)
     agent = current.agent()
     limit = limit_of(timeout, agent.timeout)
-    return Lasting.of(wait_for(agent, Named(name), limit, f"the value {name!r}"), Named(name))
+    begun = monotonic()
+    offers().registration.group(limit)
+    left = max(round(limit - (monotonic() - begun), 1), PAUSE) if limit else limit
+    try:
+        return wait_for(agent, Named(name), left, f"the value {name!r}")
+    except NotPublished as error:
+        if isinstance(error.__cause__, DirectoryLost):
+            raise DirectoryLost(str(error)) from error
+        raise
+
+
+def _check_name(name: str) -> None:
+    checks.text("name", name, "the name of a value")
+    check_key(f"published/{name}")
 
 
 class Named(NamedTuple):
     """The trail of a published value."""
 
     name: str
+    token: int = 0  # of the claim of its owner
 
-    def find(self, _: float) -> RRef[Any]:
-        here = current.here()
-        here.membership.refresh()
-        state, found = here.attached(Offers).find(self.name)
-        if found is not None:
-            return found
-        standing = [here.me] if state == STANDS_BY else []
-        for member, (there, coming) in _asked(_others(here), _found_here, (self.name,)):
-            if coming is not None:
-                reference: RRef[Any] = coming
-                return reference
-            if there in (ASKS, OWNS):
-                raise NotPublished(f"worker {member.name!r} is about to make it")
-            if there == STANDS_BY:
-                standing.append(member)
-        if not standing:
-            raise NotPublished(f"no worker publishes it; there are {listed(_names(here.membership.present()))}")
-        lowest = min(standing, key=_rank)
-        here.agent.call_async(lowest.identity, _reminded, (self.name,), None).heed()
-        raise NotPublished(f"no worker has it now; {listed(_names(standing))} can take it over")
+    def check(self) -> None:
+        if offers().is_over(self.name, self.token):
+            raise ClaimLost(f"the value {self.name!r} has another owner by now, or none")
+
+    def find(self, limit: float) -> RRef[Any]:
+        return offers().find(self.name, limit)
 
     def missing(self) -> list[str]:
         return []
@@ -122,20 +138,59 @@ class Named(NamedTuple):
         return self
 
 
+class Ownership(NamedTuple):
+    """A claim of this worker, and the registration with which it was made."""
+
+    name: str
+    group: DynamicGroup
+    claim: Claim
+
+    @property
+    def holds(self) -> bool:
+        return self.group.owns(self.name, self.claim)
+
+    def check(self) -> None:
+        """Raise ClaimLost where this worker must not act as the owner."""
+        if not self.holds:
+            raise ClaimLost(
+                f"worker {current.agent().name!r} refuses calls to the value {self.name!r}, which another worker may "
+                "own by now: it has not renewed its lease in the group's directory in time. The call was not run; use "
+                "the reference again, which finds the owner"
+            )
+
+
+class OwnedBox(Box):
+    """A published value at its owner, which opens it only while it may act as the owner."""
+
+    __slots__ = ("_owned",)
+
+    def __init__(self, owned: Ownership) -> None:
+        super().__init__()
+        self._owned = owned
+
+    def open(self) -> Any:
+        self._owned.check()
+        return super().open()
+
+
 class Offer:
     """What this worker publishes under a name."""
 
-    def __init__(self, name: str, factory: Callable[[], Any], worker: Worker) -> None:
+    def __init__(self, name: str, factory: Callable[[], Any]) -> None:
         self.name = name
         self.factory = factory
-        self.worker = worker
-        self.bid = Bid((worker.me.id, worker.me.incarnation))
-        self.value: RRef[Any] | None = None  # stored once, when it was made
-        self.deciding = False  # some thread asks the others
-        self.again = False  # and shall once more
+        self.owned: Ownership | None = None  # while this worker owns the value, as far as it knows
+        self.value: RRef[Any] | None = None  # once it was made
+        self.is_busy = False  # a thread claims the value, or makes it
+        self.again = False  # and is to claim it once more
+
+    def lose(self) -> Ownership | None:
+        """Forget the value; return by which claim it was owned."""
+        owned, self.owned, self.value = self.owned, None, None
+        return owned
 
     def __repr__(self) -> str:
-        return f"<Offer of {self.name!r}: {self.bid.state}>"
+        return f"<Offer of {self.name!r}: {f'owned, token {self.owned.claim.token}' if self.owned else 'stands by'}>"
 
 
 class Offers:
@@ -143,161 +198,243 @@ class Offers:
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
-        self._lock = threading.Lock()  # guards all below, the bids, and the fields of offers but for `value`
+        self._worker = current.here()
+        self._life = self._worker.me.incarnation
+        self._lock = threading.Lock()  # guards all below, and the fields of offers; one of them is loaded without
         self._offers: dict[str, Offer] = {}
-        self._watches = False
+        self._given_up: set[int] = set()  # the tokens of claims that were given up, and may still stand
+        self._hears_of_losses = False
+        self.registration = Registration(self._worker, _directory_of_group, self._claim_changed, self._lose_all)
+        agent.run_at_once(_directory_of_group)
         agent.run_at_once(_found_here)
-        agent.run_at_once(_bid_asked)
 
     def __repr__(self) -> str:
         return f"<Offers: {list(self._offers.values())}>"
 
+    # Owning
+
     def add(self, offer: Offer) -> None:
+        """Claim the value, and make it if this worker gets it."""
         with self._lock:
             if offer.name in self._offers:
                 raise UsageError(
-                    f"worker {offer.worker.me.name!r} publishes a value under the name {offer.name!r} already"
+                    f"worker {self._worker.me.name!r} publishes a value under the name {offer.name!r} already"
                 )
             self._offers[offer.name] = offer
-            watches, self._watches = self._watches, True
-        if not watches:
-            offer.worker.membership.on_leave(lambda *_: self._somebody_left())
-        self._decide(offer)
-
-    def find(self, name: str) -> tuple[str, RRef[Any] | None]:
-        """How this worker stands to a name, and its value where it is here."""
-        with self._lock:
-            offer = self._offers.get(name)
-            return (NOTHING, None) if offer is None else (offer.bid.state, offer.value)
-
-    def bid_asked(self, name: str, who: Rank) -> str:
-        """Another asks for this worker's bid."""
-        with self._lock:
-            offer = self._offers.get(name)
-            return NOTHING if offer is None else offer.bid.asked(who)
-
-    def remind(self, name: str) -> None:
-        """Somebody looks for the value, and finds none."""
-        with self._lock:
-            offer = self._offers.get(name)
-        if offer is not None:
-            self._decide_soon(offer)
-
-    def _somebody_left(self) -> None:
-        with self._lock:
-            offers = list(self._offers.values())
-        for offer in offers:
-            self._decide_soon(offer)
-
-    def _decide_soon(self, offer: Offer) -> None:
-        self._agent.run(self._decide_and_tell, offer, False)
-
-    def _decide_and_tell(self, offer: Offer) -> None:
+            offer.is_busy = True
+            hears, self._hears_of_losses = self._hears_of_losses, True
         try:
-            self._decide(offer)
-        except Exception:
-            if not self._agent.closed:
-                log.exception("telegrad: the value %r could not be made here", offer.name)
-
-    def _decide(self, offer: Offer) -> None:
-        """Find out who has the value; make it where that is this worker."""
-        with self._lock:
-            offer.again = offer.deciding
-            if offer.deciding or not offer.bid.begin():
-                return
-            offer.deciding = True
-        state = STANDS_BY
-        try:
-            while True:
-                answers = self._ask(offer)
-                with self._lock:
-                    again, offer.again = offer.again, False
-                    state = offer.bid.answered(answers)
-                    if state == OWNS or (state == STANDS_BY and not again):
-                        break
-                    offer.bid.begin()
-        finally:
-            with self._lock:
-                offer.deciding = False
-                if state != OWNS:
-                    offer.bid.give_up()
-        if state == OWNS:
-            self._make(offer)
-
-    def _make(self, offer: Offer) -> None:
-        try:
-            offer.value = RRef(offer.factory())
+            if not hears and self._worker.membership.is_fixed:  # else the members of a group take dead ones out
+                self._worker.membership.on_lost(self.registration.declare_lost)
+            if self._claim_in_time(offer):
+                self._make(offer)
         except BaseException:
-            with self._lock:
-                del self._offers[offer.name]  # so that another can have it
+            self._withdraw(offer)
             raise
+        finally:
+            self._finish(offer)
 
-    def _ask(self, offer: Offer) -> dict[Rank, str]:
-        """What all answer who are there; who does not is asked again, until it is out of the group."""
-        worker = offer.worker
-        worker.membership.refresh()
-        answers: dict[Rank, str] = {}
-
-        def silent() -> list[Member]:
-            return [each for each in _others(worker) if _rank(each) not in answers]
+    def _claim_in_time(self, offer: Offer) -> bool:
+        claimed = Answer()
+        claimed.find(self._claim, offer, claimed)
+        until = monotonic() + (self._agent.timeout or inf)
 
         def text() -> str:
-            return f"publish({offer.name!r}): {listed(_names(silent()))} did not say yet who has the value"
+            why = f": {claimed.problem}" if claimed.problem else ""
+            return f"publish({offer.name!r}): the group's directory did not say yet which worker owns the value{why}"
 
-        with Wait("publish", text, lambda: _names(silent()), worker=worker.me.name) as wait:
-            while asked := silent():
-                if self._agent.closed:
-                    raise ShutDown(f"worker {worker.me.name!r} shut down")
-                for member, state in _asked(asked, _bid_asked, (offer.name, offer.bid.me)):
-                    answers[_rank(member)] = state
-                if silent():
-                    wait.look()
-                    pause()
-        return {who: answers[who] for who in map(_rank, _others(worker)) if who in answers}
+        with Wait("publish", text, worker=self._worker.me.name) as wait:
+            while not self._agent.wait_for(claimed, LOOK):
+                if monotonic() >= until:
+                    raise DirectoryLost(f"{text()}. That took longer than rpc_timeout, {self._agent.timeout:g} s")
+                wait.look()
+        return bool(claimed.wait())
+
+    def _claim(self, offer: Offer, progress: Answer) -> bool:
+        """Claim the value; return True if this worker has to make it. Waits for the directory.
+
+        Raises:
+            ShutDown: this worker has left, or does not publish the value any more.
+            PeerLost: the worker that would keep the directory has gone.
+        """
+        while not self._agent.closed and self._offers.get(offer.name) is offer:
+            try:
+                group = self.registration.group(0)
+                claim = group.claim(offer.name)
+                if claim.life != self._life:
+                    with self._lock:
+                        offer.lose()
+                    return False
+                if claim.token in self._given_up:
+                    group.registry.release(offer.name, claim)
+                    continue
+                owned = Ownership(offer.name, group, claim)
+                is_new = self._take(offer, owned)
+                if owned.holds:
+                    return is_new
+            except (DirectoryLost, LeaseLost) as error:
+                progress.problem = str(error)
+            sleep(PAUSE)
+        raise ShutDown(f"worker {self._worker.me.name!r} does not publish {offer.name!r} any more")
+
+    def _take(self, offer: Offer, owned: Ownership) -> bool:
+        """Store by which claim this worker owns the value; return True if the value is to be made."""
+        with self._lock:
+            if self._offers.get(offer.name) is offer:
+                if offer.owned != owned:
+                    offer.owned, offer.value = owned, None
+                return offer.value is None
+        self._give_up(owned)
+        return False
+
+    def _make(self, offer: Offer) -> None:
+        """Make the value that this worker owns."""
+        owned = offer.owned
+        if owned is None or not owned.holds:
+            offer.again = True  # stored by the thread that is busy with it
+            return
+        table, box = self._worker.references, OwnedBox(owned)
+        box.fulfil(offer.factory())
+        self._agent.streams.publish()
+        made: RRef[Any] = RRef._of_handle(table, table.own(box))
+        with self._lock:
+            if offer.owned is owned:
+                offer.value = made
+
+    def _finish(self, offer: Offer) -> None:
+        with self._lock:
+            offer.is_busy = False
+            again, offer.again = offer.again, False
+        if again:
+            self._agent.run(self._take_over, offer, False)
+
+    def _take_over(self, offer: Offer) -> None:
+        """Claim a value that nobody owns, or may own, and make it, in the place of `publish`."""
+        with self._lock:
+            if self._offers.get(offer.name) is not offer:
+                return
+            if offer.is_busy:
+                offer.again = True
+                return
+            offer.is_busy = True
+        try:
+            with self._agent.waiting():
+                is_mine = self._claim(offer, Answer())
+            if is_mine:
+                self._make(offer)
+        except Exception:
+            self._withdraw(offer)
+            if not self._agent.closed:
+                log.exception("telegrad: the value %r could not be made here", offer.name)
+        finally:
+            self._finish(offer)
+
+    def _claim_changed(self, name: str) -> None:
+        """By the thread that watches the directory."""
+        offer = self._offers.get(name)
+        group = self.registration.known()
+        claim = group.claims.get(name) if group is not None else None
+        if offer is not None and claim is not None and not claim.life:
+            self._agent.later(self._take_over_soon, offer)
+
+    def _take_over_soon(self, offer: Offer) -> None:
+        self._agent.run(self._take_over, offer, False)
+
+    def _lose_all(self, group: DynamicGroup) -> None:
+        """A registration has ended, and all its claims with it; with the next one, some may have been claimed anew."""
+        with self._lock:
+            offers = list(self._offers.values())
+            for offer in offers:
+                if offer.owned is not None and offer.owned.group is group:
+                    offer.lose()
+        for offer in offers:
+            self._take_over_soon(offer)
+
+    def _withdraw(self, offer: Offer) -> None:
+        """Publish it no more, so that another worker can own it."""
+        with self._lock:
+            if self._offers.get(offer.name) is offer:
+                del self._offers[offer.name]
+            owned = offer.lose()
+        if owned is not None:
+            self._give_up(owned)
+
+    def _give_up(self, owned: Ownership) -> None:
+        with self._lock:
+            self._given_up.add(owned.claim.token)
+        run_beside(THREAD, self._release, owned)
+
+    def _release(self, owned: Ownership) -> None:
+        while not (self._agent.closed or owned.group.over):
+            with contextlib.suppress(DirectoryLost):
+                owned.group.registry.release(owned.name, owned.claim)
+                return
+            sleep(PAUSE)
+
+    # Finding
+
+    def is_over(self, name: str, token: int) -> bool:
+        """Return True if a value is known to have another owner by now, or none."""
+        group = self.registration.known()
+        known = group.claims.get(name) if group is not None else None
+        return known is not None and known.token > token
+
+    def find(self, name: str, limit: float) -> RRef[Any]:
+        """Return a reference to the value at its owner. Raises one of NOT_YET where it may be tried again."""
+        group = self.registration.group(limit)
+        try:
+            return self._find(name, group, min(limit or ROUND, ROUND))
+        except (NotPublished, PeerError):
+            self.registration.check_directory(name)
+            raise
+
+    def _find(self, name: str, group: DynamicGroup, limit: float) -> RRef[Any]:
+        claim = group.claims.get(name)
+        present = self._worker.membership.present()
+        if claim is None or not claim.life:
+            raise NotPublished(f"no worker publishes it; there are {listed([each.name for each in present])}")
+        if claim.life == self._life:
+            token, value = self.value(name, claim.token)
+            return Lasting.of(value, Named(name, token))
+        owner = next((each for each in present if each.incarnation == claim.life), None)
+        if owner is None:
+            raise NotPublished("the worker that owned it has gone, and no other one has taken it over yet")
+        try:
+            token, value = self._agent.call(owner.identity, _found_here, (name, claim.token), None, limit)
+        except CallTimeout as error:
+            raise NotPublished(f"worker {owner.name!r}, which owns it, does not answer") from error
+        return Lasting.of(value, Named(name, token))
+
+    def value(self, name: str, token: int) -> tuple[int, RRef[Any]]:
+        """Return the value that this worker owns with at least that token, and with which it does."""
+        with self._lock:
+            offer = self._offers.get(name)
+            owned, value = (offer.owned, offer.value) if offer is not None else (None, None)
+        here = f"worker {self._worker.me.name!r}"
+        if owned is None:
+            raise NotPublished(f"{here} does not own it any more")
+        own = owned.claim.token
+        if own < token:
+            raise ClaimLost(f"{here} owned {name!r} with the token {own}, but another one owns it with {token}")
+        owned.check()
+        if value is None:
+            raise NotPublished(f"{here} is about to make it")
+        return own, value
 
 
-def _others(worker: Worker) -> list[Member]:
-    return [member for member in worker.membership.present() if member.incarnation != worker.me.incarnation]
-
-
-def _rank(member: Member) -> Rank:
-    return member.id, member.incarnation
-
-
-def _names(members: Iterable[Member]) -> list[str]:
-    return [member.name for member in members]
-
-
-def _asked(members: Iterable[Member], function: Callable[..., Any], args: Any) -> Iterator[tuple[Member, Any]]:
-    """Call all at once, and give the answers as they come; those that do not come in time are left out."""
-    agent = current.agent()
-    ended: queue.SimpleQueue[tuple[Member, Any]] = queue.SimpleQueue()
-    begun = 0
-    for member in members:
-        with contextlib.suppress(TelegradError):  # it has gone
-            future = agent.call_async(member.identity, function, args, None, ROUND)
-            future.add_done_callback(lambda done, member=member: ended.put((member, done)))  # type: ignore[misc]
-            begun += 1
-    for _ in range(begun):
-        with agent.waiting():
-            member, future = ended.get()
-        with contextlib.suppress(TelegradError):
-            yield member, future.wait()
+def offers() -> Offers:
+    """Return what the worker of this thread publishes."""
+    return current.here().attached(Offers)
 
 
 # What others call
 
 
 @known_as("lookup of a published value")
-def _found_here(name: str) -> tuple[str, RRef[Any] | None]:
-    return current.here().attached(Offers).find(name)
+def _found_here(name: str, token: int) -> tuple[int, RRef[Any]]:
+    return offers().value(name, token)
 
 
-@known_as("publish")
-def _bid_asked(name: str, who: Rank) -> str:
-    return current.here().attached(Offers).bid_asked(name, who)
-
-
-@known_as("lookup of a published value")
-def _reminded(name: str) -> None:
-    current.here().attached(Offers).remind(name)
+@known_as("looking for the group's directory")
+def _directory_of_group() -> Any:
+    return Later(offers().registration.address(), _directory_of_group)

@@ -19,11 +19,11 @@ from telegrad.agent.futures import Signal
 from telegrad.agent.naming import known_as
 from telegrad.errors import (
     CallTimeout,
+    DirectoryLost,
     HandshakeError,
     PeerError,
     PeerUnreachable,
     ShutDown,
-    StoreLost,
     UnknownWorker,
 )
 from telegrad.interrupts import raised_by_handler
@@ -33,7 +33,7 @@ from telegrad.wire.failures import fresh
 
 PATIENCE = 5.0  # seconds for an answer to `hello`
 
-_ABSENT = (UnknownWorker, PeerUnreachable, StoreLost)
+_ABSENT = (UnknownWorker, PeerUnreachable, DirectoryLost)
 
 
 @known_as("a look whether the worker is there")

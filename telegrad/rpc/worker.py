@@ -58,6 +58,7 @@ class Worker:
         self.at_gone: list[Callable[[Member], None]] = []  # as `Membership.gone`; filled before the worker joins
         self.at_end: list[Callable[[], None]] = []  # called as this worker leaves; `append` by any thread
         self.before_end: list[Callable[[float], None]] = []  # likewise, before it says so: each waits for something
+        self.at_declared_lost: Callable[[PeerLost], None] = lambda _: None  # called once it has ended
         self.group_ends = False  # with this worker, however it leaves: its program has started the others
         self.turning: Turning | None = None  # of an elastic group
         self.elastic: Any = None  # the same: an `elastic.Elastic`, which makes its next generations
@@ -84,6 +85,7 @@ class Worker:
         )
         self.membership = Membership(self.agent, self.me, directory, self._entered)
         self.membership.gone += self.at_gone
+        self.membership.on_declared_lost = self._declared_lost
         if generation is not None:
             self.turning = Turning(self.agent, self.me, generation)
             self.membership.gone.append(self.turning.note)
@@ -125,7 +127,7 @@ class Worker:
         """Serve until the group ends, or until told to stop; then leave.
 
         Raises:
-            PeerLost: a required worker died, or left a group of fixed size early; others took this one for dead.
+            PeerLost: a required worker died, or left a group of fixed size early; this one was declared lost.
         """
         if self.parting.together:
             self.shutdown(True, 0, require, serving=True)
@@ -136,10 +138,7 @@ class Worker:
             self.shutdown(self.membership.serving.missed is None, 0)
         if missed := self.membership.serving.missed:
             if missed.incarnation == self.me.incarnation:
-                raise PeerLost(
-                    f"others took worker {self.me.name!r} for dead, since it was out of reach or did not run for long, "
-                    "and do not call it any more; start it anew"
-                )
+                raise PeerLost(self.directory.over if isinstance(self.directory, DynamicGroup) else "declared lost")
             raise PeerLost(
                 f"worker {missed.name!r} was lost, without which {self.me.name!r} shall not serve; see its log"
             )
@@ -176,6 +175,13 @@ class Worker:
         finally:
             self.agent.close(reason, how if self.parting.together else "")
             self.witness.close()
+
+    def _declared_lost(self) -> None:
+        """The group goes on without this worker, and may have given its name to another: it must not go on, either."""
+        assert isinstance(self.directory, DynamicGroup)
+        error = PeerLost(self.directory.over)
+        self.end(str(error), reason=error)
+        self.at_declared_lost(error)
 
     def end_with_the_program(self) -> None:
         """Its program has ended without `shutdown`."""

@@ -19,11 +19,11 @@ from typing import Any
 
 READY = b"ready\n"  # on its standard output, once the store is served
 
-_stores: list[Any] = []  # the one that is served, once it is; no lock: `append` is a single step
+_served: list[Any] = []  # the store and the `Keeping` of the directory, once they are served; no lock: set in one step
 
 
 def main(arguments: list[str]) -> None:
-    """`arguments`: the descriptor of the listening socket; none where others keep the store."""
+    """`arguments`: the descriptor of the listening socket, and the host's address; none where others keep the store."""
     if arguments:  # meanwhile, since to import torch takes seconds
         threading.Thread(target=_serve, args=arguments, name="telegrad-serve", daemon=True).start()
     else:
@@ -37,39 +37,56 @@ def main(arguments: list[str]) -> None:
             started.discard(-int(word))
         elif word.startswith("key "):
             key_folder = word[len("key ") :].rstrip("\n")
-        elif _stores:
-            from telegrad.group.directory import Directory
-
-            directory = Directory(_stores[0])
-            if directory.board.terms():
-                directory.end()
+        elif _served:
+            _end_group()
     for group in started:
         with contextlib.suppress(OSError):
             os.killpg(group, signal.SIGKILL)
+    if _served:
+        _served[1].close()
     if key_folder:
         shutil.rmtree(key_folder, ignore_errors=True)
     os._exit(0)
 
 
-def _serve(listener: str) -> None:
+def _serve(listener: str, host: str) -> None:
     try:
         import torch  # noqa: F401 - first, since the compatibility mode takes effect with it
 
+        from telegrad.group import finding
         from telegrad.group.board import OPEN, SERVED, Board
         from telegrad.group.keys import find_keys
         from telegrad.group.renewing import Renewal
         from telegrad.group.sealing import SealedStore
         from telegrad.group.tcp import serve_on
 
+        keys = find_keys()
         with socket.socket(fileno=int(listener)) as listening:
-            store = SealedStore(serve_on(listening)[0], find_keys())
+            place = f"{host}:{listening.getsockname()[1]}"
+            keeping = finding.Keeping(keys, host, finding.noted(place))
+            store = SealedStore(serve_on(listening)[0], keys)
+        finding.note(place, keeping.pointer)
+        finding.write_pointer(store, keeping.pointer._replace(launched=True))
         Board(store).write(SERVED, OPEN)
-        Renewal(store).begin()
-        _stores.append(store)
+        Renewal(store.renew).begin()
+        _served.extend((store, keeping))
     except BaseException:
         traceback.print_exc()
         os._exit(1)
     _say_ready()
+
+
+def _end_group() -> None:
+    """Have the members of a dynamic group end that only serve."""
+    from telegrad.errors import TelegradError
+    from telegrad.group.finding import connect
+    from telegrad.group.registry import Registry
+
+    store, keeping = _served
+    directory = connect(keeping.pointer, store.keys)
+    with contextlib.suppress(TelegradError):
+        Registry(directory, "").end("the program that started the workers has ended the group")
+    directory.close()
 
 
 def _say_ready() -> None:

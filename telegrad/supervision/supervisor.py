@@ -77,9 +77,7 @@ class Supervisor:
         """Until all is over; the exit code."""
         try:
             with self._hears_signals():
-                self._storekeeper = self._start_storekeeper()
-                if self._key_folder:
-                    self._tell_storekeeper(f"key {self._key_folder}")
+                self._begin_storekeeper()
                 self._introduce()
                 self._policy.begin(monotonic())
                 while (code := self._policy.code) is None:
@@ -211,12 +209,21 @@ class Supervisor:
 
     # The storekeeper
 
+    def _begin_storekeeper(self) -> None:
+        """Start it, for the first time or again."""
+        self._ready = False
+        self._storekeeper = self._start_storekeeper()
+        if self._key_folder:
+            self._tell_storekeeper(f"key {self._key_folder}")
+        for child in self._children.values():
+            self._tell_storekeeper(f"+{child.pid}")
+
     def _start_storekeeper(self) -> subprocess.Popen[bytes]:
         place: list[str] = []
         descriptors: list[int] = []
         if self._listener is not None:
             descriptors = [self._listener.fileno()]
-            place = [str(descriptors[0])]
+            place = [str(descriptors[0]), self._host]
         process = subprocess.Popen(
             [sys.executable, *SAFE_PATH, "-m", "telegrad.supervision.storekeeper", *place],
             stdin=subprocess.PIPE,
@@ -225,8 +232,6 @@ class Supervisor:
             env=child_environment({**os.environ, **self._key}),
             **own_session(),
         )
-        if self._listener is not None:
-            self._listener.close()
         assert process.stdout is not None
         os.set_blocking(process.stdout.fileno(), False)
         self._selector.register(process.stdout, selectors.EVENT_READ, "storekeeper")
@@ -247,9 +252,11 @@ class Supervisor:
             self._ready = True
         elif data is not None:
             self._selector.unregister(self._storekeeper.stdout)
+            self._storekeeper.stdout.close()
             how = named(self._storekeeper.wait())
             if self._ready:
-                self._output.say(f"who kept the group's store ended with {how}; workers that need it may fail")
+                self._output.say(f"the process that kept the group's store ended with {how}; it is started again")
+                self._begin_storekeeper()
             else:
                 self._do(self._policy.given_up(f"the group's store could not be served ({how})", monotonic()))
 
@@ -265,6 +272,8 @@ class Supervisor:
         self._storekeeper.wait()
         assert self._storekeeper.stdout is not None
         self._storekeeper.stdout.close()
+        if self._listener is not None:
+            self._listener.close()
 
     # Signals
 

@@ -20,6 +20,7 @@ from typing import Any
 
 from telegrad.atfork import renewed
 from telegrad.errors import ProtocolViolation
+from telegrad.threads import Thread
 from telegrad.transport.noise import Ciphers, DecryptionFailed
 from telegrad.transport.records import RECORD, RecordReader, RecordWriter, not_authentic
 from telegrad.transport.sockets import shut
@@ -79,7 +80,7 @@ class Lanes:
             sock.close()
             return
         stream = _Stream(sock, heard) if ciphers is None else _EncryptedStream(sock, heard, ciphers)
-        lane = threading.Thread(target=self._run, args=(stream, stripes), name="telegrad-lane", daemon=True)
+        lane = Thread(target=self._run, args=(stream, stripes), name="telegrad-lane")
         try:
             lane.start()
         except (RuntimeError, MemoryError):  # there is no thread left; and so no stripes

@@ -123,7 +123,7 @@ class SubscriberBox(Box):
         else:
             memory = tensors[0] if isinstance(word, Lent) else None
             if isinstance(word, Opened):
-                memory = self._desk.agent.common(word.about.size)
+                memory = self._desk.agent.memory.common(word.about.size)
             self.step(lambda: self._received(sender, word, memory))
             self.tell()
 
@@ -186,7 +186,9 @@ class SubscriberBox(Box):
             if number < least or not shelf.is_whole(number):
                 return None
             about, memory, is_common = shelf.about[number], self.stock[number], number in self._common
-        version = Version(number, self._layout_of(about), self._desk.agent.private(memory) if is_common else memory)
+        version = Version(
+            number, self._layout_of(about), self._desk.agent.memory.private(memory) if is_common else memory
+        )
         with self.changed:
             self._last = version
         return version

@@ -104,7 +104,7 @@ class Publisher:
         if not self._end.alive:
             raise UsageError(f"the publisher {self.name!r} was closed, and publishes no more: make a new one")
         arranged = self._layouts.of(self._read())
-        memory = self._agent.common(arranged.layout.size)
+        memory = self._agent.memory.common(arranged.layout.size)
         arranged.fill(memory)
         number = self._box.publish(arranged.layout, memory, self._finder)
         if wait is not None:

@@ -21,7 +21,6 @@ import secrets
 import selectors
 import socket
 import struct
-import threading
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable
@@ -29,6 +28,7 @@ from errno import EMFILE, EMSGSIZE
 from time import monotonic
 from typing import Any, NamedTuple
 
+from telegrad.threads import Thread
 from telegrad.transport.sockets import HAS_UNIX
 from telegrad.witness.decoding import ACCOUNT, DUMP, EVENTS, GROUP, GROUP_EVENTS, Malformed, decode
 
@@ -78,7 +78,7 @@ class Desk:
             listening.bind(f"\0{PREFIX}/{os.geteuid()}/{os.getpid()}/{stacks}/{own}/{worker}")
             listening.listen(128)  # anybody can connect, and is turned away
             self._socket = listening
-            threading.Thread(target=self._serve, args=(listening,), name="telegrad-desk", daemon=True).start()
+            Thread(target=self._serve, args=(listening,), name="telegrad-desk").start()
         except (OSError, RuntimeError, MemoryError):  # a worker that nobody can look at works all the same
             self._socket = None
             listening.close()

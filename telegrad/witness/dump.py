@@ -24,7 +24,7 @@ from typing import Any
 
 from telegrad import forks, instruments
 from telegrad.private_files import Folder, open_folder, private_folder
-from telegrad.threads import Background
+from telegrad.threads import Background, Thread
 
 VARIABLE = "TELEGRAD_DUMPS"
 PAUSE = 60.0  # seconds between two files of one worker that nobody has asked for
@@ -153,7 +153,7 @@ class Signalled:
 
     def _came(self, *_: object) -> None:
         if self._depth == forks.depth:  # else this is a forked child that is no worker
-            threading.Thread(target=self._act, daemon=True).start()
+            Thread(target=self._act, name="telegrad-dump").start()
 
     def close(self) -> None:
         """As it was before."""

@@ -14,6 +14,7 @@ from telegrad.agent.agent import Agent
 from telegrad.errors import TelegradError, UnknownWorker
 from telegrad.group.members import Identity
 from telegrad.safe_text import safe
+from telegrad.threads import Thread
 from telegrad.witness.decoding import CALL, Malformed, decode
 
 PATIENCE = 1.5  # seconds
@@ -105,7 +106,7 @@ class Inquiry:
 
     def _on_ask(self, sender: Identity, message: Inspect) -> None:
         with contextlib.suppress(RuntimeError, MemoryError):  # there is no thread left: it stays silent
-            threading.Thread(target=self._tell, args=(sender, message), name="telegrad-witness", daemon=True).start()
+            Thread(target=self._tell, args=(sender, message), name="telegrad-witness").start()
 
     def _tell(self, sender: Identity, message: Inspect) -> None:
         about = (sender.name, message.after) if message.topic == CALL else message.after

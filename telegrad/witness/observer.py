@@ -184,21 +184,22 @@ class Observer:
 
     def _threads(self, now: float) -> tuple[list[Thread], list[CallIn], dict[int, int]]:
         """The threads, the calls that they run, and by ids of calls which waits for them."""
-        frames = stacks.all_frames()
-        frames[threading.get_ident()] = sys._getframe(1)  # not this one, which would hold all these, and itself
+        found = stacks.all_stacks()
+        mine = found[threading.get_ident()]
+        del mine[mine.index(sys._getframe()) :]  # this frame would hold all these, and itself
         threads: list[Thread] = []
         calls_in: list[CallIn] = []
         waiting: dict[int, int] = {}
         for thread in threading.enumerate():
-            frame = frames.get(thread.ident or 0)
-            if frame is None:
+            stack = found.get(thread.ident or 0)
+            if stack is None:
                 continue
             agent = self._parts.agent if self._parts is not None else None
-            stood = inspection.stands(frame, agent) if agent is not None else inspection.NOWHERE
+            stood = inspection.stands(stack, agent) if agent is not None else inspection.NOWHERE
             if stood.waits is not None:
                 waiting.setdefault(id(stood.waits), thread.ident or 0)
             calls_in += [_call_in(call, RUNNING, now, thread.ident) for call in stood.serves]
-            described = self._thread(thread, stacks.frames_of(frame), stood)
+            described = self._thread(thread, stack, stood)
             if described is not None:
                 threads.append(described)
         return threads, calls_in, waiting

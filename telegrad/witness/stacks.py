@@ -16,6 +16,9 @@ _OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _STANDARD = os.path.dirname(os.__file__) + os.sep
 _INSTALLED = tuple(f"{os.sep}{folder}{os.sep}" for folder in ("site-packages", "dist-packages"))
 MOST_FRAMES = 60
+SWITCH = sys.getswitchinterval()  # seconds, of the program
+LONG = 10.0  # seconds of a switch interval
+HANDOVER = 100  # steps in which the interpreter is handed over if that was asked for
 
 
 _no_collection = renewed(threading.Lock())  # one at a time: guards that the garbage collector is off
@@ -29,28 +32,37 @@ def _collect_again() -> None:
     if _turned_off:
         _turned_off = False
         gc.enable()
+        sys.setswitchinterval(SWITCH)
 
 
-def all_frames() -> dict[int, FrameType]:
-    """The innermost frame of each thread.
+def all_stacks() -> dict[int, list[FrameType]]:
+    """The stack of each thread, the outermost frame first.
 
-    The interpreter holds a lock of its own meanwhile, which each new thread needs. Did the garbage collector run a
-    finalizer there that lets others run, one that starts a thread would wait for that lock, and all others for it.
+    The interpreter holds a lock of its own while it collects the innermost frames, which each new thread needs. Did the
+    garbage collector run a finalizer there that lets others run, one that starts a thread would wait for that lock, and
+    all others for it.
+
+    The stacks are walked while no other thread runs: CPython 3.11 has crashed where `f_back` of a frame was read while
+    the thread of that frame returned from it. A thread hands the interpreter over when another has waited for it for as
+    long as the switch interval, which is set to longer than this takes.
     """
     global _turned_off
     with _no_collection:
-        _turned_off = gc.isenabled()
+        _turned_off, interval = gc.isenabled(), sys.getswitchinterval()
         gc.disable()
+        sys.setswitchinterval(LONG)
         try:
-            return sys._current_frames()
+            for _ in range(HANDOVER):  # to a thread that has asked before
+                pass
+            return {thread: _stack_of(frame) for thread, frame in sys._current_frames().items()}
         finally:
+            sys.setswitchinterval(interval)
             if _turned_off:
                 gc.enable()
             _turned_off = False
 
 
-def frames_of(frame: FrameType | None) -> list[FrameType]:
-    """A stack, the outermost frame first."""
+def _stack_of(frame: FrameType | None) -> list[FrameType]:
     found: list[FrameType] = []
     while frame is not None:
         found.append(frame)

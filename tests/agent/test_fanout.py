@@ -107,7 +107,7 @@ def test_several_of_one_host_have_one_copy_and_one_alone_has_its_own() -> None:
         assert len(pool._common) == 1
         assert values(futures) == [LARGE] * 3
         assert not any(shelf for (kind, *_), shelf in pool._free.items() if kind.__name__ == "Block")
-        ready = agent.common(tensor.nbytes).view(torch.float32)
+        ready = agent.memory.common(tensor.nbytes).view(torch.float32)
         ready.fill_(2)
         before = len(pool._common)
         futures = call_each(agent, total, ready)

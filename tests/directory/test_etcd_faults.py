@@ -7,6 +7,7 @@ import datetime
 import ipaddress
 import pathlib
 import shutil
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -57,6 +58,20 @@ def test_ttls_are_whole_seconds(started: Start, connected: Connect) -> None:
         assert began + granted <= lease.ends <= time.monotonic() + granted
         renewed = client.renew(lease)
         assert lease.ends < renewed.ends <= time.monotonic() + granted
+
+
+@needs_etcd
+def test_endpoints_that_do_not_answer_leave_time_for_a_renewal(started: Start, connected: Connect) -> None:
+    node = started().nodes[0]
+    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
+        ports = [one.getsockname()[1], other.getsockname()[1], node.port]
+        client = connected("etcd://" + ",".join(f"127.0.0.1:{port}" for port in ports))
+        lease = client.grant(3.0)
+        for first in range(len(ports)):
+            client._client._endpoints.current = first
+            began = time.monotonic()
+            lease = client.renew(lease)
+            assert time.monotonic() - began < 2 / 3 * lease.ttl  # after a third it is due
 
 
 @needs_etcd

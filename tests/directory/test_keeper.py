@@ -77,7 +77,7 @@ def test_a_port_that_is_taken() -> None:
 def test_a_directory_that_lost_its_state_is_another_one(keeper: Keeper, client: EmbeddedDirectory) -> None:
     client.swap("a", b"")
     end(keeper)
-    remove(keeper._path)
+    remove(keeper.path)
     keeper.restart_if_ended()
     with pytest.raises(DirectoryReset, match="started anew without what it knew"):
         client.list("")
@@ -112,18 +112,27 @@ def test_a_lease_does_not_end_while_the_server_is_stopped(keeper: Keeper, client
         client.renew(lease)
 
 
-def test_a_directory_with_a_path_stays(tmp_path: pathlib.Path) -> None:
-    path = str(tmp_path / "directory")
-    keeper = Keeper(KEYS, path=path)
+def test_a_server_goes_on_without_its_keeper_until_no_lease_is_left(keeper: Keeper, client: EmbeddedDirectory) -> None:
+    lease = client.grant(30.0)
+    keeper.leave()
+    entry = written(client.swap("a", b"1", lease=lease))
+    assert client.list("").entries == (entry,)
+    assert os.path.exists(keeper.path)
+    client.revoke(lease)
+    until(lambda: is_over(keeper.pid))
+    assert not os.path.exists(keeper.path)
+
+
+def test_a_killed_server_is_started_by_another_keeper_with_what_it_knew(keeper: Keeper) -> None:
     client = EmbeddedDirectory(keeper.address, KEYS)
-    entry = written(client.swap("a", b"1"))
-    client.close()
-    keeper.close()
-    keeper = Keeper(KEYS, path=path)
-    client = EmbeddedDirectory(keeper.address, KEYS)
+    entry = written(client.swap("a", b"1", lease=client.grant(30.0)))
+    keeper.leave()
+    os.kill(keeper.pid, signal.SIGKILL)
+    until(lambda: is_over(keeper.pid))
+    other = Keeper(KEYS, *keeper.address, keeper.path)
     assert client.list("").entries == (entry,)
     client.close()
-    keeper.close()
+    other.close()
 
 
 PROGRAM = """
@@ -135,7 +144,7 @@ if not os.fork():  # a child that holds the pipe, too
     sys.stdout.close()
     time.sleep(600)
     os._exit(0)
-print(keeper.pid, keeper.address[1], keeper._path, flush=True)
+print(keeper.pid, keeper.address[1], keeper.path, flush=True)
 time.sleep(600)
 """
 
@@ -159,9 +168,7 @@ def test_the_process_ends_with_its_keeper_and_leaves_nothing() -> None:
         assert os.path.exists(path)
         process.kill()
         process.wait()
-        until(
-            lambda: not os.path.exists(f"/proc/{pid}") or "State:\tZ" in pathlib.Path(f"/proc/{pid}/status").read_text()
-        )
+        until(lambda: is_over(int(pid)))
         assert not os.path.exists(path)
     finally:
         os.killpg(process.pid, signal.SIGKILL)

@@ -211,7 +211,7 @@ def test_a_server_that_has_lost_writes_is_noticed(server: Server, how: str, tmp_
     for n in range(how != "restored" and 5):
         assert written(later.swap(f"new{n}", b"")).revision == n + 1
     for _ in range(2):
-        with pytest.raises(DirectoryReset, match="start it under another name"):
+        with pytest.raises(DirectoryReset, match="start it in another database"):
             client.swap("c", b"1")
         with pytest.raises(DirectoryReset):
             client.watch("", 2, SOON)

@@ -22,9 +22,13 @@ MOST = len(KNOCKS)
 class Watch(Membership):
     """The part of a membership that settles doubts."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, is_dynamic: bool = False) -> None:
         self._changed: Any = threading.Condition()
-        self._group = self._takeover = None
+        self.declared: list[int] = []
+        declare_lost = lambda member, _: self.declared.append(member.tcp)  # noqa: E731
+        self._group: Any = SimpleNamespace(declare_lost=declare_lost) if is_dynamic else None
+        self._me: Any = SimpleNamespace(name="me")
+        self._next = ""
         self._parted, self._gone = set(), {}
         self._post: Any = SimpleNamespace(warn_lost=lambda *_: None)
         self._teller: Any = SimpleNamespace(hears_of_ends=False)
@@ -53,27 +57,30 @@ def clock(steps: Iterator[float]) -> Callable[[], float]:
 ANSWERS = st.lists(st.sampled_from([True, False, None]), min_size=MOST, max_size=MOST)
 
 
-@given(st.lists(ANSWERS, min_size=1, max_size=3), st.lists(st.sampled_from([0.0, 0.1, 0.3, 1.0, 4.0])))
-def test_doubts_end(answers: list[list[bool | None]], steps: list[float]) -> None:
+@given(st.lists(ANSWERS, min_size=1, max_size=3), st.lists(st.sampled_from([0.0, 0.1, 0.3, 1.0, 4.0])), st.booleans())
+def test_doubts_end(answers: list[list[bool | None]], steps: list[float], is_dynamic: bool) -> None:
+    """A worker of a dynamic group that is out of reach is no dead one: its lease decides."""
     asked = [0] * len(answers)
 
     def knock(worker: Any, patience: float) -> bool | None:
         asked[worker] += 1
         return answers[worker][asked[worker] - 1]
 
-    watch, now = Watch(len(answers)), clock(iter(steps))
+    watch, now = Watch(len(answers), is_dynamic), clock(iter(steps))
     with (
         patch.object(doubts, "knock", knock),
         patch.object(membership, "monotonic", now),
         patch.object(doubts, "monotonic", now, create=True),
     ):
         for _ in range(50):
-            watch._look_around()
+            watch._settle_doubts()
     assert watch._doubts == []
     for worker, given_ in enumerate(answers):
         refused = given_.index(False) + 1 if False in given_ else None
         assert asked[worker] == (refused or MOST)
-        assert (worker in watch.died) == (refused is not None or given_[-1] is None)
+        is_silent = given_[-1] is None and not is_dynamic
+        assert (worker in watch.died) == (refused is not None or is_silent)
+    assert watch.declared == (watch.died if is_dynamic else [])
 
 
 def test_a_look_that_fails_keeps_the_doubts() -> None:
@@ -84,7 +91,7 @@ def test_a_look_that_fails_keeps_the_doubts() -> None:
 
     with patch.object(doubts, "knock", fail):
         try:
-            watch._look_around()
+            watch._settle_doubts()
         except OverflowError:
             pass
     assert len(watch._doubts) == 2

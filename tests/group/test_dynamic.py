@@ -1,129 +1,398 @@
-"""One worker's part in a dynamic group, without any other process."""
+"""One worker's life in a dynamic group: its lease, what it sees of others, and what it does without a directory."""
 
 from __future__ import annotations
 
-import pytest
-import torch.distributed as dist
+import itertools
+import logging
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
-from telegrad.errors import StoreLost, UnknownWorker
-from telegrad.group import dynamic
-from telegrad.group.directory import Directory
+import pytest
+
+from telegrad import errors
+from telegrad.directory.protocol import DirectoryLost, DirectoryReset
 from telegrad.group.dynamic import DynamicGroup
 from telegrad.group.members import Member
-from telegrad.group.stores import Place
-from telegrad.group.succession import Seat
-from tests.cluster import sealed
+from telegrad.group.registry import EXPIRED, LEFT, LOST, Came, Change, Ended, Gone
+from tests.cluster import wait_until
+from tests.directory.naive import NaiveEngine
+
+LONG = 60.0  # a ttl that does not end within a test
+PATIENCE = 0.2  # seconds of a client
+QUICK = 3.0  # seconds in which a worker leaves whose directory does not answer
 
 
-def member(name: str, rank: int) -> Member:
-    return Member(name, rank, f"life of {name}", "", "host", "", ("127.0.0.1", 1))
+def member(name: str, rank: int = -1) -> Member:
+    return Member(name, rank, f"life {next(lives)}", "", "host", "", ("127.0.0.1", 1))
 
 
-def test_an_end_that_was_told_in_the_next_store_is_heard_by_who_comes_over_later() -> None:
-    store = sealed(dist.HashStore())
-    group = DynamicGroup(store)
-    group.join(member("server", 1))
-    following = Directory(sealed(dist.HashStore()))
-    following.board.claim_terms(group.terms)
-    following.end()
-    group.move(following, Seat(2, 0, "life of boss", "127.0.0.1", 2), False)
-    assert group.ended()
-    assert not group.ended()
+lives = itertools.count()
 
 
-def test_who_comes_back_to_the_same_store_hears_of_an_end_once() -> None:
-    store = sealed(dist.HashStore())
-    group = DynamicGroup(store)
-    group.join(member("server", 1))
-    group.directory.end()
-    assert group.ended()
-    group.lose()
-    again = Directory(store)
-    assert again.board.terms() == group.terms
-    group.move(again, group.store, False)
-    assert not group.ended()
-    group.directory.end()
-    assert group.ended()
+def alive(_: Member) -> bool:
+    return True
 
 
-def test_an_end_from_before_it_came_is_no_workers_own() -> None:
-    store = sealed(dist.HashStore())
-    DynamicGroup(store).join(member("earlier", 2))
-    directory = Directory(store)
-    assert directory.board.terms()
-    directory.end()
-    group = DynamicGroup(store)
-    group.join(member("server", 1))
-    assert not group.ended()
+class Worker:
+    """A group as one worker has it, and what it was told."""
+
+    def __init__(self, engine: NaiveEngine, name: str, rank: int = -1, ttl: float = LONG, **options: bool) -> None:
+        self.group = DynamicGroup(engine.client(PATIENCE), "", ttl, **options)
+        self.asked = member(name, rank)
+        self.told: list[Change] = []
+
+    def join(self, is_alive: Callable[[Member], bool] = alive) -> Worker:
+        self.me = self.group.join(self.asked, is_alive)
+        return self
+
+    def watch(self) -> Worker:
+        self.group.begin(self.told.append)
+        return self
+
+    def gone(self) -> list[Gone]:
+        return [each for each in self.told if isinstance(each, Gone)]
+
+    def names(self) -> list[str]:
+        return [each.name for each in self.group.members()]
 
 
-FILE, TCP, LAUNCHED = (None, None), ("127.0.0.1", 1), ("127.0.0.1", 2)
+def has_ended(engine: NaiveEngine) -> bool:
+    return any(event.key == "ended" and event.entry for event in engine.state.events)
 
 
-@pytest.mark.parametrize("place", [FILE, TCP, LAUNCHED], ids=["file", "tcp", "launched"])
+Make = Callable[..., Worker]
+
+
+@pytest.fixture
+def engine() -> NaiveEngine:
+    return NaiveEngine()
+
+
+@pytest.fixture
+def make(engine: NaiveEngine) -> Iterator[Make]:
+    made: list[Worker] = []
+
+    def make(name: str, rank: int = -1, ttl: float = LONG, **options: bool) -> Worker:
+        made.append(Worker(engine, name, rank, ttl, **options))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.group.leave()
+
+
+# Names and ranks
+
+
+def test_workers_join_find_each_other_and_leave(make: Make) -> None:
+    a, b = make("a").join(), make("b").join().watch()
+    assert (a.me.id, b.me.id) == (1, 2)
+    assert a.group.identity == b.group.identity
+    assert a.group.find("b") == a.group.find(2) == b.me
+    assert b.group.find("a") == b.group.find(1) == a.me
+    assert b.names() == ["a", "b"]
+    a.group.leave()
+    wait_until(b.gone)
+    assert b.gone() == [Gone(a.me.incarnation, LEFT, "")]
+    for to in ("a", 1):
+        with pytest.raises(errors.UnknownWorker, match="The group has: b"):
+            b.group.find(to)
+    a.group.leave()  # again does no harm
+    c = make("a").join()
+    assert c.me.id == 1
+    assert b.group.find("a") == c.me
+    assert c.names() == ["a", "b"]
+
+
+@pytest.mark.parametrize(("name", "rank", "what"), [("a", -1, "the name 'a'"), ("b", 7, "the rank 7")])
+def test_a_worker_that_is_refused_leaves_nothing_behind(make: Make, name: str, rank: int, what: str) -> None:
+    first = make("a", 7).join()
+    with pytest.raises(errors.WorkerTaken, match=what):
+        make(name, rank).join()
+    assert first.group.find("a") == first.group.find(7) == first.me
+    assert make("c").join().me.id == 1
+    assert make("b").join().me.id == 2
+
+
+def test_a_name_is_taken_over_from_a_dead_member_alone(make: Make) -> None:
+    dead, other = make("a").join(), make("b").join()
+    asked: list[Member] = []
+
+    def is_alive(each: Member) -> bool:
+        asked.append(each)
+        return each != dead.me
+
+    with pytest.raises(errors.WorkerTaken):
+        make("b").join(is_alive)
+    assert asked == [other.me]
+    again = make("a").join(is_alive)
+    other.group.refresh()
+    assert make("c").join().group.find("a") == again.me
+    dead.group.leave()  # it does not free what another has by now
+    assert make("d").join().group.find("a") == again.me
+
+
+def test_many_join_at_once(make: Make) -> None:
+    with ThreadPoolExecutor(16) as pool:
+        made = list(pool.map(lambda number: make(f"w{number}").join(), range(16)))
+    assert sorted(each.me.id for each in made) == list(range(1, 17))
+    assert len({each.group.identity for each in made}) == 1
+    made[0].group.refresh()
+    assert made[0].names() == sorted(f"w{number}" for number in range(16))
+
+
+# The end of those that only serve
+
+
+@pytest.mark.parametrize("launched", [False, True])
 @pytest.mark.parametrize(
-    ("first", "ranks", "leaver", "in_order", "ends"),
+    ("first", "others", "leaver", "in_order", "ends"),
     [
-        (1, (0, 2), 0, True, "file tcp launched"),
-        (0, (1, 2), 0, True, "file tcp launched"),
-        (0, (1, 2), 0, False, "file tcp"),  # a launcher starts it anew
-        (1, (2, 3), 1, True, "file tcp"),  # else a launcher has begun the group
+        (1, (0, 2), 0, True, "alone launched"),
+        (0, (1, 2), 0, True, "alone launched"),
+        (0, (1, 2), 0, False, "alone"),  # a launcher starts it anew
+        (1, (2, 3), 1, True, "alone"),  # else a launcher has made the group
         (1, (2, 3), 2, True, ""),
         (0, (1, 2), 1, True, ""),
     ],
 )
-def test_with_whom_those_end_who_only_serve(
-    monkeypatch: pytest.MonkeyPatch,
-    place: Place,
+def test_with_whom_those_end_that_only_serve(
+    engine: NaiveEngine,
+    make: Make,
+    launched: bool,
     first: int,
-    ranks: tuple[int, ...],
+    others: tuple[int, ...],
     leaver: int,
     in_order: bool,
     ends: str,
 ) -> None:
-    monkeypatch.setattr(dynamic, "LINGER", 0.0)  # nobody looks meanwhile
-    store = sealed(dist.HashStore())
-    groups = {first: DynamicGroup(store, serves=place is TCP, place=place)}
-    groups |= {rank: DynamicGroup(store, place=place) for rank in ranks}
-    for rank, group in groups.items():
-        group.join(member(f"w{rank}", rank))
-    groups.pop(leaver).leave(in_order)
-    expected = {FILE: "file", TCP: "tcp", LAUNCHED: "launched"}[place] in ends.split()
-    assert {group.ended() for group in groups.values()} == {expected}
+    workers = {rank: make(f"w{rank}", rank, launched=launched).join() for rank in (first, *others)}
+    workers[leaver].group.leave(in_order)
+    assert has_ended(engine) == (("launched" if launched else "alone") in ends.split())
 
 
-def test_who_comes_first_again_to_a_file_where_all_have_died_has_begun_the_group() -> None:
-    store = sealed(dist.HashStore())
-    for rank in (1, 2):
-        DynamicGroup(store).join(member(f"dead{rank}", rank))
-    dead = {"life of dead1", "life of dead2"}
-
-    def is_alive(other: Member) -> bool:
-        return other.incarnation not in dead
-
-    first, second = DynamicGroup(store), DynamicGroup(store)
-    first.join(member("first", -1), is_alive)
-    second.join(member("second", -1), is_alive)
-    second.leave()
-    assert not first.ended()
-    again = DynamicGroup(store)
-    again.join(member("again", -1), is_alive)
-    first.leave()
-    assert again.ended()
+def test_an_end_is_told_once_and_to_those_that_were_there(make: Make) -> None:
+    boss, server = make("boss", 0).join(), make("server").join().watch()
+    boss.group.leave()
+    wait_until(lambda: len(server.told) > 1)
+    assert [each for each in server.told if isinstance(each, Ended)] == [Ended("worker 'boss' has left")]
+    late = make("late").join().watch()
+    again = make("boss", 0).join()
+    wait_until(lambda: late.told)
+    assert late.told == [Came(late.group._known[again.me.incarnation])]
 
 
-def test_a_store_that_is_lost_as_the_names_are_read_is_no_error_of_the_look_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    group = DynamicGroup(sealed(dist.HashStore()))
-    group.join(member("server", 1))
-    lost = group.directory
-    following = Directory(sealed(dist.HashStore()))
-    following.board.claim_terms(group.terms)
+def test_a_worker_that_comes_where_all_have_died_has_made_the_group(engine: NaiveEngine, make: Make) -> None:
+    dead = {make(f"dead{rank}", rank).join().me.incarnation for rank in (1, 2)}
+    first = make("first").join(lambda other: other.incarnation not in dead)
+    second = make("second").join(lambda other: other.incarnation not in dead)
+    second.group.leave()
+    assert not has_ended(engine)
+    first.group.leave()
+    assert has_ended(engine)
 
-    def lose() -> list[Member]:
-        monkeypatch.undo()
-        group.move(following, Seat(2, 0, "life of boss", "127.0.0.1", 2), False)
-        raise StoreLost("just now")
 
-    monkeypatch.setattr(lost, "members", lose)
-    with pytest.raises(UnknownWorker, match="'nobody'"):
-        group.find("nobody")
+# The end of a life
+
+
+def test_a_member_that_was_declared_lost_ends(
+    engine: NaiveEngine, make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    boss, lost = make("boss", 0).join().watch(), make("w").join().watch()
+    assert lost.group.holds
+    wait_until(lambda: boss.told)
+    boss.group.declare_lost(lost.me, "worker 'boss' found it dead")
+    wait_until(lost.gone)
+    wait_until(boss.gone)
+    gone = Gone(lost.me.incarnation, LOST, "worker 'boss' found it dead")
+    assert lost.gone() == boss.gone() == [gone]
+    assert not lost.group.holds
+    with pytest.raises(errors.PeerLost, match=r"'w' was declared lost \(worker 'boss' found it dead\).*Start it anew"):
+        lost.group.find("boss")
+    again = make("w", lost.me.id).join()
+    lost.group.leave()
+    assert boss.group.registry.find("w") == again.group._known[again.me.incarnation]
+    assert not has_ended(engine)
+
+
+def test_the_first_worker_that_was_declared_lost_does_not_end_the_group(engine: NaiveEngine, make: Make) -> None:
+    boss, other = make("boss", 0).join().watch(), make("w").join()
+    other.group.declare_lost(boss.me, "dead")
+    wait_until(boss.gone)
+    boss.group.leave()
+    assert not has_ended(engine)
+
+
+def test_a_member_whose_lease_has_ended_ends(engine: NaiveEngine, make: Make) -> None:
+    """Its renewal is refused before a watch has told it."""
+    worker = make("w", ttl=0.6).join()
+    del engine.state.leases[worker.group._lease.id]
+    worker.watch()
+    wait_until(worker.gone)
+    assert "was not renewed in time" in worker.group.over
+
+
+def test_others_see_that_a_lease_has_ended(engine: NaiveEngine, make: Make) -> None:
+    lost, other = make("w", ttl=0.2).join(), make("other").join().watch()
+    wait_until(other.gone)
+    assert other.gone() == [Gone(lost.me.incarnation, LOST, EXPIRED)]
+
+
+def test_a_member_ends_whose_directory_has_lost_its_state(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    def reset(*_: object) -> None:
+        raise DirectoryReset("it was started anew without what it knew")
+
+    worker = make("w").join()
+    monkeypatch.setattr(worker.group.directory, "watch", reset)
+    worker.watch()
+    wait_until(worker.gone)
+    assert "without what it knew" in worker.group.over
+
+
+def test_a_lease_is_renewed(make: Make) -> None:
+    worker, other = make("w", ttl=0.3).join().watch(), make("other").join().watch()
+    ends = worker.group._lease.ends
+    wait_until(lambda: worker.group._lease.ends > ends + 0.6)
+    assert worker.group.holds
+    assert not other.gone()
+
+
+# A directory that does not answer
+
+
+def lines(caplog: pytest.LogCaptureFixture, words: str) -> list[str]:
+    return [text for record in caplog.records if words in (text := record.getMessage())]
+
+
+def test_members_stay_known_while_the_directory_does_not_answer(
+    engine: NaiveEngine, make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    a, b = make("a").join().watch(), make("b").join()
+    wait_until(lambda: a.told)
+    engine.kill()
+    wait_until(lambda: lines(caplog, "does not answer"))
+    assert a.group.find("b") == b.me
+    with pytest.raises(DirectoryLost):
+        a.group.find("c")
+    with pytest.raises(DirectoryLost):
+        make("c").join()
+    wait_until(lambda: a.group.find("b") == b.me)
+    engine.start()
+    wait_until(lambda: lines(caplog, "answers again"))
+    assert make("c").join().me.id == 3
+    wait_until(lambda: a.names() == ["a", "b", "c"])
+    assert not a.gone()
+    assert len(lines(caplog, "does not answer")) == len(lines(caplog, "answers again")) == 1
+
+
+def test_a_member_owns_nothing_once_its_lease_may_have_ended(engine: NaiveEngine, make: Make) -> None:
+    worker = make("w", ttl=2.0).join().watch()
+    engine.kill()
+    wait_until(lambda: not worker.group.holds)
+    assert not worker.group.over
+    engine.start()
+    wait_until(worker.gone)
+    assert "was declared lost" in worker.group.over
+
+
+def test_a_refresh_does_not_wait_for_a_directory_that_is_known_to_be_lost(
+    engine: NaiveEngine, make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = make("w").join().watch()
+    engine.kill()
+    wait_until(lambda: lines(caplog, "does not answer"))
+    began = time.monotonic()
+    for _ in range(100):
+        worker.group.refresh()
+    assert time.monotonic() - began < 100 * PATIENCE / 4
+    engine.start()
+    make("late").join()
+    wait_until(lambda: worker.names() == ["late", "w"])
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["just now", "for long"])
+def test_leaving_does_not_wait_for_a_directory_that_does_not_answer(
+    engine: NaiveEngine, caplog: pytest.LogCaptureFixture, known: bool
+) -> None:
+    worker = Worker(engine, "w")
+    worker.group.directory = worker.group.registry._directory = engine.client(PATIENCE if known else LONG)
+    worker.join().watch()
+    engine.kill()
+    if known:
+        wait_until(lambda: lines(caplog, "does not answer"))
+    began = time.monotonic()
+    worker.group.leave()
+    assert time.monotonic() - began < QUICK
+
+
+# What was missed
+
+
+def test_a_member_catches_up_where_the_directory_has_forgotten_changes(engine: NaiveEngine, make: Make) -> None:
+    worker, gone = make("w").join(), make("gone").join()
+    worker.group.refresh()
+    gone.group.leave()
+    come = make("come").join()
+    engine.forget()
+    worker.watch()
+    wait_until(lambda: worker.names() == ["come", "w"])
+    assert worker.gone() == [Gone(gone.me.incarnation, LOST, "it has gone while this worker saw no changes")]
+    assert worker.told[-1] == Came(come.group._known[come.me.incarnation])
+
+
+def test_a_member_that_missed_its_own_end_ends(engine: NaiveEngine, make: Make) -> None:
+    worker, other = make("w").join(), make("other").join()
+    other.group.registry.declare_lost(worker.me.incarnation, "dead")
+    engine.forget()
+    worker.watch()
+    wait_until(worker.gone)
+    assert "was declared lost" in worker.group.over
+
+
+def test_a_slow_refresh_does_not_bring_back_a_member_that_has_gone(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker, gone = make("w").join().watch(), make("gone").join()
+    wait_until(lambda: worker.told)
+    read_before = worker.group.registry.roster()
+    gone.group.leave()
+    wait_until(worker.gone)
+    monkeypatch.setattr(worker.group.registry, "roster", lambda: read_before)
+    worker.group.refresh()
+    assert worker.names() == ["w"]
+    assert len(worker.told) == 2
+
+
+def test_a_change_that_cannot_be_handled_does_not_end_the_watch(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    told: list[Change] = []
+
+    def fail_once(change: Change) -> None:
+        told.append(change)
+        if len(told) == 1:
+            raise ZeroDivisionError
+
+    worker = make("w").join()
+    worker.group.begin(fail_once)
+    make("a").join()
+    wait_until(lambda: lines(caplog, "could not be handled"))
+    make("b").join()
+    wait_until(lambda: len(told) == 2)
+    assert worker.names() == ["a", "b", "w"]
+
+
+class KeptOnce:
+    """The process of a directory, which is left to itself once."""
+
+    left = 0
+
+    def leave(self) -> None:
+        self.left += 1
+
+
+def test_a_worker_that_leaves_twice_leaves_the_directory_to_itself_once(make: Make) -> None:
+    """As one that was declared lost, and whose program shuts down then."""
+    worker, kept = make("w").join(), KeptOnce()
+    worker.group.keeps(None, kept)  # type: ignore[arg-type]
+    worker.group.leave()
+    worker.group.leave()
+    assert kept.left == 1

@@ -17,9 +17,9 @@ import pytest
 
 import telegrad.rpc as rpc
 from telegrad import errors
+from telegrad.directory.protocol import Lease
 from telegrad.group import address, on_ray
 from telegrad.group.address import await_name
-from telegrad.group.board import Board
 from telegrad.group.launched import open_meeting
 from telegrad.rpc.life import init_rpc
 from tests.cluster import free_port, processes, run_all
@@ -199,32 +199,71 @@ class FakeRay(types.ModuleType):
         self.killed.set()
 
 
-def test_on_ray_an_actor_serves_the_store_until_nobody_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_ray_an_actor_keeps_the_directory_until_no_worker_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     ray = FakeRay()
     monkeypatch.setitem(sys.modules, "ray", ray)
     monkeypatch.setattr(on_ray, "LOOK", 0.01)
-    met = [open_meeting("env://", -1, None, None, 30) for _ in range(2)]
-    assert [(each.rank, each.world_size, each.serves) for each in met] == [(-1, None, False)] * 2
-    Board(met[0].store).write("word", "heard")
-    assert Board(met[1].store).read("word") == "heard"
+    met = [open_meeting(place, -1, None, None, 30) for place in ("env://", "ray://")]
+    assert [(each.rank, each.world_size, each.serves, each.launched) for each in met] == [(-1, None, False, True)] * 2
+    directories = [each.directory() for each in met if each.directory is not None]
+    directories[0].swap("word", b"heard")
+    assert directories[1].list("word").entries[0].value == b"heard"
     assert ray.asked == {
         "name": "telegrad-01000000",
         "namespace": "telegrad",
         "get_if_exists": True,
         "lifetime": "detached",
+        "max_restarts": -1,
         "num_cpus": 0,
         "resources": {on_ray.HEAD: on_ray.LITTLE},
     }
     assert not ray.killed.wait(0.1)
     monkeypatch.setattr(on_ray, "IDLE", 0.0)
     assert ray.killed.wait(30)
+    for directory in directories:
+        directory.close()
+    for actor in ray.made.values():
+        actor._keeping.close()
 
 
-def test_on_ray_what_the_environment_says_is_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_actor_that_ray_has_started_again_finds_the_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = FakeRay()
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    first = open_meeting("ray://", -1, None, None, 30)
+    assert first.directory is not None
+    with contextlib.closing(first.directory()) as directory:
+        directory.swap("name/w", b"life", lease=directory.grant(60.0))
+        (actor,) = ray.made.values()
+        ray.made.clear()
+        actor._keeping.leave()
+        again = open_meeting("ray://", -1, None, None, 30)
+        assert again.keys.secrets() == first.keys.secrets()
+        assert again.directory is not None
+        with contextlib.closing(again.directory()) as other:
+            assert other.list("").entries == directory.list("").entries != ()
+        for lease in {entry.lease for entry in directory.list("").entries}:
+            directory.revoke(Lease(lease, 0.0, 0.0))  # else the process goes on
+
+
+@pytest.mark.parametrize("others", [{"MASTER_ADDR": "node1"}, {"RANK": "0", "WORLD_SIZE": "2"}])
+def test_on_ray_variables_of_another_group_are_a_contradiction(
+    monkeypatch: pytest.MonkeyPatch, others: dict[str, str]
+) -> None:
     monkeypatch.setitem(sys.modules, "ray", FakeRay())
-    assert on_ray.places_this_process(SLURM)  # Slurm has started Ray's daemons
-    assert not on_ray.places_this_process({"MASTER_ADDR": "node1"})
-    assert not on_ray.places_this_process({"RANK": "0", "WORLD_SIZE": "2"})
+    for name, value in others.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(errors.UsageError, match=r"one of Ray's.*names another group \((MASTER_ADDR=node1|RANK=0, WO)"):
+        open_meeting("env://", -1, None, None, 30)
+    url = f"tcp://127.0.0.1:{free_port()}"
+    assert open_meeting(url, -1, None, None, 30).directory is None  # what the program says holds
+
+
+def test_ray_is_named_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(errors.UsageError, match=r"call ray.init\(\) before"):
+        open_meeting("ray://", -1, None, None, 30)
+    monkeypatch.setitem(sys.modules, "ray", FakeRay())
+    with pytest.raises(errors.UsageError, match="leave rank and world_size out"):
+        open_meeting("ray://", 0, 2, None, 30)
 
 
 def test_ray_and_another_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,7 +272,7 @@ def test_ray_and_another_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", FakeRay(driver=False))  # in a Ray that was started by srun
     assert open_meeting("env://", -1, None, None, 30).world_size is None
     monkeypatch.setitem(sys.modules, "ray", FakeRay())  # each task has a Ray of its own, or they are jobs of one
-    with pytest.raises(errors.UsageError, match=r"one of several that Slurm has started.*set MASTER_ADDR"):
+    with pytest.raises(errors.UsageError, match=r"one of several that Slurm has started.*the same init_method"):
         open_meeting("env://", -1, None, None, 30)
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
     assert open_meeting("env://", -1, None, None, 30).world_size is None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import threading
 import time
@@ -16,9 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from telegrad import errors, progress
-from telegrad.group import dynamic
 from telegrad.group.board import REFUSED, Board
-from telegrad.group.dynamic import DynamicGroup
 from telegrad.group.members import Member
 from telegrad.group.rendezvous import Roster, join_static
 from telegrad.group.sealing import SealedStore
@@ -252,114 +249,3 @@ def test_many_meet_quickly() -> None:
     rosters = together(*[(sealed(client), member(f"w{rank}", rank), 16, WAIT) for rank, client in enumerate(clients)])
     assert all(len(roster.members) == 16 for roster in rosters)
     assert time.perf_counter() - start < 2
-
-
-# Dynamic groups
-
-
-incarnations = itertools.count()
-
-
-def names(group: DynamicGroup) -> list[str]:
-    return [member.name for member in group.members()]
-
-
-def join(
-    stores: Stores, name: str, id_: int = -1, **hooks: Callable[[Member], bool]
-) -> tuple[DynamicGroup, Member, str]:
-    group = DynamicGroup(stores())
-    newcomer = member(name, id_)._replace(incarnation=str(next(incarnations)))
-    me = group.join(newcomer, **hooks)
-    return group, me, group.directory.board.group
-
-
-def test_workers_join_find_each_other_and_leave(stores: Stores) -> None:
-    a, me_a, key_a = join(stores, "a")
-    b, me_b, key_b = join(stores, "b")
-    assert (me_a.id, me_b.id) == (1, 2)
-    assert key_a == key_b
-    assert a.find("b") == a.find(2) == me_b
-    assert b.find("a") == b.find(1) == me_a
-    assert names(b) == ["a", "b"]
-    a.leave()
-    for to in ("a", 1):
-        with pytest.raises(errors.UnknownWorker, match="The group has: b"):
-            b.find(to)
-    assert names(b) == ["b"]
-    a.leave()  # again does no harm
-    c, me_c, _ = join(stores, "a")
-    assert me_c.id == 1
-    assert b.find("a") == me_c
-    assert names(c) == ["a", "b"]
-
-
-def test_a_given_rank_is_kept(stores: Stores) -> None:
-    _, me, _ = join(stores, "a", 7)
-    assert me.id == 7
-    assert join(stores, "b")[1].id == 1
-
-
-@pytest.mark.parametrize(("name", "id_", "what"), [("a", -1, "the name 'a'"), ("b", 1, "the rank 1")])
-def test_what_is_taken_is_told_to_the_newcomer(stores: Stores, name: str, id_: int, what: str) -> None:
-    first, me, _ = join(stores, "a")
-    with pytest.raises(errors.WorkerTaken, match=what):
-        join(stores, name, id_)
-    assert first.find("a") == first.find(1) == me
-    assert names(first) == ["a"]
-    assert join(stores, "c")[1].id == 2  # the one that failed left nothing behind
-
-
-def test_who_crashed_is_taken_over_only_if_it_is_dead(stores: Stores) -> None:
-    _, dead, _ = join(stores, "a")
-    other, alive, _ = join(stores, "b")
-    asked = []
-
-    def is_alive(who: Member) -> bool:
-        asked.append(who)
-        return who != dead
-
-    with pytest.raises(errors.WorkerTaken):
-        join(stores, "b", is_alive=is_alive)
-    again = member("a")._replace(incarnation="anew")
-    me = DynamicGroup(stores()).join(again, is_alive)
-    assert asked[:2] == [alive, dead]
-    assert other.find("a") == me != dead
-    with pytest.raises(errors.UnknownWorker):
-        other.find(dead.id)
-    assert names(other) == ["a", "b"]
-
-
-def test_what_was_taken_over_is_not_freed_by_its_former_owner() -> None:
-    store = sealed(dist.HashStore())
-    former, _, _ = join(lambda: store, "a", 0)
-    heir = DynamicGroup(store)
-    me = heir.join(member("a", 0)._replace(incarnation="anew"), lambda _: False)
-    former.leave()
-    assert heir.find("a") == heir.find(0) == me
-
-
-def test_many_join_at_once(stores: Stores) -> None:
-    with ThreadPoolExecutor(16) as pool:
-        made = list(pool.map(lambda number: join(stores, f"w{number}"), range(16)))
-    assert sorted(me.id for _, me, _ in made) == list(range(1, 17))
-    assert len({key for _, _, key in made}) == 1
-    assert names(made[0][0]) == sorted(f"w{number}" for number in range(16))
-
-
-def test_a_newcomer_with_another_key_is_refused() -> None:
-    store = dist.HashStore()
-    group, _, _ = join(lambda: sealed(store), "a")
-    with pytest.raises(errors.AuthenticationFailed, match="TELEGRAD_KEY"):
-        join(lambda: sealed(store, Keyring([new_key()])), "b")
-    assert names(group) == ["a"]
-
-
-def test_the_groups_store_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dynamic, "BETWEEN", 0.1)
-    served = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    joined = dist.TCPStore("127.0.0.1", served.port, is_master=False, wait_for_workers=False)
-    group, _, _ = join(lambda: sealed(joined), "a")
-    del served
-    with pytest.raises(errors.RendezvousError, match="the store was lost"):
-        group.find("b")
-    group.leave()

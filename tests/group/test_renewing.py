@@ -17,8 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from telegrad import errors
+from telegrad.directory.protocol import Directory
 from telegrad.group import sealing
-from telegrad.group.board import DYNAMIC, OPEN, SERVED, Board
+from telegrad.group.board import OPEN, SERVED, Board
 from telegrad.group.files import FileStore
 from telegrad.group.generations import Coming, Ground, waiting_at
 from telegrad.group.members import Member
@@ -32,6 +33,7 @@ from telegrad.rpc.cluster import start
 from telegrad.rpc.options import TelegradOptions
 from telegrad.rpc.worker import Worker
 from tests.cluster import PATIENCE, in_threads, wait_until
+from tests.directory import redis_server
 
 OLD, NEW = new_key(), new_key()
 names = st.sampled_from(["a", "terms", "b/terms", "rank", "7"])
@@ -98,7 +100,9 @@ def begin(name: str, meet: Any) -> Worker:
     return start(name, lambda _: meet(), TelegradOptions(rpc_timeout=PATIENCE), current.enter)
 
 
-@given(st.dictionaries(st.sampled_from(["telegrad/1", DYNAMIC, "telegrad/1/2"]), st.sets(names)), st.booleans())
+@given(
+    st.dictionaries(st.sampled_from(["telegrad/1", "telegrad/elastic", "telegrad/1/2"]), st.sets(names)), st.booleans()
+)
 def test_whoever_wrote_it(boards: dict[str, set[str]], lists: bool) -> None:
     """The writers have gone, and the one that renews has seen nothing of it."""
     with contextlib.ExitStack() as stack:
@@ -125,16 +129,9 @@ def test_whoever_wrote_it(boards: dict[str, set[str]], lists: bool) -> None:
             assert SERVED not in unreadable(store)
 
 
-def leaves_behind(file: KeyFile, raw: Any) -> None:
-    """Have a worker claim a rank, and die before anybody has seen it."""
-    board = Board(SealedStore(raw, Keyring([OLD])), DYNAMIC)
-    board.terms()
-    board.swap("rank/3", "", Member("dead", 3, "d", "program", "host", "", ("127.0.0.1", 1)).to_json())
-
-
 @pytest.mark.parametrize("kept", [False, True])
 def test_a_dynamic_group(file: KeyFile, tmp_path: pathlib.Path, kept: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where its store is kept by no worker, as by `telegrad run`."""
+    """Also where its store is kept by no worker, as by torchrun."""
     monkeypatch.setattr(sealing, "RENEW_AGAIN", 0.1)
     raw: Any = FileStore(f"{tmp_path}/store")
     if kept:
@@ -145,14 +142,13 @@ def test_a_dynamic_group(file: KeyFile, tmp_path: pathlib.Path, kept: bool, monk
         if not kept:
             return open_store(f"file://{tmp_path}/store", -1, None, keys, PATIENCE)
         store = join_store("127.0.0.1", raw.port, keys, PATIENCE, lasting=True)
-        return Meeting(store, "127.0.0.1", -1, None, raw.port, places=(("127.0.0.1", raw.port),))
+        return Meeting(store, "127.0.0.1", -1, None, raw.port)
 
     with ending([begin("first", meet), begin("guest", meet)]) as workers:
         if kept:
             Board(SealedStore(raw, file.ring())).write(SERVED, OPEN)  # behind the first look of the workers
         workers[1].shutdown(True, PATIENCE)
         workers.append(begin("second", meet))
-        leaves_behind(file, raw)
         file.put(OLD, NEW)
         file.put(NEW, OLD)
         wait_until(lambda: not unreadable(raw))
@@ -162,6 +158,38 @@ def test_a_dynamic_group(file: KeyFile, tmp_path: pathlib.Path, kept: bool, monk
         for name in ("guest", "slow", "another"):
             workers.append(begin(name, partial(meet, Keyring([NEW]))))
         assert {each.name for each in workers[0].membership.workers()} >= {"first", "second", "guest", "another"}
+
+
+@redis_server.NEEDED
+def test_a_dynamic_group_whose_directory_is_on_a_server(file: KeyFile, tmp_path: pathlib.Path) -> None:
+    (tmp_path / "redis").mkdir()
+    with redis_server.running(tmp_path / "redis") as server:
+
+        def meet(keys: Keyring) -> Meeting:
+            return open_store(server.url, -1, None, keys, PATIENCE)
+
+        def is_renewed() -> bool:
+            with (
+                contextlib.suppress(errors.StoreUntrusted),
+                contextlib.closing(directory(meet(Keyring([NEW])))) as each,
+            ):
+                return bool(each.list("").entries)
+            return False
+
+        with ending([begin("first", partial(meet, file.ring()))]) as workers:
+            file.put(OLD, NEW)
+            file.put(NEW, OLD)
+            wait_until(is_renewed)
+            file.put(NEW)
+            workers.append(begin("second", partial(meet, Keyring([NEW]))))
+            assert [each.name for each in workers[0].membership.workers()] == ["first", "second"]
+            assert workers[0].agent.call("second", abs, (-1,), {}) == 1
+            assert not workers[0].membership.serving.ended.is_set()
+
+
+def directory(meeting: Meeting) -> Directory:
+    assert meeting.directory is not None
+    return meeting.directory()
 
 
 def test_a_group_of_fixed_size_in_a_store_that_lasts(file: KeyFile, tmp_path: pathlib.Path) -> None:
@@ -203,7 +231,7 @@ def test_a_store_without_workers(file: KeyFile) -> None:
     raw = dist.HashStore()
     store = SealedStore(raw, file.ring())
     Board(store).write(SERVED, OPEN)
-    renewal = Renewal(store)
+    renewal = Renewal(store.renew)
     renewal.begin()
     file.replace(raw)
     renewal.close()

@@ -16,11 +16,11 @@ import torch.distributed as dist
 
 from telegrad import errors
 from telegrad.group import stores, tcp
-from telegrad.group.board import DYNAMIC, OPEN, OVER, SERVED, Board, mark_of
+from telegrad.group.board import OPEN, OVER, SERVED, Board, mark_of
 from telegrad.group.stores import Meeting
 from telegrad.group.tcp import reach_tcp
 from telegrad.keyring import Keyring, new_key
-from tests.cluster import KEYS, free_port, in_threads, opened, processes, sealed, wait_until
+from tests.cluster import free_port, in_threads, opened, processes, sealed, wait_until
 
 VARIABLES = ["MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE"]
 
@@ -256,28 +256,6 @@ def test_the_store_of_telegrad_run_is_not_used_before_it_is_marked(monkeypatch: 
     assert mark_of(opened("env://", -1, None, 10).store) == OPEN
 
 
-def test_a_store_without_a_mark_is_in_use_where_a_group_meets() -> None:
-    other = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    place = ("127.0.0.1", other.port)
-    with pytest.raises(errors.StoreUnreachable, match="nobody serves"):
-        stores._open_any((place,), None, KEYS, 0.1)
-    Board(sealed(other), DYNAMIC).claim_terms('["group"]')
-    found = stores._open_any((place,), None, KEYS, 30)
-    assert found is not None
-    assert found[1] == place
-
-
-@pytest.mark.parametrize("spoiled", ["telegrad/served", f"{DYNAMIC}/terms"])
-def test_a_spoiled_value_is_named_where_the_store_may_be_at_several_places(
-    spoiled: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(stores, "STRANGE", 0.1)
-    raw = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    raw.set(spoiled, "of a stranger")
-    with pytest.raises(errors.StoreUntrusted, match=f"'{spoiled}'"):
-        stores._open_any((("127.0.0.1", raw.port),), None, KEYS, 10)
-
-
 def test_the_port_of_another_programs_store(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stores, "MARKED", 0.1)
     other = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -332,15 +310,6 @@ def test_torchs_client_meets_no_stranger(answer: bytes | None, greets: bool, mon
     assert not met
 
 
-def test_whoever_serves_a_dynamic_group_is_listed_first() -> None:
-    url = f"tcp://127.0.0.1:{free_port()}"
-    served = opened(url, 0, None, 30)
-    with pytest.raises(errors.StoreUnreachable, match="not open yet"):
-        opened(url, 1, None, 0.1)
-    served.open_up()
-    assert meets(served, opened(url, 1, None, 30))
-
-
 def noted(function: Callable[..., Any], calls: list[object]) -> Callable[..., Any]:
     def wrapped(*given: object) -> object:
         calls.append(given)
@@ -355,11 +324,12 @@ def test_a_store_that_is_not_open_yet_is_connected_to_once(monkeypatch: pytest.M
     monkeypatch.setattr(stores, "meet_tcp", noted(tcp.meet_tcp, met))
     monkeypatch.setattr(stores, "mark_of", noted(mark_of, looked))
     url = f"tcp://127.0.0.1:{free_port()}"
-    served = opened(url, 0, None, 30)
+    served = opened(url, 0, 2, 30)
+    Board(served.store).write(SERVED, OVER)
     with ThreadPoolExecutor(1) as pool:
-        joining = pool.submit(opened, url, 1, None, 30)
+        joining = pool.submit(opened, url, 1, 2, 30)
         wait_until(lambda: len(looked) > 3)
-        served.open_up()
+        Board(served.store).write(SERVED, OPEN)
         assert meets(served, joining.result(30))
     assert len(met) == 1
 
@@ -435,14 +405,11 @@ def test_a_board(kind: str, tmp_path: Path) -> None:
 
 def test_a_worker_of_a_dynamic_group_with_another_key_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stores, "STRANGE", 0.2)
-    monkeypatch.setattr(stores, "RETURN", 40.0)
     url = f"tcp://127.0.0.1:{free_port()}"
     served = opened(url, 0, None, 30)
-    served.open_up()
+    assert served.serves
     begun = time.monotonic()
     for rank in (-1, 0, 1):
-        for stays in (False, True):
-            monkeypatch.setattr(stores, "somebody_stays_at", lambda _, stays=stays: stays)
-            with pytest.raises(errors.StoreUntrusted, match="TELEGRAD_KEY"):
-                opened(url, rank, None, 40, Keyring([new_key()]))
+        with pytest.raises(errors.StoreUntrusted, match="TELEGRAD_KEY"):
+            opened(url, rank, None, 40, Keyring([new_key()]))
     assert time.monotonic() - begun < 30

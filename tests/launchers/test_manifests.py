@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from telegrad import worker
+from telegrad.directory import etcd_messages
 from telegrad.group.surroundings import look_around
 
 FOLDER = pathlib.Path(__file__).parent.parent.parent / "examples" / "clusters"
@@ -65,6 +67,20 @@ def test_the_jobs_pods_know_where_they_are() -> None:
         assert found is not None
         assert (found.launcher, found.rank, found.size) == ("Kubernetes", index, spec["parallelism"])
         assert found.init_method == f"tcp://{name}-0.{service['metadata']['name']}:29500"
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_deployment_is_valid(version: str) -> None:
+    for document in documents("deployment.yaml"):
+        validator.validate(document, version, strict=True)
+
+
+def test_the_pods_of_the_deployment_find_their_directory() -> None:
+    (deployment,) = documents("deployment.yaml")
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    given = worker._parser().parse_args(container["command"][container["command"].index("worker") + 1 :])
+    assert etcd_messages.parse_url(given.init_method).prefix == "runs/7/"
+    assert deployment["spec"]["selector"]["matchLabels"] == deployment["spec"]["template"]["metadata"]["labels"]
 
 
 @pytest.mark.parametrize("version", VERSIONS)

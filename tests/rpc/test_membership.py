@@ -1,4 +1,4 @@
-"""Who is in the group: asked, waited for, told; and what members of a dynamic group learn when its store has gone."""
+"""Who is in the group: asked, waited for, told; and whom a worker of a dynamic group serves."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ import telegrad.rpc as rpc
 from telegrad import errors
 from telegrad.group import supervised
 from telegrad.group.board import OPEN, SERVED, Board
+from telegrad.group.finding import POINTER, Keeping
 from telegrad.group.keys import user_keys
 from telegrad.group.sealing import SealedStore
 from telegrad.rpc import current
@@ -124,8 +125,12 @@ def variables(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> Iterato
         if request.param == "agent store":
             yield kept | {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
         else:
-            Board(SealedStore(store, user_keys())).write(SERVED, OPEN)
+            keys = user_keys()
+            keeping = Keeping(keys, "127.0.0.1")
+            Board(SealedStore(store, keys)).write(POINTER, keeping.pointer._replace(launched=True).to_json())
+            Board(SealedStore(store, keys)).write(SERVED, OPEN)
             yield kept | {supervised.STORE: f"127.0.0.1:{store.port}"}
+            keeping.close()
 
 
 def join_there(name: str, rank: int, variables: dict[str, str]) -> int:
@@ -234,26 +239,26 @@ def test_who_serves_for_somebody_ends_where_that_one_dies() -> None:
         assert "'boss' was lost" in text
 
 
-def hold_looks() -> None:
-    """Have the next look at the store wait."""
-    current.here().membership._looking.__enter__()
+def hold_changes() -> None:
+    """Have what the directory tells wait."""
+    current.here().directory._applying.acquire()
 
 
-def look_again() -> None:
-    membership = current.here().membership
-    wait_until(lambda: bool(membership._lost_unseen))
-    membership._looking.__exit__(None, None, None)
+def take_changes() -> None:
+    worker = current.here()
+    wait_until(lambda: bool(worker.membership._lost_unseen))
+    worker.directory._applying.release()
 
 
-def test_a_worker_that_died_before_it_was_seen_in_the_store_is_lost() -> None:
+def test_a_worker_that_died_before_it_was_seen_in_the_directory_is_lost() -> None:
     where = f"tcp://127.0.0.1:{free_port()}"
     with processes(2) as (boss, other):
         boss.run(join, "boss", where, 0)
-        boss.run(hold_looks)
+        boss.run(hold_changes)
         other.run(join, "other", where, -1, False)
         assert boss.run(call, "other") == 3
         other.kill()
-        boss.run(look_again)
+        boss.run(take_changes)
         boss.run(wait_for_names, ["boss"])
         assert boss.run(next_event)[:2] in (("join", "other"), ("lost", "other"))
 
@@ -294,27 +299,6 @@ def test_a_worker_with_another_rank_waits_for_rank_0() -> None:
         assert made[1].run(join, "boss", where, 0, False) == 0
         assert made[0].end() == 5
         assert made[1].run(call, "early") == 3
-
-
-def test_another_group_in_the_place_of_this_one_is_told_and_so_is_this_one() -> None:
-    where = f"tcp://127.0.0.1:{free_port()}"
-    with processes(2) as made:
-        x, boss2 = made
-        x.run(join, "x", where, 0, False)
-        boss2.run(join, "boss2", f"tcp://127.0.0.1:{free_port()}", 0, False)
-        x.run(look_for_others, boss2.run(place_of_the_store))
-        assert "with 'boss2' (rank 0" in x.run(line_with, "another group meets")
-        assert "'x' (rank 0" in boss2.run(line_with, "still in an earlier group")
-
-
-def place_of_the_store() -> tuple[str, int]:
-    assert current.worker is not None
-    return current.worker.directory.store[-2:]
-
-
-def look_for_others(place: tuple[str, int]) -> None:
-    assert current.worker is not None
-    current.worker.directory.places = (place,)
 
 
 def test_one_process_leads_one_dynamic_group_after_the_other() -> None:

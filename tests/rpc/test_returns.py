@@ -21,8 +21,10 @@ from telegrad import errors
 from telegrad.group.stores import open_store
 from telegrad.rpc import current
 from telegrad.rpc.cluster import start
+from telegrad.rpc.lobby import Fate
 from telegrad.rpc.once import Desk
 from telegrad.rpc.options import TelegradOptions
+from telegrad.rpc.returns import fate_of
 from telegrad.rpc.worker import Worker
 from tests.cluster import KEYS, PATIENCE, agents
 
@@ -207,7 +209,7 @@ def test_a_reference_to_an_earlier_life_leads_to_no_other(stage: Stage) -> None:
 def test_who_was_struck_out_and_lives_is_not_called_by_its_name_any_more(stage: Stage) -> None:
     old = stage.come("x")
     assert rpc.rpc_sync("x", who) == old.agent.incarnation
-    stage.all[0].directory.strike_out(old.me)
+    stage.all[0].directory.registry.declare_lost(old.me.incarnation, "it was out of reach")
     anew = stage.come("x")
     current.here().membership.refresh()
     assert rpc.rpc_sync("x", who) == anew.agent.incarnation != old.agent.incarnation
@@ -253,8 +255,12 @@ def test_a_worker_that_leaves_waits_for_nobody(stage: Stage) -> None:
     other.end("")
     with pytest.raises(errors.ShutDown, match="while"):
         future.wait()
-    with pytest.raises(errors.StoreLost, match="has left the group"):
+    with pytest.raises(errors.ShutDown, match="has left the group"):
         rpc.rpc_sync("x", who, wait_for_worker=True)
+
+
+def test_a_call_that_waits_for_its_worker_waits_for_a_directory_that_does_not_answer() -> None:
+    assert fate_of(errors.DirectoryLost("etcd did not answer")) is Fate.NOT_RUN
 
 
 def test_in_a_group_of_fixed_size_nobody_waits_for_one_that_is_lost() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +16,7 @@ import telegrad.rpc as rpc
 from telegrad import errors
 from telegrad.group import rendezvous
 from telegrad.group.board import Board
-from telegrad.group.dynamic import DynamicGroup
+from telegrad.group.finding import POINTER, find_directory
 from telegrad.group.members import Member
 from telegrad.group.rendezvous import Roster, join_static
 from telegrad.rpc.options import TelegradOptions
@@ -115,7 +114,7 @@ def test_a_count_of_more_than_can_come_is_named(forged: str) -> None:
     assert "'telegrad/1/arrived'" in str(error)
 
 
-# Leaving a dynamic group
+# A dynamic group, whose members need the store no more once they have joined
 
 
 def spoil(store: Any, value: str) -> None:
@@ -124,27 +123,11 @@ def spoil(store: Any, value: str) -> None:
 
 
 @pytest.mark.parametrize("forged", GARBAGE)
-def test_who_leaves_a_spoiled_dynamic_group_has_left(forged: str, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.WARNING)
+def test_a_spoiled_pointer_is_named(forged: str) -> None:
     store = dist.HashStore()
-    groups = [DynamicGroup(sealed(store), serves=rank == 1) for rank in (1, 2)]
-    for rank, group in enumerate(groups, 1):
-        group.join(member(f"w{rank}", rank))
-    keys = [
-        f"telegrad/dynamic/{key}" for key in ("changes", "ends", "seen", "leaving", "listed", "listed/1", "name/w1")
-    ]
-    keys += [f"telegrad/dynamic/gone/life of w{rank}" for rank in (1, 2)]
-    for key in keys:
-        store.set(key, forged)
-    groups[1].note_gone(member("w1", 1), "lost")
-    begun = time.monotonic()
-    for group in reversed(groups):
-        group.leave()
-        assert group.over
-    assert time.monotonic() - begun < SOON
-    said = [record.getMessage() for record in caplog.records]
-    assert len(said) == 3
-    assert all("'telegrad/dynamic/" in line for line in said)
+    store.set(POINTER, forged)
+    with pytest.raises(errors.StoreUntrusted, match=f"'{POINTER}'"):
+        find_directory(sealed(store), "here", True, "127.0.0.1", time.monotonic() + SOON)
 
 
 def spoiled_while_it_runs(port: int) -> str:

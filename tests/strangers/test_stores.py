@@ -11,6 +11,7 @@ import pathlib
 import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from time import monotonic
 from typing import Any
 
 import pytest
@@ -20,9 +21,11 @@ import telegrad
 import telegrad.rpc
 from telegrad import errors
 from telegrad.group import address, tcp
-from telegrad.group.dynamic import DynamicGroup
+from telegrad.group.finding import POINTER, find_directory
 from telegrad.group.members import Member
+from telegrad.group.registry import Registry
 from telegrad.group.rendezvous import join_static
+from telegrad.group.sealed import SealedDirectory
 from telegrad.group.stores import Meeting
 from telegrad.keyring import Keyring
 from telegrad.rpc import current
@@ -31,6 +34,7 @@ from telegrad.rpc.options import TelegradOptions
 from telegrad.rpc.worker import Worker
 from telegrad.transport.handshake import PURPOSE
 from tests.cluster import PATIENCE, sealed
+from tests.directory.naive import NaiveEngine
 
 KEY = b"the key that nobody else knows"
 KEYS = Keyring([KEY])
@@ -82,7 +86,7 @@ def test_nothing_that_proves_membership_is_in_the_store(size: int | None) -> Non
         secrets += [secret for purpose in (b"store", PURPOSE, b"") for secret in ring.derive(purpose)]
     assert len(recorded.said) > 5
     text = "\n".join(recorded.said)
-    assert group in text  # it is what is looked for that is not there
+    assert (group if size else POINTER) in text  # it is what is looked for that is not there
     for secret in secrets:
         for spelling in spellings(secret):
             assert spelling not in text
@@ -127,31 +131,52 @@ def test_a_fault_that_was_made_up_is_not_passed_on() -> None:
         assert "run this" not in str(caught.value)
 
 
-def test_a_member_of_a_dynamic_group_cannot_be_led_elsewhere() -> None:
+def test_a_worker_of_a_dynamic_group_cannot_be_led_to_another_directory() -> None:
     store = dist.HashStore()
-    groups = [DynamicGroup(sealed(store, KEYS)) for _ in range(2)]
-    for rank, group in enumerate(groups, 1):
-        group.join(member(f"w{rank}", rank, 1))
-    entry = store.get("telegrad/dynamic/name/w2").decode()
-    store.set("telegrad/dynamic/name/w2", redirected(entry, 9))
-    with pytest.raises(errors.StoreUntrusted):
-        groups[0].find("w2")
-    store.set("telegrad/dynamic/name/w2", entry)
-    assert groups[0].find("w2").tcp == ("127.0.0.1", 1)
-    store.set("telegrad/dynamic/name/w3", entry.replace("w2", "w3"))
-    store.set("telegrad/dynamic/name/w4", entry)
-    for name in ("w3", "w4"):
+    find = lambda: find_directory(sealed(store, KEYS), "here", False, "127.0.0.1", monotonic() + PATIENCE)  # noqa: E731
+    found = find()
+    assert found.keeping is not None
+    try:
+        entry = store.get(POINTER).decode()
+        with socket.create_server(("127.0.0.1", 0)) as trap:
+            told = json.loads(entry[entry.index("[") :])
+            port = trap.getsockname()[1]
+            for forged in (json.dumps(["127.0.0.1", port, *told[2:]]), entry.replace(str(told[1]), str(port))):
+                store.set(POINTER, forged)
+                with pytest.raises(errors.StoreUntrusted):
+                    find()
+            trap.settimeout(0)
+            with pytest.raises(BlockingIOError):
+                trap.accept()
+        store.set(POINTER, entry)
+        find().directory.close()
+    finally:
+        found.directory.close()
+        found.keeping.close()
+
+
+def test_a_member_in_a_directory_of_others_cannot_be_led_elsewhere() -> None:
+    raw = NaiveEngine().client()
+    directory = SealedDirectory(raw, KEYS, "place")
+    registry = Registry(directory, "")
+    registry.join(member("w1", 1, 1), directory.grant(PATIENCE), lambda _: True)
+    (entry,) = raw.list("member/").entries
+    (claim,) = raw.list("name/").entries
+    assert registry.find("w1") is not None
+    raw.swap(entry.key, redirected(entry.value.decode(), 9).encode(), entry.revision)
+    raw.swap("name/w2", claim.value)
+    for name in ("w1", "w2"):
         with pytest.raises(errors.StoreUntrusted):
-            groups[0].find(name)
+            registry.find(name)
 
 
-def test_an_end_that_was_made_up_ends_nobody() -> None:
-    store = dist.HashStore()
-    group = DynamicGroup(sealed(store, KEYS))
-    group.join(member("w1", 1, 1))
-    store.add("telegrad/dynamic/ends", 1)
-    with pytest.raises(errors.StoreUntrusted):
-        group.ended()
+def test_an_end_that_was_made_up_ends_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    raw = NaiveEngine().client()
+    registry = Registry(SealedDirectory(raw, KEYS, "place"), "")
+    since = registry.roster().revision
+    raw.swap("ended", b"of a stranger")
+    assert registry.watch(since, 0.0)[1] == []
+    assert "'ended'" in caplog.text
 
 
 # Over TCP

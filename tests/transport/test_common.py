@@ -183,7 +183,7 @@ def mapped() -> tuple[int, int]:
 def test_many_receivers_that_write_do_no_harm(way: str) -> None:
     with agents(4, transport=way) as workers:
         agent = workers[0].agent
-        tensor = agent.common(MB).view(torch.float32)
+        tensor = agent.memory.common(MB).view(torch.float32)
         tensor.fill_(1)
         count = tensor.numel()
         for _ in range(3):
@@ -198,13 +198,13 @@ def test_many_receivers_that_write_do_no_harm(way: str) -> None:
 
 def test_answers_lend_it_too_and_small_ones_are_plain() -> None:
     with agents(2, transport="unix") as workers:
-        answer = workers[1].agent.common(MB)
+        answer = workers[1].agent.memory.common(MB)
         answer.fill_(5)
         _kept["answer"] = answer
         assert torch.equal(workers[0].agent.call("w1", _kept.get, ("answer",), None), answer)
         pool = workers[1].agent._connections._pool
         assert not pool._free
-        small = workers[1].agent.common(1024)
+        small = workers[1].agent.memory.common(1024)
         assert small.numel() == 1024
         assert len(pool._common) == 1
         _kept.clear()
@@ -213,9 +213,9 @@ def test_answers_lend_it_too_and_small_ones_are_plain() -> None:
 def test_without_room_it_is_plain_memory(caplog: pytest.LogCaptureFixture) -> None:
     with agents(2, transport="unix", shared_memory=2 * MB) as workers:
         agent = workers[0].agent
-        held = [agent.common(MB) for _ in range(2)]
+        held = [agent.memory.common(MB) for _ in range(2)]
         assert not caplog.messages
-        held += [agent.common(MB) for _ in range(2)]
+        held += [agent.memory.common(MB) for _ in range(2)]
         assert len(agent._connections._pool._common) == 2
         (said,) = caplog.messages
         assert "2097152 of 2097152 bytes are in use" in said
@@ -228,7 +228,7 @@ def test_without_room_it_is_plain_memory(caplog: pytest.LogCaptureFixture) -> No
 def test_a_first_message_that_waits_for_its_connection_lends_it() -> None:
     with agents(3, transport="unix") as workers:
         agent = workers[0].agent
-        tensor = agent.common(MB)
+        tensor = agent.memory.common(MB)
         tensor.fill_(1)
         futures = [agent.call_async(f"w{rank}", total, (tensor,), None) for rank in (1, 2)]
         assert [future.wait() for future in futures] == [MB, MB]
@@ -246,7 +246,7 @@ def test_a_receiver_that_is_killed_spoils_it_and_leaves_the_others_alone() -> No
 def _publish() -> None:
     from telegrad.rpc import current
 
-    _kept["source"] = current.agent().common(MB)
+    _kept["source"] = current.agent().memory.common(MB)
     _kept["source"].fill_(1)
 
 

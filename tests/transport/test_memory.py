@@ -150,7 +150,9 @@ def test_many_tensors_of_one_message_arrive_in_order(count: int, common: bool) -
     """One write carries 64 descriptors."""
     with agents(2, transport="unix", shared_memory=1 << 30) as group:
         agent = group[0].agent
-        sent = [(agent.common(1 << 16) if common else torch.empty(1 << 16, dtype=torch.uint8)) for _ in range(count)]
+        sent = [
+            (agent.memory.common(1 << 16) if common else torch.empty(1 << 16, dtype=torch.uint8)) for _ in range(count)
+        ]
         values = [tensor.view(torch.int32).fill_(number) for number, tensor in enumerate(sent)]
         for _ in range(2):  # the blocks are new to the receiver, then known
             assert agent.call("w1", firsts, (values,), None) == list(range(count))

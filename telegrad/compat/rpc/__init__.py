@@ -148,8 +148,6 @@ def init_rpc(
     meeting = open_store(rpc_backend_options.init_method, rank, world_size, keys, patience)
     dist_autograd._init(rank)
     known = {"met": meeting} if backend is BackendType.TENSORPIPE else {}
-    if not known:
-        meeting.open_up()
     _init_rpc_backend(backend, meeting.store.raw, name, meeting.rank, meeting.world_size, rpc_backend_options, **known)
 
 

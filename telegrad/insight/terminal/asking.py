@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -11,6 +10,7 @@ from textual.timer import Timer
 
 from telegrad.insight.source import Source
 from telegrad.insight.watching import View, Watch
+from telegrad.threads import Thread
 
 T = TypeVar("T")
 
@@ -43,7 +43,7 @@ class Asking(App[None]):
                 outcome = error
             self.call_later(then, outcome)
 
-        threading.Thread(target=run, name="telegrad-top", daemon=True).start()
+        Thread(target=run, name="telegrad-top").start()
 
     def _ask(self) -> None:
         if not self.asking:

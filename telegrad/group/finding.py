@@ -1,0 +1,299 @@
+"""How the members of a dynamic group find their directory.
+
+Workers meet in a store. For a dynamic group it holds one value, POINTER: the address of the group's directory. The
+first worker that may do so starts the directory, in a process of its own (`directory/keeper.py`), and writes the
+address there; all others read it, and need the store no more.
+
+The directory's process outlives the worker that has started it: it ends once no member holds a lease. If it is killed,
+that worker starts it again on the same port, with all that it knew. If the worker and its store have gone, members go
+on with the directory, and those that want to join wait for a worker that serves the store anew. That worker finds the
+directory by a note in the private folder of its user: a file that is named after the place of the store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import sys
+import threading
+from collections.abc import Callable
+from typing import NamedTuple
+
+from telegrad.directory.client import EmbeddedDirectory
+from telegrad.directory.keeper import Keeper
+from telegrad.directory.protocol import Directory, DirectoryLost
+from telegrad.errors import HandshakeError, StoreUnreachable, TelegradError, UsageError
+from telegrad.group.address import host_identity, knock, listening_address
+from telegrad.group.board import Board, looks, mark_of, short
+from telegrad.group.registry import IsAlive, Registry
+from telegrad.group.sealing import SealedStore
+from telegrad.keyring import Keyring
+from telegrad.private_files import open_regular, private_folder, replacing
+from telegrad.progress import Wait
+from telegrad.threads import Background
+
+POINTER = "telegrad/directory"
+NAME = 32  # characters of the name of a note
+KNOCK = 1.0  # seconds for the process to accept a connection
+LOOK = 0.2  # seconds between two looks whether the process that this worker has started still runs
+END = 1.0  # seconds for the thread that looks to end
+PATIENCE = 10.0  # seconds for an operation of a directory
+
+
+class Pointer(NamedTuple):
+    """Where a directory is."""
+
+    host: str
+    port: int
+    machine: str  # the identity of the host that its process runs on
+    path: str  # of its file there
+    launched: bool = False  # a launcher keeps it, and no worker
+
+    def to_json(self) -> str:
+        return json.dumps(self)
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Pointer:
+        host, port, machine, path, launched, *_ = json.loads(text)
+        return cls(str(host), int(port), str(machine), str(path), bool(launched))
+
+    @property
+    def address(self) -> tuple[str, int]:
+        return self.host, self.port
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}"
+
+
+class Keeping:
+    """Keeps the process of a directory running, until `leave`: one that it has started, or one that it has found."""
+
+    def __init__(self, keys: Keyring, host: str, before: Pointer | None = None) -> None:
+        """Start the process on an address of this host; or use the one to which a pointer leads, if that answers.
+
+        Raises:
+            StoreUnreachable: it cannot be started.
+            UsageError: this is Windows, whose processes cannot be given a socket that listens.
+        """
+        if sys.platform == "win32":
+            raise UsageError(
+                "on Windows a dynamic group needs a directory elsewhere: give init_method='etcd://HOST:2379' or "
+                "'redis://HOST:6379', or give all workers world_size"
+            )
+        self._keys = keys
+        self._host = listening_address(host)
+        self._over = threading.Event()
+        self._keeper: Keeper | None = None
+        if before is not None and _answers(before, keys):
+            self.pointer = before
+        else:
+            self._keeper = self._started(before)
+            self.pointer = Pointer(host, self._keeper.address[1], host_identity(), self._keeper.path)
+        self._thread = Background("telegrad-keeper", self._main)
+        self._thread.want()
+
+    def leave(self) -> None:
+        """Look no more; the process ends once no member holds a lease."""
+        self._stop()
+        if self._keeper is not None:
+            self._keeper.leave()
+
+    def close(self) -> None:
+        """End the process, if this has started it."""
+        self._stop()
+        if self._keeper is not None:
+            self._keeper.close()
+
+    def _stop(self) -> None:
+        self._over.set()
+        self._thread.join(END)
+
+    def _started(self, before: Pointer | None) -> Keeper:
+        """Start the process: with the file of an earlier one if its port is free, since members look for it there."""
+        if before is not None and os.path.exists(before.path):
+            with contextlib.suppress(OSError):
+                return Keeper(self._keys, self._host, before.port, before.path)
+        try:
+            return Keeper(self._keys, self._host)
+        except OSError as error:
+            raise StoreUnreachable(f"the group's directory cannot be served at {self._host}: {short(error)}") from error
+
+    def _main(self) -> None:
+        while not self._over.wait(LOOK):
+            with contextlib.suppress(OSError):  # no memory for a process, or a port that is taken: it is tried again
+                if self._keeper is not None:
+                    self._keeper.restart_if_ended()
+                elif knock(self.pointer.address, KNOCK) is False and os.path.exists(self.pointer.path):
+                    self._keeper = Keeper(self._keys, self._host, self.pointer.port, self.pointer.path)
+
+    def __repr__(self) -> str:
+        return f"<Keeping of the directory at {self.pointer}>"
+
+
+def connect(pointer: Pointer, keys: Keyring, patience: float = PATIENCE) -> Directory:
+    """Return the directory that a pointer leads to. Nothing is sent yet."""
+    return EmbeddedDirectory(pointer.address, keys, patience, pointer.path)
+
+
+class Found(NamedTuple):
+    """The directory of a group."""
+
+    directory: Directory
+    keeping: Keeping | None = None  # where this worker has started it
+    launched: bool = False  # a launcher keeps it, and no worker
+    pointer: Pointer | None = None  # by which it was found
+
+
+def find_directory(
+    store: SealedStore, place: str, serves: bool, address: str, until: float, wait: Wait | None = None
+) -> Found:
+    """Return the directory that the store points to; start it where that is for this worker to do.
+
+    Args:
+        store: the store in which the group meets.
+        place: where that is.
+        serves: whether this worker serves it.
+        address: the one at which other workers reach this one.
+        until: when to give up.
+        wait: is told to look now and then.
+
+    Raises:
+        StoreUnreachable: there is none in time.
+        StoreLost: the store has gone.
+    """
+    board = Board(store)
+    for _ in looks(until):
+        text = board.read(POINTER)
+        pointer = Pointer.from_json(text) if text else None
+        directory, is_gone = _open(pointer, store.keys) if pointer is not None else (None, True)
+        if pointer is not None and directory is not None:
+            return Found(directory, None, pointer.launched, pointer)
+        before = pointer or (noted(place) if serves else None)
+        if is_gone and _may_start(pointer, store, serves) and not _is_busy(before, store.keys):
+            keeping = Keeping(store.keys, address, before)
+            if write_pointer(store, keeping.pointer, text):
+                if serves:
+                    note(place, keeping.pointer)
+                return Found(connect(keeping.pointer, store.keys), keeping, pointer=keeping.pointer)
+            keeping.leave()  # another worker was faster
+        if wait is not None:
+            wait.look()
+    raise StoreUnreachable(
+        f"the directory of the group at {pointer} does not answer: is the worker that keeps it running, and can its "
+        "host be reached from here?"
+        if pointer is not None
+        else f"the store at {place} does not say where the group's directory is: is the worker that serves it running?"
+    )
+
+
+def write_pointer(store: SealedStore, pointer: Pointer, before: str = "") -> bool:
+    """Write the pointer where `before` stands; return False where something else does."""
+    text = pointer.to_json()
+    return Board(store).swap(POINTER, before, text) == text
+
+
+def _may_start(pointer: Pointer | None, store: SealedStore, serves: bool) -> bool:
+    """Return True if this worker is to start the directory, or to start it again."""
+    if pointer is not None:
+        return pointer.machine == host_identity() and not pointer.launched
+    return serves or not mark_of(store)  # no worker serves a store without a mark, so any may be the first
+
+
+def _answers(pointer: Pointer, keys: Keyring) -> bool:
+    directory, _ = _open(pointer, keys)
+    if directory is not None:
+        directory.close()
+    return directory is not None
+
+
+def _is_busy(pointer: Pointer | None, keys: Keyring) -> bool:
+    """Return True if a directory neither answers nor has gone: it is stopped, or another worker starts it again."""
+    if pointer is None:
+        return False
+    directory, is_gone = _open(pointer, keys)
+    if directory is not None:
+        directory.close()
+    return directory is None and not is_gone
+
+
+def _open(pointer: Pointer, keys: Keyring) -> tuple[Directory | None, bool]:
+    """Return the directory that a pointer leads to, if it answers; and whether its process has gone.
+
+    A process that is stopped has its port still, and its file. Another program may have the port of one that has gone.
+    One that has ended in order has removed its file.
+    """
+    if (listens := knock(pointer.address, KNOCK)) is not True:
+        return None, listens is False
+    directory = connect(pointer, keys, PATIENCE)
+    try:
+        directory.list("group")
+    except HandshakeError:
+        directory.close()
+        return None, True
+    except DirectoryLost:
+        directory.close()
+        return None, pointer.machine == host_identity() and not os.path.exists(pointer.path)
+    return directory, False
+
+
+def _note_path(place: str) -> str:
+    with private_folder("directory") as folder:
+        return os.path.join(folder.path, hashlib.sha256(place.encode()).hexdigest()[:NAME])
+
+
+def noted(place: str) -> Pointer | None:
+    """Return where the last directory was of a store at this place that was served on this host."""
+    with contextlib.suppress(OSError, ValueError):
+        pointer = _read_note(_note_path(place))
+        if pointer.machine == host_identity():
+            return pointer
+    return None
+
+
+def note(place: str, pointer: Pointer) -> None:
+    """Note where the directory is of a store at this place; remove the notes of directories that are over."""
+    path = _note_path(place)
+    with contextlib.suppress(OSError):  # without a note, only this store leads to the directory
+        for name in os.listdir(os.path.dirname(path)):
+            other = os.path.join(os.path.dirname(path), name)
+            with contextlib.suppress(OSError, ValueError):
+                if len(name) == NAME and not os.path.exists(_read_note(other).path):
+                    os.unlink(other)
+        with replacing(path) as file:
+            file.write(pointer.to_json().encode())
+
+
+def _read_note(path: str) -> Pointer:
+    with open_regular(path) as file:
+        return Pointer.from_json(file.read())
+
+
+def withdraw(store: SealedStore, others: Callable[[], bool]) -> None:
+    """Take the pointer out of a store that outlives the group, such as a file, unless there are other members.
+
+    Else workers of later runs, on other hosts, would wait for a directory that is over. The last member takes the
+    pointer out, and then looks whether another has joined meanwhile; a worker that has joined puts the pointer back if
+    it is missing. So one of them sees the other.
+    """
+    board = Board(store)
+    text = board.read(POINTER)
+    if text and board.swap(POINTER, text, "") == "" and others():
+        board.swap(POINTER, "", text)
+
+
+def dynamic_group_lives(store: SealedStore, is_alive: IsAlive) -> bool:
+    """Return True if a dynamic group with members meets in this store."""
+    text = Board(store).read(POINTER)
+    pointer = Pointer.from_json(text) if text else None
+    if pointer is None or not knock(pointer.address, KNOCK):
+        return False
+    directory = connect(pointer, store.keys, KNOCK)
+    try:
+        members = Registry(directory, "").roster().members.values()
+        return any(is_alive(each.member) for each in members)
+    except TelegradError:  # it does not answer, or is another program's by now
+        return False
+    finally:
+        directory.close()

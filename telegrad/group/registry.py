@@ -1,0 +1,325 @@
+"""The members of a dynamic group, as its directory has them.
+
+    group          the identity of the group; the first worker writes it
+    member/LIFE    what a member publishes about itself
+    name/NAME      LIFE of the member that has this name
+    rank/RANK      LIFE of the member that has this rank
+    published/NAME LIFE of the member that owns the value published under this name
+    ended          why the members end that only serve; written each time that they are to, and deleted at once
+
+LIFE is the member's incarnation, which no other process ever has. The three keys of a member hang on its lease, so they
+are deleted together, and others can claim the name and the rank as soon as the lease has ended. The revision that
+created `member/LIFE` is the member's epoch: of two workers that had one name, the later one has the higher epoch.
+
+A member that leaves in order writes LEFT into `member/LIFE` before it revokes its lease. A member that finds another
+one dead writes LOST there, with the reason, and revokes that lease. So each watcher sees how a member has gone; a lease
+that ends without either was not renewed in time, which is a loss, too. A member that sees the end of its own life must
+end: another may have its name already.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import secrets
+from collections.abc import Callable, Iterable
+from time import monotonic
+from typing import NamedTuple
+
+from telegrad.directory.protocol import ABSENT, Directory, Entry, Event, Lease, LeaseLost
+from telegrad.errors import RendezvousError, WorkerTaken
+from telegrad.group.members import Member
+
+MOST_RANKS = 1 << 16
+LEFT, LOST = "left", "lost"
+OVERTIME = 5.0  # seconds for the lease of a member that is out of reach to end, beside one ttl
+LOOK = 1.0  # seconds between looks whether it can be reached
+EXPIRED = "it did not renew its lease in time"
+
+IsAlive = Callable[[Member], bool | None]  # None: that cannot be told
+
+
+class Registered(NamedTuple):
+    """A member, and the epoch of its life."""
+
+    member: Member
+    epoch: int
+
+
+class Claim(NamedTuple):
+    """Who owns a published value. Of two claims to one name, the later one has the higher token."""
+
+    life: str  # of the owner; empty where nobody has owned it since
+    token: int  # the fencing token: the revision that created the key; where nobody owns it, the one that deleted it
+
+
+class Came(NamedTuple):
+    """A worker has joined."""
+
+    registered: Registered
+
+
+class Gone(NamedTuple):
+    """A member has left (LEFT), or was lost (LOST)."""
+
+    life: str
+    how: str
+    why: str
+
+
+class Ended(NamedTuple):
+    """The group has ended."""
+
+    why: str
+
+
+class Claimed(NamedTuple):
+    """A published value has another owner, or none."""
+
+    name: str
+    claim: Claim
+
+
+Change = Came | Gone | Ended
+
+
+class Roster(NamedTuple):
+    """The members at one revision, and who owns which published value."""
+
+    revision: int  # to watch from
+    members: dict[str, Registered]  # by life
+    claims: dict[str, Claim]  # by the names of the values
+
+
+class Registry:
+    """One client's view of a group in a directory. For any thread."""
+
+    def __init__(self, directory: Directory, group: str) -> None:
+        """`group` is the prefix of the group's keys; several groups may share a directory."""
+        self._directory = directory
+        self._prefix = group
+
+    # Joining and leaving
+
+    def identify(self) -> tuple[str, bool]:
+        """Return the identity of the group that meets here, and whether this call has made it, as the first."""
+        mine = secrets.token_hex(16)
+        swap = self._directory.swap(self._key("group"), mine.encode())
+        assert swap.entry is not None
+        return swap.entry.value.decode(), swap.done
+
+    def join(self, me: Member, lease: Lease, is_alive: IsAlive) -> Registered:
+        """Claim a name and a rank under a lease, and publish the member.
+
+        A member without a rank (-1) gets the lowest free one from 1 on; rank 0 is for the worker that asks for it. A
+        member with a role and no name gets the lowest number with it that makes a free name.
+
+        Raises:
+            WorkerTaken: a member that lives has the name or the rank.
+            RendezvousError: all ranks are taken.
+            LeaseLost: the lease ended meanwhile.
+            DirectoryLost: the outcome is unknown; the lease's end undoes what was claimed.
+        """
+        rank = me.id if me.id >= 0 else self._claim_lowest_rank(me, lease)
+        if me.id >= 0:
+            self._claim(f"rank/{rank}", f"rank {rank}", me, lease, is_alive)
+        name = me.name or self._claim_numbered_name(me, lease)
+        if me.name:
+            self._claim(f"name/{name}", f"name {name!r}", me, lease, is_alive)
+        joined = me._replace(name=name, id=rank)
+        swap = self._directory.swap(self._key(f"member/{me.incarnation}"), joined.to_json().encode(), ABSENT, lease)
+        assert swap.entry is not None
+        return Registered(joined, swap.entry.created)
+
+    def leave(self, me: Member, lease: Lease, ends: str = "") -> bool:
+        """Leave in order: others can have the name and the rank. Return False where the member was out before.
+
+        With `ends`, which says why, the group ends with this member, unless it was out before.
+        """
+        marked = self._mark(me.incarnation, LEFT, "")
+        if marked is not None and ends:
+            self.end(ends)
+        self._directory.revoke(lease)
+        return marked is not None
+
+    def declare_lost(self, life: str, why: str) -> bool:
+        """Take a member out that has died; return False where it was out already."""
+        entry = self._mark(life, LOST, why)
+        if entry is None:
+            return False
+        self._directory.revoke(_holder(entry))
+        return True
+
+    def end(self, why: str) -> None:
+        """Have the members end that only serve; workers that come later are not concerned."""
+        found = self._read("ended")
+        swap = self._directory.swap(self._key("ended"), why.encode(), found.revision if found else ABSENT)
+        if swap.entry is not None:  # watchers have seen it
+            self._directory.swap(self._key("ended"), None, swap.entry.revision)
+
+    def _mark(self, life: str, how: str, why: str) -> Entry | None:
+        """Write how a member has gone; return its entry, None where the member was out before."""
+        key = f"member/{life}"
+        while (found := self._read(key)) is not None and _departure(found.value) is None:
+            departure = json.dumps([how, why]).encode()
+            with contextlib.suppress(LeaseLost):  # another worker has taken it out meanwhile
+                swap = self._directory.swap(self._key(key), departure, found.revision, _holder(found))
+                if swap.done:
+                    return swap.entry
+        return None
+
+    # Claims
+
+    def _claim(self, key: str, what: str, me: Member, lease: Lease, is_alive: IsAlive) -> None:
+        """Claim a key, also from a member that has died; one that is out of reach has it until its lease ends."""
+        until = monotonic() + lease.ttl + OVERTIME
+        while True:
+            swap = self._directory.swap(self._key(key), me.incarnation.encode(), ABSENT, lease)
+            if swap.done:
+                return
+            if swap.entry is None:
+                continue
+            life = swap.entry.value.decode()
+            other = self._member(life)
+            lives = other is not None and is_alive(other)
+            if lives or (lives is None and monotonic() > until):
+                raise WorkerTaken(
+                    f"the {what} is not unique, two workers claim it: {other} and {me}. Give each worker its own"
+                )
+            if lives is None:
+                self._directory.watch(self._key(key), swap.entry.revision, LOOK)
+                self._directory.renew(lease)
+            elif not self.declare_lost(life, f"another worker claims its {what}, and it does not answer"):
+                self._directory.revoke(_holder(swap.entry))  # it died before it was published
+
+    def _claim_lowest_rank(self, me: Member, lease: Lease) -> int:
+        while True:
+            taken = {int(key.rpartition("/")[2]) for key in self._keys("rank/")}
+            rank = next((rank for rank in range(1, MOST_RANKS) if rank not in taken), None)
+            if rank is None:
+                raise RendezvousError(f"all {MOST_RANKS} ranks of the group are taken")
+            if self._directory.swap(self._key(f"rank/{rank}"), me.incarnation.encode(), ABSENT, lease).done:
+                return rank
+
+    def _claim_numbered_name(self, me: Member, lease: Lease) -> str:
+        while True:
+            taken = {key.rpartition("/")[2] for key in self._keys(f"name/{me.role}")}
+            name = next(f"{me.role}{number}" for number in range(MOST_RANKS + 1) if f"{me.role}{number}" not in taken)
+            if self._directory.swap(self._key(f"name/{name}"), me.incarnation.encode(), ABSENT, lease).done:
+                return name
+
+    def claim(self, name: str, life: str, lease: Lease) -> Claim:
+        """Claim a published value under a lease; return the claim of its owner, which may be another member.
+
+        Raises:
+            LeaseLost: the lease has ended.
+            DirectoryLost: the outcome is unknown; calling it again tells.
+            InvalidArgument: the name is too long, or has a null character.
+        """
+        entry = None
+        while entry is None:
+            entry = self._directory.swap(self._key(f"published/{name}"), life.encode(), ABSENT, lease).entry
+        if entry.value.decode() == life and entry.lease != lease.id:
+            raise LeaseLost("the value is claimed by an earlier lease of this worker, which is about to end")
+        return Claim(entry.value.decode(), entry.created)
+
+    def release(self, name: str, claim: Claim) -> None:
+        """Give up a published value, if this claim still stands."""
+        self._directory.swap(self._key(f"published/{name}"), None, claim.token)
+
+    def owner(self, name: str) -> Claim | None:
+        """Return the claim of the member that owns a published value."""
+        entry = self._read(f"published/{name}")
+        return Claim(entry.value.decode(), entry.created) if entry is not None else None
+
+    # Reading
+
+    def roster(self) -> Roster:
+        """Return all members."""
+        listing = self._directory.list(self._prefix)
+        found = [(self._local(entry.key), entry) for entry in listing.entries]
+        members = {
+            key.partition("/")[2]: _registered(entry)
+            for key, entry in found
+            if key.startswith("member/") and _departure(entry.value) is None
+        }
+        claims = {
+            key.partition("/")[2]: Claim(entry.value.decode(), entry.created)
+            for key, entry in found
+            if key.startswith("published/")
+        }
+        return Roster(listing.revision, members, claims)
+
+    def find(self, to: str | int) -> Registered | None:
+        """Return the member that has a name or a rank now."""
+        holder = self._read(f"name/{to}" if isinstance(to, str) else f"rank/{to}")
+        entry = self._read(f"member/{holder.value.decode()}") if holder is not None else None
+        if entry is None or _departure(entry.value) is not None:
+            return None
+        return _registered(entry)
+
+    def watch(self, since: int, timeout: float) -> tuple[int, list[tuple[int, Change | Claimed]]]:
+        """Wait for changes after a revision; return the revision to watch from next, and the changes with theirs.
+
+        Raises:
+            Compacted: too much has changed; read the roster again.
+            DirectoryLost: the directory does not answer.
+        """
+        revision, events = self._directory.watch(self._prefix, since, timeout)
+        return revision, list(self._changes(events))
+
+    def _changes(self, events: Iterable[Event]) -> Iterable[tuple[int, Change | Claimed]]:
+        for event in events:
+            change = self._change(self._local(event.key), event.entry, event.revision)
+            if change is not None:
+                yield event.revision, change
+
+    @staticmethod
+    def _change(key: str, entry: Entry | None, revision: int) -> Change | Claimed | None:
+        if key == "ended" and entry is not None:
+            return Ended(entry.value.decode())
+        if key.startswith("published/"):
+            claim = Claim(entry.value.decode(), entry.created) if entry is not None else Claim("", revision)
+            return Claimed(key.partition("/")[2], claim)
+        if not key.startswith("member/"):
+            return None
+        life = key.partition("/")[2]
+        if entry is None:
+            return Gone(life, LOST, EXPIRED)
+        departure = _departure(entry.value)
+        return Gone(life, *departure) if departure is not None else Came(_registered(entry))
+
+    def _member(self, life: str) -> Member | None:
+        entry = self._read(f"member/{life}")
+        return Member.from_json(entry.value) if entry is not None and _departure(entry.value) is None else None
+
+    def _read(self, key: str) -> Entry | None:
+        wanted = self._key(key)
+        return next((entry for entry in self._directory.list(wanted).entries if entry.key == wanted), None)
+
+    def _keys(self, prefix: str) -> list[str]:
+        return [self._local(entry.key) for entry in self._directory.list(self._key(prefix)).entries]
+
+    def _key(self, key: str) -> str:
+        return self._prefix + key
+
+    def _local(self, key: str) -> str:
+        return key[len(self._prefix) :]
+
+    def __repr__(self) -> str:
+        return f"<Registry of {self._prefix!r} in {self._directory!r}>"
+
+
+def _registered(entry: Entry) -> Registered:
+    return Registered(Member.from_json(entry.value), entry.created)
+
+
+def _holder(entry: Entry) -> Lease:
+    """Return the lease that a key hangs on, for whoever deletes or replaces the key of another."""
+    return Lease(entry.lease, 0.0, 0.0)
+
+
+def _departure(value: bytes) -> tuple[str, str] | None:
+    """Return how and why a member has gone, None for one that is in the group."""
+    told = json.loads(value)
+    return (told[0], told[1]) if told[0] in (LEFT, LOST) and len(told) == 2 else None

@@ -1,0 +1,417 @@
+"""How the members of a dynamic group find their directory: by a pointer, by a note, and again after failures."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import telegrad.rpc as rpc
+from telegrad import errors
+from telegrad.directory.keeper import Keeper
+from telegrad.directory.protocol import Directory
+from telegrad.group import finding
+from telegrad.group.address import host_identity
+from telegrad.group.board import OPEN, SERVED, Board
+from telegrad.group.finding import POINTER, Found, Pointer, dynamic_group_lives, find_directory
+from telegrad.group.members import Member
+from telegrad.group.registry import Registry
+from telegrad.keyring import Keyring, new_key
+from telegrad.rpc.options import TelegradOptions
+from tests.cluster import KEYS, PATIENCE, Process, free_port, in_threads, processes, sealed, wait_until
+from tests.directory.harness import written
+
+LONG = 60.0  # the ttl of a lease that does not end within a test
+
+
+class Finder:
+    """Workers that look for their directory in this process."""
+
+    def __init__(self) -> None:
+        self.place = f"place {free_port()} of {os.getpid()}"  # one that no other test has noted
+        self.found: list[Found] = []
+
+    def find(
+        self, store: Any, serves: bool = False, keys: Keyring = KEYS, seconds: float = PATIENCE, place: str = ""
+    ) -> Found:
+        until = time.monotonic() + seconds
+        found = find_directory(sealed(store, keys), place or self.place, serves, "127.0.0.1", until)
+        self.found.append(found)
+        return found
+
+    def close(self) -> None:
+        for each in self.found:
+            each.directory.close()
+            if each.keeping is not None:
+                each.keeping.close()
+
+
+@pytest.fixture
+def finder() -> Iterator[Finder]:
+    finder = Finder()
+    yield finder
+    finder.close()
+
+
+def pointer_in(store: Any) -> Pointer:
+    return Pointer.from_json(Board(sealed(store)).read(POINTER))
+
+
+def point(store: Any, pointer: Pointer) -> None:
+    Board(sealed(store)).write(POINTER, pointer.to_json())
+
+
+def kept(found: Found) -> Keeper:
+    assert found.keeping is not None
+    assert found.keeping._keeper is not None
+    return found.keeping._keeper
+
+
+def has_started(found: Found) -> bool:
+    return found.keeping is not None and found.keeping._keeper is not None
+
+
+def kill(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: is_over(pid))
+
+
+def is_over(pid: int) -> bool:
+    try:
+        return "State:\tZ" in pathlib.Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return True
+
+
+def values(directory: Directory) -> list[bytes]:
+    return [entry.value for entry in directory.list("").entries]
+
+
+# The pointer
+
+
+def test_the_worker_that_serves_the_store_starts_the_directory_and_others_find_it(finder: Finder) -> None:
+    store = dist.HashStore()
+    Board(sealed(store)).write(SERVED, OPEN)
+    with ThreadPoolExecutor(1) as pool:
+        early = pool.submit(finder.find, store)
+        with pytest.raises(errors.StoreUnreachable, match="does not say where the group's directory is"):
+            finder.find(store, seconds=0.1)
+        first = finder.find(store, True)
+        second = early.result(PATIENCE)
+    assert first.keeping is not None
+    assert second.keeping is None
+    assert not second.launched
+    written(first.directory.swap("a", b"1"))
+    assert values(second.directory) == [b"1"]
+
+
+def test_any_worker_starts_the_directory_of_a_store_that_no_worker_serves(finder: Finder) -> None:
+    store = dist.HashStore()
+    assert finder.find(store).keeping is not None
+    assert finder.find(store).keeping is None
+
+
+def test_of_workers_that_come_first_at_once_one_starts_the_directory(finder: Finder, tmp_path: pathlib.Path) -> None:
+    stores = [dist.FileStore(f"{tmp_path}/store", -1) for _ in range(4)]
+    found = in_threads(*[partial(finder.find, store) for store in stores])
+    (keeping,) = [each.keeping for each in found if each.keeping is not None]
+    written(found[0].directory.swap("a", b"1"))
+    assert [values(each.directory) for each in found] == [[b"1"]] * 4
+    pid = keeping._keeper.pid
+    assert pointer_in(stores[0]).path == keeping._keeper.path
+    assert not is_over(pid)
+
+
+def test_a_directory_that_a_launcher_keeps_is_not_started_by_workers(finder: Finder) -> None:
+    store = dist.HashStore()
+    keeping = finder.find(dist.HashStore(), True).keeping
+    assert keeping is not None
+    point(store, keeping.pointer._replace(launched=True))
+    assert finder.find(store).launched
+    keeping.close()
+    with pytest.raises(errors.StoreUnreachable, match="does not answer"):
+        finder.find(store, seconds=0.2)
+
+
+def test_a_pointer_of_a_stranger_is_not_followed(finder: Finder) -> None:
+    store = dist.HashStore()
+    store.set(POINTER, Pointer("127.0.0.1", 9, "host", "file").to_json())
+    with pytest.raises(errors.StoreUntrusted, match=POINTER):
+        finder.find(store, True)
+
+
+# Failures
+
+
+def hold(found: Found) -> None:
+    """Write an entry under a lease."""
+    written(found.directory.swap("a", b"kept", lease=found.directory.grant(LONG)))
+
+
+def test_a_server_that_was_killed_is_started_again_by_its_keeper(finder: Finder) -> None:
+    store = dist.HashStore()
+    first = finder.find(store, True)
+    hold(first)
+    pid = kept(first).pid
+    kill(pid)
+    assert values(first.directory) == [b"kept"]
+    assert kept(first).pid != pid
+    assert values(finder.find(store).directory) == [b"kept"]
+
+
+def test_the_directory_outlives_its_keeper_and_is_found_by_the_next_store_there(finder: Finder) -> None:
+    first = finder.find(dist.HashStore(), True)
+    hold(first)
+    assert first.keeping is not None
+    first.keeping.leave()
+    store = dist.HashStore()
+    found = finder.find(store, True)
+    assert not has_started(found)
+    assert values(found.directory) == values(finder.find(store).directory) == [b"kept"]
+    assert finder.find(dist.HashStore(), True, place=f"{finder.place} elsewhere").keeping is not None
+
+
+def keep(path: str, place: str, served: bool) -> tuple[int, Pointer]:
+    """Start a directory in this process and keep a lease in it."""
+    store = dist.FileStore(path, -1)
+    found = find_directory(sealed(store), "" if not served else place, served, "127.0.0.1", time.monotonic() + PATIENCE)
+    _held.append(found)
+    hold(found)
+    return kept(found).pid, pointer_in(store)
+
+
+_held: list[Found] = []
+
+
+@pytest.mark.parametrize("served", [False, True], ids=["file", "note"])
+def test_a_directory_that_was_killed_with_its_keeper_is_started_again_with_what_it_knew(
+    finder: Finder, tmp_path: pathlib.Path, served: bool
+) -> None:
+    with processes(1) as (process,):
+        pid, pointer = process.run(keep, f"{tmp_path}/store", finder.place, served)
+        process.kill()
+        process.join()
+    kill(pid)
+    stores = [dist.HashStore()] if served else [dist.FileStore(f"{tmp_path}/store", -1) for _ in range(3)]
+    found = in_threads(*[partial(finder.find, store, served) for store in stores])
+    assert len([each for each in found if has_started(each)]) == 1
+    assert [values(each.directory) for each in found] == [[b"kept"]] * len(stores)
+    assert pointer_in(stores[0]) == pointer
+
+
+def test_a_stopped_directory_is_waited_for_and_no_second_one_started(finder: Finder) -> None:
+    first = finder.find(dist.HashStore(), True)
+    hold(first)
+    pid = kept(first).pid
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            noted = pool.submit(finder.find, dist.HashStore(), True)
+            store = dist.HashStore()
+            point(store, pointer_in_note(finder))
+            pointed = pool.submit(finder.find, store)
+            time.sleep(0.5)
+            assert not any(each.done() for each in (noted, pointed))
+            os.kill(pid, signal.SIGCONT)
+            for each in (noted, pointed):
+                assert values(each.result(PATIENCE).directory) == [b"kept"]
+                assert not has_started(each.result())
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def pointer_in_note(finder: Finder) -> Pointer:
+    pointer = finding.noted(finder.place)
+    assert pointer is not None
+    return pointer
+
+
+def test_a_directory_with_another_key_at_the_noted_address_is_left_alone(finder: Finder) -> None:
+    first = finder.find(dist.HashStore(), True)
+    hold(first)
+    other = finder.find(dist.HashStore(), True, Keyring([new_key()]))
+    assert other.keeping is not None
+    assert values(other.directory) == []
+    assert kept(other).path != kept(first).path
+    assert os.path.exists(kept(first).path)
+    assert values(first.directory) == [b"kept"]
+
+
+@pytest.fixture(params=["directory", "greets", "closes"])
+def stranger(request: pytest.FixtureRequest, finder: Finder) -> Iterator[int]:
+    """What has got the port of a directory that has gone: that of another group of this user, or another program."""
+    if request.param == "directory":
+        yield kept(finder.find(dist.HashStore(), True, place=f"{finder.place} elsewhere")).address[1]
+        return
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    with listener.accept()[0] as sock:
+                        if request.param == "greets":
+                            sock.sendall(b"220 smtp.example ESMTP\r\n")
+                            sock.recv(1 << 16)
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield listener.getsockname()[1]
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join()
+
+
+def test_another_program_that_has_got_the_port_is_not_taken_for_the_directory(
+    finder: Finder, stranger: int, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(finding, "PATIENCE", 0.5)
+    store = dist.HashStore()
+    point(store, Pointer("127.0.0.1", stranger, host_identity(), f"{tmp_path}/removed"))
+    found = finder.find(store)
+    assert found.keeping is not None
+    assert values(found.directory) == []
+    assert pointer_in(store).port != stranger
+
+
+def test_a_stale_pointer_to_another_host_is_told(finder: Finder) -> None:
+    store = dist.HashStore()
+    pointer = Pointer("127.0.0.1", free_port(), "another host", "/nowhere")
+    point(store, pointer)
+    with pytest.raises(errors.StoreUnreachable, match=rf"{pointer}.*its host be reached from here"):
+        finder.find(store, seconds=0.2)
+
+
+def test_a_note_of_another_host_is_not_followed(finder: Finder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after the host was started again, or where hosts share the folder of a user."""
+    hold(finder.find(dist.HashStore(), True))
+    monkeypatch.setattr(finding, "host_identity", lambda: "another boot")
+    assert values(finder.find(dist.HashStore(), True).directory) == []
+
+
+@pytest.mark.parametrize("note", ["", "[", "[]", '["h", "p", 1, 2, 3]'])
+def test_a_damaged_note_is_no_note(finder: Finder, note: str) -> None:
+    pathlib.Path(finding._note_path(finder.place)).write_text(note)
+    assert finder.find(dist.HashStore(), True).keeping is not None
+
+
+# Whether a group lives
+
+
+def test_a_dynamic_group_lives_while_one_of_its_members_does(finder: Finder) -> None:
+    store = dist.HashStore()
+    alive = lambda _: True  # noqa: E731
+    assert not dynamic_group_lives(sealed(store), alive)
+    found = finder.find(store)
+    assert not dynamic_group_lives(sealed(store), alive)
+    me = Member("w", 1, "life", "", "host", "", ("127.0.0.1", 1))
+    lease = found.directory.grant(LONG)
+    Registry(found.directory, "").join(me, lease, alive)
+    assert dynamic_group_lives(sealed(store), alive)
+    assert not dynamic_group_lives(sealed(store), lambda _: False)
+    Registry(found.directory, "").leave(me, lease)
+    assert not dynamic_group_lives(sealed(store), alive)
+
+
+def test_no_group_lives_where_the_pointer_is_stale(finder: Finder, stranger: int) -> None:
+    store = dist.HashStore()
+    for port in (stranger, free_port()):
+        point(store, Pointer("127.0.0.1", port, "host", "/nowhere"))
+        assert not dynamic_group_lives(sealed(store), lambda _: True)
+
+
+# Whole workers
+
+
+def join(where: str, name: str, rank: int = -1) -> None:
+    rpc.init_rpc(name, rank=rank, rpc_backend_options=TelegradOptions(init_method=where, rpc_timeout=PATIENCE))
+
+
+def names() -> list[str]:
+    return [worker.name for worker in rpc.workers()]
+
+
+def directory_pid() -> int:
+    keeping = rpc.current.joined().directory._keeping
+    return int(keeping._keeper.pid)
+
+
+def test_workers_join_again_once_the_worker_that_keeps_the_directory_was_killed() -> None:
+    where = f"tcp://127.0.0.1:{free_port()}"
+    with processes(4) as made:
+        boss, x, again, late = made
+        boss.run(join, where, "boss", 0)
+        x.run(join, where, "x")
+        boss.kill()
+        boss.join()
+        again.run(join, where, "boss", 0)
+        late.run(join, where, "late")
+        for process in (x, again, late):
+            process.run(rpc.wait_for_workers, ["boss", "late", "x"], PATIENCE)
+            assert process.run(names) == ["boss", "x", "late"]
+            assert process.run(call, "boss") == 3
+
+
+def test_workers_go_on_where_the_directory_is_killed_with_its_keeper() -> None:
+    where = f"tcp://127.0.0.1:{free_port()}"
+    with processes(4) as made:
+        boss, x, y, again = made
+        boss.run(join, where, "boss", 0)
+        for process, name in ((x, "x"), (y, "y")):
+            process.run(join, where, name)
+        x.run(rpc.wait_for_workers, ["y"], PATIENCE)
+        pid = boss.run(directory_pid)
+        boss.kill()
+        boss.join()
+        kill(pid)
+        assert x.run(call, "y") == 3
+        again.run(join, where, "boss", 0)
+        for process in (x, y, again):
+            process.run(rpc.wait_for_workers, ["boss", "x", "y"], PATIENCE)
+            wait_for_names(process, ["boss", "x", "y"])
+            assert process.run(call, "boss") == 3
+
+
+def wait_for_names(process: Process, wanted: list[str]) -> None:
+    wait_until(lambda: process.run(names) == wanted)
+
+
+def call(to: str) -> int:
+    return int(rpc.rpc_sync(to, sum, ([1, 2],)))
+
+
+def init_torch(port: int, rank: int) -> None:
+    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    dist.barrier()
+
+
+@pytest.mark.parametrize("torch_first", [False, True])
+def test_torchs_process_group_meets_at_the_same_port(torch_first: bool) -> None:
+    port = free_port()
+
+    def join_dynamic(rank: int) -> None:
+        join(f"tcp://127.0.0.1:{port}", f"w{rank}", rank)
+
+    acts: list[Callable[[int], None]] = [join_dynamic, partial(init_torch, port)]
+    with processes(2) as made:
+        for act in reversed(acts) if torch_first else acts:
+            for rank, process in enumerate(made):
+                process.begin(act, rank)
+            for process in made:
+                process.end()
+        assert made[0].run(call, "w1") == made[1].run(call, "w0") == 3
+        for process in made:
+            process.begin(dist.barrier)
+        for process in made:
+            process.end()
+            process.run(rpc.shutdown)

@@ -1,0 +1,66 @@
+"""A worker's lease in the directory of its group: it is renewed in time, also while a watch waits for its answer."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from telegrad.directory.protocol import DirectoryLost, Events, Lease, LeaseLost
+from telegrad.group.dynamic import DynamicGroup
+from telegrad.group.members import Member
+from telegrad.group.registry import LOST, Change, Gone
+from tests.cluster import wait_until
+from tests.directory.naive import NaiveClient, NaiveEngine
+
+TTL = 0.6  # seconds
+
+
+class SlowWatch(NaiveClient):
+    """A directory whose answers to watches are lost, until it is closed."""
+
+    def __init__(self) -> None:
+        super().__init__(NaiveEngine(), 10.0)
+        self.renewed: list[float] = []
+        self.refuses = False
+        self._over = threading.Event()
+
+    def watch(self, prefix: str, since: int, timeout: float) -> tuple[int, Events]:
+        self._over.wait()
+        raise DirectoryLost("it was closed")
+
+    def renew(self, lease: Lease) -> Lease:
+        if self.refuses:
+            raise LeaseLost("it has ended")
+        self.renewed.append(time.monotonic())
+        return super().renew(lease)
+
+    def close(self) -> None:
+        self._over.set()
+        super().close()
+
+
+def joined(directory: SlowWatch) -> tuple[DynamicGroup, list[Change]]:
+    group, changes = DynamicGroup(directory, "", TTL), list[Change]()
+    group.join(Member("a", 0, "life of a", "program", "host", "", ("127.0.0.1", 1)), lambda _: True)
+    group.begin(changes.append)
+    return group, changes
+
+
+def test_a_lease_is_renewed_while_a_watch_waits() -> None:
+    directory = SlowWatch()
+    group, _ = joined(directory)
+    wait_until(lambda: len(directory.renewed) >= 6)
+    assert directory.renewed[5] - directory.renewed[0] > TTL
+    assert group.holds
+    group.leave()
+
+
+def test_a_lease_that_has_ended_ends_the_life_while_a_watch_waits() -> None:
+    directory = SlowWatch()
+    group, changes = joined(directory)
+    directory.refuses = True
+    wait_until(lambda: changes)
+    assert "was declared lost" in group.over
+    assert not group.holds
+    assert changes == [Gone("life of a", LOST, "the directory has ended its lease, which was not renewed in time")]
+    group.leave()

@@ -1,0 +1,531 @@
+"""One owner of a published value at a time, in groups of all kinds: kills, stops, and a directory that goes away."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pathlib
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import pytest
+
+import telegrad.rpc as rpc
+from telegrad import errors
+from telegrad.directory.protocol import DirectoryLost
+from telegrad.group import generations
+from telegrad.group.dynamic import DynamicGroup
+from telegrad.group.finding import Keeping
+from telegrad.group.registry import Claim, Registry
+from telegrad.keyring import Keyring
+from telegrad.rpc import current, registering
+from telegrad.rpc.publishing import Offers
+from telegrad.rpc.worker import Worker
+from tests.cluster import PATIENCE, Process, agents, processes, wait_until
+
+KINDS = ["fixed", "dynamic", "elastic"]
+STOPPED = 2.0  # seconds of a lease
+
+
+class Value:
+    """Notes in a file who makes it and who acts on it, with which token and when."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.count = 0
+        self.note("made")
+
+    def note(self, what: str) -> None:
+        owned = offers_of(current.here())._offers["value"].owned
+        assert owned is not None
+        line = json.dumps([time.monotonic(), what, current.here().me.name, owned.claim.token])
+        with open(self.path, "a") as file:  # one write, which is appended as a whole
+            file.write(line + "\n")
+
+    def act(self) -> int:
+        self.note("act")
+        self.count += 1
+        return self.count
+
+
+class Noted(list[Any]):
+    """What stands in the file."""
+
+    def __init__(self, path: pathlib.Path) -> None:
+        lines = path.read_text().splitlines() if path.exists() else []
+        super().__init__(sorted(map(json.loads, lines)))
+
+    def makers(self) -> list[str]:
+        return [name for _, what, name, _ in self if what == "made"]
+
+    def check(self) -> None:
+        """Tokens never go back, and each is that of one worker."""
+        tokens = [token for *_, token in self]
+        assert tokens == sorted(tokens), list(self)
+        assert len({(name, token) for *_, name, token in self}) == len(set(tokens)), list(self)
+
+
+def offers_of(worker: Worker) -> Offers:
+    return worker.attached(Offers)
+
+
+def take_part(name: str, url: str, kind: str, silence: float = 10.0) -> None:
+    generations.LAST_CALL = 0.3
+    options = rpc.TelegradOptions(init_method=url, rpc_timeout=PATIENCE, silence=silence)
+    size: dict[str, Any] = {"fixed": {"world_size": 3}, "dynamic": {}, "elastic": {"min_workers": 3, "max_workers": 3}}
+    rank = -1 if kind == "elastic" else int(name[-1])
+    rpc.init_rpc(name, rank=rank, rpc_backend_options=options, **size[kind])
+
+
+def take_part_all(group: list[Process], kind: str, folder: pathlib.Path, silence: float = 10.0) -> list[Process]:
+    """Join; return the processes by their ranks."""
+    url = f"file://{folder}/store"
+    for number, process in enumerate(group):
+        process.begin(take_part, f"w{number}", url, kind, silence)
+    for process in group:
+        process.end()
+    return sorted(group, key=lambda process: int(process.run(rank_here)))
+
+
+def rank_here() -> int:
+    return current.here().me.id
+
+
+def publish(path: str) -> None:
+    rpc.publish("value", partial(Value, path))
+
+
+found: list[rpc.RRef[Any]] = []
+
+
+def find_and_act() -> int:
+    found[:] = [rpc.lookup("value")]
+    return int(found[0].rpc_sync().act())
+
+
+def act_until_it_works() -> int:
+    until = time.monotonic() + PATIENCE
+    while True:
+        try:
+            return int(found[0].rpc_sync(timeout=5).act())
+        except (errors.PeerError, errors.CallTimeout):  # of a call that was begun before the end of the owner was known
+            assert time.monotonic() < until
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_killed_owner_is_replaced_at_once(tmp_path: pathlib.Path, kind: str) -> None:
+    path = tmp_path / "notes"
+    with processes(3) as group:
+        user, owner, spare = take_part_all(group, kind, tmp_path)
+        owner.run(publish, str(path))
+        spare.run(publish, str(path))
+        assert user.run(find_and_act) == 1
+        owner.kill()
+        begun = time.monotonic()
+        assert user.run(act_until_it_works) == 1
+        assert time.monotonic() - begun < 8  # the lease has 10 s
+        noted = Noted(path)
+    noted.check()
+    assert len(noted.makers()) == len(set(noted.makers())) == 2
+
+
+def act_and_stop(path: str) -> list[str]:
+    """Act on the own value until this process is no owner, having stopped it for longer than its lease."""
+    own = rpc.lookup("value")
+    for _ in range(5):
+        own.rpc_sync().act()
+    os.kill(os.getpid(), signal.SIGSTOP)
+    refused = []
+    until = time.monotonic() + 1.0
+    while time.monotonic() < until:
+        try:
+            own.local_value().act()
+        except errors.TelegradError as error:
+            refused.append(type(error).__name__)
+    return refused
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_owner_that_was_stopped_beyond_its_lease_refuses(tmp_path: pathlib.Path, kind: str) -> None:
+    path = tmp_path / "notes"
+    with processes(3) as group:
+        user, owner, spare = take_part_all(group, kind, tmp_path, STOPPED)
+        owner.run(publish, str(path))
+        spare.run(publish, str(path))
+        assert user.run(find_and_act) == 1
+        owner.begin(act_and_stop, str(path))
+        wait_until(lambda: len(Noted(path).makers()) == 2)
+        assert user.run(act_until_it_works) == 1
+        owner.kill(signal.SIGCONT)
+        refused = owner.end()
+        assert user.run(act_until_it_works) == 2
+        noted = Noted(path)  # before the owner is killed at the end of the test
+    noted.check()
+    assert len(noted.makers()) == 2
+    assert "ClaimLost" in refused
+
+
+def go_on() -> int:
+    """Go to the next generation of an elastic group; its size."""
+    while True:
+        try:
+            now = rpc.rendezvous_again()
+        except errors.PeerError:
+            continue
+        if now.number > 1:
+            return int(now.size)
+
+
+def test_the_next_generation_of_an_elastic_group_publishes_anew(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "notes"
+    with processes(3) as group:
+        url = f"file://{tmp_path}/store"
+        for number, process in enumerate(group):
+            process.begin(join_elastic, f"w{number}", url)
+        for process in group:
+            process.end()
+        keeper, owner, spare = sorted(group, key=lambda process: int(process.run(rank_here)))
+        owner.run(publish, str(path))
+        assert spare.run(find_and_act) == 1
+        keeper.kill()  # with the directory of the first generation
+        for process in (owner, spare):
+            process.begin(go_on)
+        assert [process.end() for process in (owner, spare)] == [2, 2]
+        spare.run(publish, str(path))
+        assert owner.run(find_and_act) == 1
+        noted = Noted(path)
+    assert len(noted.makers()) == 2
+
+
+def join_elastic(name: str, url: str) -> None:
+    generations.LAST_CALL = 0.5
+    options = rpc.TelegradOptions(init_method=url, rpc_timeout=PATIENCE)
+    rpc.init_rpc(name, min_workers=2, max_workers=3, rpc_backend_options=options)
+    rpc.rendezvous_again()
+
+
+# In this process
+
+
+@contextlib.contextmanager
+def group(kind: str, count: int = 3, **options: Any) -> Iterator[list[Worker]]:
+    with agents(count, dynamic=kind == "dynamic", **options) as workers:
+        yield workers
+
+
+def on(worker: Worker, function: Callable[..., Any], *args: Any) -> Any:
+    """What a function gives on a thread of that worker."""
+
+    def run() -> Any:
+        current.enter(worker)
+        return function(*args)
+
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(run).result(PATIENCE)
+
+
+def registration(worker: Worker) -> DynamicGroup:
+    found: DynamicGroup = offers_of(worker).registration.group(PATIENCE)
+    return found
+
+
+def server_of(workers: list[Worker]) -> int:
+    """The process of the directory, which one of them keeps."""
+    for worker in workers:
+        directory = worker.directory
+        keeping = directory._keeping if isinstance(directory, DynamicGroup) else offers_of(worker).registration._keeping
+        if keeping is not None:
+            return keeping._keeper.pid
+    raise AssertionError("there is none")
+
+
+def leave(workers: list[Worker], rank: int) -> None:
+    """Have a worker leave, and wait until all others know."""
+    others = [worker for worker in workers if worker.me.id != rank]
+    for worker in others:
+        worker.membership.on_leave(lambda *_: None)
+    for worker in others:
+        assert on(worker, rpc.rpc_sync, f"w{rank}", pow, (2, 3)) == 8
+    workers[rank].end("")
+    wait_until(lambda: all(len(worker.membership.present()) == len(others) for worker in others))
+
+
+class Counter:
+    def __init__(self) -> None:
+        self.count = 0
+
+    def add(self) -> int:
+        self.count += 1
+        return self.count
+
+
+TWO = ["fixed", "dynamic"]
+
+
+@pytest.mark.parametrize("kind", TWO)
+def test_of_all_who_publish_at_once_one_makes_the_value(kind: str) -> None:
+    with group(kind, 5) as workers:
+        ready = threading.Barrier(5)
+        made: list[str] = []
+
+        def publish(worker: Worker) -> None:
+            current.enter(worker)
+            ready.wait(PATIENCE)
+            rpc.publish("one", lambda: made.append(worker.me.name))
+
+        with ThreadPoolExecutor(5) as pool:
+            list(pool.map(publish, workers))
+        owners = [on(worker, lambda: rpc.lookup("one").owner_name()) for worker in workers]
+        assert len(made) == 1
+        assert set(owners) == {made[0]}
+
+
+def test_a_value_of_a_fixed_group_is_found_from_everywhere_and_taken_over() -> None:
+    with group("fixed") as workers:
+        on(workers[1], rpc.publish, "counter", Counter)
+        on(workers[2], rpc.publish, "counter", Counter)
+        found = on(workers[0], rpc.lookup, "counter")
+        assert on(workers[0], lambda: found.rpc_sync().add()) == 1
+        assert on(workers[2], lambda: rpc.lookup("counter").rpc_sync().add()) == 2
+        leave(workers, 1)
+        wait_until(lambda: on(workers[0], add_if_possible, found) == 1)
+        assert found.owner_name() == "w2"
+
+
+@pytest.mark.parametrize("kind", TWO)
+def test_an_owner_whose_lease_lives_after_all_goes_on(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with group(kind) as workers:
+        on(workers[1], rpc.publish, "counter", Counter)
+        found = on(workers[0], rpc.lookup, "counter")
+        assert on(workers[0], lambda: found.rpc_sync().add()) == 1
+        at_owner = on(workers[1], rpc.lookup, "counter")
+        own = registration(workers[1])
+
+        def lose(*_: object) -> None:
+            raise DirectoryLost("not now")
+
+        monkeypatch.setattr(own.directory, "renew", lose)
+        own._lease = own._lease._replace(ends=0.0)
+        for use in (lambda: found.rpc_sync().add(), found.to_here, lambda: rpc.rpc_sync("w2", add_by, (found,))):
+            with pytest.raises(errors.ClaimLost, match="'w1' refuses calls to the value 'counter'"):
+                on(workers[0], use)
+        with pytest.raises(errors.ClaimLost):
+            on(workers[1], at_owner.local_value)
+        with pytest.raises(errors.NotPublished, match="'w1' refuses calls"):
+            on(workers[2], rpc.lookup, "counter", 0.3)
+        monkeypatch.undo()
+        wait_until(lambda: own.holds)
+        assert on(workers[0], lambda: found.rpc_sync().add()) == 2
+
+
+def add_by(reference: rpc.RRef[Counter]) -> int:
+    return reference.rpc_sync().add()
+
+
+@pytest.mark.parametrize("kind", TWO)
+def test_a_directory_that_is_killed_comes_back_with_the_claims(kind: str) -> None:
+    with group(kind) as workers:
+        on(workers[1], rpc.publish, "counter", Counter)
+        on(workers[2], rpc.publish, "counter", pytest.fail)
+        found = on(workers[0], rpc.lookup, "counter")
+        before = server_of(workers)
+        os.kill(before, signal.SIGKILL)
+        assert on(workers[0], lambda: found.rpc_sync().add()) == 1
+        on(workers[2], rpc.publish, "another", Counter)
+        assert on(workers[1], lambda: rpc.lookup("another").rpc_sync().add()) == 1
+        assert on(workers[2], lambda: rpc.lookup("counter").rpc_sync().add()) == 2
+        assert server_of(workers) != before
+
+
+@pytest.mark.parametrize("kind", TWO)
+def test_while_the_directory_does_not_answer_known_values_are_served(kind: str) -> None:
+    with group(kind, rpc_timeout=4.0, silence=5.0) as workers:
+        on(workers[1], rpc.publish, "counter", Counter)
+        found = on(workers[0], rpc.lookup, "counter")
+        server = server_of(workers)
+        os.kill(server, signal.SIGSTOP)
+        try:
+            assert on(workers[0], lambda: found.rpc_sync().add()) == 1
+            assert on(workers[0], lambda: rpc.lookup("counter").rpc_sync().add()) == 2
+            begun = time.monotonic()
+            with pytest.raises(errors.RendezvousError, match=r"'nothing' is not there after 2.5 s: the directory"):
+                on(workers[0], rpc.lookup, "nothing", 2.5)
+            assert time.monotonic() - begun < 4
+            begun = time.monotonic()
+            with pytest.raises(errors.RendezvousError, match=r"publish\('other'\): the group's directory did not say"):
+                on(workers[2], rpc.publish, "other", pytest.fail)
+            assert time.monotonic() - begun < 6
+            wait_until(lambda: not registration(workers[1]).holds)
+            with pytest.raises(errors.ClaimLost):
+                on(workers[0], lambda: found.rpc_sync().add())
+        finally:
+            os.kill(server, signal.SIGCONT)
+        wait_until(lambda: registration(workers[1]).holds)
+        assert on(workers[0], lambda: found.rpc_sync().add()) == 3
+        on(workers[2], rpc.publish, "other", Counter)  # what was not claimed in time is given up
+        assert on(workers[0], lambda: rpc.lookup("other").owner_name()) == "w2"
+
+
+def test_a_registration_that_has_ended_is_made_anew_and_stands_by() -> None:
+    with group("fixed") as workers:
+        on(workers[1], rpc.publish, "counter", Counter)
+        found = on(workers[0], rpc.lookup, "counter")
+        assert on(workers[0], lambda: found.rpc_sync().add()) == 1
+        lost = registration(workers[1])
+        registration(workers[0]).declare_lost(workers[1].me, "a test")
+        wait_until(lambda: registration(workers[1]) is not lost)
+        wait_until(lambda: on(workers[0], add_if_possible, found) == 1)
+        offers_of(workers[1])._lose_all(lost)  # as where the value was claimed anew before
+        assert on(workers[0], lambda: found.rpc_sync().add()) == 2
+        with pytest.raises(errors.ClaimLost, match=r"owned 'counter' with the token|refuses"):
+            offers_of(workers[1]).value("counter", 1 << 40)
+
+
+def test_a_value_of_an_earlier_claim_is_not_that_of_the_next() -> None:
+    with group("fixed") as workers:
+        on(workers[1], rpc.publish, "counter", Counter)
+        own = offers_of(workers[1])
+        offer = own._offers["counter"]
+        assert offer.owned is not None
+        assert not own._take(offer, offer.owned)
+        assert own._take(offer, offer.owned._replace(claim=Claim(offer.owned.claim.life, 1 << 40)))
+        assert offer.value is None
+
+
+def add_if_possible(reference: rpc.RRef[Counter]) -> int:
+    try:
+        return reference.rpc_sync().add()
+    except errors.PeerError:
+        return 0
+
+
+@pytest.mark.parametrize("kind", TWO)
+def test_an_owner_with_a_lower_token_than_the_one_who_asks_knows_of_refuses(kind: str) -> None:
+    with group(kind) as workers:
+        on(workers[1], rpc.publish, "counter", Counter)
+        own = offers_of(workers[1])
+        claim = registration(workers[1]).claims["counter"]
+        assert own.value("counter", claim.token)[0] == claim.token
+        with pytest.raises(errors.ClaimLost, match=f"with the token {claim.token}, but another one owns it with"):
+            own.value("counter", claim.token + 1)
+
+
+def test_a_claim_that_was_given_up_is_not_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise ArithmeticError("no value today")
+
+    begun, may_go_on, ended = threading.Event(), threading.Event(), threading.Event()
+    release = Registry.release
+
+    def release_late(self: Registry, name: str, claim: Claim) -> None:
+        is_first = not begun.is_set()
+        begun.set()
+        assert not is_first or may_go_on.wait(PATIENCE)
+        release(self, name, claim)
+        if is_first:
+            ended.set()
+
+    with group("fixed") as workers:
+        monkeypatch.setattr(Registry, "release", release_late)
+        with pytest.raises(ArithmeticError):
+            on(workers[1], rpc.publish, "counter", fail)
+        assert begun.wait(PATIENCE)
+        on(workers[1], rpc.publish, "counter", Counter)
+        assert on(workers[1], lambda: rpc.lookup("counter").rpc_sync().add()) == 1
+        may_go_on.set()
+        assert ended.wait(PATIENCE)
+        registration(workers[1]).refresh()
+        assert on(workers[1], lambda: rpc.lookup("counter").rpc_sync().add()) == 2
+
+
+def test_a_reference_is_not_used_once_a_later_token_is_known() -> None:
+    with group("fixed") as workers:
+        on(workers[1], rpc.publish, "counter", Counter)
+        found = on(workers[0], rpc.lookup, "counter")
+        own = registration(workers[0])
+        claim = own.claims["counter"]
+        own.claims["counter"] = claim._replace(token=claim.token + 1)
+        with pytest.raises(errors.OwnerLost, match="has another owner by now"):
+            on(workers[0], found._trail.check)
+        own.claims["counter"] = claim
+        assert on(workers[0], lambda: found.rpc_sync().add()) == 1
+
+
+def test_rank_0_has_gone_before_any_worker_has_asked() -> None:
+    with group("fixed") as workers:
+        leave(workers, 0)
+        begun = time.monotonic()
+        with pytest.raises(errors.PeerLost, match="the worker of rank 0, which keeps the directory"):
+            on(workers[1], rpc.publish, "counter", Counter)
+        with pytest.raises(errors.PeerLost, match="the worker of rank 0, which keeps the directory"):
+            on(workers[2], rpc.lookup, "counter")
+        assert time.monotonic() - begun < 10
+
+
+def test_once_rank_0_has_gone_others_tell_where_the_directory_is() -> None:
+    with group("fixed") as workers:
+        on(workers[2], rpc.publish, "counter", Counter)
+        server = server_of(workers)
+        leave(workers, 0)
+        assert on(workers[1], lambda: rpc.lookup("counter").rpc_sync().add()) == 1
+        os.kill(server, 0)  # it runs
+    wait_until(lambda: not runs(server))
+
+
+@pytest.mark.parametrize("kind", TWO)
+def test_no_process_stays_behind(kind: str) -> None:
+    with group(kind) as workers:
+        on(workers[1], rpc.publish, "counter", Counter)
+        server = server_of(workers)
+        assert runs(server)
+    begun = time.monotonic()
+    wait_until(lambda: not runs(server))
+    assert time.monotonic() - begun < 6  # else it has waited for the end of a lease
+
+
+def runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_a_group_that_publishes_nothing_has_no_directory() -> None:
+    with group("fixed") as workers:
+        rpc_only = on(workers[0], lambda: rpc.rpc_sync("w1", pow, (2, 3)))
+        assert rpc_only == 8
+        assert not any(Offers in worker._attached for worker in workers)
+
+
+def test_the_directory_is_started_once_for_all_who_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[str] = []
+
+    def start(keys: Keyring, address: str) -> Keeping:
+        started.append(address)
+        return Keeping(keys, address)
+
+    monkeypatch.setattr(registering, "Keeping", start)
+    with group("fixed", 5) as workers:
+        with ThreadPoolExecutor(5) as pool:
+            list(pool.map(lambda worker: on(worker, rpc.publish, "one", Counter), workers))
+        assert len(started) == 1
+
+
+def test_a_directory_that_cannot_be_started_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise errors.StoreUnreachable("no process today")
+
+    with group("fixed", 2) as workers:
+        monkeypatch.setattr(registering, "Keeping", fail)
+        for worker in workers:
+            with pytest.raises(errors.RendezvousError, match="no process today"):
+                on(worker, rpc.publish, "counter", Counter)
+        monkeypatch.undo()
+        on(workers[1], rpc.publish, "counter", Counter)

@@ -1,0 +1,82 @@
+"""The process that keeps the store and the directory for `telegrad run` is killed, and then all workers."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import signal
+import time
+
+import pytest
+
+from tests.cluster import PATIENCE
+from tests.supervision.test_run import Launch, Run, launch
+
+__all__ = ["launch"]
+
+PATIENT = 8 * PATIENCE
+pytestmark = pytest.mark.timeout(2 * PATIENT)
+
+WORKER = """
+import os
+import telegrad.rpc as rpc
+
+rpc.init_rpc()
+rpc.wait_for_workers(2, timeout=60)
+print("all joined", os.getpid(), flush=True)
+rpc.serve()
+"""
+
+
+def children(run: Run) -> dict[int, str]:
+    """The processes that it has started, and their command lines."""
+    found = {}
+    for path in pathlib.Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent == run.process.pid:
+                found[int(path.name)] = (path / "cmdline").read_text().replace("\0", " ")
+        except OSError:
+            continue
+    return found
+
+
+def pids_joined(run: Run, count: int) -> set[int]:
+    """Wait until so many processes have said that all have joined."""
+    until = time.monotonic() + PATIENT
+    while True:
+        logs = [path.read_text() for path in (run.folder / "logs" / "latest").glob("a*.log")]
+        found = {int(line.split()[-1]) for log in logs for line in log.splitlines() if "all joined" in line}
+        if len(found) >= count:
+            return found
+        assert time.monotonic() < until, logs
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize("with_server", [False, True])
+def test_it_is_started_again_and_workers_that_come_back_find_their_group(
+    launch: Launch, tmp_path: pathlib.Path, with_server: bool
+) -> None:
+    (tmp_path / "worker.py").write_text(WORKER)
+    run = launch("--role", "a", "--count", "2", "--", "worker.py")
+    run.wait_for("the group meets at")
+    workers = pids_joined(run, 2)
+    (keeper,) = [pid for pid, command in children(run).items() if "storekeeper" in command]
+    servers = [
+        int(path.parent.name)
+        for path in pathlib.Path("/proc").glob("[0-9]*/cmdline")
+        if b"telegrad.directory.server" in path.read_bytes() and parent_of(path.parent) == keeper
+    ]
+    os.kill(keeper, signal.SIGKILL)
+    for server in servers if with_server else ():
+        os.kill(server, signal.SIGKILL)
+    run.wait_for("it is started again")
+    for pid in workers:
+        os.kill(pid, signal.SIGKILL)
+    assert len(pids_joined(run, 4)) == 4
+    run.send(signal.SIGTERM)
+    run.end(PATIENT)
+
+
+def parent_of(process: pathlib.Path) -> int:
+    return int((process / "stat").read_text().rpartition(")")[2].split()[1])
