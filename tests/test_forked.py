@@ -311,7 +311,8 @@ def test_children_drop_what_they_inherit_and_end_in_silence(tmp_path: Any) -> No
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     command = [sys.executable, str(program), f"file://{tmp_path}/store"]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=2 * PATIENCE)
+    environment = {**os.environ, "TELEGRAD_PROGRESS": "0"}
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=2 * PATIENCE, env=environment)
     assert (ran.returncode, ran.stderr) == (0, "")
     assert ran.stdout.splitlines() == ["[7, 7, 7, 7]", "[1, 2] 0 1 torch.Size([1, 2])"]
 
@@ -368,6 +369,6 @@ def test_a_child_that_joins_tells_of_itself_and_not_of_its_parent(tmp_path: Any)
     program.write_text(JOINS)
     dumps.mkdir(mode=0o700)
     command = [sys.executable, str(program), f"file://{tmp_path}/store"]
-    environment = {**os.environ, "TELEGRAD_DUMPS": str(dumps)}
+    environment = {**os.environ, "TELEGRAD_DUMPS": str(dumps), "TELEGRAD_PROGRESS": "0"}
     ran = subprocess.run(command, capture_output=True, text=True, timeout=2 * PATIENCE, env=environment)
     assert (ran.returncode, ran.stderr) == (0, "")

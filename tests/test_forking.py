@@ -194,7 +194,8 @@ def test_the_end_of_the_users_code_is_the_end_of_the_child(tmp_path: pathlib.Pat
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     (tmp_path / "places.py").write_text(PLACES)
-    ran = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=2 * PATIENCE)
+    command, environment = [sys.executable, str(program)], {**os.environ, "TELEGRAD_PROGRESS": "0"}
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=2 * PATIENCE, env=environment)
     assert ran.returncode == 0, ran.stderr
     told = json.loads(ran.stdout)
     assert {name: [os.waitstatus_to_exitcode(each) for each in found] for name, found in told.items()} == {

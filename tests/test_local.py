@@ -64,7 +64,7 @@ if __name__ == "__main__":
 @pytest.mark.timeout(2 * PATIENT)
 def test_a_local_group_lives_and_ends_with_its_program(tmp_path: pathlib.Path) -> None:
     (tmp_path / "beside.py").write_text("def twice(x):\n    return 2 * x\n")
-    ran = run(WHOLE, tmp_path, start_new_session=True)
+    ran = run(WHOLE, tmp_path, start_new_session=True, env={**os.environ, "TELEGRAD_PROGRESS": "0"})
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert "<telegrad.local: ps, trainer; this process is 'driver'> ['ps', 'trainer'] ['driver', 'ps', 'trainer']" in (
         ran.stdout

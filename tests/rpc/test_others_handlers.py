@@ -54,7 +54,7 @@ def call_until(error, begin):
 
 
 if __name__ == "__main__":
-    faulthandler.dump_traceback_later(60, exit=True)  # a hang says where
+    faulthandler.dump_traceback_later(70, exit=True)  # a hang says where
     with telegrad.local(1):
         told, tells = multiprocessing.Pipe(duplex=False)
         for _ in range(5):
