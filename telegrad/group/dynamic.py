@@ -27,6 +27,7 @@ from telegrad.threads import LONGEST_WAIT, Background, run_beside
 
 RENEWALS = 3  # in the time of a lease: two may fail
 SHORTEST_PAUSE, LONGEST_PAUSE = 0.05, 1.0  # seconds between two tries, while the directory does not answer
+HAS_LEFT = "this worker has left the group"
 PATIENCE = 2.0  # seconds for the directory to be told that this worker leaves, and for a thread to end
 
 log = logging.getLogger("telegrad")
@@ -146,7 +147,7 @@ class DynamicGroup:
             ShutDown: it has left.
         """
         if self.over:
-            raise ShutDown(self.over) if self._stopped.is_set() else PeerLost(self.over)
+            raise ShutDown(self.over) if self.over == HAS_LEFT else PeerLost(self.over)
         for member in self.members():
             if to in (member.name, member.id):
                 return member
@@ -321,7 +322,7 @@ class DynamicGroup:
         me, self._me = self._me, None
         self._stopped.set()
         if me is not None and not self.over:
-            self.over = "this worker has left the group"
+            self.over = HAS_LEFT
             ends = f"worker {me.name!r} has left" if self._ends_with(me, in_order) else ""
             done = threading.Event()
             run_beside("telegrad-leave", self._leave, me, ends, done)

@@ -62,6 +62,7 @@ class Node:
 
     def pause(self) -> None:
         os.kill(self.process.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOWAIT)  # all of its threads
 
     def resume(self) -> None:
         os.kill(self.process.pid, signal.SIGCONT)

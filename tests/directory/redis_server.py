@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import pathlib
 import secrets
 import shutil
@@ -78,6 +79,7 @@ class Server:
 
     def pause(self) -> None:
         self.process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOWAIT)
 
     def resume(self) -> None:
         self.process.send_signal(signal.SIGCONT)

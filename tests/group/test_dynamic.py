@@ -212,6 +212,8 @@ def test_a_member_that_was_declared_lost_ends(
         lost.group.find("boss")
     again = make("w", lost.me.id).join()
     lost.group.leave()
+    with pytest.raises(errors.PeerLost, match="was declared lost"):
+        lost.group.find("boss")
     assert boss.group.registry.find("w") == again.group._known[again.me.incarnation]
     assert not has_ended(engine)
 

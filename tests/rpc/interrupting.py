@@ -597,6 +597,7 @@ def in_a_callback_of_what_is_cancelled(weight: torch.Tensor, context_id: int) ->
     future = rpc.rpc_async(A, pause, (HELD,), timeout=LIMIT)
     future.add_done_callback(blocked)
     future.cancel()
+    _came.wait(LIMIT)  # another thread may run the callback: then this is what is interrupted
 
 
 OWN_CODE = (
