@@ -36,7 +36,14 @@ log = logging.getLogger("telegrad")
 class DynamicGroup:
     """This worker's registration, and the members as they are known here."""
 
-    def __init__(self, directory: Directory, prefix: str, ttl: float, launched: bool = False) -> None:
+    def __init__(
+        self,
+        directory: Directory,
+        prefix: str,
+        ttl: float,
+        launched: bool = False,
+        clock: Callable[[], float] = monotonic,
+    ) -> None:
         """Use a directory, in which the keys of the group begin with `prefix`.
 
         Args:
@@ -44,12 +51,13 @@ class DynamicGroup:
             prefix: of the group's keys.
             ttl: seconds after which the worker is lost that does not renew its lease.
             launched: a launcher keeps the directory: it has made the group, and starts a worker anew that has failed.
+            clock: the one that `directory` tells the ends of leases by.
         """
         self.directory = directory
-        self.registry = Registry(directory, prefix)
+        self.registry = Registry(directory, prefix, clock)
         self.identity = ""
         self.over = ""  # why this life has ended; stored once
-        self._ttl = ttl
+        self._ttl, self._clock = ttl, clock
         self._lease = Lease(0, ttl, 0.0)  # no lock: stored as a whole, by one thread at a time
         self._epoch = 0
         self._me: Member | None = None
@@ -66,6 +74,7 @@ class DynamicGroup:
         self.on_claim: Callable[[str], None] = lambda _: None  # called as `on_change`, with the name of the value
         self._stopped = threading.Event()
         self._ending = threading.Lock()  # taken once, without waiting, by the thread that finds this life ended
+        self._renewal_pause = self._watch_pause = SHORTEST_PAUSE  # seconds until the next try, if one fails
         self._thread = Background("telegrad-directory", self._main)
         self._renewing = Background("telegrad-lease", self._renew)
         self.is_lost = False  # the directory did not answer last; stored by the thread
@@ -108,7 +117,7 @@ class DynamicGroup:
     @property
     def holds(self) -> bool:
         """Return True while this worker may act as the owner of what it has claimed."""
-        return not self.over and monotonic() < self._lease.ends
+        return not self.over and self._clock() < self._lease.ends
 
     # Published values
 
@@ -175,52 +184,60 @@ class DynamicGroup:
 
     def _renew(self) -> None:
         """Renew the lease when it is time to."""
-        pause = SHORTEST_PAUSE
         wait = self._until_renewal()
         while not self._stopped.wait(min(wait, LONGEST_WAIT)) and not self.over:
-            if (wait := self._until_renewal()) > 0:
-                continue
-            if self._stands_for() >= self._ttl:
-                wait = SHORTEST_PAUSE
-                if not self.holds:
-                    self._declared_lost("it stood for longer than its lease")
-                continue
-            try:
-                self._lease = self.directory.renew(self._lease)
-                pause, wait = SHORTEST_PAUSE, self._until_renewal()
-            except DirectoryLost:
-                wait, pause = pause, min(2 * pause, LONGEST_PAUSE)
-            except DirectoryReset as error:
-                self._end(f"worker {self._name!r} has no group any more: {error}")
-            except LeaseLost:
-                self._declared_lost("the directory has ended its lease, which was not renewed in time")
-            except Exception:
-                log.exception("telegrad: the lease in the group's directory could not be renewed")
-                wait = LONGEST_PAUSE
+            wait = self.renew_if_due()
+
+    def renew_if_due(self) -> float:
+        """Renew the lease if it is time to; return the seconds until this is to be called again."""
+        if (wait := self._until_renewal()) > 0:
+            return wait
+        if self._stands_for() >= self._ttl:
+            if not self.holds:
+                self._declared_lost("it stood for longer than its lease")
+            return SHORTEST_PAUSE
+        pause, self._renewal_pause = self._renewal_pause, SHORTEST_PAUSE
+        try:
+            self._lease = self.directory.renew(self._lease)
+        except DirectoryLost:
+            self._renewal_pause = min(2 * pause, LONGEST_PAUSE)
+            return pause
+        except DirectoryReset as error:
+            self._end(f"worker {self._name!r} has no group any more: {error}")
+        except LeaseLost:
+            self._declared_lost("the directory has ended its lease, which was not renewed in time")
+        except Exception:
+            log.exception("telegrad: the lease in the group's directory could not be renewed")
+            return LONGEST_PAUSE
+        return self._until_renewal()
 
     def _until_renewal(self) -> float:
         """Return the seconds until the lease is to be renewed."""
-        return max(0.0, self._lease.ends - self._ttl * (1 - 1 / RENEWALS) - monotonic())
+        return max(0.0, self._lease.ends - self._ttl * (1 - 1 / RENEWALS) - self._clock())
 
     def _main(self) -> None:
         """Watch who comes and goes."""
-        pause = SHORTEST_PAUSE
-        while not self._stopped.is_set() and not self.over:
-            try:
-                self._step()
-                self._say_lost("")
-                pause = SHORTEST_PAUSE
-            except DirectoryLost as error:
-                if self._stopped.is_set():
-                    return  # `leave` has closed the directory
+        wait = 0.0
+        while not self._stopped.wait(wait) and not self.over:
+            wait = self.watch_once()
+
+    def watch_once(self) -> float:
+        """Wait for changes, and apply them; return the seconds until this is to be called again."""
+        pause, self._watch_pause = self._watch_pause, SHORTEST_PAUSE
+        try:
+            self._step()
+            self._say_lost("")
+            return 0.0
+        except DirectoryLost as error:
+            if not self._stopped.is_set():  # else `leave` has closed the directory
                 self._say_lost(str(error))
-                self._stopped.wait(pause)
-                pause = min(2 * pause, LONGEST_PAUSE)
-            except DirectoryReset as error:
-                self._end(f"worker {self._name!r} has no group any more: {error}")
-            except Exception:
-                log.exception("telegrad: a change in the group's directory could not be handled")
-                self._stopped.wait(LONGEST_PAUSE)
+            self._watch_pause = min(2 * pause, LONGEST_PAUSE)
+            return pause
+        except DirectoryReset as error:
+            self._end(f"worker {self._name!r} has no group any more: {error}")
+        except Exception:
+            log.exception("telegrad: a change in the group's directory could not be handled")
+        return LONGEST_PAUSE
 
     def _step(self) -> None:
         """Wait for changes, and apply them."""

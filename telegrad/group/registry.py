@@ -94,9 +94,12 @@ class Roster(NamedTuple):
 class Registry:
     """One client's view of a group in a directory. For any thread."""
 
-    def __init__(self, directory: Directory, group: str) -> None:
-        """`group` is the prefix of the group's keys; several groups may share a directory."""
-        self._directory = directory
+    def __init__(self, directory: Directory, group: str, clock: Callable[[], float] = monotonic) -> None:
+        """`group` is the prefix of the group's keys; several groups may share a directory.
+
+        `clock` is the one that `directory` tells the ends of leases by.
+        """
+        self._directory, self._clock = directory, clock
         self._prefix = group
 
     # Joining and leaving
@@ -172,7 +175,7 @@ class Registry:
 
     def _claim(self, key: str, what: str, me: Member, lease: Lease, is_alive: IsAlive) -> None:
         """Claim a key, also from a member that has died; one that is out of reach has it until its lease ends."""
-        until = monotonic() + lease.ttl + OVERTIME
+        until = self._clock() + lease.ttl + OVERTIME
         while True:
             swap = self._directory.swap(self._key(key), me.incarnation.encode(), ABSENT, lease)
             if swap.done:
@@ -182,7 +185,7 @@ class Registry:
             life = swap.entry.value.decode()
             other = self._member(life)
             lives = other is not None and is_alive(other)
-            if lives or (lives is None and monotonic() > until):
+            if lives or (lives is None and self._clock() > until):
                 raise WorkerTaken(
                     f"the {what} is not unique, two workers claim it: {other} and {me}. Give each worker its own"
                 )
