@@ -12,9 +12,9 @@ Leases. A key that is written with a lease is deleted when the lease ends, and s
 engine may do that at one revision or at several. A key that is written without a lease, or with another one, leaves
 the lease that it had. A lease ends when it is revoked, or when it was not renewed for `ttl` seconds *by the engine's
 clock*. Its holder must stop acting as an owner earlier than that, by its own clock: `ttl` seconds after it *sent* the
-last renewal that succeeded (`Lease.ends`). Since the engine starts to count when the renewal arrives, the holder stops
-first, provided that both clocks run at the same speed. An engine may make the ttl longer than was asked for, never
-shorter.
+last renewal that succeeded (`Lease.ends`), less CLOCK_DRIFT of the ttl. Since the engine starts to count when the
+renewal arrives, the holder stops first, provided that the speeds of the two clocks differ by no more than CLOCK_DRIFT.
+An engine may make the ttl longer than was asked for, never shorter.
 
 Errors. `DirectoryLost` means that the outcome is unknown: a compare-and-set may have happened. The caller reads the key
 again and compares the value, which names its writer. So an engine never sends a compare-and-set a second time when the
@@ -38,6 +38,7 @@ from telegrad.errors import LeaseLost as LeaseLost
 ABSENT = 0  # the revision of a key that does not exist
 KEY_BYTES = 1 << 10
 VALUE_BYTES = 1 << 20
+CLOCK_DRIFT = 0.001  # by which the speeds of two clocks may differ: Linux slews each by 0.0005 at most
 SHORTEST_TTL, LONGEST_TTL = 0.05, 86_400.0  # seconds
 
 

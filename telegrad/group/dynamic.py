@@ -17,7 +17,15 @@ import threading
 from collections.abc import Callable
 from time import monotonic
 
-from telegrad.directory.protocol import Compacted, Directory, DirectoryLost, DirectoryReset, Lease, LeaseLost
+from telegrad.directory.protocol import (
+    CLOCK_DRIFT,
+    Compacted,
+    Directory,
+    DirectoryLost,
+    DirectoryReset,
+    Lease,
+    LeaseLost,
+)
 from telegrad.errors import PeerLost, ShutDown, TelegradError
 from telegrad.group.finding import Keeping, withdraw
 from telegrad.group.members import Member, listed, unknown
@@ -117,7 +125,7 @@ class DynamicGroup:
     @property
     def holds(self) -> bool:
         """Return True while this worker may act as the owner of what it has claimed."""
-        return not self.over and self._clock() < self._lease.ends
+        return not self.over and self._clock() < self._lease.ends - CLOCK_DRIFT * self._lease.ttl
 
     # Published values
 

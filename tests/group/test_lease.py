@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
-from telegrad.directory.protocol import DirectoryLost, Events, Lease, LeaseLost
+from telegrad.directory.protocol import CLOCK_DRIFT, DirectoryLost, Events, Lease, LeaseLost
 from telegrad.group.dynamic import DynamicGroup
 from telegrad.group.members import Member
 from telegrad.group.registry import LOST, Change, Gone
@@ -63,4 +63,15 @@ def test_a_lease_that_has_ended_ends_the_life_while_a_watch_waits() -> None:
     assert "was declared lost" in group.over
     assert not group.holds
     assert changes == [Gone("life of a", LOST, "the directory has ended its lease, which was not renewed in time")]
+    group.leave()
+
+
+def test_a_worker_owns_nothing_once_a_faster_clock_may_have_ended_its_lease() -> None:
+    now = 1000.0
+    group = DynamicGroup(NaiveEngine().client(), "", 60.0, clock=lambda: now)
+    group._lease = Lease(1, 60.0, now + 60.0)
+    now += 60.0 * (1 - 2 * CLOCK_DRIFT)
+    assert group.holds
+    now += 60.0 * CLOCK_DRIFT
+    assert not group.holds
     group.leave()
