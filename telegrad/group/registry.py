@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable
 from time import monotonic
 from typing import NamedTuple
 
-from telegrad.directory.protocol import ABSENT, Directory, Entry, Event, Lease, LeaseLost
+from telegrad.directory.protocol import ABSENT, Compacted, Directory, Entry, Event, Lease, LeaseLost
 from telegrad.errors import RendezvousError, WorkerTaken
 from telegrad.group.members import Member
 
@@ -190,7 +190,9 @@ class Registry:
                     f"the {what} is not unique, two workers claim it: {other} and {me}. Give each worker its own"
                 )
             if lives is None:
-                self._directory.watch(self._key(key), swap.entry.revision, LOOK)
+                since = self._directory.list(self._key(key)).revision  # changes since the claim may be forgotten
+                with contextlib.suppress(Compacted):
+                    self._directory.watch(self._key(key), since, LOOK)
                 self._directory.renew(lease)
             elif not self.declare_lost(life, f"another worker claims its {what}, and it does not answer"):
                 self._directory.revoke(_holder(swap.entry))  # it died before it was published

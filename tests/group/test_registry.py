@@ -10,7 +10,7 @@ import pytest
 from telegrad.directory.protocol import Directory, Lease
 from telegrad.errors import WorkerTaken
 from telegrad.group.members import Member
-from telegrad.group.registry import EXPIRED, LEFT, LOST, Came, Ended, Gone, Registered, Registry
+from telegrad.group.registry import EXPIRED, LEFT, LOST, Came, Ended, Gone, IsAlive, Registered, Registry
 from tests.directory.naive import NaiveEngine
 
 LONG = 60.0
@@ -41,12 +41,16 @@ def dead(_: Member) -> bool:
     return False
 
 
+def join(registry: Registry, me: Member, lease: Lease, is_alive: IsAlive) -> Registered:
+    return registry.join(me, lease, is_alive)
+
+
 class Joined:
     """A worker that has joined, with its lease."""
 
     def __init__(self, registry: Registry, directory: Directory, me: Member) -> None:
         self.lease: Lease = directory.grant(LONG)
-        self.registered: Registered = registry.join(me, self.lease, alive)
+        self.registered: Registered = join(registry, me, self.lease, alive)
         self.member = self.registered.member
 
 
@@ -74,7 +78,7 @@ def test_a_name_or_rank_of_a_living_member_is_refused(registry: Registry, direct
 
 def test_the_name_of_a_dead_member_is_claimed_with_a_higher_epoch(registry: Registry, directory: Directory) -> None:
     old = Joined(registry, directory, worker("a"))
-    new = registry.join(worker("a"), directory.grant(LONG), dead)
+    new = join(registry, worker("a"), directory.grant(LONG), dead)
     assert new.epoch > old.registered.epoch
     assert registry.find("a") == new
     assert list(registry.roster().members.values()) == [new]
@@ -83,7 +87,16 @@ def test_the_name_of_a_dead_member_is_claimed_with_a_higher_epoch(registry: Regi
 def test_a_claim_without_a_member_goes_with_its_lease(registry: Registry, directory: Directory) -> None:
     """A worker that died between its first claim and its last."""
     directory.swap(f"{PREFIX}name/a", b"unpublished", lease=directory.grant(LONG))
-    assert registry.join(worker("a"), directory.grant(LONG), alive).member.name == "a"
+    assert join(registry, worker("a"), directory.grant(LONG), alive).member.name == "a"
+
+
+def test_a_worker_out_of_reach_is_waited_for_where_changes_are_forgotten() -> None:
+    engine = NaiveEngine()
+    directory = engine.client()
+    registry = Registry(directory, PREFIX)
+    join(registry, worker("a"), directory.grant(0.3), alive)
+    engine.forget()
+    assert join(registry, worker("a"), directory.grant(LONG), lambda _: None).member.name == "a"
 
 
 def test_watchers_see_who_came_and_how_each_has_gone(registry: Registry, directory: Directory) -> None:
