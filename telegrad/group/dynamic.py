@@ -131,8 +131,10 @@ class DynamicGroup:
 
     def claim(self, name: str) -> Claim:
         """Claim a published value for this member; return the claim of its owner. Raises as `Registry.claim`."""
-        assert self._me is not None
-        claim = self.registry.claim(name, self._me.incarnation, self._lease)
+        me = self._me
+        if me is None:
+            raise LeaseLost("this worker has left the group, and owns nothing any more")
+        claim = self.registry.claim(name, me.incarnation, self._lease)
         with self._applying:
             self._apply(Claimed(name, claim))
         return claim

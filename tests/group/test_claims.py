@@ -162,3 +162,10 @@ def test_a_directory_that_does_not_answer_makes_no_owner(engine: NaiveEngine, mo
     assert group.claims == {}
     monkeypatch.undo()
     group.leave()
+
+
+def test_a_worker_that_has_left_claims_nothing(engine: NaiveEngine) -> None:
+    group = join(engine, "a")
+    group.leave()
+    with pytest.raises(LeaseLost, match="has left"):
+        group.claim("x")
