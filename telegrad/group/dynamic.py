@@ -29,7 +29,20 @@ from telegrad.directory.protocol import (
 from telegrad.errors import PeerLost, ShutDown, TelegradError
 from telegrad.group.finding import Keeping, withdraw
 from telegrad.group.members import Member, listed, unknown
-from telegrad.group.registry import LOST, Came, Change, Claim, Claimed, Gone, IsAlive, Registered, Registry, Roster
+from telegrad.group.registry import (
+    LOST,
+    Came,
+    Change,
+    Claim,
+    Claimed,
+    Ended,
+    Gone,
+    IsAlive,
+    LifeOver,
+    Registered,
+    Registry,
+    Roster,
+)
 from telegrad.group.sealing import SealedStore
 from telegrad.threads import LONGEST_WAIT, Background, run_beside
 
@@ -90,21 +103,48 @@ class DynamicGroup:
     # Joining
 
     def join(self, me: Member, is_alive: IsAlive) -> Member:
-        """Register, and read who is there. Raises as `Registry.join`."""
+        """Register, and read who is there. Raises as `Registry.reserve`, and LifeOver."""
         self.identity, has_made = self.registry.identify()
         self._lease = self.directory.grant(self._ttl)
         try:
-            registered = self.registry.join(me, self._lease, is_alive)
-            roster = self.registry.roster()
+            roster = self.registry.roster()  # what changes from here on, also of this worker, the watch will tell
+            members = [each.member for each in roster.members.values()]
+            registered = self._publish(self.registry.reserve(me, self._lease, is_alive, members))
         except BaseException:
             with contextlib.suppress(DirectoryLost):
                 self.directory.revoke(self._lease)
             raise
         self._me, self._epoch = registered
-        self._known, self.claims, self._since = dict(roster.members), dict(roster.claims), roster.revision
-        others = (each.member for life, each in self._known.items() if life != me.incarnation)
-        self._founded = has_made or not any(map(is_alive, others))
+        self._known = {**roster.members, me.incarnation: registered}
+        self.claims, self._since = dict(roster.claims), roster.revision
+        self._founded = has_made or not any(map(is_alive, members))
         return registered.member
+
+    def _publish(self, me: Member) -> Registered:
+        """Publish this worker; where the outcome is unknown, ask again, since its incarnation is used only once.
+
+        Raises:
+            LeaseLost: it was not published.
+            LifeOver: that is not known, and the lease has ended.
+        """
+        pause, unknown = SHORTEST_PAUSE, None
+        while True:
+            try:
+                return self.registry.publish(me, self._lease)
+            except DirectoryLost as error:
+                unknown = error
+            except LeaseLost:
+                if unknown is None:
+                    raise
+                break
+            if not self.holds:
+                break
+            self._stopped.wait(pause)
+            pause = min(2 * pause, LONGEST_PAUSE)
+        raise LifeOver(
+            f"others may have seen worker {me.name!r} join, and go as its lease ended, since the directory of the "
+            f"group did not answer in time: {unknown}. Start it anew"
+        ) from unknown
 
     def keeps(self, store: SealedStore | None, keeping: Keeping | None) -> None:
         """Keep the store, and the process of the directory, until this worker leaves."""
@@ -259,9 +299,16 @@ class DynamicGroup:
             return
         with self._applying:
             for revision, change in changes:
-                if revision > self._since:
+                if revision > self._since and not self._is_outdated(revision, change):
                     self._apply(change)
             self._since = max(self._since, since)
+
+    def _is_outdated(self, revision: int, change: Change | Claimed) -> bool:
+        """Return True for an end of the group before this worker joined, and for that of a member's earlier try to."""
+        if isinstance(change, Ended):
+            return revision < self._epoch
+        known = self._known.get(change.life) if isinstance(change, Gone) else None
+        return known is not None and revision < known.epoch
 
     def _read_anew(self) -> None:
         """Catch up where changes were missed: how a member has gone meanwhile is not known."""

@@ -20,9 +20,11 @@ end: another may have its name already.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
+import random
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from time import monotonic
 from typing import NamedTuple
 
@@ -31,12 +33,17 @@ from telegrad.errors import RendezvousError, WorkerTaken
 from telegrad.group.members import Member
 
 MOST_RANKS = 1 << 16
+NEAR = 8  # numbers that are tried one after the other, before some are skipped
 LEFT, LOST = "left", "lost"
 OVERTIME = 5.0  # seconds for the lease of a member that is out of reach to end, beside one ttl
 LOOK = 1.0  # seconds between looks whether it can be reached
 EXPIRED = "it did not renew its lease in time"
 
 IsAlive = Callable[[Member], bool | None]  # None: that cannot be told
+
+
+class LifeOver(RendezvousError):
+    """Others may have seen this incarnation join and go, and refuse it since: it cannot join any more."""
 
 
 class Registered(NamedTuple):
@@ -111,11 +118,12 @@ class Registry:
         assert swap.entry is not None
         return swap.entry.value.decode(), swap.done
 
-    def join(self, me: Member, lease: Lease, is_alive: IsAlive) -> Registered:
-        """Claim a name and a rank under a lease, and publish the member.
+    def reserve(self, me: Member, lease: Lease, is_alive: IsAlive, known: Collection[Member] = ()) -> Member:
+        """Claim a name and a rank under a lease; return the member with them, which is to be published.
 
         A member without a rank (-1) gets the lowest free one from 1 on; rank 0 is for the worker that asks for it. A
-        member with a role and no name gets the lowest number with it that makes a free name.
+        member with a role and no name gets the lowest number with it that makes a free name. Where many workers join
+        at once, it may be a number close to that. The names and ranks of the members that are known are not tried.
 
         Raises:
             WorkerTaken: a member that lives has the name or the rank.
@@ -123,16 +131,29 @@ class Registry:
             LeaseLost: the lease ended meanwhile.
             DirectoryLost: the outcome is unknown; the lease's end undoes what was claimed.
         """
-        rank = me.id if me.id >= 0 else self._claim_lowest_rank(me, lease)
         if me.id >= 0:
-            self._claim(f"rank/{rank}", f"rank {rank}", me, lease, is_alive)
-        name = me.name or self._claim_numbered_name(me, lease)
+            self._claim(f"rank/{me.id}", f"rank {me.id}", me, lease, is_alive)
+        else:
+            ranks = {f"rank/{member.id}" for member in known}
+            me = me._replace(id=self._claim_free("rank/", 1, ranks, me, lease))
         if me.name:
-            self._claim(f"name/{name}", f"name {name!r}", me, lease, is_alive)
-        joined = me._replace(name=name, id=rank)
-        swap = self._directory.swap(self._key(f"member/{me.incarnation}"), joined.to_json().encode(), ABSENT, lease)
-        assert swap.entry is not None
-        return Registered(joined, swap.entry.created)
+            self._claim(f"name/{me.name}", f"name {me.name!r}", me, lease, is_alive)
+        else:
+            names = {f"name/{member.name}" for member in known}
+            me = me._replace(name=f"{me.role}{self._claim_free(f'name/{me.role}', 0, names, me, lease)}")
+        return me
+
+    def publish(self, me: Member, lease: Lease) -> Registered:
+        """Publish a member, which has joined with that.
+
+        Raises:
+            LeaseLost: the lease has ended, or another worker has had it ended.
+            DirectoryLost: the outcome is unknown; calling it again tells.
+        """
+        swap = self._directory.swap(self._key(f"member/{me.incarnation}"), me.to_json().encode(), ABSENT, lease)
+        if swap.entry is None or swap.entry.lease != lease.id or _departure(swap.entry.value) is not None:
+            raise LeaseLost("another worker has claimed the name or the rank meanwhile, or an earlier lease has it")
+        return Registered(me, swap.entry.created)
 
     def leave(self, me: Member, lease: Lease, ends: str = "") -> bool:
         """Leave in order: others can have the name and the rank. Return False where the member was out before.
@@ -184,7 +205,10 @@ class Registry:
                 continue
             life = swap.entry.value.decode()
             other = self._member(life)
-            lives = other is not None and is_alive(other)
+            if other is None:
+                self._end_join(swap.entry)
+                continue
+            lives = is_alive(other)
             if lives or (lives is None and self._clock() > until):
                 raise WorkerTaken(
                     f"the {what} is not unique, two workers claim it: {other} and {me}. Give each worker its own"
@@ -194,24 +218,36 @@ class Registry:
                 with contextlib.suppress(Compacted):
                     self._directory.watch(self._key(key), since, LOOK)
                 self._directory.renew(lease)
-            elif not self.declare_lost(life, f"another worker claims its {what}, and it does not answer"):
-                self._directory.revoke(_holder(swap.entry))  # it died before it was published
+            else:
+                self.declare_lost(life, f"another worker claims its {what}, and it does not answer")
 
-    def _claim_lowest_rank(self, me: Member, lease: Lease) -> int:
-        while True:
-            taken = {int(key.rpartition("/")[2]) for key in self._keys("rank/")}
-            rank = next((rank for rank in range(1, MOST_RANKS) if rank not in taken), None)
-            if rank is None:
-                raise RendezvousError(f"all {MOST_RANKS} ranks of the group are taken")
-            if self._directory.swap(self._key(f"rank/{rank}"), me.incarnation.encode(), ABSENT, lease).done:
-                return rank
+    def _end_join(self, claim: Entry) -> None:
+        """End the lease of a worker that has claimed a key, and is no member: it died, or it has gone.
 
-    def _claim_numbered_name(self, me: Member, lease: Lease) -> str:
-        while True:
-            taken = {key.rpartition("/")[2] for key in self._keys(f"name/{me.role}")}
-            name = next(f"{me.role}{number}" for number in range(MOST_RANKS + 1) if f"{me.role}{number}" not in taken)
-            if self._directory.swap(self._key(f"name/{name}"), me.incarnation.encode(), ABSENT, lease).done:
-                return name
+        If it is about to join, one compare-and-set decides whether it is published, or is refused.
+        """
+        key = self._key(f"member/{claim.value.decode()}")
+        departure = json.dumps([LOST, "another worker claims its name or rank"]).encode()
+        with contextlib.suppress(LeaseLost):
+            swap = self._directory.swap(key, departure, ABSENT, _holder(claim))
+            if swap.entry is not None and _departure(swap.entry.value) is not None:
+                self._directory.revoke(_holder(claim))
+
+    def _claim_free(self, prefix: str, first: int, taken: Collection[str], me: Member, lease: Lease) -> int:
+        """Claim a key that is a prefix with the lowest free number, or with one close to it where many claim at once.
+
+        The caller knows of some numbers that they are taken; each refusal tells of another one.
+        """
+        numbers = (number for number in range(first, MOST_RANKS) if f"{prefix}{number}" not in taken)
+        for refused in itertools.count():
+            # Workers that come at the same moment would ask for the same numbers, one after the other.
+            skipped = random.randrange(1 << min(max(refused - NEAR, 0), 12))
+            number = next(itertools.islice(numbers, skipped, None), None)
+            if number is None:
+                break
+            if self._directory.swap(self._key(f"{prefix}{number}"), me.incarnation.encode(), ABSENT, lease).done:
+                return number
+        raise RendezvousError(f"no number of {prefix!r} was found free, of {MOST_RANKS}")
 
     def claim(self, name: str, life: str, lease: Lease) -> Claim:
         """Claim a published value under a lease; return the claim of its owner, which may be another member.
@@ -240,20 +276,21 @@ class Registry:
     # Reading
 
     def roster(self) -> Roster:
-        """Return all members."""
-        listing = self._directory.list(self._prefix)
-        found = [(self._local(entry.key), entry) for entry in listing.entries]
-        members = {
-            key.partition("/")[2]: _registered(entry)
-            for key, entry in found
-            if key.startswith("member/") and _departure(entry.value) is None
-        }
-        claims = {
-            key.partition("/")[2]: Claim(entry.value.decode(), entry.created)
-            for key, entry in found
-            if key.startswith("published/")
-        }
-        return Roster(listing.revision, members, claims)
+        """Return all members, and who owns published values, which may have been asked for later."""
+        members = self._directory.list(self._key("member/"))
+        published = self._directory.list(self._key("published/"))
+        return Roster(
+            members.revision,
+            {
+                self._local(entry.key).partition("/")[2]: _registered(entry)
+                for entry in members.entries
+                if _departure(entry.value) is None
+            },
+            {
+                self._local(entry.key).partition("/")[2]: Claim(entry.value.decode(), entry.created)
+                for entry in published.entries
+            },
+        )
 
     def find(self, to: str | int) -> Registered | None:
         """Return the member that has a name or a rank now."""
@@ -301,9 +338,6 @@ class Registry:
     def _read(self, key: str) -> Entry | None:
         wanted = self._key(key)
         return next((entry for entry in self._directory.list(wanted).entries if entry.key == wanted), None)
-
-    def _keys(self, prefix: str) -> list[str]:
-        return [self._local(entry.key) for entry in self._directory.list(self._key(prefix)).entries]
 
     def _key(self, key: str) -> str:
         return self._prefix + key

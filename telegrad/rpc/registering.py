@@ -27,7 +27,7 @@ from telegrad.group.dynamic import DynamicGroup
 from telegrad.group.finding import Keeping
 from telegrad.group.joining import shows_life, ttl_of
 from telegrad.group.members import Member, WorkerInfo
-from telegrad.group.registry import Change, Gone
+from telegrad.group.registry import Change, Gone, LifeOver
 from telegrad.rpc.worker import Worker
 from telegrad.threads import run_beside
 
@@ -184,7 +184,7 @@ class Registration:
         while not (self._agent.closed or self._is_closed):
             try:
                 return self._joined(self._find())
-            except (DirectoryLost, LeaseLost) as error:
+            except (DirectoryLost, LeaseLost, LifeOver) as error:
                 joining.problem = str(error)
             sleep(PAUSE)
         raise ShutDown(f"worker {self._worker.me.name!r} shut down")

@@ -37,8 +37,10 @@ def alive(_: Member) -> bool:
 class Worker:
     """A group as one worker has it, and what it was told."""
 
-    def __init__(self, engine: NaiveEngine, name: str, rank: int = -1, ttl: float = LONG, **options: bool) -> None:
-        self.group = DynamicGroup(engine.client(PATIENCE), "", ttl, **options)
+    def __init__(
+        self, engine: NaiveEngine, name: str, rank: int = -1, ttl: float = LONG, launched: bool = False
+    ) -> None:
+        self.group = DynamicGroup(engine.client(PATIENCE), "", ttl, launched)
         self.asked = member(name, rank)
         self.told: list[Change] = []
 

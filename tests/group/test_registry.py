@@ -42,7 +42,7 @@ def dead(_: Member) -> bool:
 
 
 def join(registry: Registry, me: Member, lease: Lease, is_alive: IsAlive) -> Registered:
-    return registry.join(me, lease, is_alive)
+    return registry.publish(registry.reserve(me, lease, is_alive), lease)
 
 
 class Joined:

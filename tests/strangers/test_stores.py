@@ -159,7 +159,8 @@ def test_a_member_in_a_directory_of_others_cannot_be_led_elsewhere() -> None:
     raw = NaiveEngine().client()
     directory = SealedDirectory(raw, KEYS, "place")
     registry = Registry(directory, "")
-    registry.join(member("w1", 1, 1), directory.grant(PATIENCE), lambda _: True)
+    lease = directory.grant(PATIENCE)
+    registry.publish(registry.reserve(member("w1", 1, 1), lease, lambda _: True), lease)
     (entry,) = raw.list("member/").entries
     (claim,) = raw.list("name/").entries
     assert registry.find("w1") is not None

@@ -1,0 +1,155 @@
+"""What it costs to join a group of thousands: in operations of the directory, and in entries that are read."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from functools import partial
+
+import pytest
+
+from telegrad.directory.protocol import ABSENT, Events, Lease, Listing, Swap
+from telegrad.directory.table import Table
+from telegrad.group.dynamic import DynamicGroup
+from telegrad.group.members import Member
+from telegrad.group.registry import NEAR, Registry
+from tests.sim.fibers import Fiber, Fibers
+
+TTL = 10.0
+MANY = 10_000
+CROWD = 200  # workers that join at the same moment
+
+
+class Directory:
+    """A table that answers at once, and counts."""
+
+    def __init__(self, table: Table, client: str) -> None:
+        self.table, self.client = table, client
+        self.asked: Counter[str] = Counter()
+        self.read = 0  # entries
+
+    def grant(self, ttl: float) -> Lease:
+        self.note("grant")
+        return Lease(self.table.grant(ttl, 0.0, self.client), ttl, 1e9)
+
+    def renew(self, lease: Lease) -> Lease:
+        self.note("renew")
+        self.table.renew(lease.id, 0.0)
+        return lease
+
+    def revoke(self, lease: Lease) -> None:
+        self.note("revoke")
+        self.table.revoke(lease.id)
+
+    def swap(self, key: str, value: bytes | None, expected: int = ABSENT, lease: Lease | None = None) -> Swap:
+        self.note("swap")
+        return self.table.swap(key, value, expected, lease.id if lease and value is not None else 0, self.client)
+
+    def list(self, prefix: str) -> Listing:
+        self.note("list")
+        listing = self.table.list(prefix)
+        self.read += len(listing.entries)
+        return listing
+
+    def watch(self, prefix: str, since: int, timeout: float) -> tuple[int, Events]:
+        self.note("watch")
+        return self.table.changes(prefix, since)
+
+    def close(self) -> None:
+        pass
+
+    def note(self, operation: str) -> None:
+        self.asked[operation] += 1
+        self.table.journal.clear()
+
+
+class Crowded(Directory):
+    """One at which other workers ask between any two operations."""
+
+    def __init__(self, table: Table, client: str, fibers: Fibers, waiting: list[Fiber]) -> None:
+        super().__init__(table, client)
+        self._fibers, self._waiting = fibers, waiting
+
+    def note(self, operation: str) -> None:
+        self._waiting.append(self._fibers.check())
+        self._fibers.suspend()
+        super().note(operation)
+
+
+def member(name: str = "", rank: int = -1) -> Member:
+    return Member(name, rank, f"life of {name}", "program", "host", "", ("127.0.0.1", 1), role="" if name else "actor")
+
+
+def alive(_: Member) -> bool:
+    return True
+
+
+@pytest.fixture
+def table() -> Table:
+    return Table()
+
+
+def fill(table: Table, present: range) -> None:
+    """Have these workers be there."""
+    for number in present:
+        directory = Directory(table, f"client {number}")
+        registry, lease = Registry(directory, ""), directory.grant(TTL)
+        registry.publish(registry.reserve(member(f"w{number}", number), lease, alive), lease)
+        assert directory.asked == {"grant": 1, "swap": 3}
+
+
+def join(table: Table, name: str) -> tuple[DynamicGroup, Directory]:
+    directory = Directory(table, name)
+    group = DynamicGroup(directory, "", TTL)
+    group.join(member(name)._replace(incarnation=name), alive)
+    return group, directory
+
+
+def test_a_join_asks_as_often_with_ten_thousand_workers_as_with_none(table: Table) -> None:
+    """All members are read once, and nothing else that grows."""
+    asked = {"swap": 4, "grant": 1, "list": 2}
+    present = 0
+    for name, more in (("a", 1), ("b", 1000), ("c", MANY)):
+        fill(table, range(present + 1, more))
+        group, directory = join(table, name)
+        assert directory.asked == asked
+        assert directory.read == len(group.members()) - 1
+        assert len(group.members()) == more
+        assert group._me is not None
+        assert group._me.id == more
+        present = more
+    assert present == MANY
+
+
+def test_a_join_costs_the_same_after_ten_thousand_joins(table: Table) -> None:
+    asked = set()
+    for number in range(MANY):
+        group, directory = join(table, f"w{number}")
+        asked.add((*sorted(directory.asked.items()), directory.read))
+        assert group._me is not None
+        group.registry.leave(group._me, group._lease)
+    assert len(asked) == 1
+    assert len(table.list("").entries) == 1  # the group's identity
+
+
+@pytest.mark.parametrize("name", ["w", ""], ids=["named", "by role"])
+def test_many_that_join_at_once_find_free_numbers_soon(table: Table, name: str) -> None:
+    """Each would else try the ranks of all others, one after the other."""
+    chance, fibers, waiting = random.Random(1), Fibers(), list[Fiber]()
+    joined: list[tuple[DynamicGroup, Directory]] = []
+
+    def join(number: int) -> None:
+        directory = Crowded(table, f"client {number}", fibers, waiting)
+        group = DynamicGroup(directory, "", TTL)
+        group.join(member(name and f"{name}{number}")._replace(incarnation=f"life {number}"), alive)
+        joined.append((group, directory))
+
+    for number in range(CROWD):
+        fibers.start(partial(join, number))
+    while waiting:
+        fibers.resume(waiting.pop(chance.randrange(len(waiting))))
+    members = [group._me for group, _ in joined]
+    assert len({each.id for each in members if each}) == len({each.name for each in members if each}) == CROWD
+    tries = max(directory.asked["swap"] for _, directory in joined)
+    assert tries <= 3 + 3 * NEAR * (1 if name else 2)
+    assert sum(directory.read for _, directory in joined) < CROWD * CROWD
