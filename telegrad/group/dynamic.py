@@ -314,8 +314,9 @@ class DynamicGroup:
         """Catch up where changes were missed: how a member has gone meanwhile is not known."""
         roster = self.registry.roster()
         with self._applying:
-            for life in [each for each in self._known if each not in roster.members]:
-                self._apply(Gone(life, LOST, "it has gone while this worker saw no changes"))
+            for life, registered in self._known.copy().items():
+                if life not in roster.members and registered.epoch <= roster.revision:  # else `refresh` has seen more
+                    self._apply(Gone(life, LOST, "it has gone while this worker saw no changes"))
             self._take_in(roster)
             self._since = roster.revision
 

@@ -136,6 +136,23 @@ def test_a_worker_hears_that_it_was_declared_lost_as_it_joined(
     group.leave()
 
 
+def test_a_slow_look_at_all_members_drops_none_that_came_meanwhile(
+    engine: NaiveEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watcher = join(engine, "watcher")
+    before = watcher.registry.roster()
+    late = join(engine, "late")
+    watcher.refresh()
+    monkeypatch.setattr(watcher.registry, "roster", lambda: before)
+    watcher._read_anew()
+    assert [each.name for each in watcher.members()] == ["late", "watcher"]
+    late.leave()
+    monkeypatch.undo()
+    watcher._read_anew()
+    assert [each.name for each in watcher.members()] == ["watcher"]
+    watcher.leave()
+
+
 def test_an_end_from_before_a_worker_has_joined_does_not_concern_it(
     engine: NaiveEngine, registry: Registry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
