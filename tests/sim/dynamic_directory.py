@@ -17,6 +17,7 @@ from telegrad.directory.protocol import (
     Swap,
 )
 from telegrad.directory.table import Ended, Granted, Limits, Saved, Table, Written
+from telegrad.group.registry import _departure
 
 if TYPE_CHECKING:
     from tests.sim.dynamic_worker import Worker
@@ -75,7 +76,7 @@ class Server:
                     self.decisions.append((entry.revision, entry.value.decode()))
                 elif kind in ("name", "rank"):
                     self.holders.setdefault(entry.key, []).append(entry.value.decode())
-                elif kind == "member" and entry.created == entry.revision:
+                elif kind == "member" and entry.created == entry.revision and _departure(entry.value) is None:
                     self.world.note_published(rest, entry)
         self.world.check()
 
