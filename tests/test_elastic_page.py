@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 import re
 import subprocess
 import sys
-import time
 
 import pytest
 
 import telegrad
 from telegrad.group.board import Board
-from telegrad.group.generations import BOARD, Ground, running_at
+from telegrad.group.elastic import look
+from telegrad.group.finding import POINTER, Pointer, connect
 from telegrad.group.keys import user_keys
-from tests.cluster import PATIENCE
+from telegrad.group.stores import open_store
+from tests.cluster import PATIENCE, wait_until
 
 ROOT = pathlib.Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "elastic.md").read_text()
@@ -34,11 +36,10 @@ def test_the_program_goes_on_without_one_that_was_killed(tmp_path: pathlib.Path)
     command = [sys.executable, str(path)]
     made = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     try:
-        root = Board(Ground(place, user_keys()).open(PATIENCE).store, BOARD)
-        until = time.monotonic() + 4 * PATIENCE
-        while not root.terms() or len(getattr(running_at(root), "members", ())) < 2:
-            assert time.monotonic() < until
-            time.sleep(0.01)
+        store = open_store(place, -1, None, user_keys(), PATIENCE).store
+        wait_until(lambda: Board(store).read(POINTER))
+        with contextlib.closing(connect(Pointer.from_json(Board(store).read(POINTER)), user_keys())) as directory:
+            wait_until(lambda: len(look(directory).running.members) == 2)
         made[0].kill()
         out, _ = made[1].communicate(timeout=4 * PATIENCE)
         assert made[1].returncode == 0

@@ -75,15 +75,6 @@ class Board:
             self.group = str(json.loads(terms)[0])
         return terms
 
-    def increment(self, key: str) -> int:
-        """Add one to a number; return the sum."""
-        with self._while_it_lasts() as store:
-            return store.increment(self.group, self._place(key))
-
-    def number(self, key: str) -> int:
-        """Return a number that `increment` adds to."""
-        return int(self.read(key) or 0)
-
     def add_hint(self, key: str) -> int:
         """Add one to a counter in one step; return the sum. It is not authenticated: nothing may rely on it."""
         with self._while_it_lasts() as store:
@@ -121,12 +112,6 @@ class Board:
                 return found
             meanwhile()
         return ""
-
-    def wait_for_hint(self, key: str, count: int, until: float) -> None:
-        """Look until it has been counted so often, or until `until`."""
-        for _ in looks(until):
-            if self.hint(key) >= count:
-                return
 
     def __repr__(self) -> str:
         return f"<Board {self._prefix or 'without a prefix'}, {self._store!r}>"

@@ -1,6 +1,6 @@
-"""How the members of a dynamic group find their directory.
+"""How the members of a dynamic or elastic group find their directory.
 
-Workers meet in a store. For a dynamic group it holds one value, POINTER: the address of the group's directory. The
+Workers meet in a store. For such a group it holds one value, POINTER: the address of the group's directory. The
 first worker that may do so starts the directory, in a process of its own (`directory/keeper.py`), and writes the
 address there; all others read it, and need the store no more.
 
@@ -24,10 +24,9 @@ from typing import NamedTuple
 from telegrad.directory.client import EmbeddedDirectory
 from telegrad.directory.keeper import Keeper
 from telegrad.directory.protocol import Directory, DirectoryLost
-from telegrad.errors import HandshakeError, StoreUnreachable, TelegradError, UsageError
+from telegrad.errors import HandshakeError, StoreUnreachable, UsageError
 from telegrad.group.address import host_identity, knock, listening_address
 from telegrad.group.board import Board, looks, mark_of, short
-from telegrad.group.registry import IsAlive, Registry
 from telegrad.group.sealing import SealedStore
 from telegrad.keyring import Keyring
 from telegrad.private_files import open_regular, private_folder, replacing
@@ -70,8 +69,10 @@ class Pointer(NamedTuple):
 class Keeping:
     """Keeps the process of a directory running, until `leave`: one that it has started, or one that it has found."""
 
-    def __init__(self, keys: Keyring, host: str, before: Pointer | None = None) -> None:
+    def __init__(self, keys: Keyring, host: str, before: Pointer | None = None, watches: bool = False) -> None:
         """Start the process on an address of this host; or use the one to which a pointer leads, if that answers.
+
+        With `watches`, use that in any case: it is started again, from its file, once nobody listens on its port.
 
         Raises:
             StoreUnreachable: it cannot be started.
@@ -79,14 +80,14 @@ class Keeping:
         """
         if sys.platform == "win32":
             raise UsageError(
-                "on Windows a dynamic group needs a directory elsewhere: give init_method='etcd://HOST:2379' or "
+                "on Windows a dynamic or elastic group needs a directory elsewhere: init_method='etcd://HOST:2379' or "
                 "'redis://HOST:6379', or give all workers world_size"
             )
         self._keys = keys
         self._host = listening_address(host)
         self._over = threading.Event()
         self._keeper: Keeper | None = None
-        if before is not None and _answers(before, keys):
+        if before is not None and (watches or _answers(before, keys)):
             self.pointer = before
         else:
             self._keeper = self._started(before)
@@ -281,19 +282,3 @@ def withdraw(store: SealedStore, others: Callable[[], bool]) -> None:
     text = board.read(POINTER)
     if text and board.swap(POINTER, text, "") == "" and others():
         board.swap(POINTER, "", text)
-
-
-def dynamic_group_lives(store: SealedStore, is_alive: IsAlive) -> bool:
-    """Return True if a dynamic group with members meets in this store."""
-    text = Board(store).read(POINTER)
-    pointer = Pointer.from_json(text) if text else None
-    if pointer is None or not knock(pointer.address, KNOCK):
-        return False
-    directory = connect(pointer, store.keys, KNOCK)
-    try:
-        members = Registry(directory, "").roster().members.values()
-        return any(is_alive(each.member) for each in members)
-    except TelegradError:  # it does not answer, or is another program's by now
-        return False
-    finally:
-        directory.close()

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
+from collections.abc import Callable
 from time import monotonic
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from telegrad.directory.protocol import LONGEST_TTL, SHORTEST_TTL, Directory, DirectoryLost, DirectoryReset, LeaseLost
-from telegrad.errors import StoreLost
+from telegrad.errors import StoreLost, TelegradError
 from telegrad.group.address import answers, knock
-from telegrad.group.board import mark_of
+from telegrad.group.board import Board, mark_of
 from telegrad.group.dynamic import DynamicGroup
-from telegrad.group.finding import Found, dynamic_group_lives, find_directory, write_pointer
-from telegrad.group.generations import Coming, Formed, Ground, lives_at
+from telegrad.group.elastic import lives_in
+from telegrad.group.finding import POINTER, Found, Pointer, connect, find_directory, write_pointer
+from telegrad.group.generations import Coming
+from telegrad.group.held import HeldDirectory
 from telegrad.group.members import Member, Members
-from telegrad.group.rendezvous import Roster, StoreOver, Terms, fixed_group_lives, join_static, mixed
+from telegrad.group.quorum import Formed
+from telegrad.group.registry import Registry
+from telegrad.group.rendezvous import Roster, StoreOver, fixed_group_lives, join_static, mixed
 from telegrad.group.renewing import Renewal
 from telegrad.group.sealed import SealedDirectory
 from telegrad.group.sealing import SealedStore
@@ -22,6 +26,7 @@ from telegrad.group.stores import LONGEST, Meeting, join_store, open_dynamic
 from telegrad.keyring import Keyring
 from telegrad.progress import Wait
 
+T = TypeVar("T")
 KNOCK = 2.0  # seconds for a worker whose name or rank is wanted to show that it lives
 
 
@@ -42,21 +47,43 @@ def join(meeting: Meeting, me: Member, silence: float, timeout: float) -> Joined
         RendezvousError: the group could not be formed, or a group of the other kind meets there.
     """
     coming: Coming | None = meeting.coming
-    if coming is not None and coming.ground is not None:
-        return _join_elastic(meeting, coming, coming.ground, me)
+    if coming is not None and coming.held is not None:
+        return _join_elastic(meeting, coming, coming.held, me, timeout)
     if meeting.world_size is None:
         return _join_dynamic(meeting, me, silence, timeout)
-    if lives_at(meeting.store, is_alive):
-        raise mixed(me)
     roster = _join_static(meeting, me, meeting.world_size, timeout)
-    formed = Formed(roster.round, list(roster.members), 0) if coming is not None else None
+    formed = Formed(roster.round, tuple(roster.members)) if coming is not None else None
     lasts = me.id == 0 and meeting.keys.may_change and not meeting.serves
     renewal = Renewal(meeting.store.renew) if lasts else None
     return Joined(roster.members.find(me.id), roster.members, meeting.keys.within(roster.group), formed, renewal)
 
 
 def _join_dynamic(meeting: Meeting, me: Member, silence: float, timeout: float) -> Joined:
-    """Register in the directory of the group. It, or the store that points to it, may be lost meanwhile."""
+    """Register in the directory of the group."""
+
+    def enter(found: Found) -> tuple[DynamicGroup, Member]:
+        if lives_in(found.directory, is_alive):
+            raise mixed(me)
+        group = DynamicGroup(found.directory, "", ttl_of(silence), found.launched)
+        try:
+            return group, group.join(me, shows_life)
+        except BaseException:
+            group.leave()
+            raise
+
+    meeting, found, (group, me) = _enter_directory(meeting, me, timeout, enter)
+    store = _kept(meeting)
+    group.keeps(store, found.keeping)
+    return Joined(me, group, meeting.keys.within(group.identity), renewal=_renewal(found.directory, store))
+
+
+def _enter_directory(
+    meeting: Meeting, me: Member, timeout: float, enter: Callable[[Found], T]
+) -> tuple[Meeting, Found, T]:
+    """Find the directory of the group, and call `enter` with it; return its result, and the store as it is then.
+
+    The directory, or the store that points to it, may be lost meanwhile.
+    """
     until = monotonic() + min(timeout, LONGEST)
     with Wait(
         "init_rpc", lambda: f"the directory of the group at {meeting.where} is not found", place=meeting.where
@@ -72,25 +99,25 @@ def _join_dynamic(meeting: Meeting, me: Member, silence: float, timeout: float) 
                     raise
                 wait.look()
                 continue
-            group = DynamicGroup(found.directory, "", ttl_of(silence), found.launched)
             try:
-                me = group.join(me, shows_life)
+                entered = enter(found)
             except BaseException as error:
-                group.leave()
+                found.directory.close()
                 if found.keeping is not None:
                     found.keeping.leave()  # others may have joined by now
                 if isinstance(error, DirectoryLost | DirectoryReset | LeaseLost) and monotonic() < until:
                     wait.look()
                     continue
                 raise
-            stays = found.pointer is not None and not mark_of(
-                meeting.store
-            )  # no worker serves it: it outlives the group
-            if stays and found.pointer is not None:
+            if found.pointer is not None and not mark_of(meeting.store):
                 write_pointer(meeting.store, found.pointer)  # the last member before may have withdrawn it meanwhile
-            store = meeting.store if meeting.serves or stays else None
-            group.keeps(store, found.keeping)
-            return Joined(me, group, meeting.keys.within(group.identity), renewal=_renewal(found.directory, store))
+            return meeting, found, entered
+
+
+def _kept(meeting: Meeting) -> SealedStore | None:
+    """Return the store, if this worker serves it, or no worker does: then it outlives the group."""
+    stays = meeting.directory is None and not mark_of(meeting.store)
+    return meeting.store if meeting.serves or stays else None
 
 
 def _renewal(directory: Directory, store: SealedStore | None) -> Renewal | None:
@@ -108,7 +135,7 @@ def ttl_of(silence: float) -> float:
 def _find_directory(meeting: Meeting, me: Member, until: float, wait: Wait) -> Found:
     if meeting.directory is not None:
         return Found(meeting.directory(), launched=meeting.launched)
-    if lives_at(meeting.store, is_alive) or fixed_group_lives(meeting.store, is_alive):
+    if fixed_group_lives(meeting.store, is_alive):
         raise mixed(me)
     return find_directory(meeting.store, meeting.where, meeting.serves, me.tcp[0], until, wait)
 
@@ -128,7 +155,7 @@ def _join_static(meeting: Meeting, me: Member, size: int, timeout: float) -> Ros
     until = monotonic() + timeout
     store = meeting.store
     while True:
-        if dynamic_group_lives(store, is_alive):
+        if _directory_is_used(store):
             raise mixed(me)
         try:
             return join_static(store, me, size, timeout, is_alive, meeting.where, meeting.names)
@@ -140,15 +167,43 @@ def _join_static(meeting: Meeting, me: Member, size: int, timeout: float) -> Ros
         store = join_store(host, port, meeting.keys, timeout)
 
 
-def _join_elastic(meeting: Meeting, coming: Coming, ground: Ground, me: Member) -> Joined:
-    with contextlib.suppress(StoreLost):  # another will be found
-        if fixed_group_lives(meeting.store, is_alive) or dynamic_group_lives(meeting.store, is_alive):
+def _join_elastic(meeting: Meeting, coming: Coming, held: HeldDirectory, me: Member, timeout: float) -> Joined:
+    """Form the next generation in the directory, which is found for the first one."""
+
+    def enter(found: Found) -> None:
+        if _dynamic_group_lives(found.directory):
             raise mixed(me)
-    generation = coming.join(ground, me, is_alive)
-    group = Terms.from_json(generation.terms).group
+        held.hold(found)
+
+    if held.found is None:
+        meeting, *_ = _enter_directory(meeting, me, timeout, enter)
+        held.keep(meeting)
+    else:
+        held.serve_again()
+    generation = coming.join(held, me, is_alive)
     members = Members(generation.members)
     mine = next(member for member in members if member.incarnation == me.incarnation)
-    return Joined(mine, members, meeting.keys.within(group), generation)
+    renewal = _renewal(held.directory, _kept(held.meet(0)))
+    return Joined(mine, members, meeting.keys.within(generation.group), generation, renewal)
+
+
+def _directory_is_used(store: SealedStore) -> bool:
+    """Return True if a dynamic group with members, or an elastic one, has its directory where this store points to."""
+    text = Board(store).read(POINTER)
+    pointer = Pointer.from_json(text) if text else None
+    if pointer is None or not knock(pointer.address, KNOCK):
+        return False
+    directory = connect(pointer, store.keys, KNOCK)
+    try:
+        return _dynamic_group_lives(directory) or lives_in(directory, is_alive)
+    except TelegradError:  # it does not answer, or is another program's by now
+        return False
+    finally:
+        directory.close()
+
+
+def _dynamic_group_lives(directory: Directory) -> bool:
+    return any(is_alive(each.member) for each in Registry(directory, "").roster().members.values())
 
 
 def shows_life(member: Member) -> bool | None:

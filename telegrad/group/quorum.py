@@ -1,49 +1,76 @@
-"""Who is in the next generation of an elastic group: decided from those who have come to where it meets.
+"""Who is in the next generation of an elastic group: decided from the workers that have come to its directory.
 
-A generation is a group of fixed size. The next one has its survivors, in the order of their ranks, and then those who
-are new, as long as there is room. So whoever has rank 0 was in the generation before, unless nobody was.
+A generation is a group of fixed size. The next one has its survivors, in the order of their ranks, and then workers
+that are new, as long as there is room. So the worker of rank 0 was in the generation before, unless no worker was.
 
-It is complete once all have come who were in the last one and live, and they are enough. Where nobody was in one, it is
-once nobody else may come, or nobody has for some time. Whoever decides writes it down where only one can; so it does no
-harm that several may come to decide, each by what it has seen.
+It is complete once all workers of the last one that live have come, and they are enough. A generation without survivors
+is complete once it is full, or no worker has come for some time.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 from telegrad.group.members import Member, listed, named
 
 
 class Before(NamedTuple):
-    """A generation, as one who comes to the next knows it."""
+    """The generation from which a worker comes."""
 
-    number: int = 0  # 0: of none
-    members: tuple[Member, ...] = ()  # those that live, as far as is known
-    without: tuple[str, ...] = ()  # the incarnations of those that will not come, though they may live
-    me: str = ""  # the incarnation that who comes had in it; "" where it was not in it
+    number: int = 0  # 0: it was in none
+    group: str = ""  # the identity of the group
+    without: tuple[str, ...] = ()  # the incarnations of its members that will not come, though they may live
+    me: str = ""  # the incarnation that the worker had in it
 
     @classmethod
     def of(cls, told: list[Any]) -> Before:
-        number, members, without, me, *_ = told
-        return cls(number, tuple(map(Member.of, members)), tuple(without), me)
+        number, group, without, me, *_ = told
+        return cls(number, group, tuple(without), me)
 
 
 class Arrival(NamedTuple):
-    """One who has come."""
+    """A worker that wants to be in the next generation."""
 
     member: Member  # its rank is the one that it wants, or -1
     before: Before = Before()
+    limits: str = ""  # of the group, as it was told
 
     def to_json(self) -> str:
         return json.dumps(self)
 
     @classmethod
-    def from_json(cls, text: str) -> Arrival:
-        member, before, *_ = json.loads(text)
-        return cls(Member.of(member), Before.of(before))
+    def from_json(cls, text: str | bytes) -> Arrival:
+        member, before, limits, *_ = json.loads(text)
+        return cls(Member.of(member), Before.of(before), limits)
+
+
+class Formed(NamedTuple):
+    """A generation, as the directory and its members know it."""
+
+    number: int = 0  # 0: none has formed yet
+    members: tuple[Member, ...] = ()  # by rank
+    survivors: int = 0  # how many of these, by rank, were in the one before
+    limits: str = ""  # of the group
+    has_ended: bool = False  # the group has ended in order with this generation
+    group: str = ""  # the identity of the group; not part of the JSON
+
+    def to_json(self) -> str:
+        return json.dumps(self[:-1])
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Formed:
+        number, members, survivors, limits, has_ended, *_ = json.loads(text)
+        return cls(number, tuple(map(Member.of, members)), survivors, limits, has_ended)
+
+    @property
+    def lives(self) -> set[str]:
+        """The incarnations of the members."""
+        return {member.incarnation for member in self.members}
+
+
+NONE = Formed()
 
 
 class Limits(NamedTuple):
@@ -58,121 +85,96 @@ class Limits(NamedTuple):
         return f"{self.least} to {self.most}" if self.most else f"{self.least} or more"
 
 
-class Verdict(NamedTuple):
-    """What was decided: the next generation, and of whom it consists, by the places in which they have come."""
-
-    number: int
-    places: tuple[int, ...]  # by rank
-    survivors: int = 0  # how many of these were in the last one: the first
-    refused: tuple[tuple[int, int], ...] = ()  # who has the name of another, and whose
-
-    def to_json(self) -> str:
-        return json.dumps(self)
-
-    @classmethod
-    def from_json(cls, text: str) -> Verdict:
-        number, places, survivors, refused, *_ = json.loads(text)
-        return cls(number, tuple(places), survivors, tuple((place, other) for place, other in refused))
-
-
 class Quorum:
-    """Those who have come, as one of them sees it. Places count from 1 on."""
+    """The workers that have come, as one of them sees it."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        running: Formed = NONE,
+        arrivals: Sequence[Arrival] = (),
+        dead: Collection[str] = (),
+    ) -> None:
+        """Decide for a group of these limits.
+
+        Args:
+            limits: how many workers a generation has.
+            running: the last generation that has formed.
+            arrivals: the workers that have come, in their order.
+            dead: the incarnations of workers that were found dead.
+        """
         self._limits = limits
-        self._come: dict[int, Arrival] = {}
-        self.running = Before()  # the generation that runs, as the store says
-        self.dead: Collection[str] = ()  # the incarnations of those of whom it was found
-
-    def come(self, place: int, arrival: Arrival) -> None:
-        self._come[place] = arrival
-
-    def at(self, place: int) -> Arrival | None:
-        """Who has come to that place, if it was seen."""
-        return self._come.get(place)
-
-    @property
-    def last(self) -> int:
-        """The number of the last generation of which anybody here knows."""
-        return max([self.running.number, *(each.before.number for _, each in self._here())])
+        self._running = running
+        self._dead = dead
+        self._come = [each for each in arrivals if each.limits == str(limits)]  # the others raise
+        self._ranks = {} if running.has_ended else {each.incarnation: each.id for each in running.members}
 
     def awaited(self) -> list[Member]:
-        """Those of the last generation that have not come, and may live."""
-        last = self.last
-        told = (self.running, *(each.before for _, each in self._here()))
-        known = [before for before in told if before.number == last]
-        gone = {each.before.me for _, each in self._here()} | set(self.dead)
-        gone |= {each.member.incarnation for _, each in self._here()}  # it does not know that it was in it
-        gone |= {incarnation for before in known for incarnation in before.without}
-        members = {member.incarnation: member for before in known for member in before.members}
-        return sorted((each for each in members.values() if each.incarnation not in gone), key=lambda each: each.id)
+        """Return the members of the last generation that have not come, and may live."""
+        here = self._here()
+        gone = {*self._dead, *(each.before.me for each in here)}
+        for each in here:
+            if self._rank(each) >= 0:
+                gone.update(each.before.without)
+        return [each for each in self._running.members if each.incarnation in self._ranks.keys() - gone]
 
-    def chosen(self) -> tuple[list[int], int, list[tuple[int, int]]]:
-        """Who could be in it, by rank, how many of them are survivors, and who is refused for its name."""
-        last = self.last
-        survivors = sorted((rank, place) for place, each in self._here() if (rank := _rank(each, last)) >= 0)
-        others = sorted((each.member.id < 0, each.member.id, place) for place, each in self._here())
-        order = [place for _, place in survivors]
-        order += [place for *_, place in others if place not in set(order)]
-        names: dict[str, int] = {}
-        refused = []
-        for place in order:
-            name = self._come[place].member.name
-            if name and names.setdefault(name, place) != place:
-                refused.append((place, names[name]))
-        places = [place for place in order if place not in dict(refused)]
-        return places[: self._limits.most or None], len(survivors), refused
+    def chosen(self) -> tuple[list[Member], int]:
+        """Return the workers that could be in the next generation, by rank, and how many of them are survivors."""
+        here = self._here()
+        survivors = sorted((each for each in here if self._rank(each) >= 0), key=self._rank)
+        others = sorted(
+            (each for each in here if self._rank(each) < 0), key=lambda each: (each.member.id < 0, each.member.id)
+        )
+        names: set[str] = set()
+        members = []
+        for member, *_ in (*survivors, *others):
+            if member.name not in names:  # else its worker is refused: it finds its name among the members
+                members.append(member)
+            names |= {member.name} - {""}
+        return members[: self._limits.most or None], len(survivors)
 
-    def decide(self, quiet: bool, late: bool) -> Verdict | None:
-        """The next generation, if it is complete.
+    def decide(self, quiet: bool, late: bool) -> Formed | None:
+        """Return the next generation, if it is complete.
 
-        `quiet`: nobody has come for some time. `late`: who was awaited is not waited for any longer.
+        Args:
+            quiet: no worker has come for some time.
+            late: members of the last generation are not waited for any longer.
         """
         if self.awaited() and not late:
             return None
-        places, survivors, refused = self.chosen()
-        if len(places) < self._limits.least:
+        members, survivors = self.chosen()
+        if len(members) < self._limits.least:
             return None
-        if not (survivors or quiet or late or len(places) == self._limits.most):
+        if not (survivors or quiet or late or len(members) == self._limits.most):
             return None
-        return Verdict(self.last + 1, tuple(places), survivors, tuple(refused))
+        ranked = named(member._replace(id=rank) for rank, member in enumerate(members))
+        return Formed(self._running.number + 1, tuple(ranked), survivors, str(self._limits))
 
     def lacks(self) -> str:
-        """For what it waits, for people."""
+        """Say what it waits for."""
         awaited = self.awaited()
         count = len(self.chosen()[0])
         if awaited:
             names = listed([repr(member.name) for member in awaited])
-            return f"generation {self.last} runs: {names} did not come to the next, with rendezvous_again()"
+            return f"generation {self._running.number} runs: {names} did not come to the next, with rendezvous_again()"
+        names = listed([repr(each.member.name or each.member.role) for each in self._here()])
+        workers = "1 worker" if count == 1 else f"{count} workers"
         if count < self._limits.least:
-            return f"{_workers(count)} of {self._limits} came: {self._names() or 'nobody'}"
-        return f"{_workers(count)} of {self._limits} came: {self._names()}; more may come"
+            return f"{workers} of {self._limits} came: {names or 'nobody'}"
+        return f"{workers} of {self._limits} came: {names}; more may come"
 
     def missing(self) -> list[str]:
-        """For whom, by name."""
+        """Return the names of the members that are awaited."""
         return [member.name for member in self.awaited()]
 
-    def _names(self) -> str:
-        return listed([repr(each.member.name or each.member.role) for _, each in self._here()])
+    def _here(self) -> list[Arrival]:
+        """Return the workers that have come and live, but for those that do not know yet that they are members."""
+        gone = {*self._dead, *self._ranks}
+        return [each for each in self._come if each.member.incarnation not in gone]
 
-    def _here(self) -> Iterable[tuple[int, Arrival]]:
-        return [(place, each) for place, each in sorted(self._come.items()) if each.member.incarnation not in self.dead]
+    def _rank(self, arrival: Arrival) -> int:
+        """Return the rank that a worker had in the last generation; -1 where it was not in that."""
+        return self._ranks.get(arrival.before.me, -1)
 
     def __repr__(self) -> str:
         return f"<Quorum of {self._limits}: {self.lacks()}>"
-
-
-def _rank(arrival: Arrival, last: int) -> int:
-    """The rank of one who comes in the last generation, -1 where it was not in that."""
-    before = arrival.before
-    mine = before.me if before.number == last else ""
-    return next((member.id for member in before.members if member.incarnation == mine), -1)
-
-
-def _workers(count: int) -> str:
-    return "1 worker" if count == 1 else f"{count} workers"
-
-
-def members_of(arrivals: Sequence[Arrival]) -> list[Member]:
-    """They as the members of a generation, by rank."""
-    return named(each.member._replace(id=rank) for rank, each in enumerate(arrivals))

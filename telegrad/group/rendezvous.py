@@ -364,7 +364,7 @@ class Terms(NamedTuple):
     """What the first worker of a group lays down, for all that come later."""
 
     group: str  # its identity
-    size: int | str  # in words, where it has a least and a most
+    size: int
     first: Member | None  # None where the group was called off before anybody came
 
     def to_json(self) -> str:
@@ -376,12 +376,12 @@ class Terms(NamedTuple):
         return cls(group, size, Member.of(first) if first else None)
 
 
-def new_terms(size: int | str, first: Member | None, group: str = "") -> Terms:
-    """Return terms for a new group; or for that one anew."""
-    return Terms(group or secrets.token_hex(16), size, first)
+def new_terms(size: int, first: Member | None) -> Terms:
+    """Return terms for a new group."""
+    return Terms(secrets.token_hex(16), size, first)
 
 
-def agree(board: Board, me: Member, size: int | str) -> Terms:
+def agree(board: Board, me: Member, size: int) -> None:
     """Take the group's terms, or lay them down as the first to come; the board is bound to the group from then on.
 
     Raises:
@@ -390,12 +390,10 @@ def agree(board: Board, me: Member, size: int | str) -> Terms:
     """
     terms = Terms.from_json(board.claim_terms(new_terms(size, me).to_json()))
     if terms.size != size:
-        same = "world_size" if isinstance(size, int) else "min_workers and max_workers"
         first = terms.first or "who called it off"
         raise RendezvousError(
-            f"{me} expects a group of {size} workers, but {first} one of {terms.size}: give all the same {same}"
+            f"{me} expects a group of {size} workers, but {first} one of {terms.size}: give all the same world_size"
         )
-    return terms
 
 
 def mixed(me: Member) -> RendezvousError:
@@ -424,7 +422,7 @@ def fixed_group_lives(store: SealedStore, is_alive: Callable[[Member], bool]) ->
     number = Board(store).read(ROUND)
     board = Board(store, f"telegrad/{number}")
     terms = terms_of(board) if number else None
-    if terms is None or not isinstance(terms.size, int) or board.read(COMPLETE) not in ("", OPENED):
+    if terms is None or board.read(COMPLETE) not in ("", OPENED):
         return False
     entries = [board.read(f"rank/{rank}") for rank in range(terms.size)]
     return any(is_alive(Member.from_json(entry)) for entry in entries if entry)

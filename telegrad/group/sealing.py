@@ -112,15 +112,6 @@ class SealedStore:
                 return value
         return found.value
 
-    def increment(self, group: str, place: str) -> int:
-        """Add one to a number; return the sum."""
-        found, raw = self._look_up(group, place)
-        while True:
-            more = int(found.value or 0) + 1
-            written, found, raw = self._replace(group, place, raw, str(more), found.serial + 1)
-            if written:
-                return more
-
     def read(self, group: str, place: str) -> str:
         """Return what is there, "" for nothing."""
         found, raw = self._look_up(group, place)

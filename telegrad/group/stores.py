@@ -4,8 +4,8 @@ The worker of rank 0 serves a store over TCP, and takes it away as soon as a gro
 that is back at once, for the next group, may still find the old server; so the server carries a mark: OPEN since it is
 served, OVER from before anyone leaves that group. Whoever comes to a store that is OVER waits for the next.
 
-The store of a dynamic group tells where the group's directory is (`finding.py`). A group whose directory is etcd or
-Redis has no store.
+The store of a dynamic or elastic group tells where the group's directory is (`finding.py`). A group whose directory is
+etcd or Redis has no store.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Meeting(NamedTuple):
     names: Sequence[str] = ()  # of the workers by rank, where they are known beforehand
     file: str = ""  # where the store is one
     coming: Any = None  # a `generations.Coming`, where the workers of an elastic group meet
-    directory: Callable[[], Directory] | None = None  # connects to that of a dynamic group, where no store points to it
+    directory: Callable[[], Directory] | None = None  # connects to that of the group, where no store points to it
     launched: bool = False  # a launcher keeps that directory
 
     @property
@@ -134,11 +134,11 @@ def open_store(init_method: str, rank: int, world_size: int | None, keys: Keyrin
 
 
 def _on_engine(url: str, engine: str, rank: int, size: int | None, keys: Keyring, timeout: float) -> Meeting:
-    """A dynamic group whose directory is a server of etcd or Redis."""
+    """A dynamic or elastic group whose directory is a server of etcd or Redis."""
     if size is not None:
         raise UsageError(
-            f"{engine}:// keeps the directory of a dynamic group: leave world_size out; a group of fixed size meets at "
-            "tcp://HOST:PORT, env:// or file:///PATH"
+            f"{engine}:// keeps the directory of a dynamic or elastic group: leave world_size out; a group of fixed "
+            "size meets at tcp://HOST:PORT, env:// or file:///PATH"
         )
 
     def connect() -> Directory:

@@ -1,7 +1,6 @@
 """How one worker stands in its generation, and hears whether that goes on: the rim of steps.py.
 
-A thread looks for what the others do not tell: who waits at the store to come in, which the leader has to know, and
-whether the store is there, which any worker of its host serves anew.
+A thread of the leader looks for what the others do not tell: whether a worker waits in the directory to come in.
 """
 
 from __future__ import annotations
@@ -16,16 +15,16 @@ from math import inf
 from time import monotonic
 
 from telegrad.errors import PeerError, PeerLost, RendezvousError, StoreUntrusted
-from telegrad.group.generations import Formed, Ground, IsAlive, waiting_at
+from telegrad.group.elastic import IsAlive, is_wanted
+from telegrad.group.held import HeldDirectory
 from telegrad.group.members import Identity, Member, listed
 from telegrad.group.post import Post
-from telegrad.group.quorum import Before
+from telegrad.group.quorum import Before, Formed
 from telegrad.group.steps import FINISH, Finish, Impatient, Letter, Message, Move, Standing, Stay, Steps
 from telegrad.progress import Wait
 from telegrad.threads import Background
 
-LOOK = 0.25  # seconds between the leader's looks at the store
-LOOK_RARELY = 1.0  # the same, for others
+LOOK = 0.25  # seconds between the leader's looks
 GRACE = 2.0  # seconds for the leader to answer one who is impatient
 PATIENCE = 2.0  # seconds for a look to end, once nobody wants it any more
 
@@ -41,10 +40,12 @@ class Turning:
         self._me = me
         self._changed = threading.Condition()  # guards _steps; notified when it was told something
         self._steps = Steps(me.id, [member.id for member in generation.members])
-        self._ground: tuple[Ground, int, IsAlive] | None = None  # and the most workers; set before the thread begins
+        self._held: tuple[HeldDirectory, int, IsAlive] | None = (
+            None  # and the most workers; set before the thread begins
+        )
         self._greet: Callable[[], None] = lambda: None  # have this worker hear of all ends; likewise
         self._has_greeted = False
-        self._distrusted = ""  # what was logged last of a value in the store that is not authentic; of the thread
+        self._distrusted = ""  # what was logged last of a value in the directory that is not authentic; of the thread
         self.went_on: Callable[[set[int]], None] = lambda _: None  # called with those who went on as this worker leaves
         self._gone: queue.SimpleQueue[Member | None] = queue.SimpleQueue()  # None: look, or end
         self._closed = False  # stored once
@@ -53,14 +54,18 @@ class Turning:
             post.on(message, self._on_message)
         post.lost.append(self._on_lost)
 
-    def begin(self, ground: Ground | None, most: int, is_alive: IsAlive, greet: Callable[[], None]) -> None:
-        """The worker has joined. `ground` is where the next generation meets, unless that is a launcher's affair.
+    def begin(self, held: HeldDirectory | None, most: int, is_alive: IsAlive, greet: Callable[[], None]) -> None:
+        """The worker has joined.
 
-        `greet` has this worker hear of the end of any other, which the leader must.
+        Args:
+            held: the directory in which the next generation forms, unless that is a launcher's affair.
+            most: how many workers that may have; 0 for any number.
+            is_alive: tells whether a worker answers.
+            greet: has this worker hear of the end of any other one, which the leader must.
         """
         self._greet = greet
-        if ground is not None:
-            self._ground = ground, most, is_alive
+        if held is not None:
+            self._held = held, most, is_alive
         self._thread.want()
 
     def note(self, member: Member) -> None:
@@ -122,10 +127,9 @@ class Turning:
     def before(self) -> Before:
         """What this worker knows of this generation, as it goes to the next."""
         with self._changed:
-            alive, without = self._steps.alive, set(self._steps.without)
-        members = tuple(member for member in self.generation.members if member.id in alive and member.id not in without)
-        left_out = tuple(member.incarnation for member in self.generation.members if member.id in without)
-        return Before(self.generation.number, members, left_out, self._me.incarnation)
+            without = set(self._steps.without)
+        left_out = tuple(each.incarnation for each in self.generation.members if each.id in without)
+        return Before(self.generation.number, self.generation.group, left_out, self._me.incarnation)
 
     def _missing(self) -> list[str]:
         with self._changed:
@@ -181,30 +185,24 @@ class Turning:
                 log.exception("telegrad: the look for those who wait to join failed")
 
     def _pause(self) -> float | None:
-        """Seconds until the next look at the store, which is the leader's, and of those who could serve it."""
-        if self._ground is None:
-            return None
-        ground = self._ground[0]
-        if self.leads or (ground.is_here and ground.held is None):  # else those who lost it do not hear of this in time
-            return LOOK
-        return LOOK_RARELY if ground.is_here else None
+        """Return the seconds until the next look, which is the leader's."""
+        return LOOK if self.leads and self._held is not None else None
 
     def _look(self) -> None:
-        if self._ground is None or self._closed:
+        if self._held is None or self._closed:
             return
-        ground, most, is_alive = self._ground
-        meeting = ground.held
+        held, most, is_alive = self._held
+        held.serve_again()
         try:
-            meeting = ground.open(LOOK)
-            waits = waiting_at(meeting.store, self.generation, most, is_alive)
+            waits = is_wanted(held.directory, self.generation, most, is_alive)
         except StoreUntrusted as error:
             if (said := str(error)) != self._distrusted:
                 self._distrusted = said
                 log.warning("telegrad: worker %r cannot see who waits to join its group: %s", self._me.name, said)
             return
         except RendezvousError as error:
-            log.debug("telegrad: the store of an elastic group is looked for again: %s", error)
-            ground.forget(meeting)
+            log.debug("telegrad: the directory of an elastic group does not answer: %s", error)
+            held.restart()
             return
         self._act(lambda: self._steps.want(waits))
 

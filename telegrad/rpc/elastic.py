@@ -1,21 +1,23 @@
 """Groups whose size changes between the steps of a program: one generation of fixed size after the other.
 
 Each is made of new workers in the same processes: so no call, reference or context of one comes into the next. The
-store, and who may come, are kept by the process. Where a launcher restarts the processes by itself (torchrun), it says
-who is in a generation, and the process ends with it.
+directory, and who may come, are kept by the process. Where a launcher restarts the processes by itself (torchrun), it
+says who is in a generation, and the process ends with it.
 """
 
 from __future__ import annotations
 
 import os
 import threading
+from functools import partial
 from math import inf
 from time import sleep
 from typing import Any, NamedTuple
 
 from telegrad.errors import GenerationOver, GroupIncomplete, UsageError
-from telegrad.group.generations import Coming, Ground, end_at
-from telegrad.group.joining import is_alive
+from telegrad.group.generations import Coming
+from telegrad.group.held import HeldDirectory
+from telegrad.group.joining import is_alive, ttl_of
 from telegrad.group.keys import find_keys
 from telegrad.group.launched import find_place
 from telegrad.group.quorum import Before, Limits
@@ -56,7 +58,8 @@ class Elastic:
         launched = options.init_method.startswith("env:") and LAUNCHED in os.environ
         place, self._rank = find_place(options.init_method, rank)
         self._keys = find_keys(options.key)
-        self._ground = None if launched else Ground(place, self._keys)
+        self._held = None if launched else HeldDirectory(place, self._keys, ttl_of(options.silence))
+        self._worker: Worker | None = None  # in the last generation that this process was in
         self._has_joined = False  # by init_rpc, just before the first step
         self._turning = threading.Lock()  # held by the one thread that goes to the next generation, or asks for it
 
@@ -68,11 +71,18 @@ class Elastic:
     def begin(self, before: Before = FIRST, timeout: float | None = None) -> Worker:
         """Become part of the next generation; `before` is the one that this process was in."""
         limit = self.timeout if timeout is None else timeout
-        coming = Coming(self._ground, self._keys, self._limits, before, self._rank, limit)
-        worker = start(self._name, coming.meet, self.options, current.enter, self._kind, self._role)
+        coming = Coming(self._held, self._keys, self._limits, before, self._rank, limit)
+        try:
+            worker = start(self._name, coming.meet, self.options, current.enter, self._kind, self._role)
+        except BaseException:
+            if self._held is not None:
+                self._held.close()
+            raise
+        self._worker = worker
         worker.elastic = self
+        worker.at_end.append(partial(self._ended, worker))
         self._has_joined = before is FIRST
-        self.turning_of(worker).begin(self._ground, self._limits.most, is_alive, worker.membership.greet)
+        self.turning_of(worker).begin(self._held, self._limits.most, is_alive, worker.membership.greet)
         return worker
 
     def turning_of(self, worker: Worker) -> Turning:
@@ -112,7 +122,7 @@ class Elastic:
             before = self.turning_of(worker).before()
             worker.membership.close()  # that the others go on, too, is no news
             self.turning_of(worker).close()
-            if self._ground is None:
+            if self._held is None:
                 _await_end(timeout)
             made = self.begin(before, timeout or inf)
         except BaseException as error:
@@ -146,12 +156,11 @@ class Elastic:
         """The worker is about to leave with all others, which go on without it if they have more to do."""
         self.turning_of(worker).stand(LEAVING)
 
-    def ended(self, worker: Worker) -> None:
-        """The worker has left; if the group has ended with it, those who wait for the next generation are told."""
+    def _ended(self, worker: Worker) -> None:
+        """The worker leaves; if the group ends with it, workers that wait for the next generation are told."""
         turning = self.turning_of(worker)
-        meeting = self._ground.held if self._ground is not None else None
-        if meeting is not None and turning.finished and (meeting.serves or turning.leads):
-            end_at(meeting, turning.generation)
+        if self._held is not None and worker is self._worker:
+            self._held.close(turning.generation if turning.finished and turning.leads else None)
 
 
 def _await_end(timeout: float) -> None:

@@ -206,8 +206,6 @@ def shutdown(
         worker.shutdown(graceful, timeout, required)
     finally:
         current.leave(worker)
-    if worker.elastic is not None:
-        worker.elastic.ended(worker)
 
 
 def check_may_wait(worker: Worker, what: str) -> None:
@@ -255,8 +253,6 @@ def serve(require: bool | Collection[str | int | WorkerInfo] = ()) -> None:
         worker.serve(required)
     finally:
         current.leave(worker)
-    if worker.elastic is not None:
-        worker.elastic.ended(worker)
 
 
 @must_finish

@@ -1,4 +1,4 @@
-"""Dynamic groups whose directory is a server of etcd or Redis."""
+"""Dynamic and elastic groups whose directory is a server of etcd or Redis."""
 
 from __future__ import annotations
 
@@ -6,20 +6,22 @@ import contextlib
 import pathlib
 import threading
 from collections.abc import Callable, Iterator
+from time import sleep
 
 import pytest
 
 import telegrad.rpc as rpc
 from telegrad import errors
+from telegrad.group import generations
 from telegrad.rpc.options import TelegradOptions
-from tests.cluster import PATIENCE, free_port, opened, processes, wait_until
+from tests.cluster import PATIENCE, free_port, opened, processes, run_all, wait_until
 from tests.directory import etcd_servers, redis_server
 
 
 @pytest.mark.parametrize("engine", ["etcd", "redis", "rediss"])
-def test_a_server_keeps_dynamic_groups_alone(engine: str) -> None:
+def test_a_server_keeps_no_groups_of_fixed_size(engine: str) -> None:
     with pytest.raises(
-        errors.UsageError, match=f"{engine}:// keeps the directory of a dynamic group: leave world_size"
+        errors.UsageError, match=f"{engine}:// keeps the directory of a dynamic or elastic group: leave world_size"
     ):
         opened(f"{engine}://127.0.0.1:1", 0, 2, 30)
 
@@ -165,8 +167,54 @@ def test_workers_go_on_without_the_server_and_meet_again(server: Server) -> None
         assert made[0].run(call, "z") == made[2].run(call, "y") == 3
 
 
-@pytest.mark.parametrize("size", ["world_size", "min_workers", "max_workers"])
+def again(url: str, name: str, count: int) -> tuple[int, list[str], list[str]]:
+    """Join an elastic group, unless this worker is in it, and wait until it has so many workers."""
+    if rpc.current.worker is None:
+        generations.LAST_CALL = 0.3
+        options = TelegradOptions(init_method=url, rpc_timeout=PATIENCE)
+        rpc.init_rpc(name, min_workers=1, max_workers=3, rpc_backend_options=options)
+    while rpc.rendezvous_again().size != count:
+        sleep(0.01)
+    return rpc.generation().number, list(rpc.generation().survivors), names()
+
+
+def test_an_elastic_group_forms_its_generations_there(server: Server) -> None:
+    url = server.url
+    with processes(4) as made:
+        first = run_all(made[:3], lambda rank: again(url, f"w{rank}", 3))
+        assert [each[::2] for each in first] == [(1, first[0][2])] * 3
+        made[0].kill()
+        second = run_all(made[1:], lambda rank: again(url, f"w{rank + 1}", 3))
+        stay = [name for name in first[0][2] if name != "w0"]
+        assert second in ([(2, stay, [*stay, "w3"])] * 3, [(3, stay, [*stay, "w3"])] * 3)
+        run_all(made[1:], lambda _: rpc.shutdown())
+        assert made[1].run(again, server.url, "w1", 1)[0] == second[0][0] + 1  # the numbers go on
+
+
+def test_an_elastic_group_goes_on_without_the_server(server: Server) -> None:
+    url = server.url
+    with processes(3) as made:
+        run_all(made[:2], lambda rank: again(url, f"w{rank}", 2))
+        server.kill()
+        assert [each[0] for each in run_all(made[:2], lambda rank: again(url, f"w{rank}", 2))] == [1, 1]
+        made[2].begin(again, server.url, "w2", 3)
+        server.start()
+        assert [each[0] for each in run_all(made[:2], lambda rank: again(url, f"w{rank}", 3))] == [2, 2]
+        assert made[2].end()[0] == 2
+
+
+def test_elastic_and_dynamic_groups_do_not_mix_there(server: Server) -> None:
+    with processes(2) as (first, second):
+        first.run(join, server.url, "first")
+        with pytest.raises(AssertionError, match="mixes"):
+            second.run(again, server.url, "second", 1)
+        first.run(rpc.shutdown)
+        second.run(again, server.url, "second", 1)
+        with pytest.raises(AssertionError, match="mixes"):
+            first.run(join, server.url, "first")
+
+
 @pytest.mark.parametrize("url", ["etcd://127.0.0.1:1", "redis://127.0.0.1:1"])
-def test_groups_with_a_size_are_refused(url: str, size: str) -> None:
+def test_groups_of_fixed_size_are_refused(url: str) -> None:
     with pytest.raises(errors.UsageError, match=f"{url.partition(':')[0]}.*leave "):
-        rpc.init_rpc("w", rank=0, rpc_backend_options=TelegradOptions(init_method=url), **{size: 2})  # type: ignore[arg-type]
+        rpc.init_rpc("w", rank=0, world_size=2, rpc_backend_options=TelegradOptions(init_method=url))

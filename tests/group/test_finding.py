@@ -24,8 +24,11 @@ from telegrad.directory.protocol import Directory
 from telegrad.group import finding
 from telegrad.group.address import host_identity
 from telegrad.group.board import OPEN, SERVED, Board
-from telegrad.group.finding import POINTER, Found, Pointer, dynamic_group_lives, find_directory
+from telegrad.group.elastic import COME, GENERATION
+from telegrad.group.finding import POINTER, Found, Pointer, find_directory
+from telegrad.group.joining import _directory_is_used
 from telegrad.group.members import Member
+from telegrad.group.quorum import Arrival, Formed
 from telegrad.group.registry import Registry
 from telegrad.keyring import Keyring, new_key
 from telegrad.rpc.options import TelegradOptions
@@ -62,6 +65,13 @@ def finder() -> Iterator[Finder]:
     finder = Finder()
     yield finder
     finder.close()
+
+
+@pytest.fixture
+def listening() -> Iterator[Member]:
+    """Return a member that answers."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield Member("w", 1, "life", "", "host", "", server.getsockname()[:2])
 
 
 def pointer_in(store: Any) -> Pointer:
@@ -308,27 +318,41 @@ def test_a_damaged_note_is_no_note(finder: Finder, note: str) -> None:
 # Whether a group lives
 
 
-def test_a_dynamic_group_lives_while_one_of_its_members_does(finder: Finder) -> None:
+def test_a_dynamic_group_lives_while_one_of_its_members_does(finder: Finder, listening: Member) -> None:
     store = dist.HashStore()
-    alive = lambda _: True  # noqa: E731
-    assert not dynamic_group_lives(sealed(store), alive)
+    assert not _directory_is_used(sealed(store))
     found = finder.find(store)
-    assert not dynamic_group_lives(sealed(store), alive)
-    me = Member("w", 1, "life", "", "host", "", ("127.0.0.1", 1))
-    lease = found.directory.grant(LONG)
-    registry = Registry(found.directory, "")
-    registry.publish(registry.reserve(me, lease, alive), lease)
-    assert dynamic_group_lives(sealed(store), alive)
-    assert not dynamic_group_lives(sealed(store), lambda _: False)
-    Registry(found.directory, "").leave(me, lease)
-    assert not dynamic_group_lives(sealed(store), alive)
+    assert not _directory_is_used(sealed(store))
+    for me, lives in (listening, True), (listening._replace(incarnation="dead", tcp=("127.0.0.1", free_port())), False):
+        lease = found.directory.grant(LONG)
+        registry = Registry(found.directory, "")
+        registry.publish(registry.reserve(me, lease, lambda _: True), lease)
+        assert _directory_is_used(sealed(store)) == lives
+        Registry(found.directory, "").leave(me, lease)
+        assert not _directory_is_used(sealed(store))
+
+
+def test_an_elastic_group_lives_while_a_member_does_or_a_worker_that_waits(finder: Finder, listening: Member) -> None:
+    store = dist.HashStore()
+    directory = finder.find(store).directory
+    come = directory.swap(COME + "life", Arrival(listening).to_json().encode()).entry
+    assert come is not None
+    assert _directory_is_used(sealed(store))
+    directory.swap(COME + "life", None, come.revision)
+    assert not _directory_is_used(sealed(store))
+    revision = 0
+    for formed, lives in (Formed(1, (listening,)), True), (Formed(1, (listening,), has_ended=True), False):
+        entry = directory.swap(GENERATION, formed.to_json().encode(), revision).entry
+        assert entry is not None
+        revision = entry.revision
+        assert _directory_is_used(sealed(store)) == lives
 
 
 def test_no_group_lives_where_the_pointer_is_stale(finder: Finder, stranger: int) -> None:
     store = dist.HashStore()
     for port in (stranger, free_port()):
         point(store, Pointer("127.0.0.1", port, "host", "/nowhere"))
-        assert not dynamic_group_lives(sealed(store), lambda _: True)
+        assert not _directory_is_used(sealed(store))
 
 
 # Whole workers

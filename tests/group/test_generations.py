@@ -1,29 +1,30 @@
-"""How generations of elastic groups form at a store, with workers that are no more than entries there."""
+"""How generations of elastic groups form in a directory, with workers that are no more than entries there."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from pathlib import Path
-from time import monotonic, sleep
-from typing import Any
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from time import sleep
 
 import pytest
-from torch.distributed import PrefixStore
+import torch.distributed as dist
 
 from telegrad import errors
+from telegrad.directory.protocol import ABSENT, DirectoryLost, Swap
 from telegrad.group import generations
-from telegrad.group.board import Board
-from telegrad.group.generations import BOARD, Coming, Formed, Ground, end_at, lives_at, waiting_at
+from telegrad.group.elastic import COME, GENERATION, end, is_wanted, lives_in, look, someone_waits
+from telegrad.group.finding import Found
+from telegrad.group.generations import Coming
+from telegrad.group.held import HeldDirectory
 from telegrad.group.members import Member
-from telegrad.group.quorum import Arrival, Before, Limits
-from telegrad.group.rendezvous import Terms, new_terms
-from telegrad.group.stores import Meeting, open_store
-from telegrad.keyring import Keyring, new_key
-from tests.cluster import KEYS, PATIENCE, sealed
+from telegrad.group.quorum import Arrival, Before, Formed, Limits
+from telegrad.group.stores import Meeting
+from tests.cluster import KEYS, PATIENCE, sealed, wait_until
+from tests.directory.naive import NaiveClient, NaiveEngine
 
 WAIT = 20.0
+LONG = 60.0  # the ttl of a lease that does not end within a test
 
 
 def member(name: str, life: int = 0) -> Member:
@@ -31,19 +32,24 @@ def member(name: str, life: int = 0) -> Member:
 
 
 class Place:
-    """A file where they meet, and who is dead."""
+    """A directory in which they meet, and who is dead."""
 
-    def __init__(self, path: Path) -> None:
-        self.url = f"file://{path}"
-        self.stores = 1  # so many, one after the other
+    def __init__(self) -> None:
+        self.engine = NaiveEngine()
+        self.directory = self.engine.client()
         self.dead: set[str] = set()
         self.over = False
-        self._opened: list[Meeting] = []
         self._pool = ThreadPoolExecutor(8)
 
     def lives(self, who: Member) -> bool:
         assert not self.over, "the test is over"
         return who.incarnation not in self.dead
+
+    def held(self, client: NaiveClient | None = None, ttl: float = LONG) -> HeldDirectory:
+        held = HeldDirectory("file:///nowhere", KEYS, ttl)
+        held.keep(Meeting(sealed(dist.HashStore()), None, -1, None, file="the place"))
+        held.hold(Found(client or self.engine.client(PATIENCE)))
+        return held
 
     def come(
         self,
@@ -52,64 +58,41 @@ class Place:
         before: Before | None = None,
         life: int = 0,
         timeout: float = WAIT,
-        keys: Keyring = KEYS,
+        client: NaiveClient | None = None,
+        ttl: float = LONG,
     ) -> Future[Formed]:
-        ground = Ground(self.url, keys)
-        coming = Coming(ground, keys, limits, before or Before(), -1, timeout)
-        coming.meet(0)
-        return self._pool.submit(coming.join, ground, member(name, life), self.lives)
+        held = self.held(client, ttl)
+        coming = Coming(held, KEYS, limits, before or Before(), -1, timeout)
+        return self._pool.submit(coming.join, held, member(name, life), self.lives)
 
-    def store(self) -> Board:
-        return Board(self.ground().open(WAIT).store, BOARD)
+    def put(self, key: str, value: str) -> None:
+        found = self.engine.state.entries.get(key)
+        assert self.directory.swap(key, value.encode(), found.revision if found else ABSENT).done
 
-    def ground(self) -> Ground:
-        return Ground(self.url, KEYS)
+    def wait_for(self, *names: str) -> None:
+        """Wait until workers of these names want to be in the next generation."""
+        wait_until(lambda: {each.member.name for each in look(self.directory).arrivals} >= set(names))
 
-    def prepared(self, limits: Limits) -> Board:
-        """The first round of a group of which nobody has come yet but one that is gone."""
-        root = self.store()
-        root.claim_terms(new_terms(str(limits), member("first")).to_json())
-        root.swap("round", "", "1")
-        return Board(self.ground().open(WAIT).store, f"{BOARD}/1", group=root.group)
-
-    def open(self, *arguments: Any) -> Meeting:
-        """As `open_store`: the store that is there now. The file itself stays, since torch reads on where it was."""
-        meeting = open_store(*arguments)
-        self._opened.append(meeting)  # torch holds its half of a store of Python alone
-        return meeting._replace(store=sealed(PrefixStore(f"store {self.stores}", meeting.store.raw), meeting.keys))
-
-    def wait_until(self, seen: Callable[[Board], bool]) -> None:
-        until = monotonic() + PATIENCE
-        store = self.store()
-        while not (store.terms() and seen(store)):
-            assert monotonic() < until
-            sleep(0.01)
-
-    def wait_for_places(self, count: int, number: int = 1) -> None:
-        raw = self.ground().open(WAIT).store
-
-        def seen(root: Board) -> bool:
-            board = Board(raw, f"{BOARD}/{number}", group=root.group)
-            return board.number("places") >= count and bool(board.read(f"entry/{count}"))
-
-        self.wait_until(seen)
+    def history(self) -> list[Formed]:
+        """Return what has stood there as the last generation, one after the other."""
+        events = self.engine.state.events
+        return [Formed.from_json(each.entry.value) for each in events if each.key == GENERATION and each.entry]
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
-    made = Place(tmp_path / "store")
-    monkeypatch.setattr(generations, "open_store", made.open)
+def place() -> Iterator[Place]:
+    made = Place()
     yield made
     made.over = True
+    made.engine.kill()
 
 
 def names(formed: Formed) -> list[str]:
     return [each.name for each in formed.members]
 
 
-def as_before(formed: Formed, me: str, life: int = 0, without: tuple[str, ...] = ()) -> Before:
-    alive = tuple(each for each in formed.members if each.name not in without)
-    return Before(formed.number, alive, (), f"{me}/{life}")
+def before(formed: Formed, me: str, life: int = 0, without: tuple[str, ...] = ()) -> Before:
+    return Before(formed.number, formed.group, tuple(f"{name}/0" for name in without), f"{me}/{life}")
 
 
 def test_all_who_come_form_the_first_one(place: Place) -> None:
@@ -117,6 +100,7 @@ def test_all_who_come_form_the_first_one(place: Place) -> None:
     results = [future.result(WAIT) for future in coming]
     assert all(formed == results[0] for formed in results)
     assert (results[0].number, results[0].survivors, sorted(names(results[0]))) == (1, 0, ["a", "b", "c"])
+    assert not someone_waits(place.directory)
 
 
 def test_the_last_call(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,9 +121,9 @@ def test_survivors_come_first_and_let_in_who_waits(place: Place) -> None:
     gone, *stay = names(formed)
     place.dead.add(f"{gone}/0")
     newcomer = place.come("x", limits)
-    place.wait_for_places(1, 2)
-    assert waiting_at(place.ground().open(WAIT).store, formed, 4, place.lives)
-    again = [place.come(name, limits, as_before(formed, name), 1) for name in stay]
+    place.wait_for("x")
+    assert is_wanted(place.directory, formed, 4, place.lives)
+    again = [place.come(name, limits, before(formed, name), 1) for name in stay]
     for future in [newcomer, *again]:
         assert names(future.result(WAIT)) == [*stay, "x"]
         assert future.result(WAIT)[:3:2] == (2, 2)
@@ -148,84 +132,104 @@ def test_survivors_come_first_and_let_in_who_waits(place: Place) -> None:
 def test_one_who_died_as_it_waited_is_in_nobodys_way(place: Place) -> None:
     limits = Limits(2, 2)
     place.dead.add("dead/0")
-    board = place.prepared(limits)
-    board.write(f"entry/{board.increment('places')}", Arrival(member("dead")).to_json())
+    place.put(COME + "dead/0", Arrival(member("dead"), limits=str(limits)).to_json())
     coming = [place.come(name, limits) for name in "ab"]
     assert all(sorted(names(future.result(WAIT))) == ["a", "b"] for future in coming)
 
 
-def test_one_who_died_as_it_was_chosen_is_replaced(place: Place) -> None:
+def test_one_who_died_as_it_was_chosen_is_dropped_in_the_next(place: Place) -> None:
     limits = Limits(2, 2)
-    board = place.prepared(limits)
-    board.write(f"entry/{board.increment('places')}", Arrival(member("ghost")).to_json())
-    board.write("verdict", "[1, [1, 2], 0, []]")  # by the ghost, which dies then
-    board.increment("places")
-    board.write("entry/2", Arrival(member("ghost2")).to_json())
-    coming = [place.come(name, limits) for name in "ab"]
-    assert all(sorted(names(future.result(WAIT))) == ["a", "b"] for future in coming)
+    chosen = Formed(1, (member("ghost")._replace(id=0), member("a")._replace(id=1)), 0, str(limits))
+    first = place.come("a", limits)
+    place.wait_for("a")
+    place.put(GENERATION, chosen.to_json())  # by the ghost, which dies then
+    place.dead.add("ghost/0")
+    formed = first.result(WAIT)
+    assert names(formed) == ["ghost", "a"]
+    coming = [place.come("a", limits, before(formed, "a"), 1), place.come("b", limits)]
+    assert [names(future.result(WAIT)) for future in coming] == [["a", "b"]] * 2
 
 
-def test_a_chosen_one_that_never_takes_its_place(place: Place) -> None:
+def test_the_next_one_decides_where_the_first_has_died(place: Place) -> None:
     limits = Limits(2, 3)
-    board = place.prepared(limits)
-    board.write(f"entry/{board.increment('places')}", Arrival(member("ghost")).to_json())
-    coming = [place.come(name, limits) for name in "ab"]
-    place.wait_for_places(3)
-    place.dead.add("ghost/0")  # it had come first, and decides no more; or was chosen already
-    place.come("c", limits)
+    place.put(COME + "ghost/0", Arrival(member("ghost"), limits=str(limits)).to_json())
+    coming = [place.come(name, limits) for name in "abc"]
+    place.wait_for(*"abc")
+    sleep(0.1)
+    assert not place.history()  # the ghost is the one that decides
+    place.dead.add("ghost/0")
     assert all(len(names(future.result(WAIT))) == 3 for future in coming)
 
 
 def test_a_name_that_is_taken(place: Place) -> None:
     limits = Limits(2, 2)
     coming = [place.come("same", limits), place.come("same", limits, life=1)]
-    place.wait_for_places(2)  # who comes later waits for a place that gets free
+    wait_until(lambda: len(look(place.directory).arrivals) == 2)
     coming.append(place.come("other", limits))
     kinds = [type(future.exception(WAIT)) for future in coming]
     assert sorted(map(str, kinds)) == sorted(map(str, [type(None), type(None), errors.WorkerTaken]))
 
 
-def test_another_key_or_other_limits_are_told_to_who_has_them(place: Place) -> None:
+def test_who_comes_later_under_a_name_waits_until_it_gets_free(place: Place) -> None:
+    limits = Limits(1, 2)
+    coming = [place.come(name, limits) for name in "ab"]
+    formed = coming[0].result(WAIT)
+    late = place.come("a", limits, life=1)
+    place.wait_for("a")
+    assert not is_wanted(place.directory, formed, 3, place.lives)
+    place.dead.add("a/0")
+    again = place.come("b", limits, before(formed, "b"), 1)
+    assert names(again.result(WAIT)) == names(late.result(WAIT)) == ["b", "a"]
+
+
+def test_other_limits_are_told_to_who_has_them(place: Place) -> None:
     limits = Limits(2, 2)
     first = place.come("a", limits)
-    place.wait_for_places(1)
-    with pytest.raises(errors.AuthenticationFailed):
-        place.come("b", limits, keys=Keyring([new_key()])).result(WAIT)
-    with pytest.raises(errors.RendezvousError, match="min_workers and max_workers"):
+    place.wait_for("a")
+    with pytest.raises(errors.RendezvousError, match=r"of 2 to 3 workers, but 'a' .* one of 2: .* max_workers"):
         place.come("c", Limits(2, 3)).result(WAIT)
     second = place.come("d", limits)
     assert first.result(WAIT) == second.result(WAIT)
+    with pytest.raises(errors.RendezvousError, match="min_workers and max_workers"):
+        place.come("c", Limits(2, 3), life=1).result(WAIT)
 
 
-def test_terms_of_an_earlier_run_are_replaced(place: Place) -> None:
+def test_an_earlier_run_whose_workers_are_dead_is_followed_whatever_its_limits(place: Place) -> None:
     first = place.come("a", Limits(1, 1)).result(WAIT)
     place.dead.add("a/0")
-    formed = place.come("b", Limits(1, 2)).result(WAIT)
-    assert names(formed) == ["b"]
-    assert Terms.from_json(formed.terms).group == Terms.from_json(first.terms).group
+    formed = place.come("b", Limits(1, 2), timeout=1.0).result(WAIT)
+    assert (formed.number, names(formed), formed.limits) == (2, ["b"], "1 to 2")
+    assert formed.group == first.group
 
 
 def test_who_waits_for_a_group_that_ends_is_told(place: Place) -> None:
     formed = place.come("a", Limits(1, 1)).result(WAIT)
     spare = place.come("b", Limits(1, 1), timeout=0.5)
-    place.wait_for_places(1, 2)
+    place.wait_for("b")
     sleep(1.0)  # a spare waits longer than its time
     assert not spare.done()
-    assert not waiting_at(place.ground().open(WAIT).store, formed, 1, place.lives)
-    end_at(place.ground().open(WAIT), formed)
+    assert not is_wanted(place.directory, formed, 1, place.lives)
+    assert end(place.directory, formed)
     with pytest.raises(errors.GroupEnded, match="after generation 1"):
         spare.result(WAIT)
     place.dead |= {"a/0", "b/0"}
     assert names(place.come("c", Limits(1, 1)).result(WAIT)) == ["c"]
 
 
+def test_a_generation_that_was_followed_ends_nothing(place: Place) -> None:
+    limits = Limits(1, 1)
+    formed = place.come("a", limits).result(WAIT)
+    place.come("a", limits, before(formed, "a"), 1).result(WAIT)
+    assert not end(place.directory, formed)
+    assert not look(place.directory).running.has_ended
+
+
 def test_whether_a_group_is_there(place: Place) -> None:
-    store = place.ground().open(WAIT).store
-    assert not lives_at(store, place.lives)
+    assert not lives_in(place.directory, place.lives)
     place.come("a", Limits(1, 1)).result(WAIT)
-    assert lives_at(store, place.lives)
+    assert lives_in(place.directory, place.lives)
     place.dead.add("a/0")
-    assert not lives_at(store, place.lives)
+    assert not lives_in(place.directory, place.lives)
 
 
 def test_a_straggler_comes_back_as_a_new_one(place: Place) -> None:
@@ -233,136 +237,136 @@ def test_a_straggler_comes_back_as_a_new_one(place: Place) -> None:
     coming = [place.come(name, limits) for name in "ab"]
     formed = coming[0].result(WAIT)
     coming[1].result(WAIT)
-    second = place.come("a", limits, as_before(formed, "a"), 1, timeout=0.3).result(WAIT)
+    second = place.come("a", limits, before(formed, "a"), 1, timeout=0.3).result(WAIT)
     assert (second.number, names(second)) == (2, ["a"])
-    late = place.come("b", limits, as_before(formed, "b"), 1)
-    place.wait_for_places(1, 3)
-    third = place.come("a", limits, as_before(second, "a", 1), 2).result(WAIT)
+    late = place.come("b", limits, before(formed, "b"), 1, timeout=0.3)
+    place.wait_for("b")
+    sleep(0.7)  # it forms no generation without the one that runs
+    assert not late.done()
+    third = place.come("a", limits, before(second, "a", 1), 2).result(WAIT)
     assert third == late.result(WAIT)
     assert (third.number, names(third), third.survivors) == (3, ["a", "b"], 1)
 
 
-def test_who_loses_its_connection_keeps_its_place(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    losses = iter([True, True])
-    real = Board.wait
+def test_who_was_chosen_while_it_stood_and_left_out_comes_again_by_itself(place: Place) -> None:
+    limits = Limits(1, 2)
+    formed = Formed(2, (member("b", 1)._replace(id=0),), 1, str(limits))
+    first = place.come("a", limits, timeout=0.3)
+    place.wait_for("a")
+    place.put(GENERATION, formed.to_json())  # it has missed generation 1, which it was in
+    sleep(0.5)
+    assert not first.done()
+    second = place.come("b", limits, before(formed, "b", 1), 2)
+    assert names(second.result(WAIT)) == names(first.result(WAIT)) == ["b", "a"]
 
-    def wait(board: Board, key: str, until: float, *meanwhile: Callable[[], None]) -> str:
-        if key == "verdict" and next(losses, False):
-            raise errors.StoreLost("for a moment")
-        return real(board, key, until, *meanwhile)
 
-    monkeypatch.setattr(Board, "wait", wait)
-    coming = [place.come(name, Limits(2, 2)) for name in "ab"]
+# A directory that does not answer
+
+
+class Losing(NaiveClient):
+    """A client whose connection breaks behind the writes of some keys, which are done or not."""
+
+    def __init__(self, engine: NaiveEngine, key: str, done: bool) -> None:
+        super().__init__(engine, PATIENCE)
+        self._key, self._done = key, done
+        self.losses = 1
+
+    def swap(self, key: str, value: bytes | None, expected: int = ABSENT, lease: object = None) -> Swap:
+        if not key.startswith(self._key) or not self.losses:
+            return super().swap(key, value, expected, lease)  # type: ignore[arg-type]
+        self.losses -= 1
+        if self._done:
+            super().swap(key, value, expected, lease)  # type: ignore[arg-type]
+        raise DirectoryLost("the connection broke")
+
+
+@pytest.mark.parametrize("key", ["group", COME, GENERATION])
+@pytest.mark.parametrize("done", [True, False])
+def test_a_write_of_which_the_outcome_is_unknown_forms_one_generation(place: Place, key: str, done: bool) -> None:
+    clients = [Losing(place.engine, key, done) for _ in "ab"]
+    coming = [place.come(name, Limits(2, 2), client=client) for name, client in zip("ab", clients, strict=True)]
+    results = [future.result(WAIT) for future in coming]
+    assert results[0] == results[1]
+    assert [each.number for each in place.history()] == [1]
+    assert any(client.losses == 0 for client in clients)
+    assert not someone_waits(place.directory)
+
+
+def test_while_the_directory_is_away_those_who_come_wait(place: Place) -> None:
+    clients = [place.engine.client(0.05) for _ in "ab"]
+    coming = [place.come(name, Limits(2, 2), client=client) for name, client in zip("a", clients, strict=False)]
+    place.wait_for("a")
+    place.engine.kill()
+    sleep(0.3)
+    place.engine.start()
+    coming.append(place.come("b", Limits(2, 2), client=clients[1]))
     assert all(sorted(names(future.result(WAIT))) == ["a", "b"] for future in coming)
-    store = place.store()
-    assert store.terms()
-    assert Board(place.ground().open(WAIT).store, f"{BOARD}/1", group=store.group).number("places") == 2
 
 
-def test_who_was_found_dead_is_not_awaited_after_the_store_was_lost(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    limits = Limits(2, 2)
-    store = place.store()
-    store.claim_terms(new_terms(str(limits), member("gone")).to_json())
-    store.write("running", Formed(1, [member("gone")], 0).to_json())
-    place.dead.add("gone/0")
-    lost = threading.Event()
-    wait = Board.wait
-
-    def lossy(board: Board, key: str, until: float, *meanwhile: Callable[[], None]) -> str:
-        if key == "verdict" and not lost.is_set():
-            meanwhile[0]()  # which finds that it is dead
-            lost.set()
-            raise errors.StoreLost("for a moment")
-        return wait(board, key, until, *meanwhile)
-
-    monkeypatch.setattr(Board, "wait", lossy)
-    first = place.come("a", limits)
-    assert lost.wait(WAIT)
-    second = place.come("b", limits)
-    assert [names(future.result(WAIT)) for future in (first, second)] == [["a", "b"]] * 2
+def test_a_directory_that_stays_away_is_told_in_time(place: Place) -> None:
+    coming = place.come("a", Limits(2, 2), timeout=0.3, client=place.engine.client(0.05))
+    place.wait_for("a")
+    place.engine.kill()
+    with pytest.raises(DirectoryLost):
+        coming.result(WAIT)
 
 
-def test_who_loses_one_store_after_the_other_hears_that_its_generation_has_formed(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first, lost_twice = threading.Event(), threading.Event()
-    order, losses = iter([0, 1]), iter([True])
-    wait, read = Board.wait, Board.read
-
-    def lossy_wait(board: Board, key: str, *rest: Any) -> str:
-        second = key == "ready" and next(order) == 1
-        if second:
-            assert first.wait(WAIT)
-            place.stores += 1
-            raise errors.StoreLost("its server has died")
-        found = wait(board, key, *rest)
-        if key == "ready":
-            first.set()
-        return found
-
-    def lossy_read(board: Board, key: str) -> str:
-        if key == "running" and first.is_set() and next(losses, False):
-            lost_twice.set()
-            raise errors.StoreLost("the next one has, too")
-        return read(board, key)
-
-    monkeypatch.setattr(Board, "wait", lossy_wait)
-    monkeypatch.setattr(Board, "read", lossy_read)
-    coming = [place.come(name, Limits(2, 2)) for name in "ab"]
-    assert lost_twice.wait(WAIT)
-    formed = next(future for future in as_completed(coming, WAIT)).result()
-    waiting_at(place.ground().open(WAIT).store, formed, 2, place.lives)  # as its members do now and then
-    assert [future.result(WAIT) for future in coming] == [formed, formed]
+def test_who_has_lost_its_lease_comes_anew(place: Place) -> None:
+    first = place.come("a", Limits(2, 2))
+    place.wait_for("a")
+    with place.engine.changed:
+        for lease in list(place.engine.state.leases):
+            place.engine.state.revoke(lease)
+    wait_until(lambda: not someone_waits(place.directory))
+    second = place.come("b", Limits(2, 2))
+    assert first.result(WAIT) == second.result(WAIT)
 
 
-def test_who_comes_to_a_new_store_waits_for_those_who_wonder_whether_they_have_formed(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(generations, "LAST_CALL", 0.1)
-    limits = Limits(1, 4)
-    formed = place.come("a", limits).result(WAIT)
-    lost = threading.Event()
-    wait = Board.wait
-
-    def lossy(board: Board, key: str, *rest: Any) -> str:
-        if key == "ready" and not lost.is_set():
-            place.stores += 1
-            lost.set()
-            raise errors.StoreLost("its server has died")
-        return wait(board, key, *rest)
-
-    monkeypatch.setattr(Board, "wait", lossy)
-    again = place.come("a", limits, as_before(formed, "a"), 1)
-    assert lost.wait(WAIT)
-    place.wait_until(lambda store: bool(store.read("running")))
-    coming = [place.come(name, limits) for name in "bc"]
-    results = [future.result(WAIT) for future in [again, *coming]]
-    assert results[0].number == 2
-    assert names(results[0])[0] == "a"
-    assert results[1:] == results[:1] * 2
+def test_who_has_died_is_forgotten_with_its_lease(place: Place) -> None:
+    held = place.held(ttl=0.2)
+    held._over.set()  # as if its process was over
+    place.directory.swap(COME + "a/0", Arrival(member("a")).to_json().encode(), ABSENT, held.lease)
+    assert someone_waits(place.directory)
+    wait_until(lambda: not someone_waits(place.directory))
 
 
-def test_who_hears_late_of_a_store_that_was_lost_leaves_the_next_one_alone(place: Place) -> None:
-    ground = place.ground()
-    lost = ground.open(WAIT)
-    ground.forget(lost)
-    found = ground.open(WAIT)
-    ground.forget(lost)
-    assert ground.held is found
+def test_a_lease_is_renewed_as_long_as_it_is_held_and_ends_with_that(place: Place) -> None:
+    held = place.held(ttl=0.2)
+    first = held.lease
+    wait_until(lambda: held.lease.ends > first.ends + 0.4)
+    assert held.lease.id == first.id
+    held.close()
+    assert not place.engine.state.leases
+    with pytest.raises(DirectoryLost, match="has left"):
+        held.directory.list("")
 
 
-def test_two_threads_that_look_for_the_store_find_one(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    def slowly(*arguments: Any) -> Meeting:
-        sleep(0.05)
-        return open_store(*arguments)
+def test_survivors_refuse_a_directory_that_has_forgotten_them(place: Place) -> None:
+    formed = place.come("a", Limits(1, 1)).result(WAIT)
+    other = Place()
+    with pytest.raises(errors.DirectoryReset, match="start the group again"):
+        other.come("a", Limits(1, 1), before(formed, "a"), 1).result(WAIT)
+    assert not other.history()
 
-    monkeypatch.setattr(generations, "open_store", slowly)
-    ground = place.ground()
-    with ThreadPoolExecutor(2) as pool:
-        first, second = [pool.submit(ground.open, WAIT) for _ in range(2)]
-        assert first.result() is second.result() is ground.held
+
+def test_many_changes_that_were_missed_are_no_harm(place: Place) -> None:
+    first = place.come("a", Limits(2, 2))
+    place.wait_for("a")
+    place.engine.forget()
+    place.put("other", "change")
+    place.engine.forget()
+    assert names(place.come("b", Limits(2, 2)).result(WAIT)) == names(first.result(WAIT))
+
+
+def test_many_who_decide_at_once_form_one_generation_of_each_number(place: Place) -> None:
+    """All are late at the same moment, so all decide."""
+    limits = Limits(1)
+    coming = {name: place.come(name, limits, timeout=0.2) for name in "abcdef"}
+    formed = {name: future.result(WAIT) for name, future in coming.items()}
+    numbers = [each.number for each in place.history()]
+    assert numbers == list(range(1, len(numbers) + 1))
+    assert all(name in names(each) for name, each in formed.items())
+    assert len({each.number for each in formed.values()}) == len({each.to_json() for each in formed.values()})
 
 
 def test_interrupts_reach_who_waits(place: Place) -> None:
@@ -373,8 +377,8 @@ def test_interrupts_reach_who_waits(place: Place) -> None:
         raise KeyboardInterrupt
 
     place.come("a", Limits(1, 1)).result(WAIT)
-    ground = place.ground()
-    coming = Coming(ground, KEYS, Limits(1, 1), Before(), -1, WAIT)
+    held = place.held()
+    coming = Coming(held, KEYS, Limits(1, 1), Before(), -1, WAIT)
     with pytest.raises(KeyboardInterrupt):
-        coming.join(ground, member("b"), lives)
+        coming.join(held, member("b"), lives)
     assert ended.is_set()

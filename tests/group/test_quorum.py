@@ -7,38 +7,38 @@ import random
 import pytest
 
 from telegrad.group.members import Member
-from telegrad.group.quorum import Arrival, Before, Limits, Quorum, Verdict, members_of
+from telegrad.group.quorum import NONE, Arrival, Before, Formed, Limits, Quorum
+
+ANY = Limits(1)
 
 
 def member(name: str, id_: int = -1, life: int = 0) -> Member:
     return Member(name, id_, f"{name}/{life}", "program", "host", "", ("127.0.0.1", 1))
 
 
-def generation(number: int, *names: str, without: tuple[str, ...] = (), me: str = "") -> Before:
-    members = tuple(member(name, rank) for rank, name in enumerate(names) if name not in without)
-    return Before(number, members, tuple(f"{name}/0" for name in without), f"{me}/0" if me else "")
+def generation(number: int, *names: str, has_ended: bool = False) -> Formed:
+    return Formed(number, tuple(member(name, rank) for rank, name in enumerate(names)), has_ended=has_ended)
 
 
-def again(name: str, before: Before) -> Arrival:
-    """One who was in that generation."""
-    return Arrival(member(name, life=1), before._replace(me=f"{name}/0"))
+def again(name: str, number: int, without: tuple[str, ...] = (), limits: Limits = ANY) -> Arrival:
+    """Return a worker that was in that generation."""
+    before = Before(number, "group", tuple(f"{each}/0" for each in without), f"{name}/0")
+    return Arrival(member(name, life=1), before, str(limits))
 
 
-def new(name: str, rank: int = -1) -> Arrival:
-    return Arrival(member(name, rank, life=2))
+def new(name: str, rank: int = -1, limits: Limits = ANY) -> Arrival:
+    return Arrival(member(name, rank, life=2), limits=str(limits))
 
 
-def quorum(limits: Limits, *arrivals: Arrival) -> Quorum:
-    made = Quorum(limits)
-    for place, arrival in enumerate(arrivals, 1):
-        made.come(place, arrival)
-    return made
+def quorum(limits: Limits, *arrivals: Arrival, running: Formed = NONE, dead: tuple[str, ...] = ()) -> Quorum:
+    same = [each._replace(limits=str(limits)) for each in arrivals]
+    return Quorum(limits, running, same, {f"{name}/0" for name in dead})
 
 
 def names(made: Quorum, quiet: bool = False, late: bool = False) -> list[str]:
-    """Of the next generation, by rank."""
-    verdict = made.decide(quiet, late)
-    return [made.at(place).member.name for place in verdict.places] if verdict is not None else []
+    """Return those of the next generation, by rank."""
+    formed = made.decide(quiet, late)
+    return [each.name for each in formed.members] if formed is not None else []
 
 
 def test_the_first_generation_waits_for_the_most_or_for_a_last_call() -> None:
@@ -48,78 +48,102 @@ def test_the_first_generation_waits_for_the_most_or_for_a_last_call() -> None:
     assert names(quorum(limits, new("a"), new("b")), quiet=True) == ["a", "b"]
     assert names(quorum(limits, new("a"), new("b"), new("c"))) == ["a", "b", "c"]
     assert names(quorum(limits, new("a"), new("b"), new("c"), new("d"))) == ["a", "b", "c"]
-    assert quorum(limits, new("a"), new("b"), new("c")).decide(False, False) == Verdict(1, (1, 2, 3))
+    formed = quorum(limits, new("a"), new("b"), new("c")).decide(False, False)
+    assert formed is not None
+    assert (formed.number, formed.survivors, formed.limits, formed.has_ended) == (1, 0, "2 to 3", False)
+    assert [each.id for each in formed.members] == [0, 1, 2]
 
 
 def test_ranks_that_are_wished_are_heeded_among_those_who_are_new() -> None:
     assert names(quorum(Limits(1, 4), new("b"), new("c", 2), new("a", 0)), quiet=True) == ["a", "c", "b"]
 
 
+def test_workers_with_other_limits_are_not_counted() -> None:
+    limits = Limits(2)
+    assert names(Quorum(limits, NONE, [new("a", limits=limits), new("b", limits=Limits(3))]), quiet=True) == []
+
+
 def test_survivors_come_first_by_their_ranks() -> None:
-    before = generation(4, "a", "b", "c")
-    made = quorum(Limits(2, 4), new("x"), again("c", before), again("b", generation(4, "b", "c")), new("y"))
+    running = generation(4, "a", "b", "c")
+    come = new("x"), again("c", 4), again("b", 4), new("y")
+    made = quorum(Limits(2, 4), *come, running=running)
     assert made.awaited() == [member("a", 0)]
-    assert "'a'" in made.lacks()
+    assert "generation 4 runs: 'a' did not come" in made.lacks()
     assert made.missing() == ["a"]
     assert names(made) == []
-    made.dead = {"a/0"}
-    assert made.decide(False, False).number == 5
-    assert made.decide(False, False).survivors == 2
-    assert names(made) == ["c", "b", "x", "y"] or names(made) == ["b", "c", "x", "y"]
+    made = quorum(Limits(2, 4), *come, running=running, dead=("a",))
+    assert names(made) == ["b", "c", "x", "y"]
+    formed = made.decide(False, False)
+    assert formed is not None
+    assert (formed.number, formed.survivors) == (5, 2)
 
 
 def test_who_does_not_come_is_waited_for_until_it_is_late() -> None:
-    before = generation(1, "a", "b", "c")
-    made = quorum(Limits(2), again("a", before), again("b", before))
+    running = generation(1, "a", "b", "c")
+    made = quorum(Limits(2), again("a", 1), again("b", 1), running=running)
     assert names(made) == []
     assert names(made, late=True) == ["a", "b"]
-    assert names(quorum(Limits(3), again("a", before)), late=True) == []
+    assert names(quorum(Limits(3), again("a", 1), running=running), late=True) == []
 
 
 def test_who_was_left_out_is_not_waited_for() -> None:
-    before = generation(1, "a", "b", "c", without=("b",))
-    made = quorum(Limits(2), again("a", before), again("c", generation(1, "a", "b", "c")))
+    made = quorum(Limits(2), again("a", 1, without=("b",)), again("c", 1), running=generation(1, "a", "b", "c"))
     assert names(made) == ["a", "c"]
 
 
 def test_who_was_left_out_comes_back_as_a_new_one() -> None:
-    now = generation(2, "a", "c")
-    made = quorum(Limits(1), again("b", generation(1, "a", "b", "c")), again("a", now), again("c", now))
-    verdict = made.decide(False, False)
-    assert verdict == Verdict(3, (2, 3, 1), 2)
+    running = generation(2, "a", "c")
+    late = again("b", 1, without=("a",))  # what it knows of its own generation does not hold for this one
+    assert quorum(Limits(1), late, running=running).missing() == ["a", "c"]
+    formed = quorum(Limits(1), late, again("a", 2), again("c", 2), running=running).decide(False, False)
+    assert formed is not None
+    assert [each.name for each in formed.members] == ["a", "c", "b"]
+    assert formed.survivors == 2
 
 
 def test_those_who_are_new_wait_for_a_generation_that_runs() -> None:
-    made = quorum(Limits(1), new("x"))
-    made.running = generation(7, "a", "b")
-    assert names(made, quiet=True) == []
-    made.dead = {"a/0", "b/0"}
+    running = generation(7, "a", "b")
+    assert names(quorum(Limits(1), new("x"), running=running), quiet=True) == []
+    made = quorum(Limits(1), new("x"), running=running, dead=("a", "b"))
     assert names(made, quiet=True) == ["x"]
-    assert made.decide(True, False).number == 8
+    formed = made.decide(True, False)
+    assert formed is not None
+    assert (formed.number, formed.survivors) == (8, 0)
 
 
-def test_what_one_knows_of_a_generation_holds_where_the_store_has_forgotten_it() -> None:
-    spare = Arrival(member("x"), generation(7, "a", "b"))
-    assert names(quorum(Limits(1), spare, new("y")), quiet=True) == []
+def test_a_member_that_does_not_know_it_yet_is_waited_for_and_does_not_come_anew() -> None:
+    running = Formed(1, (new("a").member._replace(id=0), member("b", 1)))
+    made = quorum(Limits(1), new("a"), again("b", 1), running=running)
+    assert made.missing() == ["a"]
+    assert names(made, late=True) == ["b"]
+
+
+def test_after_a_group_that_has_ended_the_numbers_go_on() -> None:
+    running = generation(3, "a", "b", has_ended=True)
+    made = quorum(Limits(1), new("x"), again("a", 3), running=running)
+    assert made.awaited() == []
+    formed = made.decide(True, False)
+    assert formed is not None
+    assert (formed.number, formed.survivors, len(formed.members)) == (4, 0, 2)
 
 
 def test_a_name_is_refused_to_the_second_who_has_it() -> None:
-    before = generation(1, "a", "b")
-    made = quorum(Limits(1), new("a"), again("a", before), again("b", before), new("c"))
-    assert made.decide(False, False) == Verdict(2, (2, 3, 4), 2, ((1, 2),))
+    made = quorum(Limits(1), new("a"), again("a", 1), again("b", 1), new("c"), running=generation(1, "a", "b"))
+    formed = made.decide(False, False)
+    assert formed is not None
+    assert [each.incarnation for each in formed.members] == ["a/1", "b/1", "c/2"]
 
 
 def test_who_has_no_name_gets_one_by_its_role_and_rank() -> None:
     arrivals = [Arrival(member("", life=number)._replace(role="actor", incarnation=str(number))) for number in range(3)]
-    made = quorum(Limits(3, 3), *arrivals)
-    assert made.decide(False, False).places == (1, 2, 3)
-    assert [each.name for each in members_of(arrivals)] == ["actor0", "actor1", "actor2"]
-    assert [each.id for each in members_of(arrivals)] == [0, 1, 2]
+    formed = quorum(Limits(3, 3), *arrivals).decide(False, False)
+    assert formed is not None
+    assert [each.name for each in formed.members] == ["actor0", "actor1", "actor2"]
+    assert [each.id for each in formed.members] == [0, 1, 2]
 
 
 def test_room_is_for_survivors_first() -> None:
-    before = generation(1, "a", "b")
-    made = quorum(Limits(1, 2), new("x"), again("b", before), again("a", before))
+    made = quorum(Limits(1, 2), new("x"), again("b", 1), again("a", 1), running=generation(1, "a", "b"))
     assert names(made) == ["a", "b"]
 
 
@@ -132,16 +156,16 @@ def test_what_is_lacking_is_told(limits: Limits) -> None:
 
 
 def test_all_travels_as_text() -> None:
-    arrival = again("a", generation(3, "a", "b", without=("b",)))
+    arrival = again("a", 3, without=("b",))
     assert Arrival.from_json(arrival.to_json()) == arrival
-    verdict = Verdict(3, (2, 1), 1, ((4, 2),))
-    assert Verdict.from_json(verdict.to_json()) == verdict
+    formed = generation(3, "a", "b")._replace(survivors=1, limits="2", has_ended=True)
+    assert Formed.from_json(formed.to_json()) == formed
+    assert Formed.from_json(formed._replace(group="group").to_json()).group == ""
 
 
 def test_the_order_of_coming_changes_nothing_for_survivors() -> None:
-    before = generation(1, *"abcde")
     for seed in range(50):
         chance = random.Random(seed)
-        arrivals = [again(name, before) for name in "abcde"]
+        arrivals = [again(name, 1) for name in "abcde"]
         chance.shuffle(arrivals)
-        assert names(quorum(Limits(1), *arrivals)) == list("abcde")
+        assert names(quorum(Limits(1), *arrivals, running=generation(1, *"abcde"))) == list("abcde")

@@ -21,8 +21,8 @@ from telegrad.directory.protocol import Directory
 from telegrad.group import sealing
 from telegrad.group.board import OPEN, SERVED, Board
 from telegrad.group.files import FileStore
-from telegrad.group.generations import Coming, Ground, waiting_at
-from telegrad.group.members import Member
+from telegrad.group.generations import Coming
+from telegrad.group.held import HeldDirectory
 from telegrad.group.quorum import Before, Limits
 from telegrad.group.renewing import Renewal
 from telegrad.group.sealing import SealedStore, Sealer
@@ -210,20 +210,18 @@ def test_a_group_of_fixed_size_in_a_store_that_lasts(file: KeyFile, tmp_path: pa
 
 
 def test_an_elastic_group(file: KeyFile, tmp_path: pathlib.Path) -> None:
-    keys = file.ring()
-    ground = Ground(f"file://{tmp_path}/store", keys)
-    one = Member("w", -1, "life", "program", "host", "", ("127.0.0.1", 1))
-    formed = Coming(ground, keys, Limits(1, 1), Before(), -1, PATIENCE).join(ground, one, lambda _: True)
-    store = ground.open(PATIENCE).store
-    file.put(OLD, NEW)
-    file.put(NEW, OLD)
-    assert not waiting_at(store, formed, 1, lambda _: True)  # the look of the leader
-    assert unreadable(store.raw) == []
-    file.put(NEW)
-    before = Before(formed.number, tuple(formed.members), (), "life")
-    other = Ground(f"file://{tmp_path}/store", Keyring([NEW]))
-    coming = Coming(other, other.keys, Limits(1, 1), before, -1, PATIENCE)
-    assert coming.join(other, one._replace(incarnation="next"), lambda _: True).number == 2
+    def meet(held: HeldDirectory) -> Meeting:
+        return Coming(held, held.keys, Limits(1, 1), Before(), -1, PATIENCE).meet(0)
+
+    first, second = (HeldDirectory(f"file://{tmp_path}/store", keys, 60.0) for keys in (file.ring(), Keyring([NEW])))
+    with contextlib.closing(first), contextlib.closing(second):
+        with ending([begin("w", partial(meet, first))]) as (worker,):
+            file.replace(FileStore(f"{tmp_path}/store"))
+            assert worker.turning is not None
+            assert worker.turning.generation.number == 1
+        with ending([begin("w", partial(meet, second))]) as (worker,):
+            assert worker.turning is not None
+            assert worker.turning.generation.number == 2
 
 
 def test_a_store_without_workers(file: KeyFile) -> None:

@@ -105,18 +105,22 @@ def test_terms_bind_a_board_to_their_group() -> None:
         third.read("a")
 
 
-def test_many_add_to_a_number() -> None:
+def add(board: Board, number: int) -> None:
+    """Add one number to a list, as many do at once."""
+    while True:
+        before = board.read("n")
+        more = f"{before} {number}"
+        if board.swap("n", before, more) == more:
+            return
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_of_many_that_write_at_once_each_builds_on_what_it_has_read(shared: bool) -> None:
     store = dist.HashStore()
+    board = Board(sealed(store))
     with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(lambda _: Board(sealed(store)).increment("n"), range(64)))
-    assert sorted(found) == list(range(1, 65))
-
-
-def test_many_add_to_a_number_over_one_store() -> None:
-    board = Board(sealed(dist.HashStore()))
-    with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(lambda _: board.increment("n"), range(64)))
-    assert sorted(found) == list(range(1, 65))
+        list(pool.map(lambda number: add(board if shared else Board(sealed(store)), number), range(64)))
+    assert sorted(map(int, board.read("n").split())) == list(range(64))
 
 
 def test_no_write_brings_an_older_serial_back() -> None:

@@ -25,9 +25,8 @@ import torch
 from telegrad import autograd, errors, rpc
 from telegrad.agent.agent import Agent
 from telegrad.devices.maps import Devices
-from telegrad.group.generations import Formed
 from telegrad.group.members import Member
-from telegrad.group.quorum import Arrival, Before, Verdict
+from telegrad.group.quorum import Arrival, Before, Formed
 from telegrad.keyring import Keyring
 from telegrad.rpc import current
 from telegrad.rpc.worker import Worker
@@ -228,14 +227,13 @@ def handshake() -> list[str]:
 
 
 def entries() -> dict[str, str]:
-    """What stands in a store."""
+    """What stands in a store, or in a directory."""
     devices = Devices(1, {"w1": {"cuda:0": "cuda:0"}}, ("cuda:0",))
     member = Member("w0", 0, INCARNATIONS["w0"], "program", "host", "socket", ("127.0.0.1", 29500), devices, "actor")
     return {
         "member": member.to_json(),
-        "arrival": Arrival(member, Before(1, (member,), ("gone",), member.incarnation)).to_json(),
-        "verdict": Verdict(2, (3, 1), 1, ((2, 1),)).to_json(),
-        "formed": Formed(2, [member], 1).to_json(),
+        "arrival": Arrival(member, Before(1, "group", ("gone",), member.incarnation), "2 to 4").to_json(),
+        "formed": Formed(2, (member,), 1, "2 to 4").to_json(),
     }
 
 

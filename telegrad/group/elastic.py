@@ -1,0 +1,82 @@
+"""What an elastic group keeps in its directory.
+
+    elastic/generation  the last generation that has formed (`Formed`); whether the group has ended with it
+    elastic/come/LIFE   a worker that wants to be in the next one (`Arrival`); hangs on the lease of its process
+
+A generation forms by one compare-and-set of `elastic/generation`, which has the number of the one before plus one. So
+there is one generation of each number, whoever decides, and also where several workers do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from telegrad.directory.protocol import ABSENT, Directory
+from telegrad.group.members import Member
+from telegrad.group.quorum import NONE, Arrival, Formed
+
+PREFIX = "elastic/"
+GENERATION, COME = PREFIX + "generation", PREFIX + "come/"
+
+IsAlive = Callable[[Member], bool]
+
+
+class View(NamedTuple):
+    """What stands in the directory at one revision."""
+
+    revision: int
+    running: Formed
+    since: int  # the revision at which that was written
+    arrivals: tuple[Arrival, ...]  # in the order in which they came
+    came: dict[str, int]  # the revisions at which they did, by incarnation
+
+
+def look(directory: Directory) -> View:
+    """Read which generation runs, and who has come."""
+    listing = directory.list(PREFIX)
+    running = next((each for each in listing.entries if each.key == GENERATION), None)
+    come = sorted((each for each in listing.entries if each.key.startswith(COME)), key=lambda each: each.created)
+    arrivals = tuple(Arrival.from_json(each.value) for each in come)
+    return View(
+        listing.revision,
+        Formed.from_json(running.value) if running is not None else NONE,
+        running.revision if running is not None else ABSENT,
+        arrivals,
+        {each.member.incarnation: entry.created for each, entry in zip(arrivals, come, strict=True)},
+    )
+
+
+def is_wanted(directory: Directory, mine: Formed, most: int, is_alive: IsAlive) -> bool:
+    """Return True if a worker waits that could come into the generation after `mine`."""
+    arrivals = [Arrival.from_json(entry.value) for entry in directory.list(COME).entries]
+    return any(_may_come(arrival, mine, most) and is_alive(arrival.member) for arrival in arrivals)
+
+
+def _may_come(arrival: Arrival, mine: Formed, most: int) -> bool:
+    if arrival.member.incarnation in mine.lives:
+        return False
+    if arrival.before.me in mine.lives:
+        return True  # it has not waited for the others
+    has_room = not most or len(mine.members) < most
+    return has_room and arrival.member.name not in {member.name for member in mine.members}
+
+
+def lives_in(directory: Directory, is_alive: IsAlive) -> bool:
+    """Return True if an elastic group runs, or forms, in this directory."""
+    view = look(directory)
+    running = () if view.running.has_ended else view.running.members
+    return any(map(is_alive, (*running, *(each.member for each in view.arrivals))))
+
+
+def someone_waits(directory: Directory) -> bool:
+    """Return True if a worker wants to be in the next generation."""
+    return bool(directory.list(COME).entries)
+
+
+def end(directory: Directory, mine: Formed) -> bool:
+    """Write that the group has ended in order with this generation; return False where another one has formed since."""
+    view = look(directory)
+    if view.running.number != mine.number:
+        return False
+    return directory.swap(GENERATION, mine._replace(has_ended=True).to_json().encode(), view.since).done
