@@ -125,7 +125,8 @@ class Keeper:
     def _close_pipe(self, process: subprocess.Popen[bytes]) -> None:
         """Close the pipe: a process that still runs ends."""
         assert process.stdin is not None
-        process.stdin.close()
+        with contextlib.suppress(OSError):  # it has ended, and what was written last cannot be
+            process.stdin.close()
 
 
 def _reap(process: subprocess.Popen[bytes]) -> None:

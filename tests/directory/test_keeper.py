@@ -123,6 +123,11 @@ def test_a_server_goes_on_without_its_keeper_until_no_lease_is_left(keeper: Keep
     assert not os.path.exists(keeper.path)
 
 
+def test_a_keeper_leaves_a_process_that_was_killed(keeper: Keeper) -> None:
+    end(keeper)
+    keeper.leave()
+
+
 def test_a_killed_server_is_started_by_another_keeper_with_what_it_knew(keeper: Keeper) -> None:
     client = EmbeddedDirectory(keeper.address, KEYS)
     entry = written(client.swap("a", b"1", lease=client.grant(30.0)))

@@ -1,0 +1,167 @@
+"""How a process holds the directory of its elastic group, and what it does where that or the store is lost."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from telegrad.directory.keeper import Keeper
+from telegrad.directory.protocol import DirectoryLost
+from telegrad.group.board import Board
+from telegrad.group.elastic import COME, GENERATION, look
+from telegrad.group.finding import POINTER, Found, Pointer, connect, find_directory
+from telegrad.group.held import HeldDirectory
+from telegrad.group.members import Member
+from telegrad.group.places import is_here
+from telegrad.group.quorum import Arrival, Formed
+from telegrad.group.stores import Meeting, join_store
+from tests.cluster import KEYS, PATIENCE, free_port, opened, wait_until
+
+FORMED = Formed(1, (Member("w", 0, "life", "", "host", "", ("127.0.0.1", 1)),), limits="1")
+
+
+class Place:
+    """Where processes meet; here they are several of one."""
+
+    def __init__(self, url: str, port: int = 0) -> None:
+        self.url = url
+        self._port = port
+        self.made: list[HeldDirectory] = []
+
+    def hold(self) -> HeldDirectory:
+        held = HeldDirectory(self.url, KEYS, 60.0)
+        if self.made and self._port:  # a process can serve its store twice
+            store = join_store("127.0.0.1", self._port, KEYS, PATIENCE)
+            held.keep(Meeting(store, "127.0.0.1", -1, None, self._port))
+        meeting = held.meet(PATIENCE)
+        found = find_directory(meeting.store, meeting.where, meeting.serves, "127.0.0.1", time.monotonic() + PATIENCE)
+        held.hold(found)
+        self.made.append(held)
+        return held
+
+
+@pytest.fixture
+def place() -> Iterator[Place]:
+    port = free_port()
+    made = Place(f"tcp://127.0.0.1:{port}", port)
+    yield made
+    for held in made.made:
+        held.close()
+
+
+def meeting_of(held: HeldDirectory) -> Meeting:
+    return held.meet(0)
+
+
+def found_of(held: HeldDirectory) -> Found:
+    assert held.found is not None
+    return held.found
+
+
+def keeper_of(held: HeldDirectory) -> Keeper:
+    keeping = found_of(held).keeping
+    assert keeping is not None
+    assert keeping._keeper is not None
+    return keeping._keeper
+
+
+def form(held: HeldDirectory) -> None:
+    held.directory.swap(GENERATION, FORMED.to_json().encode())
+
+
+def test_the_store_is_served_anew_by_another_process_and_leads_to_the_same_directory(place: Place) -> None:
+    first, second = place.hold(), place.hold()
+    form(first)
+    assert meeting_of(first).serves
+    assert not meeting_of(second).serves
+    store = meeting_of(second).store
+    second.serve_again()
+    assert meeting_of(second).store is store  # it has not gone
+    first.close()
+    second.serve_again()
+    assert meeting_of(second).serves
+    assert look(place.hold().directory).running == FORMED
+
+
+@pytest.mark.parametrize("why", ["launched", "elsewhere"])
+def test_a_store_that_is_not_for_the_workers_to_serve_is_left_alone(place: Place, why: str) -> None:
+    first, second = place.hold(), place.hold()
+    if why == "launched":
+        second._found = found_of(second)._replace(launched=True)
+    else:
+        second.keep(meeting_of(second)._replace(host="192.0.2.7"))
+        assert not is_here("192.0.2.7")
+    first.close()
+    second.serve_again()
+    assert not meeting_of(second).serves
+
+
+def test_a_directory_that_was_killed_with_its_keeper_is_started_again_from_its_file(place: Place) -> None:
+    first, second = place.hold(), place.hold()
+    form(first)
+    keeper = keeper_of(first)
+    keeper._listener.close()  # as if that worker had died
+    os.kill(keeper.pid, signal.SIGKILL)
+    found_of(first).keeping._stop()
+    second.restart()
+    assert look(second.directory).running == FORMED
+    second.renew()
+
+
+def test_a_directory_of_another_host_is_not_started_here(place: Place) -> None:
+    second = place.hold()
+    found = found_of(second)
+    assert found.pointer is not None
+    elsewhere = found._replace(keeping=None, pointer=found.pointer._replace(machine="another"))
+    for each in (elsewhere, elsewhere._replace(pointer=None), found._replace(keeping=None, launched=True)):
+        second._found = each
+        second.restart()
+        assert found_of(second).keeping is None
+    second._found = found
+
+
+def test_the_last_that_lets_go_of_it_ends_it(place: Place) -> None:
+    first, second = place.hold(), place.hold()
+    pointer = found_of(first).pointer
+    assert pointer is not None
+    first.close()
+    assert os.path.exists(pointer.path)
+    second.renew()
+    second.close()
+    wait_until(lambda: not os.path.exists(pointer.path))
+    with pytest.raises(DirectoryLost, match="has left"):
+        second.renew()
+    second.close()
+    second.serve_again()
+    second.restart()
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_store_that_stays_leads_nowhere_once_the_group_has_ended(tmp_path: os.PathLike[str], waits: bool) -> None:
+    place = Place(f"file://{tmp_path}/store")
+    first, second = place.hold(), place.hold()
+    form(first)
+    if waits:
+        second.directory.swap(COME + "life", Arrival(FORMED.members[0]).to_json().encode(), 0, second.lease)
+    first.close(FORMED)
+    pointer = Board(opened(place.url, -1, None, PATIENCE).store).read(POINTER)
+    assert bool(pointer) == waits
+    running = look(second.directory).running
+    assert running == FORMED._replace(has_ended=True)
+    second.close()
+
+
+def test_a_process_that_does_not_end_the_group_leaves_the_pointer(tmp_path: os.PathLike[str]) -> None:
+    place = Place(f"file://{tmp_path}/store")
+    first, second = place.hold(), place.hold()
+    form(first)
+    first.close()
+    pointer = Pointer.from_json(Board(opened(place.url, -1, None, PATIENCE).store).read(POINTER))
+    with contextlib.closing(connect(pointer, KEYS)) as directory:
+        assert look(directory).running == FORMED
+    second.close()
