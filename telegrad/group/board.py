@@ -19,10 +19,9 @@ GONE = "gone"  # what stands for the mark where no store answers, or not yet
 class Board:
     """Part of a store: the keys behind a prefix. Never asked to wait: torch's own waits cannot be interrupted."""
 
-    def __init__(self, store: SealedStore, prefix: str = "", group: str = "") -> None:
-        """`group`: the identity to which all values but the terms are bound; else `terms` and `claim_terms` find it."""
+    def __init__(self, store: SealedStore, prefix: str = "") -> None:
         self._prefix = prefix
-        self.group = group
+        self.group = ""  # to whose identity all values but the terms are bound; `terms` and `claim_terms` find it
         self._store = store
 
     @contextlib.contextmanager

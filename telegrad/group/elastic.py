@@ -25,26 +25,20 @@ IsAlive = Callable[[Member], bool]
 class View(NamedTuple):
     """What stands in the directory at one revision."""
 
-    revision: int
-    running: Formed
-    since: int  # the revision at which that was written
-    arrivals: tuple[Arrival, ...]  # in the order in which they came
-    came: dict[str, int]  # the revisions at which they did, by incarnation
+    revision: int = 0
+    running: Formed = NONE
+    since: int = ABSENT  # the revision at which that was written
+    arrivals: tuple[Arrival, ...] = ()  # in the order in which they came
+    came: tuple[int, ...] = ()  # the revisions at which they did
 
 
 def look(directory: Directory) -> View:
     """Read which generation runs, and who has come."""
-    listing = directory.list(PREFIX)
-    running = next((each for each in listing.entries if each.key == GENERATION), None)
-    come = sorted((each for each in listing.entries if each.key.startswith(COME)), key=lambda each: each.created)
+    revision, entries = directory.list(PREFIX)
+    running = [(Formed.from_json(each.value), each.revision) for each in entries if each.key == GENERATION]
+    come = sorted((each for each in entries if each.key.startswith(COME)), key=lambda each: each.created)
     arrivals = tuple(Arrival.from_json(each.value) for each in come)
-    return View(
-        listing.revision,
-        Formed.from_json(running.value) if running is not None else NONE,
-        running.revision if running is not None else ABSENT,
-        arrivals,
-        {each.member.incarnation: entry.created for each, entry in zip(arrivals, come, strict=True)},
-    )
+    return View(revision, *(running or [(NONE, ABSENT)])[0], arrivals, tuple(each.created for each in come))
 
 
 def is_wanted(directory: Directory, mine: Formed, most: int, is_alive: IsAlive) -> bool:
@@ -67,11 +61,6 @@ def lives_in(directory: Directory, is_alive: IsAlive) -> bool:
     view = look(directory)
     running = () if view.running.has_ended else view.running.members
     return any(map(is_alive, (*running, *(each.member for each in view.arrivals))))
-
-
-def someone_waits(directory: Directory) -> bool:
-    """Return True if a worker wants to be in the next generation."""
-    return bool(directory.list(COME).entries)
 
 
 def end(directory: Directory, mine: Formed) -> bool:

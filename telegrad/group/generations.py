@@ -18,7 +18,7 @@ from telegrad.errors import GroupEnded, GroupIncomplete, RendezvousError, Worker
 from telegrad.group.elastic import COME, GENERATION, PREFIX, IsAlive, View, look
 from telegrad.group.held import HeldDirectory
 from telegrad.group.members import Member
-from telegrad.group.quorum import NONE, Arrival, Before, Formed, Limits, Quorum
+from telegrad.group.quorum import Arrival, Before, Formed, Limits, Quorum
 from telegrad.group.registry import Registry
 from telegrad.group.stores import Meeting, open_store
 from telegrad.keyring import Keyring
@@ -71,10 +71,11 @@ class _Joining:
         self._timeout = coming.timeout
         self._is_alive = is_alive
         self._until = monotonic() + coming.timeout
-        self._view = View(0, NONE, ABSENT, (), {})
+        self._view = View()
         self._quorum = Quorum(coming.limits)
         self._came = monotonic()  # when the last one did, as this worker saw it
         self._waits_for = coming.before.number  # the last generation that has run while this worker waited for the next
+        self._lost = ""  # why the directory cannot be asked
         self._dead: set[str] = set()
         self._knocked: dict[str, float] = {}  # when, by incarnation
 
@@ -85,8 +86,10 @@ class _Joining:
                 try:
                     return self._join_in(self._held.directory)
                 except LeaseLost:
-                    self._held.renew()
-                except DirectoryLost:
+                    with contextlib.suppress(DirectoryLost):
+                        self._held.renew()
+                except DirectoryLost as error:
+                    self._lost = f"the directory of the group does not answer: {error}"
                     if monotonic() > self._until:
                         raise
                     self._held.restart()
@@ -102,7 +105,8 @@ class _Joining:
         arrival = Arrival(self._me, self._before, str(self._limits))
         while True:
             self._look(directory)
-            mine = self._view.came.get(self._me.incarnation, ABSENT)
+            come = [each.member.incarnation for each in self._view.arrivals]
+            mine = self._view.came[come.index(self._me.incarnation)] if self._me.incarnation in come else ABSENT
             if self._me.incarnation in self._view.running.lives:
                 if mine != ABSENT:
                     directory.swap(COME + self._me.incarnation, None, mine)
@@ -122,9 +126,9 @@ class _Joining:
 
     def _look(self, directory: Directory) -> None:
         """Read who has come, and see who of the last generation lives."""
-        known = self._view.came
-        self._view = look(directory)
-        if self._view.came.keys() - known:
+        known, self._view = self._view, look(directory)
+        self._lost = ""
+        if max(self._view.came, default=0) > max(known.came, default=0):
             self._came = monotonic()
         running = self._view.running
         self._quorum = Quorum(self._limits, running, self._view.arrivals, self._dead)
@@ -190,7 +194,7 @@ class _Joining:
 
     def _text(self) -> str:
         me = self._me.name or self._me.role
-        return f"{self._quorum.lacks()} ({me!r} joins an elastic group of {self._limits} workers)"
+        return f"{self._lost or self._quorum.lacks()} ({me!r} joins an elastic group of {self._limits} workers)"
 
     def __repr__(self) -> str:
         return f"<Joining of {self._me}: {self._quorum!r}>"

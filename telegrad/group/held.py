@@ -14,7 +14,7 @@ from telegrad.errors import TelegradError
 from telegrad.group.address import host_identity
 from telegrad.group.board import GONE, mark_of
 from telegrad.group.dynamic import PATIENCE, RENEWALS
-from telegrad.group.elastic import end, someone_waits
+from telegrad.group.elastic import COME, end
 from telegrad.group.finding import Found, Keeping, note, withdraw, write_pointer
 from telegrad.group.places import is_here
 from telegrad.group.quorum import Formed
@@ -35,7 +35,7 @@ class HeldDirectory:
         self._ttl = ttl
         self._lock = threading.Lock()  # guards changes of these two; held while a store is opened
         self._meeting: Meeting | None = None
-        self._found: Found | None = None
+        self.found: Found | None = None  # the directory
         self.lease = Lease(0, ttl, 0.0)  # no lock: stored as a whole
         self._over = threading.Event()
         self._thread = Background("telegrad-lease", self._main)
@@ -52,27 +52,18 @@ class HeldDirectory:
             return self._meeting
 
     @property
-    def found(self) -> Found | None:
-        """The directory, once it is found."""
-        return self._found
-
-    @property
     def directory(self) -> Directory:
-        """The same. Raises DirectoryLost where this process has let go of it."""
-        found = self._found
+        """The directory that is held. Raises DirectoryLost where there is none."""
+        found = self.found
         if found is None:
             raise DirectoryLost("this process has left the directory of its group")
         return found.directory
 
-    def hold(self, found: Found) -> None:
-        """Hold this directory from now on. Raises DirectoryLost, and holds nothing."""
+    def hold(self, meeting: Meeting, found: Found) -> None:
+        """Hold this directory from now on, to which that store points. Raises DirectoryLost, and holds nothing."""
         self.lease = found.directory.grant(self._ttl)
-        self._found = found
+        self._meeting, self.found = meeting, found
         self._thread.want()
-
-    def keep(self, meeting: Meeting) -> None:
-        """Keep the store, which may be another one than was opened first."""
-        self._meeting = meeting
 
     def renew(self) -> None:
         """Renew the lease, or begin another one where it has ended. Raises DirectoryLost."""
@@ -89,16 +80,16 @@ class HeldDirectory:
     def restart(self) -> None:
         """Have the process of the directory started again, if it ran on this host and was killed with its keeper."""
         with self._lock:
-            found = self._found
+            found = self.found
             if found is None or found.keeping is not None or found.pointer is None or found.launched:
                 return
             if found.pointer.machine == host_identity():
-                self._found = found._replace(keeping=Keeping(self.keys, found.pointer.host, found.pointer, True))
+                self.found = found._replace(keeping=Keeping(self.keys, found.pointer.host, found.pointer, True))
 
     def serve_again(self) -> None:
         """Serve the store anew if it has gone and was served on this host: newcomers find the directory by it."""
         with self._lock, contextlib.suppress(TelegradError):
-            meeting, found = self._meeting, self._found
+            meeting, found = self._meeting, self.found
             if meeting is None or found is None or found.pointer is None or found.launched or meeting.serves:
                 return
             host, port = meeting.place
@@ -114,7 +105,7 @@ class HeldDirectory:
         """Let go of it. `ended`: the generation with which the group has ended in order; workers that wait are told."""
         with self._lock:
             meeting, self._meeting = self._meeting, None
-            found, self._found = self._found, None
+            found, self.found = self.found, None
         self._over.set()
         if meeting is None or found is None:
             return
@@ -130,10 +121,10 @@ class HeldDirectory:
         try:
             with contextlib.suppress(TelegradError, RuntimeError):  # it is lost, or was lost with its store
                 if ended is not None and end(found.directory, ended) and found.pointer is not None:
-                    withdraw(meeting.store, lambda: someone_waits(found.directory))
+                    withdraw(meeting.store, lambda: bool(found.directory.list(COME).entries))
                 found.directory.revoke(self.lease)
         finally:
             done.set()
 
     def __repr__(self) -> str:
-        return f"<HeldDirectory at {self._init_method}: {self._found or 'to be found'}>"
+        return f"<HeldDirectory at {self._init_method}: {self.found or 'to be found'}>"

@@ -61,26 +61,24 @@ def join(meeting: Meeting, me: Member, silence: float, timeout: float) -> Joined
 def _join_dynamic(meeting: Meeting, me: Member, silence: float, timeout: float) -> Joined:
     """Register in the directory of the group."""
 
-    def enter(found: Found) -> tuple[DynamicGroup, Member]:
+    def enter(meeting: Meeting, found: Found) -> Joined:
         if lives_in(found.directory, is_alive):
             raise mixed(me)
         group = DynamicGroup(found.directory, "", ttl_of(silence), found.launched)
         try:
-            return group, group.join(me, shows_life)
+            joined = group.join(me, shows_life)
         except BaseException:
             group.leave()
             raise
+        store = _kept(meeting)
+        group.keeps(store, found.keeping)
+        return Joined(joined, group, meeting.keys.within(group.identity), renewal=_renewal(found.directory, store))
 
-    meeting, found, (group, me) = _enter_directory(meeting, me, timeout, enter)
-    store = _kept(meeting)
-    group.keeps(store, found.keeping)
-    return Joined(me, group, meeting.keys.within(group.identity), renewal=_renewal(found.directory, store))
+    return _enter_directory(meeting, me, timeout, enter)
 
 
-def _enter_directory(
-    meeting: Meeting, me: Member, timeout: float, enter: Callable[[Found], T]
-) -> tuple[Meeting, Found, T]:
-    """Find the directory of the group, and call `enter` with it; return its result, and the store as it is then.
+def _enter_directory(meeting: Meeting, me: Member, timeout: float, enter: Callable[[Meeting, Found], T]) -> T:
+    """Find the directory of the group, and return what `enter` does with it and the store.
 
     The directory, or the store that points to it, may be lost meanwhile.
     """
@@ -100,7 +98,7 @@ def _enter_directory(
                 wait.look()
                 continue
             try:
-                entered = enter(found)
+                entered = enter(meeting, found)
             except BaseException as error:
                 found.directory.close()
                 if found.keeping is not None:
@@ -111,7 +109,7 @@ def _enter_directory(
                 raise
             if found.pointer is not None and not mark_of(meeting.store):
                 write_pointer(meeting.store, found.pointer)  # the last member before may have withdrawn it meanwhile
-            return meeting, found, entered
+            return entered
 
 
 def _kept(meeting: Meeting) -> SealedStore | None:
@@ -170,14 +168,13 @@ def _join_static(meeting: Meeting, me: Member, size: int, timeout: float) -> Ros
 def _join_elastic(meeting: Meeting, coming: Coming, held: HeldDirectory, me: Member, timeout: float) -> Joined:
     """Form the next generation in the directory, which is found for the first one."""
 
-    def enter(found: Found) -> None:
+    def enter(meeting: Meeting, found: Found) -> None:
         if _dynamic_group_lives(found.directory):
             raise mixed(me)
-        held.hold(found)
+        held.hold(meeting, found)
 
     if held.found is None:
-        meeting, *_ = _enter_directory(meeting, me, timeout, enter)
-        held.keep(meeting)
+        _enter_directory(meeting, me, timeout, enter)
     else:
         held.serve_again()
     generation = coming.join(held, me, is_alive)

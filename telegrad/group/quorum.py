@@ -95,13 +95,9 @@ class Quorum:
         arrivals: Sequence[Arrival] = (),
         dead: Collection[str] = (),
     ) -> None:
-        """Decide for a group of these limits.
+        """`running` is the last generation that has formed; `arrivals` are in the order in which the workers came.
 
-        Args:
-            limits: how many workers a generation has.
-            running: the last generation that has formed.
-            arrivals: the workers that have come, in their order.
-            dead: the incarnations of workers that were found dead.
+        `dead`: the incarnations of workers that were found dead.
         """
         self._limits = limits
         self._running = running
@@ -136,9 +132,7 @@ class Quorum:
     def decide(self, quiet: bool, late: bool) -> Formed | None:
         """Return the next generation, if it is complete.
 
-        Args:
-            quiet: no worker has come for some time.
-            late: members of the last generation are not waited for any longer.
+        `quiet`: no worker has come for some time. `late`: members of the last one are not waited for any longer.
         """
         if self.awaited() and not late:
             return None

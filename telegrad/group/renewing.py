@@ -1,9 +1,9 @@
 """Has one process seal a store anew while the group's key is replaced, where no other thread looks at that store.
 
-The leader of an elastic group looks at its store all the time, and renews it. Others are read now and then, also by
-workers that know the new key alone: the store that points to the directory of a dynamic group, and such a directory
-itself where its values are sealed; the store of a group of fixed size whose server is no worker (a file, the store of
-torchrun), which is read again when its workers are started again; and the one that `telegrad run` keeps.
+These are read now and then, also by workers that know the new key alone: the store that points to the directory of a
+dynamic or elastic group, and such a directory itself where its values are sealed; the store of a group of fixed size
+whose server is no worker (a file, the store of torchrun), which is read again when its workers are started again; and
+the one that `telegrad run` keeps.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from functools import partial
 from math import inf
 from time import monotonic
 
-from telegrad.errors import PeerError, PeerLost, RendezvousError, StoreUntrusted
+from telegrad.errors import PeerError, PeerLost, RendezvousError
 from telegrad.group.elastic import IsAlive, is_wanted
 from telegrad.group.held import HeldDirectory
 from telegrad.group.members import Identity, Member, listed
@@ -45,7 +45,7 @@ class Turning:
         )
         self._greet: Callable[[], None] = lambda: None  # have this worker hear of all ends; likewise
         self._has_greeted = False
-        self._distrusted = ""  # what was logged last of a value in the directory that is not authentic; of the thread
+        self._failed = ""  # why the last look has, as it was logged; of the thread
         self.went_on: Callable[[set[int]], None] = lambda _: None  # called with those who went on as this worker leaves
         self._gone: queue.SimpleQueue[Member | None] = queue.SimpleQueue()  # None: look, or end
         self._closed = False  # stored once
@@ -55,13 +55,9 @@ class Turning:
         post.lost.append(self._on_lost)
 
     def begin(self, held: HeldDirectory | None, most: int, is_alive: IsAlive, greet: Callable[[], None]) -> None:
-        """The worker has joined.
+        """The worker has joined. `held` is where the next generation forms, unless that is a launcher's affair.
 
-        Args:
-            held: the directory in which the next generation forms, unless that is a launcher's affair.
-            most: how many workers that may have; 0 for any number.
-            is_alive: tells whether a worker answers.
-            greet: has this worker hear of the end of any other one, which the leader must.
+        `greet` has this worker hear of the end of any other, which the leader must.
         """
         self._greet = greet
         if held is not None:
@@ -195,15 +191,13 @@ class Turning:
         held.serve_again()
         try:
             waits = is_wanted(held.directory, self.generation, most, is_alive)
-        except StoreUntrusted as error:
-            if (said := str(error)) != self._distrusted:
-                self._distrusted = said
+        except RendezvousError as error:  # the directory does not answer, or a stranger writes there
+            if (said := str(error)) != self._failed and not self._closed:
+                self._failed = said
                 log.warning("telegrad: worker %r cannot see who waits to join its group: %s", self._me.name, said)
-            return
-        except RendezvousError as error:
-            log.debug("telegrad: the directory of an elastic group does not answer: %s", error)
             held.restart()
             return
+        self._failed = ""
         self._act(lambda: self._steps.want(waits))
 
     def __repr__(self) -> str:

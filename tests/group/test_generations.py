@@ -13,7 +13,7 @@ import torch.distributed as dist
 from telegrad import errors
 from telegrad.directory.protocol import ABSENT, DirectoryLost, Swap
 from telegrad.group import generations
-from telegrad.group.elastic import COME, GENERATION, end, is_wanted, lives_in, look, someone_waits
+from telegrad.group.elastic import COME, GENERATION, end, is_wanted, lives_in, look
 from telegrad.group.finding import Found
 from telegrad.group.generations import Coming
 from telegrad.group.held import HeldDirectory
@@ -47,8 +47,8 @@ class Place:
 
     def held(self, client: NaiveClient | None = None, ttl: float = LONG) -> HeldDirectory:
         held = HeldDirectory("file:///nowhere", KEYS, ttl)
-        held.keep(Meeting(sealed(dist.HashStore()), None, -1, None, file="the place"))
-        held.hold(Found(client or self.engine.client(PATIENCE)))
+        meeting = Meeting(sealed(dist.HashStore()), None, -1, None, file="the place")
+        held.hold(meeting, Found(client or self.engine.client(PATIENCE)))
         return held
 
     def come(
@@ -100,7 +100,7 @@ def test_all_who_come_form_the_first_one(place: Place) -> None:
     results = [future.result(WAIT) for future in coming]
     assert all(formed == results[0] for formed in results)
     assert (results[0].number, results[0].survivors, sorted(names(results[0]))) == (1, 0, ["a", "b", "c"])
-    assert not someone_waits(place.directory)
+    assert not place.directory.list(COME).entries
 
 
 def test_the_last_call(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,7 +289,7 @@ def test_a_write_of_which_the_outcome_is_unknown_forms_one_generation(place: Pla
     assert results[0] == results[1]
     assert [each.number for each in place.history()] == [1]
     assert any(client.losses == 0 for client in clients)
-    assert not someone_waits(place.directory)
+    assert not place.directory.list(COME).entries
 
 
 def test_while_the_directory_is_away_those_who_come_wait(place: Place) -> None:
@@ -317,7 +317,7 @@ def test_who_has_lost_its_lease_comes_anew(place: Place) -> None:
     with place.engine.changed:
         for lease in list(place.engine.state.leases):
             place.engine.state.revoke(lease)
-    wait_until(lambda: not someone_waits(place.directory))
+    wait_until(lambda: not place.directory.list(COME).entries)
     second = place.come("b", Limits(2, 2))
     assert first.result(WAIT) == second.result(WAIT)
 
@@ -326,8 +326,8 @@ def test_who_has_died_is_forgotten_with_its_lease(place: Place) -> None:
     held = place.held(ttl=0.2)
     held._over.set()  # as if its process was over
     place.directory.swap(COME + "a/0", Arrival(member("a")).to_json().encode(), ABSENT, held.lease)
-    assert someone_waits(place.directory)
-    wait_until(lambda: not someone_waits(place.directory))
+    assert place.directory.list(COME).entries
+    wait_until(lambda: not place.directory.list(COME).entries)
 
 
 def test_a_lease_is_renewed_as_long_as_it_is_held_and_ends_with_that(place: Place) -> None:

@@ -37,10 +37,10 @@ class Place:
         held = HeldDirectory(self.url, KEYS, 60.0)
         if self.made and self._port:  # a process can serve its store twice
             store = join_store("127.0.0.1", self._port, KEYS, PATIENCE)
-            held.keep(Meeting(store, "127.0.0.1", -1, None, self._port))
+            held._meeting = Meeting(store, "127.0.0.1", -1, None, self._port)
         meeting = held.meet(PATIENCE)
         found = find_directory(meeting.store, meeting.where, meeting.serves, "127.0.0.1", time.monotonic() + PATIENCE)
-        held.hold(found)
+        held.hold(meeting, found)
         self.made.append(held)
         return held
 
@@ -92,9 +92,9 @@ def test_the_store_is_served_anew_by_another_process_and_leads_to_the_same_direc
 def test_a_store_that_is_not_for_the_workers_to_serve_is_left_alone(place: Place, why: str) -> None:
     first, second = place.hold(), place.hold()
     if why == "launched":
-        second._found = found_of(second)._replace(launched=True)
+        second.found = found_of(second)._replace(launched=True)
     else:
-        second.keep(meeting_of(second)._replace(host="192.0.2.7"))
+        second._meeting = meeting_of(second)._replace(host="192.0.2.7")
         assert not is_here("192.0.2.7")
     first.close()
     second.serve_again()
@@ -119,10 +119,10 @@ def test_a_directory_of_another_host_is_not_started_here(place: Place) -> None:
     assert found.pointer is not None
     elsewhere = found._replace(keeping=None, pointer=found.pointer._replace(machine="another"))
     for each in (elsewhere, elsewhere._replace(pointer=None), found._replace(keeping=None, launched=True)):
-        second._found = each
+        second.found = each
         second.restart()
         assert found_of(second).keeping is None
-    second._found = found
+    second.found = found
 
 
 def test_the_last_that_lets_go_of_it_ends_it(place: Place) -> None:

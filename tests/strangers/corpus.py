@@ -102,7 +102,8 @@ def store(data: bytes) -> None:
                 found.compare_set("n", "", "1")
         return
     raw = dist.HashStore()
-    board = Board(SealedStore(raw, KEYS), "p", group="g")
+    board = Board(SealedStore(raw, KEYS), "p")
+    board.group = "g"
     raw.set("p/n", content.decode("utf-8", "replace"))
     if kind % 4 == 1:
         with contextlib.suppress(StoreUntrusted):

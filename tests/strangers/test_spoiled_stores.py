@@ -169,7 +169,7 @@ def spoiled_between_generations(port: int) -> list[tuple[str, str]]:
     elastic = rpc.current.joined().elastic
     elastic.turning_of(rpc.current.joined())._steps.want(True)  # somebody waits to come in
     found = elastic._held.found  # as if that was a server of others, with values that a stranger has written
-    elastic._held._found = found._replace(directory=SealedDirectory(found.directory, KEYS, "place"))
+    elastic._held.found = found._replace(directory=SealedDirectory(found.directory, KEYS, "place"))
     return [outcome(act) for act in (rpc.rendezvous_again, rpc.workers, lambda: rpc.rpc_sync("w", abs, (1,)))] + [
         outcome(rpc.shutdown),
         outcome(rpc.workers),
