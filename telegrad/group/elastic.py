@@ -22,7 +22,7 @@ GENERATION, COME = PREFIX + "generation", PREFIX + "come/"
 IsAlive = Callable[[Member], bool]
 
 
-class View(NamedTuple):
+class ElasticState(NamedTuple):
     """What stands in the directory at one revision."""
 
     revision: int = 0
@@ -32,13 +32,13 @@ class View(NamedTuple):
     came: tuple[int, ...] = ()  # the revisions at which they did
 
 
-def look(directory: Directory) -> View:
+def look(directory: Directory) -> ElasticState:
     """Read which generation runs, and who has come."""
     revision, entries = directory.list(PREFIX)
     running = [(Formed.from_json(each.value), each.revision) for each in entries if each.key == GENERATION]
     come = sorted((each for each in entries if each.key.startswith(COME)), key=lambda each: each.created)
     arrivals = tuple(Arrival.from_json(each.value) for each in come)
-    return View(revision, *(running or [(NONE, ABSENT)])[0], arrivals, tuple(each.created for each in come))
+    return ElasticState(revision, *(running or [(NONE, ABSENT)])[0], arrivals, tuple(each.created for each in come))
 
 
 def is_wanted(directory: Directory, mine: Formed, most: int, is_alive: IsAlive) -> bool:
@@ -58,14 +58,14 @@ def _may_come(arrival: Arrival, mine: Formed, most: int) -> bool:
 
 def lives_in(directory: Directory, is_alive: IsAlive) -> bool:
     """Return True if an elastic group runs, or forms, in this directory."""
-    view = look(directory)
-    running = () if view.running.has_ended else view.running.members
-    return any(map(is_alive, (*running, *(each.member for each in view.arrivals))))
+    state = look(directory)
+    running = () if state.running.has_ended else state.running.members
+    return any(map(is_alive, (*running, *(each.member for each in state.arrivals))))
 
 
 def end(directory: Directory, mine: Formed) -> bool:
     """Write that the group has ended in order with this generation; return False where another one has formed since."""
-    view = look(directory)
-    if view.running.number != mine.number:
+    state = look(directory)
+    if state.running.number != mine.number:
         return False
-    return directory.swap(GENERATION, mine._replace(has_ended=True).to_json().encode(), view.since).done
+    return directory.swap(GENERATION, mine._replace(has_ended=True).to_json().encode(), state.since).done

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from telegrad.directory.protocol import ABSENT, Compacted, Directory, DirectoryLost, DirectoryReset, LeaseLost
 from telegrad.errors import GroupEnded, GroupIncomplete, RendezvousError, WorkerTaken
-from telegrad.group.elastic import COME, GENERATION, PREFIX, IsAlive, View, look
+from telegrad.group.elastic import COME, GENERATION, PREFIX, ElasticState, IsAlive, look
 from telegrad.group.held import HeldDirectory
 from telegrad.group.members import Member
 from telegrad.group.quorum import Arrival, Before, Formed, Limits, Quorum
@@ -71,7 +71,7 @@ class _Joining:
         self._timeout = coming.timeout
         self._is_alive = is_alive
         self._until = monotonic() + coming.timeout
-        self._view = View()
+        self._state = ElasticState()
         self._quorum = Quorum(coming.limits)
         self._came = monotonic()  # when the last one did, as this worker saw it
         self._waits_for = coming.before.number  # the last generation that has run while this worker waited for the next
@@ -105,16 +105,16 @@ class _Joining:
         arrival = Arrival(self._me, self._before, str(self._limits))
         while True:
             self._look(directory)
-            come = [each.member.incarnation for each in self._view.arrivals]
-            mine = self._view.came[come.index(self._me.incarnation)] if self._me.incarnation in come else ABSENT
-            if self._me.incarnation in self._view.running.lives:
+            come = [each.member.incarnation for each in self._state.arrivals]
+            mine = self._state.came[come.index(self._me.incarnation)] if self._me.incarnation in come else ABSENT
+            if self._me.incarnation in self._state.running.lives:
                 if mine != ABSENT:
                     directory.swap(COME + self._me.incarnation, None, mine)
-                return self._view.running._replace(group=group)
+                return self._state.running._replace(group=group)
             if mine == ABSENT:
                 directory.swap(COME + self._me.incarnation, arrival.to_json().encode(), ABSENT, self._held.lease)
                 continue
-            first = next(each for each in self._view.arrivals if self._lives(each.member))
+            first = next(each for each in self._state.arrivals if self._lives(each.member))
             self._check(mine, first)
             decides = first.member.incarnation == self._me.incarnation
             late = monotonic() > self._until
@@ -122,16 +122,16 @@ class _Joining:
                 continue
             self._wait.look()
             with contextlib.suppress(Compacted):  # much has changed
-                directory.watch(PREFIX if decides else GENERATION, self._view.revision, self._pause(decides))
+                directory.watch(PREFIX if decides else GENERATION, self._state.revision, self._pause(decides))
 
     def _look(self, directory: Directory) -> None:
         """Read who has come, and see who of the last generation lives."""
-        known, self._view = self._view, look(directory)
+        known, self._state = self._state, look(directory)
         self._lost = ""
-        if max(self._view.came, default=0) > max(known.came, default=0):
+        if max(self._state.came, default=0) > max(known.came, default=0):
             self._came = monotonic()
-        running = self._view.running
-        self._quorum = Quorum(self._limits, running, self._view.arrivals, self._dead)
+        running = self._state.running
+        self._quorum = Quorum(self._limits, running, self._state.arrivals, self._dead)
         if running.has_ended and running.number >= self._waits_for > 0:
             raise GroupEnded(
                 f"the group for which {self._me} has waited has ended in order, after generation {running.number}"
@@ -145,9 +145,9 @@ class _Joining:
 
     def _check(self, mine: int, first: Arrival) -> None:
         """Raise an error where this worker, which came at the revision `mine`, cannot come into the group."""
-        running = self._view.running
+        running = self._state.running
         for other in running.members:
-            if other.name == self._me.name and self._view.since > mine and not running.has_ended:
+            if other.name == self._me.name and self._state.since > mine and not running.has_ended:
                 raise WorkerTaken(
                     f"the name {self._me.name!r} is not unique, two workers claim it: {other} and {self._me}. Give "
                     "each its own; or give a role and no name, and each gets one"
@@ -165,7 +165,7 @@ class _Joining:
         formed = self._quorum.decide(monotonic() - self._came > LAST_CALL, late)
         if formed is not None:
             if all(self._lives(member, fresh=True) for member in formed.members):
-                directory.swap(GENERATION, formed.to_json().encode(), self._view.since)
+                directory.swap(GENERATION, formed.to_json().encode(), self._state.since)
             return True
         if late:
             raise GroupIncomplete(
