@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from time import sleep
 
@@ -59,11 +59,11 @@ class Place:
         life: int = 0,
         timeout: float = WAIT,
         client: NaiveClient | None = None,
-        ttl: float = LONG,
+        lives: Callable[[Member], bool] | None = None,
     ) -> Future[Formed]:
-        held = self.held(client, ttl)
+        held = self.held(client)
         coming = Coming(held, KEYS, limits, before or Before(), -1, timeout)
-        return self._pool.submit(coming.join, held, member(name, life), self.lives)
+        return self._pool.submit(coming.join, held, member(name, life), lives or self.lives)
 
     def put(self, key: str, value: str) -> None:
         found = self.engine.state.entries.get(key)
@@ -331,9 +331,9 @@ def test_who_has_died_is_forgotten_with_its_lease(place: Place) -> None:
 
 
 def test_a_lease_is_renewed_as_long_as_it_is_held_and_ends_with_that(place: Place) -> None:
-    held = place.held(ttl=0.2)
+    held = place.held(ttl=3.0)
     first = held.lease
-    wait_until(lambda: held.lease.ends > first.ends + 0.4)
+    wait_until(lambda: held.lease.ends > first.ends + 0.5)
     assert held.lease.id == first.id
     held.close()
     assert not place.engine.state.leases
@@ -367,6 +367,18 @@ def test_many_who_decide_at_once_form_one_generation_of_each_number(place: Place
     assert numbers == list(range(1, len(numbers) + 1))
     assert all(name in names(each) for name, each in formed.items())
     assert len({each.number for each in formed.values()}) == len({each.to_json() for each in formed.values()})
+
+
+def test_one_that_decides_behind_another_changes_nothing(place: Place) -> None:
+    def lives(who: Member) -> bool:
+        wait_until(place.history)  # asked of the other one, before this one writes what it has decided
+        return True
+
+    first = place.come("a", Limits(2, 2), lives=lives)
+    place.wait_for("a")
+    second = place.come("b", Limits(2, 2), timeout=0.1)  # it is late, and decides, too
+    assert first.result(WAIT) == second.result(WAIT)
+    assert [each.number for each in place.history()] == [1]
 
 
 def test_interrupts_reach_who_waits(place: Place) -> None:
