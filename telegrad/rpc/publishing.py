@@ -204,6 +204,8 @@ class Offers:
         self._offers: dict[str, Offer] = {}
         self._given_up: set[int] = set()  # the tokens of claims that were given up, and may still stand
         self._hears_of_losses = False
+        self._shuts_down = threading.Event()
+        self._worker.before_end.append(lambda _: self._shuts_down.set())
         self.registration = Registration(self._worker, _directory_of_group, self._claim_changed, self._lose_all)
         agent.run_at_once(_directory_of_group)
         agent.run_at_once(_found_here)
@@ -257,7 +259,7 @@ class Offers:
             ShutDown: this worker has left, or does not publish the value any more.
             PeerLost: the worker that would keep the directory has gone.
         """
-        while not self._agent.closed and self._offers.get(offer.name) is offer:
+        while not self._leaves and self._offers.get(offer.name) is offer:
             try:
                 group = self.registration.group(0)
                 claim = group.claim(offer.name)
@@ -308,10 +310,17 @@ class Offers:
         if again:
             self._agent.run(self._take_over, offer, False)
 
+    @property
+    def _leaves(self) -> bool:
+        """Return True if this worker leaves, and must take no value over from one that leaves with it."""
+        parting, serving = self._worker.parting, self._worker.membership.serving
+        leaves = parting.all_leave() if parting.together else self._shuts_down.is_set() or serving.leaves
+        return leaves or self._agent.closed
+
     def _take_over(self, offer: Offer) -> None:
         """Claim a value that nobody owns, or may own, and make it, in the place of `publish`."""
         with self._lock:
-            if self._offers.get(offer.name) is not offer:
+            if self._offers.get(offer.name) is not offer or self._leaves:
                 return
             if offer.is_busy:
                 offer.again = True

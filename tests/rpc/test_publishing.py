@@ -21,7 +21,7 @@ from telegrad.rpc import current
 from telegrad.rpc.cluster import start
 from telegrad.rpc.options import TelegradOptions
 from telegrad.rpc.worker import Worker
-from tests.cluster import KEYS, PATIENCE, agents, processes
+from tests.cluster import KEYS, PATIENCE, agents, processes, wait_until
 
 
 class Crowd:
@@ -111,6 +111,43 @@ def test_who_stands_by_takes_over_and_references_follow(crowd: Crowd) -> None:
     assert crowd.on("w0", where, found) == "w2"
     assert crowd.on("w0", lambda: found.rpc_sync().add(1)) == 21
     assert found.owner_name() == "w2"
+
+
+begun, gate = threading.Event(), threading.Event()
+
+
+def hold() -> None:
+    begun.set()
+    gate.wait(PATIENCE)
+
+
+def test_a_value_is_not_made_again_by_who_leaves_with_its_owner(crowd: Crowd) -> None:
+    """As the group ends: w2 is held up by a call, and sees that w1, which owned the value, has left."""
+    made: list[str] = []
+
+    def make(name: str) -> Counter:
+        made.append(name)
+        return Counter()
+
+    crowd.add("w3")
+    for name in ("w1", "w2"):
+        crowd.on(name, rpc.publish, "counter", partial(make, name))
+    with ThreadPoolExecutor(3) as pool:
+        held = pool.submit(crowd.on, "w3", rpc.rpc_sync, "w2", hold)
+        assert begun.wait(PATIENCE)
+        served = [pool.submit(crowd.workers[name].serve, ()) for name in ("w1", "w2")]
+        wait_until(lambda: all(crowd.workers[name].membership.serving._only_serves for name in ("w1", "w2")))
+        crowd.workers.pop("w0").shutdown(True, 0)
+        served[0].result(PATIENCE)
+        claims = crowd.workers["w2"].directory.claims
+        wait_until(lambda: not claims["counter"].life)
+        assert crowd.workers["w3"].agent.call("w2", len, ("later",), None) == len("later")
+        gate.set()
+        held.result(PATIENCE)
+        served[1].result(PATIENCE)
+    assert made == ["w1"]
+    for name in ("w1", "w2"):
+        del crowd.workers[name]
 
 
 def test_who_comes_back_has_the_value_again(crowd: Crowd) -> None:
