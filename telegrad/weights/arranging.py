@@ -236,7 +236,11 @@ class _Arrangement:
 def _taken_apart(tree: Any) -> tuple[bytes, list[Tensor]]:
     """The tree without its tensors, as bytes, and these."""
     distributed = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())  # else there is none
-    for name, value in named(tree):
+    try:
+        values = [*named(tree)]
+    except RecursionError:
+        raise InvalidArgument("what is published contains itself, or more parts within each other than fit") from None
+    for name, value in values:
         if is_lazy(value):
             raise InvalidArgument(f"{name!r} has no values yet: run the lazy module once before it is published")
         if isinstance(value, distributed):

@@ -352,6 +352,10 @@ def test_what_is_said_of_mistakes() -> None:
             on(learner, Publisher, "policy", model)
         with pytest.raises(InvalidArgument, match="source must be a module"):
             on(learner, Publisher, "other", 3)
+        endless: list[Any] = [torch.ones(1)]
+        endless.append(endless)
+        with pytest.raises(InvalidArgument, match="contains itself"):
+            on(learner, Publisher, "endless", {"a": endless}).publish()
         with pytest.raises(InvalidArgument, match="meta"):
             on(learner, Publisher, "other", {"a": torch.empty(3, device="meta")}).publish()
         reader = on(actor, Subscriber, "w0", "policy")
