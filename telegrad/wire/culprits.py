@@ -11,6 +11,7 @@ from telegrad.errors import CannotEncode, UsageError
 from telegrad.wire.bound import BoundToProcess
 from telegrad.wire.functions import name_of
 from telegrad.wire.program import GUARD
+from telegrad.wire.stories import first_line
 
 DEEPEST = 12  # parts of parts that are looked at
 _ADVICE = "Send what it is made of, or keep it where it is and call functions there"
@@ -30,7 +31,9 @@ def blame(value: Any, same_program: bool, can_dump: Callable[[Any, bool], bool],
     where, within, advice = "", "", _ADVICE
     for _ in range(DEEPEST):
         if isinstance(error, UsageError) and any("__reduce_ex__" in vars(kind) for kind in type(value).__mro__[:-1]):
-            return CannotEncode(f"{where.lstrip('.') or 'a value'}{within} cannot be sent: {error}")  # it says why
+            return CannotEncode(
+                f"{where.lstrip('.') or 'a value'}{within} cannot be sent: {first_line(error)}"
+            )  # it says why
         parts = _parts_of(value, same_program, top=not where)
         bad = next((part for part in parts if not can_dump(part[1], same_program)), None)
         if bad is None:
@@ -47,7 +50,7 @@ def blame(value: Any, same_program: bool, can_dump: Callable[[Any, bool], bool],
     advice = error.advice if isinstance(error, BoundToProcess) else advice
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
     where = where.lstrip(".") or "a value"
-    return CannotEncode(f"{where}{within} ({kind}) cannot be sent: {error}. {advice}")
+    return CannotEncode(f"{where}{within} ({kind}) cannot be sent: {first_line(error)}. {advice}")
 
 
 def _parts_of(value: Any, same_program: bool, top: bool) -> Iterable[Part]:

@@ -169,11 +169,22 @@ class Open:
         self.rows = (row for row in range(3))
 
 
+class Unsayable(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+class Refusing:
+    def __reduce__(self) -> Any:
+        raise Unsayable
+
+
 @pytest.mark.parametrize(
     ("value", "text"),
     [
         ((1, {"rows": (x for x in "")}), r"\[1\]\['rows'\] \(builtins.generator\) cannot be sent"),
         (((torch.ones(1), Open()), {}), r"argument 1\.rows \(builtins.generator\) cannot be sent"),
+        (((Refusing(),), {}), r"argument 0 \(.*Refusing\) cannot be sent: \(its text could not be made\)"),
         ([weakref.ref(Open)], r"\[0\] \(weakref.ReferenceType\) cannot be sent"),
         (((), {"file": sys.stdout.buffer}), r"argument 'file' \(_io\..*\) cannot be sent"),
     ],
