@@ -4,6 +4,10 @@ A thread of the client connects when something is first asked, reads the replies
 connection breaks: with a delay that doubles, and is random, so that the members of a group that lost its server do not
 come back at one moment. Requests that wait are sent again over the next connection, but for a compare-and-set that may
 have arrived.
+
+A handshake that fails ends all requests at once as long as the directory has never answered: the key or the address is
+wrong. Later it counts as a connection that broke, since bytes may have been altered on the way, or another server may
+have the port for a while.
 """
 
 from __future__ import annotations
@@ -223,10 +227,12 @@ class EmbeddedDirectory:
         while self._wait_for_calls():
             try:
                 link = self._connect()
-            except (HandshakeError, DirectoryReset) as error:  # the same would come again
+            except DirectoryReset as error:  # the same would come again
                 self._fail_all(error)
-            except PeerUnreachable as error:
+            except (HandshakeError, PeerUnreachable) as error:
                 self._problem = str(error)
+                if isinstance(error, HandshakeError) and not self._identity:
+                    self._fail_all(error)
             except (OSError, ValueError) as error:  # ValueError: the address is none
                 self._problem = f"no connection could be made ({error})"
             else:

@@ -94,7 +94,8 @@ class Directory(Protocol):
 
     All methods may be called from any thread, at the same time. None blocks longer than its own limit, which is
     `timeout` where it takes one and the patience of the connection elsewhere. All raise DirectoryLost, also after
-    `close`; AuthenticationFailed where the engine does not hold the group's key; LimitReached where the engine is full.
+    `close`; AuthenticationFailed where the engine does not hold the group's key, before it has first answered;
+    LimitReached where the engine is full.
     """
 
     def grant(self, ttl: float) -> Lease:

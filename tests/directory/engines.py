@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -15,6 +16,7 @@ from telegrad.directory.keeper import Keeper
 from telegrad.directory.server import Server
 from telegrad.directory.table import DEFAULT, Limits
 from telegrad.keyring import Keyring
+from telegrad.transport.sockets import shut
 from tests.cluster import KEYS
 from tests.directory.harness import PATIENCE, written
 
@@ -104,3 +106,45 @@ def until(is_so: Callable[[], bool], limit: float = PATIENCE) -> None:
     while not is_so():
         assert time.monotonic() < ends
         time.sleep(0.01)
+
+
+class Middleman:
+    """What is on the path to a server, and can alter what the server sends."""
+
+    def __init__(self, target: tuple[str, int]) -> None:
+        self.target = target
+        self.altered = 0  # pieces that were altered
+        self.to_alter: float = 0  # of those that follow
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address: tuple[str, int] = self._listener.getsockname()
+        self._socks = [self._listener]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near = self._listener.accept()[0]
+                far = socket.create_connection(self.target)
+                self._socks += [near, far]
+                for ends in ((near, far), (far, near)):
+                    threading.Thread(target=self._pass_on, args=(*ends, ends[0] is far), daemon=True).start()
+
+    def _pass_on(self, source: socket.socket, sink: socket.socket, is_reply: bool) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                if is_reply and self.to_alter:
+                    self.to_alter, self.altered = self.to_alter - 1, self.altered + 1
+                    data = data[:-1] + bytes([data[-1] ^ 1])
+                sink.sendall(data)
+        for each in (source, sink):
+            shut(each)
+
+    def cut(self) -> None:
+        """End all connections."""
+        for each in self._socks[1:]:
+            shut(each)
+
+    def close(self) -> None:
+        for each in self._socks:
+            shut(each)
+            each.close()

@@ -20,7 +20,7 @@ from telegrad.directory.server import QUEUED, Server
 from telegrad.errors import AuthenticationFailed, InvalidArgument, NotInitialized
 from telegrad.keyring import Keyring, open_ring
 from tests.cluster import KEYS
-from tests.directory.engines import ThreadEngine, until
+from tests.directory.engines import Middleman, ThreadEngine, until
 from tests.directory.harness import PATIENCE, SOON, written
 
 OTHER = b"tgk1-" + 43 * b"B"
@@ -245,6 +245,61 @@ def test_nothing_is_answered_that_could_not_be_stored() -> None:
     thread.join(PATIENCE)
     assert len(errors) == 1
     client.close()
+
+
+# Connections that are spoiled on the way
+
+
+@pytest.fixture
+def middleman(thread: ThreadEngine) -> Iterator[Middleman]:
+    found = Middleman(thread.address)
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def behind(middleman: Middleman) -> Iterator[EmbeddedDirectory]:
+    """Return a client behind a middleman that has had a session."""
+    client = EmbeddedDirectory(middleman.address, KEYS, 2.0)
+    client.list("")
+    yield client
+    client.close()
+
+
+def test_replies_and_handshakes_that_are_altered_count_as_connections_that_broke(
+    thread: ThreadEngine, middleman: Middleman, behind: EmbeddedDirectory
+) -> None:
+    middleman.to_alter = 5
+    with pytest.raises(DirectoryLost, match="read it again"):
+        behind.swap("a", b"1")
+    assert written(behind.swap("b", b"1"))
+    assert middleman.altered == 5
+    middleman.to_alter = 5
+    assert len(behind.list("").entries) == 2
+    assert middleman.altered == 10
+
+
+def test_a_path_that_alters_all_is_told_once_the_patience_is_over(
+    middleman: Middleman, behind: EmbeddedDirectory
+) -> None:
+    middleman.to_alter = float("inf")
+    for ask in (lambda: behind.list(""), lambda: behind.swap("a", b"")):
+        with pytest.raises(DirectoryLost, match=r"did not answer for 2 s: .*the directory at"):
+            ask()
+    middleman.to_alter = 0
+    behind.list("")
+
+
+def test_another_server_at_the_address_is_not_the_directory(middleman: Middleman, behind: EmbeddedDirectory) -> None:
+    """It has another key, as that of another group has; the client waits for its own to come back."""
+    first, other = middleman.target, ThreadEngine(Keyring([OTHER]))
+    middleman.target = other.address
+    middleman.cut()
+    with pytest.raises(DirectoryLost, match=r"did not answer for 2 s: .*same key"):
+        behind.list("")
+    middleman.target = first
+    behind.list("")
+    other.close()
 
 
 # Keys and strangers
