@@ -221,14 +221,21 @@ class DynamicGroup:
         names = [member.name for member in self.members()]
         raise unknown(to, names, "; with wait_for_worker=True, a call waits until it has")
 
-    def declare_lost(self, member: Member, why: str) -> None:
-        """Have a member taken out that was found dead; where the directory does not answer, its lease does that."""
-        if not self.is_lost:
-            run_beside("telegrad-declare", self._tell_lost, member, why)
+    def declare_lost(self, member: Member, why: str, unanswered: Callable[[], None] = lambda: None) -> None:
+        """Have a member taken out that was found dead, unless it is out already; the watch tells which.
 
-    def _tell_lost(self, member: Member, why: str) -> None:
-        with contextlib.suppress(DirectoryLost):
+        Where the directory does not answer, `unanswered` is called; the end of the lease takes that member out.
+        """
+        if self.is_lost:
+            unanswered()
+        else:
+            run_beside("telegrad-declare", self._tell_lost, member, why, unanswered)
+
+    def _tell_lost(self, member: Member, why: str, unanswered: Callable[[], None]) -> None:
+        try:
             self.registry.declare_lost(member.incarnation, why)
+        except DirectoryLost:
+            unanswered()
 
     # The threads
 

@@ -3,10 +3,12 @@
 A worker hears of the end of another one by its connections. When a connection breaks, it knocks at the other worker,
 which may live all the same.
 
-A dynamic group's directory tells joins and departures (`dynamic.py`), and it alone decides them. A worker that finds a
-member dead, since the kernel of its host answers that nobody listens there, takes it out of the directory. A member
-that is silent or out of reach may live, and be reached by others: the directory decides, when the lease of that member
-ends. Each worker holds a connection to the next one by rank, so that some worker notices at once when a process dies.
+A dynamic group's directory tells joins and departures (`dynamic.py`), and it alone decides them. A worker that finds
+that nobody listens at a member's address, as the kernel of that host answers, asks the directory to take it out, and
+waits to be told: the member may have left in order. Only where the directory does not answer, it takes the member out
+for itself. A member that is silent or out of reach may live, and be reached by others: the directory decides, when the
+lease of that member ends. Each worker holds a connection to the next one by rank, so that some worker notices at once
+when a process dies.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Collection
+from functools import partial
 from time import monotonic
 from typing import Any, NamedTuple
 
@@ -285,18 +288,25 @@ class Membership:
         fate = doubt.after(answer, monotonic())
         if isinstance(fate, Doubt):
             return [fate]
-        if fate and (answer is False or self._group is None):
-            who = doubt.who
-            how = self._gone.get(who.incarnation, LEFT if who.incarnation in self._parted else LOST)
-            if how == LOST:
-                self._post.warn_lost(who.identity, f"worker {who.name!r} was lost: it does not answer any more")
-            with self._changed:
-                self._take_out(who, doubt.why if how == LOST else None)
-            if self._group is not None:
-                self._group.declare_lost(who, f"worker {self._me.name!r} found that nobody listens at its address")
+        if answer is False and self._group is not None:
+            why = f"worker {self._me.name!r} found that nobody listens at its address"
+            self._group.declare_lost(doubt.who, why, partial(self._find_dead, doubt))
+        elif fate and self._group is None:
+            self._find_dead(doubt)
         elif self._hears_of_end(doubt.who):  # it may live, and its next end shall be heard of, too
             self._greet([doubt.who])
         return []
+
+    def _find_dead(self, doubt: Doubt) -> None:
+        """Take a worker out that does not answer, where no directory decides."""
+        who = doubt.who
+        how = self._gone.get(who.incarnation, LEFT if who.incarnation in self._parted else LOST)
+        if self._closed:
+            return
+        if how == LOST:
+            self._post.warn_lost(who.identity, f"worker {who.name!r} was lost: it does not answer any more")
+        with self._changed:
+            self._take_out(who, doubt.why if how == LOST else None)
 
     def _hears_of_end(self, member: Member) -> bool:
         """Return True if this worker shall keep a connection to a member, to notice its end."""

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import logging
+import queue
+
 import pytest
 
+from telegrad.directory.protocol import DirectoryLost
 from telegrad.errors import PeerError, PeerLost, PeerSilent
-from telegrad.group.registry import Came, Registered
-from tests.cluster import agents
+from telegrad.group.registry import LEFT, LOST, Came, Registered
+from telegrad.rpc.worker import Worker
+from tests.cluster import PATIENCE, agents, wait_until
 
 
 @pytest.mark.parametrize(("reason", "is_doubted"), [(PeerSilent("stopped"), False), (PeerLost("died"), True)])
@@ -31,3 +36,52 @@ def test_the_members_are_told_at_once_while_the_directory_does_not_answer(monkey
             monkeypatch.setattr(group, "is_lost", not answers)
             assert [each.name for each in worker.membership.workers()] == ["w0"]
             assert asked == ["roster"] * answers
+
+
+def ends_of(worker: Worker) -> queue.SimpleQueue[str]:
+    told: queue.SimpleQueue[str] = queue.SimpleQueue()
+    worker.membership.wait_for(2, PATIENCE)
+    worker.membership.on_leave(lambda _, how: told.put(how))
+    return told
+
+
+def test_a_member_that_leaves_is_not_taken_for_lost_where_the_directory_tells_it_late(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody listens at its address before the others are told that it has left."""
+    asked: queue.SimpleQueue[bool] = queue.SimpleQueue()
+    with agents(2, dynamic=True) as (worker, other):
+        registry, told = worker.directory.registry, ends_of(worker)
+        declare = registry.declare_lost
+        monkeypatch.setattr(registry, "declare_lost", lambda life, why: asked.put(declare(life, why)))
+        with worker.directory._applying:  # the watch waits
+            other.end("")
+            worker.membership._on_lost(other.me.identity, PeerLost("its connection broke"))
+            assert not asked.get(timeout=PATIENCE)  # it was out already
+            assert other.me in worker.membership.present()
+            assert told.empty()
+        assert told.get(timeout=PATIENCE) == LEFT
+        wait_until(lambda: other.me not in worker.membership.present())
+    assert not [each.message for each in caplog.records if each.levelno >= logging.WARNING]
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_dead_member_is_taken_out_where_the_directory_does_not_answer(
+    is_known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a request shows only then that it does not."""
+
+    def unanswered(*_: object) -> None:
+        raise DirectoryLost("etcd did not answer")
+
+    with agents(2, dynamic=True) as (worker, other):
+        told = ends_of(worker)
+        with worker.directory._applying, monkeypatch.context() as patched:
+            patched.setattr(worker.directory, "is_lost", is_known)
+            patched.setattr(worker.directory.registry, "declare_lost", unanswered)
+            other.end("")
+            worker.membership._parted.clear()
+            worker.membership._on_lost(other.me.identity, PeerLost("its connection broke"))
+            assert told.get(timeout=PATIENCE) == LOST
+            assert worker.membership.present() == [worker.me]
+        assert told.empty()
