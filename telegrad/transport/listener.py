@@ -157,7 +157,7 @@ class Listener:
         """It is not of the group: one line in the log, and the door."""
         if not self._dismiss(stranger):
             return
-        if isinstance(why, _Looked):
+        if isinstance(why, (_Looked, ConnectionResetError, BrokenPipeError)):  # it has gone
             log.debug("telegrad: a connection from %s was refused: %s", stranger.origin, why)
         else:
             with self._lock:

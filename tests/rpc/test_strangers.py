@@ -90,6 +90,21 @@ def test_who_only_looks_whether_somebody_is_there_costs_no_line(
     assert not [r for r in caplog.records if r.levelno >= logging.INFO]
 
 
+def test_who_goes_in_its_handshake_costs_no_line(
+    worker: tuple[Worker, Worker], caplog: pytest.LogCaptureFixture
+) -> None:
+    """As a worker that leaves while it connects: what it has not read yet makes its kernel reset the connection."""
+    _, b = worker
+    end = Initiator(Keyring([b"the key of the group"]), Claim("w0", 0, "x", ""), b.agent.incarnation)
+    with caplog.at_level(logging.DEBUG, "telegrad"):
+        with knock(b) as sock:
+            sock.sendall(end.start())
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            assert sock.recv(1)
+        wait_until(lambda: any("reset by peer" in r.getMessage() for r in caplog.records))
+    assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
+
+
 def test_who_is_silent_is_turned_away(worker: tuple[Worker, Worker]) -> None:
     _, b = worker
     b.agent._connections.listener.patience = 0.2
