@@ -24,7 +24,7 @@ from telegrad.agent.deadlines import DEFAULT, limit_of
 from telegrad.agent.naming import known_as
 from telegrad.agent.server import Later
 from telegrad.directory.protocol import DirectoryLost, LeaseLost, check_key
-from telegrad.errors import CallTimeout, ClaimLost, NotPublished, PeerError, ShutDown, UsageError
+from telegrad.errors import CallTimeout, ClaimLost, NotPublished, PeerError, ShutDown, TelegradError, UsageError
 from telegrad.group.dynamic import DynamicGroup
 from telegrad.group.members import listed
 from telegrad.group.registry import Claim
@@ -259,10 +259,12 @@ class Offers:
             ShutDown: this worker has left, or does not publish the value any more.
             PeerLost: the worker that would keep the directory has gone.
         """
-        while not self._leaves and self._offers.get(offer.name) is offer:
+        unknown = False  # this worker may have the claim: then it claims it once more, and gives it up if need be
+        while not self._agent.closed and (unknown or self._stands_by(offer)):
             try:
                 group = self.registration.group(0)
                 claim = group.claim(offer.name)
+                unknown = False
                 if claim.life != self._life:
                     with self._lock:
                         offer.lose()
@@ -275,19 +277,20 @@ class Offers:
                 if owned.holds:
                     return is_new
             except (DirectoryLost, LeaseLost) as error:
-                progress.problem = str(error)
+                progress.problem, unknown = str(error), isinstance(error, DirectoryLost)
             sleep(PAUSE)
         raise ShutDown(f"worker {self._worker.me.name!r} does not publish {offer.name!r} any more")
 
     def _take(self, offer: Offer, owned: Ownership) -> bool:
         """Store by which claim this worker owns the value; return True if the value is to be made."""
         with self._lock:
-            if self._offers.get(offer.name) is offer:
-                if offer.owned != owned:
-                    offer.owned, offer.value = owned, None
-                return offer.value is None
-        self._give_up(owned)
-        return False
+            offered = self._offers.get(offer.name)
+            if offered is offer and offer.owned != owned:
+                offer.owned, offer.value = owned, None
+            is_new = offered is offer and offer.value is None
+        if offered is None:  # else a later offer has the claim
+            self._give_up(owned)
+        return is_new
 
     def _make(self, offer: Offer) -> None:
         """Make the value that this worker owns."""
@@ -317,10 +320,13 @@ class Offers:
         leaves = parting.all_leave() if parting.together else self._shuts_down.is_set() or serving.leaves
         return leaves or self._agent.closed
 
+    def _stands_by(self, offer: Offer) -> bool:
+        return self._offers.get(offer.name) is offer and not self._leaves
+
     def _take_over(self, offer: Offer) -> None:
         """Claim a value that nobody owns, or may own, and make it, in the place of `publish`."""
         with self._lock:
-            if self._offers.get(offer.name) is not offer or self._leaves:
+            if not self._stands_by(offer):
                 return
             if offer.is_busy:
                 offer.again = True
@@ -340,9 +346,7 @@ class Offers:
 
     def _claim_changed(self, name: str) -> None:
         """By the thread that watches the directory."""
-        offer = self._offers.get(name)
-        group = self.registration.known()
-        claim = group.claims.get(name) if group is not None else None
+        offer, claim = self._offers.get(name), self.registration.known_claim(name)
         if offer is not None and claim is not None and not claim.life:
             self._agent.later(self._take_over_soon, offer)
 
@@ -375,7 +379,7 @@ class Offers:
 
     def _release(self, owned: Ownership) -> None:
         while not (self._agent.closed or owned.group.over):
-            with contextlib.suppress(DirectoryLost):
+            with contextlib.suppress(TelegradError):
                 owned.group.registry.release(owned.name, owned.claim)
                 return
             sleep(PAUSE)
@@ -384,8 +388,7 @@ class Offers:
 
     def is_over(self, name: str, token: int) -> bool:
         """Return True if a value is known to have another owner by now, or none."""
-        group = self.registration.known()
-        known = group.claims.get(name) if group is not None else None
+        known = self.registration.known_claim(name)
         return known is not None and known.token > token
 
     def find(self, name: str, limit: float) -> RRef[Any]:

@@ -21,13 +21,13 @@ from typing import Any
 from telegrad.agent.futures import Signal
 from telegrad.directory.client import EmbeddedDirectory
 from telegrad.directory.protocol import DirectoryLost, LeaseLost
-from telegrad.errors import CallTimeout, PeerError, PeerLost, ShutDown, TelegradError
+from telegrad.errors import CallTimeout, HandshakeError, PeerError, PeerLost, ShutDown, TelegradError
 from telegrad.group.address import knock
 from telegrad.group.dynamic import DynamicGroup
 from telegrad.group.finding import Keeping
 from telegrad.group.joining import shows_life, ttl_of
 from telegrad.group.members import Member, WorkerInfo
-from telegrad.group.registry import Change, Gone, LifeOver
+from telegrad.group.registry import Change, Claim, Gone, LifeOver
 from telegrad.rpc.worker import Worker
 from telegrad.threads import run_beside
 
@@ -121,6 +121,11 @@ class Registration:
         found: DynamicGroup | None = (self._joining or self._begin()).value
         return found
 
+    def known_claim(self, name: str) -> Claim | None:
+        """Return who owns a published value, as far as this worker knows."""
+        group = self.known()
+        return group.claims.get(name) if group is not None else None
+
     def address(self) -> Answer:
         """Return where the directory is; rank 0 starts it. The answer is None where this worker does not know."""
         starts = False
@@ -184,7 +189,7 @@ class Registration:
         while not (self._agent.closed or self._is_closed):
             try:
                 return self._joined(self._find())
-            except (DirectoryLost, LeaseLost, LifeOver) as error:
+            except (DirectoryLost, LeaseLost, LifeOver, HandshakeError) as error:
                 joining.problem = str(error)
             sleep(PAUSE)
         raise ShutDown(f"worker {self._worker.me.name!r} shut down")

@@ -16,12 +16,17 @@ import pytest
 
 import telegrad.rpc as rpc
 from telegrad import errors
+from telegrad.directory.client import EmbeddedDirectory
+from telegrad.group import finding
+from telegrad.group.finding import Pointer
 from telegrad.group.stores import open_store
-from telegrad.rpc import current
+from telegrad.keyring import Keyring
+from telegrad.rpc import current, registering
 from telegrad.rpc.cluster import start
 from telegrad.rpc.options import TelegradOptions
 from telegrad.rpc.worker import Worker
 from tests.cluster import KEYS, PATIENCE, agents, processes, wait_until
+from tests.directory.engines import Middleman
 
 
 class Crowd:
@@ -245,6 +250,75 @@ def test_a_lookup_reminds_who_stands_by_of_a_value_that_nobody_has(crowd: Crowd)
         with pytest.raises(ArithmeticError):
             failing.result(PATIENCE)
     assert crowd.on("w0", lambda: where(rpc.lookup("counter"))) == "w2"
+
+
+@pytest.fixture
+def middlemen(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Middleman]]:
+    """Return what is on the path to the directory, for each client of it that is made."""
+    made: list[Middleman] = []
+
+    def connect(pointer: Pointer, keys: Keyring, patience: float = PATIENCE) -> EmbeddedDirectory:
+        made.append(Middleman(pointer.address))
+        return EmbeddedDirectory(made[-1].address, keys, patience, pointer.path)
+
+    monkeypatch.setattr(finding, "connect", connect)
+    yield made
+    for each in made:
+        each.close()
+
+
+def test_a_path_that_alters_replies_delays_a_claim(
+    middlemen: list[Middleman], crowd: Crowd, caplog: pytest.LogCaptureFixture
+) -> None:
+    for each in middlemen:
+        each.to_alter = 4
+    crowd.on("w1", rpc.publish, "counter", partial(Counter, 10))
+    crowd.on("w2", rpc.publish, "counter", partial(Counter, 20))
+    assert any(each.altered for each in middlemen)
+    assert crowd.on("w0", lambda: rpc.lookup("counter").rpc_sync().add(1)) == 11
+    assert len(crowd.workers["w1"].membership.workers()) == 3
+    assert "could not be handled" not in caplog.text
+
+
+def test_a_worker_registers_where_its_first_connection_is_spoiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a group of fixed size: with a directory that its members have told of."""
+    middlemen: list[Middleman] = []
+
+    def connect(address: tuple[str, int], keys: Keyring, patience: float) -> EmbeddedDirectory:
+        middlemen.append(Middleman(address))
+        middlemen[-1].to_alter = 3 if len(middlemen) == 1 else 0
+        return EmbeddedDirectory(middlemen[-1].address, keys, patience)
+
+    monkeypatch.setattr(registering, "EmbeddedDirectory", connect)
+    with agents(2) as workers:
+        current.enter(workers[1])
+        rpc.publish("counter", Counter)
+        assert middlemen[0].altered
+        assert rpc.lookup("counter").rpc_sync().where() == workers[1].me.name
+    for each in middlemen:
+        each.close()
+
+
+def test_a_claim_that_may_have_been_made_is_given_up_with_its_offer(
+    crowd: Crowd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answers to its claims are lost until it has given up."""
+    w1 = crowd.workers["w1"]
+    directory = w1.directory.directory
+
+    def claim_unheard(key: str, *args: Any) -> Any:
+        swap(key, *args)
+        raise errors.DirectoryLost("the answer was lost")
+
+    swap = directory.swap
+    with monkeypatch.context() as patch:
+        patch.setattr(directory, "swap", claim_unheard)
+        patch.setattr(w1.agent, "timeout", 0.3)
+        with pytest.raises(errors.DirectoryLost, match="the answer was lost"):
+            crowd.on("w1", rpc.publish, "counter", Counter)
+        assert w1.directory.registry.owner("counter").life == w1.me.incarnation
+    crowd.on("w2", rpc.publish, "counter", partial(Counter, 20))
+    assert crowd.on("w0", where, crowd.on("w0", rpc.lookup, "counter")) == "w2"
 
 
 def test_what_cannot_be_published(crowd: Crowd) -> None:
