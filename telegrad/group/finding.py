@@ -174,10 +174,14 @@ def find_directory(
         before = pointer or (noted(place) if serves else None)
         if is_gone and _may_start(pointer, store, serves) and not _is_busy(before, store.keys):
             keeping = Keeping(store.keys, address, before)
-            if write_pointer(store, keeping.pointer, text):
-                if serves:
-                    note(place, keeping.pointer)
-                return Found(connect(keeping.pointer, store.keys), keeping, pointer=keeping.pointer)
+            try:
+                if write_pointer(store, keeping.pointer, text):
+                    if serves:
+                        note(place, keeping.pointer)
+                    return Found(connect(keeping.pointer, store.keys), keeping, pointer=keeping.pointer)
+            except BaseException:  # the store is lost, or a handler of a signal has raised
+                keeping.leave()
+                raise
             keeping.leave()  # another worker was faster
         if wait is not None:
             wait.look()
@@ -230,12 +234,13 @@ def _open(pointer: Pointer, keys: Keyring) -> tuple[Directory | None, bool]:
     directory = connect(pointer, keys, PATIENCE)
     try:
         directory.list("group")
-    except HandshakeError:
+    except BaseException as error:  # also what a handler of a signal raises
         directory.close()
-        return None, True
-    except DirectoryLost:
-        directory.close()
-        return None, pointer.machine == host_identity() and not os.path.exists(pointer.path)
+        if isinstance(error, HandshakeError):
+            return None, True
+        if isinstance(error, DirectoryLost):
+            return None, pointer.machine == host_identity() and not os.path.exists(pointer.path)
+        raise
     return directory, False
 
 

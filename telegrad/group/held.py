@@ -62,8 +62,8 @@ class HeldDirectory:
     def hold(self, meeting: Meeting, found: Found) -> None:
         """Hold this directory from now on, to which that store points. Raises DirectoryLost, and holds nothing."""
         self.lease = found.directory.grant(self._ttl)
-        self._meeting, self.found = meeting, found
         self._thread.want()
+        self._meeting, self.found = meeting, found
 
     def renew(self) -> None:
         """Renew the lease, or begin another one where it has ended. Raises DirectoryLost."""

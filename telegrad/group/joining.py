@@ -67,12 +67,14 @@ def _join_dynamic(meeting: Meeting, me: Member, silence: float, timeout: float) 
         group = DynamicGroup(found.directory, "", ttl_of(silence), found.launched)
         try:
             joined = group.join(me, shows_life)
+            _point(meeting, found)
+            store = _kept(meeting)
+            renewal = _renewal(found.directory, store)
         except BaseException:
             group.leave()
             raise
-        store = _kept(meeting)
         group.keeps(store, found.keeping)
-        return Joined(joined, group, meeting.keys.within(group.identity), renewal=_renewal(found.directory, store))
+        return Joined(joined, group, meeting.keys.within(group.identity), renewal=renewal)
 
     return _enter_directory(meeting, me, timeout, enter)
 
@@ -98,7 +100,7 @@ def _enter_directory(meeting: Meeting, me: Member, timeout: float, enter: Callab
                 wait.look()
                 continue
             try:
-                entered = enter(meeting, found)
+                return enter(meeting, found)
             except BaseException as error:
                 found.directory.close()
                 if found.keeping is not None:
@@ -107,9 +109,12 @@ def _enter_directory(meeting: Meeting, me: Member, timeout: float, enter: Callab
                     wait.look()
                     continue
                 raise
-            if found.pointer is not None and not mark_of(meeting.store):
-                write_pointer(meeting.store, found.pointer)  # the last member before may have withdrawn it meanwhile
-            return entered
+
+
+def _point(meeting: Meeting, found: Found) -> None:
+    """Have a store that outlives the group lead to the directory: the last member before may have withdrawn that."""
+    if found.pointer is not None and not mark_of(meeting.store):
+        write_pointer(meeting.store, found.pointer)
 
 
 def _kept(meeting: Meeting) -> SealedStore | None:
@@ -168,13 +173,14 @@ def _join_static(meeting: Meeting, me: Member, size: int, timeout: float) -> Ros
 def _join_elastic(meeting: Meeting, coming: Coming, held: HeldDirectory, me: Member, timeout: float) -> Joined:
     """Form the next generation in the directory, which is found for the first one."""
 
-    def enter(meeting: Meeting, found: Found) -> None:
+    def enter(meeting: Meeting, found: Found) -> tuple[Meeting, Found]:
         if _dynamic_group_lives(found.directory):
             raise mixed(me)
         held.hold(meeting, found)
+        return meeting, found
 
     if held.found is None:
-        _enter_directory(meeting, me, timeout, enter)
+        _point(*_enter_directory(meeting, me, timeout, enter))
     else:
         held.serve_again()
     generation = coming.join(held, me, is_alive)

@@ -77,8 +77,13 @@ def _join(
         me = worker.agent.describe(meeting.rank, host_identity())._replace(name=name, role=role)
         witness.watch(_parts(worker, meeting))
         joined = join(meeting, me, options.silence, timeout)
-        _check(joined.me, joined.directory)
-        worker.join(joined, _devices_of(joined.me, joined.directory))
+        try:
+            _check(joined.me, joined.directory)
+            worker.join(joined, _devices_of(joined.me, joined.directory))
+        except BaseException:
+            if isinstance(joined.directory, DynamicGroup):
+                joined.directory.leave()
+            raise
         return worker
     except BaseException:
         worker.agent.close()

@@ -1,0 +1,61 @@
+"""A join that fails or is interrupted on its way leaves no thread, no connection and no process behind."""
+
+from __future__ import annotations
+
+import pathlib
+import threading
+from functools import partial
+from typing import Any
+
+import pytest
+
+from telegrad.directory.client import EmbeddedDirectory
+from telegrad.group import finding, joining
+from telegrad.group.stores import open_store
+from telegrad.rpc import cluster, current
+from telegrad.rpc.options import TelegradOptions
+from telegrad.rpc.worker import Worker
+from tests.cluster import KEYS, PATIENCE, wait_until
+
+THREADS = ("telegrad-directory", "telegrad-lease", "telegrad-keeper")
+
+
+def begin(folder: pathlib.Path, name: str) -> Worker:
+    meet = partial(open_store, f"file://{folder}/store", -1, None, KEYS)
+    return cluster.start(name, meet, TelegradOptions(rpc_timeout=PATIENCE), current.enter)
+
+
+def running() -> list[str]:
+    return sorted(thread.name for thread in threading.enumerate() if thread.name in THREADS)
+
+
+def interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("where", "what", "others"),
+    [
+        pytest.param(finding, "write_pointer", 0, id="directory-started"),
+        pytest.param(EmbeddedDirectory, "list", 1, id="directory-found"),
+        pytest.param(joining, "mark_of", 0, id="first-joined"),
+        pytest.param(joining, "mark_of", 1, id="joined"),
+        pytest.param(cluster, "_check", 1, id="checked"),
+    ],
+)
+def test_an_interrupted_join_leaves_nothing(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, where: object, what: str, others: int
+) -> None:
+    workers = [begin(tmp_path, f"other{n}") for n in range(others)]
+    before = running()
+    with monkeypatch.context() as patch:
+        patch.setattr(where, what, interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            begin(tmp_path, "w")
+    for other in workers:  # no lease has to end first
+        assert len(other.directory.registry.roster().members) == others
+    wait_until(lambda: running() == before)
+    workers.append(begin(tmp_path, "w"))
+    assert [member.name for member in workers[0].membership.workers()] == [each.me.name for each in workers]
+    for worker in reversed(workers):
+        worker.end("")
