@@ -14,6 +14,7 @@ import secrets
 import socket
 import subprocess
 import sys
+from time import monotonic
 
 from telegrad.addresses import family_of
 from telegrad.directory.server import BACKLOG
@@ -26,6 +27,9 @@ from telegrad.threads import run_beside
 
 PATIENCE = 5.0  # seconds for the process to end by itself
 LAST_WORDS = 500  # bytes of what it has logged
+LONGEST_REASON = 4096  # bytes of what it says as it ends
+FIRST_PAUSE, LONGEST_PAUSE = 0.25, 1.0  # seconds before it is started again that ends for one reason again and again
+STEADY = 60.0  # seconds; one that has run for so long has ended for a new reason
 
 log = logging.getLogger("telegrad")
 
@@ -45,6 +49,9 @@ class Keeper:
         self.path = path or _private_path()
         self._listener = socket.create_server((host, port), family=family_of(host), backlog=BACKLOG)
         self.address: tuple[str, int] = (host, self._listener.getsockname()[1])
+        self._has_ended = False  # the process, as was noted
+        self._told = ""  # why it has ended last, if it knew
+        self._pause = self._starts_at = 0.0  # seconds before it is started again, and when it is
         try:
             self._process = self._start()
         except BaseException:
@@ -57,27 +64,46 @@ class Keeper:
         return self._process.pid
 
     def restart_if_ended(self) -> bool:
-        """Start the process again if it has ended; return True if it had. Call it now and then.
+        """Start the process again if it has ended; return True if this was done. Call it now and then.
+
+        One that ends for the same reason again and again, such as a full disk, is started less and less often.
 
         Raises:
             OSError: it cannot be started.
         """
         if self._process.poll() is None:
             return False
-        log.warning(
-            "telegrad: the process of the group's directory ended with %s, and is started again; its last words: %s",
-            named(self._process.returncode),
-            self._last_words() or "none",
-        )
+        if not self._has_ended:
+            self._has_ended = True
+            self._note_end()
+        if monotonic() < self._starts_at:
+            return False
         self._close_pipe(self._process)
         self._process = self._start()
+        self._has_ended = False
         return True
+
+    def _note_end(self) -> None:
+        """Log how the process has ended, but for a reason that it gave before: then it is started later."""
+        reason = self._reason()
+        if reason and reason == self._told and monotonic() < self._starts_at + STEADY:
+            self._pause = min(max(2 * self._pause, FIRST_PAUSE), LONGEST_PAUSE)
+        else:
+            self._pause = 0.0
+            log.warning(
+                "telegrad: the process of the group's directory ended with %s, and is started again; its last words: "
+                "%s",
+                named(self._process.returncode),
+                reason or self._last_words() or "none",
+            )
+        self._told = reason
+        self._starts_at = monotonic() + self._pause
 
     def leave(self) -> None:
         """Leave the process to itself: it ends once no lease is left."""
         self._listener.close()
         assert self._process.stdin is not None
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError, ValueError):  # it has ended, and could not be started again
             self._process.stdin.write(b"\0")  # since processes that this one has forked may hold the pipe
             self._process.stdin.flush()
         self._close_pipe(self._process)
@@ -98,11 +124,12 @@ class Keeper:
     def _start(self) -> subprocess.Popen[bytes]:
         listener = self._listener.fileno()
         # It may outlive this process, so it must not hold the pipes that others read to the end of this one's output.
+        # Its own output is why it ends: a log on a disk that is full would have nothing.
         with replacing(self.path + LOG) as output:
             process = subprocess.Popen(
                 [sys.executable, *SAFE_PATH, "-m", "telegrad.directory.server", "0"],
                 stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
                 stderr=output,
                 pass_fds=[listener],
                 **own_session(),
@@ -116,6 +143,14 @@ class Keeper:
             pass
         return process
 
+    def _reason(self) -> str:
+        """Return why the process has ended, if it knew."""
+        assert self._process.stdout is not None
+        os.set_blocking(self._process.stdout.fileno(), False)  # processes that this one has forked may hold the pipe
+        with contextlib.suppress(BlockingIOError):
+            return os.read(self._process.stdout.fileno(), LONGEST_REASON).decode("utf-8", "replace")
+        return ""
+
     def _last_words(self) -> str:
         with contextlib.suppress(OSError), open_regular(self.path + LOG) as output:
             output.seek(max(0, output.seek(0, os.SEEK_END) - LAST_WORDS))
@@ -123,10 +158,12 @@ class Keeper:
         return ""
 
     def _close_pipe(self, process: subprocess.Popen[bytes]) -> None:
-        """Close the pipe: a process that still runs ends."""
+        """Close the pipes: a process that still runs ends."""
         assert process.stdin is not None
         with contextlib.suppress(OSError):  # it has ended, and what was written last cannot be
             process.stdin.close()
+        assert process.stdout is not None
+        process.stdout.close()
 
 
 def _reap(process: subprocess.Popen[bytes]) -> None:

@@ -5,7 +5,8 @@ client in turn, stores what they changed, and only then sends: whatever a client
 sends faster than others, or does not read its replies, waits; it takes neither memory nor time from the others.
 
 `python -m telegrad.directory.server FD` serves what the pipe FD describes (`keeper.py`). When that pipe is closed, the
-keeper has gone; the server goes on until no lease is left, and then removes the file.
+keeper has gone; the server goes on until no lease is left, and then removes the file. A server that cannot use its file
+writes why to its output, and ends.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from telegrad.directory.messages import LONGEST_REQUEST
 from telegrad.directory.service import Service
 from telegrad.directory.store import Store, remove
 from telegrad.directory.table import DEFAULT, Limits, Table
-from telegrad.errors import HandshakeError, PeerUnreachable, ProtocolViolation
+from telegrad.errors import HandshakeError, PeerUnreachable, ProtocolViolation, TelegradError
 from telegrad.keyring import Keyring
 from telegrad.transport.handshake import Acceptor, Claim
 from telegrad.transport.noise import DecryptionFailed
@@ -364,7 +365,12 @@ def main(pipe: int) -> None:
     size = int.from_bytes(_read_all(pipe, 4), "little")
     config = Config(*pickle.loads(_read_all(pipe, size)))  # from the process that has started this one
     listener = socket.socket(fileno=config.listener)
-    Server(listener, config.keys, config.path, config.limits).run(pipe, config.parent)
+    try:
+        Server(listener, config.keys, config.path, config.limits).run(pipe, config.parent)
+    except TelegradError as error:  # the disk of the file may be that of the log, and be full
+        with contextlib.suppress(OSError):  # the keeper has gone
+            os.write(sys.stdout.fileno(), str(error).encode())
+        raise
     remove(config.path)  # no lease is left, so nothing in it matters to a later group
 
 

@@ -74,7 +74,20 @@ class Store:
         )
 
     def save(self, journal: Iterable[Granted | Ended | Written], revision: int, compacted: int) -> None:
-        """Store what has happened, all or nothing; it outlives this process from the return on."""
+        """Store what has happened, all or nothing; it outlives this process from the return on.
+
+        Raises:
+            UsageError: the file cannot be written.
+        """
+        try:
+            self._save(journal, revision, compacted)
+        except sqlite3.Error as error:
+            raise UsageError(
+                f"the file of the directory, {self._path!r}, cannot be written: {error}. Make room on its disk, or see "
+                "why it fails"
+            ) from error
+
+    def _save(self, journal: Iterable[Granted | Ended | Written], revision: int, compacted: int) -> None:
         do = self._database.execute
         do("BEGIN")
         for change in journal:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+import resource
 import signal
 import socket
 import subprocess
@@ -15,7 +16,7 @@ import pytest
 
 from telegrad.directory.client import EmbeddedDirectory
 from telegrad.directory.keeper import Keeper
-from telegrad.directory.protocol import DirectoryReset, LeaseLost
+from telegrad.directory.protocol import DirectoryLost, DirectoryReset, LeaseLost
 from telegrad.directory.store import remove
 from tests.cluster import KEYS
 from tests.directory.engines import until
@@ -56,6 +57,47 @@ def test_a_keeper_starts_the_process_when_it_has_ended(keeper: Keeper, client: E
     assert keeper.restart_if_ended()
     assert keeper.pid != first
     client.list("")
+
+
+def fill_disk(keeper: Keeper, client: EmbeddedDirectory) -> None:
+    """Have the process end as it writes: none of its files may grow, nor its log."""
+    client.list("")
+    resource.prlimit(keeper.pid, resource.RLIMIT_FSIZE, (1, 1))
+    with pytest.raises(DirectoryLost):
+        client.swap("a", b"")
+    os.waitid(os.P_PID, keeper.pid, os.WEXITED | os.WNOWAIT)
+
+
+def test_a_process_that_cannot_write_says_so_once_and_is_started_less_often(
+    keeper: Keeper, client: EmbeddedDirectory, caplog: pytest.LogCaptureFixture
+) -> None:
+    fill_disk(keeper, client)
+    assert keeper.restart_if_ended()
+    assert f"the file of the directory, {keeper.path!r}, cannot be written" in caplog.text
+    assert "Make room on its disk" in caplog.text
+    caplog.clear()
+    fill_disk(keeper, client)
+    assert not keeper.restart_if_ended()
+    until(keeper.restart_if_ended)
+    assert not caplog.text
+    written(client.swap("a", b""))
+    end(keeper)  # for another reason
+    assert keeper.restart_if_ended()
+    assert "SIGKILL" in caplog.text
+
+
+def test_a_keeper_leaves_a_process_that_could_not_be_started_again(
+    keeper: Keeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise OSError(28, "No space left on device")
+
+    end(keeper)
+    with monkeypatch.context() as patch:
+        patch.setattr(keeper, "_start", fail)
+        with pytest.raises(OSError, match="No space"):
+            keeper.restart_if_ended()
+    keeper.leave()
 
 
 def test_a_server_on_ipv6() -> None:
