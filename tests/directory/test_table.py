@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pathlib
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -251,3 +253,13 @@ def test_renewals_never_shorten_a_lease(times: list[float]) -> None:
     table.expire(latest + 2.0)
     with pytest.raises(LeaseLost):
         table.renew(lease, latest)
+
+
+def test_one_client_may_have_as_many_keys_as_the_page_says() -> None:
+    table = Table()
+    for n in range(8192):
+        table.swap(f"{n}", b"", ABSENT, 0, "one")
+    with pytest.raises(LimitReached):
+        table.swap("more", b"", ABSENT, 0, "one")
+    table.swap("more", b"", ABSENT, 0, "other")
+    assert "may have 8,192 keys" in (pathlib.Path(__file__).parents[2] / "docs/directory.md").read_text()

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import pathlib
 import threading
 import time
 
-from telegrad.directory.protocol import CLOCK_DRIFT, DirectoryLost, Events, Lease, LeaseLost
+import pytest
+
+from telegrad.directory.protocol import CLOCK_DRIFT, DirectoryLost, Events, Lease, LeaseLost, check_ttl
 from telegrad.group.dynamic import DynamicGroup
+from telegrad.group.joining import ttl_of
 from telegrad.group.members import Member
 from telegrad.group.registry import LOST, Change, Gone
 from tests.cluster import wait_until
 from tests.directory.naive import NaiveClient, NaiveEngine
 
 TTL = 0.6  # seconds
+ROOT = pathlib.Path(__file__).parents[2]
 
 
 class SlowWatch(NaiveClient):
@@ -75,3 +80,13 @@ def test_a_worker_owns_nothing_once_a_faster_clock_may_have_ended_its_lease() ->
     now += 60.0 * CLOCK_DRIFT
     assert not group.holds
     group.leave()
+
+
+@pytest.mark.parametrize(
+    ("silence", "ttl"), [(0, 86_400.0), (0.01, 0.05), (10.0, 10.0), (86_401.0, 86_400.0), (1e9, 86_400.0)]
+)
+def test_a_lease_is_never_shorter_or_longer_than_documented(silence: float, ttl: float) -> None:
+    assert ttl_of(silence) == ttl
+    check_ttl(ttl)
+    page = (ROOT / "docs/directory.md").read_text()
+    assert "A lease is never shorter\nthan 0.05 s, nor longer than a day, whatever `silence` is." in page
