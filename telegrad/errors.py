@@ -322,6 +322,8 @@ class CannotRestore(OwnerLost):
 class ClaimLost(OwnerLost):
     """The worker that made a published value did not run the call: another one may own the value by now."""
 
+    claim: tuple[str, int] | None = None  # the name and the token of what was not run
+
 
 class RRefLost(RRefError):
     """The value was never made, or the reference was given up when its connection broke."""

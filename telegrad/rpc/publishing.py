@@ -152,11 +152,13 @@ class Ownership(NamedTuple):
     def check(self) -> None:
         """Raise ClaimLost where this worker must not act as the owner."""
         if not self.holds:
-            raise ClaimLost(
-                f"worker {current.agent().name!r} refuses calls to the value {self.name!r}, which another worker may "
-                "own by now: it has not renewed its lease in the group's directory in time. The call was not run; use "
-                "the reference again, which finds the owner"
+            late = "it has not renewed its lease in the group's directory in time, so another worker may own it by now"
+            error = ClaimLost(
+                f"worker {current.agent().name!r} refuses calls to the value {self.name!r}: {self.group.over or late}. "
+                "The call was not run; use the reference again, which finds the owner"
             )
+            error.claim = self.name, self.claim.token
+            raise error
 
 
 class OwnedBox(Box):
