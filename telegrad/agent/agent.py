@@ -402,6 +402,10 @@ class Agent:
         """Who has that name or rank; looked up once only."""
         return self._connections.peer(to).identity
 
+    def is_connected(self, to: Identity) -> bool:
+        """Whether there is a connection from here to a worker."""
+        return self._connections.peer(to).link is not None
+
     def shares_program(self, to: str) -> bool:
         """Whether that worker runs the same main program."""
         return self._connections.peer(to).program == self.program != ""

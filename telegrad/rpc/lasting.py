@@ -20,10 +20,12 @@ from telegrad.agent.compiling import not_compiled
 from telegrad.agent.deadlines import DEFAULT, limit_of
 from telegrad.agent.futures import Future
 from telegrad.agent.naming import known_as
+from telegrad.agent.scene import Share
 from telegrad.atfork import renewed
 from telegrad.autograd.record import Inside
 from telegrad.errors import (
     CannotRestore,
+    ClaimLost,
     InvalidArgument,
     NotPublished,
     OwnerLost,
@@ -42,14 +44,18 @@ from telegrad.progress import Wait
 from telegrad.rpc import current
 from telegrad.rpc.conversion import convert
 from telegrad.rpc.references import RRef
+from telegrad.rpc.returns import hello
 from telegrad.rpc.values import Borrowed
 from telegrad.rref.handle import Handle
 from telegrad.rref.letters import Id, number
+from telegrad.wire.failures import is_from_afar
 from telegrad.wire.reducers import REDUCERS
 
 T = TypeVar("T")
+S = TypeVar("S")
 
-LOST = OwnerLost, RRefLost, PeerLost, PeerUnreachable, ShutDown  # of a value that may come back
+LOST = OwnerLost, RRefLost, PeerLost, PeerUnreachable, ShutDown, UnknownWorker  # of a value that may come back
+NOT_RUN = PeerUnreachable, UnknownWorker, ClaimLost  # the owner has not run a call that fails so, unless it raised it
 NOT_YET = PeerError, UnknownWorker, RendezvousError, RRefLost, NotPublished  # whom a trail asks is not back
 PAUSE = 0.05  # seconds between two looks
 
@@ -94,14 +100,47 @@ class Lasting(RRef[T]):
         handle = self._handle
         try:
             self._trail.check()
-            return self._table.reach(handle)
+            owner = self._table.reach(handle)
+            if handle.box is None and not self._table.agent.is_connected(owner):
+                with Inside(None):  # else the look would belong to the autograd context of its user
+                    self._table.agent.call(owner, hello, None, None, timeout)  # its death may not be known here yet
+            return owner
         except LOST as error:
             self._renew(handle, timeout, error)
         return super()._reach()
 
     def to_here(self, timeout: float = DEFAULT) -> T:
-        self._reach(timeout)  # the value may have been here, and be elsewhere by now
-        return super().to_here(timeout)
+        def use(left: float) -> T:
+            self._reach(left)  # the value may have been here, and be elsewhere by now
+            return super(Lasting, self).to_here(left)
+
+        return self._until_run(use, timeout)
+
+    def _call(self, method: str, timeout: float, args: Any, kwargs: Any, asked: Any = None) -> Any:
+        return self._until_run(lambda left: RRef._call(self, method, left, args, kwargs, asked), timeout)
+
+    def _until_run(self, use: Callable[[float], S], timeout: float) -> S:
+        """Use the value with a timeout, and once more after each failure that tells that the owner has not run it."""
+        agent = self._table.agent
+        limit = limit_of(timeout, agent.timeout)
+        until, left = monotonic() + limit if limit else inf, timeout
+        while True:
+            handle = self._handle
+            try:
+                return use(left)
+            except NOT_RUN as error:
+                if not self._has_not_run(error) or monotonic() >= until:
+                    raise
+                self._renew(handle, self._left(until), error)
+            left = Share.of(self._left(until), f"the {limit:g} s of this call")
+
+    def _left(self, until: float) -> float:
+        return max(until - monotonic(), PAUSE) if until < inf else 0.0
+
+    def _has_not_run(self, error: TelegradError) -> bool:
+        """Return True if the owner has not run a call that failed with one of NOT_RUN; else it has raised that."""
+        trail: Any = self._trail
+        return error.claim == trail if isinstance(error, ClaimLost) else not is_from_afar(error)
 
     def _check(self) -> None:
         self._reach()
@@ -120,7 +159,8 @@ class Lasting(RRef[T]):
         try:
             found = wait_for(agent, self._trail, limit, about)
         except NotPublished as error:
-            raise OwnerLost(
+            kind = ClaimLost if isinstance(lost, ClaimLost) else OwnerLost
+            raise kind(
                 f"{about} was lost with worker {self._handle.owner.name!r}, and did not come back within {limit:g} s: "
                 f"{self._trail.wanted()}, or give the call a longer timeout. The last try: {error.__cause__ or error}"
             ) from lost

@@ -19,6 +19,7 @@ from telegrad.agent.futures import Future, Signal
 from telegrad.agent.naming import OWN_ARGUMENTS, RUNS, known_as, runs_as, user_name
 from telegrad.agent.server import ASYNC_MARK, Later
 from telegrad.autograd.api import check_root
+from telegrad.errors import ClaimLost
 from telegrad.group.members import Identity
 from telegrad.rpc import current
 from telegrad.rref.box import Box
@@ -74,7 +75,11 @@ class Method:
     def __call__(self, maker: str, number: int, /, *args: Any, **kwargs: Any) -> Any:
         table = current.references()
         value, name = opened(table.box((maker, number)), table.agent), self.__name__
-        return _finish(getattr(value, name) if name else value, args, kwargs)
+        try:
+            return _finish(getattr(value, name) if name else value, args, kwargs)
+        except ClaimLost as error:
+            error.claim = None  # it has run
+            raise
 
     def __reduce__(self) -> str:
         return self.__qualname__

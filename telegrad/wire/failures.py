@@ -90,6 +90,11 @@ def rebuild(data: bytes | memoryview) -> BaseException:
     return RemoteError(f"{name} was raised and cannot be rebuilt on this worker\n{story}")
 
 
+def is_from_afar(error: BaseException) -> bool:
+    """Return True for an exception that was raised by what another worker has run, and was rebuilt here."""
+    return STORY in vars(error) or (len(error.args) == 1 and isinstance(error.args[0], Text))
+
+
 def fresh(error: BaseException) -> BaseException:
     """The same error once more with its causes, without the frames in which they were raised.
 

@@ -17,7 +17,7 @@ from telegrad import errors
 from telegrad.rpc import current
 from telegrad.rpc.lasting import revive
 from tests.cluster import PATIENCE, in_threads
-from tests.rpc.test_publishing import Counter, Crowd, keep, kept
+from tests.rpc.test_publishing import USES, Counter, Crowd, ended, keep, kept
 
 
 @pytest.fixture
@@ -79,6 +79,19 @@ def test_every_use_waits_for_the_return(crowd: Crowd) -> None:
         results.append(use())
         back.join()
     assert results == [[1, 1], [2, 2], [1, 1], [3, 3], None, [2, 2], [1, 1]]
+
+
+@pytest.mark.parametrize("use", USES)
+def test_a_use_waits_for_the_return_before_it_is_told_of_the_loss(
+    crowd: Crowd, use: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = rpc.remote("w1", Counter, (5,), restore=True)
+    assert made.rpc_sync().add(1) == 6
+    with ended(crowd, monkeypatch):
+        back = threading.Timer(0.3, crowd.add, ("w1",))
+        back.start()
+        assert USES[use](made) == 6
+        back.join()
 
 
 def test_several_threads_and_workers_find_the_same_value(crowd: Crowd) -> None:

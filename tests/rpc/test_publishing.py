@@ -24,6 +24,7 @@ from telegrad.keyring import Keyring
 from telegrad.rpc import current, registering
 from telegrad.rpc.cluster import start
 from telegrad.rpc.options import TelegradOptions
+from telegrad.rpc.publishing import Offers
 from telegrad.rpc.worker import Worker
 from tests.cluster import KEYS, PATIENCE, agents, processes, wait_until
 from tests.directory.engines import Middleman
@@ -86,6 +87,13 @@ class Counter:
 
     def where(self) -> str:
         return current.agent().name
+
+    def numbers(self) -> Iterator[int]:
+        yield self.count
+
+    def fail(self, error: Exception) -> None:
+        self.count += 1
+        raise error
 
 
 kept: list[Any] = []
@@ -153,6 +161,82 @@ def test_a_value_is_not_made_again_by_who_leaves_with_its_owner(crowd: Crowd) ->
     assert made == ["w1"]
     for name in ("w1", "w2"):
         del crowd.workers[name]
+
+
+@contextlib.contextmanager
+def ended(crowd: Crowd, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """End "w1"; for a moment "w0" is not told, neither by the directory nor by its table of references."""
+    worker, gone = crowd.workers["w0"], crowd.workers.pop("w1")
+    worker.directory._applying.acquire()
+    later = threading.Timer(0.2, worker.directory._applying.release)
+    monkeypatch.setattr(worker.references, "reach", lambda handle: handle.owner)
+    gone.end("")
+    wait_until(lambda: not worker.agent.is_connected(gone.me.identity))
+    later.start()
+    yield
+    later.join()
+
+
+USES: dict[str, Callable[[Any], Any]] = {
+    "rpc_sync": lambda ref: ref.rpc_sync().add(1),
+    "rpc_async": lambda ref: ref.rpc_async().add(1).wait(),
+    "remote": lambda ref: ref.remote().add(1).to_here(),
+    "to_here": lambda ref: ref.to_here().count + 1,
+    "rpc_stream": lambda ref: sum(ref.rpc_stream().numbers()) + 1,
+    "sent": lambda ref: rpc.rpc_sync("w2", add_there, (ref,)),
+}
+
+
+def add_there(reference: rpc.RRef[Counter]) -> int:
+    count: int = reference.rpc_sync().add(1)
+    return count
+
+
+@pytest.mark.parametrize("use", USES)
+def test_a_use_finds_the_new_owner_before_it_is_told_of_the_loss(
+    crowd: Crowd, use: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    crowd.on("w1", rpc.publish, "counter", partial(Counter, 10))
+    crowd.on("w2", rpc.publish, "counter", partial(Counter, 20))
+    found = crowd.on("w0", rpc.lookup, "counter")
+    assert crowd.on("w0", where, found) == "w1"
+    with ended(crowd, monkeypatch):
+        assert crowd.on("w0", USES[use], found) == 21
+    assert found.owner_name() == "w2"
+
+
+@pytest.mark.parametrize("use", ["rpc_sync", "to_here"])
+def test_a_use_that_was_not_sent_finds_the_new_owner(crowd: Crowd, use: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The connection broke between the look at it and the call."""
+    crowd.on("w1", rpc.publish, "counter", partial(Counter, 10))
+    crowd.on("w2", rpc.publish, "counter", partial(Counter, 20))
+    found = crowd.on("w0", rpc.lookup, "counter")
+    with ended(crowd, monkeypatch):
+        monkeypatch.setattr(crowd.workers["w0"].agent, "is_connected", lambda _: True)
+        assert crowd.on("w0", USES[use], found) == 21
+
+
+@pytest.mark.parametrize("kind", [errors.PeerUnreachable, errors.UnknownWorker, errors.ClaimLost])
+def test_what_a_method_raises_is_no_reason_to_call_it_again(crowd: Crowd, kind: type[errors.TelegradError]) -> None:
+    crowd.on("w1", rpc.publish, "counter", Counter)
+    found = crowd.on("w0", rpc.lookup, "counter")
+    error = kind("of a worker that it has called")
+    if isinstance(error, errors.ClaimLost):
+        error.claim = tuple(found._trail)
+    with pytest.raises(kind, match="that it has called"):
+        crowd.on("w0", lambda: found.rpc_sync().fail(error))
+    assert crowd.on("w0", lambda: found.rpc_sync().add(0)) == 1
+
+
+def test_an_owner_that_has_left_says_so(crowd: Crowd) -> None:
+    crowd.on("w1", rpc.publish, "counter", Counter)
+    worker = crowd.workers["w1"]
+    owned = worker.attached(Offers)._offers["counter"].owned
+    assert owned is not None
+    crowd.on("w1", owned.check)
+    worker.directory.leave()
+    with pytest.raises(errors.ClaimLost, match="the value 'counter': this worker has left the group"):
+        crowd.on("w1", owned.check)
 
 
 def test_who_comes_back_has_the_value_again(crowd: Crowd) -> None:
