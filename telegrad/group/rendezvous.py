@@ -399,8 +399,9 @@ def agree(board: Board, me: Member, size: int) -> None:
 def mixed(me: Member) -> RendezvousError:
     return RendezvousError(
         "RPC group mixes statically and dynamically initialized members which is not supported. "
-        f"{me} came to a store where a group of the other kind meets. Give world_size to all workers, or to none; "
-        "or give each group a port or a file of its own"
+        f"{me} came to a store where a group of another kind meets. Give all workers world_size, or all of them "
+        "min_workers or max_workers (an elastic group), or none of them any of these; or give each group a port or a "
+        "file of its own"
     )
 
 

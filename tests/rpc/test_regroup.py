@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import operator
 import os
 import pathlib
@@ -173,17 +174,18 @@ def test_a_second_group_beside_one_that_runs_is_told(tmp_path: pathlib.Path) -> 
             assert "still runs in the first" in said
 
 
-@pytest.mark.parametrize("static_first", [True, False])
-def test_groups_of_both_kinds_do_not_mix(tmp_path: pathlib.Path, static_first: bool) -> None:
-    def join(rank: int, size: int | None) -> str:
+@pytest.mark.parametrize("kinds", [*itertools.permutations([{"world_size": 1}, {"min_workers": 1}, {}], 2)])
+def test_groups_of_two_kinds_do_not_mix(tmp_path: pathlib.Path, kinds: tuple[dict[str, int], dict[str, int]]) -> None:
+    def join(kind: dict[str, int]) -> str:
         try:
             options = TelegradOptions(init_method=f"file://{tmp_path}/store", rpc_timeout=PATIENCE)
-            rpc.init_rpc(f"w{rank}", rank=rank, world_size=size, rpc_backend_options=options)
+            rpc.init_rpc("w0", rank=-1 if "min_workers" in kind else 0, rpc_backend_options=options, **kind)
         except errors.RendezvousError as error:
             return str(error)
         return ""
 
     with processes(2) as made:
-        sizes = [1, None] if static_first else [None, 1]
-        assert made[0].run(join, 0, sizes[0]) == ""
-        assert "mixes statically and dynamically" in made[1].run(join, 0, sizes[1])
+        assert made[0].run(join, kinds[0]) == ""
+        said = made[1].run(join, kinds[1])
+    assert "mixes statically and dynamically" in said
+    assert "world_size, or all of them min_workers or max_workers" in said
