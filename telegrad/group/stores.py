@@ -218,7 +218,8 @@ def _registered(init_method: str, rank: int, size: int | None, timeout: float, k
         store, rank, found = next(dist.rendezvous(init_method, rank, -1 if size is None else size, timeout=patience))
     except (RuntimeError, ValueError) as error:
         raise UsageError(
-            f"init_method {init_method!r} cannot be used: {short(error)}. Use env://, tcp://HOST:PORT or file:///PATH"
+            f"init_method {init_method!r} cannot be used: {short(error)}. Use env://, tcp://HOST:PORT or "
+            "file:///PATH; for a dynamic group also etcd://HOST:PORT/PREFIX or redis://HOST:PORT/DB"
         ) from error
     return Meeting(SealedStore(store, keys), None, rank, found if found >= 0 else None)
 

@@ -412,3 +412,10 @@ def test_a_worker_of_a_dynamic_group_with_another_key_is_told_so(monkeypatch: py
         with pytest.raises(errors.StoreUntrusted, match="TELEGRAD_KEY"):
             opened(url, rank, None, 40, Keyring([new_key()]))
     assert time.monotonic() - begun < 30
+
+
+def test_a_place_without_a_scheme_is_refused_with_those_that_can_be_used() -> None:
+    with pytest.raises(
+        errors.UsageError, match=r"'localhost:29500' cannot be used: .*etcd://HOST:PORT/PREFIX or redis://"
+    ):
+        stores.open_store("localhost:29500", 0, None, Keyring([b"a key"]), 1.0)
