@@ -88,7 +88,8 @@ class Supervisor:
                 shutil.rmtree(self._key_folder, ignore_errors=True)
         if failed := self._policy.failed:
             path, last = self._output.path(failed), self._output.last_lines(failed)
-            self._output.say(f"{failed} has ended the group; {path} has all that it printed. Its last lines:{last}")
+            said = f" Its last lines:{last}" if last else ""
+            self._output.say(f"{failed} has ended the group; {path} has all that it printed.{said}")
         return code
 
     def _introduce(self) -> None:

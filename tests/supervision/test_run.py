@@ -113,6 +113,13 @@ def test_who_crashes_again_and_again_ends_the_group(launch: Launch) -> None:
     assert 1.0 < time.monotonic() - began < PATIENCE
 
 
+def test_a_worker_that_has_printed_nothing_has_no_last_lines(launch: Launch) -> None:
+    code, said = launch("--restarts", "0", "--", "sh", "-c", "exit 3").end()
+    assert code == 3
+    assert "worker0.log has all that it printed." in said
+    assert "last lines" not in said
+
+
 # What a worker does before it has joined, how its end is called, and the last line that it prints.
 DEATHS: dict[str, tuple[str, str, str]] = {
     "import": ("import no_such_module", "exit code 1", "No module named 'no_such_module'"),
