@@ -10,6 +10,7 @@ import pathlib
 import random
 from collections.abc import Iterator
 from time import monotonic, sleep
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -175,8 +176,8 @@ def test_a_second_group_beside_one_that_runs_is_told(tmp_path: pathlib.Path) -> 
 
 
 @pytest.mark.parametrize("kinds", [*itertools.permutations([{"world_size": 1}, {"min_workers": 1}, {}], 2)])
-def test_groups_of_two_kinds_do_not_mix(tmp_path: pathlib.Path, kinds: tuple[dict[str, int], dict[str, int]]) -> None:
-    def join(kind: dict[str, int]) -> str:
+def test_groups_of_two_kinds_do_not_mix(tmp_path: pathlib.Path, kinds: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    def join(kind: dict[str, Any]) -> str:
         try:
             options = TelegradOptions(init_method=f"file://{tmp_path}/store", rpc_timeout=PATIENCE)
             rpc.init_rpc("w0", rank=-1 if "min_workers" in kind else 0, rpc_backend_options=options, **kind)
