@@ -153,10 +153,8 @@ class Ownership(NamedTuple):
         """Raise ClaimLost where this worker must not act as the owner."""
         if not self.holds:
             late = "it has not renewed its lease in the group's directory in time, so another worker may own it by now"
-            error = ClaimLost(
-                f"worker {current.agent().name!r} refuses calls to the value {self.name!r}: {self.group.over or late}. "
-                "The call was not run; use the reference again, which finds the owner"
-            )
+            why = f"refuses calls to the value {self.name!r}: {self.group.over or late}. The call was not run"
+            error = ClaimLost(f"worker {current.agent().name!r} {why}; use the reference again, which finds the owner")
             error.claim = self.name, self.claim.token
             raise error
 
