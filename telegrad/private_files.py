@@ -135,17 +135,19 @@ def opened(path: str, check: Callable[[int, str], None] | None = None, inside: i
 # Private folders and files
 
 
-def private_folder(purpose: str) -> Folder:
+def private_folder(purpose: str, stays: bool = False) -> Folder:
     """Open this user's folder for files of one kind, such as "dumps"; make it if it is missing.
 
     It lies in `telegrad` below XDG_RUNTIME_DIR, else below XDG_STATE_HOME or ~/.local/state, else in a folder with a
-    random name among the temporary files. A folder that another user has made or may write is passed over with a
+    random name among the temporary files. With `stays`, XDG_RUNTIME_DIR comes second: only programs of a login have
+    that, and it is emptied at the logout. A folder that another user has made or may write is passed over with a
     warning.
 
     Raises:
         OSError: none can be made.
     """
-    for base, made in ((os.environ.get("XDG_RUNTIME_DIR", ""), False), (_state_home(), True)):
+    bases = [(os.environ.get("XDG_RUNTIME_DIR", ""), False), (_state_home(), True)]
+    for base, made in reversed(bases) if stays else bases:
         try:
             with _private_in(base, made) as own:
                 return own.private(purpose)

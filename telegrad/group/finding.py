@@ -7,7 +7,9 @@ address there; all others read it, and need the store no more.
 The directory's process outlives the worker that has started it: it ends once no member holds a lease. If it is killed,
 that worker starts it again on the same port, with all that it knew. If the worker and its store have gone, members go
 on with the directory, and those that want to join wait for a worker that serves the store anew. That worker finds the
-directory by a note in the private folder of its user: a file that is named after the place of the store.
+directory by a note in the state folder of its user, where the user's key file lies, too. The note is named after the
+host and the port of the store: neither a login nor the name that a program gives to the host changes where it lies.
+Each boot of a host, and each network namespace there, has notes of its own, since hosts may share a home.
 """
 
 from __future__ import annotations
@@ -15,9 +17,11 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -25,20 +29,23 @@ from telegrad.directory.client import EmbeddedDirectory
 from telegrad.directory.keeper import Keeper
 from telegrad.directory.protocol import Directory, DirectoryLost
 from telegrad.errors import HandshakeError, StoreUnreachable, UsageError
-from telegrad.group.address import host_identity, knock, listening_address
+from telegrad.group.address import answers, host_identity, knock, listening_address
 from telegrad.group.board import Board, looks, mark_of, short
 from telegrad.group.sealing import SealedStore
 from telegrad.keyring import Keyring
-from telegrad.private_files import open_regular, private_folder, replacing
+from telegrad.private_files import open_regular, private_folder, reason, replacing
 from telegrad.progress import Wait
 from telegrad.threads import Background
 
 POINTER = "telegrad/directory"
-NAME = 32  # characters of the name of a note
+MACHINE = 32  # characters of a note's name that stand for the host
+LASTS = 365 * 24 * 3600.0  # seconds after which a note of another host, or of another boot, is removed
 KNOCK = 1.0  # seconds for the process to accept a connection
 LOOK = 0.2  # seconds between two looks whether the process that this worker has started still runs
 END = 1.0  # seconds for the thread that looks to end
 PATIENCE = 10.0  # seconds for an operation of a directory
+
+log = logging.getLogger("telegrad")
 
 
 class Pointer(NamedTuple):
@@ -148,14 +155,14 @@ class Found(NamedTuple):
 
 
 def find_directory(
-    store: SealedStore, place: str, serves: bool, address: str, until: float, wait: Wait | None = None
+    store: SealedStore, place: str, port: int | None, address: str, until: float, wait: Wait | None = None
 ) -> Found:
     """Return the directory that the store points to; start it where that is for this worker to do.
 
     Args:
         store: the store in which the group meets.
-        place: where that is.
-        serves: whether this worker serves it.
+        place: where that is, for people.
+        port: the one at which this worker serves it; None where it does not.
         address: the one at which other workers reach this one.
         until: when to give up.
         wait: is told to look now and then.
@@ -171,13 +178,13 @@ def find_directory(
         directory, is_gone = _open(pointer, store.keys) if pointer is not None else (None, True)
         if pointer is not None and directory is not None:
             return Found(directory, None, pointer.launched, pointer)
-        before = pointer or (noted(place) if serves else None)
-        if is_gone and _may_start(pointer, store, serves) and not _is_busy(before, store.keys):
+        before = pointer or (noted(port) if port is not None else None)
+        if is_gone and _may_start(pointer, store, port is not None) and not _is_busy(before, store.keys):
             keeping = Keeping(store.keys, address, before)
             try:
                 if write_pointer(store, keeping.pointer, text):
-                    if serves:
-                        note(place, keeping.pointer)
+                    if port is not None:
+                        note(port, keeping.pointer)
                     return Found(connect(keeping.pointer, store.keys), keeping, pointer=keeping.pointer)
             except BaseException:  # the store is lost, or a handler of a signal has raised
                 keeping.leave()
@@ -244,31 +251,57 @@ def _open(pointer: Pointer, keys: Keyring) -> tuple[Directory | None, bool]:
     return directory, False
 
 
-def _note_path(place: str) -> str:
-    with private_folder("directory") as folder:
-        return os.path.join(folder.path, hashlib.sha256(place.encode()).hexdigest()[:NAME])
-
-
-def noted(place: str) -> Pointer | None:
-    """Return where the last directory was of a store at this place that was served on this host."""
+def noted(store: int | str) -> Pointer | None:
+    """Return where the last directory was of a store that was served on this host: at this port, or by an actor."""
     with contextlib.suppress(OSError, ValueError):
-        pointer = _read_note(_note_path(place))
+        pointer = _read_note(_note_path(store))
         if pointer.machine == host_identity():
             return pointer
     return None
 
 
-def note(place: str, pointer: Pointer) -> None:
-    """Note where the directory is of a store at this place; remove the notes of directories that are over."""
-    path = _note_path(place)
-    with contextlib.suppress(OSError):  # without a note, only this store leads to the directory
-        for name in os.listdir(os.path.dirname(path)):
-            other = os.path.join(os.path.dirname(path), name)
-            with contextlib.suppress(OSError, ValueError):
-                if len(name) == NAME and not os.path.exists(_read_note(other).path):
-                    os.unlink(other)
+def note(store: int | str, pointer: Pointer) -> None:
+    """Note where the directory of a store is; remove the notes of directories that are over."""
+    try:
+        path = _note_path(store)
+        with contextlib.suppress(OSError):  # they are removed by the next
+            _remove_notes(os.path.dirname(path))
         with replacing(path) as file:
             file.write(pointer.to_json().encode())
+    except OSError as error:
+        log.warning(
+            "telegrad: it cannot be noted where the group's directory is (%s): if the worker that serves the store is "
+            "lost, one that serves it anew begins another group",
+            reason(error),
+        )
+
+
+def _note_path(store: int | str) -> str:
+    with private_folder("directory", stays=True) as folder:
+        return os.path.join(folder.path, f"{_machine()}-{store}")
+
+
+def _machine() -> str:
+    """Return what the names of the notes of this boot of this host begin with."""
+    return hashlib.sha256(host_identity().encode()).hexdigest()[:MACHINE]
+
+
+def _remove_notes(folder: str) -> None:
+    """Remove the notes of directories of this host that are over, and those of others that nobody has renewed."""
+    for name in os.listdir(folder):
+        path, machine = os.path.join(folder, name), name.partition("-")[0]
+        with contextlib.suppress(OSError, ValueError):
+            if machine == _machine():
+                is_over = _is_over(_read_note(path))
+            else:
+                is_over = len(machine) == MACHINE and os.stat(path).st_mtime < time.time() - LASTS
+            if is_over:
+                os.unlink(path)
+
+
+def _is_over(pointer: Pointer) -> bool:
+    """Return True if a directory has ended. One that runs may have lost its file, which a logout can remove."""
+    return not os.path.exists(pointer.path) and not answers(pointer.address, KNOCK)
 
 
 def _read_note(path: str) -> Pointer:

@@ -98,7 +98,7 @@ class HeldDirectory:
             store, serves = open_dynamic((host, port), -1, self.keys, SERVE_AGAIN)
             if serves:
                 write_pointer(store, found.pointer)
-                note(meeting.where, found.pointer)
+                note(port, found.pointer)
             self._meeting = meeting._replace(store=store, serves=serves)
 
     def close(self, ended: Formed | None = None) -> None:

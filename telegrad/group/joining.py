@@ -140,7 +140,7 @@ def _find_directory(meeting: Meeting, me: Member, until: float, wait: Wait) -> F
         return Found(meeting.directory(), launched=meeting.launched)
     if fixed_group_lives(meeting.store, is_alive):
         raise mixed(me)
-    return find_directory(meeting.store, meeting.where, meeting.serves, me.tcp[0], until, wait)
+    return find_directory(meeting.store, meeting.where, meeting.served, me.tcp[0], until, wait)
 
 
 def _reopened(meeting: Meeting, until: float) -> Meeting:

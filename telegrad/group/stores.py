@@ -96,6 +96,11 @@ class Meeting(NamedTuple):
         return self.host, self.port
 
     @property
+    def served(self) -> int | None:
+        """The port at which this process serves the store; None where it does not."""
+        return self.port if self.serves else None
+
+    @property
     def where(self) -> str:
         """The same, for people."""
         return self.file or spot(self.host or "", self.port)

@@ -62,10 +62,10 @@ def _serve(listener: str, host: str) -> None:
 
         keys = find_keys()
         with socket.socket(fileno=int(listener)) as listening:
-            place = f"{host}:{listening.getsockname()[1]}"
-            keeping = finding.Keeping(keys, host, finding.noted(place))
+            port = listening.getsockname()[1]
+            keeping = finding.Keeping(keys, host, finding.noted(port))
             store = SealedStore(serve_on(listening)[0], keys)
-        finding.note(place, keeping.pointer)
+        finding.note(port, keeping.pointer)
         finding.write_pointer(store, keeping.pointer._replace(launched=True))
         Board(store).write(SERVED, OPEN)
         Renewal(store.renew).begin()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pathlib
+import shutil
 import signal
 import socket
 import threading
@@ -42,14 +43,15 @@ class Finder:
     """Workers that look for their directory in this process."""
 
     def __init__(self) -> None:
-        self.place = f"place {free_port()} of {os.getpid()}"  # one that no other test has noted
+        self.port = free_port()  # that of the store, where a worker serves it
         self.found: list[Found] = []
 
     def find(
-        self, store: Any, serves: bool = False, keys: Keyring = KEYS, seconds: float = PATIENCE, place: str = ""
+        self, store: Any, serves: bool = False, keys: Keyring = KEYS, seconds: float = PATIENCE, port: int = 0
     ) -> Found:
         until = time.monotonic() + seconds
-        found = find_directory(sealed(store, keys), place or self.place, serves, "127.0.0.1", until)
+        served = (port or self.port) if serves else None
+        found = find_directory(sealed(store, keys), "here", served, "127.0.0.1", until)
         self.found.append(found)
         return found
 
@@ -190,13 +192,13 @@ def test_the_directory_outlives_its_keeper_and_is_found_by_the_next_store_there(
     found = finder.find(store, True)
     assert not has_started(found)
     assert values(found.directory) == values(finder.find(store).directory) == [b"kept"]
-    assert finder.find(dist.HashStore(), True, place=f"{finder.place} elsewhere").keeping is not None
+    assert has_started(finder.find(dist.HashStore(), True, port=free_port()))
 
 
-def keep(path: str, place: str, served: bool) -> tuple[int, Pointer]:
+def keep(path: str, port: int | None) -> tuple[int, Pointer]:
     """Start a directory in this process and keep a lease in it."""
     store = dist.FileStore(path, -1)
-    found = find_directory(sealed(store), "" if not served else place, served, "127.0.0.1", time.monotonic() + PATIENCE)
+    found = find_directory(sealed(store), "here", port, "127.0.0.1", time.monotonic() + PATIENCE)
     _held.append(found)
     hold(found)
     return kept(found).pid, pointer_in(store)
@@ -210,7 +212,7 @@ def test_a_directory_that_was_killed_with_its_keeper_is_started_again_with_what_
     finder: Finder, tmp_path: pathlib.Path, served: bool
 ) -> None:
     with processes(1) as (process,):
-        pid, pointer = process.run(keep, f"{tmp_path}/store", finder.place, served)
+        pid, pointer = process.run(keep, f"{tmp_path}/store", finder.port if served else None)
         process.kill()
         process.join()
     kill(pid)
@@ -243,7 +245,7 @@ def test_a_stopped_directory_is_waited_for_and_no_second_one_started(finder: Fin
 
 
 def pointer_in_note(finder: Finder) -> Pointer:
-    pointer = finding.noted(finder.place)
+    pointer = finding.noted(finder.port)
     assert pointer is not None
     return pointer
 
@@ -263,7 +265,7 @@ def test_a_directory_with_another_key_at_the_noted_address_is_left_alone(finder:
 def stranger(request: pytest.FixtureRequest, finder: Finder) -> Iterator[int]:
     """What has got the port of a directory that has gone: that of another group of this user, or another program."""
     if request.param == "directory":
-        yield kept(finder.find(dist.HashStore(), True, place=f"{finder.place} elsewhere")).address[1]
+        yield kept(finder.find(dist.HashStore(), True, port=free_port())).address[1]
         return
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
@@ -309,9 +311,76 @@ def test_a_note_of_another_host_is_not_followed(finder: Finder, monkeypatch: pyt
     assert values(finder.find(dist.HashStore(), True).directory) == []
 
 
+def test_a_note_leads_to_the_store_of_its_port_alone(finder: Finder, monkeypatch: pytest.MonkeyPatch) -> None:
+    hold(finder.find(dist.HashStore(), True))
+    assert finding.noted(finder.port) is not None
+    assert finding.noted(free_port()) is None
+    monkeypatch.setattr(finding, "host_identity", lambda: "another boot")
+    assert finding.noted(finder.port) is None
+
+
+@pytest.mark.parametrize("change", ["none", "other", "emptied"])
+def test_a_note_is_found_from_another_login(
+    finder: Finder, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, change: str
+) -> None:
+    for name in ("run", "other"):
+        (tmp_path / name).mkdir(mode=0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
+    hold(finder.find(dist.HashStore(), True))
+    if change == "none":
+        monkeypatch.delenv("XDG_RUNTIME_DIR")
+    elif change == "other":
+        monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "other"))
+    else:
+        shutil.rmtree(tmp_path / "run")
+        (tmp_path / "run").mkdir(mode=0o700)
+        finding.note(free_port(), pointer_in_note(finder))  # removes the notes of directories that are over
+    found = finder.find(dist.HashStore(), True)
+    assert not has_started(found)
+    assert values(found.directory) == [b"kept"]
+
+
+def test_notes_of_directories_that_are_over_are_removed(finder: Finder, tmp_path: pathlib.Path) -> None:
+    over, old, recent = free_port(), free_port(), free_port()
+    finding.note(over, Pointer("127.0.0.1", free_port(), host_identity(), f"{tmp_path}/removed"))
+    path = pathlib.Path(finding._note_path(over))
+    others = [path.with_name(f"{'0' * finding.MACHINE}-{port}") for port in (old, recent)]
+    for other in others:
+        other.write_text("note of another host")
+    os.utime(others[0], (0, 0))
+    finder.find(dist.HashStore(), True)
+    assert [each.exists() for each in (path, *others)] == [False, False, True]
+    others[1].unlink()
+
+
+def test_a_note_that_another_user_could_have_planted_is_not_used(
+    finder: Finder, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    finding.note(finder.port, Pointer("127.0.0.1", 9, host_identity(), f"{tmp_path}/planted"))
+    assert finding.noted(finder.port) is not None
+    (tmp_path / "state" / "telegrad" / "directory").chmod(0o777)
+    assert finding.noted(finder.port) is None
+    assert "another folder is used" in caplog.text
+
+
+def test_it_is_told_that_no_note_can_be_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(path: str) -> None:
+        raise OSError(28, "No space left on device", path)
+
+    monkeypatch.setattr(finding, "replacing", refuse)
+    finding.note(free_port(), Pointer("127.0.0.1", 9, host_identity(), str(tmp_path)))
+    assert "No space left on device" in caplog.text
+    assert "begins another group" in caplog.text
+
+
 @pytest.mark.parametrize("note", ["", "[", "[]", '["h", "p", 1, 2, 3]'])
 def test_a_damaged_note_is_no_note(finder: Finder, note: str) -> None:
-    pathlib.Path(finding._note_path(finder.place)).write_text(note)
+    pathlib.Path(finding._note_path(finder.port)).write_text(note)
     assert finder.find(dist.HashStore(), True).keeping is not None
 
 
@@ -385,6 +454,35 @@ def test_workers_join_again_once_the_worker_that_keeps_the_directory_was_killed(
             process.run(rpc.wait_for_workers, ["boss", "late", "x"], PATIENCE)
             assert process.run(names) == ["boss", "x", "late"]
             assert process.run(call, "boss") == 3
+
+
+@pytest.mark.parametrize("change", ["login", "logout", "name"])
+def test_a_worker_that_is_started_anew_in_another_way_joins_the_group_that_lives(
+    tmp_path: pathlib.Path, change: str
+) -> None:
+    port, run = free_port(), tmp_path / "run"
+    run.mkdir(mode=0o700)
+    with processes(3) as made:
+        boss, x, again = made
+        for process in made:
+            process.run(set_runtime_folder, str(run))
+        boss.run(join, f"tcp://127.0.0.1:{port}", "boss", 0)
+        x.run(join, f"tcp://127.0.0.1:{port}", "x")
+        boss.kill()
+        boss.join()
+        if change == "login":
+            again.run(set_runtime_folder, "")
+        elif change == "logout":
+            shutil.rmtree(run)
+            run.mkdir(mode=0o700)
+        again.run(join, f"tcp://{'localhost' if change == 'name' else '127.0.0.1'}:{port}", "boss", 0)
+        for process in (x, again):
+            process.run(rpc.wait_for_workers, ["boss", "x"], PATIENCE)
+            assert process.run(call, "x") == 3
+
+
+def set_runtime_folder(path: str) -> None:
+    os.environ["XDG_RUNTIME_DIR"] = path
 
 
 def test_workers_go_on_where_the_directory_is_killed_with_its_keeper() -> None:

@@ -39,7 +39,7 @@ class Place:
             store = join_store("127.0.0.1", self._port, KEYS, PATIENCE)
             held._meeting = Meeting(store, "127.0.0.1", -1, None, self._port)
         meeting = held.meet(PATIENCE)
-        found = find_directory(meeting.store, meeting.where, meeting.serves, "127.0.0.1", time.monotonic() + PATIENCE)
+        found = find_directory(meeting.store, meeting.where, meeting.served, "127.0.0.1", time.monotonic() + PATIENCE)
         held.hold(meeting, found)
         self.made.append(held)
         return held

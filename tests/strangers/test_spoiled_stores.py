@@ -128,7 +128,7 @@ def test_a_spoiled_pointer_is_named(forged: str) -> None:
     store = dist.HashStore()
     store.set(POINTER, forged)
     with pytest.raises(errors.StoreUntrusted, match=f"'{POINTER}'"):
-        find_directory(sealed(store), "here", True, "127.0.0.1", time.monotonic() + SOON)
+        find_directory(sealed(store), "here", free_port(), "127.0.0.1", time.monotonic() + SOON)
 
 
 def spoiled_while_it_runs(port: int) -> str:

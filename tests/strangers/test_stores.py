@@ -133,7 +133,7 @@ def test_a_fault_that_was_made_up_is_not_passed_on() -> None:
 
 def test_a_worker_of_a_dynamic_group_cannot_be_led_to_another_directory() -> None:
     store = dist.HashStore()
-    find = lambda: find_directory(sealed(store, KEYS), "here", False, "127.0.0.1", monotonic() + PATIENCE)  # noqa: E731
+    find = lambda: find_directory(sealed(store, KEYS), "here", None, "127.0.0.1", monotonic() + PATIENCE)  # noqa: E731
     found = find()
     assert found.keeping is not None
     try:
