@@ -313,15 +313,12 @@ class Offers:
         if again:
             self._agent.run(self._take_over, offer, False)
 
-    @property
-    def _leaves(self) -> bool:
-        """Return True if this worker leaves, and must take no value over from one that leaves with it."""
-        parting, serving = self._worker.parting, self._worker.membership.serving
-        leaves = parting.all_leave() if parting.together else self._shuts_down.is_set() or serving.leaves
-        return leaves or self._agent.closed
-
     def _stands_by(self, offer: Offer) -> bool:
-        return self._offers.get(offer.name) is offer and not self._leaves
+        """Return True if this worker may take the value over: not one that leaves, perhaps together with the owner."""
+        if self._agent.closed or self._offers.get(offer.name) is not offer:
+            return False
+        parting, serving = self._worker.parting, self._worker.membership.serving
+        return not (parting.all_leave() if parting.together else self._shuts_down.is_set() or serving.leaves)
 
     def _take_over(self, offer: Offer) -> None:
         """Claim a value that nobody owns, or may own, and make it, in the place of `publish`."""
