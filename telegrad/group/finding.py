@@ -94,11 +94,13 @@ class Keeping:
         self._host = listening_address(host)
         self._over = threading.Event()
         self._keeper: Keeper | None = None
-        if before is not None and (watches or _answers(before, keys)):
-            self.pointer = before
-        else:
+        if before is None or not (watches or _answers(before, keys)):
             self._keeper = self._started(before)
+        if self._keeper is not None:
             self.pointer = Pointer(host, self._keeper.address[1], host_identity(), self._keeper.path)
+        else:
+            assert before is not None
+            self.pointer = before
         self._thread = Background("telegrad-keeper", self._main)
         self._thread.want()
 
@@ -118,11 +120,16 @@ class Keeping:
         self._over.set()
         self._thread.join(END)
 
-    def _started(self, before: Pointer | None) -> Keeper:
-        """Start the process: with the file of an earlier one if its port is free, since members look for it there."""
+    def _started(self, before: Pointer | None) -> Keeper | None:
+        """Start the process: with the file of an earlier one if its port is free, since members look for it there.
+
+        Return None where another worker has started that one meanwhile.
+        """
         if before is not None and os.path.exists(before.path):
             with contextlib.suppress(OSError):
                 return Keeper(self._keys, self._host, before.port, before.path)
+            if _answers(before, self._keys):
+                return None
         try:
             return Keeper(self._keys, self._host)
         except OSError as error:

@@ -25,7 +25,7 @@ from telegrad.group import finding
 from telegrad.group.address import host_identity
 from telegrad.group.board import OPEN, SERVED, Board
 from telegrad.group.elastic import COME, GENERATION
-from telegrad.group.finding import POINTER, Found, Pointer, find_directory
+from telegrad.group.finding import POINTER, Found, Keeping, Pointer, find_directory
 from telegrad.group.joining import _directory_is_used
 from telegrad.group.members import Member
 from telegrad.group.quorum import Arrival, Formed
@@ -220,6 +220,22 @@ def test_a_directory_that_was_killed_with_its_keeper_is_started_again_with_what_
     assert len([each for each in found if has_started(each)]) == 1
     assert [values(each.directory) for each in found] == [[b"kept"]] * len(stores)
     assert pointer_in(stores[0]) == pointer
+
+
+def test_who_comes_late_to_start_a_directory_again_uses_the_one_that_runs(
+    finder: Finder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another worker has started it since this one has looked, so that its port is taken."""
+    first = finder.find(dist.HashStore(), True)
+    hold(first)
+    answers = iter([False, True])
+    monkeypatch.setattr(finding, "_answers", lambda *_: next(answers))
+    late = Keeping(KEYS, "127.0.0.1", first.pointer)
+    try:
+        assert late.pointer == first.pointer
+        assert late._keeper is None
+    finally:
+        late.close()
 
 
 def test_a_stopped_directory_is_waited_for_and_no_second_one_started(finder: Finder) -> None:

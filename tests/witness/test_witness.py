@@ -175,7 +175,7 @@ def test_a_timeout_of_a_call_that_goes_on_tells_where_its_thread_stands(pair: li
     gate.clear()
     said = r"still be running there: for \d\.\d s by now, at .*test_witness.py:\d+ in keep: `gate\.wait"
     with pytest.raises(CallTimeout, match=said):
-        pair[0].agent.call("w1", promise, None, None, 0.3)
+        pair[0].agent.call("w1", promise, None, None, 1.0)
     assert inside.acquire(timeout=PATIENCE)
     gate.set()
 
