@@ -94,7 +94,7 @@ class Keeping:
         self._host = listening_address(host)
         self._over = threading.Event()
         self._keeper: Keeper | None = None
-        if before is None or not (watches or _answers(before, keys)):
+        if before is None or not (watches or _probe(before, keys)[0]):
             self._keeper = self._started(before)
         if self._keeper is not None:
             self.pointer = Pointer(host, self._keeper.address[1], host_identity(), self._keeper.path)
@@ -123,12 +123,13 @@ class Keeping:
     def _started(self, before: Pointer | None) -> Keeper | None:
         """Start the process: with the file of an earlier one if its port is free, since members look for it there.
 
-        Return None where another worker has started that one meanwhile.
+        Return None where that one runs by now, or is stopped: it has its port.
         """
         if before is not None and os.path.exists(before.path):
             with contextlib.suppress(OSError):
                 return Keeper(self._keys, self._host, before.port, before.path)
-            if _answers(before, self._keys):
+            _, has_gone = _probe(before, self._keys)
+            if not has_gone:
                 return None
         try:
             return Keeper(self._keys, self._host)
@@ -186,7 +187,9 @@ def find_directory(
         if pointer is not None and directory is not None:
             return Found(directory, None, pointer.launched, pointer)
         before = pointer or (noted(port) if port is not None else None)
-        if is_gone and _may_start(pointer, store, port is not None) and not _is_busy(before, store.keys):
+        if pointer is None and before is not None:
+            is_gone = any(_probe(before, store.keys))  # else it is stopped, or another worker starts it again
+        if is_gone and _may_start(pointer, store, port is not None):
             keeping = Keeping(store.keys, address, before)
             try:
                 if write_pointer(store, keeping.pointer, text):
@@ -220,21 +223,12 @@ def _may_start(pointer: Pointer | None, store: SealedStore, serves: bool) -> boo
     return serves or not mark_of(store)  # no worker serves a store without a mark, so any may be the first
 
 
-def _answers(pointer: Pointer, keys: Keyring) -> bool:
-    directory, _ = _open(pointer, keys)
+def _probe(pointer: Pointer, keys: Keyring) -> tuple[bool, bool]:
+    """Return whether a directory answers, and whether its process has gone; neither is so for one that is stopped."""
+    directory, has_gone = _open(pointer, keys)
     if directory is not None:
         directory.close()
-    return directory is not None
-
-
-def _is_busy(pointer: Pointer | None, keys: Keyring) -> bool:
-    """Return True if a directory neither answers nor has gone: it is stopped, or another worker starts it again."""
-    if pointer is None:
-        return False
-    directory, is_gone = _open(pointer, keys)
-    if directory is not None:
-        directory.close()
-    return directory is None and not is_gone
+    return directory is not None, has_gone
 
 
 def _open(pointer: Pointer, keys: Keyring) -> tuple[Directory | None, bool]:

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 from telegrad import forks
-from telegrad.errors import PeerLost
 from telegrad.group.members import Member, WorkerInfo, info
 from telegrad.group.registry import LEFT, LOST
 from telegrad.threads import Background
@@ -65,8 +64,3 @@ class Teller:
             except BaseException:  # sys.exit, too, since it would end this thread alone
                 forks.end_if_over()
                 log.exception("telegrad: a callback of on_join, on_leave or on_lost failed for %s", args[0])
-
-
-def found_lost(member: Member) -> PeerLost:
-    """Return the reason for which a member has gone that another worker has found dead."""
-    return PeerLost(f"worker {member.name!r} was lost, as another worker has found")

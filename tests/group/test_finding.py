@@ -222,14 +222,15 @@ def test_a_directory_that_was_killed_with_its_keeper_is_started_again_with_what_
     assert pointer_in(stores[0]) == pointer
 
 
-def test_who_comes_late_to_start_a_directory_again_uses_the_one_that_runs(
-    finder: Finder, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("answers", [True, False], ids=["runs", "is stopped"])
+def test_a_second_worker_that_starts_a_directory_again_uses_the_first_ones(
+    finder: Finder, monkeypatch: pytest.MonkeyPatch, answers: bool
 ) -> None:
     """Another worker has started it since this one has looked, so that its port is taken."""
     first = finder.find(dist.HashStore(), True)
     hold(first)
-    answers = iter([False, True])
-    monkeypatch.setattr(finding, "_answers", lambda *_: next(answers))
+    seen = iter([(False, True), (answers, False)])
+    monkeypatch.setattr(finding, "_probe", lambda *_: next(seen))
     late = Keeping(KEYS, "127.0.0.1", first.pointer)
     try:
         assert late.pointer == first.pointer

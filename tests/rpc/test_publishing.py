@@ -267,28 +267,6 @@ def test_who_has_left_meanwhile_is_not_waited_for(crowd: Crowd) -> None:
     membership._greet(others)
 
 
-def test_all_who_publish_at_once_agree_on_one() -> None:
-    with agents(5, dynamic=True) as workers:
-        ready = threading.Barrier(5)
-        made: list[str] = []
-
-        def publish(worker: Worker) -> None:
-            current.enter(worker)
-            ready.wait(PATIENCE)
-            rpc.publish("one", lambda: made.append(worker.me.name))
-
-        with ThreadPoolExecutor(5) as pool:
-            list(pool.map(publish, workers))
-            owners = list(pool.map(_owner, workers))
-        assert len(made) == 1
-        assert set(owners) == {made[0]}
-
-
-def _owner(worker: Worker) -> str:
-    current.enter(worker)
-    return rpc.lookup("one").owner_name()
-
-
 def test_a_value_that_nobody_publishes_is_not_found(crowd: Crowd) -> None:
     with pytest.raises(
         errors.NotPublished, match=r"'nothing' is not there after 0.2 s: no worker publishes it.*w0, w1"
