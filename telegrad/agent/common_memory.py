@@ -1,4 +1,4 @@
-"""Memory that several workers of a host map, for what one gives to many."""
+"""Memory that several workers of a host map, for tensors that one worker sends to many."""
 
 from __future__ import annotations
 

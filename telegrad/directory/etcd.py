@@ -277,7 +277,7 @@ class EtcdDirectory:
                 stream.position = max(stream.position, messages.header_of(message).revision)
 
     def _check(self, message: Json) -> None:
-        """Raise what a message of a stream says."""
+        """Raise the error that a message of a stream tells of."""
         if compacted := int(message.get("compact_revision", 0)):
             raise Compacted(f"etcd was compacted until revision {compacted}: list again, and watch from there")
         if message.get("canceled"):

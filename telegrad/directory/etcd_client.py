@@ -40,7 +40,7 @@ class Unanswered(Exception):
 
 
 class Answer(NamedTuple):
-    """What etcd answered."""
+    """An answer of etcd."""
 
     content: Json
     header: Header

@@ -1,4 +1,4 @@
-"""What is sent to the JSON gateway of etcd, and what its answers mean. No I/O, no clock.
+"""Requests to the JSON gateway of etcd, and the meaning of its answers. No I/O, no clock.
 
 The gateway writes 64-bit numbers as strings and bytes in base64, and leaves out fields that are zero.
 """
@@ -27,7 +27,7 @@ Json = dict[str, Any]
 
 
 class Settings(NamedTuple):
-    """What a URL says."""
+    """The settings in a URL."""
 
     endpoints: tuple[tuple[str, int], ...]
     prefix: str  # of all keys of the group, with a slash at its end
@@ -39,7 +39,7 @@ class Settings(NamedTuple):
 
 
 class Header(NamedTuple):
-    """What each answer says about the member that gave it."""
+    """The part of each answer about the member that gave it."""
 
     cluster: int
     member: int  # its id: an endpoint may be a load balancer in front of several

@@ -1,4 +1,4 @@
-"""What a client and the server of the embedded directory say to each other, as bytes.
+"""The messages between a client and the server of the embedded directory, as bytes.
 
 A request and its reply have one layout for all operations. The number of a request is the client's own, and the reply
 repeats it: replies come in any order, since a watch waits while other requests are answered.
@@ -29,7 +29,7 @@ LONGEST_REQUEST = _REQUEST.size + KEY_BYTES + VALUE_BYTES
 
 
 class Request(NamedTuple):
-    """What a client asks for; each operation looks at some of the fields."""
+    """A request of a client; each operation looks at some of the fields."""
 
     operation: int
     key: str = ""  # or a prefix
@@ -40,7 +40,7 @@ class Request(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """What the server answers."""
+    """An answer of the server."""
 
     outcome: int
     revision: int = 0  # or the id of a lease

@@ -184,7 +184,7 @@ class RedisDirectory:
         self._incarnation = reply[2]
 
     def _check(self, reply: Any) -> None:
-        """Raise what the status of a reply says, and keep its revision."""
+        """Raise the error that the status of a reply tells of, and keep its revision."""
         status, revision = reply[0], reply[1]
         if status == b"reset":
             raise DirectoryReset(

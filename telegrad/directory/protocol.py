@@ -68,7 +68,7 @@ Events = list[Event]  # a name for it, since `list` is a method of what returns 
 
 
 class Listing(NamedTuple):
-    """What stood under a prefix at one revision. Watch from `revision` to miss nothing."""
+    """The entries under a prefix at one revision. Watch from `revision` to miss nothing."""
 
     revision: int
     entries: tuple[Entry, ...]  # by key
@@ -83,7 +83,7 @@ class Lease(NamedTuple):
 
 
 class Swap(NamedTuple):
-    """What came of a compare-and-set."""
+    """The outcome of a compare-and-set."""
 
     done: bool
     entry: Entry | None  # what stands there now: what was written, or what was there instead; None for nothing

@@ -50,7 +50,7 @@ class Session:
 
 
 class Answer(NamedTuple):
-    """What an operation gave."""
+    """The result of an operation."""
 
     sent: float  # monotonic time: not after the server has got the operation
     reply: Any

@@ -1,4 +1,4 @@
-"""What the URL of a Redis server says, and how a server must be set so that it can hold a directory.
+"""The settings in the URL of a Redis server, and those that a server must have to hold a directory.
 
 Each fault names a way to lose what the server has acknowledged, or to have two servers answer:
 

@@ -55,7 +55,7 @@ class Written(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What a directory is made of again."""
+    """The content from which a directory is restored."""
 
     revision: int = 0
     compacted: int = 0  # the newest revision of which the changes are forgotten

@@ -1,4 +1,4 @@
-"""What an elastic group keeps in its directory.
+"""The keys of an elastic group in its directory.
 
     elastic/generation  the last generation that has formed (`Formed`); whether the group has ended with it
     elastic/come/LIFE   a worker that wants to be in the next one (`Arrival`); hangs on the lease of its process
@@ -23,7 +23,7 @@ IsAlive = Callable[[Member], bool]
 
 
 class ElasticState(NamedTuple):
-    """What stands in the directory at one revision."""
+    """The content of the directory at one revision."""
 
     revision: int = 0
     running: Formed = NONE

@@ -1,4 +1,4 @@
-"""Who is in the next generation of an elastic group: decided from the workers that have come to its directory.
+"""The members of the next generation of an elastic group, decided from the workers that have come to its directory.
 
 A generation is a group of fixed size. The next one has its survivors, in the order of their ranks, and then workers
 that are new, as long as there is room. So the worker of rank 0 was in the generation before, unless no worker was.

@@ -54,7 +54,7 @@ class Registered(NamedTuple):
 
 
 class Claim(NamedTuple):
-    """Who owns a published value. Of two claims to one name, the later one has the higher token."""
+    """The owner of a published value. Of two claims to one name, the later one has the higher token."""
 
     life: str  # of the owner; empty where nobody has owned it since
     token: int  # the fencing token: the revision that created the key; where nobody owns it, the one that deleted it

@@ -33,8 +33,8 @@ log = logging.getLogger("telegrad")
 class SealedDirectory:
     """A `Directory` whose values carry a MAC under the group's key, which covers their keys as well.
 
-    What another program writes raises StoreUntrusted where it is read. A watch leaves it out, with a warning: it must
-    not stop there, since the changes behind it are authentic.
+    A value that another program has written raises StoreUntrusted where it is read. A watch leaves it out,
+    with a warning: it must not stop there, since the changes behind it are authentic.
     """
 
     def __init__(self, directory: Directory, keys: Keyring, place: str) -> None:

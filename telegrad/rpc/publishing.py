@@ -1,8 +1,8 @@
 """Values with a name, which are found wherever they live now: `publish` and `lookup`.
 
-Who owns a value is decided by one key of the group's directory, which hangs on the owner's lease (`Registry.claim`).
-The revision that created the key is the fencing token. The owner serves the value as long as it holds its lease by its
-own clock, which ends before the directory gives the value to another: a call that comes later is refused, and not run.
+One key of the group's directory decides who owns a value. It hangs on the owner's lease (`Registry.claim`). The
+revision that created the key is the fencing token. The owner serves the value as long as it holds its lease by its own
+clock, which ends before the directory gives the value to another: a call that comes later is refused, and not run.
 A worker that knows of a later token refuses to use the reference, and so does an owner whose token is lower than the
 one with which it is asked for the value. A call names the value by the id of its reference, which stands for one token.
 """

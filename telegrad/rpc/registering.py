@@ -43,7 +43,7 @@ Address = tuple[str, int]
 
 
 class Answer(Signal):
-    """What one thread finds out for others."""
+    """A result that one thread looks up for others."""
 
     __slots__ = ("problem", "value")
 
