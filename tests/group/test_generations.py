@@ -39,6 +39,7 @@ class Place:
         self.directory = self.engine.client()
         self.dead: set[str] = set()
         self.over = False
+        self.made: list[HeldDirectory] = []
         self._pool = ThreadPoolExecutor(8)
 
     def lives(self, who: Member) -> bool:
@@ -49,6 +50,7 @@ class Place:
         held = HeldDirectory("file:///nowhere", KEYS, ttl)
         meeting = Meeting(sealed(dist.HashStore()), None, -1, None, file="the place")
         held.hold(meeting, Found(client or self.engine.client(PATIENCE)))
+        self.made.append(held)
         return held
 
     def come(
@@ -85,6 +87,8 @@ def place() -> Iterator[Place]:
     yield made
     made.over = True
     made.engine.kill()
+    for held in made.made:
+        held._over.set()  # as if its process was over: nothing renews its lease any more
 
 
 def names(formed: Formed) -> list[str]:
