@@ -1,4 +1,4 @@
-"""Many workers on one host: `python -m benchmarks.scale [COUNT ...] [--kinds dynamic fixed torch]`.
+"""Many workers on one host: `python -m benchmarks.scale [COUNT ...] [--kinds dynamic fixed torch] [--save]`.
 
 The workers are forked from a process that has imported all, so what is measured is the start of the group. torch's RPC
 is measured beside it, in a group of fixed size, as it has no other; from 48 workers on it fails on many machines.
@@ -8,9 +8,12 @@ is measured beside it, in a group of fixed size, as it has no other; from 48 wor
     later       the same again: the median of five
     barrier     of all workers
     memory      PSS of a worker
-    directory   processor time of the directory's process until all had joined
+    directory   processor time of the directory's process until all had joined, the requests that it answered, and the
+                bytes that went to and fro
     detection   from the kill of a worker until another one's `on_lost` is called
     shutdown    until all processes have ended
+
+`--save` keeps the figures in benchmarks/results/scale.json, and draws docs/scale.png.
 """
 
 from __future__ import annotations
@@ -23,20 +26,37 @@ import pathlib
 import signal
 import socket
 import statistics
+import struct
 import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from telegrad.directory.client import EmbeddedDirectory
+
 COUNTS = (8, 64, 256, 512)
 KINDS = ("dynamic", "fixed", "torch")
 TIMEOUT = 120.0
-ROW = "{:>9} {:>8} {:>9} {:>10} {:>10} {:>11} {:>10} {:>12} {:>12} {:>11}"
-HEAD = ("workers", "kind", "start s", "first ms", "later ms", "barrier ms", "memory MB", "directory s", "detection s")
+RESULTS = pathlib.Path(__file__).parent / "results" / "scale.json"
+COLUMNS = (  # of a row: its name, the unit that is printed, and how many of it a second or a byte is
+    ("start", "s", 1.0),
+    ("first", "ms", 1e3),
+    ("later", "ms", 1e3),
+    ("barrier", "ms", 1e3),
+    ("memory", "MB", 1e-6),
+    ("directory", "s", 1.0),
+    ("requests", "", 1.0),
+    ("bytes", "MB", 1e-6),
+    ("detection", "s", 1.0),
+    ("shutdown", "s", 1.0),
+)
+BYTES_ACKED = 120  # where it stands in Linux's struct tcp_info; the bytes received come behind it
+Row = dict[str, Any]
 
 
 class Pipes:
@@ -64,18 +84,36 @@ def main() -> None:
     parser.add_argument("counts", type=int, nargs="*", default=COUNTS)
     parser.add_argument("--kinds", nargs="*", choices=KINDS, default=KINDS)
     parser.add_argument("--threads", type=int, default=4, help="num_worker_threads")
+    parser.add_argument("--save", action="store_true", help="keep the figures and draw them")
     chosen = parser.parse_args()
     torch.set_num_threads(1)  # the children of a process whose operators have threads would hang
     import telegrad.rpc  # noqa: F401 - before the forks
 
-    print(ROW.format(*HEAD, "shutdown s"))
+    rows = []
+    print(f"{'workers':>8} {'kind':>8}", *(f"{f'{name} {unit}':>12}" for name, unit, _ in COLUMNS))
     for count in chosen.counts:
         for kind in chosen.kinds:
-            print(ROW.format(count, kind, *measure(count, kind, chosen.threads)), flush=True)
+            row = measure(count, kind, chosen.threads)
+            print(f"{count:>8} {kind:>8}", *cells(row), flush=True)
+            rows.append({"workers": count, "kind": kind, **row})
+    if chosen.save:
+        from benchmarks.scale_plot import draw
+
+        RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
+        draw(rows)
 
 
-def measure(count: int, kind: str, threads: int) -> list[str]:
-    """Run one group; return the cells of its row."""
+def cells(row: Row) -> list[str]:
+    if "error" in row:
+        return [row["error"]]
+    return [
+        f"{row[name] * factor:>12.{0 if name == 'requests' else 3}f}" if name in row else " " * 12
+        for name, _, factor in COLUMNS
+    ]
+
+
+def measure(count: int, kind: str, threads: int) -> Row:
+    """Run one group; return what was found, in seconds and bytes, or an error."""
     pipes, port = Pipes(), free_port()
     sys.stdout.flush()
     signal.signal(signal.SIGALRM, _too_late)
@@ -90,7 +128,7 @@ def measure(count: int, kind: str, threads: int) -> list[str]:
         for pid in pids:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, 0)
-        return [f"not within {TIMEOUT + 30:g} s", *[""] * 7]
+        return {"error": f"not within {TIMEOUT + 30:g} s"}
     finally:
         signal.alarm(0)
 
@@ -99,45 +137,37 @@ def _too_late(*_: object) -> None:
     raise TimeoutError
 
 
-def measured(count: int, kind: str, pids: list[int], pipes: Pipes) -> list[str]:
+def measured(count: int, kind: str, pids: list[int], pipes: Pipes) -> Row:
     time.sleep(0.5 + count / 200)  # until all wait
     began = time.perf_counter()
     os.write(pipes.begin[1], b"." * count)
     reports = [pipes.hear("joined") for _ in range(count)]
-    start = time.perf_counter() - began
+    row: Row = {"start": time.perf_counter() - began}
     failed = [report["error"] for report in reports if "error" in report]
     if failed:
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
-        return [f"{len(failed)} failed: {failed[0][:60]}", *[""] * 7]
-    cells = pipes.hear("first")
+        return {"error": f"{len(failed)} failed: {failed[0][:60]}"}
+    if kind == "dynamic":
+        row |= {name: sum(report[name] for report in reports) for name in ("requests", "bytes")}
+    row |= pipes.hear("first")
     if kind != "torch":
         os.write(pipes.begin[1], b"." * count)
-        cells["barrier"] = pipes.hear("barrier")["barrier"]
-    memory = statistics.median(pss(pid) for pid in pids)
-    detection = ""
+        row |= pipes.hear("barrier")
+    row["memory"] = statistics.median(pss(pid) for pid in pids)
     if kind != "torch":
         os.write(pipes.begin[1], b".")  # worker 0 waits for the loss of one
         pipes.hear("ready")
         killed = time.perf_counter()
         os.kill(pids[-1], signal.SIGKILL)
         pipes.hear("lost")
-        detection = f"{time.perf_counter() - killed:.3f}"
+        row["detection"] = time.perf_counter() - killed
     began = time.perf_counter()
     os.write(pipes.end[1], b"." * count)
     for pid in pids:
         os.waitpid(pid, 0)
-    row = [
-        f"{start:.2f}",
-        *(f"{1e3 * cells[name]:.1f}" for name in ("first", "later")),
-        said(cells.get("barrier", 0.0)),
-    ]
-    return [*row, f"{memory:.1f}", cells["directory"], detection, f"{time.perf_counter() - began:.2f}"]
-
-
-def said(seconds: float) -> str:
-    return f"{1e3 * seconds:.1f}" if seconds else ""
+    return {**row, "shutdown": time.perf_counter() - began}
 
 
 def fork(rank: int, count: int, kind: str, port: int, threads: int, pipes: Pipes) -> int:
@@ -158,6 +188,7 @@ def fork(rank: int, count: int, kind: str, port: int, threads: int, pipes: Pipes
 def work_of_telegrad(rank: int, count: int, kind: str, port: int, threads: int, pipes: Pipes) -> None:
     from telegrad import rpc
 
+    asked = count_requests()
     place = f"tcp://127.0.0.1:{port}"
     options = rpc.TelegradOptions(init_method=place, num_worker_threads=threads, rpc_timeout=TIMEOUT)
     if kind == "fixed":
@@ -165,11 +196,10 @@ def work_of_telegrad(rank: int, count: int, kind: str, port: int, threads: int, 
     else:
         rpc.init_rpc(f"w{rank}", rank=rank, rpc_backend_options=options)
         rpc.wait_for_workers(count, timeout=TIMEOUT)
-    server = cpu_of_server()
-    pipes.tell({"joined": rank})
+    server = {"directory": cpu_of_server()} if rank == 0 and kind == "dynamic" else {}
+    pipes.tell({"joined": rank, "requests": sum(asked.values()), "bytes": sum(map(bytes_of, asked))})
     if rank == 0:
-        cells = calls(count, lambda name: rpc.rpc_async(name, abs, (-1,)))
-        pipes.tell({**cells, "directory": server if kind == "dynamic" else ""})
+        pipes.tell({**calls(count, lambda name: rpc.rpc_async(name, abs, (-1,))), **server})
     os.read(pipes.begin[0], 1)
     everyone = rpc.group([f"w{other}" for other in range(count)])
     everyone.barrier(timeout=TIMEOUT)
@@ -196,8 +226,7 @@ def work_of_torch(rank: int, count: int, kind: str, port: int, threads: int, pip
     rpc.init_rpc(f"w{rank}", rank=rank, world_size=count, rpc_backend_options=options)
     pipes.tell({"joined": rank})
     if rank == 0:
-        cells = calls(count, lambda name: rpc.rpc_async(name, abs, args=(-1,)))
-        pipes.tell({**cells, "directory": ""})
+        pipes.tell(calls(count, lambda name: rpc.rpc_async(name, abs, args=(-1,))))
     os.read(pipes.end[0], 1)
     rpc.shutdown(graceful=False)
 
@@ -214,22 +243,43 @@ def calls(count: int, call: Callable[[str], Any]) -> dict[str, float]:
     return {"first": taken[0], "later": statistics.median(taken[1:])}
 
 
-def cpu_of_server() -> str:
+def count_requests() -> Counter[EmbeddedDirectory]:
+    """Count what this process asks the directory from now on."""
+    asked, ask = Counter[EmbeddedDirectory](), EmbeddedDirectory._ask
+
+    def counted(directory: EmbeddedDirectory, *arguments: Any, **named: Any) -> Any:
+        asked[directory] += 1
+        return ask(directory, *arguments, **named)
+
+    EmbeddedDirectory._ask = counted  # type: ignore[assignment, method-assign]
+    return asked
+
+
+def bytes_of(directory: EmbeddedDirectory) -> int:
+    """Return how many bytes a connection has carried, there and back."""
+    link = directory._link
+    if link is None:
+        return 0
+    info = link._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, BYTES_ACKED + 16)
+    return sum(struct.unpack_from("<QQ", info, BYTES_ACKED))
+
+
+def cpu_of_server() -> float:
     """Return the processor time of the child of this process that serves the directory, in seconds."""
     for path in pathlib.Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = path.read_text().rpartition(")")[2].split()
             if int(fields[1]) == os.getpid() and b"directory.server" in (path.parent / "cmdline").read_bytes():
-                return f"{(int(fields[11]) + int(fields[12])) / os.sysconf('SC_CLK_TCK'):.2f}"
+                return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
         except (OSError, ValueError):
             continue
-    return ""
+    return 0.0
 
 
 def pss(pid: int) -> float:
-    """Return the memory of a process in MB, in which each shared page counts for its part."""
+    """Return the memory of a process in bytes, in which each shared page counts for its part."""
     text = pathlib.Path(f"/proc/{pid}/smaps_rollup").read_text()
-    return int(next(line for line in text.splitlines() if line.startswith("Pss:")).split()[1]) / 1024
+    return 1024.0 * int(next(line for line in text.splitlines() if line.startswith("Pss:")).split()[1])
 
 
 def free_port() -> int:
