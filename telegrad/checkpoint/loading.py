@@ -10,7 +10,7 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, M
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from telegrad.checkpoint.folders import CONTENTS, Files, Path
-from telegrad.checkpoint.state import NO_LIMIT, Share, folder_of, shares_of
+from telegrad.checkpoint.state import NO_LIMIT, Share, folder_of, pickled, shares_of, unpacked
 from telegrad.errors import UsageError
 from telegrad.interrupts import raised_by_handler
 from telegrad.nn.remote_module import apart
@@ -76,12 +76,12 @@ def _load_shares(path: str, shares: list[Share]) -> None:
 
 def _load_model(path: str, key: str, branch: Branch) -> None:
     state = state_of(branch)
-    flat = {joined(key, name): value for name, value in state.items()}
+    flat = {joined(key, name): pickled(value) for name, value in state.items()}
     _read(path, flat)
     value = branch.root.local_value()
     if isinstance(value, nn.Module):
         prefix = branch.name and f"{branch.name}."
-        loaded = {name.removeprefix(prefix): flat[joined(key, name)] for name in state}
+        loaded = {name.removeprefix(prefix): unpacked(flat[joined(key, name)]) for name in state}
         with apart():
             value.load_state_dict(loaded)
 
@@ -100,14 +100,14 @@ def _find(path: str, start: tuple[str, ...], only: set[str] | None = None) -> An
     flat = {name: _target(metadata, name) for name in ways}
     _read(path, flat)
     if () in ways.values():  # a value, not a dictionary
-        return next(iter(flat.values()))
+        return unpacked(next(iter(flat.values())))
     found: Any = {}
     for name, way in ways.items():
         inner = found
         for step in way[:-1]:
             inner = inner.setdefault(step, {})
         inner[way[-1]] = flat[name]
-    return _with_lists(found)
+    return unpacked(_with_lists(found))
 
 
 def _target(metadata: Metadata, name: str) -> Tensor | None:

@@ -10,8 +10,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from telegrad.agent.futures import Future
 from telegrad.checkpoint.copies import Copies, Shelf
 from telegrad.checkpoint.folders import Files
-from telegrad.checkpoint.state import Share
-from telegrad.nn.tree import state_of
+from telegrad.checkpoint.state import Share, packed, pickled
+from telegrad.nn.tree import Branch, state_of
 from telegrad.optim.local import LocalOptimizer
 from telegrad.rpc import RRef, current
 from telegrad.rpc.functions import async_execution
@@ -32,15 +32,22 @@ class Saver:
     def __init__(self, path: str, shares: list[Share], own: dict[str, Any], copies: bool) -> None:
         """With `copies`, what is saved is as it is now, whatever happens to it before it is written."""
         self._copies = Copies(current.here().attached(Shelf)) if copies else None
-        state = dict(own)
+        state = {key: packed(value) for key, value in own.items()}
         for share in shares:
-            value = share.branch.root.local_value()
-            is_optimizer = isinstance(value, LocalOptimizer)
-            part = {"state": value.state()} if is_optimizer else state_of(share.branch)
-            state.setdefault(share.key, {}).update(part if self._copies is None else self._copies.of(part))
+            state.setdefault(share.key, {}).update(self._part(share.branch))
         self._planner = DefaultSavePlanner()
         self._planner.set_up_planner(state, is_coordinator=False)
         self._writer = writer_to(path, False)
+
+    def _part(self, branch: Branch) -> dict[str, Any]:
+        value = branch.root.local_value()
+        is_optimizer = isinstance(value, LocalOptimizer)
+        part = value.state() if is_optimizer else state_of(branch)
+        if self._copies is not None:
+            part = self._copies.of(part)
+        if is_optimizer:
+            return {"state": {name: packed(each) for name, each in part.items()}}
+        return {name: pickled(each) for name, each in part.items()}
 
     def plan(self) -> SavePlan:
         return self._writer.prepare_local_plan(self._planner.create_local_plan())

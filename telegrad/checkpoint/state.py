@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -57,3 +58,46 @@ def shares_of(state: Mapping[str, Any]) -> tuple[dict[str, list[Share]], dict[st
     for share in shares:
         by_worker.setdefault(share.branch.root.owner_name(), []).append(share)
     return by_worker, own
+
+
+class Pickled:
+    """A value that is written as one, since torch's planner would change it.
+
+    The planner takes each mapping apart and names its parts by text. So it loses empty mappings, the types of keys and
+    that of the mapping itself.
+    """
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def pickled(value: Any) -> Any:
+    """Return the value so that torch's planner does not take it apart."""
+    return Pickled(value) if isinstance(value, (Mapping, list)) else value
+
+
+def packed(value: Any) -> Any:
+    """Return the value with all that torch's planner would change as `Pickled`."""
+    if type(value) is list:
+        return [packed(part) for part in value]
+    if type(value) in (dict, OrderedDict) and value and all(type(key) is str for key in value):
+        names = {key for key, part in value.items() if isinstance(part, (Mapping, list))}
+        if not any(_prefixes(key) & names for key in value):  # else two parts could have one name
+            return {key: packed(part) for key, part in value.items()}
+    return pickled(value)
+
+
+def unpacked(value: Any) -> Any:
+    """Return what `packed` or `pickled` was given."""
+    if type(value) is dict:
+        return {key: unpacked(part) for key, part in value.items()}
+    if type(value) is list:
+        return [unpacked(part) for part in value]
+    return value.value if type(value) is Pickled else value
+
+
+def _prefixes(key: str) -> set[str]:
+    """Return all that stands before a dot."""
+    return {key[:place] for place, character in enumerate(key) if character == "."}

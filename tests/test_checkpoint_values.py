@@ -1,0 +1,145 @@
+"""A checkpoint gives back what was saved: values, types, and the types of keys."""
+
+from __future__ import annotations
+
+import pathlib
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import MultiStepLR
+
+from telegrad import checkpoint
+from telegrad.nn import RemoteModule
+from telegrad.optim import DistributedOptimizer
+from telegrad.rpc import current
+from tests.cluster import agents
+
+numbers = st.integers(0, 3)
+plain = st.none() | st.booleans() | numbers | st.text("ab.", max_size=3) | st.just((1, [2])) | st.just({1, 2})
+tensors = st.sampled_from([torch.float32, torch.bool, torch.int64]).map(lambda dtype: torch.ones(2, dtype=dtype))
+keys = st.text("ab.", max_size=3) | numbers | st.booleans() | st.tuples(numbers, st.none())
+
+
+def containers(parts: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    named = st.dictionaries(st.text("ab.", max_size=3), parts, max_size=3)
+    return (
+        st.lists(parts, max_size=3)
+        | named
+        | st.dictionaries(keys, parts, max_size=3)
+        | named.map(lambda value: defaultdict(list, value))
+        | st.lists(keys, max_size=4).map(Counter)
+        | st.lists(parts, max_size=2).map(tuple)
+    )
+
+
+values = st.recursive(plain | tensors, containers, max_leaves=12)
+
+
+def same(one: Any, other: Any) -> bool:
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        return same(list(one.items()), list(other.items()))
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+@pytest.fixture(scope="module")
+def worker() -> Iterator[None]:
+    with agents(1) as workers:
+        current.enter(workers[0])
+        yield
+        current.enter(None)
+
+
+def kept(value: Any, folder: pathlib.Path, wait: bool = True) -> Any:
+    checkpoint.save({"value": value}, folder, wait=wait).wait()
+    state = {"value": None}
+    checkpoint.load(state, folder)
+    return state["value"]
+
+
+@settings(max_examples=60, deadline=None)
+@given(value=values, wait=st.booleans())
+def test_any_value_is_what_it_was(
+    worker: None, tmp_path_factory: pytest.TempPathFactory, value: Any, wait: bool
+) -> None:
+    found = kept(value, tmp_path_factory.mktemp("checkpoint") / "one", wait)
+    assert same(found, value), found
+
+
+def test_an_ordered_dictionary_comes_back_as_a_dictionary(worker: None, tmp_path: pathlib.Path) -> None:
+    """So that torch itself can read the tensors of a `state_dict()`."""
+    found = kept(OrderedDict(b=torch.ones(1), a=torch.zeros(1)), tmp_path)
+    assert same(found, {"b": torch.ones(1), "a": torch.zeros(1)})
+
+
+class Extra(nn.Module):
+    """A model with state that is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.extra: dict[Any, Any] = {"seen": {1: [], 2: {}}, "mean": torch.ones(2)}
+
+    def get_extra_state(self) -> dict[Any, Any]:
+        return self.extra
+
+    def set_extra_state(self, state: dict[Any, Any]) -> None:
+        self.extra = state
+
+    def forget(self) -> None:
+        self.extra = {}
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_extra_state_of_models(worker: None, tmp_path: pathlib.Path, wait: bool) -> None:
+    local, remote = Extra(), RemoteModule("w0", Extra)
+    checkpoint.save({"local": local, "remote": remote}, tmp_path, wait=wait).wait()
+    local.forget()
+    remote.get_module_rref().rpc_sync().forget()
+    checkpoint.load({"local": local, "remote": remote}, tmp_path)
+    assert same(local.extra, Extra().extra)
+    assert same(remote.get_module_rref().rpc_sync().get_extra_state(), Extra().extra)
+
+
+def trained() -> tuple[torch.optim.Adam, MultiStepLR]:
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.Adam([weight], lr=0.1)
+    scheduler = MultiStepLR(optimizer, [2, 3])
+    weight.sum().backward()
+    optimizer.step()
+    scheduler.step()
+    return optimizer, scheduler
+
+
+def test_an_optimizer_and_a_scheduler_of_torch_go_on(worker: None, tmp_path: pathlib.Path) -> None:
+    optimizer, scheduler = trained()
+    checkpoint.save({"optimizer": optimizer, "scheduler": scheduler}, tmp_path)
+    fresh = torch.optim.Adam([nn.Parameter(torch.ones(2))], lr=0.1)
+    going_on = MultiStepLR(fresh, [2, 3])
+    checkpoint.load({"optimizer": fresh, "scheduler": going_on}, tmp_path)
+    assert same(fresh.state_dict(), optimizer.state_dict())
+    for _ in range(3):
+        going_on.step()
+        scheduler.step()
+    assert fresh.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"] < 0.1
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad, torch.optim.Rprop])
+def test_distributed_optimizers_keep_their_whole_state(worker: None, tmp_path: pathlib.Path, kind: Any) -> None:
+    layer = RemoteModule("w0", nn.Linear, (2, 2))
+    optimizer = DistributedOptimizer.for_module(kind, layer, lr=0.1)
+    before = optimizer.state_dict()
+    checkpoint.save({"optimizer": optimizer}, tmp_path)
+    checkpoint.load({"optimizer": optimizer}, tmp_path)
+    assert same(optimizer.state_dict(), before)
