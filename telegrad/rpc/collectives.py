@@ -5,6 +5,7 @@ The first worker of the group keeps the meeting (`gatherings`): the others call 
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable
 from functools import reduce
@@ -18,13 +19,16 @@ from telegrad.agent.futures import Future
 from telegrad.agent.naming import runs_as
 from telegrad.agent.server import ASYNC_MARK
 from telegrad.errors import CallTimeout, PeerLost, TelegradError, UsageError
-from telegrad.group.members import WorkerInfo, listed
+from telegrad.group.members import Identity, WorkerInfo, listed
 from telegrad.progress import Wait
 from telegrad.rpc import current
+from telegrad.rpc.feeding import current_call
 from telegrad.rpc.gatherings import Gatherings, Key, Meeting
 
 ASK = 0.5  # seconds between questions who is missing
 PATIENCE = 5.0  # seconds for an answer to these
+
+_numbers = itertools.count()  # of arrivals of this process; `next` is atomic
 
 
 class Party(Protocol):
@@ -72,35 +76,45 @@ class _Attendee:
         self._agent = agent
         self._key = key
         self._keeper = keeper
+        self._number = next(_numbers)
         self._missing: list[str] = []  # as the keeper said when it was last asked; replaced as a whole
 
     def wait(self, group: Party, brings: Any, limit: float, op: Callable[[Any, Any], Any] | None) -> Any:
         agent, keeper = self._agent, self._keeper
         until = monotonic() + (limit or threading.TIMEOUT_MAX)
-        met: Future[Any] = agent.call_async(keeper, arrive, (self._key, agent.name, group, brings, op), None, 0)
-        with Wait(self._key.kind, self._text, lambda: self._missing, worker=agent.name) as wait:
-            while not agent.wait_for(met, max(0.0, min(until - monotonic(), ASK))):
-                if monotonic() >= until:
-                    return self._give_up(met, limit)
-                self._missing = self._ask(who_is_missing) or []
-                wait.look()
-        return met.wait()
-
-    def _give_up(self, met: Future[Any], limit: float) -> Any:
-        missing = self._ask(withdraw)
-        if missing is None:  # it was over in that moment, or the keeper is
-            return met.wait()
+        met: Future[Any] = agent.call_async(keeper, arrive, (self._key, self._number, group, brings, op), None, 0)
         met.heed()
+        try:
+            with Wait(self._key.kind, self._text, lambda: self._missing, worker=agent.name) as wait:
+                while not agent.wait_for(met, max(0.0, min(until - monotonic(), ASK))):
+                    if (left := until - monotonic()) <= 0:
+                        self._give_up(met, limit)
+                        break
+                    self._missing = self._ask(who_is_missing, min(left, PATIENCE)) or []
+                    wait.look()
+            return met.wait()
+        finally:
+            met.cancel()  # where this thread gave up or was interrupted, its arrival does not count
+
+    def _give_up(self, met: Future[Any], limit: float) -> None:
+        """The time is over: raise CallTimeout, unless all have come in that moment, or the keeper was lost."""
+        until = monotonic() + PATIENCE
+        missing = self._ask(withdraw, PATIENCE)
+        if missing is not None:
+            why = f"{listed(list(map(repr, missing)))} did not come"
+        elif self._agent.wait_for(met, max(0.0, until - monotonic())):
+            return
+        else:
+            why = f"worker {self._keeper!r}, which knows who has come, does not answer"
         raise CallTimeout(
-            f"{spelled(self._key)}: after {limit:g} s {listed(list(map(repr, missing)))} did not come. "
+            f"{spelled(self._key)}: after {limit:g} s {why}. "
             "`python -m telegrad why` says what they are at; a longer timeout= waits longer"
         )
 
-    def _ask(self, question: Callable[..., list[str] | None]) -> list[str] | None:
+    def _ask(self, question: Callable[..., list[str] | None], timeout: float) -> list[str] | None:
         try:
-            who = self._key, self._agent.name
-            said: list[str] | None = self._agent.call(self._keeper, question, who, None, PATIENCE)
-        except TelegradError:  # the keeper is lost, as its answer will tell
+            said: list[str] | None = self._agent.call(self._keeper, question, (self._number,), None, timeout)
+        except TelegradError:  # the keeper is lost, as its answer will tell, or is stopped
             return None
         return said
 
@@ -121,6 +135,13 @@ def add(first: Any, second: Any) -> Any:
 # On the worker that keeps a meeting
 
 
+class Arrival(NamedTuple):
+    """One worker in one meeting; several threads of a worker may wait, each in a meeting of its own."""
+
+    who: Identity
+    number: int
+
+
 class Keeper:
     """The meetings that one worker keeps."""
 
@@ -128,7 +149,7 @@ class Keeper:
         self._agent = agent
         self._lock = threading.Lock()  # guards all below
         self._gatherings = Gatherings()
-        self._waiting: dict[Meeting, dict[str, Future[Any]]] = {}
+        self._waiting: dict[Meeting, dict[Arrival, Future[Any]]] = {}
         self._listens = False
 
     def listen(self) -> None:
@@ -139,14 +160,14 @@ class Keeper:
             current.here().membership.on_leave(self._gone)
 
     def arrive(
-        self, key: Key, who: str, members: list[str], brings: Any, op: Callable[[Any, Any], Any] | None
+        self, key: Key, arrival: Arrival, members: list[str], brings: Any, op: Callable[[Any, Any], Any] | None
     ) -> Future[Any]:
         met: Future[Any] = Future()
-        met.follows = _Place(self, key, who, met)
+        met.follows = _Place(self, arrival)
         with self._lock:
-            meeting = self._gatherings.arrive(key, who, brings, members)
+            meeting = self._gatherings.arrive(key, arrival.who.name, brings, members)
             waiting = self._waiting.setdefault(meeting, {})
-            waiting[who] = met
+            waiting[arrival] = met
             over = not meeting.missing
             if over:
                 del self._waiting[meeting]
@@ -154,23 +175,27 @@ class Keeper:
             _conclude(meeting, waiting, op)
         return met
 
-    def missing(self, key: Key, who: str) -> list[str] | None:
+    def missing(self, arrival: Arrival) -> list[str] | None:
         with self._lock:
-            meeting = self._gatherings.of(key, who)
+            meeting = self._meeting_of(arrival)
             return None if meeting is None else meeting.late
 
-    def withdraw(self, key: Key, who: str, only: Future[Any] | None = None) -> list[str] | None:
+    def withdraw(self, arrival: Arrival) -> list[str] | None:
         with self._lock:
-            meeting = self._gatherings.of(key, who)
-            if meeting is None or only not in (None, self._waiting[meeting][who]):
+            meeting = self._meeting_of(arrival)
+            if meeting is None:
                 return None
             late = meeting.late
-            self._gatherings.withdraw(key, who, meeting)
-            met = self._waiting[meeting].pop(who)
+            self._gatherings.withdraw(arrival.who.name, meeting)
+            met = self._waiting[meeting].pop(arrival)
             if not self._waiting[meeting]:
                 del self._waiting[meeting]
         met.set_result(None)  # it is not waited for
         return late
+
+    def _meeting_of(self, arrival: Arrival) -> Meeting | None:
+        """With the lock held: return the meeting in which this arrival waits."""
+        return next((meeting for meeting, waiting in self._waiting.items() if arrival in waiting), None)
 
     def _gone(self, who: WorkerInfo, how: str) -> None:
         with self._lock:
@@ -184,21 +209,21 @@ class _Place(NamedTuple):
     """Of someone in a meeting: where its call is cancelled, it counts as one who has not come."""
 
     keeper: Keeper
-    key: Key
-    who: str
-    met: Future[Any]
+    arrival: Arrival
 
     def cancel(self) -> bool:
-        return self.keeper.withdraw(self.key, self.who, self.met) is not None
+        return self.keeper.withdraw(self.arrival) is not None
 
 
-def _conclude(meeting: Meeting, waiting: dict[str, Future[Any]], op: Callable[[Any, Any], Any] | None) -> None:
+def _conclude(meeting: Meeting, waiting: dict[Arrival, Future[Any]], op: Callable[[Any, Any], Any] | None) -> None:
     brought = meeting.brought()
     try:
         made = reduce(op, brought) if op is not None else list(zip(meeting.members, brought, strict=True))
-    except Exception as error:
+    except BaseException as error:
         for met in waiting.values():
             met.set_exception(error)
+        if not isinstance(error, Exception):
+            raise
     else:
         for met in waiting.values():
             met.set_result(made)
@@ -208,9 +233,11 @@ def _absent(name: str, why: str) -> PeerLost:
     return PeerLost(f"worker {name!r}, which all wait for here, will not come: {why}")
 
 
-def arrive(key: Key, who: str, group: Party, brings: Any, op: Callable[[Any, Any], Any] | None) -> Future[Any]:
+def arrive(key: Key, number: int, group: Party, brings: Any, op: Callable[[Any, Any], Any] | None) -> Future[Any]:
     """Someone has come; a future of what all have brought."""
     here = current.here()
+    arrival = _arrival(number)
+    who = arrival.who.name
     if who not in group:
         here.membership.refresh()  # it has joined just now
     members, there = group.names, {worker.name for worker in here.membership.view().workers}
@@ -221,19 +248,24 @@ def arrive(key: Key, who: str, group: Party, brings: Any, op: Callable[[Any, Any
     for name in members:
         if name not in there:
             raise _absent(name, "it is no longer in the group")
-    return keeper.arrive(Key(*key), who, members, brings, op)
+    return keeper.arrive(Key(*key), arrival, members, brings, op)
 
 
-def who_is_missing(key: Key, who: str) -> list[str] | None:
-    """Whom someone waits for; None where it waits no more."""
+def who_is_missing(number: int) -> list[str] | None:
+    """Whom the caller waits for; None where it waits no more."""
     keeper: Keeper = current.here().attached(Keeper)
-    return keeper.missing(Key(*key), who)
+    return keeper.missing(_arrival(number))
 
 
-def withdraw(key: Key, who: str) -> list[str] | None:
-    """Someone gives up; who was missing, or None where it does not wait any more."""
+def withdraw(number: int) -> list[str] | None:
+    """The caller gives up; who was missing, or None where it does not wait any more."""
     keeper: Keeper = current.here().attached(Keeper)
-    return keeper.withdraw(Key(*key), who)
+    return keeper.withdraw(_arrival(number))
+
+
+def _arrival(number: int) -> Arrival:
+    """Return that of the worker whose call this thread serves."""
+    return Arrival(current_call().caller.identity, number)
 
 
 setattr(arrive, ASYNC_MARK, True)

@@ -20,7 +20,8 @@ class Key(NamedTuple):
 class Meeting:
     """One."""
 
-    def __init__(self, members: Sequence[str]) -> None:
+    def __init__(self, key: Key, members: Sequence[str]) -> None:
+        self.key = key
         self.members = list(members)
         self.come: dict[str, Any] = {}  # with what each brought
         self.tired: set[str] = set()  # who waits no longer
@@ -55,37 +56,31 @@ class Gatherings:
             if who in meeting.missing:
                 break
         else:
-            meeting = Meeting(members)
+            meeting = Meeting(key, members)
             meetings.append(meeting)
         meeting.come[who] = brings
         meeting.tired.discard(who)
         if not meeting.missing:
-            self._end(key, meeting)
+            self._end(meeting)
         return meeting
 
-    def withdraw(self, key: Key, who: str, meeting: Meeting) -> None:
+    def withdraw(self, who: str, meeting: Meeting) -> None:
         """Someone waits no longer, and counts as one who has not come."""
         meeting.come.pop(who, None)
         meeting.tired.add(who)
         if not meeting.come:
-            self._end(key, meeting)
+            self._end(meeting)
 
     def gone(self, who: str) -> list[Meeting]:
         """Someone has died or left: the meetings that will never be complete, which are over."""
-        hopeless = [
-            (key, meeting) for key, all_ in self._meetings.items() for meeting in all_ if who in meeting.missing
-        ]
-        for key, meeting in hopeless:
-            self._end(key, meeting)
-        return [meeting for _, meeting in hopeless]
+        hopeless = [meeting for all_ in self._meetings.values() for meeting in all_ if who in meeting.missing]
+        for meeting in hopeless:
+            self._end(meeting)
+        return hopeless
 
-    def of(self, key: Key, who: str) -> Meeting | None:
-        """The one in which someone waits."""
-        return next((meeting for meeting in self._meetings.get(key, ()) if who in meeting.come), None)
-
-    def _end(self, key: Key, meeting: Meeting) -> None:
-        meetings = self._meetings.get(key, [])
+    def _end(self, meeting: Meeting) -> None:
+        meetings = self._meetings.get(meeting.key, [])
         if meeting in meetings:
             meetings.remove(meeting)
         if not meetings:
-            self._meetings.pop(key, None)
+            self._meetings.pop(meeting.key, None)

@@ -13,13 +13,11 @@ def test_a_meeting_is_over_when_all_have_come() -> None:
     meeting = gatherings.arrive(KEY, "b", 2, ["a", "b", "c"])
     assert meeting.missing == ["a", "c"]
     assert repr(meeting) == "<Meeting of 3, missing: a, c>"
-    assert gatherings.of(KEY, "b") is meeting
-    assert gatherings.of(KEY, "a") is gatherings.of(OTHER, "b") is None
     assert gatherings.arrive(KEY, "a", 1, ["another view"]) is meeting
     assert gatherings.arrive(KEY, "c", 3, []) is meeting
     assert meeting.brought() == [1, 2, 3]
     assert "nobody" in repr(meeting)
-    assert gatherings.of(KEY, "b") is None
+    assert not gatherings._meetings
 
 
 def test_who_comes_again_waits_for_the_next() -> None:
@@ -42,7 +40,7 @@ def test_who_gives_up_counts_as_missing_but_is_not_named_before_the_others() -> 
     gatherings = Gatherings()
     meeting = gatherings.arrive(KEY, "a", 1, ["a", "b", "c"])
     gatherings.arrive(KEY, "b", 1, [])
-    gatherings.withdraw(KEY, "a", meeting)
+    gatherings.withdraw("a", meeting)
     assert (meeting.missing, meeting.late) == (["a", "c"], ["c"])
     gatherings.arrive(KEY, "c", 1, [])
     assert meeting.late == ["a"]
@@ -53,14 +51,14 @@ def test_who_gives_up_counts_as_missing_but_is_not_named_before_the_others() -> 
 def test_a_meeting_that_all_leave_is_forgotten() -> None:
     gatherings = Gatherings()
     meeting = gatherings.arrive(KEY, "a", 1, ["a", "b"])
-    gatherings.withdraw(KEY, "a", meeting)
+    gatherings.withdraw("a", meeting)
     assert gatherings.arrive(KEY, "b", 1, ["a", "b"]) is not meeting
 
 
 def test_who_is_gone_ends_the_meetings_that_wait_for_it() -> None:
     gatherings = Gatherings()
     waits = gatherings.arrive(KEY, "a", 1, ["a", "b", "c"])
-    gatherings.arrive(OTHER, "b", 1, ["a", "b"])
+    other = gatherings.arrive(OTHER, "b", 1, ["a", "b"])
     assert gatherings.gone("b") == [waits]
     assert gatherings.gone("b") == []
-    assert gatherings.of(OTHER, "b") is not None
+    assert gatherings._meetings == {OTHER: [other]}

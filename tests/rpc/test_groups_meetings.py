@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import operator
+import os
 import pathlib
+import signal
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -16,7 +19,7 @@ import torch.distributed as dist
 import telegrad
 import telegrad.rpc as rpc
 from telegrad import errors, progress
-from telegrad.rpc import current
+from telegrad.rpc import collectives, current
 from telegrad.rpc.collectives import Keeper
 from telegrad.rpc.options import TelegradOptions
 from telegrad.rpc.worker import Worker
@@ -99,7 +102,7 @@ def test_small_things_are_reduced(actors: rpc.Group) -> None:
 
 def wait_in_vain(members: rpc.Group) -> str:
     try:
-        members.barrier("lost", timeout=0.7)
+        members.barrier("lost", timeout=1.2)
     except errors.CallTimeout as error:
         return str(error)
     return ""
@@ -109,16 +112,59 @@ def test_those_who_did_not_come_are_named(actors: rpc.Group) -> None:
     others = actors.without("w2")
     future = others.rpc_async(wait_in_vain, (actors,))
     waits: list[progress.Wait] = []
-    until = time.monotonic() + PATIENCE
-    while not (waits and waits[0].missing()) and time.monotonic() < until:
-        waits = [wait for wait in progress.under_way() if wait.what == "barrier"]
+    wait_until(
+        lambda: (
+            waits.extend(wait for wait in progress.under_way() if wait.what == "barrier" and wait.missing()) or waits
+        )
+    )
     assert waits[0].missing() == ["w2"]
     assert waits[0].text() == "barrier 'lost' of the group (role 'actor'): 'w2' did not come yet"
     for said in future.wait():
-        assert said.startswith("barrier 'lost' of the group (role 'actor'): after 0.7 s 'w2' did not come.")
+        assert said.startswith("barrier 'lost' of the group (role 'actor'): after 1.2 s 'w2' did not come.")
     late = rpc.rpc_async("w2", meet, (actors, "lost"))
     others.rpc_sync(meet, (actors, "lost"))
     late.wait()
+
+
+def test_a_thread_that_gives_up_leaves_another_of_its_worker_in_its_meeting(
+    five: list[Worker], actors: rpc.Group
+) -> None:
+    meetings = five[1].attached(Keeper)._gatherings._meetings
+    pair = rpc.group(["w1", "w2"])
+    first = rpc.rpc_async("w2", sum_up, (pair,))
+    wait_until(lambda: meetings)
+    with pytest.raises(errors.CallTimeout, match=r"after 0\.1 s 'w1' did not come"):
+        rpc.rpc_sync("w2", sum_up, (pair,), {"timeout": 0.1})
+    assert not first.done()
+    assert rpc.rpc_sync("w1", sum_up, (pair,)).tolist() == first.wait().tolist() == [3, 3]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no such signals")
+def test_a_worker_whose_wait_is_interrupted_has_not_come(five: list[Worker], actors: rpc.Group) -> None:
+    meetings = five[1].attached(Keeper)._gatherings._meetings
+    main = threading.get_ident()
+
+    def interrupt() -> None:
+        wait_until(lambda: meetings)
+        signal.pthread_kill(main, signal.SIGINT)
+
+    current.enter(five[2])
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        actors.barrier("interrupted")
+    thread.join()
+    wait_until(lambda: not meetings)
+
+
+def leave_by_exit(first: Any, second: Any) -> Any:
+    raise SystemExit
+
+
+def test_a_reduction_that_would_end_the_program_fails_for_all(actors: rpc.Group) -> None:
+    with pytest.raises(errors.GroupError) as caught:
+        actors.rpc_async(sum_up, (actors,), {"op": leave_by_exit, "timeout": 5.0}).wait()
+    assert all("SystemExit" in str(error) for error in caught.value.errors.values())
 
 
 def test_only_members_meet(actors: rpc.Group) -> None:
@@ -151,6 +197,34 @@ def test_who_dies_before_it_came_is_named(victim: int) -> None:
             kind, said = process.end()
             assert kind == "PeerLost"
             assert f"worker 'worker{victim}'" in said
+
+
+def meet_a_stopped_worker() -> tuple[str, str]:
+    collectives.PATIENCE = 0.2
+    try:
+        rpc.group().barrier("stopped", timeout=1.0)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def has_meetings(count: int) -> None:
+    wait_until(lambda: len(current.here().attached(Keeper)._gatherings._meetings) == count)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no such signals")
+def test_the_time_of_a_meeting_ends_while_the_worker_that_keeps_it_is_stopped() -> None:
+    with group(3, silence=0) as made:
+        made[1].begin(meet_a_stopped_worker)
+        made[0].run(has_meetings, 1)
+        made[0].kill(signal.SIGSTOP)
+        assert made[1].end() == (
+            "CallTimeout",
+            "barrier 'stopped' of the group (everybody): after 1 s worker 'worker0', which knows who has come, does "
+            "not answer. `python -m telegrad why` says what they are at; a longer timeout= waits longer",
+        )
+        made[0].kill(signal.SIGCONT)
+        made[0].run(has_meetings, 0)
 
 
 def join(name: str, where: str) -> None:
