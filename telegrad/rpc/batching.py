@@ -15,6 +15,7 @@ from telegrad.wire.failures import kept
 
 _MAINS = ("__main__", "__mp_main__")
 Function = Callable[..., Awaitable[Sequence[Any]]]
+Calls = list[tuple[tuple[Any, ...], asyncio.Future[Any]]]  # arguments and results
 
 
 class Batched:
@@ -30,8 +31,8 @@ class Batched:
         self._max_wait = max_wait
         self._name = ""  # in its class
         self._home = home  # the object whose method this is, and under which name
-        self._waiting: list[tuple[tuple[Any, ...], asyncio.Future[Any]]] = []
-        self._timer: asyncio.TimerHandle | None = None
+        # By its event loop, the batch that waits for more calls, and the timer that begins it: a loop may end before.
+        self._waiting: dict[asyncio.AbstractEventLoop, tuple[Calls, asyncio.TimerHandle]] = {}
         self._running: set[asyncio.Task[None]] = set()  # the loop itself would forget them
 
     def __set_name__(self, owner: type, name: str) -> None:
@@ -58,25 +59,27 @@ class Batched:
         call.apply_defaults()
         loop = asyncio.get_running_loop()
         result = loop.create_future()
-        self._waiting.append((call.args, result))
-        if len(self._waiting) >= self._max_size:
+        if loop not in self._waiting:
+            for ended in [each for each in self._waiting.copy() if each.is_closed()]:
+                self._waiting.pop(ended, None)
+            self._waiting[loop] = [], loop.call_later(self._max_wait, self._begin, loop)
+        waiting, _ = self._waiting[loop]
+        waiting.append((call.args, result))
+        if len(waiting) >= self._max_size:
             self._begin(loop)
-        elif self._timer is None:
-            self._timer = loop.call_later(self._max_wait, self._begin, loop)
         return await result
 
     def _begin(self, loop: asyncio.AbstractEventLoop) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        calls, self._waiting = [each for each in self._waiting if not each[1].done()], []  # the others are cancelled
+        waiting, timer = self._waiting.pop(loop)
+        timer.cancel()
+        calls = [each for each in waiting if not each[1].done()]  # the others are cancelled
         if not calls:
             return
         task = Context().run(loop.create_task, self._run(calls))  # it belongs to no caller's context
         self._running.add(task)
         task.add_done_callback(self._running.discard)
 
-    async def _run(self, calls: list[tuple[tuple[Any, ...], asyncio.Future[Any]]]) -> None:
+    async def _run(self, calls: Calls) -> None:
         waiting = [result for _, result in calls]
         try:
             values = await self._function(*(list(column) for column in zip(*(args for args, _ in calls), strict=True)))

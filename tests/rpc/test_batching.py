@@ -15,6 +15,7 @@ import telegrad.autograd as autograd
 from telegrad.autograd.record import entered_id
 from telegrad.errors import UsageError
 from telegrad.rpc import RRef, current, functions, remote, rpc_async
+from tests.cluster import PATIENCE, in_threads
 
 pytestmark = pytest.mark.usefixtures("here")
 
@@ -146,6 +147,40 @@ def test_awaited_in_place() -> None:
         return await asyncio.gather(*(adder.full(i) for i in range(4)))
 
     assert asyncio.run(both()) == [1, 2, 3, 4]
+
+
+def test_a_batch_that_waited_as_its_loop_ended_holds_up_no_other() -> None:
+    adder = Adder()
+
+    async def give_up() -> None:
+        waiting = asyncio.ensure_future(adder.timely(1))
+        await asyncio.sleep(0)
+        waiting.cancel()
+
+    async def wait() -> int:
+        return await asyncio.wait_for(adder.timely(2), PATIENCE)
+
+    asyncio.run(give_up())
+    assert asyncio.run(wait()) == 4
+    assert adder.sizes == [1]
+    assert not adder.timely._waiting
+
+
+def test_each_loop_has_batches_of_its_own() -> None:
+    adder = Adder()
+    waits = threading.Event()
+
+    async def one(value: int) -> int:
+        call = asyncio.ensure_future(adder.timely(value))
+        await asyncio.sleep(0)
+        waits.set()
+        return await asyncio.wait_for(call, PATIENCE)
+
+    def second() -> int:
+        assert waits.wait(PATIENCE)
+        return asyncio.run(one(2))
+
+    assert in_threads(lambda: asyncio.run(one(1)), second) == [2, 4]
 
 
 def test_what_cannot_run_in_batches() -> None:
