@@ -15,6 +15,7 @@ from telegrad.agent.agent import Agent
 from telegrad.agent.naming import user_name
 from telegrad.errors import CallCancelled, InvalidArgument
 from telegrad.group.members import WorkerInfo
+from telegrad.interrupts import raised_by_handler
 from telegrad.rpc import current, persistence
 from telegrad.rpc.conversion import convert
 from telegrad.rpc.groupcalls import GONE, GroupFuture, Share, begin_event
@@ -98,8 +99,13 @@ class Handout:
         self._context = copy_context()
 
     def begin(self) -> GroupFuture:
-        for number, place in self._sharing.begin():
-            self._give(number, place)
+        try:
+            for number, place in self._sharing.begin():
+                self._give(number, place)
+        except BaseException:
+            self._future.heed()
+            self._future.cancel()
+            raise
         return self._future
 
     def _give(self, number: int, place: int) -> None:
@@ -112,7 +118,10 @@ class Handout:
         except BaseException as error:
             if number == 0 and not isinstance(error, GONE):  # nothing was sent yet
                 raise
-            handed.set_exception(error)
+            interrupted = raised_by_handler(error)
+            handed.set_exception(error, gone=interrupted)
+            if interrupted:
+                raise
 
     def ended(self, place: int, error: BaseException | None, gone: bool) -> None:
         """A worker is through with an item: it gets the next one, unless it is gone."""

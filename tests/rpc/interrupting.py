@@ -581,6 +581,10 @@ def in_pickling_for_several(weight: torch.Tensor, context_id: int) -> None:
     rpc.group([A, B]).rpc_sync(double, (BlockedPickle(),))
 
 
+def in_pickling_for_a_map(weight: torch.Tensor, context_id: int) -> None:
+    rpc.group([A, B]).map(double, [1, BlockedPickle(), *range(1000)]).wait()
+
+
 def in_then(weight: torch.Tensor, context_id: int) -> None:
     future = rpc.rpc_async(A, double, (2,), timeout=LIMIT)
     future.wait()
@@ -613,6 +617,7 @@ OWN_CODE = (
     in_grad,
     in_pickling,
     in_pickling_for_several,
+    in_pickling_for_a_map,
 )
 
 
