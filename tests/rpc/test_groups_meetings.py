@@ -112,11 +112,12 @@ def test_those_who_did_not_come_are_named(actors: rpc.Group) -> None:
     others = actors.without("w2")
     future = others.rpc_async(wait_in_vain, (actors,))
     waits: list[progress.Wait] = []
-    wait_until(
-        lambda: (
-            waits.extend(wait for wait in progress.under_way() if wait.what == "barrier" and wait.missing()) or waits
-        )
-    )
+
+    def is_late() -> bool:
+        waits.extend(wait for wait in progress.under_way() if wait.what == "barrier" and wait.missing())
+        return bool(waits)
+
+    wait_until(is_late)
     assert waits[0].missing() == ["w2"]
     assert waits[0].text() == "barrier 'lost' of the group (role 'actor'): 'w2' did not come yet"
     for said in future.wait():
