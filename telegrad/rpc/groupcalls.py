@@ -56,10 +56,10 @@ def _begin_persistent(agent: Agent, future: GroupFuture, call: Call, timeout: fl
     """Call each worker so that the first time is one call to all; what is made once more is a call of its own."""
     number = persistence.number_of(manner)
     made = [persistence.made(share, manner, share.key, call, timeout, number) for share in future._shares]
-    for each in made:
-        each.admit()
-    (function, args, kwargs, keeps, asked), *_ = [each.take_first() for each in made]
     try:
+        for each in made:
+            each.admit()
+        (function, args, kwargs, keeps, asked), *_ = [each.take_first() for each in made]
         own = [EachCall(each, each.to, keeps) for each in made]
         agent.call_each(own, function, args, kwargs, made[0].timeout, asked)
     except BaseException:

@@ -334,7 +334,7 @@ class Kept:
         coming.heed()  # there may be nobody else who waits
         try:
             made = make()
-        except Exception as error:
+        except BaseException as error:
             self._forget(first, coming)
             coming.set_exception(error)  # type: ignore[arg-type]
             raise

@@ -138,6 +138,19 @@ def test_what_making_it_raises_is_told(crowd: Crowd) -> None:
         rpc.remote("w1", divmod, (1, 0), restore=True).to_here()
 
 
+def leave_by_exit(counter: Counter) -> None:
+    raise SystemExit
+
+
+def test_each_that_asks_is_told_that_restoring_it_would_end_the_program(crowd: Crowd) -> None:
+    made = rpc.remote("w1", Counter, restore=leave_by_exit)
+    made.to_here()
+    restart(crowd, "w1")
+    for _ in range(2):
+        with pytest.raises(errors.RemoteError, match="SystemExit was raised"):
+            made.to_here(timeout=10)
+
+
 def test_a_value_that_is_there_is_not_made_anew(crowd: Crowd) -> None:
     made = rpc.remote("w1", Counter, restore=True)
     assert made.rpc_sync().add(3) == 3

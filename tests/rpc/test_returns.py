@@ -18,6 +18,7 @@ import torch
 
 import telegrad.rpc as rpc
 from telegrad import errors
+from telegrad.agent.cancelling import Nested, Served, serving
 from telegrad.group.membership import Membership
 from telegrad.group.stores import open_store
 from telegrad.rpc import current
@@ -344,6 +345,35 @@ def test_calls_to_a_group_wait_for_each_worker(stage: Stage) -> None:
         both_of_them.rpc_sync(operator.add, (1, 2), reduce=operator.add, wait_for_worker=True)
     with pytest.raises(errors.CannotEncode):
         both_of_them.rpc_sync(operator.add, (threading.Lock(), 1), idempotent=True)
+
+
+class EndsAfterOne(Served):
+    """A call that is cancelled once one was begun for its sake."""
+
+    cancelled = False
+    nested = None
+    stop = None
+
+    def admit(self, call: Nested) -> None:
+        self.cancelled = bool(self.nested)
+        super().admit(call)
+
+    @property
+    def described(self) -> str:
+        return "a call"
+
+
+def test_calls_to_a_group_that_cannot_all_begin_leave_none_behind(stage: Stage) -> None:
+    stage.come("x")
+    stage.come("y")
+    served = EndsAfterOne()
+    token = serving.set(served)
+    try:
+        with pytest.raises(errors.CallCancelled):
+            rpc.group(["x", "y"]).rpc_async(operator.add, (1, 2), idempotent=True)
+    finally:
+        serving.reset(token)
+    assert served.nested == set()
 
 
 # Once
