@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import locale
 import logging
 import os
 import signal
@@ -30,6 +31,7 @@ from telegrad.interrupts import install, uninterrupted
 from telegrad.keyring import Keyring, new_key
 from telegrad.processes import SAFE_PATH, named, own_session, quoted, shared_cores
 from telegrad.progress import Wait, attended, make_room
+from telegrad.supervision.lines import LONGEST, Lines
 from telegrad.threads import Thread
 from telegrad.wire import program as programs
 
@@ -235,14 +237,12 @@ class _Worker:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
             env=_environment(len(group.names)),
             **own_session(),
         )
         with contextlib.suppress(OSError):  # it has ended at once, as is seen below
             assert self._process.stdin is not None
-            self._process.stdin.write(f"{key.decode()}\n")
+            self._process.stdin.write(key + b"\n")
             self._process.stdin.flush()
         self._pumps = [
             Thread(target=self._pump, args=(pipe, stream), name=f"telegrad-{name}-{stream}")
@@ -285,9 +285,17 @@ class _Worker:
             wait.look()
         return False
 
-    def _pump(self, pipe: IO[str], stream: str) -> None:
-        for line in pipe:
-            self.last_lines.append(line.rstrip("\n"))
+    def _pump(self, pipe: IO[bytes], stream: str) -> None:
+        lines = Lines()
+        while data := os.read(pipe.fileno(), LONGEST):
+            now = monotonic()
+            self._print(stream, lines.feed(data, now) + lines.look(now))
+        self._print(stream, lines.flush())
+
+    def _print(self, stream: str, lines: list[bytes]) -> None:
+        encoding = locale.getpreferredencoding(False)
+        for line in (each.decode(encoding, "replace") for each in lines):
+            self.last_lines.append(line)
             with contextlib.suppress(Exception):  # the stream is the program's, which may have closed it
                 make_room()
                 out = getattr(sys, stream)

@@ -30,9 +30,10 @@ def run(text: str, tmp_path: pathlib.Path, **options: Any) -> subprocess.Complet
 
 
 WHOLE = """
-import os, signal, time
+import os, signal, sys, time
 import telegrad
 from beside import twice
+from telegrad.supervision import lines
 
 class Point:
     def __init__(self, x):
@@ -40,6 +41,10 @@ class Point:
 
 def moved(point):
     return Point(point.x + 1)
+
+def show_progress():
+    sys.stdout.write("  1%\\r 50%\\r100%\\n 10%\\r 20%\\r")
+    sys.stdout.flush()
 
 if __name__ == "__main__":
     with telegrad.local(["ps", "trainer"]) as group:
@@ -49,6 +54,8 @@ if __name__ == "__main__":
         assert rpc.rpc_sync("ps", twice, (4,)) == 8
         assert len({os.getpid(), *(rpc.rpc_sync(name, os.getpid) for name in group)}) == 3
         rpc.rpc_sync("trainer", print, ("hello",))
+        lines.PATIENCE = 0
+        rpc.rpc_sync("trainer", show_progress)
         future = rpc.rpc_async("ps", time.sleep, (1,))
         try:
             os.killpg(0, signal.SIGINT)  # as a terminal does
@@ -70,6 +77,7 @@ def test_a_local_group_lives_and_ends_with_its_program(tmp_path: pathlib.Path) -
         ran.stdout
     )
     assert "[trainer] hello" in ran.stdout
+    assert re.findall(r"(\d+%)\n", ran.stdout) == ["100%", "20%"]
     assert "interrupted" in ran.stdout
     assert "<telegrad.local: ps, trainer; ended> [0, 0]" in ran.stdout
     assert ran.stderr == ""
