@@ -334,7 +334,7 @@ class Offers:
                 is_mine = self._claim(offer, Answer())
             if is_mine:
                 self._make(offer)
-        except Exception:
+        except BaseException:  # of the factory
             self._withdraw(offer)
             if not self._agent.closed:
                 log.exception("telegrad: the value %r could not be made here", offer.name)

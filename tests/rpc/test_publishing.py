@@ -281,11 +281,14 @@ def test_a_lookup_waits_for_the_value(crowd: Crowd) -> None:
         assert crowd.on("w0", where, waiting.result(PATIENCE)) == "w2"
 
 
-def test_a_factory_that_fails_is_told_to_who_publishes_and_another_has_the_value(crowd: Crowd) -> None:
+@pytest.mark.parametrize("error", [ArithmeticError, SystemExit])
+def test_a_factory_that_fails_is_told_to_who_publishes_and_another_has_the_value(
+    crowd: Crowd, error: type[BaseException]
+) -> None:
     def fail() -> None:
-        raise ArithmeticError("no value today")
+        raise error("no value today")
 
-    with pytest.raises(ArithmeticError, match="no value today"):
+    with pytest.raises(error, match="no value today"):
         crowd.on("w1", rpc.publish, "counter", fail)
     crowd.on("w1", rpc.publish, "counter", Counter)
     crowd.on("w2", rpc.publish, "counter", fail)  # stands by
