@@ -96,11 +96,12 @@ class Desk:
         return self._next_look
 
 
-def once(caller: str, number: int, left: float, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+def once(number: int, left: float, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """What `function(*args, **kwargs)` gives, or gave when a call of this key came first."""
-    current_call().name = user_name(function)
+    call = current_call()
+    call.name = user_name(function)
     desk = current.here().attached(Desk)
-    key = Key(caller, number)
+    key = Key(call.caller.identity.incarnation, number)
     outcome, is_first = desk.enter(key, left)
     if not is_first:
         return Later(outcome, function)
@@ -127,9 +128,9 @@ def once(caller: str, number: int, left: float, function: Callable[..., Any], /,
     return Later(outcome, function)
 
 
-setattr(once, OWN_ARGUMENTS, 4)
+setattr(once, OWN_ARGUMENTS, 3)
 setattr(once, MUST_FINISH, True)  # a caller whose connection broke comes back for the answer
-runs_as(once, lambda caller, number, left, function, *_: user_name(function))
+runs_as(once, lambda number, left, function, *_: user_name(function))
 
 
 @finishing

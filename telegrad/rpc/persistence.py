@@ -81,16 +81,16 @@ def made(outcome: Outcome, manner: Manner, to: str | int, call: Call, timeout: f
     """A call in that manner, which has not begun."""
     agent = current.agent()
     limit = limit_of(timeout, agent.timeout)
-    make = partial(asked, call, number, agent.incarnation)
+    make = partial(asked, call, number)
     return Persistent(_returns(), to, make, limit, manner, number, outcome)
 
 
-def asked(call: Call, number: int, incarnation: str, left: float) -> Asked:
+def asked(call: Call, number: int, left: float) -> Asked:
     """What is called, when there is so much time left."""
     wanted = call.function if call.asked is None else call.asked
     if not number:
         return Asked(call.function, call.args, call.kwargs, call.keeps, wanted)
-    args = (incarnation, number, float(left), call.function, *(call.args or ()))
+    args = (number, float(left), call.function, *(call.args or ()))
     return Asked(once, args, call.kwargs, call.keeps, wanted)
 
 

@@ -16,7 +16,6 @@ from telegrad import errors
 from telegrad.rpc import current, ledger
 from telegrad.rpc.ledger import ENTRY, LONGEST, Key, Ledger
 from telegrad.rpc.once import Desk, once, size_of
-from telegrad.rpc.worker import Worker
 from tests.rpc.test_returns import Stage, stage, wait_until
 
 __all__ = ["stage"]
@@ -161,20 +160,20 @@ def make(number: int) -> bytes:
     return bytes(3 * ENTRY)
 
 
-def call(caller: Worker, number: int) -> bytes:
+def call(number: int) -> bytes:
     """Make an idempotent call, and never say that its answer has come."""
-    taken: bytes = rpc.rpc_sync("x", once, (caller.agent.incarnation, number, 30.0, make, number))
+    taken: bytes = rpc.rpc_sync("x", once, (number, 30.0, make, number))
     return taken
 
 
 def test_a_call_whose_answer_was_let_go_is_not_run_again(stage: Stage) -> None:
-    x, caller = stage.come("x"), stage.all[0]
+    x = stage.come("x")
     for number in range(1, 7):
-        call(caller, number)
+        call(number)
     assert x.attached(Desk)._ledger.kept <= MOST_OF_CALLER
-    assert len(call(caller, 6)) == 3 * ENTRY
+    assert len(call(6)) == 3 * ENTRY
     with pytest.raises(errors.AnswerLost, match=r"worker 'x' does not keep .* may have run.* call it anew where it"):
-        call(caller, 1)
+        call(1)
     assert made == [1, 2, 3, 4, 5, 6]
 
 
@@ -182,11 +181,19 @@ def test_nothing_is_kept_for_a_caller_that_has_died(stage: Stage) -> None:
     x, caller = stage.come("x"), stage.come("caller")
     current.enter(caller)
     for number in range(1, 7):
-        call(caller, number)
+        call(number)
     x.membership.refresh()  # else it knows nobody, and so hears of nobody's death
     stage.crash(caller)
     current.enter(stage.all[0])
     wait_until(lambda: not len(x.attached(Desk)) and not x.attached(Desk)._ledger.kept)
     with pytest.raises(errors.AnswerLost):
-        call(caller, 7)  # one that had been on its way
+        x.attached(Desk).enter(Key(caller.agent.incarnation, 7), 30.0)  # one that had been on its way
     assert made == [1, 2, 3, 4, 5, 6]
+
+
+def test_calls_of_two_workers_with_one_number_are_two(stage: Stage) -> None:
+    stage.come("x")
+    for worker in (stage.all[0], stage.come("other")):
+        current.enter(worker)
+        call(1)
+    assert made == [1, 1]
