@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
@@ -29,7 +30,6 @@ from telegrad.group.members import Identity
 from telegrad.rpc import current
 from telegrad.rpc.flow import Answer, Supply
 from telegrad.rpc.values import opened
-from telegrad.rref.box import Box
 from telegrad.rref.letters import Id
 from telegrad.rref.table import ReferenceTable
 
@@ -81,9 +81,10 @@ class Room(Signal):
 class Reader:
     """The streams of one reading worker, and the limits that they share."""
 
-    def __init__(self, agent: Agent, name: str) -> None:
+    def __init__(self, agent: Agent, who: Identity) -> None:
         self.agent = agent
-        self.name = name
+        self.who = who
+        self.name = who.name
         # Guards all below, and the state of this reader's feeds as they note it. Reentrant, since the garbage collector
         # may free a `Held` at any line, and so close another feed.
         self.lock = threading.RLock()
@@ -124,7 +125,7 @@ class Readers:
         with self._lock:
             reader = self._readers.get(who)
             if reader is None:
-                reader = self._readers[who] = Reader(self._agent, who.name)
+                reader = self._readers[who] = Reader(self._agent, who)
             return reader
 
 
@@ -154,6 +155,10 @@ class Feed:
     @property
     def closed(self) -> bool:
         return self._supply.closed
+
+    @property
+    def reader(self) -> Identity:
+        return self._reader.who
 
     def begin(self) -> bool:
         """Whether a function may feed it: one, and not where the reader has gone. Two would wait for one room."""
@@ -279,7 +284,7 @@ def pull(maker: str, number: int, index: int, taken: int) -> Any:
     try:
         box = references.box((maker, number))
         if box.full:
-            found = _feed_in(box).pull(index, taken, caller.queue)
+            found = _feed_in(box.open(), caller.identity).pull(index, taken, caller.queue)
             return found.answer if found.done() else Later(found, pull)
     except RRefLost:
         raise _lost(caller, references) from None
@@ -287,7 +292,7 @@ def pull(maker: str, number: int, index: int, taken: int) -> Any:
 
     def pull_later(_: Any) -> None:
         try:
-            found = _feed_in(box).pull(index, taken, coming.queue)
+            found = _feed_in(box.open(), caller.identity).pull(index, taken, coming.queue)
         except Exception as error:
             coming.set_exception(_lost(caller, references) if isinstance(error, RRefLost) else error)
         else:
@@ -311,37 +316,45 @@ def _lost(reader: Caller, references: ReferenceTable) -> PeerLost:
     )
 
 
-def _feed_in(box: Box) -> Feed:
-    held: Held = box.open()
-    return held.feed
+def _feed_in(value: Any, reader: Identity) -> Feed:
+    """Return the feed that a reference of a reader stands for.
+
+    Raises:
+        RRefLost: it is that of another reader, or no feed.
+    """
+    feed: Feed | None = value.feed if isinstance(value, Held) else None
+    if feed is None or feed.reader != reader:
+        raise RRefLost(f"worker {reader.name!r} reads no stream by this reference")
+    return feed
 
 
 def feed_of(stream: Id) -> Feed | None:
-    """That of a stream, once it is there; None where the reader has gone."""
+    """That of a stream which the caller reads, once it is there; None where the reader has gone."""
     table = current.references()
     try:
-        held: Held = opened(table.box(stream), table.agent)
+        return _feed_in(opened(table.box(stream), table.agent), current_call().caller.identity)
     except RRefError:
         return None
-    return held.feed
 
 
 def serve(agent: Agent, references: ReferenceTable) -> None:
     """Have a worker feed streams."""
 
-    def on_taken(_: Any, taken: Taken) -> None:
-        feed = known(taken.maker, taken.number)
+    def on_taken(sender: Identity, taken: Taken) -> None:
+        feed = known(sender, taken.maker, taken.number)
         if feed is not None:
             feed.take(taken.taken)
 
-    def on_unfed(_: Any, unfed: Unfed) -> None:
-        feed = known(unfed.maker, unfed.number)
+    def on_unfed(sender: Identity, unfed: Unfed) -> None:
+        feed = known(sender, unfed.maker, unfed.number)
         if feed is not None:
             feed.unfed()
 
-    def known(maker: str, number: int) -> Feed | None:
+    def known(sender: Identity, maker: str, number: int) -> Feed | None:
         box = references.known((maker, number))
-        return _feed_in(box) if box is not None and box.full and not box.failure else None
+        with suppress(RRefLost):
+            return _feed_in(box.open(), sender) if box is not None and box.full and not box.failure else None
+        return None
 
     agent.on(Taken, on_taken)
     agent.on(Unfed, on_unfed)
