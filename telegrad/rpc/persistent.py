@@ -90,8 +90,8 @@ class Persistent(Waiting):
         self.admit()
         try:
             self._attempt()
-        except Exception as error:
-            if not self._goes_on(error):
+        except BaseException as error:
+            if not isinstance(error, Exception) or not self._goes_on(error):
                 self.conclude()
                 raise
 
@@ -123,8 +123,10 @@ class Persistent(Waiting):
         try:
             with self._caster():
                 self._attempt()
-        except Exception as error:
+        except BaseException as error:
             self.set_exception(error)
+            if not isinstance(error, Exception):
+                raise
 
     def _caster(self) -> AbstractContextManager[None]:
         return scene.holding(self._autocast, 0.0) if self._autocast else nullcontext()

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -347,15 +347,18 @@ def test_calls_to_a_group_wait_for_each_worker(stage: Stage) -> None:
         both_of_them.rpc_sync(operator.add, (threading.Lock(), 1), idempotent=True)
 
 
-class EndsAfterOne(Served):
-    """A call that is cancelled once one was begun for its sake."""
+class Serving(Served):
+    """A call that is cancelled once so many were begun for its sake."""
 
     cancelled = False
     nested = None
     stop = None
 
+    def __init__(self, most: int) -> None:
+        self.most = most
+
     def admit(self, call: Nested) -> None:
-        self.cancelled = bool(self.nested)
+        self.cancelled = len(self.nested or ()) == self.most
         super().admit(call)
 
     @property
@@ -366,7 +369,7 @@ class EndsAfterOne(Served):
 def test_calls_to_a_group_that_cannot_all_begin_leave_none_behind(stage: Stage) -> None:
     stage.come("x")
     stage.come("y")
-    served = EndsAfterOne()
+    served = Serving(1)
     token = serving.set(served)
     try:
         with pytest.raises(errors.CallCancelled):
@@ -374,6 +377,28 @@ def test_calls_to_a_group_that_cannot_all_begin_leave_none_behind(stage: Stage) 
     finally:
         serving.reset(token)
     assert served.nested == set()
+
+
+class Exits:
+    def __reduce__(self) -> NoReturn:
+        raise SystemExit
+
+
+def test_an_argument_that_would_end_the_program_ends_its_call(stage: Stage) -> None:
+    served = Serving(2)
+    token = serving.set(served)
+    try:
+        with pytest.raises(SystemExit):
+            rpc.rpc_async("boss", print, (Exits(),), idempotent=True)
+    finally:
+        serving.reset(token)
+    assert served.nested == set()
+    coming = stage.later("x")
+    future = rpc.rpc_async("x", print, (Exits(),), wait_for_worker=True)
+    assert stage.all[0].agent.wait_for(future, PATIENCE)
+    with pytest.raises(SystemExit):
+        future.wait()
+    coming.join()
 
 
 # Once
