@@ -124,17 +124,18 @@ def test_a_stream_has_one_function(three: tuple[Worker, Worker, Worker]) -> None
 
 
 def test_a_worker_has_no_part_in_the_streams_of_others(three: tuple[Worker, Worker, Worker]) -> None:
-    _, _, other = three
+    callee, caller, other = three
     with rpc_stream("w0", numbered, (4,), window=2) as stream:
+        maker, number = stream._id
         with pytest.raises(PeerLost, match="the stream that worker 'w2' reads from worker 'w0' was lost"):
-            other.agent.call("w0", feeding.pull, (*stream._id, 2, 2), None)
+            other.agent.call("w0", feeding.pull, (maker, number, 2, 2), None)
         assert other.agent.call("w0", Streamed(endless, stream._id, False), ("other",), None) is None
-        other.agent.notify("w0", Unfed(*stream._id), three[0].agent.incarnation)
-        other.agent.notify("w0", Taken(*stream._id, 2), three[0].agent.incarnation)
+        other.agent.notify("w0", Unfed(maker, number), callee.agent.incarnation)
+        other.agent.notify("w0", Taken(maker, number, 2), callee.agent.incarnation)
         assert [int.from_bytes(item[:2], "big") for item in stream] == [0, 1, 2, 3]
     reference = remote("w0", list)
     with pytest.raises(PeerLost):
-        three[1].agent.call("w0", feeding.pull, (*reference._handle.id, 0, 0), None)
+        caller.agent.call("w0", feeding.pull, (*reference._handle.id, 0, 0), None)
     assert not yielded
 
 
