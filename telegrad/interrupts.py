@@ -361,6 +361,7 @@ _real: Any = sys.modules["_signal"]  # what the module `signal` calls
 _real_signal = _real.signal
 _real_getsignal = _real.getsignal
 _installed = False
+replaced: dict[int, Callable[[], None]] = {}  # by signals: called once, after the handler was replaced
 
 
 def _fronted(signum: int, handler: Any) -> Any:
@@ -391,6 +392,9 @@ def _signal(signalnum: int, handler: Any, /) -> Any:
         before = _real_signal(signalnum, fronted)
         if not isinstance(fronted, _Handler):
             _deferred.pop(signalnum, None)  # a kick would end the process
+    if (release := replaced.pop(signalnum, None)) is not None:
+        release()
+        _real_signal(signalnum, fronted)  # faulthandler, whose turn is over, has put back the one that it had found
     return _own(before)
 
 

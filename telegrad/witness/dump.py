@@ -22,7 +22,7 @@ from collections.abc import Callable
 from time import monotonic
 from typing import Any
 
-from telegrad import forks, instruments
+from telegrad import forks, instruments, interrupts
 from telegrad.private_files import Folder, open_folder, private_folder
 from telegrad.threads import Background, Thread
 
@@ -150,19 +150,24 @@ class Signalled:
             chain = True
         self.file = os.memfd_create("stacks-of-telegrad", os.MFD_CLOEXEC)
         faulthandler.register(signal.SIGUSR2, file=self.file, all_threads=True, chain=chain)
+        interrupts.replaced[signal.SIGUSR2] = self._release
 
     def _came(self, *_: object) -> None:
         if self._depth == forks.depth:  # else this is a forked child that is no worker
             Thread(target=self._act, name="telegrad-dump").start()
 
+    def _release(self) -> None:
+        """Write no stacks any more. Without the file, no other process sends the signal."""
+        faulthandler.unregister(signal.SIGUSR2)
+        os.close(self.file)
+        self.file = -1
+
     def close(self) -> None:
-        """As it was before."""
-        if self.file >= 0:
-            faulthandler.unregister(signal.SIGUSR2)
-            os.close(self.file)  # before the signal ends the process again: who finds the file may send it
+        """As it was before, unless the program has set a handler of its own meanwhile."""
+        if self.file >= 0 and interrupts.replaced.pop(signal.SIGUSR2, None) is not None:
+            self._release()  # before the signal ends the process again
             with contextlib.suppress(ValueError):
                 signal.signal(signal.SIGUSR2, signal.SIG_DFL)
-            self.file = -1
 
 
 def _is_inherited(handler: Any) -> bool:

@@ -304,6 +304,34 @@ def test_a_signal_does_not_end_a_program_that_has_joined_on_another_thread() -> 
         assert program.run(_write_stacks)
 
 
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="the signal is not used here")
+@pytest.mark.parametrize("on_a_thread", [False, True])
+def test_a_signal_that_the_program_uses_later_is_left_to_it(on_a_thread: bool) -> None:
+    with processes(1) as (program,):
+        program.run(_join_on_a_thread if on_a_thread else _join, free_port())
+        before = program.run(_stacks_file)
+        assert program.run(_write_stacks_to_self)
+        program.run(_use_signal)
+        assert look_at(program.pid, before).stacks == ""
+        assert not program.run(_has_heard)
+        program.run(rpc.shutdown)
+        program.kill(signal.SIGUSR2)
+        assert program.run(_heard)
+
+
+def _join(port: int) -> None:
+    init(0, 1, port)
+
+
+def _stacks_file() -> int:
+    return current.here().witness._signalled.file
+
+
+def _write_stacks_to_self() -> bool:
+    os.kill(os.getpid(), signal.SIGUSR2)
+    return _write_stacks()
+
+
 def _join_on_a_thread(port: int) -> None:
     in_threads(lambda: init(0, 1, port))
 
@@ -313,7 +341,7 @@ def _write_stacks() -> bool:
 
 
 def look_at_stacks() -> str:
-    return pathlib.Path(f"/proc/self/fd/{current.here().witness._signalled.file}").read_text()
+    return pathlib.Path(f"/proc/self/fd/{_stacks_file()}").read_text()
 
 
 def _write_to(folder: str) -> None:
@@ -322,6 +350,10 @@ def _write_to(folder: str) -> None:
 
 def _use_signal() -> None:
     signal.signal(signal.SIGUSR2, lambda *_: heard.append(True))
+
+
+def _has_heard() -> bool:
+    return bool(heard)
 
 
 def _heard() -> bool:
