@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import pathlib
 import random
+import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,7 +23,7 @@ import telegrad.rpc as rpc
 from telegrad.checkpoint import folders
 from telegrad.checkpoint.copies import Copies, Shelf
 from telegrad.checkpoint.saver import Saver
-from telegrad.errors import CheckpointFailed, InvalidArgument
+from telegrad.errors import CallTimeout, CheckpointFailed, InvalidArgument, WorkersFailed
 from telegrad.nn import RemoteModule
 from telegrad.rpc import current
 from telegrad.rpc.worker import Worker
@@ -203,7 +205,7 @@ def test_copies_share_what_is_shared_and_their_memory_is_used_again() -> None:
     shelf = Shelf(None)
     whole = torch.arange(12.0).reshape(3, 4)
     state = {"a": whole, "b": {"again": whole, "part": whole[:, 1]}, "c": [1, (whole.to_sparse(), {2})], "d": whole.t()}
-    copies = Copies(shelf)
+    copies = Copies(shelf, lambda: None)
     copied = copies.of(state)
     pointers = {each.data_ptr() for each in (copied["a"], copied["b"]["part"], copied["d"])}
     whole.add_(1)
@@ -213,7 +215,7 @@ def test_copies_share_what_is_shared_and_their_memory_is_used_again() -> None:
     assert torch.equal(copied["d"] + 1, whole.t())
     assert torch.equal(copied["c"][1][0].to_dense() + 1, whole)
     copies.give_back()
-    again = Copies(shelf).of(state)
+    again = Copies(shelf, lambda: None).of(state)
     assert {each.data_ptr() for each in (again["a"], again["b"]["part"], again["d"])} == pointers
 
 
@@ -231,6 +233,12 @@ class Counted(nn.Module):
 
     def count(self, step: int) -> None:
         self.number.fill_(step)
+
+    def grow(self, times: int) -> None:
+        self.number = self.number.repeat(times)
+
+    def counted(self) -> float:
+        return float(self.number.max())
 
 
 def save_on_and_on(folder: pathlib.Path, owners: list[str]) -> None:
@@ -307,3 +315,94 @@ def test_shutdown_waits_for_what_is_written(tmp_path: pathlib.Path) -> None:
         for worker in workers:
             worker.end()
     assert checkpoint.latest(tmp_path) == str(tmp_path / "1")
+
+
+# Owners that do not get on
+
+LIMIT = 1.0  # seconds of a step
+
+
+def hurry() -> None:
+    current.agent().timeout = LIMIT
+
+
+@pytest.fixture
+def hurried(workers: list[Worker]) -> None:
+    hurry()
+
+
+@pytest.mark.usefixtures("hurried")
+def test_an_owner_that_hangs_is_not_waited_for(gate: Gate, tmp_path: pathlib.Path) -> None:
+    net = model()
+    with pytest.raises(WorkersFailed, match=r"CallTimeout: worker 'w1' did not get on for 1 s .*`rpc_timeout`"):
+        checkpoint.save({"model": net}, tmp_path / "one")
+    checkpoint.save({"model": net}, tmp_path / "one", wait=False)
+    with pytest.raises(CheckpointFailed, match=r"did not get on|3 of 3 workers failed"):
+        checkpoint.save({"model": net}, tmp_path / "two", wait=False)
+    gate.open.set()
+    saved = checkpoint.save({"model": net}, tmp_path / "two").wait()
+    assert checkpoint.latest(tmp_path) == saved
+
+
+@pytest.mark.usefixtures("hurried")
+def test_an_owner_that_is_slow_is_waited_for(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    write = folders._InSteps.write
+    monkeypatch.setattr(folders, "STEP", SIZE)
+
+    def slow(file: folders._InSteps, data: bytes) -> int:
+        time.sleep(LIMIT / 20)
+        return write(file, data)
+
+    monkeypatch.setattr(folders._InSteps, "write", slow)
+    net = RemoteModule("w1", Counted)
+    net.module_rref.rpc_sync().grow(16)
+    began = time.monotonic()
+    saved = checkpoint.save({"model": net}, tmp_path / "one").wait()
+    assert time.monotonic() - began > 2 * LIMIT
+    net.module_rref.rpc_sync().count(1)
+    checkpoint.load({"model": net}, saved)
+    assert net.module_rref.rpc_sync().counted() == 0
+
+
+class Stopping(Counted):
+    """Its process is stopped as it is saved or loaded, from the second time on."""
+
+    def get_extra_state(self) -> int:
+        return self.stop()
+
+    def set_extra_state(self, _: int) -> None:
+        self.stop()
+
+    def stop(self) -> int:
+        self.times = getattr(self, "times", 0) + 1
+        if self.times > 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return 0
+
+
+def prepare(folder: pathlib.Path) -> None:
+    kept["model"] = RemoteModule("worker1", Stopping)
+    checkpoint.save(kept, folder / "1")
+    hurry()
+
+
+def outcome(act: Callable[..., Any], folder: pathlib.Path) -> str:
+    with pytest.raises(CallTimeout) as caught:
+        act(kept, folder)
+    return str(caught.value)
+
+
+kept: dict[str, Any] = {}  # what the driver saves
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="processes cannot be stopped")
+def test_an_owner_that_is_stopped_is_not_waited_for(tmp_path: pathlib.Path) -> None:
+    with group(2, silence=0) as workers:
+        workers[0].run(prepare, tmp_path)
+        said = [workers[0].run(outcome, checkpoint.save, tmp_path / "2")]
+        workers[1].kill(signal.SIGCONT)
+        said += [workers[0].run(outcome, partial(checkpoint.save, wait=False), tmp_path / "2")]
+        workers[1].kill(signal.SIGCONT)
+        said += [workers[0].run(outcome, checkpoint.load, tmp_path / "1")]
+        assert [each.partition(" for ")[0] for each in said] == ["worker 'worker1' did not get on"] * 3
+        workers[1].kill()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -43,8 +44,10 @@ class Shelf:
 class Copies:
     """Those of one save."""
 
-    def __init__(self, shelf: Shelf) -> None:
+    def __init__(self, shelf: Shelf, note: Callable[[], None]) -> None:
+        """`note` is called at each tensor."""
         self._shelf = shelf
+        self._note = note
         self._used: list[tuple[Kind, Tensor]] = []
         self._made: dict[tuple[Any, ...], Tensor] = {}  # of tensors that are parts of the state several times
         self._devices: set[torch.device] = set()
@@ -72,6 +75,7 @@ class Copies:
         return copy.deepcopy(value)
 
     def _copy_tensor(self, tensor: Tensor) -> Tensor:
+        self._note()
         if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided or tensor.is_quantized:
             return tensor.detach().cpu().clone()
         key = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device

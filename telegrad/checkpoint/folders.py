@@ -13,6 +13,7 @@ folder of other programs may have a table of contents, too, such as a checkpoint
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import pathlib
 import re
@@ -31,14 +32,43 @@ Path = str | os.PathLike[str]
 CONTENTS = ".metadata"  # the file that makes a folder a checkpoint
 DATA = ".distcp"  # how the names of all others end
 TEMPORARY = ".tmp"  # how the name of the former ends until it is complete
+STEP = 1 << 26  # bytes that are read or written in one step at most
+SYNC = 1 << 28  # bytes after which a file is written to the disk
 _PART = re.compile(r"[0-9a-f]{16}__\d+_\d+\.distcp|\.metadata\.[0-9a-f]{16}\.tmp")  # besides the table of contents
+
+
+class _InSteps(io.FileIO):
+    """A file of which large parts are read and written in steps, so that others can see that it gets on.
+
+    At its end torch has all of it written to the disk. That would be one long step, so parts are written before.
+    """
+
+    def __init__(self, file: io.BufferedIOBase, mode: str, note: Callable[[], None]) -> None:
+        super().__init__(file.fileno(), mode, closefd=False)
+        self._note = note
+        self._unsynced = 0
+
+    def write(self, data: Any) -> int:
+        self._note()
+        written = super().write(memoryview(data)[:STEP])
+        self._unsynced += written
+        if self._unsynced >= SYNC:
+            os.fsync(self.fileno())
+            self._unsynced = 0
+        return written
+
+    def readinto(self, buffer: Any) -> int:
+        self._note()
+        return super().readinto(memoryview(buffer)[:STEP])
 
 
 class Files(FileSystem):
     """Those of torch's writers and readers: a new table of contents takes the place of an older one in one step."""
 
-    def __init__(self) -> None:
+    def __init__(self, note: Callable[[], None]) -> None:
+        """`note` is called at each step of a file."""
         super().__init__()
+        self._note = note
         self._actual: dict[str, str] = {}  # of files for a time: torch's name for each, and the one that it has
 
     def init_path(self, path: Path) -> Path:
@@ -50,15 +80,15 @@ class Files(FileSystem):
     @contextlib.contextmanager
     def create_stream(self, path: Path, mode: str) -> Iterator[Any]:
         if mode == "rb":
-            with open_regular(path) as stream:
+            with open_regular(path) as opened, io.BufferedReader(_InSteps(opened, mode, self._note)) as stream:
                 yield stream
             return
         actual = os.fspath(path)
         if actual.endswith(TEMPORARY):
             actual = f"{actual.removesuffix(TEMPORARY)}.{secrets.token_hex(8)}{TEMPORARY}"
             self._actual[os.fspath(path)] = actual
-        with create(actual) as created:
-            yield created
+        with create(actual) as created, io.BufferedWriter(_InSteps(created, mode, self._note)) as stream:
+            yield stream
 
     def exists(self, path: Path) -> bool:  # else torch's writer warns of it, and removes it first
         return False

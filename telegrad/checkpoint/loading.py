@@ -18,7 +18,8 @@ from telegrad.nn.tree import Branch, joined, state_of
 from telegrad.optim import DistributedOptimizer
 from telegrad.optim.local import LocalOptimizer
 from telegrad.private_files import UnsafePath, reason
-from telegrad.rpc import rpc_async
+from telegrad.rpc import current, rpc_async
+from telegrad.rpc.steps import Steps
 from telegrad.rpc.together import together
 
 
@@ -32,6 +33,7 @@ def load(state: dict[str, Any], checkpoint_id: Path) -> None:
 
     Raises:
         UsageError: there is no complete checkpoint there, or one of something else.
+        CallTimeout: an owner did not get on for `rpc_timeout`.
         WorkersFailed: several workers could not read it.
 
     Example:
@@ -50,6 +52,7 @@ def load(state: dict[str, Any], checkpoint_id: Path) -> None:
         shares,
         lambda worker, theirs: rpc_async(worker, _load_shares, (path, theirs), timeout=NO_LIMIT),
         f"checkpoint.load: reading {path!r}",
+        limit=current.agent().timeout,
     )
     for key, value in state.items():
         if isinstance(value, DistributedOptimizer):
@@ -127,7 +130,7 @@ def _with_lists(value: Any) -> Any:
 
 def _reader(path: str) -> FileSystemReader:
     reader = FileSystemReader(path)
-    reader.fs = Files()
+    reader.fs = Files(current.here().attached(Steps).note)
     return reader
 
 

@@ -45,6 +45,7 @@ def save(state: Mapping[str, Any], checkpoint_id: Path, *, wait: bool = True, ke
 
     Raises:
         UsageError: `state` is no dictionary by names.
+        CallTimeout: an owner did not get on for `rpc_timeout`; with `wait=False` the future raises it.
         WorkersFailed: several workers could not write; with `wait=False` the future raises it.
         CheckpointFailed: an earlier one, written beside the program, failed, and nobody has asked its future.
 
@@ -97,6 +98,7 @@ def _begin(state: Mapping[str, Any], path: str, copies: bool) -> Begun:
             worker, begin, (path, theirs, own if worker == here else {}, copies), timeout=NO_LIMIT
         ),
         f"checkpoint.save: gathering what belongs to {path!r}",
+        limit=current.agent().timeout,
     )
 
 
@@ -117,6 +119,7 @@ def _complete(path: str, begun: Begun, keep: int | None, waited_for: bool) -> No
             ),
             f"checkpoint.save: writing {path!r}" if waited_for else "",
             {worker: sum(item.tensor_storage_size() or 0 for item in plan.items) for worker, plan in by_worker.items()},
+            current.agent().timeout,
         )
         writer.finish(metadata, list(written.values()))
     except Exception:

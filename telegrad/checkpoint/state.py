@@ -16,7 +16,7 @@ from telegrad.nn.tree import Branch, branches
 from telegrad.optim import DistributedOptimizer
 from telegrad.rpc import RRef
 
-NO_LIMIT = 0  # seconds: a checkpoint takes as long as the disks need
+NO_LIMIT = 0  # seconds: a checkpoint takes as long as the disks need, as long as its owners get on
 
 
 class Share(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -12,6 +13,7 @@ from telegrad.group.members import listed
 from telegrad.interrupts import raised_by_handler
 from telegrad.progress import Wait
 from telegrad.rpc import current
+from telegrad.rpc.steps import Watch
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -22,11 +24,12 @@ def together(
     call: Callable[[str, S], Future[T]],
     doing: str = "",
     sizes: Mapping[str, int] | None = None,
+    limit: float = 0,
 ) -> dict[str, T]:
     """Call each worker with its share, all at once, and wait for all; their values.
 
     Where it is named what they are `doing`, such as "checkpoint.save: writing", it is said how far they are; with the
-    bytes of each, where these are known.
+    bytes of each, where these are known. `limit` is that of a step of a worker in seconds, 0 for none: see `Watch`.
 
     Raises:
         WorkersFailed: more than one failed; where only one did, its own error is raised.
@@ -41,15 +44,16 @@ def together(
             if raised_by_handler(error):
                 raise
             errors[worker] = error
-    if doing:
-        _follow(doing, calls, sizes or {})
+    watch = Watch(calls, limit)
+    if doing or limit:
+        _follow(doing, calls, sizes or {}, watch)
     for worker, future in calls.items():
         try:
             values[worker] = future.wait()
         except Exception as error:
             if raised_by_handler(error):
                 raise
-            errors[worker] = error
+            errors[worker] = watch.errors.get(worker, error)
     if len(errors) == 1:
         raise next(iter(errors.values()))
     if errors:
@@ -57,8 +61,8 @@ def together(
     return values
 
 
-def _follow(doing: str, calls: Mapping[str, Future[Any]], sizes: Mapping[str, int]) -> None:
-    """Wait until all are done, and say who is not."""
+def _follow(doing: str, calls: Mapping[str, Future[Any]], sizes: Mapping[str, int], watch: Watch) -> None:
+    """Wait until all are done, or do not get on; say which are not done, where it is named what they are `doing`."""
     done = threading.Semaphore(0)
     for future in calls.values():
         future.add_done_callback(lambda _: done.release())
@@ -72,11 +76,16 @@ def _follow(doing: str, calls: Mapping[str, Future[Any]], sizes: Mapping[str, in
         names = listed([repr(worker) for worker in late])
         return f"{doing}: {len(calls) - len(late)} of {len(calls)} workers are done{written}; not yet {names}"
 
-    agent = current.agent()
-    with Wait(doing.partition(":")[0], text, missing, worker=agent.name) as wait, agent.waiting():
+    with contextlib.ExitStack() as stack:
+        looks: list[Wait | Watch] = [watch]
+        if doing:
+            agent = current.agent()
+            looks.append(stack.enter_context(Wait(doing.partition(":")[0], text, missing, worker=agent.name)))
+            stack.enter_context(agent.waiting())
         for _ in calls:
-            while not done.acquire(timeout=wait.left):
-                wait.look()
+            while not done.acquire(timeout=min(each.left for each in looks)):
+                for each in looks:
+                    each.look()
 
 
 def _written(sizes: Mapping[str, int], late: list[str]) -> str:

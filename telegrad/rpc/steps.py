@@ -1,0 +1,95 @@
+"""Whether workers get on with something long that another waits for, such as to write a checkpoint.
+
+All of it may take as long as it needs, but each step of it has a limit. The callee counts its steps. The caller asks
+for the count now and then, by a call that needs no slot: a worker whose process is stopped does not answer, and one
+that hangs answers with the same count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import inf
+from time import monotonic
+from typing import Any
+
+from telegrad.agent.futures import Future
+from telegrad.errors import CallTimeout, TelegradError
+from telegrad.rpc import current
+from telegrad.rpc.api import rpc_async
+from telegrad.rpc.worker import Worker
+from telegrad.transport.silence import Silence
+
+LONGEST = 3600.0  # seconds between two looks: locks do not wait for ever so long
+
+
+class Steps:
+    """The steps that one worker has made."""
+
+    def __init__(self, _: Any) -> None:
+        self.count = 0
+
+    def note(self) -> None:
+        """Count a step; on any thread, since of two at once one may be lost."""
+        self.count += 1
+
+
+def serve(worker: Worker) -> None:
+    """Have a worker say how many steps it has made."""
+    worker.agent.run_at_once(count_here)
+
+
+def count_here() -> int:
+    return current.here().attached(Steps).count
+
+
+class Watch:
+    """Looks whether the callees of some calls get on; for one thread."""
+
+    def __init__(self, calls: Mapping[str, Future[Any]], limit: float) -> None:
+        """`calls` by workers; `limit` is that of one step in seconds, 0 for none."""
+        self.errors: dict[str, CallTimeout] = {}  # of workers that did not get on; their calls were cancelled
+        self._calls = calls
+        self._limit = limit
+        self._silences = {worker: Silence(limit) for worker in calls}
+        self._counts: dict[str, int] = {}
+        self._asked: dict[str, Future[int]] = {}
+        self._due = monotonic() + min(limit / 3, LONGEST) if limit else inf
+
+    @property
+    def left(self) -> float:
+        """Seconds until it is time to look."""
+        return min(LONGEST, max(0.0, self._due - monotonic()))
+
+    def look(self) -> None:
+        """Look at the workers whose calls are not done, if it is time to."""
+        now = monotonic()
+        if now < self._due:
+            return
+        pause = LONGEST
+        for worker, call in self._calls.items():
+            if call.done():
+                continue
+            silence = self._silences[worker]
+            if silence.look(now, self._gets_on(worker)):
+                self.errors[worker] = CallTimeout(
+                    f"worker {worker!r} did not get on for {self._limit:g} s (`rpc_timeout` in the options): its "
+                    "process is stopped, or hangs, or waits for a disk (`telegrad why` tells). It may go on yet"
+                )
+                call.cancel()
+            pause = min(pause, silence.pause)
+        self._due = now + pause
+
+    def _gets_on(self, worker: str) -> bool:
+        """Return True if the worker has said that it has made a step since the last look; ask it for the next."""
+        asked = self._asked.get(worker)
+        if asked is not None and not asked.done():
+            return False
+        before = self._counts.get(worker)
+        try:
+            if asked is not None:
+                self._counts[worker] = asked.wait()
+            self._asked[worker] = rpc_async(worker, count_here, timeout=self._limit)
+            self._asked[worker].heed()
+        except TelegradError:  # its call will fail, too
+            self._asked.pop(worker, None)
+        return self._counts.get(worker) != before
