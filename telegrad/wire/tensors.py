@@ -27,9 +27,10 @@ NAMES = {
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
 _empty: dict[str, Tensor] = {}  # of each type one, to make others like it
 
-_view = ctypes.pythonapi.PyMemoryView_FromMemory
-_view.restype = ctypes.py_object
-_view.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
+# A prototype of our own: to set the types of ctypes.pythonapi's function would set them for the whole process.
+_view = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)(
+    ("PyMemoryView_FromMemory", ctypes.pythonapi)
+)
 _WRITABLE = 0x200
 
 Spec = tuple[Any, ...]

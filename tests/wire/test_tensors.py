@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -392,3 +393,9 @@ def test_memory_is_writable() -> None:
     memory(blob)[2] = 7
     assert blob.tolist() == [0, 0, 7, 0]
     assert len(memory(torch.empty(0, dtype=torch.uint8))) == 0
+
+
+def test_memory_does_not_depend_on_what_others_set_for_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = ctypes.pythonapi.PyMemoryView_FromMemory
+    monkeypatch.setattr(shared, "argtypes", (ctypes.c_char_p, ctypes.c_ssize_t, ctypes.c_int))
+    assert memory(torch.ones(4, dtype=torch.uint8)).tolist() == [1, 1, 1, 1]
