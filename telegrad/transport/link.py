@@ -190,18 +190,19 @@ class Link:
 
     def _send_with_blobs(self, message: Message) -> None:
         prepared: list[Prepared] = []
+        left, are_prepared = MOST_NEW, False
         try:
-            left = MOST_NEW
             for blob in message.blobs:
                 made = self._outgoing.prepare(blob, shares=left > 0)
                 del blob  # what was copied is not kept
                 prepared.append(made)
                 if made.block is not None:
                     left -= self._outgoing.passes_descriptor(made)
+            are_prepared = True
             self._send_prepared(message, prepared)
         except BaseException as error:
             self._outgoing.rollback(prepared)
-            if prepared and not isinstance(error, PeerError):
+            if are_prepared and not isinstance(error, PeerError):
                 self.fail(error)  # half of it may be in the outbox
             raise
 

@@ -6,6 +6,7 @@ import errno
 import gc
 import mmap
 import os
+import threading
 from typing import NoReturn
 
 import pytest
@@ -13,9 +14,11 @@ import torch
 
 from telegrad.devices.streams import Streams
 from telegrad.errors import ProtocolViolation
+from telegrad.transport.blobs import Outgoing, Prepared
 from telegrad.transport.maps import SharedMaps
 from telegrad.transport.memory import KEEP, SHARING, WARM_FROM, Arena, SharedPool, size_class
-from tests.cluster import agents
+from telegrad.wire.tensors import Blob
+from tests.cluster import PATIENCE, agents
 
 MB = 1 << 20
 needs_sharing = pytest.mark.skipif(not SHARING, reason="this platform has no memory files")
@@ -156,3 +159,32 @@ def test_many_tensors_of_one_message_arrive_in_order(count: int, common: bool) -
         values = [tensor.view(torch.int32).fill_(number) for number, tensor in enumerate(sent)]
         for _ in range(2):  # the blocks are new to the receiver, then known
             assert agent.call("w1", firsts, (values,), None) == list(range(count))
+
+
+def test_a_tensor_that_cannot_be_prepared_fails_its_own_call_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    prepare, wanted = Outgoing.prepare, torch.ones(MB)
+
+    def fails(outgoing: Outgoing, blob: Blob, shares: bool = True) -> Prepared:
+        if isinstance(blob, torch.Tensor) and blob.data_ptr() == wanted.data_ptr():
+            raise MemoryError("no memory")
+        return prepare(outgoing, blob, shares)
+
+    monkeypatch.setattr(Outgoing, "prepare", fails)
+    gate.clear()
+    with agents(2) as group:
+        agent, pool = group[0].agent, group[0].agent._connections._pool
+        assert agent.call("w1", echo, (torch.ones(1),), None)  # they are connected
+        other = agent.call_async("w1", wait_for_gate, None, None)
+        with pytest.raises(MemoryError, match="no memory"):
+            agent.call("w1", echo, ([torch.ones(MB), wanted],), None)
+        assert pool is None or pool.lent == 0
+        gate.set()
+        assert other.wait()
+        assert torch.equal(agent.call("w1", echo, (torch.ones(MB),), None), torch.ones(MB))
+
+
+gate = threading.Event()
+
+
+def wait_for_gate() -> bool:
+    return gate.wait(PATIENCE)
