@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import socket
 import ssl
-from time import monotonic
+from time import monotonic, sleep
 from typing import NamedTuple
 
 from telegrad.errors import (
@@ -30,6 +32,8 @@ from telegrad.transport.tls import (
     peer_digest,
     refused_certificate,
 )
+
+FULL = 0.01  # seconds until a Unix socket is tried again whose queue is full: the kernel does not tell of room in it
 
 
 class Target(NamedTuple):
@@ -135,13 +139,17 @@ def _reach_here(target: Target, transport: str, timeout: float) -> socket.socket
     sock = socket.socket(socket.AF_UNIX)
     try:
         sock.settimeout(timeout)
-        sock.connect(unix_address(target.unix))
+        until = monotonic() + timeout
+        while (fault := sock.connect_ex(unix_address(target.unix))) == errno.EAGAIN and monotonic() < until:
+            sleep(FULL)
+        if fault:
+            raise OSError(fault, os.strerror(fault))
     except OSError as error:
         sock.close()
-        if isinstance(error, ConnectionRefusedError) or transport == "unix":
+        if isinstance(error, (ConnectionRefusedError, BlockingIOError)) or transport == "unix":
             raise PeerUnreachable(
                 f"worker {target.name!r} does not answer on this host ({error}): it has ended, maybe without "
-                "calling shutdown(); the call has not run"
+                "calling shutdown(), or takes no connections; the call has not run"
             ) from error
         return None
     stranger = stranger_at(sock)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import random
 import socket
+import threading
 
 import pytest
 
 from telegrad.errors import HandshakeError, PeerUnreachable
 from telegrad.keyring import Keyring, new_key
 from telegrad.transport.connect import Target, connect
-from telegrad.transport.handshake import Acceptor, Claim, StreamId
-from tests.cluster import PATIENCE, in_threads
+from telegrad.transport.handshake import UNIX, Acceptor, Claim, StreamId
+from telegrad.transport.sockets import HAS_UNIX, unix_address
+from tests.cluster import PATIENCE, in_threads, wait_until
 
 ME, OTHER = Claim("w0", 0, "life of w0", ""), Claim("w1", 1, "life of w1", "")
 
@@ -39,3 +42,38 @@ def test_who_ends_the_connection_in_the_handshake_is_unreachable(seed: int) -> N
         assert not isinstance(raised.value, HandshakeError)
 
     in_threads(die, reach)
+
+
+@pytest.mark.skipif(not HAS_UNIX, reason="there are no such sockets here")
+def test_a_full_queue_of_a_unix_socket_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys, name = Keyring([new_key()]), f"telegrad-test-{os.getpid()}"
+    target = Target("w1", OTHER.incarnation, name, ("127.0.0.1", 1), StreamId(""))
+    server, waiting, full = socket.socket(socket.AF_UNIX), [], threading.Event()
+    server.bind(unix_address(name))
+    server.listen(0)
+    while True:
+        waiting.append(socket.socket(socket.AF_UNIX))
+        waiting[-1].setblocking(False)
+        if waiting[-1].connect_ex(unix_address(name)):
+            break
+
+    def accept(_: float) -> None:
+        full.set()
+        wait_until(lambda: not waiting)
+
+    def serve() -> None:
+        assert full.wait(PATIENCE)
+        for _ in waiting[:-1]:
+            server.accept()[0].close()
+        while waiting:
+            waiting.pop().close()
+        with server, server.accept()[0] as sock:
+            sock.settimeout(PATIENCE)
+            end = Acceptor(keys, OTHER, UNIX)
+            while not end.done:
+                sock.sendall(end.receive(sock.recv(4096)))
+
+    monkeypatch.setattr("telegrad.transport.connect.sleep", accept)
+    channel, _ = in_threads(lambda: connect(target, keys, ME, None, "auto", PATIENCE, 0.0), serve)
+    assert channel.shared
+    channel.sock.close()
