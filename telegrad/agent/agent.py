@@ -376,9 +376,9 @@ class Agent:
         """Inside, this thread waits, and does not count as one that runs a call."""
         return self._reactor.waiting()
 
-    def handle_notices(self, timeout: float) -> None:
-        """Wait, so many seconds at most, until the control messages that have come so far have been handled."""
-        self._server.handle_notices(timeout)
+    def handle_notices(self, timeout: float) -> bool:
+        """Wait until the control messages that have come so far have been handled; False where the time was over."""
+        return self._server.handle_notices(timeout)
 
     # The group
 

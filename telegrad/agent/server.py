@@ -212,16 +212,15 @@ class Server:
         if self.intake.stopped:
             self.intake.look(come.caller)
 
-    def handle_notices(self, timeout: float) -> None:
-        """Wait until the control messages that have come so far have been handled.
-
-        A call may end before a control message that was sent before it was handled, since threads take turns.
-        """
+    def handle_notices(self, timeout: float) -> bool:
+        """Wait until the control messages that have come so far have been handled; False where the time was over."""
+        # A call may end before a control message that was sent before it was handled, since threads take turns.
         until, come = monotonic() + timeout, self._notices.copy()
         if come:  # else the thread keeps its lead and its slot
             with self._reactor.waiting():
                 while not come.isdisjoint(self._notices) and monotonic() < until:
                     sleep(1e-4)
+        return come.isdisjoint(self._notices)
 
     def _run(self, call: Incoming) -> None:
         if self._streams.used:

@@ -134,7 +134,15 @@ class Subscriber:
         check_timeout(timeout)
         self._box.check()
         box = self._box
-        self._agent.handle_notices(min(self._limit(timeout) or LOOK, LOOK))
+        limit = self._limit(timeout)
+        until = monotonic() + limit if limit else float("inf")
+        while not self._agent.handle_notices(min(until - monotonic(), LOOK)):
+            box.check()
+            if monotonic() >= until:
+                raise CallTimeout(
+                    f"which version of {self.name!r} is the newest was not known within {limit:g} s, since this worker "
+                    "has not handled all messages that had come"
+                )
         number = max(1, box.known - max_behind)
         if self._taken is not None and self._taken.number >= number and not box.is_newer_here(self._taken.number):
             return self._taken

@@ -23,9 +23,10 @@ from telegrad.rpc import current
 from telegrad.rpc.worker import Worker
 from telegrad.weights import Publisher, Subscriber, Version
 from telegrad.weights import publisher as publishing
+from telegrad.weights.arranging import Layouts
 from telegrad.weights.joining import SubscriberBox
 from telegrad.weights.words import Ask, Party
-from tests.cluster import PATIENCE, agents
+from tests.cluster import PATIENCE, agents, in_threads
 
 
 @contextlib.contextmanager
@@ -194,6 +195,57 @@ def test_what_was_published_before_a_call_is_known_though_the_thread_that_hears_
             publisher.publish()
             assert on(learner, rpc.rpc_sync, "w1", int) == 0
             assert number_in(reader.refresh()) == number
+
+
+def test_messages_that_are_not_handled_in_time_are_no_reason_to_give_an_old_version() -> None:
+    held = threading.Event()
+    with agents(2) as (learner, actor):
+        publisher = on(learner, Publisher, "numbers", {"number": torch.zeros(1)})
+        publisher.publish()
+        reader = on(actor, Subscriber, "w0", "numbers")
+        on(actor, reader.newest)
+        server = actor.agent._server
+        handle = server._on_notice
+
+        def late(*args: Any) -> None:
+            assert held.wait(PATIENCE)
+            handle(*args)
+
+        server._on_notice = late
+        publisher.publish()
+        eventually(lambda: bool(server._notices))
+        with pytest.raises(CallTimeout, match=r"'numbers' is the newest was not known within 1\.5 s"):
+            on(actor, reader.refresh, timeout=1.5)
+        held.set()
+        assert on(actor, reader.refresh).number == 2
+
+
+def test_two_threads_may_publish_trees_of_different_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
+    arrange, mine, begun, over = Layouts._arrange, threading.local(), threading.Event(), threading.Event()
+
+    def arrange_slowly(layouts: Layouts, tree: Any, *args: Any) -> Any:
+        found = arrange(layouts, tree, *args)
+        if len(tree) == 1:
+            begun.set()
+            over.wait(0.5)  # the other thread publishes meanwhile where nothing keeps it from that
+        return found
+
+    def publish_first() -> int:
+        mine.tree = {"a": torch.ones(3)}
+        return on(worker, publisher.publish)
+
+    def publish_second() -> int:
+        mine.tree = {"b": torch.ones(2, 2), "c": torch.ones(5)}
+        assert begun.wait(PATIENCE)
+        number = on(worker, publisher.publish)
+        over.set()
+        return number
+
+    monkeypatch.setattr(Layouts, "_arrange", arrange_slowly)
+    with agents(1) as (worker,), speaking_for(worker):
+        publisher = Publisher("numbers", lambda: mine.tree)
+        assert in_threads(publish_first, publish_second) == [1, 2]
+        assert_same(Subscriber("w0", "numbers").newest().state, {"b": torch.ones(2, 2), "c": torch.ones(5)})
 
 
 def test_every_version(monkeypatch: pytest.MonkeyPatch) -> None:
