@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import threading
 import weakref
 from time import monotonic
 from typing import TYPE_CHECKING, Any
@@ -75,6 +76,7 @@ class Publisher:
         worker = current.here()
         self._agent = worker.agent
         self._desk = worker.attached(Desk)
+        self._publishing = threading.RLock()  # guards _layouts, and that a version is filled by the layout that it has
         self._layouts = Layouts(dtype)
         self._finder = Finder(deltas)
         self._box = PublisherBox(self._desk, secrets.token_hex(8), keep)
@@ -103,10 +105,12 @@ class Publisher:
         check_wait(wait)
         if not self._end.alive:
             raise UsageError(f"the publisher {self.name!r} was closed, and publishes no more: make a new one")
-        arranged = self._layouts.of(self._read())
-        memory = self._agent.memory.common(arranged.layout.size)
-        arranged.fill(memory)
-        number = self._box.publish(arranged.layout, memory, self._finder)
+        tree = self._read()
+        with self._publishing:
+            arranged = self._layouts.of(tree)
+            memory = self._agent.memory.common(arranged.layout.size)
+            arranged.fill(memory)
+            number = self._box.publish(arranged.layout, memory, self._finder)
         if wait is not None:
             self._wait_for_readers(number, wait)
         return number
