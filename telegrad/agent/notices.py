@@ -48,7 +48,7 @@ def notice_to(
     if tensors:
         notice.meta, notice.blobs = pack(tensors, peer.places.calls if as_arguments else peer.places.gradients)
     if context is not None:
-        notice.flags = HAS_GRAPH
+        notice.flags |= HAS_GRAPH
         body = append(body, context.sent(tensors, peer.identity, type(message), True))
     notice.body = body
     return notice

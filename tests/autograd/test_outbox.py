@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 import torch
 
+from telegrad.agent.notices import notice_to
 from telegrad.autograd.outbox import Outbox, PackedShipment, unpacked
 from telegrad.autograd.passes import Key, Ledger, PassSpec, Report, Shipment
 from telegrad.autograd.record import AutogradContext
 from telegrad.group.members import Identity
+from telegrad.wire.messages import HAS_GRAPH, PATIENT
 from tests.autograd.rivals import Rival
 
 DRIVER, OTHER = Identity("driver", 0, "a"), Identity("other", 1, "b")
@@ -101,3 +103,10 @@ def test_who_finds_nothing_to_send_finds_what_has_left_in_the_ledger(outbox: Out
     outbox.send_early()
     flushing[0].join()
     assert [to for _, to in seen[0]] == ["other"]
+
+
+def test_a_message_that_waits_for_company_may_have_a_context() -> None:
+    context: Any = SimpleNamespace(sent=lambda *_: b"of the context")
+    report = Report(SPEC, 1, (), (), False, ())
+    notice = notice_to(SimpleNamespace(identity=OTHER), report, (), context, True, False)  # type: ignore[arg-type]
+    assert notice.flags == PATIENT | HAS_GRAPH
