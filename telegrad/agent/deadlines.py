@@ -11,6 +11,7 @@ from telegrad import checks
 K = TypeVar("K", bound=Hashable)
 
 
+KEPT = 16  # timeouts whose tables stay when they are empty: to make one again for each call takes longer
 DEFAULT = -1.0  # a call's timeout: that of the options
 _HINT = "; leave it out for the rpc_timeout of the options"
 
@@ -49,7 +50,10 @@ class Deadlines(Generic[K]):
 
     def remove(self, key: K, timeout: float) -> None:
         """Forget `key`, if it is still there."""
-        self._by_timeout.get(timeout, {}).pop(key, None)
+        table = self._by_timeout.get(timeout, {})
+        table.pop(key, None)
+        if not table and len(self._by_timeout) > KEPT:
+            self._by_timeout.pop(timeout, None)
 
     def next(self) -> float:
         """When the first key expires; infinity where there is none."""
