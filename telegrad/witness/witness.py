@@ -43,8 +43,8 @@ class Witness:
         self.observer.joined(name, rank, members)
         if name != self._name:
             self._name = self._dumper.worker = name
-            self._desk.close()
-            self._desk = Desk(name, self._signalled.file, self._answer)
+            before, self._desk = self._desk, Desk(name, self._signalled.file, self._answer)
+            before.close()  # only now, so that programs of this host find the worker at any moment
 
     def account(self) -> Account:
         """What this worker is at."""

@@ -28,6 +28,7 @@ from telegrad.rpc.worker import Worker
 from telegrad.witness import desk, dump
 from telegrad.witness.account import GOING_ON, MEMBER, MOST_ALIKE, QUEUED, RUNNING, Account, counts
 from telegrad.witness.desk import Place
+from telegrad.witness.witness import Witness
 from tests.cluster import PATIENCE, Process, agents, free_port, group, in_threads, init, processes, wait_until
 from tests.strangers.door import eventually
 
@@ -262,6 +263,24 @@ def _own_look() -> dict[str, str]:
 
 def test_what_has_ended_is_said_to_have(workers: list[Process]) -> None:
     assert look_at(1 << 22, -1).state == "its process has ended"
+
+
+@pytest.mark.skipif(not desk.HAS_DESKS, reason="there are no desks here")
+def test_a_worker_that_gets_its_name_as_it_joins_is_found_at_any_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[set[str]] = []
+    close = desk.Desk.close
+
+    def look_and_close(one: desk.Desk) -> None:
+        found.append({place.worker for place in desk.places() if place.pid == os.getpid()})
+        close(one)
+        found.append({place.worker for place in desk.places() if place.pid == os.getpid()})
+
+    monkeypatch.setattr(desk.Desk, "close", look_and_close)
+    witness = Witness("someone")
+    witness.joined("someone-7", 7, list)
+    assert ["someone" in names for names in found] == [True, False]
+    assert all("someone-7" in names for names in found)
+    witness.close()
 
 
 def test_others_of_the_host_are_not_answered(pair: list[Worker]) -> None:
