@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint import FileSystemReader
 from torch.optim.lr_scheduler import StepLR
 
 import telegrad.autograd as autograd
@@ -102,12 +103,20 @@ def saved(tmp_path: pathlib.Path) -> Saved:
 
 
 @pytest.mark.parametrize("places", [["w1"], ["w0"], ["w1", "w0", "w2", "w4"]], ids=len)
-def test_training_goes_on_on_other_workers(saved: Saved, places: list[str]) -> None:
+def test_training_goes_on_on_other_workers(saved: Saved, places: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     path, _, after, before = saved
+    reads, read = [], FileSystemReader.read_metadata
+
+    def counted(reader: FileSystemReader) -> Any:
+        reads.append(current.here().me.name)
+        return read(reader)
+
     with agents(5) as workers:
         current.enter(workers[0])
         state = training(places)
+        monkeypatch.setattr(FileSystemReader, "read_metadata", counted)
         checkpoint.load(state, path)
+        assert sorted(reads) == sorted([*{*places[:3], "w0"}, "w0"])  # the driver, and each owner for all that it has
         assert state["step"] == 5
         assert state["optimizer"].param_groups[0]["lr"] == 0.025
         went_on = train(state, 5)

@@ -46,7 +46,7 @@ def load(state: dict[str, Any], checkpoint_id: Path) -> None:
         3
     """
     path = folder_of("load", state, checkpoint_id)
-    _contents(path)
+    metadata = _contents(path)
     shares, own = shares_of(state)
     together(
         shares,
@@ -56,9 +56,9 @@ def load(state: dict[str, Any], checkpoint_id: Path) -> None:
     )
     for key, value in state.items():
         if isinstance(value, DistributedOptimizer):
-            value.load_groups(_find(path, (key, "param_groups")))
+            value.load_groups(_find(path, metadata, (key, "param_groups")))
         elif key in own:
-            found = _find(path, (key,))
+            found = _find(path, metadata, (key,))
             if hasattr(value, "load_state_dict"):
                 value.load_state_dict(found)
             else:
@@ -69,18 +69,19 @@ def load(state: dict[str, Any], checkpoint_id: Path) -> None:
 
 
 def _load_shares(path: str, shares: list[Share]) -> None:
+    metadata = _contents(path)  # once: of a large model it takes long to unpickle
     for key, branch in shares:
         value = branch.root.local_value()
         if isinstance(value, LocalOptimizer):
-            value.load(_find(path, (key, "state"), only=set(value.names)))
+            value.load(_find(path, metadata, (key, "state"), only=set(value.names)))
         else:
-            _load_model(path, key, branch)
+            _load_model(path, metadata, key, branch)
 
 
-def _load_model(path: str, key: str, branch: Branch) -> None:
+def _load_model(path: str, metadata: Metadata, key: str, branch: Branch) -> None:
     state = state_of(branch)
     flat = {joined(key, name): pickled(value) for name, value in state.items()}
-    _read(path, flat)
+    _read(path, metadata, flat)
     value = branch.root.local_value()
     if isinstance(value, nn.Module):
         prefix = branch.name and f"{branch.name}."
@@ -89,9 +90,8 @@ def _load_model(path: str, key: str, branch: Branch) -> None:
             value.load_state_dict(loaded)
 
 
-def _find(path: str, start: tuple[str, ...], only: set[str] | None = None) -> Any:
+def _find(path: str, metadata: Metadata, start: tuple[str, ...], only: set[str] | None = None) -> Any:
     """What a checkpoint has at a place in the state, in whatever form; `only` of these names below it."""
-    metadata = _contents(path)
     depth = len(start)
     ways = {
         name: way[depth:]
@@ -101,7 +101,7 @@ def _find(path: str, start: tuple[str, ...], only: set[str] | None = None) -> An
     if not ways and only is None:
         raise UsageError(f"the checkpoint in {path!r} has no {'.'.join(start)}")
     flat = {name: _target(metadata, name) for name in ways}
-    _read(path, flat)
+    _read(path, metadata, flat)
     if () in ways.values():  # a value, not a dictionary
         return unpacked(next(iter(flat.values())))
     found: Any = {}
@@ -153,13 +153,12 @@ def _contents(path: str) -> Metadata:
     return found
 
 
-def _read(path: str, flat: dict[str, Any]) -> None:
+def _read(path: str, metadata: Metadata, flat: dict[str, Any]) -> None:
     """Fill `flat` from a checkpoint: its tensors in place, its other values anew.
 
     Raises:
-        UsageError: there is no such checkpoint, or it has no value of such a name.
+        UsageError: it has no value of such a name.
     """
-    metadata = _contents(path)
     missing = sorted(flat.keys() - metadata.state_dict_metadata.keys())
     if missing:
         raise UsageError(f"the checkpoint in {path!r} has no {', '.join(missing[:5])}{' ...' * (len(missing) > 5)}")
