@@ -42,6 +42,7 @@ ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 FORWARDED = signal.SIGUSR2  # has a worker write down what it is at
 STATUS = signal.SIGUSR1
 LAST_WORDS = 1.0  # seconds for the storekeeper to end
+MOST_PIECES = 16  # to read of a worker that has ended: Linux lets a pipe hold 1 MiB (fs.pipe-max-size)
 CROWD = 1024  # connections that wait for the store to be served
 _FOREIGN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK", "TORCHELASTIC_USE_AGENT_STORE")  # of who started us
 
@@ -199,8 +200,9 @@ class Supervisor:
         """A process has ended: what it printed last is in its pipes."""
         child.signal(signal.SIGKILL)  # what it has left behind, which may print without an end
         for stream in STREAMS:
-            while stream in child.pipes and self._read((name, stream)):
-                pass
+            for _ in range(MOST_PIECES):  # a process that has left its group may print on without end
+                if stream not in child.pipes or not self._read((name, stream)):
+                    break
             if stream in child.pipes:
                 self._selector.unregister(child.pipes[stream])
             self._print(name, stream, self._lines.pop((name, stream)).flush())

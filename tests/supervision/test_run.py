@@ -223,6 +223,17 @@ def test_what_a_worker_has_started_ends_with_it(launch: Launch) -> None:
     wait_until(lambda: not lives(pid))
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="has no setsid")
+def test_process_that_left_the_group_and_prints_without_end_does_not_keep_the_run(
+    launch: Launch, tmp_path: pathlib.Path
+) -> None:
+    run = launch("--", "sh", "-c", "setsid yes & while ! test -e go; do sleep 0.05; done; exit 0")
+    run.wait_for("] y")
+    run.process.stdout.close()
+    (tmp_path / "go").touch()
+    assert run.process.wait(PATIENCE / 3) == 0  # the log grows by 100 MB/s until then
+
+
 @pytest.mark.parametrize("command", ["no-such-program", "/", "{name}-does-not-exist"])
 def test_a_command_that_is_not_there(launch: Launch, command: str) -> None:
     run = launch("--role", "good", "--command", "sleep 600", "--role", "bad", "--count", "3", "--", command)
