@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from telegrad.directory.protocol import DirectoryLost
 from telegrad.errors import CallTimeout, LeftEarly, PeerError, PeerLost, PeerSilent, ShutDown, TelegradError
-from telegrad.group.doubts import Doubt, remember
+from telegrad.group.doubts import Doubt, Knocks, remember
 from telegrad.group.dynamic import DynamicGroup
 from telegrad.group.lacking import lack, missing
 from telegrad.group.members import Identity, Member, Members, View, WorkerInfo, info
@@ -36,7 +36,7 @@ from telegrad.threads import Background
 
 LOOK = 0.25  # seconds between looks at what is waited for
 AGAIN = 1.0  # seconds until the next try, where a knock has failed
-PATIENCE = 2.0  # seconds for a knock to be answered
+PATIENCE = 2.0  # seconds for the thread that knocks to end
 
 log = logging.getLogger("telegrad")
 
@@ -69,6 +69,7 @@ class Membership:
         self._version = 0  # of the view
         self.gone: list[Callable[[Member], None]] = []  # called under the lock with who has gone: they just take note
         self._doubts: list[Doubt] = []
+        self._knocks = Knocks()  # of the thread that knocks, alone
         self._gone: dict[str, str] = {}  # how those went that were members, by incarnation
         self._lost_unseen: dict[str, PeerError] = {}  # by the incarnations of workers not seen in the directory yet
         self._parted: set[str] = set()  # the incarnations of those who have said that they shut down
@@ -222,7 +223,7 @@ class Membership:
             if self._group is not None and isinstance(reason, PeerSilent):
                 return  # its lease decides
             if not parted:
-                self._doubts.append(Doubt(member, 0, monotonic(), reason))
+                self._doubts.append(Doubt(member, reason, monotonic(), monotonic()))
             elif self._group is None:
                 self._take_out(member, reason if isinstance(reason, LeftEarly) else None)
         if not parted:
@@ -252,7 +253,7 @@ class Membership:
         if (reason := self._lost_unseen.pop(member.incarnation, None)) is not None:
             self._parted |= {member.incarnation} if isinstance(reason, ShutDown) else set()
             if not isinstance(reason, PeerSilent):  # its lease decides
-                self._doubts.append(Doubt(member, 0, monotonic(), reason))
+                self._doubts.append(Doubt(member, reason, monotonic(), monotonic()))
         self._new_version()
         if member.incarnation != self._me.incarnation:
             self._teller.come(member)
@@ -269,22 +270,29 @@ class Membership:
                 pause = AGAIN
             self._wake.wait(pause)
             self._wake.clear()
+        self._knocks.close()
 
     def _settle_doubts(self) -> float | None:
         """Knock at the workers that are in doubt; return the seconds until the next time, None for no doubt."""
-        for doubt in [each for each in self._doubts.copy() if each.due <= monotonic()]:
+        with self._changed:
+            now = monotonic()
+            due = [doubt for doubt in self._doubts if doubt.due <= now]
+            self._doubts = [doubt for doubt in self._doubts if doubt.due > now]
+        for doubt in due:
+            self._knocks.begin(doubt)
+        for doubt, answer in self._knocks.answers():
             left = [doubt._replace(due=monotonic() + 2 * AGAIN)]  # should this raise: the next look is for the rest
             try:
-                left = self._settle(doubt)
+                left = self._settle(doubt, answer)
             finally:
                 with self._changed:
-                    self._doubts.remove(doubt)
                     self._doubts += left
-        return LOOK if self._doubts else None
+        if self._knocks:
+            return 0.0
+        return min((max(0.0, min(doubt.due - monotonic(), LOOK)) for doubt in self._doubts), default=None)
 
-    def _settle(self, doubt: Doubt) -> list[Doubt]:
+    def _settle(self, doubt: Doubt, answer: bool | None) -> list[Doubt]:
         """See what has become of a worker; return what is still in doubt."""
-        answer = doubt.knock()
         fate = doubt.after(answer, monotonic())
         if isinstance(fate, Doubt):
             return [fate]
@@ -333,6 +341,10 @@ class Membership:
                 if member.incarnation in self._gone:
                     return
                 self._take_in(member)
+                is_doubted = bool(self._doubts)
+            if is_doubted:  # it was lost before it was seen here
+                self._watch.want()
+                self._wake.set()
             if self._teller.hears_of_ends:
                 self._greet([member])
         elif isinstance(change, Gone):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import queue
 import shutil
 import signal
 import subprocess
@@ -24,6 +25,7 @@ pytestmark = pytest.mark.nightly
 HOSTS = 3
 SILENCE = 2.0  # seconds, the option
 NOTICED = 3 * SILENCE  # within which a silent host is taken for lost
+TOLD = SILENCE + 2.0  # within which on_lost tells of it
 PATIENCE = 30.0
 PORT = 29555
 ADDRESS = "10.232.78.{}"
@@ -130,6 +132,8 @@ def hosts() -> Iterator[list[Host]]:
 
 # On the hosts
 
+_losses: queue.SimpleQueue[tuple[str, float]] = queue.SimpleQueue()
+
 
 def join(number: int) -> None:
     rpc.init_rpc(
@@ -140,6 +144,18 @@ def join(number: int) -> None:
             init_method=f"tcp://{ADDRESS.format(1)}:{PORT}", silence=SILENCE, rpc_timeout=PATIENCE
         ),
     )
+
+
+def hear_losses() -> None:
+    rpc.on_lost(lambda worker, _: _losses.put((worker.name, time.monotonic())))
+
+
+def loss_of(name: str) -> float:
+    """Return when it was told."""
+    told = ("", 0.0)
+    while told[0] != name:
+        told = _losses.get(timeout=PATIENCE)
+    return told[1]
 
 
 def call_all(numbers: Any) -> list[int]:
@@ -189,13 +205,16 @@ def test_a_partition_that_heals(hosts: list[Host]) -> None:
 def test_a_host_that_vanishes(hosts: list[Host]) -> None:
     """Without a word, as when its power fails: those who wait for it are told, the others go on."""
     for host in hosts[:2]:
+        host.run(hear_losses)
         host.begin(lose, "worker2")
     hosts[2].cable("down")
+    gone = time.monotonic()
     for host in hosts[:2]:
         told, seconds = host.end()
         assert told.startswith("PeerLost")
         assert "'worker2'" in told
         assert seconds < NOTICED
+        assert host.run(loss_of, "worker2") - gone < TOLD + SILENCE / 4  # the kernel's time has whole seconds
     assert hosts[0].run(call_all, [0, 1]) == [1, 2]
     assert hosts[1].run(call_all, [0, 1]) == [1, 2]
 

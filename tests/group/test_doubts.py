@@ -2,28 +2,53 @@
 
 from __future__ import annotations
 
+import contextlib
+import queue
+import socket
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from telegrad.errors import PeerLost
-from telegrad.group import doubts, membership
-from telegrad.group.doubts import KNOCKS, Doubt
+from telegrad.group import membership
+from telegrad.group.doubts import AGAIN, KNOCKS, PATIENCE, Doubt
 from telegrad.group.membership import Membership
+from telegrad.group.registry import Came, Registered
+from tests import cluster
+from tests.cluster import agents
 
-MOST = len(KNOCKS)
+MOST = len(KNOCKS) + round(PATIENCE / AGAIN)
+
+
+class Knocks(list[Doubt]):
+    """In the place of those of `doubts`: knocks are answered as told."""
+
+    begin = list.append
+
+    def __init__(self, knock: Callable[[int], bool | None]) -> None:
+        super().__init__()
+        self.knock = knock
+
+    def answers(self) -> Iterator[tuple[Doubt, bool | None]]:
+        while self:
+            doubt = self.pop()
+            yield doubt, self.knock(doubt.who.tcp)  # type: ignore[arg-type]
 
 
 class Watch(Membership):
     """The part of a membership that settles doubts."""
 
-    def __init__(self, count: int, is_dynamic: bool = False) -> None:
+    def __init__(self, count: int, knock: Callable[[int], bool | None], is_dynamic: bool = False) -> None:
         self._changed: Any = threading.Condition()
+        self._knocks: Any = Knocks(knock)
         self.declared: list[int] = []
         declare_lost = lambda member, *_: self.declared.append(member.tcp)  # noqa: E731
         self._group: Any = SimpleNamespace(declare_lost=declare_lost) if is_dynamic else None
@@ -36,7 +61,7 @@ class Watch(Membership):
             SimpleNamespace(name=f"w{number}", incarnation=str(number), identity=None, tcp=number)
             for number in range(count)
         ]
-        self._doubts = [Doubt(worker, 0, 0.0, PeerLost("its connection broke")) for worker in workers]
+        self._doubts = [Doubt(worker, PeerLost("its connection broke"), 0.0, 0.0) for worker in workers]
         self.died: list[int] = []
 
     def _take_out(self, member: Any, lost: Any) -> None:
@@ -62,37 +87,78 @@ def test_doubts_end(answers: list[list[bool | None]], steps: list[float], is_dyn
     """A worker of a dynamic group that is out of reach is no dead one. Its directory decides what is."""
     asked = [0] * len(answers)
 
-    def knock(worker: Any, patience: float) -> bool | None:
+    def knock(worker: int) -> bool | None:
         asked[worker] += 1
         return answers[worker][asked[worker] - 1]
 
-    watch, now = Watch(len(answers), is_dynamic), clock(iter(steps))
-    with (
-        patch.object(doubts, "knock", knock),
-        patch.object(membership, "monotonic", now),
-        patch.object(doubts, "monotonic", now, create=True),
-    ):
+    watch, now = Watch(len(answers), knock, is_dynamic), clock(iter(steps))
+    with patch.object(membership, "monotonic", now):
         for _ in range(50):
             watch._settle_doubts()
     assert watch._doubts == []
     for worker, given_ in enumerate(answers):
-        refused = given_.index(False) + 1 if False in given_ else None
-        assert asked[worker] == (refused or MOST)
+        last = given_[asked[worker] - 1]
+        assert False not in given_[: asked[worker] - 1]
+        assert not last or given_[: asked[worker]].count(True) == len(KNOCKS)
         found = watch.declared if is_dynamic else watch.died
-        is_silent = given_[-1] is None and not is_dynamic
-        assert (worker in found) == (refused is not None or is_silent)
+        assert (worker in found) == (last is False or (last is None and not is_dynamic))
     assert (watch.died if is_dynamic else watch.declared) == []
 
 
-def test_a_look_that_fails_keeps_the_doubts() -> None:
-    watch = Watch(2)
+@pytest.mark.parametrize("pause", [0.0, AGAIN])
+def test_a_host_that_is_silent_for_two_seconds_is_lost(pause: float) -> None:
+    """Whether its silence shows at once, as where there is no route to it, or by no answer."""
+    fate: Doubt | bool = Doubt(None, PeerLost("its connection broke"), 0.0, 0.0)  # type: ignore[arg-type]
+    now = 0.0
+    while isinstance(fate, Doubt):
+        assert now < PATIENCE
+        now = max(now, fate.due) + pause
+        fate = fate.after(None, now)
+    assert fate
+    assert now == PATIENCE
 
-    def fail(worker: Any, patience: float) -> bool:
+
+def test_a_look_that_fails_keeps_the_doubts() -> None:
+    def fail(worker: int) -> bool:
         raise OverflowError
 
-    with patch.object(doubts, "knock", fail):
-        try:
-            watch._settle_doubts()
-        except OverflowError:
-            pass
-    assert len(watch._doubts) == 2
+    watch = Watch(2, lambda _: False)
+    watch._find_dead = fail  # type: ignore[assignment]
+    with pytest.raises(OverflowError):
+        watch._settle_doubts()
+    assert len(watch._doubts) + len(watch._knocks) == 2
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="fills a queue whose length is Linux's")
+def test_workers_on_silent_hosts_are_looked_for_at_once() -> None:
+    """Their losses, and that of a worker that has died meanwhile, are told as early as that of a single one."""
+    with contextlib.ExitStack() as stack, agents(1) as (worker,):
+        server = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        silent = server.getsockname()
+        stack.enter_context(socket.create_connection(silent))  # the queue is full: further packets are dropped
+        dead = "127.0.0.1", cluster.free_port()
+        found, told = worker.membership, queue.SimpleQueue[tuple[str, float]]()
+        found.on_lost(lambda lost, _: told.put((lost.name, time.monotonic())))
+        begun = time.monotonic()
+        for number in range(1, 9):
+            member = worker.me._replace(name=f"w{number}", id=number, incarnation=str(number), tcp=silent)
+            if number == 8:
+                member = member._replace(tcp=dead)
+            found._present[member.incarnation] = member
+            found._on_lost(member.identity, PeerLost("its connection broke"))
+        after = {name: at - begun for name, at in (told.get(timeout=30.0) for _ in range(8))}
+    assert after.pop("w8") < PATIENCE
+    assert set(after) == {f"w{number}" for number in range(1, 8)}
+    assert min(after.values()) >= PATIENCE
+    assert max(after.values()) < 2 * PATIENCE
+
+
+def test_a_worker_that_has_died_before_it_is_seen_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    with agents(1, dynamic=True) as (worker,):
+        asked = queue.SimpleQueue[str]()
+        monkeypatch.setattr(worker.directory, "declare_lost", lambda member, *_: asked.put(member.name))
+        tcp = "127.0.0.1", cluster.free_port()
+        other = worker.me._replace(name="other", id=7, incarnation="life of other", tcp=tcp)
+        worker.membership._on_lost(other.identity, PeerLost("its connection broke"))
+        worker.membership._apply(Came(Registered(other, 1)))
+        assert asked.get(timeout=cluster.PATIENCE) == "other"

@@ -7,7 +7,6 @@ import operator
 import queue
 import threading
 from collections.abc import Iterator
-from time import monotonic
 from typing import Any
 
 import pytest
@@ -143,20 +142,13 @@ def test_a_connection_that_is_made_as_its_worker_leaves_tells_of_that(
     assert isinstance(heard.get(timeout=PATIENCE), ShutDown)
 
 
-def test_who_left_in_order_is_not_lost(
-    group: list[Worker], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_who_left_in_order_is_not_lost(group: list[Worker], caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "telegrad")
     stays, leaves = group
     who = leaves.me.identity
-    doubt = Doubt(leaves.me, 0, monotonic(), PeerUnreachable("it does not listen any more"))
-
-    def knock(*_: Any) -> bool:
-        stays.agent._connections.tell_lost(who, ShutDown("worker 'w1' shut down"))
-        return False
-
-    monkeypatch.setattr("telegrad.group.doubts.knock", knock)
-    assert stays.membership._settle(doubt) == []
+    doubt = Doubt(leaves.me, PeerUnreachable("it does not listen any more"), 0.0, 0.0)
+    stays.agent._connections.tell_lost(who, ShutDown("worker 'w1' shut down"))  # while it is looked for
+    assert stays.membership._settle(doubt, False) == []
     stays.agent._connections.tell_lost(who, PeerLost("another connection to it ended"))
     assert [worker.name for worker in stays.membership.present()] == ["w0"]
     assert not caplog.records

@@ -11,7 +11,7 @@ import heapq
 import logging
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -242,7 +242,7 @@ def patched() -> contextlib.ExitStack:
     for module in ("dynamic", "membership", "telling"):
         stack.enter_context(mock.patch(f"telegrad.group.{module}.Background", Thread))
     stack.enter_context(mock.patch("telegrad.group.dynamic.run_beside", run_here))
-    stack.enter_context(mock.patch("telegrad.group.doubts.Doubt.knock", knock))
+    stack.enter_context(mock.patch("telegrad.group.membership.Knocks", Knocks))
     stack.enter_context(mock.patch.object(logging.getLogger("telegrad"), "exception", fail))
     return stack
 
@@ -252,11 +252,17 @@ def fail(text: str, *_: Any) -> None:
     raise Broken(f"X1: {text}")
 
 
-def knock(doubt: Doubt) -> bool | None:
-    """In the place of `Doubt.knock`: the worker of this fiber knocks."""
-    worker = fibers.check().owner
-    assert isinstance(worker, Worker)
-    return worker.knock(doubt.who)
+class Knocks(list[Doubt]):
+    """In the place of those of `doubts`: the worker of this fiber knocks."""
+
+    begin = list.append
+
+    def answers(self) -> Iterator[tuple[Doubt, bool | None]]:
+        worker = fibers.check().owner
+        assert isinstance(worker, Worker)
+        while self:
+            doubt = self.pop()
+            yield doubt, worker.knock(doubt.who)
 
 
 def run(seed: int, kinds: Kinds, counts: Counter[str]) -> list[str]:
