@@ -24,6 +24,7 @@ from telegrad.directory.http_stream import Connection
 from telegrad.directory.protocol import DirectoryLost, DirectoryRefused, DirectoryReset
 from telegrad.errors import UsageError
 from telegrad.secret_files import read_secret
+from telegrad.transport.tls import load_own
 
 KEPT = 4  # connections to one endpoint that wait for the next request
 LINEARIZABLE = ("/v3/kv/range", "/v3/kv/txn")
@@ -316,7 +317,7 @@ def _tls(settings: Settings) -> ssl.SSLContext:
     try:
         context = ssl.create_default_context(cafile=None if settings.ca == "system" else settings.ca)
         if settings.cert:
-            context.load_cert_chain(settings.cert, settings.key)
+            load_own(context, settings.cert, settings.key)
     except OSError as error:  # ssl.SSLError is one
         files = ", ".join(repr(each) for each in (settings.ca, settings.cert, settings.key) if each)
         raise UsageError(f"the certificates for etcd cannot be used ({files}): {error}") from error

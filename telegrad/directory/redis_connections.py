@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import ssl
 import threading
 import time
 from collections import deque
@@ -18,6 +19,9 @@ from typing import Any, NamedTuple
 
 from telegrad.directory.protocol import DirectoryLost, DirectoryRefused
 from telegrad.directory.redis_settings import RIGHTS, Address, find_faults, parse_info
+from telegrad.errors import UsageError
+from telegrad.private_files import reason
+from telegrad.transport.tls import load_own
 
 try:
     import redis
@@ -60,6 +64,9 @@ class Connections:
     """Make, check and keep connections; run operations on them, at most `patience` seconds each."""
 
     def __init__(self, address: Address, patience: float, attach: Callable[[Session, str], None]) -> None:
+        tls = address.tls or {}
+        if certificate := tls.get("ssl_certfile"):
+            _check_own(certificate, tls.get("ssl_keyfile", certificate))
         self._address = address
         self._patience = patience
         self._attach = attach  # the first operation on each connection, given the server's `run_id`
@@ -179,3 +186,13 @@ class Connections:
         if faults := find_faults(info, dict(zip(settings[::2], settings[1::2], strict=True))):
             raise DirectoryRefused(f"the Redis server at {self._address} cannot hold a directory: {'; '.join(faults)}")
         return info["run_id"]
+
+
+def _check_own(certificate: str, private_key: str) -> None:
+    """Load them as redis-py will: it does not look who else may read the key, and would ask for a passphrase."""
+    try:
+        load_own(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), certificate, private_key)
+    except OSError as error:
+        raise UsageError(
+            f"the certificate {certificate!r} for Redis with key {private_key!r} cannot be used: {reason(error)}"
+        ) from error

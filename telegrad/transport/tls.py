@@ -53,6 +53,18 @@ def client_context(files: TlsFiles) -> ssl.SSLContext:
     return _context(ssl.PROTOCOL_TLS_CLIENT, files)
 
 
+def load_own(context: ssl.SSLContext, certificate: str, private_key: str) -> None:
+    """Have a context show this certificate.
+
+    Raises:
+        UsageError: the key needs a passphrase.
+        OSError: a file is missing or is no certificate or key, or other users may read or write the key.
+    """
+    open_regular(certificate).close()  # OpenSSL would wait at a FIFO
+    read_secret(private_key, LARGEST)
+    context.load_cert_chain(certificate, private_key, partial(_refuse_passphrase, private_key))
+
+
 def own_digest(files: TlsFiles) -> bytes:
     """Return the hash of this worker's certificate, as the other end computes it by `peer_digest`.
 
@@ -128,9 +140,7 @@ def _context(protocol: int, files: TlsFiles) -> ssl.SSLContext:
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.verify_mode = ssl.CERT_REQUIRED
     try:
-        open_regular(files.certificate).close()  # OpenSSL would wait at a FIFO
-        read_secret(files.private_key, LARGEST)
-        context.load_cert_chain(files.certificate, files.private_key, partial(_refuse_passphrase, files))
+        load_own(context, files.certificate, files.private_key)
     except OSError as error:  # SSLError is one
         raise UsageError(
             f"the TLS certificate {files.certificate!r} with key {files.private_key!r} cannot be used: {reason(error)}"
@@ -143,6 +153,6 @@ def _context(protocol: int, files: TlsFiles) -> ssl.SSLContext:
     return context
 
 
-def _refuse_passphrase(files: TlsFiles) -> NoReturn:
+def _refuse_passphrase(private_key: str) -> NoReturn:
     """Instead of a question on the terminal, at which a worker would stand still."""
-    raise UsageError(f"the TLS key {files.private_key!r} needs a passphrase: give one without (`openssl pkey`)")
+    raise UsageError(f"the TLS key {private_key!r} needs a passphrase: give one without (`openssl pkey`)")

@@ -260,4 +260,5 @@ def make_certificate(folder: pathlib.Path, name: str) -> tuple[str, str]:
     (folder / f"{name}.crt").write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
     encoding, form = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
     (folder / f"{name}.key").write_bytes(key.private_bytes(encoding, form, serialization.NoEncryption()))
+    (folder / f"{name}.key").chmod(0o600)
     return str(folder / f"{name}.crt"), str(folder / f"{name}.key")

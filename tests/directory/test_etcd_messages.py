@@ -61,6 +61,7 @@ def test_files_that_cannot_be_used(tmp_path: pathlib.Path) -> None:
     for query, text in (
         (f"ca={tmp_path}/none", "certificates for etcd cannot be used"),
         (f"ca={tmp_path}/bad", "certificates for etcd cannot be used"),
+        (f"ca=system&cert={tmp_path}/bad&key={tmp_path}/bad", "certificates for etcd cannot be used.*chmod 600"),
         (f"user=u&password_file={tmp_path}/none", "password of etcd cannot be read"),
         (f"user=u&password_file={tmp_path}/bad", "chmod 600"),
     ):

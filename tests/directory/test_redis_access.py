@@ -16,6 +16,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from telegrad.directory.on_redis import RedisDirectory
 from telegrad.directory.protocol import DirectoryLost, DirectoryRefused
 from telegrad.directory.redis_settings import RIGHTS
+from telegrad.errors import UsageError
 from tests.cluster import free_port
 from tests.directory.harness import SOON, written
 from tests.directory.redis_server import NEEDED, running
@@ -95,7 +96,7 @@ def test_a_server_without_config_cannot_be_checked(tmp_path: pathlib.Path) -> No
 
 
 def test_tls(tmp_path: pathlib.Path) -> None:
-    for name in ("server", "stranger"):
+    for name in ("server", "client", "stranger"):
         write_certificate(tmp_path, name)
     files = {"tls_cert_file": "server.crt", "tls_key_file": "server.key", "tls_ca_cert_file": "server.crt"}
     paths = {name: str(tmp_path / file) for name, file in files.items()}
@@ -108,6 +109,11 @@ def test_tls(tmp_path: pathlib.Path) -> None:
         for ca in ("?ssl_ca_certs=" + str(tmp_path / "stranger.crt"), ""):
             with pytest.raises(DirectoryLost, match="certificate verify failed"):
                 RedisDirectory(url + ca, "group", patience=0.5)
+        own = f"&ssl_certfile={tmp_path}/client.crt&ssl_keyfile={tmp_path}/client.key"
+        assert RedisDirectory(f"{url}?ssl_ca_certs={tmp_path / 'server.crt'}{own}", "group").list("").entries
+        (tmp_path / "client.key").chmod(0o644)
+        with pytest.raises(UsageError, match=r"client.crt' for Redis with key .*client.key' cannot be used.*chmod 600"):
+            RedisDirectory(f"{url}?ssl_ca_certs={tmp_path / 'server.crt'}{own}", "group")
         server.pause()
         started = time.monotonic()
         with pytest.raises(DirectoryLost):
@@ -131,3 +137,4 @@ def write_certificate(folder: pathlib.Path, name: str) -> None:
     form = serialization.PrivateFormat.PKCS8
     pem = key.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption())
     (folder / f"{name}.key").write_bytes(pem)
+    (folder / f"{name}.key").chmod(0o600)
