@@ -8,7 +8,6 @@ must not be sent twice.
 from __future__ import annotations
 
 import contextlib
-import os
 import random
 import ssl
 import threading
@@ -17,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from telegrad import forks
 from telegrad.directory.protocol import DirectoryLost, DirectoryRefused
 from telegrad.directory.redis_settings import RIGHTS, Address, find_faults, parse_info
 from telegrad.errors import UsageError
@@ -70,6 +70,7 @@ class Connections:
         self._address = address
         self._patience = patience
         self._attach = attach  # the first operation on each connection, given the server's `run_id`
+        self._made_at = forks.depth
         self._closed = threading.Event()
         self._idle: deque[redis.Connection] = deque()  # whose own methods threads may call at once
 
@@ -81,7 +82,9 @@ class Connections:
         Raises:
             DirectoryLost: the patience is over, the connections are closed, or the operation may have been done.
             DirectoryRefused: the server is not fit for a directory.
+            NotInitialized: this process was forked from the one that has made them.
         """
+        forks.check(self._made_at)
         deadline = time.monotonic() + self._patience
         pause = _FIRST_PAUSE
         while True:
@@ -124,7 +127,7 @@ class Connections:
             except IndexError:
                 return self._connect(deadline)
             with contextlib.suppress(*_BROKEN):
-                if connection.pid == os.getpid() and not connection.can_read():  # another process shares what it forked
+                if not connection.can_read():
                     return connection
             connection.disconnect()
         raise DirectoryLost(f"the connection to the directory on Redis at {self._address} was closed here")
