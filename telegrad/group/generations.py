@@ -14,7 +14,7 @@ from time import monotonic, sleep
 from typing import NamedTuple
 
 from telegrad.directory.protocol import ABSENT, Compacted, Directory, DirectoryLost, DirectoryReset, LeaseLost
-from telegrad.errors import GroupEnded, GroupIncomplete, RendezvousError, WorkerTaken
+from telegrad.errors import GroupEnded, GroupIncomplete, RendezvousError, UsageError, WorkerTaken
 from telegrad.group.elastic import COME, GENERATION, PREFIX, ElasticState, IsAlive, look
 from telegrad.group.held import HeldDirectory
 from telegrad.group.members import Member
@@ -42,7 +42,11 @@ class Coming(NamedTuple):
     def meet(self, _: float) -> Meeting:
         """Open the store."""
         if self.held is None:
-            size = os.environ.get("WORLD_SIZE", "")
+            if not (size := os.environ.get("WORLD_SIZE", "")).isdecimal():
+                raise UsageError(
+                    f"torchrun has started this process (TORCHELASTIC_RUN_ID is set), but WORLD_SIZE is {size!r}: set "
+                    "it as torchrun has, or unset both for a group that forms without torchrun"
+                )
             return open_store("env://", -1, int(size), self.keys, self.timeout)._replace(coming=self)
         return self.held.meet(self.timeout)._replace(rank=self.rank, coming=self)
 

@@ -385,6 +385,15 @@ def test_one_that_decides_behind_another_changes_nothing(place: Place) -> None:
     assert [each.number for each in place.history()] == [1]
 
 
+@pytest.mark.parametrize("size", [None, "two"])
+def test_torchrun_without_world_size_is_refused(monkeypatch: pytest.MonkeyPatch, size: str | None) -> None:
+    monkeypatch.setenv("WORLD_SIZE", size or "")
+    if size is None:
+        monkeypatch.delenv("WORLD_SIZE")
+    with pytest.raises(errors.UsageError, match=f"WORLD_SIZE is {size or ''!r}"):
+        Coming(None, KEYS, Limits(1, 1), Before(), -1, WAIT).meet(0)
+
+
 def test_interrupts_reach_who_waits(place: Place) -> None:
     ended = threading.Event()
 
