@@ -190,7 +190,6 @@ class tracing:  # noqa: N801 - used like a function
     Args:
         path: the file; one that ends with .gz is packed.
         profile: have torch's profiler run on all workers, too; what it sees stands in the file.
-        source: another group than that of this process.
 
     Raises:
         NotInitialized: this process is in no group.
@@ -200,13 +199,11 @@ class tracing:  # noqa: N801 - used like a function
         ...     total = rpc.rpc_sync("worker1", torch.add, (torch.ones(2), 1))
     """
 
-    def __init__(self, path: str | os.PathLike[str], profile: bool = False, *, source: Source | None = None) -> None:
+    def __init__(self, path: str | os.PathLike[str], profile: bool = False) -> None:
         self._path = _place_for(path)
         checks.flag("profile", profile)
-        if source is not None and not hasattr(source, "look"):
-            checks.wrong("source", "a group to look at, as insight.group() gives it", source)
         self._profile = profile
-        self._source = source or own_group()
+        self._source = own_group()
         self._written = ""
 
     def __enter__(self) -> Self:
@@ -227,16 +224,13 @@ class tracing:  # noqa: N801 - used like a function
         return self._written or f"a trace that will be written to {self._path}"
 
 
-def trace(
-    path: str | os.PathLike[str], seconds: float | None = None, profile: bool = False, *, source: Source | None = None
-) -> str:
+def trace(path: str | os.PathLike[str], seconds: float | None = None, profile: bool = False) -> str:
     """Write what all workers have recorded lately to a file for Perfetto, or what they do in the next seconds.
 
     Args:
         path: the file; one that ends with .gz is packed.
         seconds: how long to watch; left out, what has been recorded until now is written.
         profile: have torch's profiler watch, too, which needs `seconds`.
-        source: another group than that of this process.
 
     Returns:
         What was written, in words.
@@ -250,17 +244,15 @@ def trace(
     """
     path = _place_for(path)
     checks.flag("profile", profile)
-    if source is not None and not hasattr(source, "look"):
-        checks.wrong("source", "a group to look at, as insight.group() gives it", source)
     if seconds is None:
         if profile:
             raise UsageError(
                 "a profile needs a time: trace(path, seconds=5, profile=True), or `with tracing(path, ...)`"
             )
         names = [worker.name for worker in workers()]
-        return _write(path, _recorded(names, source or own_group(), {}, Comparison(names), {}))
+        return _write(path, _recorded(names, own_group(), {}, Comparison(names), {}))
     _check(seconds)
-    with tracing(path, profile, source=source) as written:
+    with tracing(path, profile) as written:
         time.sleep(seconds)
     return str(written)
 

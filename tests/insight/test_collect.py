@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gzip
+import inspect
 import json
 import pathlib
 from collections.abc import Mapping
 from time import perf_counter
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -67,7 +69,7 @@ def skews() -> dict[str, tuple[float, float]]:
 
 def traced(path: str, profile: bool) -> str:
     _recorded.append((STEPPED, perf_counter(), perf_counter(), 1, "before"))
-    with collect.tracing(path, profile, source=Recorders()) as tracing:
+    with patch.object(collect, "own_group", Recorders), collect.tracing(path, profile) as tracing:
         for number in range(20):
             call(f"worker{number % 4}", number)
     _recorded.clear()
@@ -165,7 +167,8 @@ def test_with_torchs_profiler_on_all_workers(workers: list[Process], tmp_path: p
 def test_what_was_recorded_until_now(workers: list[Process], tmp_path: pathlib.Path) -> None:
     def lately(path: str) -> str:
         _recorded.append((STEPPED, perf_counter(), perf_counter(), 1, "before"))
-        return collect.trace(path, source=Recorders())
+        with patch.object(collect, "own_group", Recorders):
+            return collect.trace(path)
 
     assert "4 workers" in workers[0].run(lately, str(tmp_path / "trace.json"))
     file_of(tmp_path / "trace.json")
@@ -196,7 +199,7 @@ def test_what_cannot_be_written_is_said_before_anybody_waits(tmp_path: pathlib.P
     nowhere = tmp_path / "nowhere" / "trace.json"
     for write in (collect.trace, collect.tracing):
         with pytest.raises(FileNotFoundError, match="no such folder"):
-            write(nowhere, source=Recorders())
+            write(nowhere)
     with pytest.raises(FileNotFoundError, match="no such folder"):
         collect.trace_from_outside(nowhere, Outside(), 1e9)
     for seconds in (-1, float("nan"), float("inf")):
@@ -206,6 +209,12 @@ def test_what_cannot_be_written_is_said_before_anybody_waits(tmp_path: pathlib.P
             collect.trace(tmp_path / "trace.json", seconds)
 
 
+def test_the_group_of_this_process_is_traced_alone() -> None:
+    """Names and clocks are those of its workers, so events of another group's would be put under the wrong ones."""
+    for function in (collect.trace, collect.tracing):
+        assert "source" not in inspect.signature(function).parameters
+
+
 def test_a_profile_needs_a_time() -> None:
     with pytest.raises(UsageError, match="seconds="):
-        collect.trace("trace.json", profile=True, source=Recorders())
+        collect.trace("trace.json", profile=True)
