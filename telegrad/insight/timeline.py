@@ -44,7 +44,6 @@ class Recorded(NamedTuple):
     events: Sequence[Event]
     clock: Relation
     profile: Mapping[str, Any] | None = None  # what `torch.profiler.profile.export_chrome_trace` wrote
-    day: float | None = None  # the time of day less perf_counter: places a profile that has no marks
 
 
 class Kind(NamedTuple):
@@ -99,7 +98,8 @@ class Slice:
 
 def joined(workers: Mapping[str, Recorded], hidden: Collection[str] = ()) -> dict[str, Any]:
     """The content of the file, to be written as JSON. Calls of the functions that are `hidden` are left out."""
-    profiles = {name: _on_common_clock(one) for name, one in workers.items() if one.profile is not None}
+    found = {name: _on_common_clock(one) for name, one in workers.items()}
+    profiles = {name: profile for name, profile in found.items() if profile is not None}
     begins = [one.clock.to_reference(event[1]) for one in workers.values() for event in one.events]
     begins += [seen.begun for profile in profiles.values() for seen in profile if seen.event.get("ph") == "X"]
     file = _File(min(begins, default=0.0))
@@ -132,6 +132,7 @@ def _about(one: Recorded, slices: Sequence[Slice], profile: Sequence[Seen] | Non
         "drift_us_per_s": one.clock.drift * 1e6,
         "events": len(slices),
         "profiled": len(profile or ()),
+        "profile_left_out": one.profile is not None and profile is None,
     }
 
 
@@ -143,6 +144,8 @@ def summary(file: Mapping[str, Any]) -> str:
     lines = [f"{len(workers)} workers, {sum(one['events'] for one in workers.values()):,} events, {arrows:,} arrows"]
     for name, one in workers.items():
         profiled = f", {one['profiled']:,} of torch's profiler" if one["profiled"] else ""
+        if one["profile_left_out"]:
+            profiled = ", none of torch's profiler, which has dropped the marks that place them"
         lines.append(f"  {name:{width}}  {one['events']:6,} events{profiled}; clock: {one['clock']}")
     return "\n".join(lines)
 
@@ -185,14 +188,18 @@ def _slices(file: _File, pid: int, one: Recorded) -> list[Slice]:
     return sorted(found, key=lambda each: (each.begun, -each.ended))
 
 
-def _on_common_clock(one: Recorded) -> list[Seen]:
-    """The events of a profile, without its marks."""
-    assert one.profile is not None
+def _on_common_clock(one: Recorded) -> list[Seen] | None:
+    """Return the events of a profile, without its marks; None where there is none, or it has no marks to place it by.
+
+    torch's profiler drops events, and so perhaps the marks, once its buffers are full.
+    """
+    if one.profile is None:
+        return None
     events = one.profile["traceEvents"]
     regions = ((event["name"], event["ts"] * 1e-6, (event["ts"] + event["dur"]) * 1e-6) for event in _marks(events))
     relation = clocks.of_profile(regions)
     if relation is None:
-        relation = Relation((one.day or 0.0) - one.profile.get("baseTimeNanoseconds", 0) * 1e-9, 0.0)
+        return None
     found = []
     for event in events:
         if not str(event.get("name")).startswith(clocks.MARK):

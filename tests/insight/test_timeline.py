@@ -206,7 +206,7 @@ def test_workers_of_one_host_share_a_clock() -> None:
 
 
 def profile(marks: bool) -> dict[str, Any]:
-    """As torch writes one: its clock is at 500 s where the worker's perf_counter is at 10, of day 1,000,500."""
+    """As torch writes one: its clock is at 500 s where the worker's perf_counter is at 10."""
     on: dict[str, Any] = {"pid": 4242, "tid": 4243}
     operator = {"Ev Idx": 1, "Concrete Inputs": ["3"]}
     span = {"pid": "Spans", "tid": "PyTorch Profiler"}
@@ -226,13 +226,19 @@ def profile(marks: bool) -> dict[str, Any]:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("marks", [True, False])
-def test_what_torchs_profiler_saw_is_put_on_the_common_clock(marks: bool) -> None:
+def test_a_profile_without_marks_is_left_out() -> None:
+    """Its clock is not known: its events would be years away from the others."""
+    file = joined({"a": Recorded([CALL], HERE, profile(marks=False)), "b": Recorded([RUN], SAME, profile(marks=True))})
+    assert [e["pid"] for e in file["traceEvents"] if e["name"] == "aten::mm"] == [2]
+    assert max(event["ts"] for event in file["traceEvents"] if "ts" in event) < 1e7
+    first, second = timeline.summary(file).splitlines()[1:]
+    assert "none of torch's profiler, which has dropped the marks" in first
+    assert "7 of torch's profiler;" in second
+
+
+def test_what_torchs_profiler_saw_is_put_on_the_common_clock() -> None:
     events = written(
-        {
-            "a": Recorded([CALL], HERE, profile(marks), 1_000_490.0),
-            "b": Recorded([RUN], SAME, profile(marks), 1_000_490.0),
-        }
+        {"a": Recorded([CALL], HERE, profile(marks=True)), "b": Recorded([RUN], SAME, profile(marks=True))}
     )
     for pid in (1, 2):
         own = {event["name"]: event for event in events if event["pid"] == pid and event["ph"] == "X"}
