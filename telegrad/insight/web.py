@@ -22,12 +22,13 @@ from typing import Any
 from urllib.parse import parse_qs, quote, urlsplit
 
 from telegrad.addresses import bracketed
-from telegrad.insight.history import SECONDS, History
+from telegrad.insight.history import History
 from telegrad.insight.serving import BoundedServer
 from telegrad.insight.snapshot import snapshot
 from telegrad.insight.source import Sight, Source
 
 PAUSE = 1.0  # seconds at least from one look at the group to the next
+SPANS = (2.0, 5.0, 15.0, 60.0)  # seconds that can be shown, as the page offers them: each is computed once in PAUSE
 KINDS = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 HEADERS = {
     "Cache-Control": "no-store",
@@ -220,6 +221,7 @@ class _Handler(BaseHTTPRequestHandler):
 def _number(text: str) -> float:
     """Of seconds, from a query; the nearest that can be served."""
     try:
-        return min(SECONDS, max(1.0, float(text)))
+        wanted = min(SPANS[-1], float(text))
     except ValueError:
-        return SECONDS
+        return SPANS[-1]
+    return min(SPANS, key=lambda each: abs(each - wanted))

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from telegrad.insight.source import Sight
-from telegrad.insight.web import Dashboard, Watch
+from telegrad.insight.web import SPANS, Dashboard, Watch
 from tests.insight.group import WORKERS, Group
 
 TOKEN = "secret"
@@ -119,10 +119,25 @@ def test_data(dashboard: Dashboard) -> None:
     assert data["gantt"]["bars"]
 
 
-@pytest.mark.parametrize(("asked", "served"), [("", 60), ("x", 60), ("nan", 1), ("1e9", 60), ("0", 1), ("-5", 1)])
+@pytest.mark.parametrize(
+    ("asked", "served"),
+    [("", 60), ("x", 60), ("nan", 60), ("1e9", 60), ("inf", 60), ("0", 2), ("-inf", 2), ("4.001", 5)],
+)
 def test_seconds_that_can_be_served(dashboard: Dashboard, asked: str, served: float) -> None:
     body = ask(dashboard, f"/data?seconds={asked}", Cookie=cookie(dashboard))[1]
     assert json.loads(body)["seconds"] == served
+
+
+def test_the_seconds_of_the_page_are_those_that_are_served(dashboard: Dashboard) -> None:
+    """No others, each of which would be computed for one viewer while the others wait."""
+    page = ask(dashboard, "/index.html", Cookie=cookie(dashboard))[1]
+    options = re.search(r'<select id="seconds">(.*?)</select>', page, re.DOTALL)
+    assert options is not None
+    assert tuple(map(float, re.findall(r'value="(\d+)"', options[1]))) == SPANS
+    dashboard.watch._shown.clear()
+    for number in range(100):
+        ask(dashboard, f"/data?seconds={number / 2 + 0.001}", Cookie=cookie(dashboard))
+    assert set(dashboard.watch._shown) <= set(SPANS)
 
 
 def test_why_is_told_and_its_failure_too(dashboard: Dashboard) -> None:
