@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -30,7 +31,10 @@ NONE_HERE = 2  # an exit code: nobody, or nothing, to look at
 
 def main(arguments: list[str]) -> int:
     """Run one of the commands; its exit code."""
-    given = _parser().parse_args(arguments)
+    parser = _parser()
+    given = parser.parse_args(arguments)
+    if given.group and vars(given).get("files"):
+        parser.error("--group chooses one of the groups of this host: leave it out where files are looked at")
     run: Callable[[argparse.Namespace], int] = given.run
     try:
         return run(given)
@@ -58,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     why.add_argument("files", nargs="*", help="look at these instead, which workers have written (see dump)")
     top = add("top", _top, "A live view in the terminal.")
     top.add_argument("--once", action="store_true", help="print one table, and end")
-    top.add_argument("--interval", type=float, default=1.0, help="seconds between looks")
+    top.add_argument("--interval", type=_seconds, default=1.0, help="seconds between looks")
     dashboard = add("dashboard", _dashboard, "A live view in the browser.")
     dashboard.add_argument("--host", default=loopback(), help="the address to listen on; this host alone if not given")
     dashboard.add_argument("--port", type=int, default=0, help="a free one if not given")
@@ -70,6 +74,15 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("dump", _dump, "Have each worker write down what it is at, and what has happened lately.")
     return parser
+
+
+def _seconds(text: str) -> float:
+    if not math.isfinite(seconds := float(text)):
+        raise ValueError
+    return seconds
+
+
+_seconds.__name__ = "number of seconds"  # as argparse calls it
 
 
 def _why(given: argparse.Namespace) -> int:

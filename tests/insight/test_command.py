@@ -122,6 +122,24 @@ def test_a_port_that_is_taken_leaves_the_group_whole() -> None:
         assert made[0].run(lambda: rpc.rpc_sync("worker1", pow, (2, 3))) == 8
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["why", "a.json", "--group", "x"], "--group chooses one of the groups of this host"),
+        (["trace", "trace.json", "--from", "a.json", "--group", "x"], "--group chooses one of the groups of this host"),
+        (["top", "--interval", "nan"], "invalid number of seconds value: 'nan'"),
+        (["top", "--interval", "inf"], "invalid number of seconds value: 'inf'"),
+    ],
+)
+def test_options_that_mean_nothing_are_refused(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        command.main(arguments)
+    assert ended.value.code == 2
+    assert words in capsys.readouterr().err
+
+
 def test_nobody_is_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(command, "groups_here", dict)
     for arguments in (["why"], ["why", "--group", "none"], ["top", "--once"], ["dump"], ["trace", "trace.json"]):
