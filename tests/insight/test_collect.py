@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import inspect
 import json
 import pathlib
 from collections.abc import Mapping
@@ -207,12 +206,6 @@ def test_what_cannot_be_written_is_said_before_anybody_waits(tmp_path: pathlib.P
             collect.trace_from_outside(tmp_path / "trace.json", Outside(), seconds)
         with pytest.raises(UsageError, match="a number of seconds"):
             collect.trace(tmp_path / "trace.json", seconds)
-
-
-def test_the_group_of_this_process_is_traced_alone() -> None:
-    """Names and clocks are those of its workers, so events of another group's would be put under the wrong ones."""
-    for function in (collect.trace, collect.tracing):
-        assert "source" not in inspect.signature(function).parameters
 
 
 def test_a_profile_needs_a_time() -> None:
