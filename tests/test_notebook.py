@@ -111,3 +111,14 @@ def test_the_page_and_what_users_do_besides(notebook: Notebook) -> None:
     while any(is_running(int(pid)) for pid in pids.split()):
         assert time.monotonic() < limit, "workers outlive their kernel"
         time.sleep(0.1)
+
+
+def test_the_first_call_may_use_any_global(notebook: Notebook) -> None:
+    """The shell has names of its own in the notebook, and leads to all others."""
+    notebook.run("import telegrad, telegrad.rpc as rpc, telegrad.autograd, torch\ngroup = telegrad.local(1)")
+    notebook.run("seen, held = [], get_ipython()\ndef note(value): seen.append(value); return len(seen)")
+    assert notebook.run("print(rpc.rpc_sync('worker0', note, (1,)), rpc.rpc_sync('worker0', note, (2,)))") == "1 2\n"
+    notebook.run("context = telegrad.autograd.context(); context_id = context.__enter__()")
+    notebook.run("model = torch.nn.Linear(2, 2)\ndef shape(): return tuple(model(torch.ones(2)).shape)\nmodel")
+    assert notebook.run("print(rpc.rpc_sync('worker0', shape), rpc.rpc_sync('worker0', note, (3,)))") == "(2,) 3\n"
+    notebook.run("context.__exit__(None, None, None)\ngroup.shutdown()")

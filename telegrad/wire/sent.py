@@ -16,6 +16,7 @@ from telegrad.errors import CannotEncode
 ATOMS = frozenset({int, float, bool, complex, str, bytes, type(None)})
 MOST = 10_000  # objects of one global that are looked at
 _NO_DATA = (type, FunctionType, ModuleType)
+_OWN_WAYS = {name: getattr(object, name, None) for name in ("__getstate__", "__getnewargs_ex__", "__getnewargs__")}
 
 log = logging.getLogger("telegrad")
 
@@ -81,6 +82,7 @@ class SentGlobals:
 
     def _look(self, scope: dict[str, Any], has: frozenset[str]) -> None:
         """Find the globals that share objects among those that were bound since the last time."""
+        hidden = _names_of_shell(scope)
         fresh = [
             (name, value)
             for name, value in list(scope.items())
@@ -88,6 +90,7 @@ class SentGlobals:
             and type(value) not in ATOMS
             and not isinstance(value, _NO_DATA)
             and not name.startswith("_")
+            and hidden.get(name, self) is not value
         ]
         fresh.sort(key=lambda pair: pair[0] not in has)
         again = {name for name, _ in fresh}
@@ -99,7 +102,7 @@ class SentGlobals:
             self._conflicts.pop(name, None)
             self._sent.discard(name)
         for name, value in fresh:
-            for part in _parts(value):
+            for part in _shared_parts(value, scope):
                 other = self._owners.setdefault(id(part), name)
                 if other == name:
                     continue
@@ -108,6 +111,39 @@ class SentGlobals:
                 group = self._group[other] | self._group[name]
                 for member in group:
                     self._group[member] = group
+
+
+def _names_of_shell(scope: dict[str, Any]) -> dict[str, Any]:
+    """Return the names that IPython has put into the globals of a notebook: `In`, `Out`, `exit` and others."""
+    shell = getattr(scope.get("get_ipython"), "__self__", None)
+    names: dict[str, Any] = getattr(shell, "user_ns_hidden", {})
+    return names
+
+
+def _shared_parts(value: Any, scope: dict[str, Any]) -> list[Any]:
+    """Return the parts of a global that other globals can share at a worker: none if it cannot be sent.
+
+    An object that leads to the globals themselves, such as the shell of a notebook, would connect all of them. Nor can
+    an object be sent that has a file, a lock or a connection, through which objects of this package lead to others.
+    """
+    found = []
+    for part in _parts(value):
+        if part is scope or not _can_be_pickled(part):
+            return []
+        found.append(part)
+    return found
+
+
+def _can_be_pickled(part: Any) -> bool:
+    """Return False if pickle refuses an object for its class alone. Runs no code of the class."""
+    kind: Any = type(part)
+    if not _is_plain(kind) or any(getattr(kind, name, own) is not own for name, own in _OWN_WAYS.items()):
+        return True
+    try:
+        object.__reduce_ex__(part, 2)
+    except TypeError:
+        return False
+    return True
 
 
 def _parts(value: Any) -> Iterator[Any]:
@@ -131,9 +167,14 @@ def _parts(value: Any) -> Iterator[Any]:
         elif kind in (list, set):
             yield each
             todo += list(each)
-        elif kind.__reduce_ex__ is object.__reduce_ex__ and kind.__reduce__ is object.__reduce__:
+        elif _is_plain(kind):
             yield each
             todo += list(getattr(each, "__dict__", {}).values())
+
+
+def _is_plain(kind: Any) -> bool:
+    """Return True if pickle takes the objects of a class apart by their attributes."""
+    return kind.__reduce_ex__ is object.__reduce_ex__ and kind.__reduce__ is object.__reduce__
 
 
 def _state_of(value: Any) -> int:
