@@ -260,7 +260,7 @@ class DistributedOptimizer(Optimizer):
             What `backward` takes, again and again; its `norm` is the one that the gradients had.
         """
         check_norms(max_norm, norm_type, error_if_nonfinite)
-        return Clipped(self._whole(), max_norm, norm_type, error_if_nonfinite)
+        return Clipped(self._whole, max_norm, norm_type, error_if_nonfinite)
 
     @not_compiled
     def accumulate(self, context_id: int) -> None:

@@ -64,7 +64,8 @@ class StepRide:
 class Clipped:
     """An optimizer's step with clipped gradients, for `backward(..., step=...)`."""
 
-    def __init__(self, whole: Whole, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> None:
+    def __init__(self, whole: Callable[[], Whole], max_norm: float, norm_type: float, error_if_nonfinite: bool) -> None:
+        """`whole` is called for each step, since `recover` replaces the shares of the owners."""
         self.max_norm = max_norm
         self.norm_type = norm_type
         self.error_if_nonfinite = error_if_nonfinite
@@ -75,7 +76,7 @@ class Clipped:
         return f"<Clipped: to a norm of {self.max_norm:g}; the last was {self.norm}>"
 
     def _telegrad_ride(self, context_id: int) -> ClippedRide:
-        return ClippedRide(self._whole, context_id, self)
+        return ClippedRide(self._whole(), context_id, self)
 
 
 class ClippedRide:

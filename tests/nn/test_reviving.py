@@ -227,6 +227,20 @@ def test_a_step_that_comes_too_late_changes_nothing(crowd: Crowd) -> None:
     assert not torch.equal(rpc.rpc_sync("w1", weight_of, (module.get_module_rref(),)), before)
 
 
+def test_clipped_steps_go_on_after_a_recovery(crowd: Crowd) -> None:
+    module = RemoteModule("w1", Layer, (1,), restore=True)
+    optimizer = DistributedOptimizer.for_module(torch.optim.SGD, module, lr=1.0)
+    clipped = optimizer.clipped(0.5)
+    restart(crowd, "w1")
+    optimizer.recover()
+    before = rpc.rpc_sync("w1", weight_of, (module.get_module_rref(),)).clone()
+    with autograd.context() as context_id:
+        autograd.backward(context_id, module(batch(0)[0]).sum(), step=clipped)
+    assert clipped.norm is not None
+    assert clipped.norm > 0.5
+    assert not torch.equal(rpc.rpc_sync("w1", weight_of, (module.get_module_rref(),)), before)
+
+
 def test_hyperparameters_and_schedulers_go_on(crowd: Crowd, tmp_path: pathlib.Path) -> None:
     module = RemoteModule("w1", Layer, (1,), restore=True)
     optimizer = DistributedOptimizer.for_module(torch.optim.SGD, module, lr=1.0)
