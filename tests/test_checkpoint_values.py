@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pathlib
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterator
@@ -14,7 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import MultiStepLR
 
-from telegrad import checkpoint
+from telegrad import autograd, checkpoint
+from telegrad.errors import UsageError
 from telegrad.nn import RemoteModule
 from telegrad.optim import DistributedOptimizer
 from telegrad.rpc import current
@@ -55,7 +57,7 @@ def same(one: Any, other: Any) -> bool:
 
 @pytest.fixture(scope="module")
 def worker() -> Iterator[None]:
-    with agents(1) as workers:
+    with agents(3) as workers:
         current.enter(workers[0])
         yield
         current.enter(None)
@@ -143,3 +145,79 @@ def test_distributed_optimizers_keep_their_whole_state(worker: None, tmp_path: p
     checkpoint.save({"optimizer": optimizer}, tmp_path)
     checkpoint.load({"optimizer": optimizer}, tmp_path)
     assert same(optimizer.state_dict(), before)
+
+
+class Growing(torch.optim.Optimizer):
+    """Takes larger steps each time, and keeps in its groups how large: as a number, and as a tensor."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr, "k": 0, "total": torch.zeros(())})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["k"] += 1
+            group["total"] += group["k"]
+            for each in group["params"]:
+                each.sub_(each.grad * group["lr"] * group["total"])
+
+
+class Largest(Growing):
+    """Keeps the largest weight that it has seen."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["largest"] = max(each.max().item() for each in group["params"])
+
+
+def layers(*workers: str) -> list[RemoteModule]:
+    return [RemoteModule(worker, nn.Linear, (2, 2)) for worker in workers]
+
+
+def train(model: nn.Module, optimizer: DistributedOptimizer) -> dict[str, Tensor]:
+    for _ in range(2):
+        with autograd.context() as context:
+            autograd.backward(context, model(torch.ones(2)).square().sum(), step=optimizer)
+    return copy.deepcopy(model.state_dict())
+
+
+@pytest.mark.parametrize("as_checkpoint", [True, False])
+def test_what_optimizers_keep_in_their_groups(worker: None, tmp_path: pathlib.Path, as_checkpoint: bool) -> None:
+    model = nn.Sequential(*layers("w0", "w1"))
+    optimizer = DistributedOptimizer.for_module(Growing, model, lr=0.01)
+    saved = train(model, optimizer), optimizer.state_dict()
+    checkpoint.save({"model": model, "optimizer": optimizer}, tmp_path)
+    expected = train(model, optimizer)
+
+    def load(model: nn.Module, optimizer: DistributedOptimizer) -> None:
+        if as_checkpoint:
+            checkpoint.load({"model": model, "optimizer": optimizer}, tmp_path)
+        else:
+            model.load_state_dict(saved[0])
+            optimizer.load_state_dict(saved[1])
+        assert same(optimizer.state_dict()["param_groups"], saved[1]["param_groups"])
+
+    elsewhere = nn.Sequential(*layers("w2", "w2"))
+    there = DistributedOptimizer.for_module(Growing, elsewhere, lr=1.0)
+    for each, its in [(model, optimizer), (model, optimizer), (elsewhere, there)]:
+        load(each, its)
+        assert same(train(each, its), expected)
+        (group,) = its.state_dict()["param_groups"]
+        assert (group["lr"], group["k"], group["total"].item()) == (0.01, 4, 10)
+
+
+def test_owners_that_keep_different_values(worker: None, tmp_path: pathlib.Path) -> None:
+    modules = layers("w0", "w1")
+    model = nn.Sequential(*modules)
+    parts = [module.get_module_rref() for module in modules]
+    optimizer = DistributedOptimizer(Largest, parts, lr=0.01)
+    train(model, optimizer)
+    with pytest.raises(UsageError, match="'w0' and 'w1' have come to different values of 'largest' in parameter grou"):
+        checkpoint.save({"optimizer": optimizer}, tmp_path)
+    apart = DistributedOptimizer(Largest, [{"params": part} for part in parts], lr=0.01)
+    train(model, apart)
+    checkpoint.save({"optimizer": apart}, tmp_path)
+    before = apart.state_dict()
+    assert before["param_groups"][0]["largest"] != before["param_groups"][1]["largest"]
+    checkpoint.load({"optimizer": apart}, tmp_path)
+    assert same(apart.state_dict(), before)

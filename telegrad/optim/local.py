@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from telegrad import instruments
+from telegrad import checks, instruments
 from telegrad.agent.deadlines import DEFAULT
 from telegrad.agent.futures import Future
 from telegrad.autograd.gradients import Gradients, total
@@ -27,7 +28,14 @@ from telegrad.rpc.functions import must_finish
 
 Hyperparameters = dict[str, Any]
 Changes = Mapping[int, Hyperparameters]  # of hyperparameters, by the numbers of their groups
-USER_NAMES = {"ride": "step", "norm": "step", "retire": "recover", "state": "state_dict", "load": "load_state_dict"}
+USER_NAMES = {
+    "ride": "step",
+    "norm": "step",
+    "retire": "recover",
+    "state": "state_dict",
+    "kept": "state_dict",
+    "load": "load_state_dict",
+}
 
 
 class LocalOptimizer:
@@ -73,7 +81,7 @@ class LocalOptimizer:
         self.parameters += parameters
         self._targets += targets
         self._guards = guards_of(self.parameters)
-        return list(named), hyperparameters(self._optimizer.param_groups[-1])
+        return list(named), copy.deepcopy(hyperparameters(self._optimizer.param_groups[-1]))
 
     # Stepping
 
@@ -133,7 +141,7 @@ class LocalOptimizer:
         assert self._optimizer is not None
         if changes:
             for number, group in zip(self.groups, self._optimizer.param_groups, strict=True):
-                group.update(changes.get(number, {}))
+                group.update(copy.deepcopy(changes.get(number, {})))  # the optimizer may change tensors in place
 
     # Gradients
 
@@ -176,6 +184,13 @@ class LocalOptimizer:
         named = {name: state[index] for index, name in enumerate(self.names) if index in state}
         return named if has_map else on_host(named)
 
+    def kept(self, has_map: bool = True) -> Changes:
+        """Return the groups by their numbers: some optimizers keep values there that change with each step."""
+        assert self._optimizer is not None
+        groups = zip(self.groups, self._optimizer.param_groups, strict=True)
+        found = copy.deepcopy({number: hyperparameters(group) for number, group in groups})
+        return found if has_map else on_host(found)
+
     @must_finish
     def load(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         """Take over the state of this worker's parameters."""
@@ -195,6 +210,17 @@ def _user_name(method: str) -> str:
     return f"DistributedOptimizer.{USER_NAMES.get(method, method)}"
 
 
+def check_maker(optimizer_class: Any) -> None:
+    """Raise UsageError where this makes no optimizers of the usual kind."""
+    if isinstance(optimizer_class, Optimizer) or not callable(optimizer_class):
+        raise UsageError(
+            f"DistributedOptimizer takes a class of optimizers (optimizer_class), not {checks.shown(optimizer_class)}: "
+            "write DistributedOptimizer.for_module(torch.optim.SGD, model, lr=0.1)"
+        )
+    if isinstance(optimizer_class, type):
+        check_needs_no_closure(optimizer_class)
+
+
 def check_needs_no_closure(optimizer_class: type) -> None:
     """Raise UsageError where a step is none that follows a backward pass."""
     step = getattr(optimizer_class, "step", None)
@@ -211,6 +237,37 @@ def check_needs_no_closure(optimizer_class: type) -> None:
 def hyperparameters(group: Mapping[str, Any]) -> Hyperparameters:
     """A parameter group without its parameters."""
     return {name: value for name, value in group.items() if name not in ("params", "param_names")}
+
+
+def changed(group: Mapping[str, Any], sent: Hyperparameters) -> Hyperparameters:
+    """Return a copy of the values in a parameter group that differ from those that were sent."""
+    values = hyperparameters(group).items()
+    return {name: copy.deepcopy(value) for name, value in values if name not in sent or _differ(sent[name], value)}
+
+
+def _differ(one: Any, other: Any) -> bool:
+    if type(one) is type(other) and isinstance(one, Tensor):
+        return one.dtype != other.dtype or bool(one.tolist() != other.tolist())
+    return isinstance(one, Tensor) or isinstance(other, Tensor) or bool(one != other)
+
+
+def agreed(number: int, kept: Mapping[str, Changes], without: Iterable[str]) -> Hyperparameters:
+    """Return what all owners of group `number` have in it, of what they have `kept`, `without` these names.
+
+    Raises:
+        UsageError: values of two owners differ.
+    """
+    found = [(worker, groups[number]) for worker, groups in kept.items() if number in groups]
+    first, group = found[0]
+    for worker, other in found[1:]:
+        for name in (group.keys() | other.keys()) - set(without):
+            if name not in group or name not in other or _differ(group[name], other[name]):
+                raise UsageError(
+                    f"the optimizers of workers {first!r} and {worker!r} have come to different values of {name!r} in "
+                    f"parameter group {number}: {group.get(name)} and {other.get(name)}. A state has one for each "
+                    "group: give the parameters of each worker a group of their own, as dictionaries with 'params'"
+                )
+    return {name: value for name, value in group.items() if name not in without}
 
 
 def _named_parameters(branches: Iterable[Branch], taken: Iterable[Tensor]) -> dict[str, Tensor]:

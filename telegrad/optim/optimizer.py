@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import WeakSet
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from telegrad import checks
@@ -22,7 +23,7 @@ from telegrad.hints import hint
 from telegrad.nn.checks import check_context_id
 from telegrad.nn.remote_module import RemoteModule
 from telegrad.nn.tree import Branch, Model, branches
-from telegrad.optim.local import Hyperparameters, LocalOptimizer, ask, check_needs_no_closure, hyperparameters
+from telegrad.optim.local import Hyperparameters, LocalOptimizer, agreed, ask, changed, check_maker, hyperparameters
 from telegrad.optim.norms import check_norms
 from telegrad.optim.riding import Clipped, Done, StepRide, Whole, may_ride
 from telegrad.optim.untraced import import_tracer, may_import
@@ -75,7 +76,7 @@ class DistributedOptimizer(Optimizer):
         hogwild: bool = False,
         **kwargs: Any,
     ) -> None:
-        _check_maker(optimizer_class)
+        check_maker(optimizer_class)
         checks.flag("hogwild", hogwild)
         self._maker = (optimizer_class, args, kwargs, hogwild)
         self.locals: dict[str, RRef[LocalOptimizer]] = {}  # by their workers
@@ -127,7 +128,7 @@ class DistributedOptimizer(Optimizer):
             checks.wrong("param_group", _GROUP, param_group)
         members = self._branches(param_group["params"])
         names, options = self._share_out(len(self._sent), members, hyperparameters(param_group))
-        self._sent.append({**options})
+        self._sent.append(copy.deepcopy(options))
         self._members.append(members)
         self.param_groups.append({"params": [branch.root for branch in members], "param_names": names, **options})
 
@@ -183,7 +184,7 @@ class DistributedOptimizer(Optimizer):
         self.locals, self._names, self._keeps = {}, {}, False
         for number, (members, group) in enumerate(zip(self._members, self.param_groups, strict=True)):
             names, options = self._share_out(number, members, hyperparameters(group))
-            self._sent[number] = {**options}
+            self._sent[number] = copy.deepcopy(options)
             group.update(params=[branch.root for branch in members], param_names=names)
 
     def _retiring(self) -> Iterator[Future[Any]]:
@@ -222,8 +223,8 @@ class DistributedOptimizer(Optimizer):
         changes = self._sending(self._changes()) if done.changes is None else done.changes
         self._on_all("step", context_id, changes, done.factor, done=done.counts)
         self._keeps = False
-        for number, changed in changes.items():
-            self._sent[number].update(changed)
+        for number, new in changes.items():
+            self._sent[number].update(new)
 
     def _telegrad_ride(self, context_id: int) -> StepRide:
         """For `backward(..., step=self)`: a step that the owners take by themselves, where nobody could tell.
@@ -299,22 +300,14 @@ class DistributedOptimizer(Optimizer):
             )
 
     def _changes(self) -> dict[int, Hyperparameters]:
-        """What is new in the groups since the last step, by their numbers."""
-        changes = {}
-        for number, (group, sent) in enumerate(zip(self.param_groups, self._sent, strict=True)):
-            changed = {
-                name: value
-                for name, value in hyperparameters(group).items()
-                if isinstance(value, Tensor) or name not in sent or sent[name] != value
-            }
-            if changed:
-                changes[number] = changed
-        return changes
+        """A copy of what is new in the groups since the last step, by their numbers."""
+        pairs = enumerate(zip(self.param_groups, self._sent, strict=True))
+        return {number: new for number, (group, sent) in pairs if (new := changed(group, sent))}
 
     def _sending(self, changes: dict[int, Hyperparameters]) -> dict[int, Hyperparameters]:
         """Until these have come to all owners, it is not known what they have."""
-        for number, changed in changes.items():
-            for name in changed:
+        for number, new in changes.items():
+            for name in new:
                 self._sent[number].pop(name, None)
         return changes
 
@@ -337,8 +330,22 @@ class DistributedOptimizer(Optimizer):
         }
 
     def state_groups(self) -> list[dict[str, Any]]:
-        """The parameter groups as a state has them, with names."""
-        return [{**hyperparameters(group), "params": list(group["param_names"])} for group in self.param_groups]
+        """The parameter groups as a state has them: with names, and what the owners' optimizers keep in them.
+
+        Raises:
+            UsageError: the owners of a group keep different values.
+        """
+        has_map = current.agent().maps_devices_to
+        kept = together(self.locals, lambda worker, local: ask(local, "kept", has_map(worker)))
+        changes = self._changes()
+        return [
+            {
+                **hyperparameters(group),
+                **agreed(number, kept, changes.get(number, ())),
+                "params": [*group["param_names"]],
+            }
+            for number, group in enumerate(self.param_groups)
+        ]
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over a state from `state_dict`, wherever the parameters are now.
@@ -379,6 +386,7 @@ class DistributedOptimizer(Optimizer):
             )
         for own, group in zip(self.param_groups, groups, strict=True):
             own.update(hyperparameters(group))
+        self._sending(dict(enumerate(map(hyperparameters, groups))))  # owners may have changed what they were given
 
     def register_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> NoReturn:
         """Not supported, as are the hooks of loading: the state is on the workers."""
@@ -394,16 +402,6 @@ class DistributedOptimizer(Optimizer):
             "a DistributedOptimizer cannot be sent or copied: wrap it in an RRef to use it from elsewhere, or save its "
             "state_dict()"
         )
-
-
-def _check_maker(optimizer_class: Any) -> None:
-    if isinstance(optimizer_class, Optimizer) or not callable(optimizer_class):
-        raise UsageError(
-            f"DistributedOptimizer takes a class of optimizers (optimizer_class), not {checks.shown(optimizer_class)}: "
-            "write DistributedOptimizer.for_module(torch.optim.SGD, model, lr=0.1)"
-        )
-    if isinstance(optimizer_class, type):
-        check_needs_no_closure(optimizer_class)
 
 
 def _checked(params: Any) -> Any:

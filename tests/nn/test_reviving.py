@@ -21,6 +21,7 @@ from telegrad.nn import Pipeline, RemoteModule
 from telegrad.optim import DistributedOptimizer
 from telegrad.rpc import current
 from tests.rpc.test_publishing import Crowd
+from tests.test_checkpoint_values import Growing
 
 WIDTH = 4
 
@@ -255,6 +256,19 @@ def test_hyperparameters_and_schedulers_go_on(crowd: Crowd, tmp_path: pathlib.Pa
     assert optimizer.param_groups[0]["lr"] == scheduler.get_last_lr()[0] == 0.5
     train(module, optimizer, range(1))
     assert rpc.rpc_sync("w1", rate_of, (optimizer.locals["w1"],)) == 0.5
+
+
+def test_what_an_optimizer_keeps_in_its_groups_comes_back(crowd: Crowd, tmp_path: pathlib.Path) -> None:
+    module = RemoteModule("w1", Layer, (1,), restore=True)
+    optimizer = DistributedOptimizer.for_module(Growing, module, lr=0.01)
+    state = {"model": module, "optimizer": optimizer}
+    train(module, optimizer, range(2))
+    checkpoint.save(state, tmp_path / "two")
+    expected = train(module, optimizer, range(2, 5))
+    for _ in range(2):
+        restart(crowd, "w1")
+        telegrad.recover(state, tmp_path / "two")
+        assert train(module, optimizer, range(2, 5)) == pytest.approx(expected)
 
 
 def rate_of(local: rpc.RRef[Any]) -> float:
