@@ -248,7 +248,7 @@ class Contexts:
         dead = not isinstance(reason, PeerLost)  # a connection that broke is no death: that no new one can be made is
         doubtful = []
         for context in self._foreign():
-            if dead and context.owner == who.id:
+            if dead and context.may_be_of(who):
                 self._end(context.id, Doubt(context.id), who, forsaken=True)
             elif context.knows(who):
                 doubtful.append(context)

@@ -219,6 +219,11 @@ class AutogradContext:
         """Whether that worker takes part, as far as this one has heard."""
         return self._known.get(who.name) == who
 
+    def may_be_of(self, who: Identity) -> bool:
+        """Return True if that worker began it, or may have: another may have its rank later, and begin others."""
+        holders = [each for each in self.known if each.id == self.owner]
+        return who.id == self.owner and (not holders or who in holders)
+
     def sent(self, tensors: Sequence[Tensor], to: Identity, what: Any, graph: bool) -> bytes:
         """Tensors leave: keep the edges of those that have a graph; what the message shall say of it."""
         slots = [slot for slot, tensor in enumerate(tensors) if tensor.requires_grad]

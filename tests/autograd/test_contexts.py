@@ -96,6 +96,16 @@ def test_a_context_whose_owner_is_taken_for_dead_is_lost(contexts: Contexts) -> 
         contexts.check_kept(FOREIGN)
 
 
+def test_a_loss_of_the_worker_that_had_the_rank_before_ends_no_context(contexts: Contexts) -> None:
+    context = contexts.join(FOREIGN)
+    assert context is not None
+    context.meet(OWNER)
+    contexts._on_lost(Identity("former", OWNER.id, "z"), PeerUnreachable("which is noticed late"))
+    assert contexts.get(FOREIGN) is context
+    contexts._on_lost(OWNER, PeerUnreachable("it only seems so"))
+    assert contexts.get(FOREIGN) is None
+
+
 def test_what_leaves_after_the_end_is_not_kept(contexts: Contexts) -> None:
     context = contexts.begin()
     tensors = [torch.ones(1, requires_grad=True)]
