@@ -10,10 +10,13 @@ from __future__ import annotations
 from math import inf
 from typing import Any, Generic, NamedTuple, TypeVar
 
+from telegrad.rref.records import remember
+
 L = TypeVar("L")
 
 RESEND_AFTER, RESEND_AT_MOST = 1.0, 30.0  # seconds: the first pause, which doubles, and the longest
 ACKNOWLEDGE_WITHIN = 0.05  # seconds that a receipt may wait for a batch to travel with
+MOST_REMEMBERED = 1 << 10  # workers that have left, whose numbers are kept
 
 
 class Batch(NamedTuple):
@@ -67,7 +70,8 @@ class Courier(Generic[L]):
     """One worker's post."""
 
     def __init__(self) -> None:
-        self._lines: dict[str, _Line[L]] = {}
+        self._lines: dict[str, _Line[L]] = {}  # all are looked at in each turn
+        self._buried: dict[str, _Line[L]] = {}  # of the workers that have left last
 
     def post(self, to: str, letter: L) -> None:
         self._line(to).fresh.append(letter)
@@ -126,11 +130,12 @@ class Courier(Generic[L]):
         self._receipts(line)
 
     def bury(self, worker: str) -> None:
-        """It has left for good. The numbers stay for what it has said before."""
+        """It has left for good. The numbers stay for a while, for what it has said before."""
         line = self._line(worker)
         line.fresh = []
         line.sent.clear()
         self._receipts(line)
+        remember(self._buried, worker, self._lines.pop(worker), MOST_REMEMBERED)
 
     @property
     def unsettled(self) -> int:
@@ -140,4 +145,7 @@ class Courier(Generic[L]):
         )
 
     def _line(self, worker: str) -> _Line[L]:
-        return self._lines.setdefault(worker, _Line())
+        line = self._lines.get(worker)
+        if line is None:
+            line = self._lines[worker] = self._buried.pop(worker) if worker in self._buried else _Line()
+        return line

@@ -51,12 +51,12 @@ from telegrad.rref.letters import (
     Id,
     Letter,
 )
-from telegrad.rref.records import Holders, Owned, Share
+from telegrad.rref.records import Holders, Owned, Share, remember
 
 # Why a reference cannot be used.
 OWNER_DIED, VALUE_GONE, CAME_LATE = "owner died", "value gone", "came late"
 
-MOST_REMEMBERED = 1 << 14  # of the references and forks that were refused
+MOST_REMEMBERED = 1 << 14  # of the references and forks that were refused, and of workers that have died
 
 
 class References:
@@ -88,9 +88,7 @@ class References:
         self.letters.append((to, Letter(kind, ref, fork)))
 
     def _refuse(self, id_: Id) -> None:
-        self._refused[id_] = None
-        if len(self._refused) > MOST_REMEMBERED:
-            del self._refused[next(iter(self._refused))]
+        remember(self._refused, id_, None, MOST_REMEMBERED)
 
     # Making references
 
@@ -391,7 +389,7 @@ class References:
 
     def dead(self, worker: str) -> None:
         """A worker has died or left: what it owned is lost, what it used is released."""
-        self._dead[worker] = self._numbers
+        remember(self._dead, worker, self._numbers, MOST_REMEMBERED)
         for ref, share in list(self.shares.items()):
             share.parents = [parent for parent in share.parents if parent[0] != worker]
             share.children = {fork: holder for fork, holder in share.children.items() if holder != worker}

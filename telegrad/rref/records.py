@@ -5,7 +5,19 @@ No data classes: to make one at import takes longer than to make a thousand reco
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 from telegrad.rref.letters import Id
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+def remember(table: dict[K, V], key: K, value: V, most: int) -> None:
+    """Note something that is over, of which something may still come late; only the newest are kept."""
+    table[key] = value
+    if len(table) > most:
+        del table[next(iter(table))]
 
 
 class Share:

@@ -94,6 +94,18 @@ def test_who_is_connected_and_not_listed_yet_is_not_dead(monkeypatch: pytest.Mon
         current.enter(None)
 
 
+def test_letters_are_looked_for_only_for_workers_that_are_there() -> None:
+    with agents(3, dynamic=True) as (owner, other, leaver):
+        for user in (other, leaver):
+            current.enter(user)
+            remote("w0", int).to_here()
+        lines = owner.references._courier._lines
+        wait_until(lambda: len(lines) == 2)
+        leaver.end("")
+        wait_until(lambda: [key.partition("#")[0] for key in list(lines)] == ["w1"])
+        current.enter(None)
+
+
 def test_a_worker_of_a_dynamic_group_tells_its_state() -> None:
     with agents(1, dynamic=True) as (only,):
         assert re.fullmatch(r"<Worker 'w0', in <DynamicGroup: epoch \d+; with w0>>", repr(only))

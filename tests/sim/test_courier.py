@@ -7,7 +7,7 @@ from math import inf
 from hypothesis import given
 from hypothesis import strategies as st
 
-from telegrad.rref.courier import ACKNOWLEDGE_WITHIN, RESEND_AFTER, RESEND_AT_MOST, Batch, Courier
+from telegrad.rref.courier import ACKNOWLEDGE_WITHIN, MOST_REMEMBERED, RESEND_AFTER, RESEND_AT_MOST, Batch, Courier
 
 
 def test_letters_to_one_worker_travel_together() -> None:
@@ -79,6 +79,21 @@ def test_nothing_is_sent_to_who_has_left() -> None:
     courier.bury("x")
     assert courier.next() == inf
     assert courier.outgoing(99.0) == []
+
+
+def test_of_workers_that_have_left_numbers_are_kept_for_a_while() -> None:
+    courier: Courier[str] = Courier()
+    for turn in range(2):
+        courier.post("x", "a")
+        assert courier.outgoing(0.0) == [("x", Batch(turn + 1, ["a"], []))]
+        assert courier.receive("x", Batch(1, ["b"], []), 0.0) == ["b"] * (not turn)
+        courier.bury("x")
+        assert not courier._lines
+    for number in range(MOST_REMEMBERED + 8):
+        courier.post(f"w{number}", "a")
+        courier.bury(f"w{number}")
+    assert not courier._lines
+    assert len(courier._buried) == MOST_REMEMBERED
 
 
 def test_a_worker_that_was_forgotten_waits_for_no_number() -> None:

@@ -24,7 +24,7 @@ from telegrad.rref.letters import (
     WANTED,
     Letter,
 )
-from telegrad.rref.protocol import CAME_LATE, OWNER_DIED, VALUE_GONE, References
+from telegrad.rref.protocol import CAME_LATE, MOST_REMEMBERED, OWNER_DIED, VALUE_GONE, References
 from tests.sim.references_world import Worker, World, run
 
 SEEDS = [int(os.environ["TELEGRAD_SEED"])] if "TELEGRAD_SEED" in os.environ else range(1000)
@@ -250,6 +250,13 @@ def test_a_creation_that_was_never_sent(trio: Trio) -> None:
     trio.a.cancel(ref)
     assert trio.letters() == {}
     assert trio.is_empty()
+
+
+def test_so_many_of_the_dead_are_remembered() -> None:
+    machine = References("a")
+    for number in range(MOST_REMEMBERED + 8):
+        machine.dead(f"w{number}")
+    assert len(machine._dead) == MOST_REMEMBERED
 
 
 # Workers that live, and were taken for dead
