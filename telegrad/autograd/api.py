@@ -331,7 +331,7 @@ def check_root(root: Any) -> None:
         raise UsageError(f"root of type {root.dtype} is complex, all roots need to be real: take its real part")
 
 
-def _look_at_step(optimizer: Optimizer, *_: Any) -> None:
+def look_at_step(optimizer: Optimizer, *_: Any) -> None:
     """Warn where an optimizer looks into `.grad`, and the gradients are in the context in which it steps."""
     id_ = entered_id()
     if id_ is None:
@@ -355,4 +355,4 @@ def _look_at_step(optimizer: Optimizer, *_: Any) -> None:
         )
 
 
-register_optimizer_step_pre_hook(_look_at_step)
+register_optimizer_step_pre_hook(look_at_step)

@@ -25,7 +25,7 @@ from telegrad.nn.remote_module import RemoteModule
 from telegrad.nn.tree import Branch, Model, branches
 from telegrad.optim.local import Hyperparameters, LocalOptimizer, agreed, ask, changed, check_maker, hyperparameters
 from telegrad.optim.norms import check_norms
-from telegrad.optim.riding import Clipped, Done, StepRide, Whole, may_ride
+from telegrad.optim.riding import Clipped, Done, StepRide, Whole, has_hooks_before, may_ride
 from telegrad.optim.untraced import import_tracer, may_import
 from telegrad.rpc import RRef, current, rpc_async
 from telegrad.rpc.lasting import revive
@@ -229,11 +229,11 @@ class DistributedOptimizer(Optimizer):
     def _telegrad_ride(self, context_id: int) -> StepRide:
         """For `backward(..., step=self)`: a step that the owners take by themselves, where nobody could tell.
 
-        Not where a hook of this optimizer, or the method of a subclass, may do something before; nor with changes of
+        Not where a hook, or the method of a subclass, may do something before; nor with changes of
         hyperparameters where another such is under way: the owners might take them over in another order.
         """
         whole, changes = self._whole(), self._changes()
-        plain = type(self).step is DistributedOptimizer.step and not self._optimizer_step_pre_hooks
+        plain = type(self).step is DistributedOptimizer.step and not has_hooks_before(self)
         if not plain or (changes and (self._rides or not may_ride(changes))):
             return StepRide(whole, context_id, None)
         return StepRide(whole, context_id, self._sending(changes))

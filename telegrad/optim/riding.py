@@ -13,8 +13,10 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import Optimizer, _global_optimizer_pre_hooks
 
 from telegrad.agent.futures import Future
+from telegrad.autograd.api import look_at_step
 from telegrad.optim.local import Changes, LocalOptimizer, ask
 from telegrad.optim.norms import limited
 from telegrad.rpc import RRef
@@ -99,6 +101,12 @@ class ClippedRide:
         norms = [torch.tensor(norm, dtype=torch.float64) for norm in told.values() if norm is not None]
         how.norm, factor = limited(norms, how.max_norm, how.norm_type, how.error_if_nonfinite, self._context_id)
         self._whole.finish(self._context_id, Done(factor=factor))
+
+
+def has_hooks_before(optimizer: Optimizer) -> bool:
+    """Return True if the program has registered what runs before a step: of this optimizer, or of all."""
+    own = optimizer._optimizer_step_pre_hooks
+    return bool(own) or any(hook is not look_at_step for hook in _global_optimizer_pre_hooks.copy().values())
 
 
 def may_ride(changes: Changes) -> bool:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import lr_scheduler
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import telegrad.autograd as autograd
 from telegrad.agent.agent import Agent
@@ -434,16 +435,23 @@ def test_a_root_elsewhere_and_a_pass_that_nobody_waits_for() -> None:
         assert leaf.to_here().sum() == -9
 
 
-def test_hooks_that_come_before_a_step_come_before_it() -> None:
+@pytest.mark.parametrize("of_all", [True, False])
+def test_hooks_that_come_before_a_step_come_before_it(of_all: bool) -> None:
     leaf = remote("w1", make_leaf)
     optimizer = DistributedOptimizer(torch.optim.SGD, [leaf], lr=1)
     seen = []
     optimizer.register_step_post_hook(lambda *_: seen.append(leaf.to_here().sum().item()))
     with autograd.context() as context:
         autograd.backward(context, leaf.to_here().sum(), step=optimizer)
-    optimizer.register_step_pre_hook(lambda *_: seen.append(leaf.to_here().sum().item()))
+
+    def before(stepping: torch.optim.Optimizer, *_: Any) -> None:
+        if stepping is optimizer:  # not that of the owner, which is in this process
+            seen.append(leaf.to_here().sum().item())
+
+    handle = register_optimizer_step_pre_hook(before) if of_all else optimizer.register_step_pre_hook(before)
     with autograd.context() as context:
         autograd.backward(context, leaf.to_here().sum(), step=optimizer)
+    handle.remove()
     assert seen == [0, 0, -9]
 
 
