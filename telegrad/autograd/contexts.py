@@ -178,7 +178,7 @@ class Contexts:
                 self._open[context.owner] -= context.owner != self._agent.me.id
             self._asked.pop(id_, None)
             self._ended[id_] = forsaken
-            if len(self._ended) > REMEMBERED:
+            while len(self._ended) > REMEMBERED:  # a predecessor has left as many, see `succeed`
                 del self._ended[next(iter(self._ended))]
         if context is None:
             return

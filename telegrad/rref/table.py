@@ -307,9 +307,10 @@ class ReferenceTable(Maker):
                 machine.drop(ref)
                 if (note := instruments.note) is not None:
                     note((instruments.FREED, moment := perf_counter(), moment, number(ref)))
-            for to, letter in machine.letters:
-                courier.post(to, letter)
-            machine.letters.clear()
+            machine.letters.reverse()
+            while machine.letters:
+                courier.post(*machine.letters[-1])
+                machine.letters.pop()  # now, since all that is left here is posted again if a later one fails
             hopeless = [(ref, self._boxes.setdefault(ref, Box())) for ref in machine.hopeless]
             machine.hopeless.clear()
             freed = [self._forget(ref) for ref in machine.freed]

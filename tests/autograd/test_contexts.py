@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from telegrad.autograd.contexts import Contexts, Knock, Release
+from telegrad.autograd.contexts import REMEMBERED, Contexts, Knock, Release
 from telegrad.autograd.record import OWNER_SHIFT
 from telegrad.errors import ContextLost, PeerUnreachable
 from telegrad.group.members import Identity
@@ -104,6 +104,16 @@ def test_a_loss_of_the_worker_that_had_the_rank_before_ends_no_context(contexts:
     assert contexts.get(FOREIGN) is context
     contexts._on_lost(OWNER, PeerUnreachable("it only seems so"))
     assert contexts.get(FOREIGN) is None
+
+
+def test_with_a_predecessor_no_more_ends_are_remembered(contexts: Contexts, agent: Any) -> None:
+    former = Contexts(agent, lambda _: None)
+    former._ended = dict.fromkeys(range(REMEMBERED), False)
+    for number in range(3):
+        former.join(FOREIGN + number)
+    contexts.succeed(former)
+    contexts.release(FOREIGN)
+    assert len(contexts._ended) == REMEMBERED
 
 
 def test_what_leaves_after_the_end_is_not_kept(contexts: Contexts) -> None:

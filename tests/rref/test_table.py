@@ -14,6 +14,7 @@ from telegrad.group.members import Member
 from telegrad.group.parting import Together
 from telegrad.rpc import RRef, current, remote
 from telegrad.rpc.worker import Worker
+from telegrad.rref.letters import DROPPED, Letter
 from tests.cluster import PATIENCE, agents, in_threads, wait_until
 
 
@@ -92,6 +93,30 @@ def test_who_is_connected_and_not_listed_yet_is_not_dead(monkeypatch: pytest.Mon
         del reference
         wait_until(lambda: not owner.references.counts()["owners"])
         current.enter(None)
+
+
+def test_a_letter_is_posted_once_although_posting_fails(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = worker.references
+    references = [remote("w1", int) for _ in range(4)]
+    for reference in references:
+        reference.to_here()
+    post = table._courier.post
+    posted: list[tuple[str, Letter]] = []
+
+    def post_but_once(to: str, letter: Letter) -> None:
+        if len(posted) == 2 and fails.acquire(blocking=False):
+            raise MemoryError
+        posted.append((to, letter))
+        post(to, letter)
+
+    fails = threading.Semaphore(1)
+    monkeypatch.setattr(table._courier, "post", post_but_once)
+    with table._lock:  # so that the handles end in one turn of the thread
+        references.clear()
+        del reference
+    wait_until(lambda: len({letter for _, letter in posted if letter.kind == DROPPED}) == 4)
+    assert not fails.acquire(blocking=False)
+    assert len(posted) == len(set(posted))
 
 
 def test_letters_are_looked_for_only_for_workers_that_are_there() -> None:
