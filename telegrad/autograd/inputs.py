@@ -25,6 +25,8 @@ def grad(
     retain_graph: bool | None = None,
     create_graph: bool = False,
     allow_unused: bool = False,
+    *,
+    timeout: float | None = None,
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of `outputs` with respect to `inputs`, through all workers that the graph leads to.
 
@@ -38,6 +40,7 @@ def grad(
         retain_graph: keep the graph for another pass; left out, as `create_graph`.
         create_graph: record the pass itself, for gradients of gradients.
         allow_unused: give None for an input on which no output depends, which else is an error.
+        timeout: seconds; 0 for no limit, None for that of the options.
 
     Returns:
         One gradient for each of the inputs.
@@ -45,7 +48,7 @@ def grad(
     Raises:
         ContextEnded: there is no such context.
         RuntimeError: no output depends on one of the inputs.
-        CallTimeout: the pass did not end in the time of the options.
+        CallTimeout: the pass did not end in that time.
         PeerLost: a worker died that took part.
         UsageError: an output or an input is no tensor of this worker that requires a gradient.
         Exception: what was raised in the backward of a function, on whatever worker.
@@ -64,6 +67,8 @@ def grad(
         checks.flag("retain_graph", retain_graph)
     checks.flag("create_graph", create_graph)
     checks.flag("allow_unused", allow_unused)
+    if timeout is not None:
+        checks.seconds("timeout", timeout)
     roots, wanted = _tensors("outputs", outputs), _tensors("inputs", inputs)
     capture = Capture(_seeds(roots, grad_outputs), wanted)
     here = conductor()
@@ -73,7 +78,7 @@ def grad(
         retain=create_graph if retain_graph is None else retain_graph,
         create=create_graph,
         fast=False,
-        timeout=None,
+        timeout=timeout,
         keeps=(roots, capture),
         outcome=Signal(),
         capture=capture,

@@ -687,11 +687,15 @@ def test_passes_that_have_ended_run_no_longer(trio: list[Worker]) -> None:
     assert seen == [1, 1]
 
 
-def test_a_pass_that_takes_too_long() -> None:
+@pytest.mark.parametrize(
+    "run", [lambda context, loss, _, **more: autograd.backward(context, loss, **more), autograd.grad]
+)
+def test_a_pass_that_takes_too_long(run: Callable[..., Any]) -> None:
     with autograd.context() as context:
-        loss = rpc_sync("w1", slow_backward, (leaf(), Holder(None))).sum()
+        x = leaf()
+        loss = rpc_sync("w1", slow_backward, (x, Holder(None))).sum()
         with pytest.raises(CallTimeout, match="'w1'"):
-            autograd.backward(context, loss, timeout=0.2)
+            run(context, loss, x, timeout=0.2)
         GATE.set()
 
 
