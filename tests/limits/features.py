@@ -301,6 +301,23 @@ rpc.rpc_sync("w1", echo, (nn.utils.parametrizations.weight_norm(nn.Linear(3, 3))
     ),
     Limit(
         "Optimizers",
+        "the state of a parameter group whose owners keep different values in it",
+        """
+class Counting(torch.optim.SGD):
+    def step(self, closure=None):
+        self.param_groups[0]["count"] = len(self.param_groups[0]["params"])
+model = nn.Sequential(nn.Linear(3, 3), RemoteModule("w1", nn.Linear, (3, 3), {"bias": False}))
+optimizer = DistributedOptimizer.for_module(Counting, model, lr=0.1)
+with autograd.context() as context_id:
+    autograd.backward(context_id, model(x).sum(), step=optimizer)
+optimizer.state_dict()
+""",
+        "UsageError",
+        "the optimizers of workers 'w0' and 'w1' have come to different values of 'count' in parameter group 0",
+        "a group of their own for the parameters of each worker",
+    ),
+    Limit(
+        "Optimizers",
         "a copy of an optimizer",
         "copy.deepcopy(optimizer)",
         "UsageError",
