@@ -32,9 +32,13 @@ _watching = not torch.distributed.is_available()  # or there is nothing to watch
 
 _groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # of reducers; only added to; see `_outlive`
 
-# Guards `.grad` of leaves while it shows a gradient of a context, to a hook, a reducer or FSDP. So these run under it,
-# for they look there; it is reentrant, since a hook may do what shows another.
+# Guards `.grad` of leaves while it shows a gradient of a context, to a hook or FSDP. So these run under it, for they
+# look there; it is reentrant, since a hook may do what shows another.
 showing = renewed(threading.RLock())
+
+# The same for replicated leaves and their reducers, by process groups; only added to, under `_lock`. With one lock for
+# all groups, ranks whose contexts reduce in different orders would wait for each other.
+_turns: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 def watch() -> None:
@@ -82,13 +86,24 @@ def reduce(gradients: Mapping[Node, Tensor]) -> dict[Node, Tensor]:
     """What the replicas make of the gradients of these leaves together; waits for them."""
     leaves = [node.variable for node in gradients]
     with contextlib.ExitStack() as stack:
-        stack.enter_context(showing)
+        for turn in _turns_of(leaves):
+            stack.enter_context(turn)
         stack.enter_context(_hidden(leaves))
         stack.enter_context(no_pass())
         for leaf in leaves:
             stack.enter_context(_silenced(leaf))
         torch.autograd.backward([GradientEdge(node, 0) for node in gradients], list(gradients.values()))
         return {node: leaf.grad.clone() for node, leaf in zip(gradients, leaves, strict=True) if leaf.grad is not None}
+
+
+def _turns_of(leaves: Sequence[Tensor]) -> list[Any]:
+    """Return the locks of the process groups over which these leaves are averaged, in the order for taking them."""
+    ids = set(map(id, leaves))
+    with _lock:
+        modules = list(_seen)
+    groups = {module.process_group for module in modules if not ids.isdisjoint(map(id, module.parameters()))}
+    with _lock:
+        return [_turns.setdefault(group, threading.RLock()) for group in sorted(groups, key=id)]
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,13 +11,14 @@ import pytest
 import torch
 import torch.distributed
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import telegrad
 import telegrad.autograd as autograd
 from telegrad import rpc
 from telegrad.rpc import RRef, remote, rpc_async, rpc_sync
-from tests.cluster import PATIENCE, Process, free_port, group
+from tests.cluster import PATIENCE, Process, free_port, group, in_threads, run_all
 
 TRAINERS = 2
 
@@ -158,3 +160,30 @@ def test_a_process_group_that_dies_with_its_module(trainers: list[Process]) -> N
     for rank, trainer in enumerate(trainers):
         trainer.begin(end_of_a_group, rank)
     assert all(trainer.end(PATIENCE) for trainer in trainers)
+
+
+def in_another_order(rank: int) -> bool:
+    """Begin the reduction of one module, and while it waits for the other rank that of the other module."""
+    groups = [torch.distributed.new_group([0, 1]) for _ in range(2)]
+    modules = [DistributedDataParallel(network(), process_group=each) for each in groups]
+    begun = threading.Event()
+
+    def reduce(number: int, bucket: Any) -> Any:
+        if number == rank:
+            begun.set()
+        return allreduce_hook(groups[number], bucket)
+
+    def gradients(number: int) -> list[torch.Tensor]:
+        modules[number].register_comm_hook(number, lambda number, bucket: reduce(number, bucket))  # no annotations
+        assert number == rank or begun.wait(PATIENCE)
+        with autograd.context() as context:
+            autograd.backward(context, modules[number](batch(rank)).sin().sum())
+            found = autograd.get_gradients(context)
+        return [found[parameter] for parameter in modules[number].parameters()]
+
+    one, other = in_threads(lambda: gradients(0), lambda: gradients(1))
+    return all(map(torch.allclose, one, other))
+
+
+def test_modules_over_different_process_groups_do_not_wait_for_each_other(trainers: list[Process]) -> None:
+    assert run_all(trainers, in_another_order) == [True] * TRAINERS
