@@ -122,3 +122,15 @@ def test_the_first_call_may_use_any_global(notebook: Notebook) -> None:
     notebook.run("model = torch.nn.Linear(2, 2)\ndef shape(): return tuple(model(torch.ones(2)).shape)\nmodel")
     assert notebook.run("print(rpc.rpc_sync('worker0', shape), rpc.rpc_sync('worker0', note, (3,)))") == "(2,) 3\n"
     notebook.run("context.__exit__(None, None, None)\ngroup.shutdown()")
+
+
+def test_a_global_that_is_bound_again_and_read_by_an_object_at_a_worker_is_told(notebook: Notebook) -> None:
+    notebook.run("import telegrad, telegrad.rpc as rpc\ngroup = telegrad.local(1)")
+    notebook.run("factor, other = 2.0, 1\nclass Scale:\n    def get(self): return factor")
+    notebook.run("scale = rpc.remote('worker0', Scale)")
+    assert notebook.run("other = 2\nprint(scale.rpc_sync().get())") == "2.0\n"
+    notebook.run("factor = 3.0")
+    assert "the global 'factor' of the main program was bound to another" in notebook.run("scale.rpc_sync().get()")
+    assert notebook.run("def read(): return factor\nprint(rpc.rpc_sync('worker0', read))") == "3.0\n"
+    assert notebook.run("print(scale.rpc_sync().get())") == "3.0\n"
+    notebook.run("group.shutdown()")

@@ -25,6 +25,7 @@ from telegrad.rpc import current
 from telegrad.rref.box import Box
 from telegrad.rref.letters import Id
 from telegrad.rref.table import ReferenceTable
+from telegrad.wire.mains import warn_of_rebound
 
 
 class Borrowed(NamedTuple):
@@ -117,11 +118,13 @@ class _Methods:
         self._kind = _CALL
 
     def of(self, name: str) -> Method:
+        warn_of_rebound()
         made: Method = getattr(self, self._kind + name)
         return made
 
     def of_each(self, name: str) -> MethodOfEach:
         """The one that takes, in the place of a reference's id, those of several by the names of their owners."""
+        warn_of_rebound()
         made: MethodOfEach = getattr(self, self._kind + _EACH + name)
         return made
 

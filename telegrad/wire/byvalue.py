@@ -117,6 +117,7 @@ def in_scope(pickler: Any, obj: Any, reduced: Any) -> Any:
     home = path.partition(".")[0]
     make, arguments, state, *_ = reduced
     if not isinstance(obj, FunctionType):
+        mains.note_class(scope, obj)
         items = mains.items_for(pickler, scope, (), home)
         return (
             _keep_class,

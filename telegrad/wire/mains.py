@@ -32,7 +32,7 @@ from telegrad.atfork import in_child, renewed
 from telegrad.errors import CannotDecode
 from telegrad.wire import program as programs
 from telegrad.wire.functions import program as own_program
-from telegrad.wire.lookups import MAINS, names_of_main
+from telegrad.wire.lookups import MAINS, lookups_from, names_of_main
 from telegrad.wire.program import GUARD, MAIN, Program
 from telegrad.wire.sent import ATOMS, SentGlobals
 
@@ -285,6 +285,20 @@ def items_for(pickler: Any, scope: Scope, needed: Iterable[str], home: str) -> l
     if home and home not in names:
         items.append(Item(home, _sent.version(home, scope.names[home], watched=False), scope.names[home]))
     return items
+
+
+def note_class(scope: Scope, kind: type) -> None:
+    """Note a class of the main program as it is sent: its methods read globals wherever its objects are."""
+    if scope is _own:
+        source = programs.source_of(scope.program.path)
+        read = lookups_from(kind, scope.names).read
+        _sent.note_class(read - source.top if source.guarded else read)
+
+
+def warn_of_rebound() -> None:
+    """Warn of globals that were bound again and that methods of objects at workers read as they were."""
+    if _sent.read_by_classes:
+        _sent.warn_of_rebound(own_scope().names)
 
 
 def _can_be_sent(pickler: Any, value: Any) -> bool:

@@ -35,14 +35,16 @@ class SentGlobals:
         self._conflicts: dict[str, str] = {}  # by a global, the one that was sent before with an object of it
         self._states: dict[str, int] = {}  # of values that can change in place, as they were sent
         self._warned: set[str] = set()
+        self.read_by_classes: set[str] = set()  # globals that methods of classes read which were sent
+        self._replaced: set[str] = set()  # those of them that were told to be bound again
 
     def version(self, name: str, value: Any, watched: bool) -> int:
         """Return the version of a global that is about to be sent. `watched`: tell once if it has changed in place."""
         changed = False
         with self._lock:
-            last = self._last.get(name, self)
-            same = last is value or (type(value) in ATOMS and type(last) is type(value) and last == value)
+            same = _is_same(self._last.get(name, self), value)
             if not same:
+                self._replaced.discard(name)
                 self._last[name] = value
                 self._versions[name] = self._versions.get(name, 0) + 1
             if watched and type(value) not in ATOMS and not isinstance(value, _NO_DATA):
@@ -61,6 +63,27 @@ class SentGlobals:
                 name,
             )
         return version
+
+    def note_class(self, names: frozenset[str]) -> None:
+        """Note the globals that the methods of a class read, as the class is sent."""
+        with self._lock:
+            self.read_by_classes |= names
+
+    def warn_of_rebound(self, scope: dict[str, Any]) -> None:
+        """Tell once of each global that methods of sent classes read, and that is bound to another object by now."""
+        with self._lock:
+            found = [
+                name
+                for name in self.read_by_classes & self._last.keys() - self._replaced
+                if name in scope and not _is_same(self._last[name], scope[name])
+            ]
+            self._replaced.update(found)
+        for name in found:
+            log.warning(
+                "telegrad: the global %r of the main program was bound to another object after it was sent: methods of "
+                "objects at workers read the earlier one until a function that reads it is called there",
+                name,
+            )
 
     def complete(self, names: set[str], scope: dict[str, Any], has: frozenset[str]) -> set[str]:
         """Return the names and those of globals that share objects with them. `has`: what receivers have anyway.
@@ -111,6 +134,10 @@ class SentGlobals:
                 group = self._group[other] | self._group[name]
                 for member in group:
                     self._group[member] = group
+
+
+def _is_same(last: Any, value: Any) -> bool:
+    return last is value or (type(value) in ATOMS and type(last) is type(value) and last == value)
 
 
 def _names_of_shell(scope: dict[str, Any]) -> dict[str, Any]:
