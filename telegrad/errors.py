@@ -22,12 +22,12 @@ TelegradError (RuntimeError)
 │   ├── LeaseLost              a worker came too late to renew its lease in the directory
 │   └── GroupEnded             the elastic group that a worker waited to join has ended
 ├── PeerError                  the other worker, or the way to it
-│   ├── PeerLost               it died, or its connection broke
+│   ├── PeerLost (ConnectionError) it died, or its connection broke
 │   │   ├── PeerSilent         its process does not run: it was stopped, or does not answer heartbeats
 │   │   └── PublisherLost      who published weights has gone, or has closed the publisher
-│   ├── PeerUnreachable        no connection could be made
+│   ├── PeerUnreachable (ConnectionError) no connection could be made
 │   │   └── PeerStopped (PeerSilent) since its process is stopped
-│   ├── HandshakeError         it is not who it should be
+│   ├── HandshakeError (ConnectionError) it is not who it should be
 │   │   ├── AuthenticationFailed
 │   │   │   └── StoreUntrusted (RendezvousError) the store holds what was written without this worker's key
 │   │   ├── VersionMismatch

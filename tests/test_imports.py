@@ -26,6 +26,7 @@ FLOORS = [
         "progress",
         "private_files",
         "descriptors",
+        "out_of_memory",
         "host_memory",
         "checks",
         "instances",

@@ -11,7 +11,7 @@ from torch import Tensor
 from telegrad.devices.streams import settle
 from telegrad.errors import LimitReached, PeerError
 from telegrad.group.members import Identity
-from telegrad.wire.messages import HAS_GRAPH, HAS_REFERENCES, Message, split
+from telegrad.wire.messages import HAS_GRAPH, HAS_REFERENCES, Message, Unreceived, split
 from telegrad.wire.unpacking import unpack
 
 
@@ -85,9 +85,16 @@ class Layers:
         # What a worker says at once that it is at with a call of that number from here, for the end of a sentence.
         self.last_word: Callable[[Identity, int], str] = lambda callee, number: ""
 
-    def take_tensors(self, message: Message, sender: Identity) -> tuple[GraphContext | None, Sequence[Tensor]]:
+    def take_tensors(
+        self, message: Message, sender: Identity, receiver: str
+    ) -> tuple[GraphContext | None, Sequence[Tensor]]:
         """The tensors of a message; what recorded them is taken from behind its body, and its context, too."""
-        tensors: list[Tensor] = unpack(message.meta, settle(message.blobs)) if message.meta else []
+        tensors: list[Tensor] = []
+        if message.meta:
+            for blob in message.blobs:
+                if type(blob) is Unreceived:
+                    raise blob.error(receiver, sender.name)
+            tensors = unpack(message.meta, settle(message.blobs))
         if not message.flags & HAS_GRAPH:
             return None, tensors
         assert self.graphs is not None

@@ -130,7 +130,7 @@ class Server:
                     come.attachments = self._layers.take_attachments(message, caller.identity)
             size = len(message.body)
             for blob in message.blobs:
-                size += (blob if isinstance(blob, Tensor) else blob.blob).nbytes
+                size += blob.nbytes
             if come.attachments is not None:
                 size += REFERENCE * len(come.attachments.references)
             if message.kind != CALL:
@@ -205,7 +205,7 @@ class Server:
         sender = come.caller.identity
         try:
             with self._streams.turn():
-                _, tensors = self._layers.take_tensors(come.message, sender)
+                _, tensors = self._layers.take_tensors(come.message, sender, self.name)
                 self._on_notice(sender, pickle.loads(come.message.body), tensors)
         finally:
             self._notices.discard(come)
@@ -295,7 +295,7 @@ class Server:
     def _open(self, call: Incoming) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
         """The function and the arguments of a call."""
         message, attachments = call.message, call.attachments
-        call.context, tensors = self._layers.take_tensors(message, call.caller.identity)
+        call.context, tensors = self._layers.take_tensors(message, call.caller.identity, self.name)
         body = split(message.body)[0] if message.flags & SCENE else message.body
         value = decode(body, tensors, attachments.references if attachments is not None else ())
         message.blobs = ()  # the tensors keep what they need

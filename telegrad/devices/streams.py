@@ -33,6 +33,10 @@ class Arrived:
         self.blob = blob
         self.event = event
 
+    @property
+    def nbytes(self) -> int:
+        return self.blob.nbytes
+
 
 def kind() -> str | None:
     """The type of this machine's accelerators, if it has any. Asked so that a process can still be forked."""

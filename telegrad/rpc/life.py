@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
-from telegrad import checks, descriptors
+from telegrad import checks, descriptors, out_of_memory
 from telegrad.agent.compiling import not_compiled
 from telegrad.atfork import in_child, renewed
 from telegrad.errors import AlreadyInitialized, InvalidArgument, PeerLost, RendezvousError, StoreUntrusted, UsageError
@@ -122,7 +122,8 @@ def enter_group(
 def _enter(begin: Callable[[], Worker], options: TelegradOptions) -> None:
     install()
     program.check_not_imported("init_rpc")
-    with _lock, descriptors.explained("this worker could not join", RendezvousError):
+    what = "this worker could not join", RendezvousError
+    with _lock, out_of_memory.explained(*what), descriptors.explained(*what):
         check_free()
         current.ended_by = None
         current.worker = begin()

@@ -19,15 +19,16 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from telegrad import out_of_memory
 from telegrad.devices.sharing import DeviceBlock
 from telegrad.devices.staging import StagedCopy, Staging
 from telegrad.devices.streams import Arrived
 from telegrad.errors import ProtocolViolation
 from telegrad.transport.blocks import Block, Loan
-from telegrad.transport.lanes import Lanes
+from telegrad.transport.lanes import Lanes, dropped
 from telegrad.transport.maps import SharedMaps
 from telegrad.transport.memory import Arena, SharedPool
-from telegrad.wire.messages import ENTRY, IN_STREAM, LEND, STRIPED, Message, encode
+from telegrad.wire.messages import ENTRY, IN_STREAM, LEND, STRIPED, Message, Unreceived, encode
 from telegrad.wire.tensors import HOST, Blob, Bound, memory
 
 SHARE_FROM = 1 << 16  # smaller blobs go through the socket even where memory is shared
@@ -205,11 +206,16 @@ class Incoming:
         self.attached = 0  # bytes that have come in blocks
         self._tried = False
 
-    def allocate(self, size: int, device: int, striped: bool) -> tuple[Tensor | Arrived, Iterator[memoryview]]:
-        """Where a blob in the stream shall land."""
-        if device != HOST and not striped:
-            return self._staging.receive_into(size, device)
-        blob, place = self._arena.allocate(size)
+    def allocate(
+        self, size: int, device: int, striped: bool
+    ) -> tuple[Tensor | Arrived | Unreceived, Iterator[memoryview]]:
+        """Where a blob in the stream shall land. Without memory for it, its bytes are received and dropped."""
+        try:
+            if device != HOST and not striped:
+                return self._staging.receive_into(size, device)
+            blob, place = self._arena.allocate(size)
+        except Exception as error:
+            return _unreceived(size, error), self._lanes.drop(size) if striped else dropped(size)
         if striped:
             place = self._lanes.carry(place, blob)
         else:
@@ -217,14 +223,17 @@ class Incoming:
             self._lanes.make_wanted()
         return blob, iter((place,))
 
-    def attach(self, number: int, size: int, device: int) -> Tensor | Arrived:
-        """A blob that lies in a block that the peer lent."""
+    def attach(self, number: int, size: int, device: int) -> Tensor | Arrived | Unreceived:
+        """A blob that lies in a block that the peer lent. Without memory to use it, the block goes back."""
         self.attached += size
-        arrived = self.maps.take(number, size, device)
-        if arrived is not None:
-            return arrived
-        blob = self.maps.attach(number, size)
-        return blob if device == HOST else self._staging.put(blob, device)
+        try:
+            arrived = self.maps.take(number, size, device)
+            if arrived is not None:
+                return arrived
+            blob = self.maps.attach(number, size)
+            return blob if device == HOST else self._staging.put(blob, device)
+        except Exception as error:
+            return _unreceived(size, error)
 
     def open(self, number: int, handle: bytes) -> str | None:
         """Open a block of the peer's accelerator. What to say of the first: why it cannot be opened, if so."""
@@ -236,3 +245,10 @@ class Incoming:
                 raise ProtocolViolation(f"block {number} cannot be opened, though the first could: {error}") from error
             return str(error).partition("\n")[0] or type(error).__name__
         return "" if first else None
+
+
+def _unreceived(size: int, error: Exception) -> Unreceived:
+    """In an `except` block: what stands for a blob without memory; raises `error` where that is not the cause."""
+    if not out_of_memory.is_out(error):
+        raise error
+    return Unreceived(size, str(error) or type(error).__name__)

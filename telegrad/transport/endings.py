@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import Protocol
 
-from telegrad.descriptors import is_out, said
+from telegrad import descriptors, out_of_memory
 from telegrad.errors import GenerationOver, LeftEarly, PeerError, PeerLost, ShutDown
 from telegrad.wire.messages import BYE, MOVED, OVER, Message
 
@@ -44,11 +44,16 @@ def parted(peer: str, how: str) -> ShutDown:
 
 def broken(peer: str, error: Exception, why: str) -> PeerLost:
     """Return the error where `error` has ended the connection; `why` says so, unless it is this process's own fault."""
-    if not is_out(error):
+    cause = error.__cause__ or error
+    if descriptors.is_out(cause):
+        lacks = "file descriptor"
+    elif out_of_memory.is_out(cause):
+        lacks = "memory"
+    else:
         return lost(peer, why)
     return PeerLost(
-        f"this process has no file descriptor left for what worker {peer!r} sent, and has closed the connection to it: "
-        f"{said(error)}; calls in flight to that worker may or may not have run"
+        f"this process has no {lacks} left for what worker {peer!r} sent, and has closed the connection to it: "
+        f"{descriptors.said(cause) or type(cause).__name__}; calls in flight to that worker may or may not have run"
     )
 
 

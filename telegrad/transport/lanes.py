@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from queue import SimpleQueue
 from typing import Any
 
@@ -29,6 +29,23 @@ STRIPE_FROM = 8 << 20
 LANES = 3
 READY = b"!"
 _ALIGN = 4096
+
+_Stripe = tuple[Iterable[memoryview], Any]  # its memory, in parts, and what owns that
+_Stripes = SimpleQueue[_Stripe | None]
+
+
+def dropped(size: int) -> Iterator[memoryview]:
+    """Places to receive `size` bytes into that nobody needs: the same one over and over, as long as a record."""
+    place = memoryview(bytearray(min(size, RECORD)))
+    for at in range(0, size, RECORD):
+        yield place[: size - at]
+
+
+def _cuts(size: int) -> list[slice]:
+    """Where the stripes of `size` bytes lie; the last may be short, or empty."""
+    step = -(-size // (LANES + 1))
+    step += -step % _ALIGN
+    return [slice(number * step, (number + 1) * step) for number in range(LANES + 1)]
 
 
 class Lanes:
@@ -45,7 +62,7 @@ class Lanes:
         # both lists without, since nothing is added to them any more.
         self._lock = renewed(threading.Lock())  # since NO_LANES outlives any worker
         self._socks: list[socket.socket] = []
-        self._stripes: list[SimpleQueue[tuple[memoryview, Any] | None]] = []
+        self._stripes: list[_Stripes] = []
         self._greeted = 0
         self._under_way = 0
         self._then: Callable[[], None] | None = None  # to be called when nothing is under way
@@ -70,7 +87,7 @@ class Lanes:
     def add(self, sock: socket.socket, heard: bytes, ciphers: Ciphers | None = None) -> None:
         """Take in a further stream, on which the other end has said `heard` already."""
         sock.setblocking(True)
-        stripes: SimpleQueue[tuple[memoryview, Any] | None] = SimpleQueue()
+        stripes: _Stripes = SimpleQueue()
         with self._lock:
             refused = self._closed or len(self._socks) == LANES
             if not refused:
@@ -88,15 +105,23 @@ class Lanes:
 
     def carry(self, memory: memoryview, keeper: Any) -> memoryview:
         """Have lanes move all stripes of `memory` but the first, which is returned."""
-        step = -(-len(memory) // (LANES + 1))
-        step += -step % _ALIGN
+        cuts = _cuts(len(memory))
+        self._put([((memory[cut],), keeper) for cut in cuts[1:]])
+        return memory[cuts[0]]
+
+    def drop(self, size: int) -> Iterator[memoryview]:
+        """Have lanes receive and drop all stripes of `size` bytes but the first, whose places are returned."""
+        first, *others = [dropped(len(range(size)[cut])) for cut in _cuts(size)]
+        self._put([(parts, None) for parts in others])
+        return first
+
+    def _put(self, moves: list[_Stripe]) -> None:
         with self._lock:
             if len(self._stripes) < LANES:
                 raise ProtocolViolation("a tensor was announced in stripes, and there are no streams for them")
             self._under_way += LANES
-            for number, stripes in enumerate(self._stripes, 1):
-                stripes.put((memory[number * step : (number + 1) * step], keeper))
-        return memory[:step]
+            for stripes, move in zip(self._stripes, moves, strict=True):
+                stripes.put(move)
 
     def afterwards(self, then: Callable[[], None]) -> bool:
         """Have `then` called as soon as nothing is under way, or all is at its end; False where nothing is."""
@@ -110,14 +135,15 @@ class Lanes:
         """Whether nothing is under way."""
         return not self._under_way
 
-    def _run(self, stream: _Stream, stripes: SimpleQueue[tuple[memoryview, Any] | None]) -> None:
+    def _run(self, stream: _Stream, stripes: _Stripes) -> None:
         move = stream.send if self._sends else stream.receive
         with contextlib.closing(stream.sock):
             try:
                 if not self._greet(stream):
                     return
                 while (stripe := stripes.get()) is not None:
-                    move(stripe[0])
+                    for _ in map(move, stripe[0]):
+                        pass
                     del stripe  # and the memory, before waiting for more
                     self._moved()
             except Exception as error:

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from telegrad import descriptors
+from telegrad import descriptors, out_of_memory
 from telegrad.devices.sharing import OpenBlock, open_block
 from telegrad.devices.streams import Arrived, Streams
 from telegrad.errors import ProtocolViolation
@@ -29,6 +29,7 @@ class SharedMaps:
         self._streams = streams
         self._most = 2 * descriptors.to_lend() + MOST_UNNAMED  # blocks: each mapping has a descriptor
         self._bases: dict[int, memoryview] = {}
+        self._unmapped: dict[int, int] = {}  # descriptors of blocks for which there was no memory, by number
         self._open: dict[int, OpenBlock] = {}
         self._lender = Lender(self.released.append)
 
@@ -61,20 +62,39 @@ class SharedMaps:
 
         Raises:
             ProtocolViolation: there is no such block, it is smaller than `size`, or it is no memory that may be mapped.
-            OSError: this process has no descriptor left to map it.
+            OSError: this process has no descriptor left to map it, or no memory. Without memory the block goes back to
+                the peer, and is mapped when it is lent again.
+            MemoryError: likewise.
         """
         base = self._bases.get(number)
         if base is None:
-            if len(self._bases) + len(self._lender._leases) >= self._most:
-                raise ProtocolViolation(f"more than {self._most} blocks of shared memory are mapped here")
-            if not self.arrived:
-                raise ProtocolViolation(f"shared block {number} was named but never passed")
-            base = _map(self.arrived.popleft(), number, size)
-            if not number & COMMON:
-                self._bases[number] = base
+            base = self._map_new(number, size)
         if size > len(base):
             raise ProtocolViolation(f"shared block {number} holds {len(base)} bytes, {size} were announced")
         return self._lender.lend(base, size, number)
+
+    def _map_new(self, number: int, size: int) -> memoryview:
+        fd = self._unmapped.pop(number, None)
+        if fd is None:
+            if len(self._bases) + len(self._unmapped) + len(self._lender._leases) >= self._most:
+                raise ProtocolViolation(f"more than {self._most} blocks of shared memory are mapped here")
+            if not self.arrived:
+                raise ProtocolViolation(f"shared block {number} was named but never passed")
+            fd = self.arrived.popleft()
+        try:
+            base = _map(fd, number, size)
+        except (OSError, MemoryError) as error:
+            if out_of_memory.is_out(error):
+                self.released.append(number)
+                if not number & COMMON:  # the peer passes its descriptor only once
+                    self._unmapped[number] = fd
+            raise
+        finally:
+            if number not in self._unmapped:
+                os.close(fd)
+        if not number & COMMON:
+            self._bases[number] = base
+        return base
 
     def take_released(self) -> list[int]:
         """Return the numbers of blocks that are not needed any more and were not told to the peer."""
@@ -95,19 +115,24 @@ class SharedMaps:
             return None
         if size > block.memory.numel():
             raise ProtocolViolation(f"block {number} holds {block.memory.numel()} bytes, {size} were announced")
-        arrived = block.take(size, device, self._streams)
-        self.released.append(number)
-        return arrived
+        try:
+            return block.take(size, device, self._streams)
+        finally:
+            self.released.append(number)
 
     def retire(self, numbers: Iterable[int]) -> None:
         for number in numbers:
             self._bases.pop(number, None)
+            if number in self._unmapped:
+                os.close(self._unmapped.pop(number))
             if number in self._open:
                 self._close(number)
 
     def close(self) -> None:
         while self.arrived:
             os.close(self.arrived.popleft())
+        while self._unmapped:
+            os.close(self._unmapped.popitem()[1])
         self._bases.clear()
         for number in list(self._open):
             self._close(number)
@@ -118,14 +143,15 @@ class SharedMaps:
 
 
 def _map(fd: int, number: int, size: int) -> memoryview:
-    """Map the memory file of block `number`, and close its descriptor.
+    """Map the memory file of block `number`.
 
     To read a page that a file no longer has kills the process (SIGBUS), so only a file that cannot shrink is mapped:
     the kernel sees to that, whatever the peer does later. A file of huge pages is not, as these may be used up.
 
     Raises:
         ProtocolViolation: it is no memory file, it may shrink, it is smaller than `size`, or it cannot be mapped.
-        OSError: this process has no descriptor left: `mmap` keeps one of its own.
+        OSError: this process has no memory left, or no descriptor: `mmap` keeps one of its own.
+        MemoryError: this process has no memory left.
     """
     import fcntl
 
@@ -141,9 +167,7 @@ def _map(fd: int, number: int, size: int) -> memoryview:
         else:
             fault = "it has huge pages" if has_huge_pages else "it is not sealed, so it may shrink as it is read"
     except (OSError, ValueError, OverflowError, MemoryError) as error:
-        if descriptors.is_out(error):
+        if descriptors.is_out(error) or out_of_memory.is_out(error):
             raise
         fault = f"it is no memory that can be mapped: {error}"
-    finally:
-        os.close(fd)
     raise ProtocolViolation(f"shared block {number} is refused: {fault}")

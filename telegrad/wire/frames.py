@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from telegrad.errors import ProtocolViolation
-from telegrad.wire.messages import ENTRY, IN_STREAM, LEND, PREFIX, STRIPED, Message
+from telegrad.wire.messages import CALL, ENTRY, IN_STREAM, LEND, PREFIX, RESULT, STRIPED, Message, Unreceived
 
 SCRATCH = 1 << 16
 
@@ -138,12 +138,15 @@ class FrameReader:
 
     def _begin_blob(self, block: int, size: int, device: int) -> None:
         if block not in (IN_STREAM, STRIPED):
-            self._blobs.append(self._attach(block, size, device))
-            return
-        try:
-            blob, self._parts = self._allocate(size, device, block == STRIPED)
-        except (MemoryError, OverflowError, ValueError, OSError, RuntimeError) as error:
-            raise ProtocolViolation(f"a tensor of {size} bytes was announced ({error})") from error
+            blob = self._attach(block, size, device)
+        else:
+            try:
+                blob, self._parts = self._allocate(size, device, block == STRIPED)
+            except (MemoryError, OverflowError, ValueError, OSError, RuntimeError) as error:
+                raise ProtocolViolation(f"a tensor of {size} bytes was announced ({error})") from error
+        assert self._frame is not None
+        if type(blob) is Unreceived and self._frame.kind not in (CALL, RESULT):  # no call can fail in its place
+            raise MemoryError(blob.why)
         self._blobs.append(blob)
 
     @staticmethod

@@ -22,9 +22,9 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from telegrad.errors import ProtocolViolation
+from telegrad.errors import CannotDecode, ProtocolViolation
 
 CALL, RESULT, FAILURE, REFUSAL, NOTICE, RELEASE, RETIRE, BYE, LEND, OPENED, CANCEL, PULSE = range(1, 13)
 KINDS = (
@@ -68,6 +68,20 @@ class Message:
     def __repr__(self) -> str:
         kind = KINDS[self.kind] if self.kind < len(KINDS) else self.kind
         return f"<{kind} {self.id} {bytes(self.head).decode(errors='replace')!r}: {len(self.body)} bytes>"
+
+
+class Unreceived(NamedTuple):
+    """Stands for a blob that has come, and was dropped since there was no memory for it."""
+
+    size: int
+    why: str
+    nbytes: int = 0
+
+    def error(self, receiver: str, sender: str) -> CannotDecode:
+        """Return the error of the call for whose sake it came."""
+        return CannotDecode(
+            f"worker {receiver!r} has no memory for {self.size:,} bytes that worker {sender!r} sent ({self.why})"
+        )
 
 
 def unknown(kind: int) -> str:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
-from telegrad import forks
+from telegrad import forks, out_of_memory
 from telegrad.errors import CannotDecode, CannotEncode, CodecError
 from telegrad.interrupts import raised_by_handler
 from telegrad.wire.culprits import blame
@@ -125,9 +125,10 @@ def decode(body: bytes | memoryview, tensors: Sequence[Tensor], references: Sequ
         if raised_by_handler(error):
             raise
         forks.end_if_over()
+        advice = "use the same versions of its packages on all workers, or send what it is made of"
         raise CannotDecode(
             f"a value arrived but cannot be rebuilt: {type(error).__name__}{_text(error)}; "
-            "use the same versions of its packages on all workers, or send what it is made of"
+            f"{out_of_memory.advice(error, advice)}"
         ) from error
 
 

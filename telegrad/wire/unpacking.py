@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from telegrad import out_of_memory
 from telegrad.errors import CannotDecode
 from telegrad.wire.packing import any_overlap, extent_of
 from telegrad.wire.rawmemory import is_intercepted
@@ -44,7 +45,7 @@ def unpack(meta: bytes | memoryview, blobs: Sequence[Tensor]) -> list[Tensor]:
     except Exception as error:
         raise CannotDecode(
             f"a tensor arrived but cannot be rebuilt: {type(error).__name__}: {error}; "
-            "use the same version of torch on all workers"
+            f"{out_of_memory.advice(error, 'use the same version of torch on all workers')}"
         ) from error
 
 

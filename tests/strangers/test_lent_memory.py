@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import errno
 import fcntl
 import gc
 import os
@@ -11,6 +12,7 @@ import resource
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -23,7 +25,7 @@ from telegrad.transport.descriptors import DESCRIPTORS_AT_ONCE, MOST_UNNAMED
 from telegrad.transport.link import Link
 from telegrad.transport.memory import SHARING, Arena, SharedPool
 from telegrad.transport.poller import Poller
-from telegrad.wire.messages import CALL, COMMON, ENTRY, RELEASE, Message, encode
+from telegrad.wire.messages import CALL, COMMON, ENTRY, RELEASE, RETIRE, Message, Unreceived, encode, pack_numbers
 from telegrad.wire.tensors import HOST
 from tests.strangers.door import descriptors
 
@@ -145,6 +147,39 @@ def test_memory_that_must_not_be_written_to_is_refused_and_ends_nothing_else(rec
     receiver.pass_on(encode(Message(CALL, 1), ENTRY.pack(1, SIZE, HOST)), [fd])
     os.close(fd)
     assert "is refused" in str(receiver.link.closed)
+
+
+@pytest.mark.parametrize("common", [0, COMMON], ids=["lent", "common"])
+def test_a_block_for_which_there_is_no_memory_is_mapped_when_it_is_lent_again(
+    receiver: Receiver, monkeypatch: pytest.MonkeyPatch, common: int
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    fd = memory_file(SIZE, SHRINK)
+    frame = encode(Message(CALL, 1), ENTRY.pack(common | 1, SIZE, HOST))
+    with monkeypatch.context() as patch:
+        patch.setattr("telegrad.transport.maps.mmap.mmap", fails)
+        receiver.pass_on(frame, [fd])
+        again = [fd] if common else []  # what is common is passed each time
+        receiver.pass_on(frame, again)
+    receiver.pass_on(frame, again)
+    os.close(fd)
+    assert receiver.link.closed is None
+    assert [type(blob) for blob in receiver.blobs] == [Unreceived, Unreceived, torch.Tensor]
+    assert receiver.link._maps.take_released() == [common | 1] * 2  # the peer may use it for other calls
+
+
+@pytest.mark.parametrize("end", ["retired", "closed"])
+def test_a_block_that_was_never_mapped_is_closed(receiver: Receiver, monkeypatch: pytest.MonkeyPatch, end: str) -> None:
+    monkeypatch.setattr("telegrad.transport.maps._map", Mock(side_effect=MemoryError))
+    fd = memory_file(SIZE, SHRINK)
+    receiver.pass_on(encode(Message(CALL, 1), ENTRY.pack(1, SIZE, HOST)), [fd])
+    os.close(fd)
+    assert len(receiver.link._maps._unmapped) == 1
+    if end == "retired":
+        receiver.pass_on(encode(Message(RETIRE, body=pack_numbers([1]))), [])
+        assert not receiver.link._maps._unmapped  # and the fixture counts
 
 
 @contextmanager

@@ -28,6 +28,7 @@ from telegrad.wire.messages import (
     ENTRY,
     HAS_REFERENCES,
     IN_STREAM,
+    NOTICE,
     PREFIX,
     RELEASE,
     RETIRE,
@@ -92,6 +93,28 @@ def test_what_is_no_frame_closes_the_link_or_is_waited_for(before: bytes, stream
 def test_a_list_of_blocks_that_is_none_closes_the_link(kind: int) -> None:
     closed, _ = hear(encode(Message(kind, body=b"123")))
     assert isinstance(closed, PeerLost)
+
+
+BEYOND = 1 << 47  # bytes, for which no process has addresses
+
+
+def test_a_call_without_memory_for_its_tensors_is_handed_on() -> None:
+    closed, frames = hear(encode(Message(CALL, 1), ENTRY.pack(IN_STREAM, BEYOND, HOST)) + bytes(100))
+    assert closed is None
+    assert frames == []  # until all has come
+
+
+@pytest.mark.parametrize(
+    "stream",
+    [
+        encode(Message(NOTICE), ENTRY.pack(IN_STREAM, BEYOND, HOST)),
+        PREFIX.pack(CALL, 0, 0, 0, 0, BEYOND, 1),
+    ],
+    ids=["control message", "body"],
+)
+def test_memory_that_is_short_closes_the_link_where_no_call_can_fail_instead(stream: bytes) -> None:
+    closed, _ = hear(stream)
+    assert str(closed).startswith("this process has no memory left for what worker 'w1' sent")
 
 
 def test_what_is_no_frame_behind_the_handshake_closes_the_link() -> None:

@@ -84,6 +84,17 @@ def test_many_follow_each_other_in_order(direction: Direction) -> None:
     assert came == sent
 
 
+@pytest.mark.parametrize("size", [1, 4 * 4096 + 1, (1 << 22) + 3])
+def test_what_is_dropped_leaves_what_follows_in_its_place(direction: Direction, size: int) -> None:
+    direction.widen()
+    first = direction.sending.carry(memoryview(bytearray(size)), None)
+    assert sum(map(len, direction.receiving.drop(size))) == len(first)
+    data = os.urandom(size)
+    came = direction.pass_on(data)
+    settle(direction.receiving)
+    assert came == data
+
+
 def test_streams_are_made_once_and_for_what_is_large_only(direction: Direction) -> None:
     assert not direction.sending.serve(STRIPE_FROM - 1)
     assert not direction.sending.wanted

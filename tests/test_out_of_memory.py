@@ -1,0 +1,136 @@
+"""A worker that has no memory for what another one sends says so, and loses no more than the call."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Iterator
+from errno import ENOMEM
+from pathlib import Path
+from unittest.mock import Mock
+
+import pytest
+import torch
+
+from telegrad import errors, out_of_memory, rpc
+from telegrad.wire.pickling import decode, encode
+from tests.cluster import Process, group, init
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the size of a process is told by /proc")
+MB = 1 << 20
+LEFT = 250 * MB
+SIZE = 300 * MB
+SAID = f"has no memory for {SIZE:,} bytes that worker"
+
+
+def limit(left: int) -> None:
+    """Have this process grow by so many bytes more, and no others."""
+    size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (size + left, resource.RLIM_INFINITY))
+
+
+def unlimit() -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+
+@pytest.fixture(params=["unix", "tcp"])
+def two(request: pytest.FixtureRequest) -> Iterator[list[Process]]:
+    with group(2, transport=request.param) as made:
+        yield made
+
+
+waits: list[torch.futures.Future[int]] = []
+
+
+@rpc.functions.async_execution
+def wait_for_end() -> torch.futures.Future[int]:
+    waits.append(torch.futures.Future())
+    return waits[-1]
+
+
+def end() -> None:
+    waits.pop().set_result(7)
+
+
+def errors_of_results() -> list[str]:
+    said = []
+    other = rpc.rpc_async("worker1", wait_for_end)
+    for _ in range(2):
+        with pytest.raises(errors.CannotDecode) as caught:
+            rpc.rpc_sync("worker1", torch.ones, (SIZE // 4,))
+        said.append(str(caught.value))
+    rpc.rpc_sync("worker1", end)
+    assert other.wait() == 7
+    unlimit()
+    assert rpc.rpc_sync("worker1", torch.ones, (SIZE // 4,)).sum() == SIZE // 4
+    return said
+
+
+def test_a_caller_without_memory_for_a_result_loses_the_call_only(two: list[Process]) -> None:
+    two[0].run(limit, LEFT)
+    said = two[0].run(errors_of_results)
+    assert all(text.startswith(f"worker 'worker0' {SAID} 'worker1' sent") for text in said)
+
+
+def errors_of_arguments() -> list[str]:
+    said = []
+    other = rpc.rpc_async("worker1", wait_for_end)
+    for argument in (torch.zeros(SIZE // 4), bytes(SIZE)):
+        with pytest.raises(errors.CannotDecode) as caught:
+            rpc.rpc_sync("worker1", len, (argument,))
+        said.append(str(caught.value))
+    rpc.rpc_sync("worker1", end)
+    assert other.wait() == 7
+    rpc.rpc_sync("worker1", unlimit)
+    assert rpc.rpc_sync("worker1", len, (torch.zeros(SIZE // 4),)) == SIZE // 4
+    return said
+
+
+def test_a_callee_without_memory_for_arguments_fails_the_call_only(two: list[Process]) -> None:
+    two[1].run(limit, LEFT)
+    said = two[0].run(errors_of_arguments)
+    assert all(text.startswith(f"worker 'worker1' {SAID} 'worker0' sent") for text in said)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [ValueError("[digital envelope routines] malloc failure"), MemoryError(), RuntimeError("can't start new thread")],
+)
+def test_joining_without_memory_says_so(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    monkeypatch.setattr("telegrad.rpc.life.start", Mock(side_effect=error))
+    with pytest.raises(errors.RendezvousError, match="could not join: this process has no memory left"):
+        init(0, 1, 1)
+
+
+class Large:
+    def __reduce__(self) -> tuple[object, ...]:
+        return allocate, ()
+
+
+def allocate() -> None:
+    raise MemoryError
+
+
+def test_a_value_that_takes_too_much_memory_is_no_matter_of_versions() -> None:
+    with pytest.raises(errors.CannotDecode, match="has no memory left") as caught:
+        decode(encode(Large(), True).body, ())
+    assert "versions" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        OSError(ENOMEM, "Cannot allocate memory"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
+        RuntimeError("CUDA out of memory. Tried to allocate 9 GiB"),
+        ValueError("[digital envelope routines] malloc failure"),
+    ],
+)
+def test_errors_of_memory_are_told_from_others(error: Exception) -> None:
+    assert out_of_memory.is_out(error)
+
+
+@pytest.mark.parametrize("error", [OSError(1, "no"), RuntimeError("no"), errors.LimitReached("out of memory")])
+def test_other_errors_are_not(error: Exception) -> None:
+    assert not out_of_memory.is_out(error)
