@@ -310,9 +310,10 @@ class Group:
         Raises:
             GroupError: some workers failed; it has the error of each, and the values of the others.
         """
-        return self.rpc_async(
+        future = self.rpc_async(
             func, args, kwargs, timeout, reduce=reduce, wait_for_worker=wait_for_worker, idempotent=idempotent
-        ).wait()
+        )
+        return persistence.wait_or_cancel(future)
 
     @not_compiled
     def map(
@@ -412,8 +413,7 @@ class Group:
             GroupError: some workers failed.
         """
         future = self.rpc_async(func, args, kwargs, timeout, wait_for_worker=wait_for_worker, idempotent=idempotent)
-        future.wait()
-        return future.results()
+        return dict(zip(future.workers, persistence.wait_or_cancel(future), strict=True))
 
     @not_compiled
     def barrier(self, name: str = "", timeout: float = DEFAULT) -> None:

@@ -52,7 +52,11 @@ def manner(wait_for_worker: bool | None, idempotent: bool) -> Manner | None:
 
 def call_sync(manner: Manner, to: str | int, call: Call, timeout: float) -> Any:
     """Make a call in that manner, and wait for its value."""
-    future = call_async(manner, to, call, timeout)
+    return wait_or_cancel(call_async(manner, to, call, timeout))
+
+
+def wait_or_cancel(future: Future[Any]) -> Any:
+    """Wait for the value; where this thread is interrupted, cancel the calls that the future stands for."""
     try:
         return future.wait()
     finally:

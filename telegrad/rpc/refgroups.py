@@ -137,7 +137,7 @@ class RefGroup:
             GroupError: some failed.
         """
         check_timeout(timeout)
-        return Proxy(lambda *call: self._call(*call).wait(), timeout)
+        return Proxy(lambda *call: persistence.wait_or_cancel(self._call(*call)), timeout)
 
     @not_compiled
     def rpc_async(self, timeout: float = DEFAULT) -> Proxy:

@@ -245,11 +245,27 @@ def test_the_callee_hears_of_a_timeout(call: Callable[..., Any], function: Calla
     story.wait_for("watch sees" if function is watch else "sleep is cancelled", SOON)
 
 
-def test_the_callee_hears_of_an_interrupt() -> None:
+class Watched:
+    def watch(self) -> None:
+        watch()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: rpc_sync("w1", watch),
+        lambda: rpc.group(["w1", "w2"]).rpc_sync(watch),
+        lambda: rpc.group(["w1", "w2"]).rpc_sync(watch, wait_for_worker=True),
+        lambda: rpc.group(["w1", "w2"]).gather(watch),
+        lambda: rpc.group(["w1", "w2"]).remote(Watched).rpc_sync().watch(),
+    ],
+    ids=["call", "group", "waits for workers", "gather", "references"],
+)
+def test_the_callee_hears_of_an_interrupt(call: Callable[[], Any]) -> None:
     timer = threading.Timer(0.1, lambda: os.kill(os.getpid(), signal.SIGINT))
     timer.start()
     with pytest.raises(KeyboardInterrupt):
-        rpc_sync("w1", watch)
+        call()
     timer.join()
     story.wait_for("watch sees", SOON)
 
