@@ -178,7 +178,7 @@ def _exported(model: nn.Module, inputs: dict[str, Any]) -> torch.export.Exported
 
     Only the latter keeps len(x) and int(x.shape[0]) apart from the number that they are.
     """
-    shapes = tree_map(lambda leaf: [Dim.AUTO] * leaf.dim() if isinstance(leaf, Tensor) else None, inputs)
+    shapes = tree_map(_dimensions, inputs)
     found: list[torch.export.ExportedProgram] = []
     errors: list[Exception] = []
     for strict in (False, True):
@@ -197,6 +197,11 @@ def _exported(model: nn.Module, inputs: dict[str, Any]) -> torch.export.Exported
     if not found:
         raise errors[0]
     return found[0]
+
+
+def _dimensions(leaf: Any) -> list[Any] | None:
+    """Return which dimensions may have other sizes; torch takes sizes of 0 and 1 for constants, and warns if asked."""
+    return [Dim.AUTO if size > 1 else Dim.STATIC for size in leaf.shape] if isinstance(leaf, Tensor) else None
 
 
 def _modules_of(node: fx.Node) -> list[str]:

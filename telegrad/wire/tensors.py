@@ -8,11 +8,16 @@ What lies on an accelerator, or shall arrive on one, is carried as a blob howeve
 from __future__ import annotations
 
 import ctypes
+import warnings
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+# torch warns of kinds of tensors that are experimental, at the line that makes them. It is the program's choice to use
+# them, and the lines here only make what has come.
+warnings.filterwarnings("ignore", category=UserWarning, module=r"telegrad\.wire\.(tensors|packing|unpacking)$")
 
 CPU = torch.device("cpu")
 HOST = -1  # in the place of an accelerator's number

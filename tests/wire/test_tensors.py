@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import ctypes
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +22,7 @@ from telegrad import errors
 from telegrad.wire.packing import ROOM, SMALL, pack
 from telegrad.wire.tensors import memory
 from telegrad.wire.unpacking import unpack
+from tests.cluster import PATIENCE
 
 
 def journey(*tensors: torch.Tensor) -> list[torch.Tensor]:
@@ -399,3 +402,28 @@ def test_memory_does_not_depend_on_what_others_set_for_the_process(monkeypatch: 
     shared = ctypes.pythonapi.PyMemoryView_FromMemory
     monkeypatch.setattr(shared, "argtypes", (ctypes.c_char_p, ctypes.c_ssize_t, ctypes.c_int))
     assert memory(torch.ones(4, dtype=torch.uint8)).tolist() == [1, 1, 1, 1]
+
+
+WARNED = """
+import warnings
+import torch
+from telegrad.wire.packing import pack
+from telegrad.wire.unpacking import unpack
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    tensors = [
+        torch.ones(50_000).to(torch.complex32),
+        torch.ones(3, 1).to(torch.complex32).expand(3, 4),
+        *(torch.eye(4).to_sparse(layout=layout) for layout in (torch.sparse_csr, torch.sparse_csc)),
+        torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    ]
+torch.set_warn_always(True)
+for tensor in tensors:
+    meta, blobs = pack([tensor])
+    unpack(meta, [blob.clone() for blob in blobs])
+"""
+
+
+def test_torch_does_not_warn_of_what_crosses() -> None:
+    subprocess.run([sys.executable, "-W", "error", "-c", WARNED], check=True, timeout=PATIENCE)
