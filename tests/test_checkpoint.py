@@ -239,3 +239,8 @@ def test_a_plain_value_that_the_checkpoint_does_not_have_is_no_empty_one(tmp_pat
             checkpoint.load(state, tmp_path)
         assert state == {"step": 7}
         current.enter(None)
+
+
+def test_a_key_that_is_no_text_is_named(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(UsageError, match="dictionary by names, and its key 5 is no text"):
+        checkpoint.save({"m": 1, 5: "five"}, tmp_path / "saved")  # type: ignore[dict-item]

@@ -28,9 +28,12 @@ class Share(NamedTuple):
 
 def folder_of(function: str, state: Any, checkpoint_id: Any) -> str:
     """The folder's path; UsageError where the arguments are of other kinds."""
-    if not isinstance(state, Mapping) or not all(isinstance(key, str) for key in state):
+    is_mapping = isinstance(state, Mapping)
+    others = [key for key in state if not isinstance(key, str)] if is_mapping else []
+    if others or not is_mapping:
+        fault = f"and its key {shown(others[0])} is no text" if others else f"not {shown(state)}"
         raise UsageError(
-            f"the state of a checkpoint is a dictionary by names, not {shown(state)}: "
+            f"the state of a checkpoint is a dictionary by names, {fault}: "
             f'write checkpoint.{function}({{"model": model}}, folder)'
         )
     return path_of(checkpoint_id)

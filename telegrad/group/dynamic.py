@@ -89,6 +89,7 @@ class DynamicGroup:
         self._applying = threading.Lock()  # guards changes of these two; changes are applied one at a time
         self._since = 0  # the revision up to which changes were applied
         self._known: dict[str, Registered] = {}  # by life; copied in one step by readers, which take no lock
+        self._gone: set[str] = set()  # names of members that have left, or were lost; likewise read without the lock
         self._on_change: Callable[[Change], None] = lambda _: None
         self._stands_for: Callable[[], float] = lambda: 0.0
         self.claims: dict[str, Claim] = {}  # to published values, as they are known here; stored under _applying
@@ -219,7 +220,7 @@ class DynamicGroup:
         if found is not None:
             return found.member
         names = [member.name for member in self.members()]
-        raise unknown(to, names, "; with wait_for_worker=True, a call waits until it has")
+        raise unknown(to, names, "; with wait_for_worker=True, a call waits until it has", self._gone)
 
     def declare_lost(self, member: Member, why: str, unanswered: Callable[[], None] = lambda: None) -> None:
         """Have a member taken out that was found dead, unless it is out already; the watch tells which.
@@ -359,8 +360,10 @@ class DynamicGroup:
                 return
             self._known[change.registered.member.incarnation] = change.registered
         elif isinstance(change, Gone):
-            if self._known.pop(change.life, None) is None:
+            gone = self._known.pop(change.life, None)
+            if gone is None:
                 return
+            self._gone.add(gone.member.name)
             if self._me is not None and change.life == self._me.incarnation:
                 self._declared_lost(change.why)
                 return

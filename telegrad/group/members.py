@@ -176,10 +176,16 @@ class Members:
         return f"<Members: {listed([member.name for member in self])}>"
 
 
-def unknown(to: str | int, names: list[str], advice: str = "") -> UnknownWorker:
-    """The error for a worker that is not there, with who is and what the caller may have meant."""
+def unknown(to: str | int, names: list[str], advice: str = "", gone: Collection[str] = ()) -> UnknownWorker:
+    """The error for a worker that is not there, with who is and what the caller may have meant.
+
+    `gone`: names of workers that were there.
+    """
     what = f"is named {shown(to)}" if isinstance(to, str) else f"has rank {shown(to)}"
-    meant = (did_you_mean(to, names) if isinstance(to, str) and len(to) <= LONGEST_NAME else "") or "."
+    if to in gone:
+        meant = " any more: that worker has left, or was lost."
+    else:
+        meant = (did_you_mean(to, names) if isinstance(to, str) and len(to) <= LONGEST_NAME else "") or "."
     return UnknownWorker(
         f"could not find destination: no worker {what}{meant} The group has: {listed(names)}. "
         f"Give the name or the rank that the worker was started with; it must have joined before it is called{advice}"

@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from telegrad.errors import UsageError
+from telegrad.group.members import listed
 
 _FILE = "<stage of a Pipeline>"  # in tracebacks
 
@@ -160,7 +161,7 @@ class Inputs:
             )
         self.guards: list[Callable[..., None]] = []
         self._least = {True: 1, False: 1}  # samples of a batch, in training and in evaluation
-        named = self._named(example)
+        named, self._example = self._named(example), _in_words(example)
         leaves, self._form = tree_flatten(named)
         sizes = {len(leaf) if leaf.dim() else 0 for leaf in leaves if isinstance(leaf, Tensor)}
         if len(sizes) != 1 or 0 in sizes:
@@ -196,7 +197,10 @@ class Inputs:
         """
         leaves, form = tree_flatten(self._named(inputs))
         if form != self._form:
-            raise UsageError(f"{self._model} was cut with an example of another form: {self._form}, not {form}")
+            raise UsageError(
+                f"{self._model} was cut with an example of another form: {self._example} was the example, and "
+                f"{_in_words(inputs)} was given"
+            )
         return None, leaves
 
     def check(self, part: tuple[None, Sequence[Any]], mode: bool) -> None:
@@ -242,6 +246,17 @@ class Inputs:
 
 def _kind(value: Any) -> str:
     return f"a tensor of {value.dtype} with {value.dim()} dimensions" if isinstance(value, Tensor) else repr(value)
+
+
+def _in_words(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return "a tensor"
+    if isinstance(value, dict):
+        parts = [f"{key!r}{'' if isinstance(each, Tensor) else f' ({_in_words(each)})'}" for key, each in value.items()]
+        return f"a dictionary with {listed(parts)}"
+    if isinstance(value, (tuple, list)):
+        return f"a {type(value).__name__} of {listed(list(map(_in_words, value)))}"
+    return f"a value of the type {type(value).__name__}"
 
 
 def resized(leaves: Sequence[Any], size: int) -> list[Any]:

@@ -100,6 +100,8 @@ def test_workers_join_find_each_other_and_leave(make: Make) -> None:
     for to in ("a", 1):
         with pytest.raises(errors.UnknownWorker, match="The group has: b"):
             b.group.find(to)
+    with pytest.raises(errors.UnknownWorker, match="no worker is named 'a' any more: that worker has left, or was"):
+        b.group.find("a")
     a.group.leave()  # again does no harm
     c = make("a").join()
     assert c.me.id == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import pickle
 import random
 from collections.abc import Callable, Iterator
@@ -522,11 +523,27 @@ def test_a_micro_batch_of_another_kind_is_refused() -> None:
         (torch.ones(3, 1), r"it has \(3, 1\)"),
         (torch.ones(3, 8).double(), "torch.float64 with 2 dimensions where the example had a tensor of torch.float32"),
         (torch.ones(3, 8, 1), "with 3 dimensions"),
-        ({"value": torch.ones(3, 8), "scale": 2.0}, "of another form"),
+        (
+            {"value": torch.ones(3, 8), "scale": 2.0},
+            r"of another form: a tensor was the example, and a dictionary with 'value', 'scale' \(a value of the type "
+            r"float\) was given",
+        ),
+        ((torch.ones(3, 8), [torch.ones(3)]), "and a tuple of a tensor, a list of a tensor was given"),
     ]
     for inputs, said in others:
         with pytest.raises(UsageError, match=said):
             made.inputs.check(made.inputs(inputs), True)
+
+
+def test_a_size_of_one_makes_torch_log_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    torch_logger = logging.getLogger("torch._export.non_strict_utils")
+    torch_logger.addHandler(caplog.handler)
+    try:
+        made = cut(Positions(), 2, at=["last"], example=torch.ones(4, 1))
+    finally:
+        torch_logger.removeHandler(caplog.handler)
+    assert made.inputs is not None
+    assert [each for each in caplog.records if each.levelno >= logging.WARNING] == []
 
 
 def test_a_constant_of_the_example_stays_one() -> None:
