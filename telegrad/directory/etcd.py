@@ -31,13 +31,16 @@ Engine's rules, beside those in `protocol.py`:
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 import time
+from collections.abc import Callable
+from typing import Concatenate, ParamSpec, TypeVar
 
 from telegrad.directory import etcd_messages as messages
 from telegrad.directory.etcd_client import Answer, Attempts, Client, Unanswered, Unsent
-from telegrad.directory.etcd_messages import Json, Refused, Settings
+from telegrad.directory.etcd_messages import Json, Malformed, Refused, Settings
 from telegrad.directory.http_stream import Connection
 from telegrad.directory.protocol import (
     ABSENT,
@@ -53,7 +56,11 @@ from telegrad.directory.protocol import (
     check_ttl,
     check_value,
 )
+from telegrad.errors import StoreUntrusted
 from telegrad.hints import hint
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 SILENCE = 2.0  # seconds without an event, after which a member is asked whether it still follows its cluster
 OPENING = 0.5  # seconds that a new stream may take to open, also in a watch with a shorter timeout
@@ -113,6 +120,22 @@ class _Stream:
         self.heard, self.asked, self.is_proven = time.monotonic(), 0.0, True
 
 
+def _trusted(method: Callable[Concatenate[EtcdDirectory, P], T]) -> Callable[Concatenate[EtcdDirectory, P], T]:
+    """Have a method raise StoreUntrusted for an answer that etcd cannot have made."""
+
+    @functools.wraps(method)
+    def trusted(self: EtcdDirectory, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return method(self, *args, **kwargs)
+        except Malformed as error:
+            raise StoreUntrusted(
+                f"etcd at {self._client.name} gave an answer for the keys under {self.scope!r} that no etcd gives "
+                f"({error}): see whether another server has its address, or a proxy in front alters what it answers"
+            ) from None
+
+    return trusted
+
+
 class EtcdDirectory:
     """The `Directory` of a group on an etcd cluster."""
 
@@ -124,14 +147,16 @@ class EtcdDirectory:
         self._streams: dict[bytes, _Stream] = {}  # kept for the next watch of their prefix, the last used at the end
         self._is_checked = len(settings.endpoints) == 1  # a single member has no former leader
 
+    @_trusted
     def grant(self, ttl: float) -> Lease:
         check_ttl(ttl)
         ends = time.monotonic() + self._client.patience
         answer = self._ask("/v3/lease/grant", {"TTL": str(math.ceil(ttl))}, ends)
-        seconds = float(answer.content["TTL"])
+        number, seconds = messages.lease_of(answer.content), messages.ttl_of(answer.content)
         self._check_version(ends)
-        return Lease(int(answer.content["ID"]), seconds, answer.sent + seconds)
+        return Lease(number, seconds, answer.sent + seconds)
 
+    @_trusted
     def renew(self, lease: Lease) -> Lease:
         """See `Directory.renew`.
 
@@ -150,7 +175,7 @@ class EtcdDirectory:
             read = self._ask("/v3/kv/range", messages.confirm_request(self._prefix), ends, limit=limit)
             if renewal.header.term != read.header.term:
                 continue
-            seconds = float(renewal.content.get("TTL", 0))
+            seconds = messages.ttl_of(renewal.content)
             if not seconds:
                 raise _lost(lease)
             return Lease(lease.id, seconds, renewal.sent + seconds)
@@ -159,22 +184,26 @@ class EtcdDirectory:
             "is unknown whether the lease was renewed: look at the load of its members and the network between them"
         )
 
+    @_trusted
     def revoke(self, lease: Lease) -> None:
         try:
             self._ask("/v3/lease/revoke", {"ID": str(lease.id)})
         except LeaseLost:
             pass
 
+    @_trusted
     def swap(self, key: str, value: bytes | None, expected: int = ABSENT, lease: Lease | None = None) -> Swap:
         name = self._prefix + check_key(key)
         check_value(key, value or b"")
         request = messages.swap_request(name, value, expected, lease.id if lease else 0)
         return messages.swap_of(self._ask("/v3/kv/txn", request, repeat=False).content, self._prefix)
 
+    @_trusted
     def list(self, prefix: str) -> Listing:
         request = messages.list_request(self._prefix + prefix.encode())
         return messages.listing_of(self._ask("/v3/kv/range", request).content, self._prefix)
 
+    @_trusted
     def watch(self, prefix: str, since: int, timeout: float) -> tuple[int, Events]:
         name = self._prefix + prefix.encode()
         began = time.monotonic()
@@ -278,7 +307,7 @@ class EtcdDirectory:
 
     def _check(self, message: Json) -> None:
         """Raise the error that a message of a stream tells of."""
-        if compacted := int(message.get("compact_revision", 0)):
+        if compacted := messages.compacted_of(message):
             raise Compacted(f"etcd was compacted until revision {compacted}: list again, and watch from there")
         if message.get("canceled"):
             raise Unanswered(message.get("cancel_reason") or "the watch was cancelled")

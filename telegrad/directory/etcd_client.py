@@ -264,7 +264,7 @@ class Client:
             )
         except Unanswered as error:  # the request itself was not sent
             raise Unsent(str(error)) from None
-        self._token = str(answer.content["token"])
+        self._token = messages.token_of(answer.content)
         return self._token
 
     def _why(self, error: OSError) -> str:

@@ -6,9 +6,11 @@ The gateway writes 64-bit numbers as strings and bytes in base64, and leaves out
 from __future__ import annotations
 
 import base64
+import functools
 import json
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 from urllib.parse import parse_qsl, urlsplit
 
 from telegrad.directory.protocol import DirectoryRefused, Entry, Event, Listing, Swap
@@ -24,6 +26,8 @@ NOT_FOUND, RESOURCE_EXHAUSTED, UNAUTHENTICATED = 5, 8, 16
 PASSING = {1, 2, 4, 10, 13, 14}  # cancelled, unknown, deadline, aborted, internal, unavailable: as in an election
 
 Json = dict[str, Any]
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class Settings(NamedTuple):
@@ -66,6 +70,23 @@ class Refused(Exception):
     def needs_token(self) -> bool:
         """Return True if the token is too old. The request was not done."""
         return self.code == UNAUTHENTICATED or self.message.endswith("revision of auth store is old")
+
+
+class Malformed(Exception):
+    """An answer, or an entry in one, does not have the form that etcd gives it."""
+
+
+def _checked(read: Callable[Concatenate[Json, P], T]) -> Callable[Concatenate[Json, P], T]:
+    """Have a function that reads answers raise Malformed for those of another form."""
+
+    @functools.wraps(read)
+    def checked(answer: Json, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return read(answer, *args, **kwargs)
+        except (AttributeError, LookupError, TypeError, ValueError, OverflowError) as error:
+            raise Malformed(f"{type(error).__name__}: {error}") from None
+
+    return checked
 
 
 def parse_url(url: str) -> Settings:
@@ -137,22 +158,52 @@ def _range(prefix: bytes) -> Json:
     return {"key": _packed(prefix), "range_end": _packed(end)}
 
 
+@_checked
 def header_of(answer: Json) -> Header:
     header = answer.get("header", {})
     return Header(*(int(header.get(name, 0)) for name in ("cluster_id", "member_id", "revision", "raft_term")))
 
 
+@_checked
 def swap_of(answer: Json, prefix: bytes) -> Swap:
     found = answer["responses"][-1].get("response_range", {}).get("kvs", ())
-    return Swap(answer.get("succeeded", False), _entry(found[0], prefix) if found else None)
+    return Swap(bool(answer.get("succeeded", False)), _entry(found[0], prefix) if found else None)
 
 
+@_checked
 def listing_of(answer: Json, prefix: bytes) -> Listing:
     return Listing(header_of(answer).revision, tuple(_entry(each, prefix) for each in answer.get("kvs", ())))
 
 
+@_checked
 def events_of(answer: Json, prefix: bytes) -> list[Event]:
     return [_event(each, prefix) for each in answer.get("events", ())]
+
+
+@_checked
+def ttl_of(answer: Json) -> float:
+    """Return the seconds of a lease: 0 where it has ended."""
+    seconds = float(answer.get("TTL", 0))
+    if not (seconds >= 0 and math.isfinite(seconds)):
+        raise ValueError(f"a lease of {seconds} s")
+    return seconds
+
+
+@_checked
+def lease_of(answer: Json) -> int:
+    """Return the id of a new lease."""
+    return int(answer["ID"])
+
+
+@_checked
+def token_of(answer: Json) -> str:
+    return str(answer["token"])
+
+
+@_checked
+def compacted_of(message: Json) -> int:
+    """Return the revision until which etcd was compacted, where that ended a watch; else 0."""
+    return int(message.get("compact_revision", 0))
 
 
 def _event(event: Json, prefix: bytes) -> Event:
@@ -163,17 +214,22 @@ def _event(event: Json, prefix: bytes) -> Event:
 
 
 def _entry(found: Json, prefix: bytes) -> Entry:
-    return Entry(
-        _name(found, prefix),
-        base64.b64decode(found.get("value", "")),
-        int(found["mod_revision"]),
-        int(found["create_revision"]),
-        int(found.get("lease", 0)),
-    )
+    name = _name(found, prefix)
+    try:
+        return Entry(
+            name,
+            base64.b64decode(found.get("value", "")),
+            int(found["mod_revision"]),
+            int(found["create_revision"]),
+            int(found.get("lease", 0)),
+        )
+    except (LookupError, TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"the key {name!r}: {error}") from None
 
 
 def _name(found: Json, prefix: bytes) -> str:
-    return base64.b64decode(found["key"]).removeprefix(prefix).decode()
+    # A key that is no UTF-8 is another program's. It has no seal, so it is left out where it is met.
+    return base64.b64decode(found["key"]).removeprefix(prefix).decode("utf-8", "backslashreplace")
 
 
 def _packed(data: bytes) -> str:
@@ -189,17 +245,21 @@ def answer_of(status: int, body: bytes) -> Json:
     """
     try:
         answer = json.loads(body)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise _misplaced(status, body) from None
     if not isinstance(answer, dict):
         raise _misplaced(status, body)
     error = answer.get("error")
     if isinstance(error, dict):  # in a stream
-        raise Refused(int(error.get("grpc_code") or error.get("code") or 2), str(error.get("message", "")))
+        raise Refused(_code(error.get("grpc_code") or error.get("code")), str(error.get("message", "")))
     if status != 200:
-        raise Refused(int(answer.get("code", 2)), str(answer.get("message") or error or f"status {status}"))
+        raise Refused(_code(answer.get("code")), str(answer.get("message") or error or f"status {status}"))
     result = answer.get("result", answer)
     return result if isinstance(result, dict) else {}
+
+
+def _code(code: object) -> int:
+    return code if isinstance(code, int) else 2
 
 
 def ends_live_leases(version: str) -> bool:

@@ -47,14 +47,11 @@ import importlib.resources
 import math
 import secrets
 import time
-from typing import Any
 
 from telegrad.directory.protocol import (
     ABSENT,
     Compacted,
     DirectoryReset,
-    Entry,
-    Event,
     Events,
     Lease,
     LeaseLost,
@@ -64,8 +61,10 @@ from telegrad.directory.protocol import (
     check_ttl,
     check_value,
 )
-from telegrad.directory.redis_connections import Answer, Connections, ScriptUnknown, Session
+from telegrad.directory.redis_connections import Connections, ScriptFailed, ScriptUnknown, Session
+from telegrad.directory.redis_replies import Malformed, Reply, is_of_malformed_keys, read_reply
 from telegrad.directory.redis_settings import parse
+from telegrad.errors import StoreUntrusted
 
 HISTORY = 10_000  # changes that watches can still get: 80 s of 25 joins a second with 5 writes each
 _BATCH = 100  # changes that one reply has at most
@@ -115,7 +114,7 @@ class RedisDirectory:
         """Begin a lease."""
         check_ttl(ttl)
         sent, reply = self._run("grant", math.ceil(ttl * 1e6))
-        return Lease(reply[2], ttl, sent + ttl)
+        return Lease(reply.content, ttl, sent + ttl)
 
     def renew(self, lease: Lease) -> Lease:
         """Return the lease with a new end. Raises LeaseLost where it has ended."""
@@ -131,13 +130,13 @@ class RedisDirectory:
         check_value(key, value or b"")
         what = (check_key(key), expected, lease.id if lease else 0)
         operation = ("delete", *what) if value is None else ("write", *what, value)
-        _, (status, _, record) = self._run(*operation, repeat=False)
-        return Swap(status == b"done", _read_record(key, record) if record else None)
+        _, reply = self._run(*operation, repeat=False)
+        return Swap(reply.status == b"done", reply.content)
 
     def list(self, prefix: str) -> Listing:
         """Return all keys that begin with `prefix`, as they stood at one revision; linearizable."""
-        _, (_, revision, found) = self._run("list", _encode_prefix(prefix))
-        return Listing(revision, tuple(_read_record(key.decode(), record) for key, record in found))
+        _, reply = self._run("list", _encode_prefix(prefix))
+        return Listing(reply.revision, reply.content)
 
     def watch(self, prefix: str, since: int, timeout: float) -> tuple[int, Events]:
         """Wait until a key under `prefix` changes after revision `since`, at most `timeout` seconds.
@@ -146,33 +145,50 @@ class RedisDirectory:
         """
         ends = time.monotonic() + timeout
         while True:
-            _, (_, _, since, found, _) = self._run("watch", _encode_prefix(prefix), since, _BATCH, wait_until=ends)
-            if found or time.monotonic() >= ends:
-                return since, [_read_change(*change) for change in found]
+            _, reply = self._run("watch", _encode_prefix(prefix), since, _BATCH, wait_until=ends)
+            since, events, _ = reply.content
+            if events or time.monotonic() >= ends:
+                return since, events
 
     def close(self) -> None:
         """Let go of the connections; a lease of this client lives on until it ends. A watch raises within a second."""
         self._connections.close()
 
-    def _run(self, *operation: bytes | str | int, repeat: bool = True, wait_until: float = 0.0) -> Answer:
-        """Run an operation of the script; raise what its reply says. Only a watch has a `wait_until`."""
+    def _run(self, *operation: bytes | str | int, repeat: bool = True, wait_until: float = 0.0) -> tuple[float, Reply]:
+        """Run an operation of the script; return when it was sent, and the reply. Only a watch has a `wait_until`."""
         answer = self._connections.run(lambda session: self._ask(session, operation, wait_until), repeat)
         self._check(answer.reply)
-        return answer
+        return answer.sent, answer.reply
 
-    def _ask(self, session: Session, operation: tuple[bytes | str | int, ...], wait_until: float) -> Any:
-        """Run an operation. Where it is a watch that found nothing, wait for the next change or end of a lease."""
+    def _ask(self, session: Session, operation: tuple[bytes | str | int, ...], wait_until: float) -> Reply:
+        """Run an operation. Where it is a watch that found nothing, wait for the next change or end of a lease.
+
+        Raises:
+            StoreUntrusted: other programs have written to the group's keys.
+        """
+        try:
+            return self._ask_script(session, operation, wait_until)
+        except Malformed as error:
+            field = f", field {error.field!r}," if error.field else ""
+            raise self._untrusted(error.key, f"{field} has a content that no worker of the group has written") from None
+        except ScriptFailed as error:
+            if is_of_malformed_keys(str(error)):
+                raise self._untrusted("*", f" cannot be used ({error})") from None
+            raise
+
+    def _ask_script(self, session: Session, operation: tuple[bytes | str | int, ...], wait_until: float) -> Reply:
         name, *arguments = operation
         command = (len(self._keys), *self._keys, name, self._incarnation, self._seen, HISTORY, *arguments)
         try:
-            reply = session.ask("EVALSHA", _SHA, *command)
+            raw = session.ask("EVALSHA", _SHA, *command)
         except ScriptUnknown:  # SCRIPT FLUSH; nothing was run
-            reply = session.ask("EVAL", _SCRIPT, *command)
-        if name == "watch" and reply[0] == b"done":
-            _, _, since, found, milliseconds = reply
+            raw = session.ask("EVAL", _SCRIPT, *command)
+        reply = read_reply(str(name), arguments[0], raw)
+        if name == "watch" and reply.status == b"done":
+            since, events, milliseconds = reply.content
             left = min(wait_until - time.monotonic(), self._slice)
             left = min(left, milliseconds / 1000) if milliseconds >= 0 else left
-            if not found and left > 0:
+            if not events and left > 0:
                 history = self._keys[_KEYS.index("history")]
                 session.ask("XREAD", "COUNT", 1, "BLOCK", math.ceil(left * 1000), "STREAMS", history, f"{since}-0")
         return reply
@@ -181,11 +197,18 @@ class RedisDirectory:
         """Begin a connection to the server process `run`."""
         reply = self._ask(session, ("attach", run, secrets.token_hex(8)), 0.0)
         self._check(reply)
-        self._incarnation = reply[2]
+        self._incarnation = reply.content
 
-    def _check(self, reply: Any) -> None:
+    def _untrusted(self, key: str, why: str) -> StoreUntrusted:
+        group = self._keys[0].decode().removesuffix(_KEYS[0])
+        return StoreUntrusted(
+            f"the key {group + key!r} of the Redis server at {self._address}{why}: another program writes to this "
+            "database of the server. Keep others from it, and begin the group anew in another database"
+        )
+
+    def _check(self, reply: Reply) -> None:
         """Raise the error that the status of a reply tells of, and keep its revision."""
-        status, revision = reply[0], reply[1]
+        status, revision, _ = reply
         if status == b"reset":
             raise DirectoryReset(
                 f"the Redis server at {self._address} has lost writes of this group that it had acknowledged: it is at "
@@ -205,13 +228,3 @@ class RedisDirectory:
 
 def _encode_prefix(prefix: str) -> bytes:
     return prefix.encode("utf-8", "surrogatepass")  # a prefix that UTF-8 cannot write is one of no key
-
-
-def _read_record(key: str, record: bytes) -> Entry:
-    """Read what on_redis.lua has made in write()."""
-    revision, created, lease, value = record.split(b" ", 3)
-    return Entry(key, value, int(revision), int(created), int(lease))
-
-
-def _read_change(revision: int, key: bytes, record: bytes | None = None) -> Event:
-    return Event(revision, key.decode(), None if record is None else _read_record(key.decode(), record))

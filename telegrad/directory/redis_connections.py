@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from telegrad import forks
 from telegrad.directory.protocol import DirectoryLost, DirectoryRefused
 from telegrad.directory.redis_settings import RIGHTS, Address, find_faults, parse_info
-from telegrad.errors import UsageError
+from telegrad.errors import StoreUntrusted, UsageError
 from telegrad.private_files import reason
 from telegrad.transport.tls import load_own
 
@@ -29,7 +29,7 @@ try:
 except ImportError as error:
     raise ImportError("the directory on Redis needs redis-py: pip install 'telegrad[redis]'") from error
 
-ScriptUnknown = exceptions.NoScriptError
+ScriptFailed, ScriptUnknown = exceptions.ResponseError, exceptions.NoScriptError
 _BROKEN = (exceptions.ConnectionError, exceptions.TimeoutError, OSError)
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 0.5  # seconds between attempts to connect
 
@@ -82,6 +82,7 @@ class Connections:
         Raises:
             DirectoryLost: the patience is over, the connections are closed, or the operation may have been done.
             DirectoryRefused: the server is not fit for a directory.
+            StoreUntrusted: what the operation raises.
             NotInitialized: this process was forked from the one that has made them.
         """
         forks.check(self._made_at)
@@ -94,6 +95,8 @@ class Connections:
                 with self._lend(connection):
                     sent = time.monotonic()
                     return Answer(sent, operation(Session(connection, deadline)))
+            except StoreUntrusted:  # an OSError as well, but one that comes again
+                raise
             except _BROKEN as error:
                 failure: Exception = error
             except exceptions.RedisError as error:  # a reply, such as OOM, READONLY or BUSY
@@ -109,9 +112,8 @@ class Connections:
     def close(self) -> None:
         """Close what is idle now, and the rest when its operation ends."""
         self._closed.set()
-        while self._idle:
-            with contextlib.suppress(IndexError):  # another thread has taken the last one
-                self._idle.pop().disconnect()
+        while connection := self._pop_idle():
+            connection.disconnect()
 
     def _lost(self, what: str) -> DirectoryLost:
         return DirectoryLost(
@@ -122,15 +124,19 @@ class Connections:
     def _take(self, deadline: float) -> redis.Connection:
         """Return a connection on which nothing waits to be read: one that the server has closed has its end to read."""
         while not self._closed.is_set():
-            try:
-                connection = self._idle.pop()
-            except IndexError:
+            connection = self._pop_idle()
+            if connection is None:
                 return self._connect(deadline)
             with contextlib.suppress(*_BROKEN):
                 if not connection.can_read():
                     return connection
             connection.disconnect()
         raise DirectoryLost(f"the connection to the directory on Redis at {self._address} was closed here")
+
+    def _pop_idle(self) -> redis.Connection | None:
+        with contextlib.suppress(IndexError):
+            return self._idle.pop()
+        return None
 
     @contextlib.contextmanager
     def _lend(self, connection: redis.Connection) -> Iterator[None]:
@@ -169,12 +175,12 @@ class Connections:
             if isinstance(error, exceptions.AuthenticationError):
                 raise DirectoryRefused(
                     f"the Redis server at {address} refuses the login ({error}): give its user and password in the URL"
-                ) from error
+                ) from None
             if isinstance(error, exceptions.NoPermissionError) or "unknown command" in str(error):
                 raise DirectoryRefused(
                     f"the Redis server at {address} refuses what a directory needs ({error}): allow the user {RIGHTS} "
                     "by ACL SETUSER. A server that has no CONFIG cannot be used, since it cannot be checked"
-                ) from error
+                ) from None
             raise
         return connection
 

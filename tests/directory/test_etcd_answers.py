@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from telegrad.directory.protocol import DirectoryLost, DirectoryRefused, Entry, Lease, LeaseLost, Swap
-from telegrad.errors import NotInitialized
+from telegrad.errors import NotInitialized, StoreUntrusted
 from tests.directory.conftest import Connect
 from tests.directory.harness import LONG, SOON
 
@@ -245,3 +245,25 @@ def test_what_was_written_is_what_etcd_says(played: Play, connected: Connect) ->
     server = played(lambda *_: {**header(), "succeeded": True, "responses": responses})
     client = connected(f"etcd://127.0.0.1:{server.port}")
     assert client.swap("a", b"") == Swap(True, Entry("a", b"", 9, 4, 7))
+
+
+@pytest.mark.parametrize("entry", [{"key": "YQ=="}, "junk", {"key": "YQ==", "mod_revision": "x"}, None])
+def test_an_answer_that_no_etcd_gives_is_not_trusted(played: Play, connected: Connect, entry: Any) -> None:
+    def answer(path: str, body: dict[str, Any]) -> Any:
+        if path == "/v3/watch":
+            messages = {**header(), "created": True}, {**header(), "events": [{"kv": entry}]}
+            return "\n".join(json.dumps({"result": each}) for each in messages).encode()
+        ranged = {"kvs": [entry], "response_range": {"kvs": [entry]}}
+        return {**header(), **ranged, "responses": [ranged], "TTL": [], "ID": entry}
+
+    server = played(answer)
+    client = connected(f"etcd://127.0.0.1:{server.port}/mine", 2.0)
+    for ask in (
+        lambda: client.list(""),
+        lambda: client.swap("a", b""),
+        lambda: client.grant(1.0),
+        lambda: client.renew(Lease(7, 9.0, 0.0)),
+        lambda: client.watch("", 5, SOON),
+    ):
+        with pytest.raises(StoreUntrusted, match=rf"etcd at 127.0.0.1:{server.port} gave .* under 'mine/'"):
+            ask()

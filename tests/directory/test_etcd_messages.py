@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import pathlib
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as some
 
-from telegrad.directory import etcd
-from telegrad.directory.etcd_messages import Continuity, Endpoints, Header, Settings, ends_live_leases, parse_url
+from telegrad.directory import etcd, etcd_messages
+from telegrad.directory.etcd_messages import (
+    Continuity,
+    Endpoints,
+    Header,
+    Malformed,
+    Refused,
+    Settings,
+    ends_live_leases,
+    parse_url,
+)
 from telegrad.directory.http_responses import LONGEST_LINE, BadResponse, ResponseReader
+from telegrad.directory.protocol import DirectoryRefused, Listing, Swap
 from telegrad.errors import UsageError
 
 
@@ -168,3 +183,67 @@ def test_pauses_come_after_each_round_and_grow() -> None:
     assert pauses[1:10:2] == [0.05, 0.1, 0.2, 0.4, 0.5]
     assert Endpoints(1, 0).pause(100_000, 0.0) == 0.25
     assert Endpoints(1, 0).pause(100_000, 1.0) == 0.75
+
+
+KEY_VALUE = {"key": "YQ==", "value": "dg==", "mod_revision": "7", "create_revision": "5", "lease": "2"}
+HEADER = {"cluster_id": "1", "member_id": "2", "revision": "7", "raft_term": "3"}
+ANSWERS: list[tuple[str, dict[str, Any], type | tuple[type, ...]]] = [
+    ("header_of", {"header": HEADER}, Header),
+    ("swap_of", {"succeeded": True, "responses": [{"response_range": {"kvs": [KEY_VALUE]}}]}, Swap),
+    ("listing_of", {"header": HEADER, "kvs": [KEY_VALUE]}, Listing),
+    ("events_of", {"events": [{"kv": KEY_VALUE}, {"type": "DELETE", "kv": KEY_VALUE}]}, list),
+    ("ttl_of", {"TTL": "10"}, float),
+    ("lease_of", {"ID": "7"}, int),
+    ("token_of", {"token": "x"}, str),
+    ("compacted_of", {"compact_revision": "7"}, int),
+]
+VALUES = some.recursive(
+    some.none() | some.booleans() | some.integers() | some.floats() | some.text(max_size=5) | some.just("7" * 5000),
+    lambda inner: some.lists(inner, max_size=3) | some.dictionaries(some.sampled_from(sorted(KEY_VALUE)), inner),
+    max_leaves=6,
+)
+
+
+def altered(value: Any, data: some.DataObject) -> Any:
+    """Return an answer of which one part is another one, or is missing."""
+    if not isinstance(value, dict | list) or not value or data.draw(some.integers(0, 3)) == 0:
+        return data.draw(VALUES)
+    keys = list(value) if isinstance(value, dict) else list(range(len(value)))
+    changed = dict(value) if isinstance(value, dict) else list(value)
+    key = data.draw(some.sampled_from(keys))
+    if data.draw(some.booleans()):
+        changed[key] = altered(value[key], data)
+    else:
+        del changed[key]
+    return changed
+
+
+@given(some.data())
+def test_an_answer_of_any_shape_is_read_or_malformed(data: some.DataObject) -> None:
+    name, answer, kind = data.draw(some.sampled_from(ANSWERS))
+    read = getattr(etcd_messages, name)
+    arguments = () if name in ("header_of", "ttl_of", "lease_of", "token_of", "compacted_of") else (b"",)
+    assert isinstance(read(answer, *arguments), kind)
+    status = data.draw(some.sampled_from([200, 200, 500]))
+    with contextlib.suppress(Malformed, Refused, DirectoryRefused):
+        content = etcd_messages.answer_of(status, json.dumps(altered(answer, data)).encode())
+        assert isinstance(read(content, *arguments), kind)
+
+
+def test_an_error_of_any_shape_is_read() -> None:
+    answer: dict[str, Any]
+    for answer in ({"error": {"grpc_code": "x"}}, {"error": {"code": [], "message": 7}}, {"code": None, "error": []}):
+        with pytest.raises(Refused):
+            etcd_messages.answer_of(500, json.dumps(answer).encode())
+    with pytest.raises(Refused):
+        etcd_messages.answer_of(200, b"[" * 100_000)
+
+
+def test_the_key_of_an_entry_that_cannot_be_read_is_named() -> None:
+    with pytest.raises(Malformed, match="the key 'a'"):
+        etcd_messages.listing_of({"kvs": [{**KEY_VALUE, "mod_revision": "x"}]}, b"")
+
+
+def test_a_key_that_is_no_utf_8_is_listed() -> None:
+    (entry,) = etcd_messages.listing_of({"kvs": [{**KEY_VALUE, "key": "/w=="}]}, b"").entries
+    assert entry.key == "\\xff"

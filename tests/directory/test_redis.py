@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 import shutil
@@ -9,7 +10,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -27,7 +28,7 @@ from telegrad.directory.protocol import (
     Swap,
 )
 from telegrad.directory.redis_connections import Session
-from telegrad.errors import NotInitialized
+from telegrad.errors import NotInitialized, StoreUntrusted
 from tests.directory.contract import Contract
 from tests.directory.faults import Faults
 from tests.directory.harness import LONG, SOON, is_gone, read, wait_for, written
@@ -389,3 +390,55 @@ def test_a_second_owner_needs_the_end_of_the_first(shared: Server) -> None:
     with pytest.raises(LeaseLost, match="begin a new one"):
         first.swap("owner", b"first", entry.revision, lease)
     assert read(first, "owner") == swap.entry
+
+
+# Keys that other programs have written to
+
+
+@pytest.mark.parametrize("junk", ["junk", "1 1 1", "999 x y z w"])
+def test_an_entry_that_was_spoilt_is_named(shared: Server, junk: str) -> None:
+    (client,) = clients_of(shared, "spoilt", 1)
+    client.swap("good", b"")
+    shared.admin().hset("telegrad:spoilt:entries", "good", junk)
+    says = rf"'telegrad:spoilt:entries' of the Redis server at redis://127.0.0.1:{shared.port}/0, field 'good'"
+    for ask in (lambda: client.list(""), lambda: client.swap("good", b""), lambda: client.swap("good", None)):
+        with pytest.raises(StoreUntrusted, match=says):
+            ask()
+    client.swap("other", b"")
+    shared.admin().hdel("telegrad:spoilt:entries", "good")
+    shared.admin().zrem("telegrad:spoilt:order", "good")
+    assert [entry.key for entry in client.list("").entries] == ["other"]
+
+
+@pytest.mark.parametrize("junk", ["junk", "-1", "9" * 30, "another type"])
+@pytest.mark.parametrize("key", on_redis._KEYS)
+def test_keys_that_were_spoilt_raise_nothing_else(shared: Server, key: str, junk: str) -> None:
+    group = f"{key}-{junk}"
+    client, admin, name = RedisDirectory(shared.url, group), shared.admin(), f"telegrad:{group}:{key}"
+    lease = client.grant(LONG)
+    client.swap("held", b"", lease=lease)
+    if junk == "another type" or key not in ("state", "entries", "ttls"):
+        admin.delete(name)
+        admin.set(name, junk)
+    else:
+        for field in admin.hkeys(name):
+            admin.hset(name, field, junk)
+    asked: list[Callable[[], object]] = [
+        lambda: client.list(""),
+        lambda: client.watch("", ABSENT, 0.0),
+        lambda: client.renew(lease),
+        lambda: client.swap("held", None, 1),
+        lambda: client.swap("new", b"", lease=lease),
+        lambda: client.grant(LONG),
+        lambda: client.revoke(lease),
+        lambda: RedisDirectory(shared.url, group),
+    ]
+    raised = []
+    for ask in asked:
+        with contextlib.suppress(LeaseLost, Compacted):
+            try:
+                ask()
+            except (StoreUntrusted, DirectoryReset) as error:
+                raised.append(str(error))
+    assert raised or key == "ttls"  # a number that is there, if not the one that was written
+    assert all(f"telegrad:{group}:" in each or "has lost writes" in each for each in raised)

@@ -69,6 +69,22 @@ def test_a_password(tmp_path: pathlib.Path) -> None:
             assert RedisDirectory(f"redis://{login}{place}/2", "group").swap(login, b"").done
 
 
+def test_a_server_that_begins_to_refuse_raises_that_alone(tmp_path: pathlib.Path) -> None:
+    with running(tmp_path) as server:
+        client, admin = server.client(), server.admin()
+        admin.config_set("requirepass", "word")
+        admin.execute_command("CLIENT", "KILL", "TYPE", "normal")
+        with pytest.raises(DirectoryRefused, match="refuses the login") as caught:
+            client.list("")
+        assert caught.value.__cause__ is None
+        assert caught.value.__suppress_context__ or caught.value.__context__ is None
+        admin.execute_command("CONFIG", "SET", "requirepass", "")
+        admin.replicaof("127.0.0.1", "1")
+        with pytest.raises(DirectoryRefused, match="it is a replica") as caught:
+            client.list("")
+        assert caught.value.__cause__ is caught.value.__context__ is None
+
+
 def test_a_user_needs_few_rights(tmp_path: pathlib.Path) -> None:
     with running(tmp_path) as server:
         rights = RIGHTS.replace("telegrad:*", "telegrad:mine:*").split()

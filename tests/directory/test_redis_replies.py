@@ -1,0 +1,90 @@
+"""Replies of the script on Redis, which may hold anything where other programs write to the group's keys."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as some
+
+from telegrad.directory.protocol import Entry, Event
+from telegrad.directory.redis_replies import Changes, Malformed, Reply, read_reply
+
+ENTRY = Entry("a", b"of a value\n", 7, 5, 2)
+RECORD = b"7 5 2 of a value\n"
+REPLIES = [
+    ("attach", [b"done", 7, b"ab"], Reply(b"done", 7, b"ab")),
+    ("grant", [b"done", 7, 3], Reply(b"done", 7, 3)),
+    ("renew", [b"done", 7], Reply(b"done", 7)),
+    ("renew", [b"lease lost", 7], Reply(b"lease lost", 7)),
+    ("revoke", [b"done", 7], Reply(b"done", 7)),
+    ("write", [b"done", 7, RECORD], Reply(b"done", 7, ENTRY)),
+    ("write", [b"differs", 7, None], Reply(b"differs", 7)),
+    ("delete", [b"done", 7, None], Reply(b"done", 7)),
+    ("list", [b"done", 7, [[b"a", RECORD]]], Reply(b"done", 7, (ENTRY,))),
+    (
+        "watch",
+        [b"done", 8, 8, [[7, b"a", RECORD], [8, b"a"]], -1],
+        Reply(b"done", 8, Changes(8, [Event(7, "a", ENTRY), Event(8, "a", None)], -1)),
+    ),
+    ("watch", [b"compacted", 8], Reply(b"compacted", 8)),
+]
+
+
+@pytest.mark.parametrize(("operation", "raw", "reply"), REPLIES)
+def test_replies(operation: str, raw: list[Any], reply: Reply) -> None:
+    assert read_reply(operation, b"a", raw) == reply
+
+
+RECORDS = some.sampled_from([RECORD, b"junk", b"1 1 1", b"999 x y z w", b"\xff", b"", b"9" * 5000 + b" 1 1 "])
+VALUES = some.recursive(
+    some.none() | some.booleans() | some.integers() | RECORDS | some.binary(max_size=8) | some.builds(ValueError),
+    lambda inner: some.lists(inner, max_size=4),
+    max_leaves=8,
+)
+
+
+CONTENTS: dict[str, tuple[type, ...]] = {
+    "attach": (bytes,),
+    "grant": (int,),
+    "renew": (type(None),),
+    "revoke": (type(None),),
+    "write": (Entry, type(None)),
+    "delete": (Entry, type(None)),
+    "list": (tuple,),
+    "watch": (Changes,),
+}
+
+
+@given(some.data())
+def test_a_reply_of_any_shape_is_read_or_malformed(data: some.DataObject) -> None:
+    operation, raw, _ = data.draw(some.sampled_from(REPLIES))
+    reply = data.draw(VALUES | some.just(altered(raw, data)))
+    with contextlib.suppress(Malformed):
+        found = read_reply(operation, b"a", reply)
+        assert type(found.revision) is int
+        assert type(found.content) in CONTENTS[operation] or found.status in (b"reset", b"lease lost", b"compacted")
+
+
+def altered(raw: Any, data: some.DataObject) -> Any:
+    """Return a reply of which one part is another one, or is missing."""
+    if not isinstance(raw, list) or not raw or data.draw(some.booleans()):
+        return data.draw(VALUES)
+    at = data.draw(some.integers(0, len(raw) - 1))
+    parts = [] if data.draw(some.booleans()) else [altered(raw[at], data)]
+    return [*raw[:at], *parts, *raw[at + 1 :]]
+
+
+@pytest.mark.parametrize("record", [b"junk", b"1 1 1", b"999 x y z w", b"-1 1 1 ", b"1_0 1 1 ", b"", None, 5])
+def test_the_entry_that_is_spoilt_is_named(record: Any) -> None:
+    for operation, reply in (("list", [[b"b", record]]), ("write", record or b"")):
+        with pytest.raises(Malformed) as caught:
+            read_reply(operation, b"b", [b"done", 7, reply])
+        assert (caught.value.key, caught.value.field) == ("entries", "b")
+
+
+def test_changes_that_the_revision_does_not_count_are_another_programs() -> None:
+    with pytest.raises(Malformed, match="history"):
+        read_reply("watch", b"", [b"done", 7, 8, [[8, b"a"]], -1])
