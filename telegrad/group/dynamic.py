@@ -22,11 +22,12 @@ from telegrad.directory.protocol import (
     Compacted,
     Directory,
     DirectoryLost,
+    DirectoryRefused,
     DirectoryReset,
     Lease,
     LeaseLost,
 )
-from telegrad.errors import PeerLost, ShutDown, TelegradError
+from telegrad.errors import PeerLost, ShutDown, StoreUntrusted, TelegradError
 from telegrad.group.finding import Keeping, withdraw
 from telegrad.group.members import Member, listed, unknown
 from telegrad.group.registry import (
@@ -48,6 +49,7 @@ from telegrad.threads import LONGEST_WAIT, Background, run_beside
 
 RENEWALS = 3  # in the time of a lease: two may fail
 SHORTEST_PAUSE, LONGEST_PAUSE = 0.05, 1.0  # seconds between two tries, while the directory does not answer
+UNUSABLE = DirectoryLost, DirectoryRefused, StoreUntrusted  # errors of a directory that may be of use again later
 HAS_LEFT = "this worker has left the group"
 PATIENCE = 2.0  # seconds for the directory to be told that this worker leaves, and for a thread to end
 
@@ -97,9 +99,10 @@ class DynamicGroup:
         self._stopped = threading.Event()
         self._ending = threading.Lock()  # taken once, without waiting, by the thread that finds this life ended
         self._renewal_pause = self._watch_pause = SHORTEST_PAUSE  # seconds until the next try, if one fails
+        self._unrenewed = ""  # why the last renewal failed, where the log tells of that; stored by the thread
         self._thread = Background("telegrad-directory", self._main)
         self._renewing = Background("telegrad-lease", self._renew)
-        self.is_lost = False  # the directory did not answer last; stored by the thread
+        self.is_lost = False  # the directory did not answer last, or refused; stored by the thread
 
     # Joining
 
@@ -112,7 +115,7 @@ class DynamicGroup:
             members = [each.member for each in roster.members.values()]
             registered = self._publish(self.registry.reserve(me, self._lease, is_alive, members))
         except BaseException:
-            with contextlib.suppress(DirectoryLost):
+            with contextlib.suppress(*UNUSABLE):
                 self.directory.revoke(self._lease)
             raise
         self._me, self._epoch = registered
@@ -235,7 +238,7 @@ class DynamicGroup:
     def _tell_lost(self, member: Member, why: str, unanswered: Callable[[], None]) -> None:
         try:
             self.registry.declare_lost(member.incarnation, why)
-        except DirectoryLost:
+        except UNUSABLE:
             unanswered()
 
     # The threads
@@ -257,7 +260,14 @@ class DynamicGroup:
         pause, self._renewal_pause = self._renewal_pause, SHORTEST_PAUSE
         try:
             self._lease = self.directory.renew(self._lease)
-        except DirectoryLost:
+            self._unrenewed = ""
+        except UNUSABLE as error:
+            # The watch tells of a server that is down or refuses all; by now it would have met that.
+            is_late = self._clock() > self._lease.ends - self._ttl / RENEWALS
+            is_refused = is_late and not (self.is_lost or isinstance(error, DirectoryLost))
+            if is_refused and str(error) != self._unrenewed:
+                self._unrenewed = str(error)
+                log.warning("telegrad: the lease in the group's directory could not be renewed: %s", error)
             self._renewal_pause = min(2 * pause, LONGEST_PAUSE)
             return pause
         except DirectoryReset as error:
@@ -286,9 +296,9 @@ class DynamicGroup:
             self._step()
             self._say_lost("")
             return 0.0
-        except DirectoryLost as error:
+        except UNUSABLE as error:
             if not self._stopped.is_set():  # else `leave` has closed the directory
-                self._say_lost(str(error))
+                self._say_lost(str(error), "does not answer" if isinstance(error, DirectoryLost) else "cannot be used")
             self._watch_pause = min(2 * pause, LONGEST_PAUSE)
             return pause
         except DirectoryReset as error:
@@ -388,12 +398,13 @@ class DynamicGroup:
     def _name(self) -> str:
         return self._me.name if self._me is not None else ""
 
-    def _say_lost(self, why: str) -> None:
-        """Log, once each, that the directory does not answer, and that it does again."""
+    def _say_lost(self, why: str, how: str = "") -> None:
+        """Log, once each, that the directory cannot be used, and that it answers again."""
         if why and not self.is_lost:
             log.warning(
-                "telegrad: the directory of the group does not answer (%s). Workers that know one another go on; those "
-                "that want to join wait",
+                "telegrad: the directory of the group %s (%s). Workers that know one another go on; those that want to "
+                "join wait",
+                how,
                 why,
             )
         elif not why and self.is_lost:

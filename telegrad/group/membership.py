@@ -21,10 +21,9 @@ from functools import partial
 from time import monotonic
 from typing import Any, NamedTuple
 
-from telegrad.directory.protocol import DirectoryLost
 from telegrad.errors import CallTimeout, LeftEarly, PeerError, PeerLost, PeerSilent, ShutDown, TelegradError
 from telegrad.group.doubts import Doubt, Knocks, remember
-from telegrad.group.dynamic import DynamicGroup
+from telegrad.group.dynamic import UNUSABLE, DynamicGroup
 from telegrad.group.lacking import lack, missing
 from telegrad.group.members import Identity, Member, Members, View, WorkerInfo, info
 from telegrad.group.post import Post
@@ -124,7 +123,7 @@ class Membership:
     def refresh(self) -> None:
         """See who has joined a dynamic group by now; where its directory does not answer, the members stay known."""
         if self._group is not None and not (self._group.over or self._group.is_lost):
-            with contextlib.suppress(DirectoryLost):
+            with contextlib.suppress(*UNUSABLE):
                 self._group.refresh()
 
     def wait_for(self, wanted: int | Collection[str], timeout: float, role: str = "") -> list[WorkerInfo]:

@@ -15,6 +15,7 @@ from telegrad.directory.protocol import (
     ABSENT,
     Directory,
     DirectoryLost,
+    DirectoryRefused,
     Entry,
     Event,
     Events,
@@ -83,7 +84,7 @@ class SealedDirectory:
         first, *others = self._keys.secrets()
         if first == self._sealed_with and (not others or monotonic() < self._renew_at):
             return
-        with contextlib.suppress(DirectoryLost):  # it is tried again
+        with contextlib.suppress(DirectoryLost, DirectoryRefused, StoreUntrusted):  # it is tried again
             for entry in self._directory.list("").entries:
                 with contextlib.suppress(StoreUntrusted, LeaseLost):  # another program's, or of a member that has gone
                     opened = self._open(entry)

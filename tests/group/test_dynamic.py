@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from telegrad import errors
-from telegrad.directory.protocol import DirectoryLost, DirectoryReset
+from telegrad.directory.protocol import DirectoryLost, DirectoryRefused, DirectoryReset
 from telegrad.group.dynamic import DynamicGroup
 from telegrad.group.members import Member
 from telegrad.group.registry import EXPIRED, LEFT, LOST, Came, Change, Ended, Gone
@@ -291,6 +291,52 @@ def test_members_stay_known_while_the_directory_does_not_answer(
     wait_until(lambda: a.names() == ["a", "b", "c"])
     assert not a.gone()
     assert len(lines(caplog, "does not answer")) == len(lines(caplog, "answers again")) == 1
+
+
+@pytest.mark.parametrize("error", [DirectoryRefused, errors.StoreUntrusted])
+def test_a_directory_that_cannot_be_used_is_told_once(
+    make: Make, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    caplog.set_level(logging.WARNING)
+    worker, asked = make("w", ttl=0.3).join(), list[str]()
+
+    def refuse(name: str) -> Callable[..., None]:
+        def refused(*_: object) -> None:
+            asked.append(name)
+            raise error("as it says")
+
+        return refused
+
+    with monkeypatch.context() as patch:
+        for name in ("watch", "renew", "list", "swap"):
+            patch.setattr(worker.group.directory, name, refuse(name))
+        worker.watch()
+        wait_until(lambda: min(asked.count("watch"), asked.count("renew")) > 3)
+        told: list[str] = []
+        worker.group._tell_lost(worker.me, "", lambda: told.append("unanswered"))
+        assert told == ["unanswered"]
+    wait_until(lambda: lines(caplog, "answers again"))
+    assert len(lines(caplog, "directory of the group cannot be used (as it says)")) == 1
+    assert not lines(caplog, "lease")
+    assert not [record for record in caplog.records if record.exc_info]
+
+
+def test_renewals_that_are_refused_while_the_watch_goes_on_are_told_once(
+    make: Make, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a login is asked for by now, of new connections alone."""
+    worker, asked = make("w", ttl=0.6).join(), list[float]()
+
+    def refuse(_: object) -> None:
+        asked.append(time.monotonic())
+        raise DirectoryRefused("as it says")
+
+    monkeypatch.setattr(worker.group.directory, "renew", refuse)
+    worker.watch()
+    wait_until(worker.gone)
+    assert len(lines(caplog, "the lease in the group's directory could not be renewed: as it says")) == 1
+    assert not [record for record in caplog.records if record.exc_info]
+    assert len(asked) > 2
 
 
 def test_a_member_owns_nothing_once_its_lease_may_have_ended(engine: NaiveEngine, make: Make) -> None:
