@@ -170,14 +170,14 @@ class Lasting(RRef[T]):
                 self._trail = found._trail if isinstance(found, Lasting) else self._trail
 
 
-def wait_for(agent: Agent, trail: Trail, limit: float, about: str) -> RRef[Any]:
-    """What a trail finds, once it does.
+def wait_for(agent: Agent, trail: Trail, limit: float, about: str, begun: float | None = None) -> RRef[Any]:
+    """What a trail finds, once it does. The limit counts from the monotonic time `begun`, else from now.
 
     Raises:
         NotPublished: that took longer than `limit` seconds (0 for no limit).
         What making the value raised.
     """
-    until = monotonic() + limit if limit else inf
+    until = (monotonic() if begun is None else begun) + limit if limit else inf
     why: Exception | None = None
 
     def text() -> str:

@@ -23,17 +23,25 @@ from telegrad.agent.compiling import not_compiled
 from telegrad.agent.deadlines import DEFAULT, limit_of
 from telegrad.agent.naming import known_as
 from telegrad.agent.server import Later
-from telegrad.directory.protocol import DirectoryLost, LeaseLost, check_key
-from telegrad.errors import CallTimeout, ClaimLost, NotPublished, PeerError, ShutDown, TelegradError, UsageError
-from telegrad.group.dynamic import DynamicGroup
+from telegrad.directory.protocol import DirectoryLost, DirectoryRefused, LeaseLost, check_key
+from telegrad.errors import (
+    CallTimeout,
+    ClaimLost,
+    NotPublished,
+    PeerError,
+    ShutDown,
+    StoreUntrusted,
+    TelegradError,
+    UsageError,
+)
+from telegrad.group.dynamic import UNUSABLE, DynamicGroup
 from telegrad.group.members import listed
-from telegrad.group.registry import Claim
 from telegrad.progress import Wait
 from telegrad.rpc import current
 from telegrad.rpc.lasting import Lasting, wait_for
+from telegrad.rpc.owning import OwnedBox, Ownership
 from telegrad.rpc.references import RRef
 from telegrad.rpc.registering import PAUSE, ROUND, THREAD, Answer, Registration
-from telegrad.rref.box import Box
 from telegrad.threads import run_beside
 
 LOOK = 0.25  # seconds between looks at what is waited for
@@ -101,12 +109,11 @@ def lookup(name: str, timeout: float = DEFAULT) -> RRef[Any]:
     limit = limit_of(timeout, agent.timeout)
     begun = monotonic()
     offers().registration.group(limit)
-    left = max(round(limit - (monotonic() - begun), 1), PAUSE) if limit else limit
     try:
-        return wait_for(agent, Named(name), left, f"the value {name!r}")
+        return wait_for(agent, Named(name), limit, f"the value {name!r}", begun)
     except NotPublished as error:
-        if isinstance(error.__cause__, DirectoryLost):
-            raise DirectoryLost(str(error)) from error
+        if isinstance(error.__cause__, UNUSABLE):
+            raise type(error.__cause__)(str(error)) from error
         raise
 
 
@@ -136,41 +143,6 @@ class Named(NamedTuple):
 
     def travels(self) -> Named:
         return self
-
-
-class Ownership(NamedTuple):
-    """A claim of this worker, and the registration with which it was made."""
-
-    name: str
-    group: DynamicGroup
-    claim: Claim
-
-    @property
-    def holds(self) -> bool:
-        return self.group.owns(self.name, self.claim)
-
-    def check(self) -> None:
-        """Raise ClaimLost where this worker must not act as the owner."""
-        if not self.holds:
-            late = "it has not renewed its lease in the group's directory in time, so another worker may own it by now"
-            why = f"refuses calls to the value {self.name!r}: {self.group.over or late}. The call was not run"
-            error = ClaimLost(f"worker {current.agent().name!r} {why}; use the reference again, which finds the owner")
-            error.claim = self.name, self.claim.token
-            raise error
-
-
-class OwnedBox(Box):
-    """A published value at its owner, which opens it only while it may act as the owner."""
-
-    __slots__ = ("_owned",)
-
-    def __init__(self, owned: Ownership) -> None:
-        super().__init__()
-        self._owned = owned
-
-    def open(self) -> Any:
-        self._owned.check()
-        return super().open()
 
 
 class Offer:
@@ -252,12 +224,13 @@ class Offers:
                 wait.look()
         return bool(claimed.wait())
 
-    def _claim(self, offer: Offer, progress: Answer) -> bool:
+    def _claim(self, offer: Offer, progress: Answer, stands_by: bool = False) -> bool:
         """Claim the value; return True if this worker has to make it. Waits for the directory.
 
         Raises:
             ShutDown: this worker has left, or does not publish the value any more.
             PeerLost: the worker that would keep the directory has gone.
+            DirectoryRefused, StoreUntrusted: the directory cannot be used, and this worker does not stand by.
         """
         unknown = False  # this worker may have the claim: then it claims it once more, and gives it up if need be
         while not self._agent.closed and (unknown or self._stands_by(offer)):
@@ -276,8 +249,14 @@ class Offers:
                 is_new = self._take(offer, owned)
                 if owned.holds:
                     return is_new
-            except (DirectoryLost, LeaseLost) as error:
+            except (LeaseLost, DirectoryLost) as error:
                 progress.problem, unknown = str(error), isinstance(error, DirectoryLost)
+            except (DirectoryRefused, StoreUntrusted) as error:
+                if not stands_by:
+                    raise
+                if str(error) != progress.problem:
+                    log.warning("telegrad: the value %r cannot be claimed here yet: %s", offer.name, error)
+                progress.problem, unknown = str(error), True
             sleep(PAUSE)
         raise ShutDown(f"worker {self._worker.me.name!r} does not publish {offer.name!r} any more")
 
@@ -331,7 +310,7 @@ class Offers:
             offer.is_busy = True
         try:
             with self._agent.waiting():
-                is_mine = self._claim(offer, Answer())
+                is_mine = self._claim(offer, Answer(), stands_by=True)
             if is_mine:
                 self._make(offer)
         except BaseException:  # of the factory
@@ -409,9 +388,12 @@ class Offers:
         if owner is None:
             raise NotPublished("the worker that owned it has gone, and no other one has taken it over yet")
         try:
-            token, value = self._agent.call(owner.identity, _found_here, (name, claim.token), None, limit)
+            found = self._agent.call(owner.identity, _found_here, (name, claim.token), None, limit)
         except CallTimeout as error:
             raise NotPublished(f"worker {owner.name!r}, which owns it, does not answer") from error
+        if isinstance(found, NotPublished | ClaimLost):
+            raise found
+        token, value = found
         return Lasting.of(value, Named(name, token))
 
     def value(self, name: str, token: int) -> tuple[int, RRef[Any]]:
@@ -440,8 +422,11 @@ def offers() -> Offers:
 
 
 @known_as("lookup of a published value")
-def _found_here(name: str, token: int) -> tuple[int, RRef[Any]]:
-    return offers().value(name, token)
+def _found_here(name: str, token: int) -> tuple[int, RRef[Any]] | NotPublished | ClaimLost:
+    try:
+        return offers().value(name, token)
+    except (NotPublished, ClaimLost) as error:
+        return error  # the caller asks again and again: raised here, each time would be in the log
 
 
 @known_as("looking for the group's directory")

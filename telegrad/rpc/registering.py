@@ -20,8 +20,8 @@ from typing import Any
 
 from telegrad.agent.futures import Signal
 from telegrad.directory.client import EmbeddedDirectory
-from telegrad.directory.protocol import DirectoryLost, LeaseLost
-from telegrad.errors import CallTimeout, HandshakeError, PeerError, PeerLost, ShutDown, TelegradError
+from telegrad.directory.protocol import DirectoryLost, DirectoryRefused, LeaseLost
+from telegrad.errors import CallTimeout, HandshakeError, PeerError, PeerLost, ShutDown, StoreUntrusted, TelegradError
 from telegrad.group.address import knock
 from telegrad.group.dynamic import DynamicGroup
 from telegrad.group.finding import Keeping
@@ -96,6 +96,7 @@ class Registration:
         self._is_closed = False
         self._is_asking = False  # a thread asks whether the directory answers, or did so a moment ago
         self._silent_since = 0.0  # it was asked then, and has not answered
+        self._refusal: DirectoryRefused | StoreUntrusted | None = None  # with which it has answered last
         if isinstance(worker.directory, DynamicGroup):
             worker.directory.on_claim = on_claim
             self._joining = Answer()
@@ -150,6 +151,7 @@ class Registration:
 
         Raises:
             DirectoryLost: it was asked before, and has not answered for long.
+            DirectoryRefused, StoreUntrusted: it refused that, or other programs have written to it.
         """
         group = self.known()
         if group is None:
@@ -158,20 +160,27 @@ class Registration:
         with self._lock:
             asks, self._is_asking = not self._is_asking, True
             self._silent_since = self._silent_since or now
-            silent = now - self._silent_since
+            silent, refusal = now - self._silent_since, self._refusal
         if asks:
             run_beside(THREAD, self._look, group, name)
+        if refusal is not None:
+            raise type(refusal)(str(refusal))
         if silent > SILENT:
             raise DirectoryLost(f"the directory of the group has not answered for {silent:.0f} s")
 
     def _look(self, group: DynamicGroup, name: str) -> None:
-        with contextlib.suppress(TelegradError):
+        refusal: DirectoryRefused | StoreUntrusted | None = None
+        try:
             group.look_for_owner(name)
             with self._lock:
-                self._silent_since = 0.0
+                self._silent_since, self._refusal = 0.0, None
             sleep(SILENT / 2)  # until it is asked again
+        except (DirectoryRefused, StoreUntrusted) as error:
+            refusal = error
+        except TelegradError:
+            pass
         with self._lock:
-            self._is_asking = False
+            self._is_asking, self._refusal = False, refusal
 
     # The directory of a group that is not dynamic
 
