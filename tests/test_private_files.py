@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import errno
 import gzip
 import logging
 import os
@@ -14,6 +15,7 @@ import socket
 import stat
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -208,6 +210,19 @@ def test_a_private_folder_is_in_the_first_place_that_there_is(
         made = folder.path
     with private_folder("dumps") as folder:
         assert folder.path == made  # each process has no folder of its own: they would never be removed
+
+
+def test_a_private_folder_without_descriptors_says_so(
+    monkeypatch: pytest.MonkeyPatch, home: pathlib.Path, temporary: pathlib.Path
+) -> None:
+    def fail(*_: object, **__: object) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", fail)
+        patch.setattr(tempfile, "tempdir", None)  # which is looked for again, in vain
+        with pytest.raises(OSError, match="Too many open files"):
+            private_folder("dumps")
 
 
 def test_a_runtime_folder_that_is_not_there_is_not_made(

@@ -8,6 +8,7 @@ threads may wait for memory. So it is called where the process has grown by much
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import sys
@@ -50,10 +51,11 @@ class Heap:
         if self._trim is None or now < self._due:
             return
         self._due = now + LOOK
-        size, last = self._size(), self._last
-        limit = GROWN_AND_IDLE if abs(size - last) < CHANGED else GROWN
-        if self._least and size - self._least > limit:
-            self._trim(0)
-            size = self._least = self._size()
-        self._least = min(self._least or size, size)
-        self._last = size
+        with contextlib.suppress(OSError):  # no descriptor is left to read the size with
+            size, last = self._size(), self._last
+            limit = GROWN_AND_IDLE if abs(size - last) < CHANGED else GROWN
+            if self._least and size - self._least > limit:
+                self._trim(0)
+                size = self._least = self._size()
+            self._least = min(self._least or size, size)
+            self._last = size

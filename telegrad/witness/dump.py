@@ -23,6 +23,7 @@ from time import monotonic
 from typing import Any
 
 from telegrad import forks, instruments, interrupts
+from telegrad.descriptors import said
 from telegrad.private_files import Folder, open_folder, private_folder
 from telegrad.threads import Background, Thread
 
@@ -108,7 +109,7 @@ class Dumper:
             path = write(self.worker, reason, self._tell())
         except OSError as error:
             level = logging.INFO if self.failure else logging.WARNING  # once is enough
-            self.failure = f"what worker {self.worker!r} was at could not be written ({VARIABLE}): {error}"
+            self.failure = f"what worker {self.worker!r} was at could not be written ({VARIABLE}): {said(error)}"
             log.log(level, "telegrad: %s", self.failure)
             return None
         if path is not None:

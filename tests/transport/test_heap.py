@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+
 import pytest
 
 from telegrad.transport.heap import GROWN, LOOK, Heap, own_bytes, trimmer
@@ -38,6 +40,27 @@ def world() -> World:
 def test_a_process_that_does_not_grow_is_left_alone(world: World) -> None:
     assert world.look(200 * MB + GROWN) == 0
     assert world.look(200 * MB) == 0
+
+
+def test_a_size_that_cannot_be_read_is_looked_at_later() -> None:
+    sizes: list[int | Exception] = [200 * MB, OSError(errno.EMFILE, "Too many open files"), 201 * MB + GROWN, 200 * MB]
+
+    def size() -> int:
+        found = sizes.pop(0)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    trims: list[int] = []
+
+    def trim(_: int) -> int:
+        trims.append(len(sizes))
+        return 1
+
+    heap = Heap(trim, size)
+    for now in (LOOK, 2 * LOOK, 3 * LOOK):
+        heap.tick(now)
+    assert trims == [1]
 
 
 def test_growth_is_trimmed_and_counts_anew_from_there(world: World) -> None:

@@ -416,6 +416,19 @@ def test_what_cannot_be_written_is_said_once(
     assert "could not be written" in pair[0].witness._answer(desk.DUMP, None)
 
 
+def test_a_dump_without_descriptors_says_what_to_do(
+    pair: list[Worker], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(dump, "write", fail)
+    assert pair[0].witness.dump() is None
+    (record,) = caplog.records
+    assert "could not be written (TELEGRAD_DUMPS): [Errno 24] Too many open files: this process" in record.getMessage()
+    assert "ulimit -n 4096" in record.getMessage()
+
+
 def test_of_a_file_that_cannot_be_written_whole_nothing_stays(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
