@@ -11,6 +11,7 @@ from telegrad.errors import StoreLost, StoreUntrusted, TelegradError
 from telegrad.group.sealing import TERMS, SealedStore, spoiled
 
 SHORTEST_PAUSE, LONGEST_PAUSE = 5e-4, 5e-2  # seconds between two looks
+FEW = 64  # workers that may look as often as that
 SERVED, OPEN, OVER = "telegrad/served", "open", "over"
 REFUSED = "telegrad/refused"  # a hint: how many have come with another key
 GONE = "gone"  # what stands for the mark where no store answers, or not yet
@@ -103,9 +104,9 @@ class Board:
         with self._while_it_lasts() as store:
             return store.read_all(self.group, [self._place(key) for key in keys])
 
-    def wait(self, key: str, until: float, meanwhile: Callable[[], None] = lambda: None) -> str:
-        """Look until something is there; return "" when `until` came first."""
-        for _ in looks(until):
+    def wait(self, key: str, until: float, meanwhile: Callable[[], None] = lambda: None, waiting: int = 1) -> str:
+        """Look until something is there; return "" when `until` came first. `waiting`: how many workers do so."""
+        for _ in looks(until, waiting):
             found = self.read(key)
             if found:
                 return found
@@ -124,16 +125,19 @@ def mark_of(store: SealedStore) -> str:
         return GONE
 
 
-def looks(until: float) -> Iterator[float]:
-    """Times to look for something, at first in quick succession; yields the seconds left, at least once."""
-    pause = SHORTEST_PAUSE
+def looks(until: float, waiting: int = 1) -> Iterator[float]:
+    """Times to look for something, at first in quick succession; yields the seconds left, at least once.
+
+    Where many workers wait, each looks more rarely: together they would keep the store and all processors busy.
+    """
+    pause, longest = SHORTEST_PAUSE, LONGEST_PAUSE * max(1, waiting / FEW)
     while True:
         yield until - monotonic()
         left = until - monotonic()
         if left <= 0:
             return
         sleep(min(pause, left))
-        pause = min(1.5 * pause, LONGEST_PAUSE)
+        pause = min(1.5 * pause, longest)
 
 
 def short(error: BaseException) -> str:

@@ -134,7 +134,6 @@ class Membership:
             PeerLost: they cannot come any more.
         """
         until = monotonic() + timeout if timeout > 0 else float("inf")
-        self.refresh()
         with Wait(
             "wait_for_workers",
             lambda: f"wait_for_workers: {self._lack(wanted, role)}",
@@ -150,7 +149,7 @@ class Membership:
                 wait.look()
                 with self._changed:
                     self._changed.wait(min(left, LOOK))
-        return self.workers()
+        return list(self.view().workers)
 
     def wait_for_end(self, required: list[Member]) -> None:
         """Wait until a dynamic group ends, this worker shall serve no more, or one of those who are required dies."""

@@ -1,20 +1,22 @@
 """The members of a dynamic group, as its directory has them.
 
-    group          the identity of the group; the first worker writes it
-    member/LIFE    what a member publishes about itself
-    name/NAME      LIFE of the member that has this name
-    rank/RANK      LIFE of the member that has this rank
-    published/NAME LIFE of the member that owns the value published under this name
-    ended          why the members end that only serve; written each time that they are to, and deleted at once
+    group                the identity of the group; the first worker writes it
+    name/NAME            LIFE of the member that has this name
+    rank/RANK            LIFE of the member that has this rank
+    live/member/LIFE     what a member publishes about itself
+    live/published/NAME  LIFE of the member that owns the value published under this name
+    live/ended           why the members end that only serve; written each time that they are to, and deleted at once
 
-LIFE is the member's incarnation, which no other process ever has. The three keys of a member hang on its lease, so they
-are deleted together, and others can claim the name and the rank as soon as the lease has ended. The revision that
-created `member/LIFE` is the member's epoch: of two workers that had one name, the later one has the higher epoch.
+All members watch the keys below `live/`, and no others: with each key that is watched, a start of n workers costs n * n
+events. LIFE is the member's incarnation, which no other process ever has. The three keys of a member hang on its lease,
+so they are deleted together, and others can claim the name and the rank as soon as the lease has ended. The revision
+that created `live/member/LIFE` is the member's epoch: of two workers that had one name, the later one has the higher
+epoch.
 
-A member that leaves in order writes LEFT into `member/LIFE` before it revokes its lease. A member that finds another
-one dead writes LOST there, with the reason, and revokes that lease. So each watcher sees how a member has gone; a lease
-that ends without either was not renewed in time, which is a loss, too. A member that sees the end of its own life must
-end: another may have its name already.
+A member that leaves in order writes LEFT into `live/member/LIFE` before it revokes its lease. A member that finds
+another one dead writes LOST there, with the reason, and revokes that lease. So each watcher sees how a member has gone;
+a lease that ends without either was not renewed in time, which is a loss, too. A member that sees the end of its own
+life must end: another may have its name already.
 """
 
 from __future__ import annotations
@@ -26,12 +28,14 @@ import random
 import secrets
 from collections.abc import Callable, Collection, Iterable
 from time import monotonic
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from telegrad.directory.protocol import ABSENT, Compacted, Directory, Entry, Event, Lease, LeaseLost
 from telegrad.errors import RendezvousError, WorkerTaken
 from telegrad.group.members import Member
 
+WATCHED = "live/"
+MEMBERS, PUBLISHED, ENDED = f"{WATCHED}member/", f"{WATCHED}published/", f"{WATCHED}ended"
 MOST_RANKS = 1 << 16
 NEAR = 8  # numbers that are tried one after the other, before some are skipped
 LEFT, LOST = "left", "lost"
@@ -150,7 +154,7 @@ class Registry:
             LeaseLost: the lease has ended, or another worker has had it ended.
             DirectoryLost: the outcome is unknown; calling it again tells.
         """
-        swap = self._directory.swap(self._key(f"member/{me.incarnation}"), me.to_json().encode(), ABSENT, lease)
+        swap = self._directory.swap(self._key(f"{MEMBERS}{me.incarnation}"), me.to_json().encode(), ABSENT, lease)
         if swap.entry is None or swap.entry.lease != lease.id or _departure(swap.entry.value) is not None:
             raise LeaseLost("another worker has claimed the name or the rank meanwhile, or an earlier lease has it")
         return Registered(me, swap.entry.created)
@@ -176,14 +180,14 @@ class Registry:
 
     def end(self, why: str) -> None:
         """Have the members end that only serve; workers that come later are not concerned."""
-        found = self._read("ended")
-        swap = self._directory.swap(self._key("ended"), why.encode(), found.revision if found else ABSENT)
+        found = self._read(ENDED)
+        swap = self._directory.swap(self._key(ENDED), why.encode(), found.revision if found else ABSENT)
         if swap.entry is not None:  # watchers have seen it
-            self._directory.swap(self._key("ended"), None, swap.entry.revision)
+            self._directory.swap(self._key(ENDED), None, swap.entry.revision)
 
     def _mark(self, life: str, how: str, why: str) -> Entry | None:
         """Write how a member has gone; return its entry, None where the member was out before."""
-        key = f"member/{life}"
+        key = f"{MEMBERS}{life}"
         while (found := self._read(key)) is not None and _departure(found.value) is None:
             departure = json.dumps([how, why]).encode()
             with contextlib.suppress(LeaseLost):  # another worker has taken it out meanwhile
@@ -226,7 +230,7 @@ class Registry:
 
         If it is about to join, one compare-and-set decides whether it is published, or is refused.
         """
-        key = self._key(f"member/{claim.value.decode()}")
+        key = self._key(f"{MEMBERS}{claim.value.decode()}")
         departure = json.dumps([LOST, "another worker claims its name or rank"]).encode()
         with contextlib.suppress(LeaseLost):
             swap = self._directory.swap(key, departure, ABSENT, _holder(claim))
@@ -259,35 +263,36 @@ class Registry:
         """
         entry = None
         while entry is None:
-            entry = self._directory.swap(self._key(f"published/{name}"), life.encode(), ABSENT, lease).entry
+            entry = self._directory.swap(self._key(f"{PUBLISHED}{name}"), life.encode(), ABSENT, lease).entry
         if entry.value.decode() == life and entry.lease != lease.id:
             raise LeaseLost("the value is claimed by an earlier lease of this worker, which is about to end")
         return Claim(entry.value.decode(), entry.created)
 
     def release(self, name: str, claim: Claim) -> None:
         """Give up a published value, if this claim still stands."""
-        self._directory.swap(self._key(f"published/{name}"), None, claim.token)
+        self._directory.swap(self._key(f"{PUBLISHED}{name}"), None, claim.token)
 
     def owner(self, name: str) -> Claim | None:
         """Return the claim of the member that owns a published value."""
-        entry = self._read(f"published/{name}")
+        entry = self._read(f"{PUBLISHED}{name}")
         return Claim(entry.value.decode(), entry.created) if entry is not None else None
 
     # Reading
 
     def roster(self) -> Roster:
         """Return all members, and who owns published values, which may have been asked for later."""
-        members = self._directory.list(self._key("member/"))
-        published = self._directory.list(self._key("published/"))
+        members = self._directory.list(self._key(MEMBERS))
+        published = self._directory.list(self._key(PUBLISHED))
+        told = [(entry, json.loads(entry.value.decode())) for entry in members.entries]
         return Roster(
             members.revision,
             {
-                self._local(entry.key).partition("/")[2]: _registered(entry)
-                for entry in members.entries
-                if _departure(entry.value) is None
+                self._named(entry.key, MEMBERS): Registered(Member.of(parts), entry.created)
+                for entry, parts in told
+                if _departed(parts) is None
             },
             {
-                self._local(entry.key).partition("/")[2]: Claim(entry.value.decode(), entry.created)
+                self._named(entry.key, PUBLISHED): Claim(entry.value.decode(), entry.created)
                 for entry in published.entries
             },
         )
@@ -295,7 +300,7 @@ class Registry:
     def find(self, to: str | int) -> Registered | None:
         """Return the member that has a name or a rank now."""
         holder = self._read(f"name/{to}" if isinstance(to, str) else f"rank/{to}")
-        entry = self._read(f"member/{holder.value.decode()}") if holder is not None else None
+        entry = self._read(f"{MEMBERS}{holder.value.decode()}") if holder is not None else None
         if entry is None or _departure(entry.value) is not None:
             return None
         return _registered(entry)
@@ -307,7 +312,7 @@ class Registry:
             Compacted: too much has changed; read the roster again.
             DirectoryLost: the directory does not answer.
         """
-        revision, events = self._directory.watch(self._prefix, since, timeout)
+        revision, events = self._directory.watch(self._key(WATCHED), since, timeout)
         return revision, list(self._changes(events))
 
     def _changes(self, events: Iterable[Event]) -> Iterable[tuple[int, Change | Claimed]]:
@@ -318,21 +323,21 @@ class Registry:
 
     @staticmethod
     def _change(key: str, entry: Entry | None, revision: int) -> Change | Claimed | None:
-        if key == "ended" and entry is not None:
+        if key == ENDED and entry is not None:
             return Ended(entry.value.decode())
-        if key.startswith("published/"):
+        if key.startswith(PUBLISHED):
             claim = Claim(entry.value.decode(), entry.created) if entry is not None else Claim("", revision)
-            return Claimed(key.partition("/")[2], claim)
-        if not key.startswith("member/"):
+            return Claimed(key[len(PUBLISHED) :], claim)
+        if not key.startswith(MEMBERS):
             return None
-        life = key.partition("/")[2]
+        life = key[len(MEMBERS) :]
         if entry is None:
             return Gone(life, LOST, EXPIRED)
         departure = _departure(entry.value)
         return Gone(life, *departure) if departure is not None else Came(_registered(entry))
 
     def _member(self, life: str) -> Member | None:
-        entry = self._read(f"member/{life}")
+        entry = self._read(f"{MEMBERS}{life}")
         return Member.from_json(entry.value) if entry is not None and _departure(entry.value) is None else None
 
     def _read(self, key: str) -> Entry | None:
@@ -344,6 +349,9 @@ class Registry:
 
     def _local(self, key: str) -> str:
         return key[len(self._prefix) :]
+
+    def _named(self, key: str, kind: str) -> str:
+        return key[len(self._prefix) + len(kind) :]
 
     def __repr__(self) -> str:
         return f"<Registry of {self._prefix!r} in {self._directory!r}>"
@@ -360,5 +368,8 @@ def _holder(entry: Entry) -> Lease:
 
 def _departure(value: bytes) -> tuple[str, str] | None:
     """Return how and why a member has gone, None for one that is in the group."""
-    told = json.loads(value)
-    return (told[0], told[1]) if told[0] in (LEFT, LOST) and len(told) == 2 else None
+    return _departed(json.loads(value))
+
+
+def _departed(parts: list[Any]) -> tuple[str, str] | None:
+    return (parts[0], parts[1]) if parts[0] in (LEFT, LOST) and len(parts) == 2 else None

@@ -39,6 +39,8 @@ from telegrad.group.sealing import SealedStore
 from telegrad.progress import Times, Wait
 
 LINGER = 2.0  # seconds that the store's server waits for the others to go first
+LONGEST_LOOK = 2.0  # seconds for finding the missing workers of a group of hundreds that does not form
+NEIGHBOURS = 4  # workers, next by rank, that each looks after: of each row of dead ones, the first is found
 DOUBT = 1.0  # seconds at the second gate, which all should reach at once, until the others are looked after
 STALE = 60.0  # seconds after which a fault is an earlier run's
 OPENED, VOID = "opened", "void"
@@ -238,7 +240,7 @@ class _Static:
         return Members(named(map(Member.from_json, entries)))
 
     def _pass(self, gate: str, meanwhile: Callable[[], None]) -> None:
-        found = self._board.wait(gate, self._until, meanwhile)
+        found = self._board.wait(gate, self._until, meanwhile, self._size)
         if not found:  # too late: unless the gate can be opened in this moment, all give up
             self._open(gate)
             found = self._board.read(gate) or self._board.swap(gate, "", _fault(self._incomplete(gate)))
@@ -257,11 +259,15 @@ class _Static:
             if monotonic() - since > DOUBT:
                 since = monotonic()
                 self._open(READY)
-                if not all(member.id == self._me.id or self._is_alive(member) for member in members):
+                if not all(map(self._is_alive, self._neighbours(members))):
                     self._board.swap(READY, "", VOID)
             wait.look()
 
         return look
+
+    def _neighbours(self, members: Members) -> list[Member]:
+        count = min(NEIGHBOURS, self._size - 1)
+        return [members.find((self._me.id + step) % self._size) for step in range(1, count + 1)]
 
     def _tell(self, gate: str, error: BaseException) -> None:
         """Let all know why this worker gives up, unless the gate has been passed already."""
@@ -287,7 +293,10 @@ class _Static:
             pass  # whoever served it did not wait any longer
 
     def _incomplete(self, gate: str) -> GroupIncomplete:
+        limit = monotonic() + LONGEST_LOOK
         self._attendance.look(self._entry_of)
+        while not self._attendance.is_complete and monotonic() < limit:
+            self._attendance.look(self._entry_of)
         self._attendance.knock(self._is_alive)
         for counter in ("arrived", "read"):
             if (count := self._board.hint(counter)) > self._size:

@@ -36,6 +36,7 @@ from telegrad.errors import (
 )
 from telegrad.group.dynamic import UNUSABLE, DynamicGroup
 from telegrad.group.members import listed
+from telegrad.group.registry import PUBLISHED
 from telegrad.progress import Wait
 from telegrad.rpc import current
 from telegrad.rpc.lasting import Lasting, wait_for
@@ -119,7 +120,7 @@ def lookup(name: str, timeout: float = DEFAULT) -> RRef[Any]:
 
 def _check_name(name: str) -> None:
     checks.text("name", name, "the name of a value")
-    check_key(f"published/{name}")
+    check_key(f"{PUBLISHED}{name}")
 
 
 class Named(NamedTuple):

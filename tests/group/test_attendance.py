@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from telegrad.group.attendance import Attendance
+from telegrad.group.attendance import MOST_ASKED, Attendance
 from telegrad.group.members import Member
 
 
@@ -50,3 +50,33 @@ def test_all_have_come() -> None:
     attendance.knock(lambda who: who.id != 1)
     assert attendance.missing() == ["w1"]
     assert repr(Attendance(1, 0)) == "<Attendance: 0 have come; nobody is missing>"
+
+
+def test_in_a_large_group_each_look_is_for_some_ranks_and_all_are_looked_for_in_turn() -> None:
+    size, me = 3 * MOST_ASKED, 5
+    attendance = Attendance(size, me)
+    asked: list[list[int]] = []
+
+    def entry_of(rank: int) -> str:
+        asked[-1].append(rank)
+        return "" if rank % 2 else member(rank).to_json()
+
+    while not attendance.is_complete:
+        asked.append([])
+        attendance.look(entry_of)
+        if not attendance.is_complete:
+            assert "are not known to have come yet" in attendance.said()[0]
+    assert asked[0][0] == me + 1, "the workers do not all begin with the same rank"
+    assert [len(ranks) for ranks in asked] == [MOST_ASKED, MOST_ASKED, MOST_ASKED - 1]
+    assert sorted(rank for ranks in asked for rank in ranks) == [rank for rank in range(size) if rank != me]
+    assert attendance.missing() == [f"rank {rank}" for rank in range(1, size, 2) if rank != me]
+    assert attendance.said()[0].endswith("did not come")
+
+
+def test_few_are_knocked_at_by_each() -> None:
+    attendance = Attendance(3 * MOST_ASKED, 0)
+    while not attendance.is_complete:
+        attendance.look(lambda rank: member(rank).to_json())
+    knocked: list[int] = []
+    attendance.knock(lambda who: knocked.append(who.id) or True)  # type: ignore[func-returns-value]
+    assert len(knocked) == MOST_ASKED

@@ -60,7 +60,7 @@ class Worker:
 
 
 def has_ended(engine: NaiveEngine) -> bool:
-    return any(event.key == "ended" and event.entry for event in engine.state.events)
+    return any(event.key == "live/ended" and event.entry for event in engine.state.events)
 
 
 Make = Callable[..., Worker]

@@ -24,7 +24,7 @@ class Forgetful(NaiveClient):
 
     def swap(self, key: str, value: bytes | None, expected: int = ABSENT, lease: Lease | None = None) -> Swap:
         swap = super().swap(key, value, expected, lease)
-        if key.startswith("member/") and self.lost > 0:
+        if key.startswith("live/member/") and self.lost > 0:
             self.lost -= 1
             raise DirectoryLost("the connection broke")
         return swap
@@ -95,7 +95,7 @@ def test_a_worker_is_published_once_where_the_answers_are_lost(engine: NaiveEngi
     group = join(engine, "a", Forgetful(engine, 2))
     (registered,) = group.registry.roster().members.values()
     assert registered.epoch == group._epoch
-    assert [event.key for event in engine.state.events].count("member/life of a") == 1
+    assert [event.key for event in engine.state.events].count("live/member/life of a") == 1
     group.leave()
 
 

@@ -181,11 +181,11 @@ def test_who_gives_up_lets_the_others_know(monkeypatch: pytest.MonkeyPatch) -> N
     waiting = threading.Event()
     real = Board.wait
 
-    def interrupted(board: Board, key: str, until: float, *meanwhile: Callable[[], None]) -> str:
+    def interrupted(board: Board, key: str, until: float, *others: Any) -> str:
         if threading.current_thread() is threading.main_thread():
             raise KeyboardInterrupt
         waiting.set()
-        return real(board, key, until, *meanwhile)
+        return real(board, key, until, *others)
 
     monkeypatch.setattr(Board, "wait", interrupted)
     with ThreadPoolExecutor(1) as pool:

@@ -71,7 +71,7 @@ class Server:
             if isinstance(change, Ended):
                 self.ended[change.lease] = self.world.now
             elif isinstance(change, Written) and (entry := change.event.entry) is not None:
-                kind, _, rest = entry.key.partition("/")
+                kind, _, rest = entry.key.removeprefix("live/").partition("/")
                 if kind == "ended":
                     self.decisions.append((entry.revision, entry.value.decode()))
                 elif kind in ("name", "rank"):

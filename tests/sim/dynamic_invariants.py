@@ -6,7 +6,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, NoReturn
 
 from telegrad.directory.protocol import CLOCK_DRIFT, Entry
-from telegrad.group.registry import Ended, _departure
+from telegrad.group.registry import MEMBERS, Ended, _departure
 
 if TYPE_CHECKING:
     from tests.sim.dynamic_directory import Server
@@ -82,7 +82,7 @@ class Checked:
 
     def _check_claims(self, worker: Worker) -> None:
         for value, claim in worker.claims.items():
-            entry = self.server.table._entries.get(f"published/{value}")
+            entry = self.server.table._entries.get(f"live/published/{value}")
             if worker.life in self.wronged:
                 continue
             if entry is None or entry.value.decode() != worker.life:
@@ -134,8 +134,8 @@ class Checked:
 
     def check_end(self) -> None:
         """Check what holds once all has been well for long."""
-        entries = self.server.table.list("member/").entries
-        roster = {entry.key.partition("/")[2] for entry in entries if _departure(entry.value) is None}
+        entries = self.server.table.list(MEMBERS).entries
+        roster = {entry.key.removeprefix(MEMBERS) for entry in entries if _departure(entry.value) is None}
         for worker in self.workers:
             if worker.is_alive and not worker.has_joined:
                 self.broken(f"J2: {worker} has not joined yet")

@@ -161,7 +161,7 @@ def test_a_member_in_a_directory_of_others_cannot_be_led_elsewhere() -> None:
     registry = Registry(directory, "")
     lease = directory.grant(PATIENCE)
     registry.publish(registry.reserve(member("w1", 1, 1), lease, lambda _: True), lease)
-    (entry,) = raw.list("member/").entries
+    (entry,) = raw.list("live/member/").entries
     (claim,) = raw.list("name/").entries
     assert registry.find("w1") is not None
     raw.swap(entry.key, redirected(entry.value.decode(), 9).encode(), entry.revision)
@@ -175,9 +175,9 @@ def test_an_end_that_was_made_up_ends_nobody(caplog: pytest.LogCaptureFixture) -
     raw = NaiveEngine().client()
     registry = Registry(SealedDirectory(raw, KEYS, "place"), "")
     since = registry.roster().revision
-    raw.swap("ended", b"of a stranger")
+    raw.swap("live/ended", b"of a stranger")
     assert registry.watch(since, 0.0)[1] == []
-    assert "'ended'" in caplog.text
+    assert "'live/ended'" in caplog.text
 
 
 # Over TCP
