@@ -154,10 +154,8 @@ def private_folder(purpose: str, stays: bool = False) -> Folder:
         except UnsafePath as error:
             log.warning("telegrad: %s; another folder is used. Remove it, or make it this user's alone", error)
         except OSError as error:  # it is not there, or cannot be written, as in many containers
-            if error.errno in (
-                errno.EMFILE,
-                errno.ENFILE,
-            ):  # then `tempfile` would find no folder either, and would not say why
+            # Without a descriptor, `tempfile` would find no folder either, and would not say why.
+            if error.errno in (errno.EMFILE, errno.ENFILE):
                 raise
     with _temporary() as own:
         return own.private(purpose)

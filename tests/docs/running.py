@@ -106,9 +106,9 @@ class Forked:
             self._be_worker(given[2:], env, [pipes[0][0], pipes[1][1], pipes[2][1]])
         for number in (pipes[0][0], pipes[1][1], pipes[2][1]):
             os.close(number)
-        self.stdin = os.fdopen(pipes[0][1], "w")
-        self.stdout: IO[str] = os.fdopen(pipes[1][0])
-        self.stderr: IO[str] = os.fdopen(pipes[2][0])
+        self.stdin = os.fdopen(pipes[0][1], "wb")
+        self.stdout: IO[bytes] = os.fdopen(pipes[1][0], "rb")
+        self.stderr: IO[bytes] = os.fdopen(pipes[2][0], "rb")
         self._ended = threading.Event()
         threading.Thread(target=self._reap, daemon=True).start()
 
