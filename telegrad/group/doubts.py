@@ -10,7 +10,7 @@ from time import monotonic
 from typing import Any, NamedTuple
 
 from telegrad.addresses import family_of
-from telegrad.errors import PeerError, PeerSilent
+from telegrad.errors import PeerError, PeerSilent, PeerUnreachable
 from telegrad.group.members import Member
 
 PATIENCE = 2.0  # seconds of silence of its host after which a worker in doubt is dead
@@ -91,6 +91,11 @@ class Knocks:
         doubt, _ = self._begun.pop(sock)
         sock.close()
         self._answers.append((doubt, _ANSWERS.get(code)))
+
+
+def is_broken(reason: PeerError) -> bool:
+    """Return True where no connection could be made to a worker, though nothing refused one."""
+    return isinstance(reason, PeerUnreachable) and not isinstance(reason.__cause__, ConnectionRefusedError)
 
 
 def remember(table: dict[str, Any], incarnation: str, told: Any) -> None:

@@ -132,7 +132,7 @@ class Farewell:
             return []
         if isinstance(message, Entered):
             self._note_entry(sender, message.begun)  # it may have heard sooner than this worker that this one leads now
-            return self._ask_all() if self.leader == self._me else []
+            return self._ask_again(sender) if self.leader == self._me else []
         if isinstance(message, Ask):
             self._asked = message.round
             return []
@@ -185,6 +185,12 @@ class Farewell:
         self._before = None
         return self._conclude() if self._round else self._ask_all()
 
+    def remind(self, other: int) -> list[Letter]:
+        """A letter to a worker that lives may have been lost, which that worker need not have noticed."""
+        if not self.inside or other not in self._alive or self.state == DONE:
+            return []
+        return [(other, Entered()), *(self._ask_again(other) if self.leader == self._me else [])]
+
     def over(self) -> list[Letter]:
         """The group has ended with one of its workers, for whom this one waits no more, nor for any other."""
         self.state = DONE
@@ -205,6 +211,12 @@ class Farewell:
         self._asked = self._round
         return [(other, Ask(self._round)) for other in sorted(self._alive - {self._me})]
 
+    def _ask_again(self, other: int) -> list[Letter]:
+        return [self._leave(other)] if self.state == LEAVING else self._ask_all()
+
+    def _leave(self, other: int) -> Letter:
+        return other, Leave(tuple(sorted(self.lost_ones)))
+
     def _on_quiet(self, sender: int, message: Quiet) -> list[Letter]:
         if message.round != self._round or self.leader != self._me:
             return []
@@ -219,8 +231,7 @@ class Farewell:
             return self._ask_all()
         self.state = LEAVING
         self._check_left()
-        without = tuple(sorted(self.lost_ones))
-        return [(other, Leave(without)) for other in sorted(self._alive - {self._me})]
+        return [self._leave(other) for other in sorted(self._alive - {self._me})]
 
     def _check_left(self) -> None:
         if self.state == LEAVING and self._alive - {self._me} <= self._left:

@@ -22,7 +22,7 @@ from time import monotonic
 from typing import Any, NamedTuple
 
 from telegrad.errors import CallTimeout, LeftEarly, PeerError, PeerLost, PeerSilent, ShutDown, TelegradError
-from telegrad.group.doubts import Doubt, Knocks, remember
+from telegrad.group.doubts import Doubt, Knocks, is_broken, remember
 from telegrad.group.dynamic import UNUSABLE, DynamicGroup
 from telegrad.group.lacking import lack, missing
 from telegrad.group.members import Identity, Member, Members, View, WorkerInfo, info
@@ -67,6 +67,8 @@ class Membership:
         self._view: View | None = None  # of these, made when it is asked for
         self._version = 0  # of the view
         self.gone: list[Callable[[Member], None]] = []  # called under the lock with who has gone: they just take note
+        self.answered: list[Callable[[Member], None]] = []  # called with a worker in doubt each time that it answers
+        self.on_dead: Callable[[Identity, PeerError], None] = lambda *_: None  # called where no directory decides that
         self._doubts: list[Doubt] = []
         self._knocks = Knocks()  # of the thread that knocks, alone
         self._gone: dict[str, str] = {}  # how those went that were members, by incarnation
@@ -220,6 +222,8 @@ class Membership:
                 self._parted.add(who.incarnation)
             if self._group is not None and isinstance(reason, PeerSilent):
                 return  # its lease decides
+            if is_broken(reason) and any(doubt.who is member for doubt in self._doubts):
+                return  # it is looked for again anyway, and each answer may lead to one more such connection
             if not parted:
                 self._doubts.append(Doubt(member, reason, monotonic(), monotonic()))
             elif self._group is None:
@@ -285,6 +289,9 @@ class Membership:
             finally:
                 with self._changed:
                     self._doubts += left
+            if answer:
+                for told in self.answered:
+                    told(doubt.who)
         if self._knocks:
             return 0.0
         return min((max(0.0, min(doubt.due - monotonic(), LOOK)) for doubt in self._doubts), default=None)
@@ -313,6 +320,8 @@ class Membership:
             self._post.warn_lost(who.identity, f"worker {who.name!r} was lost: it does not answer any more")
         with self._changed:
             self._take_out(who, doubt.why if how == LOST else None)
+        if how == LOST:
+            self.on_dead(who.identity, doubt.why)
 
     def _hears_of_end(self, member: Member) -> bool:
         """Return True if this worker shall keep a connection to a member, to notice its end."""

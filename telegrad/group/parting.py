@@ -11,7 +11,8 @@ from functools import partial
 from math import inf
 from time import monotonic
 
-from telegrad.errors import CallTimeout, LeftEarly, PeerError, PeerLost, PeerSilent, PeerUnreachable, ShutDown
+from telegrad.errors import CallTimeout, LeftEarly, PeerError, PeerLost, PeerSilent, ShutDown
+from telegrad.group.doubts import is_broken
 from telegrad.group.farewell import (
     DONE,
     WAITING,
@@ -287,16 +288,23 @@ class Together(Parting):
         if isinstance(reason, ShutDown) and reason._ends_group:
             self.over()
         elif not isinstance(reason, PeerLost) or isinstance(reason, PeerSilent):
-            if not self._farewell.inside and _may_live(reason):
-                return  # the farewell will show
-            died = isinstance(reason, LeftEarly) or not isinstance(reason, ShutDown)
-            if died:
-                early = isinstance(reason, LeftEarly)
-                self._tell_story(who, str(reason) if early else f"worker {who.name!r} was lost ({reason})")
-            self._act(lambda: self._farewell.lost(who.id, died))
-            self._wake()
-        else:  # a connection that broke is no death: that no new one can be made is
-            self._act(lambda: [(who.id, Entered())] if self._farewell.inside else [])
+            if not _may_live(reason, self._farewell.inside):  # else the membership knocks, and tells what comes of it
+                self.lose(who, reason)
+        else:
+            self._act(lambda: self._farewell.remind(who.id))
+
+    def lose(self, who: Identity, reason: PeerError) -> None:
+        """A worker has died, or has left; the end of the group does not wait for it."""
+        died = isinstance(reason, LeftEarly) or not isinstance(reason, ShutDown)
+        if died:
+            early = isinstance(reason, LeftEarly)
+            self._tell_story(who, str(reason) if early else f"worker {who.name!r} was lost ({reason})")
+        self._act(lambda: self._farewell.lost(who.id, died))
+        self._wake()
+
+    def remind(self, member: Member) -> None:
+        """A worker in doubt listens: send again what may have been lost with its connection."""
+        self._act(lambda: self._farewell.remind(member.id))
 
     def _tell_story(self, who: Identity, story: str) -> None:
         """Of somebody who will not take part in the end of the group."""
@@ -317,9 +325,14 @@ class Together(Parting):
         return f"<Together: {self._me.name!r} in {self._farewell!r}>"
 
 
-def _may_live(reason: PeerError) -> bool:
-    """Whether somebody may be there all the same, to whom just no connection could be made."""
-    return isinstance(reason, PeerUnreachable) and not isinstance(reason.__cause__, ConnectionRefusedError)
+def _may_live(reason: PeerError, inside: bool) -> bool:
+    """Whether a worker may live to which no connection could be made: none was refused.
+
+    `inside` of shutdown, a worker that was silent for as long as a handshake may take is waited for no more, nor one
+    whose address another worker has.
+    """
+    cause = reason.__cause__
+    return is_broken(reason) and (not inside or (isinstance(cause, OSError) and not isinstance(cause, TimeoutError)))
 
 
 def _quoted(names: list[str]) -> str:

@@ -163,6 +163,10 @@ class Turning:
         if isinstance(reason, PeerLost):  # a connection that broke is no death: that is told by `note`
             self._act(lambda: self._steps.remind(who.id))
 
+    def remind(self, member: Member) -> None:
+        """A worker in doubt listens: send again what may have been lost with its connection."""
+        self._act(lambda: self._steps.remind(member.id))
+
     # The thread that looks
 
     def _main(self) -> None:

@@ -84,12 +84,16 @@ class Worker:
             Together(self.agent, self.me, directory) if isinstance(directory, Members) else Alone(self.agent, self.me)
         )
         self.membership = Membership(self.agent, self.me, directory, self._entered)
+        if isinstance(self.parting, Together):
+            self.membership.answered.append(self.parting.remind)
+            self.membership.on_dead = self.parting.lose
         self.membership.gone += self.at_gone
         self.membership.on_declared_lost = self._declared_lost
         if generation is not None:
             self.turning = Turning(self.agent, self.me, generation)
             self.membership.gone.append(self.turning.note)
             self.membership.none_joins = "who comes waits for the next generation: rpc.rendezvous_again() lets it in"
+            self.membership.answered.append(self.turning.remind)
             if isinstance(self.parting, Together):
                 self.turning.went_on = self.parting.went_on
         self.agent.join(self.me, keys, directory, used)

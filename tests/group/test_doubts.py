@@ -48,6 +48,8 @@ class Watch(Membership):
 
     def __init__(self, count: int, knock: Callable[[int], bool | None], is_dynamic: bool = False) -> None:
         self._changed: Any = threading.Condition()
+        self.answered: list[Any] = []
+        self.on_dead: Any = lambda *_: None
         self._knocks: Any = Knocks(knock)
         self.declared: list[int] = []
         declare_lost = lambda member, *_: self.declared.append(member.tcp)  # noqa: E731

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import operator
 import queue
+import socket
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -13,12 +16,12 @@ import pytest
 
 from telegrad.errors import PeerError, PeerLost, PeerUnreachable, ShutDown
 from telegrad.group.doubts import Doubt
-from telegrad.group.farewell import Ask, Entered, Message
+from telegrad.group.farewell import Ask, Entered, Leave, Message, Quiet
 from telegrad.group.membership import Greeting
 from telegrad.group.parting import Together
 from telegrad.progress import FIRST
 from telegrad.rpc.worker import Worker
-from tests.cluster import PATIENCE, agents
+from tests.cluster import PATIENCE, agents, free_port
 
 begun, may_end = threading.Event(), threading.Event()
 
@@ -152,3 +155,71 @@ def test_who_left_in_order_is_not_lost(group: list[Worker], caplog: pytest.LogCa
     stays.agent._connections.tell_lost(who, PeerLost("another connection to it ended"))
     assert [worker.name for worker in stays.membership.present()] == ["w0"]
     assert not caplog.records
+
+
+def broken_off() -> PeerUnreachable:
+    """Return how a connection fails that is reset in its handshake."""
+    error = PeerUnreachable("worker broke off the handshake")
+    error.__cause__ = ConnectionResetError("reset")
+    return error
+
+
+@pytest.mark.parametrize(("sender", "kind"), [(0, Ask), (0, Leave), (1, Entered), (1, Quiet)])
+def test_a_letter_whose_connection_is_reset_is_sent_again(
+    group: list[Worker], monkeypatch: pytest.MonkeyPatch, sender: int, kind: type
+) -> None:
+    """Neither worker leaves without the other, though the first handshake breaks off."""
+    agent, to = group[sender].agent, group[1 - sender].me.identity
+    notify, lost = agent.notify, list[Message]()
+
+    def fail_once(receiver: Any, message: Message) -> None:
+        if type(message) is kind and not lost:
+            lost.append(message)
+            agent._connections.tell_lost(to, broken_off())
+        else:
+            notify(receiver, message)
+
+    monkeypatch.setattr(agent, "notify", fail_once)
+    both = [leaving(worker) for worker in group]
+    for each in both:
+        assert_ends(each)
+    assert lost
+    for worker in group:
+        assert isinstance(worker.parting, Together)
+        assert worker.parting._farewell.lost_ones == set()
+
+
+@pytest.mark.parametrize(
+    "is_silent",
+    [False, pytest.param(True, marks=pytest.mark.skipif(sys.platform != "linux", reason="fills a queue of Linux's"))],
+)
+def test_a_worker_that_is_found_dead_after_a_broken_handshake_is_not_waited_for(
+    group: list[Worker], is_silent: bool
+) -> None:
+    stays, dead = group
+    with contextlib.ExitStack() as stack:
+        address = "127.0.0.1", free_port()
+        if is_silent:
+            server = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+            address = server.getsockname()
+            stack.enter_context(socket.create_connection(address))  # the queue is full: further packets are dropped
+        stays.membership._present[dead.me.incarnation] = dead.me._replace(tcp=address)
+        waits = leaving(stays)
+        times(stays).get(timeout=PATIENCE)
+        stays.agent._connections.tell_lost(dead.me.identity, broken_off())
+        assert_ends(waits)
+    with pytest.raises(PeerLost, match=r"'w1' was lost .*broke off the handshake"):
+        stays.parting.check([dead.me])
+
+
+def test_a_handshake_that_breaks_off_again_and_again_is_one_doubt(
+    group: list[Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else each answer to a knock leads to a further try, and each try to further knocks."""
+    stays, other = group
+    monkeypatch.setattr(stays.membership, "_settle_doubts", lambda: None)
+    for _ in range(3):
+        stays.membership._on_lost(other.me.identity, broken_off())
+    assert len(stays.membership._doubts) == 1
+    stays.membership._on_lost(other.me.identity, PeerLost("its connection broke"))  # it may have died since
+    assert len(stays.membership._doubts) == 2

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from telegrad.group.farewell import DONE, LEAVING, WAITING, Entered, Farewell, Leave, Missing, Quiet
+from telegrad.group.farewell import DONE, LEAVING, WAITING, Entered, Farewell, Leave, Letter, Missing, Quiet
 
 SEEDS = [int(os.environ["TELEGRAD_SEED"])] if "TELEGRAD_SEED" in os.environ else range(2000)
 
@@ -20,10 +20,10 @@ SEEDS = [int(os.environ["TELEGRAD_SEED"])] if "TELEGRAD_SEED" in os.environ else
 class World:
     """Workers, the letters between them (in order per pair, as connections keep it), and calls in flight."""
 
-    def __init__(self, seed: int, deaths: bool) -> None:
+    def __init__(self, seed: int, deaths: bool, breaks: bool = False, make: type[Farewell] = Farewell) -> None:
         self.random = random.Random(seed)
         self.count = self.random.randint(1, 7)
-        self.machines = {i: Farewell(i, set(range(self.count))) for i in range(self.count)}
+        self.machines = {i: make(i, set(range(self.count))) for i in range(self.count)}
         self.lines: dict[tuple[int, int], list[Any]] = {}  # (sender, to) -> letters
         self.calls: list[tuple[int, int, int]] = []  # (caller, callee, calls it will make): on their way to the callee
         self.running: list[tuple[int, int, int]] = []  # those that have come, and are not answered
@@ -33,6 +33,8 @@ class World:
         self.notices: list[tuple[int, int]] = []  # (who hears, of whose death)
         self.gone: set[int] = set()  # left in good order
         self.dead: set[int] = set()
+        self.breaks = self.random.randint(1, 3) if breaks else 0
+        self.reminders: list[tuple[int, int]] = []  # (sender, to whom): what was lost on the way
         self.questions = 5  # whom somebody waits for
         for worker in range(self.count):
             for _ in range(self.random.randint(0, 3)):
@@ -56,6 +58,7 @@ class World:
         """It has not entered, or has died since; or its word is on the way, or will be once it hears of a death."""
         told = any(isinstance(letter, Entered) for letter in self.lines.get((worker, leader), []))
         here = self.machines[worker].inside and worker in self.alive
+        told |= (worker, leader) in self.reminders
         return not here or told or any(hears == worker for hears, _ in self.notices)
 
     def choices(self) -> Iterator[tuple[Any, ...]]:
@@ -75,8 +78,13 @@ class World:
                 yield self.deliver, line
         yield from ((self.begin_to_run, call) for call in self.calls)
         yield from ((self.end_call, call) for call in self.running)
-        for notice in self.notices:
-            yield self.hear, notice
+        yield from ((self.hear, notice) for notice in self.notices)
+        yield from self.faults()
+
+    def faults(self) -> Iterator[tuple[Any, ...]]:
+        if self.breaks:
+            yield from ((self.cut, line) for line, letters in sorted(self.lines.items()) if letters)
+        yield from ((self.remind, line) for line in self.reminders)
         if self.deaths:
             for worker in sorted(self.alive - self.gone):
                 if self.machines[worker].state == WAITING:
@@ -108,6 +116,19 @@ class World:
             self.post(to, self.machines[to].receive(sender, message))
             if isinstance(message, Leave) and sender in self.alive:
                 assert self.machines[to].lost_ones >= self.machines[sender].lost_ones
+
+    def cut(self, line: tuple[int, int]) -> None:
+        """No connection could be made for what is on that line; its receiver hears nothing of that."""
+        self.breaks -= 1
+        self.lines[line] = []
+        if line[1] not in self.gone:  # else nobody listens any more
+            self.reminders.append(line)
+
+    def remind(self, line: tuple[int, int]) -> None:
+        self.reminders.remove(line)
+        sender, to = line
+        if {sender, to} <= self.alive - self.gone:
+            self.post(sender, self.machines[sender].remind(to))
 
     def begin_to_run(self, call: tuple[int, int, int]) -> None:
         self.calls.remove(call)
@@ -154,13 +175,39 @@ class World:
         raise AssertionError("no end")
 
 
+@pytest.mark.parametrize("breaks", [False, True], ids=["all arrives", "some is lost"])
 @pytest.mark.parametrize("deaths", [False, True], ids=["all live", "some die"])
-def test_everybody_leaves_and_only_when_nothing_is_in_flight(deaths: bool) -> None:
+def test_everybody_leaves_and_only_when_nothing_is_in_flight(deaths: bool, breaks: bool) -> None:
     for seed in SEEDS:
         try:
-            World(seed, deaths).run()
+            World(seed, deaths, breaks).run()
         except AssertionError as error:
             raise AssertionError(f"SEED={seed} {error}") from error
+
+
+class AsksNotAgain(Farewell):
+    """The leader sends no more than its greeting again."""
+
+    def remind(self, other: int) -> list[Letter]:
+        return super().remind(other)[:1]
+
+
+class AsksThoseThatHaveLeft(Farewell):
+    """The leader begins a round after the last one, in place of its Leave."""
+
+    def _ask_again(self, other: int) -> list[Letter]:
+        return self._ask_all()
+
+
+def run_all(make: type[Farewell]) -> None:
+    for seed in range(2000):
+        World(seed, False, True, make).run()
+
+
+@pytest.mark.parametrize("broken", [AsksNotAgain, AsksThoseThatHaveLeft])
+def test_a_machine_that_is_wrong_is_found_out(broken: type[Farewell]) -> None:
+    with pytest.raises(AssertionError, match=r"no end|stuck"):
+        run_all(broken)
 
 
 def test_two_rounds_where_nothing_happens() -> None:
