@@ -16,6 +16,11 @@ Who has told nothing is within a step, and waited for. Once nobody is, the leade
 
 Those who serve wait without a word for as long as nothing changes. A worker that dies is taken out; if it led, the
 others tell the next leader where they stand. A generation that has lost somebody never stays as it is.
+
+A worker that was taken out may live: it was stopped, or out of reach. The others do not wait for it, in the directory
+neither, and answer its Standing with Move: it comes to the next generation by itself. After the end of a connection a
+follower says again where it stands, and the leader says where it stands itself: a follower answers that with its own
+Standing, and a worker that has taken the leader out with Move.
 """
 
 from __future__ import annotations
@@ -30,7 +35,7 @@ STAY, MOVE, FINISH = "STAY", "MOVE", "FINISH"
 class Standing(NamedTuple):
     """Where the sender stands; `step` counts the ones that it has made in this generation."""
 
-    how: str
+    how: str  # "" within a step, where the leader asks
     step: int
     broken: bool  # it knows of one who has gone
 
@@ -42,7 +47,7 @@ class Stay(NamedTuple):
 
 
 class Move(NamedTuple):
-    """All who live go to the next generation, but for those who leave, who are told, too, or were not waited for."""
+    """All go to the next generation, but for workers that leave (they are told, too), were lost, or not waited for."""
 
     without: tuple[int, ...]
 
@@ -64,8 +69,10 @@ class Steps:
 
     def __init__(self, me: int, members: Iterable[int]) -> None:
         self._me = me
-        self.alive = set(members)  # as far as this worker knows
+        self._members = frozenset(members)
+        self.alive = set(self._members)  # as far as this worker knows
         self._stands: dict[int, str] = {}  # of those who live: where, as far as this worker was told
+        self._unsure: set[int] = set()  # a connection with them has ended since they told where they stand
         self._step = 0  # of this worker: how often it was told to stay
         self._led = 0  # how often this worker, as the leader, has told the others to stay
         self._how = ""  # where this worker stands; "" within a step
@@ -99,16 +106,20 @@ class Steps:
         if not self._how or self.told in (MOVE, FINISH):
             return []
         if self.leader != self._me:
-            return [(self.leader, Standing(self._how, self._step, self.broken))]
+            return [(self.leader, self._standing())]
         self._stands[self._me] = self._how
-        return self._conclude()
+        asked = [(other, self._standing()) for other in sorted(self._unsure & self.missing)]
+        return asked + self._conclude()
+
+    def _standing(self) -> Standing:
+        return Standing(self._how, self._step, self.broken)
 
     def receive(self, sender: int, message: Message) -> list[Letter]:
         """A letter has come."""
-        if sender not in self.alive:
-            return []
         if isinstance(message, Standing):
             return self._on_standing(sender, message)
+        if sender not in self.alive:
+            return []
         if isinstance(message, Impatient):
             return self._move() if sender in self._who(HERE) and self.told not in (MOVE, FINISH) else []
         if self.told or not self._how:
@@ -118,18 +129,24 @@ class Steps:
                 self._stay()
         elif isinstance(message, Move):
             self.told, self.without = MOVE, message.without
+            return self._tell(message) if self.leader == self._me else []  # it was taken out by a worker that it leads
         elif self._how in (SERVING, LEAVING):
             self.told = FINISH
         return []
 
     def _on_standing(self, sender: int, message: Standing) -> list[Letter]:
-        # It may have heard sooner than this worker that this one leads now.
-        if self.told == MOVE:
+        if self.told == FINISH and message.how != HERE:
+            return [(sender, Finish())]
+        if self.told == MOVE or sender not in self.alive:
             return [(sender, Move(self.without))]
         if message.how == HERE and message.step < self._led:
             return [(sender, Stay(message.step))]  # the word was lost with its connection
-        if self.told == FINISH:
-            return [(sender, Finish())] if message.how != HERE else []
+        if sender == self.leader:
+            return self._say()
+        if self.told == FINISH or not message.how:
+            return []
+        # It may have heard sooner than this worker that this one leads now.
+        self._unsure.discard(sender)
         self._stands[sender] = message.how
         self.broken |= message.broken
         return self._conclude()
@@ -148,7 +165,12 @@ class Steps:
 
     def remind(self, other: int) -> list[Letter]:
         """A connection with that worker has ended, and with it perhaps what was said."""
-        return self._say() if other == self.leader and other != self._me and not self.told else []
+        self._unsure.add(other)  # also for when this worker leads
+        if self.told == MOVE or other not in self.alive:
+            return [(other, Move(self.without))]
+        if self.leader == self._me:
+            return [(other, self._standing())]
+        return self._say() if other == self.leader and not self.told else []
 
     def want(self, wanted: bool) -> list[Letter]:
         """Whether somebody waits to come in."""
@@ -191,8 +213,11 @@ class Steps:
 
     def _move(self) -> list[Letter]:
         going = {*self._who(HERE), *self._who(SERVING)}
-        self.told, self.without = MOVE, tuple(sorted(self.alive - going))
-        return [(other, Move(self.without)) for other in sorted(self._stands) if other != self._me]
+        self.told, self.without = MOVE, tuple(sorted(self._members - going))
+        return self._tell(Move(self.without))
+
+    def _tell(self, message: Move) -> list[Letter]:
+        return [(other, message) for other in sorted(self._stands) if other != self._me]
 
     def _let_stay(self, here: list[int]) -> list[Letter]:
         step, self._led = self._led, self._led + 1

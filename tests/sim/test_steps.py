@@ -38,6 +38,8 @@ class World:
         self.deaths = self.random.randint(0, 2) if faults else 0
         self.breaks = self.random.randint(0, 2) if faults else 0
         self.impatient = self.random.randint(0, 1) if faults else 0
+        self.failures = self.random.randint(0, 2) if faults else 0  # connections that could not be made
+        self.mistakes = self.random.randint(0, 2) if faults and self.random.random() < 0.5 else 0
         self.calm = not faults
         self.waits = self.random.random() < 0.3  # somebody wants to come in
 
@@ -53,8 +55,13 @@ class World:
                 yield self.deliver, line
                 if self.breaks:
                     yield self.cut, line
+                if self.failures:
+                    yield self.lose, line
         yield from ((self.hear, notice) for notice in self.notices)
         yield from ((self.hear_of_end, pair) for pair in self.broken)
+        if self.mistakes:
+            living = sorted(self.alive - self.out.keys())
+            yield from ((self.mistake, (rank, other)) for rank in living for other in living if rank != other)
         if self.deaths:
             yield from ((self.die, rank) for rank in sorted(self.alive - self.out.keys()))
         if self.waits:
@@ -109,6 +116,21 @@ class World:
         self.breaks -= 1
         self.lines[line] = []
         self.broken += [line, line[::-1]]
+
+    def lose(self, line: tuple[int, int]) -> None:
+        """No connection could be made for it: only its sender hears of that."""
+        self.failures -= 1
+        self.lines[line] = []
+        self.broken.append(line)
+
+    def mistake(self, pair: tuple[int, int]) -> None:
+        """A worker that lives was silent for long: one other takes it for dead, and ends their connections."""
+        self.mistakes -= 1
+        rank, other = pair
+        self.lines[pair] = []
+        self.lines[pair[::-1]] = []
+        self.broken.append(pair[::-1])
+        self.post(rank, self.machines[rank].lost(other))
 
     def hear_of_end(self, pair: tuple[int, int]) -> None:
         self.broken.remove(pair)
