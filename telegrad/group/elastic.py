@@ -9,7 +9,7 @@ there is one generation of each number, whoever decides, and also where several 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from telegrad.directory.protocol import ABSENT, Directory
@@ -41,9 +41,19 @@ def look(directory: Directory) -> ElasticState:
     return ElasticState(revision, *(running or [(NONE, ABSENT)])[0], arrivals, tuple(each.created for each in come))
 
 
-def is_wanted(directory: Directory, mine: Formed, most: int, is_alive: IsAlive) -> bool:
+def arrivals_in(directory: Directory) -> list[Arrival]:
+    """Read which workers wait for the next generation."""
+    return [Arrival.from_json(entry.value) for entry in directory.list(COME).entries]
+
+
+def gone_on(arrivals: Iterable[Arrival], mine: Formed) -> list[int]:
+    """Return the ranks of the workers that have left the generation `mine`, since they wait for the next one."""
+    lives = {arrival.before.me for arrival in arrivals}
+    return [member.id for member in mine.members if member.incarnation in lives]
+
+
+def is_wanted(arrivals: Iterable[Arrival], mine: Formed, most: int, is_alive: IsAlive) -> bool:
     """Return True if a worker waits that could come into the generation after `mine`."""
-    arrivals = [Arrival.from_json(entry.value) for entry in directory.list(COME).entries]
     return any(_may_come(arrival, mine, most) and is_alive(arrival.member) for arrival in arrivals)
 
 

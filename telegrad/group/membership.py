@@ -136,6 +136,7 @@ class Membership:
             PeerLost: they cannot come any more.
         """
         until = monotonic() + timeout if timeout > 0 else float("inf")
+        self.refresh()
         with Wait(
             "wait_for_workers",
             lambda: f"wait_for_workers: {self._lack(wanted, role)}",
@@ -151,7 +152,7 @@ class Membership:
                 wait.look()
                 with self._changed:
                     self._changed.wait(min(left, LOOK))
-        return list(self.view().workers)
+        return self.workers()
 
     def wait_for_end(self, required: list[Member]) -> None:
         """Wait until a dynamic group ends, this worker shall serve no more, or one of those who are required dies."""

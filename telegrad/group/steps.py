@@ -95,6 +95,11 @@ class Steps:
         """Who is within a step, as far as this worker knows: the leader does."""
         return self.alive - self._stands.keys() if self.leader == self._me else set()
 
+    @property
+    def waits(self) -> bool:
+        """Whether this worker is between two steps, and was told nothing yet."""
+        return self._how == HERE and not self.told
+
     def stand(self, how: str) -> list[Letter]:
         """This worker stands there now."""
         self._how = how

@@ -1,6 +1,8 @@
 """How one worker stands in its generation, and hears whether that goes on: the rim of steps.py.
 
-A thread of the leader looks for what the others do not tell: whether a worker waits in the directory to come in.
+A thread looks for what the others do not tell: whether a worker waits in the directory to come in, which the leader
+asks for; and whether a worker of this generation waits there for the next one, which each asks for that waits itself.
+Such a worker has left this generation: it was told to move, or was declared lost, and the word has not come here.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from math import inf
 from time import monotonic
 
 from telegrad.errors import PeerError, PeerLost, RendezvousError
-from telegrad.group.elastic import IsAlive, is_wanted
+from telegrad.group.elastic import IsAlive, arrivals_in, gone_on, is_wanted
 from telegrad.group.held import HeldDirectory
 from telegrad.group.members import Identity, Member, listed
 from telegrad.group.post import Post
@@ -25,6 +27,7 @@ from telegrad.progress import Wait
 from telegrad.threads import Background
 
 LOOK = 0.25  # seconds between the leader's looks
+LOOK_OF_OTHERS = 1.0  # seconds between those of another worker, while it waits for the others
 GRACE = 2.0  # seconds for the leader to answer one who is impatient
 PATIENCE = 2.0  # seconds for a look to end, once nobody wants it any more
 
@@ -116,6 +119,11 @@ class Turning:
             return self._steps.leader == self._me.id
 
     @property
+    def _waits(self) -> bool:
+        with self._changed:
+            return self._steps.waits
+
+    @property
     def finished(self) -> bool:
         """Whether all leave together."""
         return self._told(0) == FINISH
@@ -185,16 +193,17 @@ class Turning:
                 log.exception("telegrad: the look for those who wait to join failed")
 
     def _pause(self) -> float | None:
-        """Return the seconds until the next look, which is the leader's."""
-        return LOOK if self.leads and self._held is not None else None
+        """Return the seconds until the next look."""
+        return None if self._held is None else LOOK if self.leads else LOOK_OF_OTHERS
 
     def _look(self) -> None:
-        if self._held is None or self._closed:
+        if self._held is None or self._closed or not (self.leads or self._waits):
             return
         held, most, is_alive = self._held
         held.serve_again()
         try:
-            waits = is_wanted(held.directory, self.generation, most, is_alive)
+            arrivals = arrivals_in(held.directory)
+            wanted = self.leads and is_wanted(arrivals, self.generation, most, is_alive)
         except RendezvousError as error:  # the directory does not answer, or a stranger writes there
             if (said := str(error)) != self._failed and not self._closed:
                 self._failed = said
@@ -202,7 +211,10 @@ class Turning:
             held.restart()
             return
         self._failed = ""
-        self._act(lambda: self._steps.want(waits))
+        for rank in gone_on(arrivals, self.generation):
+            self._act(partial(self._steps.lost, rank))
+        if self.leads:
+            self._act(lambda: self._steps.want(wanted))
 
     def __repr__(self) -> str:
         return f"<Turning of {self._me.name!r} in generation {self.generation.number}: {self._steps!r}>"

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from telegrad import errors
 from telegrad.directory.protocol import ABSENT, DirectoryLost, Swap
 from telegrad.group import generations
-from telegrad.group.elastic import COME, GENERATION, end, is_wanted, lives_in, look
+from telegrad.group.elastic import COME, GENERATION, arrivals_in, end, is_wanted, lives_in, look
 from telegrad.group.finding import Found
 from telegrad.group.generations import Coming
 from telegrad.group.held import HeldDirectory
@@ -126,7 +126,7 @@ def test_survivors_come_first_and_let_in_who_waits(place: Place) -> None:
     place.dead.add(f"{gone}/0")
     newcomer = place.come("x", limits)
     place.wait_for("x")
-    assert is_wanted(place.directory, formed, 4, place.lives)
+    assert is_wanted(arrivals_in(place.directory), formed, 4, place.lives)
     again = [place.come(name, limits, before(formed, name), 1) for name in stay]
     for future in [newcomer, *again]:
         assert names(future.result(WAIT)) == [*stay, "x"]
@@ -180,7 +180,7 @@ def test_who_comes_later_under_a_name_waits_until_it_gets_free(place: Place) -> 
     formed = coming[0].result(WAIT)
     late = place.come("a", limits, life=1)
     place.wait_for("a")
-    assert not is_wanted(place.directory, formed, 3, place.lives)
+    assert not is_wanted(arrivals_in(place.directory), formed, 3, place.lives)
     place.dead.add("a/0")
     again = place.come("b", limits, before(formed, "b"), 1)
     assert names(again.result(WAIT)) == names(late.result(WAIT)) == ["b", "a"]
@@ -212,7 +212,7 @@ def test_who_waits_for_a_group_that_ends_is_told(place: Place) -> None:
     place.wait_for("b")
     sleep(1.0)  # a spare waits longer than its time
     assert not spare.done()
-    assert not is_wanted(place.directory, formed, 1, place.lives)
+    assert not is_wanted(arrivals_in(place.directory), formed, 1, place.lives)
     assert end(place.directory, formed)
     with pytest.raises(errors.GroupEnded, match="after generation 1"):
         spare.result(WAIT)

@@ -81,6 +81,7 @@ def test_who_is_connected_and_not_listed_yet_is_not_dead(monkeypatch: pytest.Mon
             raise UnknownWorker(f"no worker is named {to!r}")
 
         monkeypatch.setattr(owner.directory, "find", find_nobody)
+        owner.agent.forget_names([])
         current.enter(user)
         reference = remote("w0", int)
         remote("w0", int).to_here()  # ends here, of which the owner owes a receipt
