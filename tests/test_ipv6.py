@@ -68,7 +68,8 @@ def test_local_workers_and_the_dashboard() -> None:
 @pytest.mark.parametrize("method", ["tcp://[::1]:29500", "env://"])
 def test_workers_that_meet(method: str) -> None:
     variables = {"MASTER_ADDR": "::1", "MASTER_PORT": "29500"} if method == "env://" else {}
-    assert run("sh", "-c", TWO, "-", MEET, method, variables=variables) == "3\n3\n"
+    printed = run("sh", "-c", TWO, "-", MEET, method, variables=variables)
+    assert sorted(printed) == sorted("3\n3\n")  # by two processes at once
 
 
 @pytest.mark.timeout(5 * PATIENCE)

@@ -159,19 +159,25 @@ def test_a_held_interpreter_is_no_stop(caplog: pytest.LogCaptureFixture, monkeyp
     monkeypatch.setattr(health, "TICKS", 0.1)
     monkeypatch.setattr(health, "LATEST", 20)  # 0.1 s
     watch, ticks, over = Health(0.1, 0.0, lambda *_: None), list[float](), threading.Event()
+    ticked = threading.Semaphore(0)
 
     def tick() -> None:
         while not over.is_set():
             now = time.monotonic()
             watch.tick(now, ())
             ticks.append(now)
+            ticked.release()
             over.wait(0.005)
 
     thread = threading.Thread(target=tick)
     thread.start()
     try:
         with caplog.at_level(logging.WARNING, "telegrad"):
+            assert ticked.acquire(timeout=10.0)
+            seen = len(ticks)
             ctypes.PyDLL(None).usleep(900_000)  # PyDLL keeps the interpreter
+            while len(ticks) <= seen + 1:
+                assert ticked.acquire(timeout=10.0)
             over.set()
             thread.join()
     finally:
