@@ -31,6 +31,7 @@ from telegrad.group.members import Identity, Member, Members, listed
 from telegrad.group.post import Post
 from telegrad.progress import Wait
 
+BROKEN = 2.0  # seconds for which handshakes with a worker may break off, with no message of it meanwhile
 ASK_AHEAD = 0.2  # seconds before it is said whom this worker waits for, to ask
 FIRST_LOOK, LAST_LOOK = 5e-4, 0.02  # seconds between looks whether this worker is quiet, where that is wanted
 
@@ -183,6 +184,9 @@ class Together(Parting):
         self._letters: deque[Letter] = deque()  # to be sent, in the order in which they were decided
         self._is_sending = False  # a thread sends them
         self._farewell = Farewell(me.id, {member.id for member in members})
+        self._broken: dict[
+            int, float
+        ] = {}  # by rank, since when handshakes do; without the lock
         self._stories: dict[int, str] = {}  # of those who left early or died; each entered once, by setdefault
         for message in (Entered, Ask, Quiet, Leave, Left, Who, Missing):
             post.on(message, self._on_message)
@@ -278,6 +282,7 @@ class Together(Parting):
         return self._letters.popleft() if self._is_sending else None
 
     def _on_message(self, sender: Identity, message: Message) -> None:
+        self._broken.pop(sender.id, None)
         self._act(lambda: self._farewell.receive(sender.id, message))
         self._answer()
         self._wake()
@@ -288,7 +293,10 @@ class Together(Parting):
         if isinstance(reason, ShutDown) and reason._ends_group:
             self.over()
         elif not isinstance(reason, PeerLost) or isinstance(reason, PeerSilent):
-            if not _may_live(reason, self._farewell.inside):  # else the membership knocks, and tells what comes of it
+            inside = self._farewell.inside
+            may_live = _may_live(reason, inside)  # then the membership knocks, and tells what comes of it
+            # A proxy may take connections for a worker that has died.
+            if not may_live or (inside and monotonic() > self._broken.setdefault(who.id, monotonic()) + BROKEN):
                 self.lose(who, reason)
         else:
             self._act(lambda: self._farewell.remind(who.id))
