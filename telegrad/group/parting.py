@@ -184,9 +184,7 @@ class Together(Parting):
         self._letters: deque[Letter] = deque()  # to be sent, in the order in which they were decided
         self._is_sending = False  # a thread sends them
         self._farewell = Farewell(me.id, {member.id for member in members})
-        self._broken: dict[
-            int, float
-        ] = {}  # by rank, since when handshakes do; without the lock
+        self._broken: dict[int, float] = {}  # by rank, since when handshakes do; without the lock
         self._stories: dict[int, str] = {}  # of those who left early or died; each entered once, by setdefault
         for message in (Entered, Ask, Quiet, Leave, Left, Who, Missing):
             post.on(message, self._on_message)
