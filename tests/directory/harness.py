@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import random
 import secrets
 import threading
@@ -14,6 +15,7 @@ from typing import NamedTuple, Protocol
 import pytest
 
 from telegrad.directory.protocol import Directory, DirectoryLost, Entry, Event, LeaseLost, Swap
+from telegrad.errors import NotInitialized
 
 SOON = 1.0  # seconds in which an idle engine answers on a busy machine
 LONG = 60.0  # a ttl that does not end within a test
@@ -144,3 +146,18 @@ def check_acts(acts: list[Act]) -> None:
 
 def is_gone(event: Event) -> bool:
     return event.entry is None
+
+
+def assert_refused_in_a_child(client: Directory) -> None:
+    """A process that this one forks may not ask, and may close the client."""
+    child = os.fork()
+    if not child:
+        status = 1
+        try:
+            client.list("")
+        except NotInitialized:
+            client.close()
+            status = 0
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

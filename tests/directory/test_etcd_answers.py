@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from telegrad.directory.protocol import DirectoryLost, DirectoryRefused, Entry, Lease, LeaseLost, Swap
-from telegrad.errors import NotInitialized, StoreUntrusted
+from telegrad.errors import StoreUntrusted
 from tests.directory.conftest import Connect
-from tests.directory.harness import LONG, SOON
+from tests.directory.harness import LONG, SOON, assert_refused_in_a_child
 
 Answers = Callable[[str, dict[str, Any]], Any]
 
@@ -223,17 +223,7 @@ def test_a_forked_process_leaves_the_connections_alone(played: Play, connected: 
     server = played(lambda *_: header())
     client = connected(f"etcd://127.0.0.1:{server.port}")
     client.list("")
-    child = os.fork()
-    if not child:
-        status = 1
-        try:
-            client.list("")
-        except NotInitialized:
-            client.close()
-            status = 0
-        finally:
-            os._exit(status)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert_refused_in_a_child(client)
     assert next(iter(client._client._idle.values()))[0].is_usable()
     client.list("")
     assert len(server.asked) == 2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import pathlib
 import shutil
 import socket
@@ -28,10 +27,10 @@ from telegrad.directory.protocol import (
     Swap,
 )
 from telegrad.directory.redis_connections import Session
-from telegrad.errors import NotInitialized, StoreUntrusted
+from telegrad.errors import StoreUntrusted
 from tests.directory.contract import Contract
 from tests.directory.faults import Faults
-from tests.directory.harness import LONG, SOON, is_gone, read, wait_for, written
+from tests.directory.harness import LONG, SOON, assert_refused_in_a_child, is_gone, read, wait_for, written
 from tests.directory.programs import Programs, Replica
 from tests.directory.redis_server import NEEDED, Server, running
 
@@ -280,17 +279,7 @@ def test_only_a_compare_and_set_is_not_sent_again(shared: Server, monkeypatch: p
 def test_a_forked_process_leaves_the_connections_alone(shared: Server) -> None:
     (client,) = clients_of(shared, "fork", 1)
     before = shared.admin().info("stats")["total_connections_received"]
-    child = os.fork()
-    if not child:
-        status = 1
-        try:
-            client.list("")
-        except NotInitialized:
-            client.close()
-            status = 0
-        finally:
-            os._exit(status)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert_refused_in_a_child(client)
     client.list("")
     assert shared.admin().info("stats")["total_connections_received"] == before + 1  # that of the second question
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from telegrad.errors import PeerError, PeerLost, PeerUnreachable, ShutDown
+from telegrad.group import parting
 from telegrad.group.doubts import Doubt
 from telegrad.group.farewell import Ask, Entered, Leave, Message, Quiet
 from telegrad.group.membership import Greeting
@@ -210,6 +211,23 @@ def test_a_worker_that_is_found_dead_after_a_broken_handshake_is_not_waited_for(
         assert_ends(waits)
     with pytest.raises(PeerLost, match=r"'w1' was lost .*broke off the handshake"):
         stays.parting.check([dead.me])
+
+
+def test_a_dead_worker_whose_address_answers_is_not_waited_for(
+    group: list[Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a proxy answers, which takes connections for it and ends them."""
+    monkeypatch.setattr(parting, "BROKEN", 0.0)
+    stays, dead = group
+    with socket.create_server(("127.0.0.1", 0)) as proxy:
+        stays.membership._present[dead.me.incarnation] = dead.me._replace(tcp=proxy.getsockname())
+        waits = leaving(stays)
+        times(stays).get(timeout=PATIENCE)
+        stays.agent._connections.tell_lost(dead.me.identity, broken_off())
+        assert isinstance(stays.parting, Together)
+        assert stays.parting._farewell.lost_ones == set(), "once is no death"
+        stays.agent._connections.tell_lost(dead.me.identity, broken_off())
+        assert_ends(waits)
 
 
 def test_a_handshake_that_breaks_off_again_and_again_is_one_doubt(
