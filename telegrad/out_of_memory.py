@@ -24,7 +24,7 @@ def is_out(error: BaseException | None) -> bool:
 
 
 def advice(error: BaseException, otherwise: str) -> str:
-    """Return `otherwise`, what to do where a value was not rebuilt, or the cause of that where it is memory."""
+    """Return the advice for a value that was not rebuilt: `otherwise`, unless the cause is memory."""
     return "the process that received it has no memory left" if is_out(error) else otherwise
 
 

@@ -19,7 +19,7 @@ from telegrad.optim import DistributedOptimizer
 from telegrad.optim.local import LocalOptimizer
 from telegrad.private_files import UnsafePath, reason
 from telegrad.rpc import current, rpc_async
-from telegrad.rpc.steps import Steps
+from telegrad.rpc.stalls import StepCounter
 from telegrad.rpc.together import together
 
 
@@ -130,7 +130,7 @@ def _with_lists(value: Any) -> Any:
 
 def _reader(path: str) -> FileSystemReader:
     reader = FileSystemReader(path)
-    reader.fs = Files(current.here().attached(Steps).note)
+    reader.fs = Files(current.here().attached(StepCounter).note)
     return reader
 
 

@@ -15,14 +15,14 @@ from telegrad.nn.tree import Branch, state_of
 from telegrad.optim.local import LocalOptimizer
 from telegrad.rpc import RRef, current
 from telegrad.rpc.functions import async_execution
-from telegrad.rpc.steps import Steps
+from telegrad.rpc.stalls import StepCounter
 from telegrad.threads import Thread
 
 
 def writer_to(path: str, is_coordinator: bool) -> FileSystemWriter:
     # Copies that torch makes ahead are waited for on the current accelerator alone; there may be several.
     writer = FileSystemWriter(path, per_thread_copy_ahead=0)
-    writer.fs = Files(current.here().attached(Steps).note)
+    writer.fs = Files(current.here().attached(StepCounter).note)
     writer.set_up_storage_writer(is_coordinator)
     return writer
 
@@ -33,7 +33,7 @@ class Saver:
     def __init__(self, path: str, shares: list[Share], own: dict[str, Any], copies: bool) -> None:
         """With `copies`, what is saved is as it is now, whatever happens to it before it is written."""
         here = current.here()
-        self._copies = Copies(here.attached(Shelf), here.attached(Steps).note) if copies else None
+        self._copies = Copies(here.attached(Shelf), here.attached(StepCounter).note) if copies else None
         state = {key: packed(value) for key, value in own.items()}
         for share in shares:
             state.setdefault(share.key, {}).update(self._part(share.branch))

@@ -34,7 +34,7 @@ class Attendance:
         return not self._unasked
 
     def knock(self, is_alive: Callable[[Member], bool]) -> None:
-        """See which of them still live, of those that came last."""
+        """Probe the workers that were found last, and note the ones that do not answer."""
         self._silent = [member for member in list(self._come.values())[-MOST_ASKED:] if not is_alive(member)]
 
     def complete(self, members: Iterable[Member]) -> None:

@@ -66,7 +66,7 @@ class Knocks:
             self._end(sock, code)
 
     def answers(self) -> Iterator[tuple[Doubt, bool | None]]:
-        """Return what has been answered: True if the worker listens, False if nobody does; None for a silent host."""
+        """Yield the answers: True if the worker listens, False if the port is refused; None for a silent host."""
         if self._begun:
             soon = min(LOOK, *(ends - monotonic() for _, ends in self._begun.values()))
             with _Selector() as selector:

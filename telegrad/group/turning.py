@@ -1,8 +1,8 @@
 """How one worker stands in its generation, and hears whether that goes on: the rim of steps.py.
 
-A thread looks for what the others do not tell: whether a worker waits in the directory to come in, which the leader
-asks for; and whether a worker of this generation waits there for the next one, which each asks for that waits itself.
-Such a worker has left this generation: it was told to move, or was declared lost, and the word has not come here.
+A thread reads the directory. The leader's looks for workers that wait to come in. That of any worker that waits for the
+others looks for workers of this generation that wait for the next one: they have left it, as they were told
+to move, or were declared lost, and the message has not arrived here.
 """
 
 from __future__ import annotations

@@ -300,7 +300,7 @@ class DistributedOptimizer(Optimizer):
             )
 
     def _changes(self) -> dict[int, Hyperparameters]:
-        """A copy of what is new in the groups since the last step, by their numbers."""
+        """Return a copy of the values that changed in the groups since the last step, by the groups' numbers."""
         pairs = enumerate(zip(self.param_groups, self._sent, strict=True))
         return {number: new for number, (group, sent) in pairs if (new := changed(group, sent))}
 

@@ -104,7 +104,7 @@ class ClippedRide:
 
 
 def has_hooks_before(optimizer: Optimizer) -> bool:
-    """Return True if the program has registered what runs before a step: of this optimizer, or of all."""
+    """Return True if the program has registered a hook that runs before a step: of this optimizer, or of all."""
     own = optimizer._optimizer_step_pre_hooks
     return bool(own) or any(hook is not look_at_step for hook in _global_optimizer_pre_hooks.copy().values())
 

@@ -252,13 +252,13 @@ def arrive(key: Key, number: int, group: Party, brings: Any, op: Callable[[Any, 
 
 
 def who_is_missing(number: int) -> list[str] | None:
-    """Whom the caller waits for; None where it waits no more."""
+    """Return the workers that the caller waits for; None if it waits no more."""
     keeper: Keeper = current.here().attached(Keeper)
     return keeper.missing(_arrival(number))
 
 
 def withdraw(number: int) -> list[str] | None:
-    """The caller gives up; who was missing, or None where it does not wait any more."""
+    """Withdraw the caller's arrival; return the workers that were missing, or None if it waits no more."""
     keeper: Keeper = current.here().attached(Keeper)
     return keeper.withdraw(_arrival(number))
 

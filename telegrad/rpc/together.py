@@ -13,7 +13,7 @@ from telegrad.group.members import listed
 from telegrad.interrupts import raised_by_handler
 from telegrad.progress import Wait
 from telegrad.rpc import current
-from telegrad.rpc.steps import Watch
+from telegrad.rpc.stalls import StallWatch
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -29,7 +29,7 @@ def together(
     """Call each worker with its share, all at once, and wait for all; their values.
 
     Where it is named what they are `doing`, such as "checkpoint.save: writing", it is said how far they are; with the
-    bytes of each, where these are known. `limit` is that of a step of a worker in seconds, 0 for none: see `Watch`.
+    bytes of each, where these are known. `limit` is that of one step in seconds, 0 for none: see `StallWatch`.
 
     Raises:
         WorkersFailed: more than one failed; where only one did, its own error is raised.
@@ -44,7 +44,7 @@ def together(
             if raised_by_handler(error):
                 raise
             errors[worker] = error
-    watch = Watch(calls, limit)
+    watch = StallWatch(calls, limit)
     if doing or limit:
         _follow(doing, calls, sizes or {}, watch)
     for worker, future in calls.items():
@@ -61,7 +61,7 @@ def together(
     return values
 
 
-def _follow(doing: str, calls: Mapping[str, Future[Any]], sizes: Mapping[str, int], watch: Watch) -> None:
+def _follow(doing: str, calls: Mapping[str, Future[Any]], sizes: Mapping[str, int], watch: StallWatch) -> None:
     """Wait until all are done, or do not get on; say which are not done, where it is named what they are `doing`."""
     done = threading.Semaphore(0)
     for future in calls.values():
@@ -77,7 +77,7 @@ def _follow(doing: str, calls: Mapping[str, Future[Any]], sizes: Mapping[str, in
         return f"{doing}: {len(calls) - len(late)} of {len(calls)} workers are done{written}; not yet {names}"
 
     with contextlib.ExitStack() as stack:
-        looks: list[Wait | Watch] = [watch]
+        looks: list[Wait | StallWatch] = [watch]
         if doing:
             agent = current.agent()
             looks.append(stack.enter_context(Wait(doing.partition(":")[0], text, missing, worker=agent.name)))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 # torch warns of kinds of tensors that are experimental, at the line that makes them. It is the program's choice to use
-# them, and the lines here only make what has come.
+# them, and the lines here only rebuild tensors that were received.
 warnings.filterwarnings("ignore", category=UserWarning, module=r"telegrad\.wire\.(tensors|packing|unpacking)$")
 
 CPU = torch.device("cpu")

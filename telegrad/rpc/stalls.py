@@ -1,4 +1,4 @@
-"""Whether workers get on with something long that another waits for, such as to write a checkpoint.
+"""Detect workers that make no progress with a long call, such as the writing of a checkpoint.
 
 All of it may take as long as it needs, but each step of it has a limit. The callee counts its steps. The caller asks
 for the count now and then, by a call that needs no slot: a worker whose process is stopped does not answer, and one
@@ -22,7 +22,7 @@ from telegrad.transport.silence import Silence
 LONGEST = 3600.0  # seconds between two looks: locks do not wait for ever so long
 
 
-class Steps:
+class StepCounter:
     """The steps that one worker has made."""
 
     def __init__(self, _: Any) -> None:
@@ -39,10 +39,10 @@ def serve(worker: Worker) -> None:
 
 
 def count_here() -> int:
-    return current.here().attached(Steps).count
+    return current.here().attached(StepCounter).count
 
 
-class Watch:
+class StallWatch:
     """Looks whether the callees of some calls get on; for one thread."""
 
     def __init__(self, calls: Mapping[str, Future[Any]], limit: float) -> None:
@@ -50,7 +50,7 @@ class Watch:
         self.errors: dict[str, CallTimeout] = {}  # of workers that did not get on; their calls were cancelled
         self._calls = calls
         self._limit = limit
-        self._silences = {worker: Silence(limit) for worker in calls}
+        self._silences = {worker: Silence(limit) for worker in calls} if limit else {}
         self._counts: dict[str, int] = {}
         self._asked: dict[str, Future[int]] = {}
         self._due = monotonic() + min(limit / 3, LONGEST) if limit else inf
