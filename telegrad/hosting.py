@@ -36,7 +36,7 @@ from telegrad.threads import Thread
 from telegrad.wire import program as programs
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self
 
 MOST = 10_000  # workers of one host: each is a process
 _WORKERS = (

@@ -32,9 +32,9 @@ their own handlers, as before. What stays as CPython has it: exceptions that com
 (`PyThreadState_SetAsyncExc`), handlers that were there when `install` was called on another thread than the main one,
 and that what is raised in a finalizer is lost.
 
-The bytecodes at which 3.10 to 3.13 look for signals are `RESUME` (3.10: the first of a frame), `JUMP_BACKWARD` (3.10:
-`JUMP_ABSOLUTE`) and all of `CALL`, the last one only where a function of C was called. `with` looks for none between a
-`__enter__` of C and the body (3.10: `SETUP_WITH`, else `BEFORE_WITH`), so `with lock:` is whole even in code of users.
+The bytecodes at which 3.11 to 3.13 look for signals are `RESUME`, `JUMP_BACKWARD` and all of `CALL`, the last one only
+where a function of C was called. `with` (`BEFORE_WITH`) looks for none between a `__enter__` of C and the body, so
+`with lock:` is whole even in code of users.
 """
 
 from __future__ import annotations
@@ -73,9 +73,6 @@ _CALLS = {number for name, number in dis.opmap.items() if name.startswith(("CALL
 _MANAGER = contextlib._GeneratorContextManager
 _MANAGERS = {_MANAGER.__enter__.__code__, _MANAGER.__exit__.__code__}
 _BACKWARD = {number for name, number in dis.opmap.items() if "JUMP_BACKWARD" in name}
-_JUMPS = {
-    dis.opmap.get(name) for name in ("JUMP_ABSOLUTE", "POP_JUMP_IF_TRUE", "POP_JUMP_IF_FALSE")
-}  # 3.10: either way
 _WAITING_LOOPS: set[CodeType] = set()
 _GIVING_BACK: dict[CodeType, Callable[[dict[str, Any]], bool]] = {}
 # Within these a blocked call is not interrupted either. From the start of a thread, none could tell whether that runs.
@@ -91,8 +88,7 @@ def _calls_of(code: CodeType, method: str) -> set[int]:
 
 def _goes_back(code: CodeType, at: int) -> bool:
     """Return True if a backward jump is at this place of a short function."""
-    opcode, target = code.co_code[at : at + 2]
-    return opcode in _BACKWARD or (sys.version_info < (3, 11) and opcode in _JUMPS and 2 * target <= at)
+    return code.co_code[at] in _BACKWARD
 
 
 _WAIT = threading.Condition.wait.__code__

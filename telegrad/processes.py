@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 # Before `-m`, which else has modules looked for in the current folder first, where others may have planted some.
-SAFE_PATH = ["-P"] if sys.version_info >= (3, 11) else []
+SAFE_PATH = ["-P"]
 
 _AT_PARENTS_END = 1  # PR_SET_PDEATHSIG
 _prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING
 from telegrad.atfork import in_child, renewed
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self
 
 LINE = 1.0  # seconds until the line is there, and between its changes
 FIRST = 5.0  # seconds until the log is told

@@ -202,7 +202,6 @@ def test_logs_of_a_run_are_in_a_folder_that_it_has_made(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 has no option for that")
 @pytest.mark.parametrize(
     "start",
     [

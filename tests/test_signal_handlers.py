@@ -280,7 +280,7 @@ def test_a_context_manager_is_entered_and_left_whole() -> None:
             settle()
 
     steps.clear()
-    assert interrupts_of(use)  # once in 3.10, where the second takes the place of the first
+    assert interrupts_of(use)
     assert steps == ["entered", "left"]
 
 

@@ -27,7 +27,7 @@ from telegrad.errors import InvalidName, UnknownWorker, WorkerTaken
 from telegrad.hints import did_you_mean
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self
 
 LONGEST_NAME = 127
 LONGEST_ROLE = 120  # with a number behind it, it makes a name

@@ -36,7 +36,7 @@ PATIENCE = 10.0  # seconds that a worker has for an answer, and a minute for its
 MARKS = 20  # in a profile, when it begins and when it ends
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self
 
 Names = Iterable[str]
 

@@ -36,7 +36,7 @@ from telegrad.rpc import RRef, WorkerInfo, current, remote
 from telegrad.rpc.lasting import Restore, check_restore
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self
 
 _STAGES = "a list with a module, a RemoteModule or a reference to a module for each stage: Pipeline([first, second])"
 _CHUNKS = "a number of parts of a batch, as in Pipeline([first, second], chunks=8)"

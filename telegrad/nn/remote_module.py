@@ -28,7 +28,7 @@ from telegrad.rref.letters import Id
 from telegrad.wire.reducers import REDUCERS
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self
 
 _apart: ContextVar[bool] = ContextVar("telegrad_modules_apart", default=False)
 

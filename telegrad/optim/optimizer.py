@@ -32,7 +32,7 @@ from telegrad.rpc.lasting import revive
 from telegrad.rpc.together import together
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self
 
 _GROUP = "a dictionary with references under 'params'"
 _GROUPS = "the list of dictionaries under 'param_groups' of a state"

@@ -28,7 +28,7 @@ from telegrad.rref.table import ReferenceTable
 from telegrad.wire.reducers import REDUCERS, reduce_reference
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self
 
 T = TypeVar("T")
 

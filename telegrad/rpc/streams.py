@@ -40,7 +40,7 @@ from telegrad.rpc.yielding import Streamed
 from telegrad.wire.failures import fresh
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self
 
     from telegrad.rpc.worker import Worker
 

@@ -10,7 +10,6 @@ count = 4
 from __future__ import annotations
 
 import shlex
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
@@ -98,10 +97,8 @@ def _changed(told: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, A
 def _parsed(text: str) -> dict[str, Any]:
     if not text:
         return {}
-    if sys.version_info >= (3, 11):
-        import tomllib
-    else:
-        import tomli as tomllib
+    import tomllib
+
     try:
         told: dict[str, Any] = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:

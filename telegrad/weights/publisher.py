@@ -27,7 +27,7 @@ from telegrad.weights.sources import read_from
 from telegrad.weights.words import About, Out, Party
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self
 
 PIECE = 1 << 20  # bytes that travel at a time between hosts
 KEEP = 8  # versions, at most, for those who want every one

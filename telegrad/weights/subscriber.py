@@ -22,7 +22,7 @@ from telegrad.weights.joining import SubscriberBox, find_feed
 from telegrad.weights.version import Version, check_module
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self
 
 
 class Subscriber:

@@ -118,7 +118,7 @@ def _fresh(error: BaseException) -> BaseException:
     if STORY in vars(error):
         _set(made, STORY, vars(error)[STORY])
     if hasattr(error, "__notes__"):
-        made.__notes__ = list(error.__notes__)  # type: ignore[attr-defined]
+        made.__notes__ = list(error.__notes__)
     return made
 
 

@@ -128,7 +128,7 @@ def keep_lines(error: BaseException, traceback_: TracebackType | None) -> None:
     lines = _lines(traceback_)
     if lines:
         notes = [*getattr(error, "__notes__", ()), Lines(lines)]
-        error.__notes__ = notes  # type: ignore[attr-defined]
+        error.__notes__ = notes
 
 
 def own_notes(error: BaseException) -> list[str]:
@@ -195,7 +195,7 @@ def _summary(error: BaseException, has_lines: bool, room: _Room) -> str:
     if isinstance(error, _EXPLAINED) and not is_large(error):
         # With `_seen`, Python does not collect what it followed from, which takes quadratic time along a chain.
         telling = traceback.TracebackException(type(error), error, None, _seen=set())
-        telling.__notes__ = None  # type: ignore[attr-defined]  # they travel by themselves
+        telling.__notes__ = None  # they travel by themselves
         text = "".join(telling.format_exception_only())
     else:
         text = _type_and_text(error)

@@ -21,7 +21,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self
 
     from telegrad.agent.agent import Agent
     from telegrad.group.members import Member

@@ -244,7 +244,7 @@ def make_certificate(folder: pathlib.Path, name: str) -> tuple[str, str]:
         loaded = serialization.load_pem_private_key((folder / "authority.key").read_bytes(), None)
         assert isinstance(loaded, ec.EllipticCurvePrivateKey)
         signer, issuer = loaded, "authority"
-    now = datetime.datetime.now(datetime.timezone.utc)
+    now = datetime.datetime.now(datetime.UTC)
     certificate = (
         x509.CertificateBuilder()
         .subject_name(x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)]))

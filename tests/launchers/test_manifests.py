@@ -30,8 +30,8 @@ OF_A_REPLICATED_JOB = {"name", "groupName", "template", "replicas", "dependsOn"}
 
 pytestmark = pytest.mark.nightly
 
-yaml = pytest.importorskip("yaml", reason="PyYAML is not installed: pip install 'telegrad[launchers]'")
-validator = pytest.importorskip("kubernetes_validate", reason="pip install 'telegrad[launchers]'")
+yaml = pytest.importorskip("yaml", reason="PyYAML is not installed: pip install --group launchers")
+validator = pytest.importorskip("kubernetes_validate", reason="pip install --group launchers")
 
 
 def documents(name: str) -> list[dict[str, Any]]:

@@ -17,13 +17,12 @@ import tempfile
 import threading
 import types
 from collections.abc import Callable
-from typing import Any, NoReturn, SupportsIndex
+from typing import Any, NoReturn, Self, SupportsIndex
 
 import numpy
 import pytest
 import torch
 from torch import Tensor, nn
-from typing_extensions import Self
 
 from telegrad import errors
 from telegrad.wire import byvalue, functions, pickling

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import collections
 import pickle
 from collections.abc import Callable
@@ -40,7 +39,7 @@ def with_attribute(value: Any) -> Exception:
 
 def noted(notes: list[str]) -> Exception:
     error = ValueError("x")
-    error.__notes__ = notes  # type: ignore[attr-defined]
+    error.__notes__ = notes
     return error
 
 
@@ -55,9 +54,7 @@ def chain(attribute: str) -> BaseException:
 
 
 def group(members: list[Exception]) -> Exception:
-    make: Any = getattr(builtins, "ExceptionGroup", ValueError)  # there are none before Python 3.11
-    made: Exception = make("group", members)
-    return made
+    return ExceptionGroup("group", members)
 
 
 LARGE: dict[str, Callable[[], BaseException]] = {
