@@ -171,7 +171,7 @@ def test_a_checkpoint_is_not_written_where_another_user_leads(
 def test_traces_and_pictures_are_not_written_through_links(
     shared: pathlib.Path, precious: pathlib.Path, plant: Plant, here: None
 ) -> None:
-    for name in ("trace.json", "graph.svg"):
+    for name in ("trace.json", "graph.dot"):
 
         def act(path: pathlib.Path = shared / name) -> pathlib.Path:
             path.symlink_to(precious)
@@ -181,7 +181,7 @@ def test_traces_and_pictures_are_not_written_through_links(
     with pytest.raises(OSError, match="has put a symlink there"):
         collect._write(str(shared / "trace.json"), {})
     with telegrad.autograd.context() as context_id, pytest.raises(OSError, match="has put a symlink there"):
-        telegrad.insight.graph(context_id).save(shared / "graph.svg")
+        telegrad.insight.graph(context_id).save(shared / "graph.dot")
     assert precious.read_text() == "precious"
 
 

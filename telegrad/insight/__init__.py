@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from telegrad.insight.api import dashboard, dump, group, why
+    from telegrad.insight.autograd_graph import GradientGraph, graph
     from telegrad.insight.collect import trace, tracing
-    from telegrad.insight.gradients import GradientGraph, graph
 
 _HOME = {
-    "GradientGraph": "gradients",
+    "GradientGraph": "autograd_graph",
     "dashboard": "api",
     "dump": "api",
-    "graph": "gradients",
+    "graph": "autograd_graph",
     "group": "api",
     "trace": "collect",
     "tracing": "collect",

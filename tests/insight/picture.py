@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import telegrad.autograd as autograd
 import telegrad.rpc as rpc
-from telegrad.insight.gradients import GradientGraph, graph
+from telegrad.insight.autograd_graph import GradientGraph, graph
 from telegrad.rpc import current
 from tests.cluster import agents
 
