@@ -80,9 +80,9 @@ class Bar(NamedTuple):
     """What a worker did for a batch."""
 
     worker: str
-    kind: str  # as in nn/schedule.py, or nn/ties.py
+    kind: str  # as in nn/schedule.py
     stage: int
-    number: int  # of the micro-batch, or of the tie
+    number: int  # of the micro-batch, or of the tied weight
     begun: float
     ended: float
 

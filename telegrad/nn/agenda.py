@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from telegrad.nn.schedule import BACKWARD, FORWARD, INPUT, Action
-from telegrad.nn.ties import BORROW, COLLECT
+from telegrad.nn.schedule import ADD_GRADIENT, BACKWARD, FORWARD, INPUT, LOAD_WEIGHT, Action
 
 Need = tuple[str, int, int]  # for which kind of action; of which stage, and micro-batch or tie
 
-_FOR = {FORWARD: FORWARD, BACKWARD: BACKWARD, INPUT: BACKWARD, BORROW: BORROW, COLLECT: COLLECT}
+_FOR = {FORWARD: FORWARD, BACKWARD: BACKWARD, INPUT: BACKWARD, LOAD_WEIGHT: LOAD_WEIGHT, ADD_GRADIENT: ADD_GRADIENT}
 
 
 class Agenda:

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from telegrad.nn.agenda import Need
 from telegrad.nn.losses import Loss
-from telegrad.nn.schedule import FORWARD
+from telegrad.nn.schedule import FORWARD, TiedWeight
 from telegrad.nn.stage import Bundle
-from telegrad.nn.ties import Tie
 
 _NOTHING = -1  # among `places`
 BatchId = tuple[str, int]  # of which pipeline; and which, in order
@@ -28,7 +27,7 @@ class Job(NamedTuple):
     schedule: str
     stations: tuple[int, ...]  # of each stage
     workers: tuple[tuple[str, str], ...]  # of each station, likewise
-    ties: tuple[Tie, ...]
+    ties: tuple[TiedWeight, ...]
     batches: int
     trains: bool
     rider: int = 0  # under this number, what wants the gradients of each worker; 0: nothing

@@ -14,10 +14,9 @@ from telegrad.agent.deadlines import DEFAULT
 from telegrad.agent.futures import Future
 from telegrad.errors import TelegradError, UsageError
 from telegrad.nn.batches import Ends, Job, Product
-from telegrad.nn.schedule import INTERLEAVED, takes_turns
+from telegrad.nn.schedule import INTERLEAVED, TiedWeight
 from telegrad.nn.stage import Bundle, bundled
 from telegrad.nn.station import Station, lent_weight, make_station, run_stage, set_weight
-from telegrad.nn.ties import Tie
 from telegrad.rpc import RRef, current, remote, rpc_async, rpc_sync
 from telegrad.rpc.together import together
 
@@ -30,7 +29,7 @@ class Crew(NamedTuple):
     stations_of: tuple[int, ...]  # the stages
     driver: tuple[str, str]  # its name, and which incarnation
     workers: tuple[tuple[str, str], ...]  # of each station, likewise
-    ties: list[Tie]  # across workers
+    ties: list[TiedWeight]  # across workers
 
     def bundled(self, stage: int, value: Any) -> Bundle:
         """A value for a stage."""
@@ -47,10 +46,10 @@ class Crew(NamedTuple):
     def lend(self) -> None:
         """Send the weights that stages of other workers borrow, as before a batch."""
         for tie in self.ties:
-            owner, borrower = (self.stations[self.stations_of[stage]] for stage in (tie.owner, tie.borrower))
+            owner, borrower = (self.stations[self.stations_of[stage]] for stage in (tie.owner, tie.replica))
             with torch.no_grad():
                 value = rpc_sync(owner.owner(), lent_weight, (owner, tie.owner, tie.name))
-                rpc_sync(borrower.owner(), set_weight, (borrower, tie.borrower, tie.borrowed, value))
+                rpc_sync(borrower.owner(), set_weight, (borrower, tie.replica, tie.name_there, value))
 
     def play(self, job: Job, ends: Ends) -> list[Product]:
         """Have all go through a batch; what each gives back, or the error of the first that fails."""
@@ -97,7 +96,7 @@ class Crew(NamedTuple):
                 station._call_async("stop", DEFAULT, (job.id[1],), {}, "Pipeline.forward_backward").heed()
 
 
-def gather(places: Sequence[RRef[nn.Module]], schedule: str, ties: Sequence[Tie]) -> Crew:
+def gather(places: Sequence[RRef[nn.Module]], schedule: str, ties: Sequence[TiedWeight]) -> Crew:
     """Make the stations for the modules of all stages.
 
     Raises:
@@ -106,7 +105,8 @@ def gather(places: Sequence[RRef[nn.Module]], schedule: str, ties: Sequence[Tie]
     owners = [place.owner() for place in places]
     names = list(dict.fromkeys(owner.name for owner in owners))
     stations_of = tuple(names.index(owner.name) for owner in owners)
-    if schedule == INTERLEAVED and not takes_turns(stations_of):
+    around = tuple(range(len(names))) * (len(places) // len(names))
+    if schedule == INTERLEAVED and stations_of != around:
         raise UsageError(
             "an interleaved schedule wants the stages to go around all workers in turn, as many on each, "
             f"such as w1, w2, w1, w2; these are on {', '.join(owner.name for owner in owners)}"
@@ -122,6 +122,6 @@ def gather(places: Sequence[RRef[nn.Module]], schedule: str, ties: Sequence[Tie]
     )
     agent = current.agent()
     workers = tuple((name, agent.identify(name).incarnation) for name in names)
-    across = [tie for tie in ties if stations_of[tie.owner] != stations_of[tie.borrower]]
+    across = [tie for tie in ties if stations_of[tie.owner] != stations_of[tie.replica]]
     driver = agent.name, agent.incarnation
     return Crew(pipeline, [made[name] for name in names], stations_of, driver, workers, across)

@@ -28,9 +28,8 @@ from telegrad.nn.microbatches import joined, parts_of, sizes_of
 from telegrad.nn.naming import STAGES, keep_names
 from telegrad.nn.place import parse_place
 from telegrad.nn.remote_module import RemoteModule
-from telegrad.nn.schedule import SCHEDULES
+from telegrad.nn.schedule import SCHEDULES, parse_tied
 from telegrad.nn.stage import Bundle
-from telegrad.nn.ties import parse_ties
 from telegrad.progress import Wait, attended
 from telegrad.rpc import RRef, WorkerInfo, current, remote
 from telegrad.rpc.lasting import Restore, check_restore
@@ -95,7 +94,7 @@ class Pipeline(nn.Module):
         self.schedule: str = checks.one_of("schedule", schedule, SCHEDULES)
         self.stages: nn.ModuleList = nn.ModuleList(map(_as_module, parts))
         groups = [checks.several("tied", names, _TIED) for names in checks.several("tied", tied, _TIED)]
-        self._ties = [tie for names in groups for tie in parse_ties(names, len(self.stages))]
+        self._ties = [tie for names in groups for tie in parse_tied(names, len(self.stages))]
         self._numbers = Numbers()
         self._crew: Crew | None = None
         self._inputs: Inputs | None = None  # of a model whose forward was recorded

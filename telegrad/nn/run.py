@@ -27,9 +27,20 @@ from telegrad.nn.agenda import Agenda
 from telegrad.nn.backward import Backward, Inlet
 from telegrad.nn.batches import Delivery, Ends, Job, Product, with_tensors, with_value
 from telegrad.nn.losses import check_scalar
-from telegrad.nn.schedule import BACKWARD, FORWARD, INPUT, WEIGHTS, Action, plan
+from telegrad.nn.schedule import (
+    ADD_GRADIENT,
+    BACKWARD,
+    FORWARD,
+    INPUT,
+    LOAD_WEIGHT,
+    SEND_GRADIENT,
+    SEND_WEIGHT,
+    WEIGHTS,
+    Action,
+    plan,
+    with_tied,
+)
 from telegrad.nn.stage import Bundle, Stage, bundled
-from telegrad.nn.ties import BORROW, COLLECT, LEND, RETURN, with_ties
 from telegrad.rpc import current
 from telegrad.wire.messages import INFERENCE, NO_GRAD
 
@@ -62,7 +73,7 @@ class Run:
         self._lock = threading.Lock()  # guards all below
         plans = plan(job.schedule, job.stations, job.batches, job.trains)
         if job.ties:
-            plans = with_ties(plans, job.stations, job.ties, job.trains)
+            plans = with_tied(plans, job.stations, job.ties, job.trains)
         self._agenda = Agenda(plans[self._here], len(job.stations))
         self._busy = False  # a thread is at it
         self._over = False
@@ -210,19 +221,19 @@ class Run:
 
     def _keep_tie(self, stage: Stage, action: Action, what: Sequence[Tensor | None]) -> None:
         tie, number = self.job.ties[action.batch], action.batch
-        if action.kind == LEND:
+        if action.kind == SEND_WEIGHT:
             value = stage.weight(tie.name).detach()
-            self._send(with_tensors(self.job.id, (BORROW, tie.borrower, number), [value]))
+            self._send(with_tensors(self.job.id, (LOAD_WEIGHT, tie.replica, number), [value]))
             return
-        if action.kind == BORROW:
+        if action.kind == LOAD_WEIGHT:
             assert what[0] is not None
-            stage.set_weight(tie.borrowed, what[0])
+            stage.set_weight(tie.name_there, what[0])
             return
         assert self._context is not None
         gradients = self._context.gradients
-        if action.kind == RETURN:
-            gradient = gradients.take(stage.weight(tie.borrowed))
-            self._send(with_tensors(self.job.id, (COLLECT, tie.owner, number), [gradient]))
+        if action.kind == SEND_GRADIENT:
+            gradient = gradients.take(stage.weight(tie.name_there))
+            self._send(with_tensors(self.job.id, (ADD_GRADIENT, tie.owner, number), [gradient]))
         elif what[0] is not None and stage.weight(tie.name).requires_grad:
             gradients.add(stage.weight(tie.name), what[0], False)
 

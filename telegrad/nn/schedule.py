@@ -1,8 +1,8 @@
 """In which order the stages of a pipeline work; knows no worker and no tensor.
 
-A station is where one or several stages live, and does one thing at a time. `plan` gives the actions of each, in an
-order that it keeps whatever takes how long; `simulate` tells how that comes out. Both play a batch through: `plan` by
-the rules of a schedule, `simulate` by the plan.
+A station has one or several stages, and does one thing at a time. `plan` gives the actions of each station, in an order
+that it keeps however long each takes. A weight that several stages use is kept by actions, too: one stage owns it, the
+others get its value before they begin and give back its gradient once they are through.
 """
 
 from __future__ import annotations
@@ -12,45 +12,33 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
+from telegrad.checks import shown
+from telegrad.errors import UsageError
+
 FORWARD, BACKWARD, INPUT, WEIGHTS = "forward", "backward", "input", "weights"  # the last two make up a backward
-COSTS = {FORWARD: 1.0, BACKWARD: 2.0, INPUT: 1.0, WEIGHTS: 1.0}  # as is usual
+SEND_WEIGHT, LOAD_WEIGHT, SEND_GRADIENT, ADD_GRADIENT = "send weight", "load weight", "send gradient", "add gradient"
+_COSTS = {FORWARD: 1.0, BACKWARD: 2.0, INPUT: 1.0, WEIGHTS: 1.0}  # as is usual
 
 
 class Action(NamedTuple):
-    """What a stage does with one micro-batch."""
+    """An action of one stage for one micro-batch, or for one tied weight."""
 
     kind: str
     stage: int
-    batch: int
+    batch: int  # or the number of the tied weight
 
 
-class Span(NamedTuple):
-    """When a station did something."""
+class TiedWeight(NamedTuple):
+    """One weight in two stages, by its name in each."""
 
-    action: Action
-    start: float
-    end: float
-
-
-class Timeline(NamedTuple):
-    """What all stations did when, for one batch."""
-
-    spans: list[list[Span]]  # of each station
-    kept: list[int]  # of how many micro-batches each kept the activations at most, of all its stages together
-
-    @property
-    def length(self) -> float:
-        return max(span.end for own in self.spans for span in own)
-
-    @property
-    def idle(self) -> float:
-        """Which share of their time the stations waited."""
-        busy = sum(span.end - span.start for own in self.spans for span in own)
-        return 1 - busy / (self.length * len(self.spans))
+    owner: int
+    name: str
+    replica: int
+    name_there: str
 
 
 class Progress:
-    """With how many micro-batches each stage is through, and so what can begin."""
+    """The micro-batches that each stage has done, and so the actions that can begin."""
 
     def __init__(self, stations: Sequence[int], batches: int, trains: bool, splits: bool) -> None:
         """`stations` of the stages; `splits`: the backward of weights is an action of its own."""
@@ -63,7 +51,7 @@ class Progress:
         self._splits = splits
 
     def ready(self, station: int) -> list[Action]:
-        """What a station can begin; of each stage no more than the next of each kind."""
+        """Return the actions that a station can begin; of each stage the next of each kind."""
         found = []
         for stage, at in enumerate(self.stations):
             if at != station:
@@ -82,73 +70,59 @@ class Progress:
         {FORWARD: self.forward, WEIGHTS: self.weights}.get(action.kind, self.backward)[action.stage] += 1
 
     def kept(self, stage: int) -> int:
-        """Of how many micro-batches a stage keeps the activations."""
+        """Return of how many micro-batches a stage keeps the activations."""
         return self.forward[stage] - self.weights[stage]
-
-    def kept_at(self, station: int) -> int:
-        """All stages of a station together."""
-        return sum(self.kept(stage) for stage, at in enumerate(self.stations) if at == station)
 
     @property
     def done(self) -> bool:
         return min(self.weights if self._trains else self.forward) == self.batches
 
 
-Choose = Callable[[int, list[Action]], "Action | None"]
-Costs = Callable[[Action], float]
-
-
-def _play(progress: Progress, choose: Choose, costs: Costs) -> Timeline:
-    """Let each station begin what `choose(station, ready)` says, as soon as it is free."""
-    spans: list[list[Span]] = [[] for _ in range(max(progress.stations) + 1)]
-    kept = [0] * len(spans)
-    free = [0.0] * len(spans)
+def play(
+    progress: Progress, choose: Callable[[int, list[Action]], Action | None], cost: Callable[[Action], float]
+) -> list[list[tuple[Action, float, float]]]:
+    """Let each station begin `choose(station, ready)` as soon as it is free; return its actions with their times."""
+    spans: list[list[tuple[Action, float, float]]] = [[] for _ in range(max(progress.stations) + 1)]
     running: list[tuple[float, Action]] = []
     now = 0.0
     while not progress.done:
         for station, own in enumerate(spans):
-            if free[station] > now:
+            if own and own[-1][2] > now:
                 continue
-            action = choose(station, progress.ready(station))
-            if action is not None:
-                free[station] = now + costs(action)
-                own.append(Span(action, now, free[station]))
-                heapq.heappush(running, (free[station], action))
+            if (action := choose(station, progress.ready(station))) is not None:
+                own.append((action, now, now + cost(action)))
+                heapq.heappush(running, (own[-1][2], action))
         if not running:
             raise RuntimeError("the stages of a pipeline wait for each other")
         now = running[0][0]
         while running and running[0][0] <= now:
-            _, action = heapq.heappop(running)
-            progress.end(action)
-            at = progress.stations[action.stage]
-            kept[at] = max(kept[at], progress.kept_at(at))
-    return Timeline(spans, kept)
+            progress.end(heapq.heappop(running)[1])
+    return spans
 
 
-# The rules: the rank of what a station can do, lowest first, or None where it shall wait
+# The rules: the priority of an action that a station can begin, lowest first, or None where it shall wait
 
-Rank = tuple[int, ...]
-Rule = Callable[[Progress, Action], "Rank | None"]
+Priority = tuple[int, ...]
 
 
-def _gpipe(progress: Progress, action: Action) -> Rank | None:
+def _gpipe(progress: Progress, action: Action) -> Priority | None:
     """All forward, then all backward."""
     if action.kind != FORWARD and progress.forward[action.stage] < progress.batches:
         return None
     return action.kind != FORWARD, -action.stage
 
 
-def _one_by_one(progress: Progress, action: Action) -> Rank | None:
+def _one_by_one(progress: Progress, action: Action) -> Priority | None:
     """Backward as soon as it can be, and no more micro-batches begun than it takes until then."""
     if action.kind == FORWARD and progress.kept(action.stage) >= len(progress.stations) - action.stage:
         return None
     return action.kind == FORWARD, -action.stage
 
 
-def _zero_bubble(progress: Progress, action: Action) -> Rank | None:
-    """As 1f1b, but the backward of weights, for which nobody waits, fills what would be idle.
+def _zero_bubble(progress: Progress, action: Action) -> Priority | None:
+    """As 1f1b, but the backward of weights, for which no other stage waits, fills idle time.
 
-    So late stages keep what they need for it, up to as many micro-batches as the first stage.
+    So late stages keep activations for it, of up to as many micro-batches as the first stage.
     """
     count, stage = len(progress.stations), action.stage
     awaited = progress.forward[stage] - progress.backward[stage]
@@ -157,7 +131,7 @@ def _zero_bubble(progress: Progress, action: Action) -> Rank | None:
     return (FORWARD, INPUT, WEIGHTS).index(action.kind), -stage
 
 
-_RULES: dict[str, Rule] = {"gpipe": _gpipe, "1f1b": _one_by_one, "zero-bubble": _zero_bubble}
+_RULES = {"gpipe": _gpipe, "1f1b": _one_by_one, "zero-bubble": _zero_bubble}
 INTERLEAVED = "interleaved"
 SCHEDULES = ("gpipe", "1f1b", INTERLEAVED, "zero-bubble")
 
@@ -165,7 +139,7 @@ SCHEDULES = ("gpipe", "1f1b", INTERLEAVED, "zero-bubble")
 def _interleaved(stations: Sequence[int], batches: int) -> list[list[Action]]:
     """As 1f1b, where each station has several stages: micro-batches go around in groups, one for each station.
 
-    Where the last group is not full, what it lacks is left out of the plan of a full one.
+    Where the last group is not full, its missing micro-batches are left out of the plan of a full one.
     """
     group = max(stations) + 1
     rounds = len(stations) // group
@@ -185,45 +159,52 @@ def _interleaved(stations: Sequence[int], batches: int) -> list[list[Action]]:
     return plans
 
 
-def takes_turns(stations: Sequence[int]) -> bool:
-    """Whether the stages go around all stations in the same order, as an interleaved schedule wants."""
-    group = max(stations) + 1
-    return len(stations) % group == 0 and all(at == stage % group for stage, at in enumerate(stations))
-
-
 @lru_cache(maxsize=64)
 def plan(schedule: str, stations: tuple[int, ...], batches: int, trains: bool = True) -> list[list[Action]]:
-    """What each station does, in order; `stations` are those of the stages, counted from 0."""
+    """Return the actions of each station, in order; `stations` are those of the stages, counted from 0."""
     if schedule == INTERLEAVED and trains:
         return _interleaved(stations, batches)
     rule = _RULES[schedule] if trains else _gpipe
     progress = Progress(stations, batches, trains, splits=trains and schedule == "zero-bubble")
 
     def choose(_: int, ready: list[Action]) -> Action | None:
-        ranked = [(rank, action) for action in ready if (rank := rule(progress, action)) is not None]
+        ranked = [(priority, action) for action in ready if (priority := rule(progress, action)) is not None]
         return min(ranked)[1] if ranked else None
 
-    return [[span.action for span in own] for own in _play(progress, choose, _usual).spans]
+    return [[action for action, *_ in own] for own in play(progress, choose, lambda action: _COSTS[action.kind])]
 
 
-def simulate(
-    plans: Sequence[Sequence[Action]], stations: Sequence[int], batches: int, costs: Costs | None = None
-) -> Timeline:
-    """How it comes out that each station keeps to its plan, where actions take as long as `costs` says."""
-    kinds = {action.kind for own in plans for action in own}
-    progress = Progress(stations, batches, trains=kinds != {FORWARD}, splits=WEIGHTS in kinds)
-    upcoming = [iter(own) for own in plans]
-    following = [next(own, None) for own in upcoming]
-
-    def choose(station: int, ready: list[Action]) -> Action | None:
-        action = following[station]
-        if action not in ready:
-            return None
-        following[station] = next(upcoming[station], None)
-        return action
-
-    return _play(progress, choose, costs or _usual)
+# Tied weights
 
 
-def _usual(action: Action) -> float:
-    return COSTS[action.kind]
+def parse_tied(names: Sequence[str], count: int) -> list[TiedWeight]:
+    """Return the ties between a parameter of one of `count` stages, named first, and the others."""
+    if len(names) < 2 or not all(isinstance(name, str) for name in names):
+        raise UsageError(
+            f"tied parameters are named together, not as {shown(names)}: tied=[('0.embedding.weight', '2.head.weight')]"
+        )
+    found = [name.partition(".") for name in names]
+    for name, (stage, _, rest) in zip(names, found, strict=True):
+        if not stage.isdigit() or int(stage) >= count or not rest:
+            raise UsageError(
+                f"{name!r} names no parameter of one of {count} stages: write the number of the stage, and the name "
+                "in it, such as '0.embedding.weight'"
+            )
+    (owner, _, own), *others = found
+    return [TiedWeight(int(owner), own, int(stage), name) for stage, _, name in others]
+
+
+def with_tied(
+    plans: Sequence[Sequence[Action]], stations: Sequence[int], tied: Sequence[TiedWeight], trains: bool
+) -> list[list[Action]]:
+    """Return plans that send the values of tied weights before they are used, and their gradients afterwards."""
+    found = list(map(list, plans))
+    for number, tie in enumerate(tied):
+        owner, replica = found[stations[tie.owner]], found[stations[tie.replica]]
+        owner.insert(0, Action(SEND_WEIGHT, tie.owner, number))
+        own = [at for at, action in enumerate(replica) if action.stage == tie.replica]
+        if trains:
+            replica.insert(own[-1] + 1, Action(SEND_GRADIENT, tie.replica, number))
+            owner.append(Action(ADD_GRADIENT, tie.owner, number))
+        replica.insert(own[0], Action(LOAD_WEIGHT, tie.replica, number))
+    return found

@@ -20,8 +20,8 @@ from telegrad.errors import PeerError, PeerLost
 from telegrad.group.members import Identity
 from telegrad.nn.batches import Delivery, Ends, Job
 from telegrad.nn.run import Run
+from telegrad.nn.schedule import TiedWeight
 from telegrad.nn.stage import Stage
-from telegrad.nn.ties import Tie
 from telegrad.rpc import RRef, current
 from telegrad.rpc.functions import must_finish
 
@@ -126,16 +126,16 @@ class Stations:
 
 @known_as("Pipeline()")
 def make_station(
-    pipeline: str, modules: Mapping[int, RRef[nn.Module]], count: int, ties: Sequence[Tie]
+    pipeline: str, modules: Mapping[int, RRef[nn.Module]], count: int, ties: Sequence[TiedWeight]
 ) -> RRef[Station]:
     """For the modules of this worker, by their stages, of which there are `count` in all."""
     worker = current.here()
     stages = {stage: Stage(module, f"stage {stage + 1} of {count}") for stage, module in modules.items()}
     for tie in ties:
-        if tie.owner in stages and tie.borrower in stages:
-            stages[tie.borrower].share_weight(tie.borrowed, stages[tie.owner].weight(tie.name))
-        elif tie.borrower in stages:
-            stages[tie.borrower].borrow_weight(tie.borrowed)
+        if tie.owner in stages and tie.replica in stages:
+            stages[tie.replica].share_weight(tie.name_there, stages[tie.owner].weight(tie.name))
+        elif tie.replica in stages:
+            stages[tie.replica].borrow_weight(tie.name_there)
     station = Station(worker.agent, stages)
     worker.attached(Stations).add(pipeline, station)
     return RRef(station)

@@ -15,11 +15,12 @@ from torch.nn.functional import mse_loss
 from torch.utils.checkpoint import checkpoint
 
 import telegrad.autograd as autograd
+from benchmarks.schedule_simulation import simulate
 from telegrad.autograd.gradients import Gradients
 from telegrad.errors import UsageError
 from telegrad.nn import Pipeline, RemoteModule
 from telegrad.nn.backward import Backward, Inlet
-from telegrad.nn.schedule import SCHEDULES, plan, simulate
+from telegrad.nn.schedule import SCHEDULES, plan
 from telegrad.optim import DistributedOptimizer
 from telegrad.rpc import RRef, rpc_sync
 
