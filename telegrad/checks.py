@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from math import inf
 from typing import Any, NoReturn
 
-from telegrad.errors import InvalidArgument
+from telegrad.errors import InvalidArgument, UsageError
 
 SHOWN = 80  # characters of a value in a message
 LONGEST = 1e9  # seconds: timers of the platforms take no more than about 30 years
@@ -164,3 +164,12 @@ def several(name: str, value: Any, what: str) -> list[Any]:
 def is_iterable(value: Any) -> bool:
     """Return False also for a tensor or an array without dimensions, whose class has `__iter__`."""
     return isinstance(value, Iterable) and getattr(value, "ndim", 1) != 0
+
+
+def context_id(value: Any, method: str) -> None:
+    """Raise UsageError where the first argument of a method cannot be the id of a context."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise UsageError(
+            f"{method}() takes the id of a context (context_id) first, not {shown(value)}: "
+            f"write `with autograd.context() as context_id:`, and {method}(context_id...) inside"
+        )

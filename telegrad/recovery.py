@@ -1,9 +1,8 @@
-"""`telegrad.recover`: a training goes on from its last checkpoint after workers have died and come back."""
+"""`telegrad.recover`: go on from the last checkpoint after workers have died and come back."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
 from math import inf
 from typing import Any
 
@@ -24,7 +23,7 @@ from telegrad.errors import (
     UsageError,
     WorkersFailed,
 )
-from telegrad.nn.reviving import revive_model
+from telegrad.nn.tree import restore_model
 from telegrad.optim import DistributedOptimizer
 from telegrad.progress import Wait
 from telegrad.rpc import RRef, get_worker_info
@@ -32,7 +31,7 @@ from telegrad.rpc import RRef, get_worker_info
 PAUSE = 0.05  # seconds before the next try
 LEAST = 1.0  # seconds for a try
 
-OF_A_LOSS = PeerError, RRefError, UnknownWorker, CallTimeout, CallCancelled, ContextEnded
+_OF_A_LOSS = PeerError, RRefError, UnknownWorker, CallTimeout, CallCancelled, ContextEnded
 
 
 def recover(
@@ -48,38 +47,30 @@ def recover(
         raise UsageError("recover: there is no checkpoint to go on from; save one before the first step") from after
     folder_of("load", state, checkpoint_id)
     until = time.monotonic() + timeout if timeout else inf
-    why: Exception | None = None
-
-    def text() -> str:
-        return f"recover: {why}" if why is not None else "recover: all parts are asked for"
-
-    with Wait("recover", text, worker=get_worker_info().name) as wait:
+    text = "recover: all parts are asked for"
+    with Wait("recover", lambda: text, worker=get_worker_info().name) as wait:
         while True:
+            left = max(until - time.monotonic(), LEAST) if timeout else 0
             try:
-                _recover(state.values(), max(until - time.monotonic(), LEAST) if timeout else 0)
+                for value in state.values():
+                    if isinstance(value, nn.Module | RRef):
+                        restore_model(value, left)
+                for value in state.values():
+                    if isinstance(value, DistributedOptimizer):
+                        value.recover(left)
                 checkpoint.load(state, checkpoint_id)
                 return
-            except (*OF_A_LOSS, WorkersFailed) as error:
+            except (*_OF_A_LOSS, WorkersFailed) as error:
                 if time.monotonic() > until or not _may_end(error):
                     raise
-                why = error
+                text = f"recover: {error}"
             wait.look()
             time.sleep(PAUSE)
 
 
-def _recover(values: Iterable[Any], timeout: float) -> None:
-    values = list(values)
-    for value in values:
-        if isinstance(value, nn.Module | RRef):
-            revive_model(value, timeout)
-    for value in values:
-        if isinstance(value, DistributedOptimizer):
-            value.recover(timeout)
-
-
 def _may_end(error: BaseException) -> bool:
-    """Whether it tells of lost workers only, and these may come back."""
+    """Return True if only workers were lost, and these may come back."""
     if isinstance(error, CheckpointFailed) and error.__cause__ is not None:
         return _may_end(error.__cause__)
     several = error.errors.values() if isinstance(error, WorkersFailed) else [error]
-    return all(isinstance(each, OF_A_LOSS) and not isinstance(each, CannotRestore) for each in several)
+    return all(isinstance(each, _OF_A_LOSS) and not isinstance(each, CannotRestore) for each in several)

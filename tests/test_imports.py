@@ -94,7 +94,6 @@ PURE = [
     "rpc/trees.py",
     "rpc/gatherings.py",
     "nn/schedule.py",
-    "nn/agenda.py",
     "weights/words.py",
     "weights/versions.py",
     "weights/chain.py",

@@ -15,13 +15,7 @@ from telegrad.rpc import RRef
 
 
 @known_as("RemoteModule()")
-def make(module_cls: Callable[..., Any], device: torch.device, args: Any, kwargs: Any) -> tuple[Any, ...]:
-    module = make_again(module_cls, device, args, kwargs)
-    return RRef(module), *about(module, str(device))
-
-
-@known_as("RemoteModule()")
-def make_again(module_cls: Callable[..., Any], device: torch.device, args: Any, kwargs: Any) -> nn.Module:
+def make(module_cls: Callable[..., Any], device: torch.device, args: Any, kwargs: Any) -> nn.Module:
     module = module_cls(*args, **kwargs)
     if not isinstance(module, nn.Module):
         raise ValueError(
@@ -31,6 +25,16 @@ def make_again(module_cls: Callable[..., Any], device: torch.device, args: Any, 
     return module.to(device)
 
 
+@known_as("RemoteModule()")
+def make_reference(module_cls: Callable[..., Any], device: torch.device, args: Any, kwargs: Any) -> tuple[Any, ...]:
+    module = make(module_cls, device, args, kwargs)
+    return RRef(module), *describe(module, str(device))
+
+
+for _maker in (make, make_reference):
+    runs_as(_maker, lambda module_cls, *_: f"RemoteModule({getattr(module_cls, '__qualname__', module_cls)})")
+
+
 @known_as("RemoteModule.init_from_module_rref")
 def adopt(reference: RRef[nn.Module], device: torch.device | None) -> tuple[Any, ...]:
     module = reference.local_value()
@@ -38,15 +42,11 @@ def adopt(reference: RRef[nn.Module], device: torch.device | None) -> tuple[Any,
         raise ValueError(f"{reference!r} is a reference to an instance of {type(module)}, not of <class nn.Module>")
     if device is not None:
         module.to(device)
-    return about(module, str(device or device_of(module) or "cpu"))
+    return describe(module, str(device or device_of(module) or "cpu"))
 
 
-for _maker in (make, make_again):
-    runs_as(_maker, lambda module_cls, *_: f"RemoteModule({getattr(module_cls, '__qualname__', module_cls)})")
-
-
-def about(module: nn.Module, device: str) -> tuple[Any, ...]:
-    """What `RemoteModule._represent` takes behind the reference."""
+def describe(module: nn.Module, device: str) -> tuple[Any, ...]:
+    """Return the arguments of `RemoteModule._represent` behind the reference."""
     trains = any(parameter.requires_grad for parameter in module.parameters())
     return type(module).__name__, device, module.training, trains
 

@@ -1,43 +1,52 @@
-"""A batch in parts: how inputs and targets are cut, and outputs are joined."""
+"""A batch in parts: how inputs and targets are cut, outputs are joined, and losses add up to that of the batch."""
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from telegrad.errors import UsageError
 
+Loss = Callable[[Any, Any], Tensor]
+
+_AS = {"mean": "mean", "batchmean": "mean", "sum": "sum", "none": "none"}  # as torch's losses call it
+_COUNTING_FUNCTIONS = (functional.cross_entropy, functional.nll_loss)
+_IGNORED = -100  # the target that these ignore by default
+
 
 def parts_of(batch: Any, chunks: int) -> list[Any]:
-    """The tensors in `batch` in parts of about the same size; what else is in it goes with each."""
+    """Return the tensors in `batch` in parts of about the same size; other values in it go with each."""
     leaves, form = tree_flatten(batch)
-    parts = min(chunks, max(_size(batch), 1))
+    parts = len(_sizes(batch, chunks))
     cut = [leaf.tensor_split(parts) if isinstance(leaf, Tensor) else [leaf] * parts for leaf in leaves]
     return [tree_unflatten(list(part), form) for part in zip(*cut, strict=True)]
 
 
-def _size(batch: Any) -> int:
-    """How many samples there are."""
-    shapes = [tuple(leaf.shape) for leaf in tree_flatten(batch)[0] if isinstance(leaf, Tensor)]
+def _sizes(batch: Any, chunks: int) -> list[int]:
+    """Return how many samples there are in each micro-batch."""
+    shapes = [tuple(leaf.shape) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
     if len({shape[:1] for shape in shapes}) != 1 or not shapes[0]:
         raise UsageError(
             "a batch consists of tensors with the samples along their first dimension, as many in each of them; "
             f"these have the shapes {shapes}"
         )
-    return shapes[0][0]
+    size = shapes[0][0]
+    parts = max(min(chunks, size), 1)
+    return [size // parts + (number < size % parts) for number in range(parts)]
 
 
 def sizes_of(inputs: Any, targets: Any, chunks: int) -> list[int]:
-    """How many samples there are in each micro-batch."""
-    size, wanted = _size(inputs), _size(targets)
-    sizes, of_targets = _cut(size, chunks), _cut(wanted, chunks)
-    fit = len(sizes) == len(of_targets) and all(
-        each * wanted == other * size for each, other in zip(sizes, of_targets, strict=True)
-    )
-    if not fit or not size:
+    """Return how many samples there are in each micro-batch, where inputs and targets can be cut alike."""
+    sizes, of_targets = _sizes(inputs, chunks), _sizes(targets, chunks)
+    size, wanted = sum(sizes), sum(of_targets)
+    if not size or [each * wanted for each in sizes] != [each * size for each in of_targets]:
         raise UsageError(
             f"{size} inputs and {wanted} targets cannot be cut into {chunks} micro-batches that belong together: "
             "give a target for each input, and at least one"
@@ -45,14 +54,85 @@ def sizes_of(inputs: Any, targets: Any, chunks: int) -> list[int]:
     return sizes
 
 
-def _cut(size: int, chunks: int) -> list[int]:
-    parts = max(min(chunks, size), 1)
-    return [size // parts + (number < size % parts) for number in range(parts)]
-
-
 def joined(parts: list[Any]) -> Any:
-    leaves = [tree_flatten(part)[0] for part in parts]
-    form = tree_flatten(parts[0])[1]
+    """Return the outputs of all micro-batches as those of the batch."""
+    leaves, form = [tree_leaves(part) for part in parts], tree_flatten(parts[0])[1]
     return tree_unflatten(
         [torch.cat(same) if isinstance(same[0], Tensor) else same[0] for same in zip(*leaves, strict=True)], form
     )
+
+
+def shares(loss: Loss, reduction: str | None, sizes: Sequence[int], targets: Any) -> tuple[Loss, list[float]]:
+    """Return the loss of a micro-batch, and a factor for each, so that their sum is the loss of the batch.
+
+    Raises:
+        UsageError: `loss` gives no scalar, or does not do what `reduction` says.
+    """
+    if _reduction_of(loss, reduction) == "sum":
+        return loss, [1.0] * len(sizes)
+    counted = _by_count(loss, targets)
+    if counted is not None:
+        summed, count = counted
+        return summed, [1 / count if count else float("nan")] * len(sizes)
+    return loss, [size / sum(sizes) for size in sizes]
+
+
+def _reduction_of(loss: Any, said: str | None) -> str:
+    """Return whether a loss averages over samples or sums: as its caller says, as it says itself, or else "mean"."""
+    if isinstance(loss, type):
+        raise UsageError(
+            f"the loss of a pipeline is called with outputs and targets: give an instance of it, {loss.__name__}(), "
+            f"not {loss!r}"
+        )
+    inner = loss
+    while isinstance(inner, partial) and not inner.keywords.get("reduction"):
+        inner = inner.func
+    given = inner.keywords["reduction"] if isinstance(inner, partial) else getattr(inner, "reduction", None)
+    own = _AS.get(str(given))
+    if own == "none":
+        raise UsageError(
+            f"{loss!r} gives a loss for each sample, and a pipeline needs a scalar: "
+            "make it with reduction='mean' or 'sum'"
+        )
+    if said and own and said != own:
+        raise UsageError(
+            f"forward_backward was told reduction={said!r}, but {loss!r} has reduction={own!r}: leave the former out"
+        )
+    return said or own or "mean"
+
+
+def check_scalar(value: Any, loss: Loss) -> Tensor:
+    """Return the value of a loss if a backward pass can begin there, else raise UsageError."""
+    if isinstance(value, Tensor) and not value.dim():
+        return value
+    name = getattr(loss, "__qualname__", type(loss).__name__)
+    kind = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+    raise UsageError(
+        f"the loss of a pipeline must be a scalar tensor, but {name} gave {kind}. Let it end with .mean(); or with "
+        ".sum(), and tell forward_backward so: reduction='sum'"
+    )
+
+
+def _by_count(loss: Any, targets: Any) -> tuple[Loss, float] | None:
+    """Return the sum in the place of a mean that is not one over samples, and its divisor for the whole batch.
+
+    Cross entropy averages over the targets that are not ignored, and by the weights of their classes.
+    """
+    summed: Any
+    if type(loss) in (nn.CrossEntropyLoss, nn.NLLLoss):
+        ignored, weight = loss.ignore_index, loss.weight
+        summed = copy.copy(loss)
+        summed.reduction = "sum"
+    else:
+        is_partial = isinstance(loss, partial) and not loss.args
+        if (loss.func if is_partial else loss) not in _COUNTING_FUNCTIONS:
+            return None
+        options = loss.keywords if is_partial else {}
+        ignored, weight = options.get("ignore_index", _IGNORED), options.get("weight")
+        summed = partial(loss, reduction="sum")
+    if not isinstance(targets, Tensor) or targets.is_floating_point():
+        return None
+    counting = targets[targets != ignored]
+    if weight is None:
+        return None if len(counting) == targets.numel() else (summed, len(counting))
+    return summed, weight.to(counting.device)[counting].sum().item()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,23 +13,20 @@ from telegrad.agent.compiling import not_compiled
 from telegrad.agent.deadlines import DEFAULT, check_timeout
 from telegrad.agent.naming import known_as
 from telegrad.autograd import backward
-from telegrad.autograd.api import Ride, Step, check_step
+from telegrad.autograd.api import Step, check_step
 from telegrad.autograd.record import Inside, entered_id
 from telegrad.errors import UsageError
 from telegrad.group.members import listed
 from telegrad.hints import hint
 from telegrad.nn.backward import root_of
-from telegrad.nn.batches import Ends, Job, Numbers, Product
-from telegrad.nn.checks import check_context_id, gradients_are_lost, hint_at_context
-from telegrad.nn.crew import Crew, gather
+from telegrad.nn.batches import BatchInputs
+from telegrad.nn.crew import PipelineDriver
 from telegrad.nn.exported import Inputs
-from telegrad.nn.losses import Loss, shares
-from telegrad.nn.microbatches import joined, parts_of, sizes_of
+from telegrad.nn.microbatches import Loss, joined, parts_of, shares, sizes_of
 from telegrad.nn.naming import STAGES, keep_names
 from telegrad.nn.place import parse_place
-from telegrad.nn.remote_module import RemoteModule
+from telegrad.nn.remote_module import RemoteModule, gradients_are_lost, hint_at_context
 from telegrad.nn.schedule import SCHEDULES, parse_tied
-from telegrad.nn.stage import Bundle
 from telegrad.progress import Wait, attended
 from telegrad.rpc import RRef, WorkerInfo, current, remote
 from telegrad.rpc.lasting import Restore, check_restore
@@ -94,12 +91,11 @@ class Pipeline(nn.Module):
         self.schedule: str = checks.one_of("schedule", schedule, SCHEDULES)
         self.stages: nn.ModuleList = nn.ModuleList(map(_as_module, parts))
         groups = [checks.several("tied", names, _TIED) for names in checks.several("tied", tied, _TIED)]
-        self._ties = [tie for names in groups for tie in parse_tied(names, len(self.stages))]
-        self._numbers = Numbers()
-        self._crew: Crew | None = None
+        self._tied = [tie for names in groups for tie in parse_tied(names, len(self.stages))]
+        self._driver: PipelineDriver | None = None
         self._inputs: Inputs | None = None  # of a model whose forward was recorded
-        self.register_state_dict_pre_hook(Pipeline._lend)  # type: ignore[no-untyped-call]
-        self._gather()
+        self.register_state_dict_pre_hook(Pipeline._send_tied_weights)  # type: ignore[no-untyped-call]
+        self._drive()
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """Those of the stages on this worker; says so where there are others."""
@@ -129,7 +125,7 @@ class Pipeline(nn.Module):
         if isinstance(made, RemoteModule) and isinstance(old, RemoteModule):
             made._surplus = old._surplus
         self.stages[stage] = made
-        self._crew = None
+        self._driver = None
 
     def recover(self, timeout: float = DEFAULT) -> None:
         """See to it that all stages are there: those that were lost are made anew as their workers come back.
@@ -147,18 +143,18 @@ class Pipeline(nn.Module):
         for stage in self.stages:
             if isinstance(stage, RemoteModule):
                 stage.recover(timeout)
-        self._crew = None
-        self._gather()  # now, since stages that are new own weights that they are to borrow
+        self._driver = None
+        self._drive()  # now, since new stages have parameters in the places of tied weights
 
-    def _lend(self, *_: Any) -> None:
-        """What stages have borrowed is as old as the last batch: the owners have the value."""
-        self._gather().lend()
+    def _send_tied_weights(self, *_: Any) -> None:
+        """Have the state show the values of the owners: replicas have those of the last batch."""
+        self._drive().send_tied_weights()
 
-    def _gather(self) -> Crew:
-        """The stations, which are made where there are none."""
-        if self._crew is None:
-            self._crew = gather(list(map(_place_of, self.stages)), self.schedule, self._ties)
-        return self._crew
+    def _drive(self) -> PipelineDriver:
+        if self._driver is None:
+            places = [stage.module_rref if isinstance(stage, RemoteModule) else RRef(stage) for stage in self.stages]
+            self._driver = PipelineDriver(places, self.schedule, self._tied)
+        return self._driver
 
     @classmethod
     def split(
@@ -226,7 +222,7 @@ class Pipeline(nn.Module):
         return pipeline
 
     def _parts_of(self, inputs: Any) -> list[Any]:
-        """The inputs for each micro-batch."""
+        """Return the inputs of each micro-batch."""
         if self._inputs is None:
             return parts_of(inputs, self.chunks)
         parts = parts_of(self._inputs(inputs), self.chunks)
@@ -236,20 +232,20 @@ class Pipeline(nn.Module):
 
     @not_compiled
     def forward(self, inputs: Any) -> Any:
-        """The outputs of the whole batch."""
+        """Return the outputs of the whole batch."""
         if gradients_are_lost(self.training and any(map(_trains, self.stages)), inputs):
             hint_at_context("a pipeline")
         parts = self._parts_of(inputs)
-        crew = self._gather()
+        driver = self._drive()
         if torch.is_grad_enabled() and entered_id() is not None:
-            if any(crew.ties):
+            if driver.tied:
                 raise UsageError(
                     "gradients of weights that are tied across workers come together in forward_backward alone: use "
                     "that, or call the pipeline inside of torch.no_grad()"
                 )
-            return joined([each.wait() for each in [crew.through(part) for part in parts]])
-        products = self._play(crew, Ends([crew.bundled(0, part) for part in parts]), len(parts), trains=False)
-        return joined(products[crew.stations_of[-1]].outputs)
+            return joined([each.wait() for each in [driver.call_chain(part) for part in parts]])
+        given = BatchInputs([driver.pack(0, part) for part in parts])
+        return joined(driver.run_batch(self.schedule, given, len(parts), False)[driver.stations_of[-1]].outputs)
 
     @not_compiled
     def forward_backward(
@@ -281,60 +277,43 @@ class Pipeline(nn.Module):
             UsageError: inputs and targets do not fit each other; the loss is no scalar, or not what `reduction` says.
             Exception: what a stage or the loss raised, with the worker's name.
         """
-        check_context_id(context_id, "forward_backward")
+        checks.context_id(context_id, "forward_backward")
         check_step(step)
         checks.function("loss", loss, "a function of outputs and targets")
         if reduction is not None:
             checks.one_of("reduction", reduction, ("mean", "sum"))
         sizes = sizes_of(inputs, targets, self.chunks)
         loss, weights = shares(loss, reduction, sizes, targets)
-        crew = self._gather()
-        own = [crew.bundled(0, part) for part in self._parts_of(inputs)]
-        wanted = [crew.bundled(-1, part) for part in parts_of(targets, self.chunks)]
-        ends = Ends([each.detached() for each in own], [each.detached() for each in wanted], loss, weights)
+        driver = self._drive()
+        own = [driver.pack(0, part) for part in self._parts_of(inputs)]
+        wanted = [driver.pack(-1, part) for part in parts_of(targets, self.chunks)]
+        given = BatchInputs([each.detached() for each in own], [each.detached() for each in wanted], loss, weights)
         context = current.conductor().contexts.find(context_id)
         ride = step._telegrad_ride(context_id) if step is not None else None
         with context.entered():
-            leads_on = any(bundle.places for bundle in (*own, *wanted))  # and so more gradients come to this worker
-            products = self._play(crew, ends, len(sizes), True, ride if not leads_on else None)
-        first, last = products[crew.stations_of[0]], products[crew.stations_of[-1]]
-        _lead_on(context_id, [*_trained(own, first.gradients), *_trained(wanted, last.of_targets)])
+            leads_on = any(packed.positions for packed in (*own, *wanted))  # and so more gradients come to this worker
+            results = driver.run_batch(self.schedule, given, len(sizes), True, ride if not leads_on else None)
+        first, last = results[driver.stations_of[0]], results[driver.stations_of[-1]]
+        got = [
+            (tensor, gradient)
+            for packed, gradients in ((own, first.gradients), (wanted, last.of_targets))
+            for number, each in enumerate(packed)
+            for tensor, gradient in zip(each.differentiable, gradients[number], strict=True)
+            if gradient is not None
+        ]
+        if got:  # one pass on this worker: inputs and targets may have parts of their graphs in common
+            backward(context_id, root_of([tensor for tensor, _ in got], [gradient for _, gradient in got]))
         if ride is not None:
             ride.end(
-                {name: rode for (name, _), product in zip(crew.workers, products, strict=True) for rode in product.rode}
+                {name: rode for (name, _), result in zip(driver.workers, results, strict=True) for rode in result.rode}
             )
         return torch.stack(last.losses).sum()
-
-    def _play(self, crew: Crew, ends: Ends, batches: int, trains: bool, ride: Ride | None = None) -> list[Product]:
-        """Have all stations go through their plans, until all are through or one has failed."""
-        with self._numbers.begun() as (number, oldest):
-            job = Job(
-                *((crew.pipeline, number), oldest, crew.driver, self.schedule, crew.stations_of, crew.workers),
-                *(tuple(crew.ties), batches, trains),
-                *((ride.rider, ride.request) if ride is not None else ()),
-            )
-            return crew.play(job, ends)
-
-
-def _trained(
-    bundles: Sequence[Bundle], gradients: dict[int, Sequence[Tensor | None]]
-) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """What this worker has given to the pipeline, with what it got for it."""
-    for number, bundle in enumerate(bundles):
-        yield from zip(bundle.trained, gradients[number], strict=True)
-
-
-def _lead_on(context_id: int, given: Iterable[tuple[Tensor, Tensor | None]]) -> None:
-    """Run backward on this worker, in one pass: inputs and targets may have parts of their graphs in common."""
-    got = [(tensor, gradient) for tensor, gradient in given if gradient is not None]
-    if got:
-        backward(context_id, root_of([tensor for tensor, _ in got], [gradient for _, gradient in got]))
 
 
 def _sent(
     parts: Sequence[nn.Module], places: Sequence[tuple[str | WorkerInfo, str | int]], restore: Restore
 ) -> list[RemoteModule]:
-    """The stages of a model, once they are where they shall be."""
+    """Send the stages to their workers."""
     stages: list[RemoteModule] = []
     owners = [f"rank {owner}" if isinstance(owner, int) else owner for _, owner in places]
 
@@ -355,10 +334,6 @@ def _sent(
             stage._surplus = f"{STAGES}.{number}"
             stages.append(stage)
     return stages
-
-
-def _place_of(stage: nn.Module) -> RRef[nn.Module]:
-    return stage.module_rref if isinstance(stage, RemoteModule) else RRef(stage)
 
 
 def _as_module(stage: RemoteModule | RRef[nn.Module] | nn.Module) -> nn.Module:

@@ -1,6 +1,8 @@
-"""Where a module shall live: `"trainer0/cpu"`, `"ps0/cuda:0"`, `"rank:1/cpu"`, `"trainer0"`."""
+"""The place of a module: `"trainer0/cpu"`, `"ps0/cuda:0"`, `"rank:1/cpu"`, `"trainer0"`."""
 
 from __future__ import annotations
+
+import contextlib
 
 import torch
 
@@ -13,41 +15,33 @@ RANK = "rank:"
 
 
 def parse_place(given: str | WorkerInfo) -> tuple[str | int, torch.device | None]:
-    """The worker, by its name or rank, and the device there, if one is named.
+    """Return the worker, by its name or rank, and the device there, if one is named.
 
     Raises:
         UsageError: that is no place.
     """
+
+    def advice(why: object) -> str:
+        return (
+            f"remote_device: {shown(given)} is no place for a module: {why}. Write 'worker' or 'worker/device', such "
+            "as 'trainer0/cpu'"
+        )
+
     if isinstance(given, int):
-        raise UsageError(_advice(given, f"for the worker of that rank write '{RANK}{shown(given)}'"))
+        raise UsageError(advice(f"for the worker of that rank write '{RANK}{shown(given)}'"))
     if not isinstance(given, str | WorkerInfo):
-        raise InvalidArgument(_advice(given, "it is neither a name nor a WorkerInfo"))
-    text = str(target(given, "remote_device")) if isinstance(given, WorkerInfo) else given
-    worker, _, device = text.partition("/")
-    if not worker or (not device and _is_device(worker)):
-        raise UsageError(_advice(text, "it names no worker"))
-    if not device and text.endswith("/"):
-        raise UsageError(_advice(text, "no device stands behind the slash"))
+        raise InvalidArgument(advice("it is neither a name nor a WorkerInfo"))
+    worker, slash, device = (given if isinstance(given, str) else str(target(given, "remote_device"))).partition("/")
+    if slash and worker and not device:
+        raise UsageError(advice("no device stands behind the slash"))
+    if not slash:
+        with contextlib.suppress(RuntimeError):
+            torch.device(worker)
+            worker = ""  # the name of a device
+    if not worker:
+        raise UsageError(advice("it names no worker"))
     try:
-        return _rank(worker), torch.device(device) if device else None
+        number = int(worker.removeprefix(RANK)) if worker.startswith(RANK) else worker
+        return number, torch.device(device) if device else None
     except (RuntimeError, ValueError) as error:
-        raise UsageError(_advice(text, str(error))) from error
-
-
-def _advice(text: object, why: str) -> str:
-    return (
-        f"remote_device: {shown(text)} is no place for a module: {why}. Write 'worker' or 'worker/device', such as "
-        "'trainer0/cpu'"
-    )
-
-
-def _is_device(text: str) -> bool:
-    try:
-        torch.device(text)
-    except RuntimeError:
-        return False
-    return True
-
-
-def _rank(worker: str) -> str | int:
-    return int(worker.removeprefix(RANK)) if worker.startswith(RANK) else worker
+        raise UsageError(advice(error)) from error

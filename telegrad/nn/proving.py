@@ -31,9 +31,9 @@ from telegrad import forks
 from telegrad.atfork import renewed
 from telegrad.errors import UsageError
 from telegrad.nn.exported import Inputs, resized
-from telegrad.nn.tree import OF_EVERY_MODULE
 
 _BY_HAND = "make the stages by hand: Pipeline([RemoteModule('worker1', First), ...])"
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _MODES = {True: "training", False: "evaluation"}
 _INSTEAD = f"Keep such state in a buffer that one stage uses, cut elsewhere, or {_BY_HAND}"
 
@@ -261,7 +261,7 @@ def _python_state(model: nn.Module) -> dict[str, bytes | None]:
         f"{path}.{name}".lstrip("."): value
         for path, module in model.named_modules()
         for name, value in vars(module).items()
-        if name not in OF_EVERY_MODULE
+        if name not in _OF_EVERY_MODULE
     }
     kinds = {kind for module in model.modules() for kind in type(module).__mro__ if _is_of_users(kind)}
     of_classes = {f"{kind.__name__}.{name}": value for kind in kinds for name, value in vars(kind).items()}

@@ -6,24 +6,24 @@ import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from telegrad import checks
 from telegrad.agent.compiling import not_compiled
 from telegrad.agent.deadlines import DEFAULT, check_timeout
 from telegrad.agent.futures import Future
+from telegrad.autograd.record import entered_id
 from telegrad.errors import UsageError
+from telegrad.hints import hint
 from telegrad.nn import hosted
-from telegrad.nn.checks import check_maker, gradients_are_lost, hint_at_context
 from telegrad.nn.place import parse_place
 from telegrad.progress import Wait, attended
 from telegrad.rpc import RRef, WorkerInfo, rpc_async, rpc_sync
 from telegrad.rpc.lasting import Restore, check_restore, revive, with_recipe
-from telegrad.rpc.references import Proxy
 from telegrad.rref.letters import Id
 from telegrad.wire.reducers import REDUCERS
 
@@ -99,15 +99,15 @@ class RemoteModule(nn.Module):
         super().__init__()
         worker, device = parse_place(remote_device)
         there = device or torch.device("cpu")
-        check_maker(module_cls, args, kwargs)
+        _check_maker(module_cls, args, kwargs)
         check_restore(restore)
         given = module_cls, there, tuple(args or ()), dict(kwargs or {})
         owner = f"rank {worker}" if isinstance(worker, int) else worker
         kind = getattr(module_cls, "__qualname__", module_cls)
         with attended(Wait("RemoteModule", lambda: f"RemoteModule: {owner!r} makes a {kind}", lambda: [owner])):
-            self._represent(*rpc_sync(worker, hosted.make, given))
+            self._represent(*rpc_sync(worker, hosted.make_reference, given))
         if restore is not False:
-            self.module_rref = with_recipe(self.module_rref, hosted.make_again, given, {}, restore)
+            self.module_rref = with_recipe(self.module_rref, hosted.make, given, {}, restore)
         self._signature = _signature_of(module_cls)
 
     @classmethod
@@ -175,40 +175,29 @@ class RemoteModule(nn.Module):
     @property
     def forward(self) -> Callable[..., Any]:  # type: ignore[override]
         """Run the module where it lives, and wait for its result; takes what its own `forward` takes."""
-        return self._signed(self._proxy(self.module_rref._call) if self.device == "cpu" else self._run_moving)
+        return self._bound(lambda future: future.wait(), self.module_rref._call)
 
     @property
     def forward_async(self) -> Callable[..., Future[Any]]:
         """As `forward`, but gives a future."""
-        return self._signed(
-            self._proxy(self.module_rref._call_async) if self.device == "cpu" else self._run_moving_async
-        )
+        return self._bound(lambda future: future, self.module_rref._call_async)
 
-    def _proxy(self, call: Callable[..., Any]) -> Proxy:
-        """Calls the module, under the name that a timeout shall tell."""
-        return Proxy(partial(call, asked=self), DEFAULT)
-
-    @property
-    def _telegrad_known_as(self) -> str:
-        return f"RemoteModule({self._kind}).forward"
-
-    def _run_moving(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run_moving_async(*args, **kwargs).wait()
-
-    def _run_moving_async(self, *args: Any, **kwargs: Any) -> Future[Any]:
-        return rpc_async(
-            self.on, hosted.run_on_device, (self.module_rref, self.device, self.is_device_map_set, args, kwargs)
-        )
-
-    def _signed(self, call: Callable[..., Any]) -> Callable[..., Any]:
+    def _bound(self, result: Callable[[Future[Any]], Any], call: Callable[..., Any]) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
             if self._hints and gradients_are_lost(self._trains and self.training, args, kwargs):
                 hint_at_context(f"{self._kind} on worker {self.on!r}")
-            return call(*args, **kwargs)
+            if self.device == "cpu":
+                return call("", DEFAULT, args, kwargs, self)
+            given = self.module_rref, self.device, self.is_device_map_set, args, kwargs
+            return result(rpc_async(self.on, hosted.run_on_device, given))
 
         if self._signature is not None:
             forward.__signature__ = self._signature  # type: ignore[attr-defined]
         return forward
+
+    @property
+    def _telegrad_known_as(self) -> str:
+        return f"RemoteModule({self._kind}).forward"
 
     def get_module_rref(self) -> RRef[nn.Module]:
         """A reference to the module itself."""
@@ -406,3 +395,43 @@ def _signature_of(module_cls: Any) -> inspect.Signature | None:
     except (AttributeError, TypeError, ValueError):
         return None
     return signature.replace(parameters=list(signature.parameters.values())[1:])
+
+
+def _check_maker(module_cls: Any, args: Any, kwargs: Any) -> None:
+    """Raise UsageError where these cannot make a module."""
+    if isinstance(module_cls, nn.Module):
+        raise UsageError(
+            "RemoteModule takes what makes the module there, not a module: write RemoteModule(place, "
+            f"{type(module_cls).__name__}, args, kwargs). For one that exists, load its state, too: "
+            "RemoteModule(...).load_state_dict(module.state_dict())"
+        )
+    if not callable(module_cls):
+        raise UsageError(
+            "RemoteModule takes a class, or a function that makes the module (module_cls), not "
+            f"{checks.shown(module_cls)}"
+        )
+    if not isinstance(args, (tuple, list, type(None))):
+        meant = "kwargs={...} for arguments by name" if isinstance(args, Mapping) else "(value,), with a comma"
+        raise UsageError(f"the args of a RemoteModule are a tuple, not {checks.shown(args)}: write {meant}")
+    if not isinstance(kwargs, (Mapping, type(None))):
+        raise UsageError(f"the kwargs of a RemoteModule are a dictionary by argument names, not {checks.shown(kwargs)}")
+
+
+def gradients_are_lost(trains: bool, *inputs: Any) -> bool:
+    """Return True if a module on another worker should get gradients, or pass them on, but no context is entered.
+
+    `trains`: it has parameters to be trained.
+    """
+    if not torch.is_grad_enabled() or entered_id() is not None:
+        return False
+    return trains or any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(inputs))
+
+
+def hint_at_context(what: str) -> None:
+    """Say that a module was called outside of a context, so that its gradients are lost."""
+    hint(
+        "no context",
+        f"{what} was called outside of an autograd context: no gradients will flow through it, neither to its own "
+        "parameters nor to what comes before it. Call it inside of `with telegrad.autograd.context() as context_id:`. "
+        "Where no gradients are wanted, say so: call it inside of `with torch.no_grad():`, or after eval()",
+    )

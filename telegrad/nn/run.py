@@ -1,7 +1,7 @@
-"""One batch at one station: it goes through the station's plan, and passes on what it makes.
+"""One batch at one station: it does the actions of the station's plan, and sends the results to other stations.
 
-Whatever comes is put into the agenda; whoever puts in what is next finds a thread for it, which goes on as long as
-there is something to do.
+Inputs of actions are kept as they come. The thread that brings the input of the next action finds a thread for it,
+which goes on as long as the next action has its input.
 """
 
 from __future__ import annotations
@@ -23,10 +23,9 @@ from telegrad.agent.futures import Future
 from telegrad.autograd import backward
 from telegrad.autograd.api import check_root
 from telegrad.autograd.record import AutogradContext
-from telegrad.nn.agenda import Agenda
 from telegrad.nn.backward import Backward, Inlet
-from telegrad.nn.batches import Delivery, Ends, Job, Product, with_tensors, with_value
-from telegrad.nn.losses import check_scalar
+from telegrad.nn.batches import BatchInputs, BatchResult, BatchSpec, StageMessage
+from telegrad.nn.microbatches import check_scalar
 from telegrad.nn.schedule import (
     ADD_GRADIENT,
     BACKWARD,
@@ -37,70 +36,86 @@ from telegrad.nn.schedule import (
     SEND_WEIGHT,
     WEIGHTS,
     Action,
+    InputKey,
+    input_of,
     plan,
     with_tied,
 )
-from telegrad.nn.stage import Bundle, Stage, bundled
+from telegrad.nn.stage import PackedValue, Stage, pack_value
 from telegrad.rpc import current
 from telegrad.wire.messages import INFERENCE, NO_GRAD
 
 SHORT = 1e-3  # seconds of one action, up to which the thread that reads does it
 
 
-class Run:
-    """One thread at a time is at it."""
+class BatchRun:
+    """One thread at a time works for it."""
 
     def __init__(
-        self, agent: Agent, stages: Mapping[int, Stage], job: Job, ends: Ends, short: bool, ended: Callable[[], None]
+        self,
+        agent: Agent,
+        stages: Mapping[int, Stage],
+        spec: BatchSpec,
+        given: BatchInputs,
+        short: bool,
+        ended: Callable[[], None],
     ) -> None:
         """Made by the thread that runs the driver's call. `short`: actions are expected not to take long."""
-        self.job = job
-        self.outcome: Future[Product | None] = Future()  # None: it was stopped
+        self.spec = spec
+        self.outcome: Future[BatchResult | None] = Future()  # None: it was stopped
         self.short = short
         self._agent = agent
         self._stages = stages
-        self._ends = ends
+        self._given = given
         self._ended = ended
-        self._here = job.stations[next(iter(stages))]
-        self._batch = f"{job.id[0]}/{job.id[1]}"
+        self._here = spec.stations[next(iter(stages))]
+        self._last = len(spec.stations) - 1  # stage
         self._conductor = current.conductor()
-        self._context = self._conductor.current() if job.trains else None
+        self._context = self._conductor.current() if spec.trains else None
         self._setting = _setting_here(self._context)
-        # Of the thread that is at it:
+        # Of the thread that works:
         self._backwards: dict[tuple[int, int], tuple[Backward, int]] = {}  # and how many of the gradients go back
-        self._result = Product([], [], {}, {}, [])
+        self._result = BatchResult([], [], {}, {}, [])
         self._doing = next(iter(stages.values())).name
         self._lock = threading.Lock()  # guards all below
-        plans = plan(job.schedule, job.stations, job.batches, job.trains)
-        if job.ties:
-            plans = with_tied(plans, job.stations, job.ties, job.trains)
-        self._agenda = Agenda(plans[self._here], len(job.stations))
-        self._busy = False  # a thread is at it
+        plans = plan(spec.schedule, spec.stations, spec.batches, spec.trains)
+        if spec.tied:
+            plans = with_tied(plans, spec.stations, spec.tied, spec.trains)
+        self._plan = plans[self._here]
+        self._done = 0  # actions that have begun
+        self._arrived: dict[InputKey, Any] = {}
+        self._busy = False  # a thread works
         self._over = False
 
     def __repr__(self) -> str:
-        state = "over" if self._over else "a thread is at it" if self._busy else f"waits for {self._agenda.awaited()}"
-        return f"<Run of batch {self.job.id[1]}: {self._agenda}, {state}>"
+        following = self._plan[self._done : self._done + 1]
+        state = "over" if self._over else "working" if self._busy else f"waits for the input of {following}"
+        return f"<BatchRun {self.spec.id[1]}: {self._done} of {len(self._plan)} actions have begun, {state}>"
 
     @property
     def _telegrad_known_as(self) -> str:
         return self._doing
 
-    # What comes
+    # Inputs of actions
 
-    def take(self, deliveries: Iterable[Delivery]) -> None:
-        """These have come: do what can be done."""
+    def take(self, messages: Iterable[StageMessage]) -> None:
+        """Keep the inputs that have come, and do the actions that can begin."""
         with self._lock:
-            for delivery in deliveries:
-                self._agenda.come(delivery.need, delivery.opened())
+            for message in messages:
+                self._arrived[message.key] = message.opened()
         self._go_on()
 
     def _go_on(self) -> None:
         with self._lock:
-            if self._busy or self._over or self._agenda.awaited() is not None:
+            if self._busy or self._over or not self._is_ready():
                 return
             self._busy = True
         self._agent.run(self._work, None, self.short)
+
+    def _is_ready(self) -> bool:
+        """Return True if the next action has its input. Called under the lock."""
+        key = input_of(self._plan[self._done], self._last)
+        return key is None or key in self._arrived
 
     def _work(self, _: None) -> None:
         longest = 0.0
@@ -112,98 +127,109 @@ class Run:
                     end = perf_counter()
                     longest = max(longest, end - start)
                     if (note := instruments.note) is not None:
-                        note((instruments.STAGED, start, end, self._batch, *upcoming[0]))
+                        note((instruments.STAGED, start, end, "/".join(map(str, self.spec.id)), *upcoming[0]))
                     self.short = longest < SHORT
             except BaseException as error:
                 self.fail(error)
 
     def _next(self) -> tuple[Action, Any] | None:
-        """What this thread shall do; None where it is at it no longer."""
+        """Return the next action with its input; None where this thread shall work no longer."""
         with self._lock:
-            if not self._over and not self._agenda.done and self._agenda.awaited() is None:
-                return self._agenda.begin()
-            is_through = self._agenda.done and not self._over
-            self._busy = is_through  # to the end
-        if is_through:
-            self._let_ride()
-            self._end(lambda: self.outcome.set_result(self._result))
+            if self._over:
+                return None
+            if self._done < len(self._plan):
+                if not self._is_ready():
+                    self._busy = False
+                    return None
+                action = self._plan[self._done]
+                self._done += 1
+                key = input_of(action, self._last)
+                return action, self._arrived.pop(key) if key is not None else None
+        self._let_ride()
+        self._end(lambda: self.outcome.set_result(self._result))
         return None
 
-    def _do(self, action: Action, what: Any) -> None:
+    def _do(self, action: Action, given: Any) -> None:
         stage = self._stages[action.stage]
         self._doing = stage.name
         if action.kind == FORWARD:
-            given = self._ends.inputs[action.batch] if action.stage == 0 else what
-            (self._train if self.job.trains else self._infer)(stage, action, given)
+            packed = self._given.inputs[action.batch] if action.stage == 0 else given
+            (self._train if self.spec.trains else self._infer)(stage, action, packed)
         elif action.kind == WEIGHTS:
             self._backwards.pop((action.stage, action.batch))[0].run_weights()
         elif action.kind in (BACKWARD, INPUT):
-            self._backward(action, what)
+            self._backward(action, given)
         else:
-            self._keep_tie(stage, action, what)
+            self._keep_tied(stage, action, given)
 
     # Forward
 
-    def _infer(self, stage: Stage, action: Action, given: Bundle) -> None:
+    def _infer(self, stage: Stage, action: Action, given: PackedValue) -> None:
         with self._setting():
-            output = stage.run(given.value(given.trained))
+            output = stage.run(given.value(given.differentiable))
         if self._is_last(action):
             self._result.outputs.append(output)
         else:
             self._send_on(action, output)
 
-    def _train(self, stage: Stage, action: Action, given: Bundle) -> None:
-        targets = self._ends.targets[action.batch] if self._is_last(action) else None
-        came = [*given.trained, *(targets.trained if targets is not None else ())]
+    def _train(self, stage: Stage, action: Action, given: PackedValue) -> None:
+        targets = self._given.targets[action.batch] if self._is_last(action) else None
+        came = [*given.differentiable, *(targets.differentiable if targets is not None else ())]
         inlet = Inlet(came) if came else None
         tensors = inlet.tensors if inlet is not None else ()
-        count = len(given.places)
+        count = len(given.positions)
         with self._setting():
             output = stage.run(given.value(tensors[:count]))
             if targets is not None:
                 self._doing = f"the loss, after {stage.name}"
-                loss = self._loss(output, stage.near(targets.value(tensors[count:])), self._ends.weights[action.batch])
+                loss = self._loss(
+                    output, stage.to_own_device(targets.value(tensors[count:])), self._given.weights[action.batch]
+                )
         trained = [loss] if targets is not None else self._send_on(action, output)
         assert self._context is not None
         made = Backward(self._context.gradients, trained, inlet, partial(backward, self._context.id))
         self._backwards[action.stage, action.batch] = made, count
 
     def _loss(self, output: Any, targets: Any, weight: float) -> Tensor:
-        assert self._ends.loss is not None
-        loss = check_scalar(self._ends.loss(output, targets), self._ends.loss) * weight
+        assert self._given.loss is not None
+        loss = check_scalar(self._given.loss(output, targets), self._given.loss) * weight
         check_root(loss)
         self._result.losses.append(loss.detach())
         return loss
 
     def _is_last(self, action: Action) -> bool:
-        return action.stage == len(self.job.stations) - 1
+        return action.stage == self._last
 
     def _send_on(self, action: Action, output: Any) -> list[Tensor]:
-        """Pass on what a stage gave; the tensors whose gradients come back."""
-        name, _ = self.job.workers[self.job.stations[action.stage + 1]]
-        made = bundled(output, self._agent.shares_program(name))
-        self._send(with_value(self.job.id, (FORWARD, action.stage + 1, action.batch), made))
-        if not made.places:
+        """Send an output to the next stage; return the tensors whose gradients come back."""
+        name, _ = self.spec.workers[self.spec.stations[action.stage + 1]]
+        made = pack_value(output, self._agent.shares_program(name))
+        body, tensors, positions = made.detached()
+        self._send((FORWARD, action.stage + 1, action.batch), tensors, positions, body)
+        if not made.positions:
             with self._lock:
-                self._agenda.come((BACKWARD, action.stage, action.batch), [])
-        return made.trained
+                self._arrived[BACKWARD, action.stage, action.batch] = []
+        return made.differentiable
 
-    def _send(self, delivery: Delivery) -> None:
-        kind, stage, _ = delivery.need
-        station = self.job.stations[stage]
+    def _send_tensors(self, key: InputKey, given: Sequence[Tensor | None]) -> None:
+        self._send(key, [each for each in given if each is not None], [each is not None for each in given])
+
+    def _send(self, key: InputKey, tensors: Sequence[Tensor], positions: list[Any], body: bytes = b"") -> None:
+        kind, stage, _ = key
+        station = self.spec.stations[stage]
+        message = StageMessage(self.spec.id, key, body, positions)
         if station == self._here:
             with self._lock:
-                self._agenda.come(delivery.need, delivery.opened())
+                self._arrived[key] = message._replace(tensors=tensors).opened()
         else:
-            name, incarnation = self.job.workers[station]
-            message, tensors = delivery._replace(tensors=()), delivery.tensors
+            name, incarnation = self.spec.workers[station]
             self._agent.notify(name, message, incarnation, tensors, as_arguments=kind == FORWARD)
 
     # Backward
 
     def _backward(self, action: Action, gradients: Sequence[Tensor | None] | None) -> None:
         made, count = self._backwards[action.stage, action.batch]
-        if gradients is None:  # nobody gives any to the last stage
+        if gradients is None:  # of the last stage
             gradients = list(map(torch.ones_like, made.outputs))
         assert self._context is not None
         with self._context.entered():
@@ -213,40 +239,40 @@ class Run:
         if action.stage == 0:
             self._result.gradients[action.batch] = found[:count]
         elif count:
-            self._send(with_tensors(self.job.id, (BACKWARD, action.stage - 1, action.batch), found[:count]))
+            self._send_tensors((BACKWARD, action.stage - 1, action.batch), found[:count])
         if self._is_last(action):
             self._result.of_targets[action.batch] = found[count:]
 
     # Weights of several stages
 
-    def _keep_tie(self, stage: Stage, action: Action, what: Sequence[Tensor | None]) -> None:
-        tie, number = self.job.ties[action.batch], action.batch
+    def _keep_tied(self, stage: Stage, action: Action, given: Sequence[Tensor | None]) -> None:
+        tie, number = self.spec.tied[action.batch], action.batch
         if action.kind == SEND_WEIGHT:
             value = stage.weight(tie.name).detach()
-            self._send(with_tensors(self.job.id, (LOAD_WEIGHT, tie.replica, number), [value]))
+            self._send_tensors((LOAD_WEIGHT, tie.replica, number), [value])
             return
         if action.kind == LOAD_WEIGHT:
-            assert what[0] is not None
-            stage.set_weight(tie.name_there, what[0])
+            assert given[0] is not None
+            stage.set_weight(tie.name_there, given[0])
             return
         assert self._context is not None
         gradients = self._context.gradients
         if action.kind == SEND_GRADIENT:
             gradient = gradients.take(stage.weight(tie.name_there))
-            self._send(with_tensors(self.job.id, (ADD_GRADIENT, tie.owner, number), [gradient]))
-        elif what[0] is not None and stage.weight(tie.name).requires_grad:
-            gradients.add(stage.weight(tie.name), what[0], False)
+            self._send_tensors((ADD_GRADIENT, tie.owner, number), [gradient])
+        elif given[0] is not None and stage.weight(tie.name).requires_grad:
+            gradients.add(stage.weight(tie.name), given[0], False)
 
     # The end
 
     def _let_ride(self) -> None:
-        if self.job.rider and self._context is not None and not (self._over or self._context.ended):
-            rode = self._conductor.let_ride(self._context, self.job.rider, self.job.request)
+        if self.spec.rider and self._context is not None and not (self._over or self._context.ended):
+            rode = self._conductor.let_ride(self._context, self.spec.rider, self.spec.request)
             if rode is not None:
                 self._result.rode.append(rode)
 
     def stop(self) -> None:
-        """Do no more."""
+        """Do no further action."""
         self._end(lambda: self.outcome.set_result(None))
 
     def fail(self, error: BaseException) -> None:
@@ -262,7 +288,7 @@ class Run:
 
 
 def _setting_here(context: AutogradContext | None) -> Callable[[], AbstractContextManager[None]]:
-    """What this thread, which runs a call, got from its caller, for those that go on with it."""
+    """Return a context manager with the modes and the context of this call, for the threads that go on with it."""
     flags = 0 if torch.is_grad_enabled() else NO_GRAD | (INFERENCE if torch.is_inference_mode_enabled() else 0)
     described, _ = scene.described()
     return partial(scene.resumed, flags, described, context)

@@ -37,6 +37,20 @@ class TiedWeight(NamedTuple):
     name_there: str
 
 
+InputKey = tuple[str, int, int]  # the kind of an action that needs an input; its stage, and micro-batch or tied weight
+
+
+def input_of(action: Action, last: int) -> InputKey | None:
+    """Return the input without which an action cannot begin, in a pipeline whose last stage has this number.
+
+    The first stage has the inputs of the batch from the beginning, and the last begins its backward by itself.
+    """
+    kind = BACKWARD if action.kind == INPUT else action.kind
+    if kind in (WEIGHTS, SEND_WEIGHT, SEND_GRADIENT) or (kind, action.stage) in ((FORWARD, 0), (BACKWARD, last)):
+        return None
+    return kind, action.stage, action.batch
+
+
 class Progress:
     """The micro-batches that each stage has done, and so the actions that can begin."""
 

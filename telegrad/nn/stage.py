@@ -1,4 +1,4 @@
-"""A stage of a pipeline on its worker, and what comes into it and leaves it: values as bundles."""
+"""A stage of a pipeline on its worker; and the values that pass between stages, packed."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from telegrad.wire.pickling import decode, encode
 # Of the process: a module is one, in however many pipelines.
 _turns: WeakKeyDictionary[nn.Module, Turns] = WeakKeyDictionary()
 _lock = renewed(threading.Lock())  # guards _turns
-in_child(_turns.clear)  # those that threads of the parent have never end
+in_child(_turns.clear)  # turns of the parent's threads never end here
 
 
 class Stage:
-    """Micro-batches go through it one by one, as its module may keep state."""
+    """A module of this worker, which takes micro-batches one by one, as it may keep state."""
 
     def __init__(self, module: RRef[nn.Module], position: str) -> None:
         self._module = module.local_value()
@@ -34,12 +34,12 @@ class Stage:
 
     def run(self, value: Any) -> Any:
         with self._turns.taken():
-            return self._module(self.near(value))
+            return self._module(self.to_own_device(value))
 
     # Weights that stages share
 
     def weight(self, name: str) -> Tensor:
-        """A parameter, or what stands in the place of one that is borrowed."""
+        """Return a parameter, or the buffer in the place of one of another worker."""
         path, _, last = name.rpartition(".")
         try:
             found = getattr(self._module.get_submodule(path), last)
@@ -50,29 +50,27 @@ class Stage:
             raise UsageError(f"{self.name} has no parameter {name!r} that could be tied; it has {names}")
         return found
 
-    def share_weight(self, name: str, weight: Tensor) -> None:
-        """Another stage of this worker has the same parameter."""
-        self._check_shape(name, weight)
-        for holder, last in self._names_of(name):
-            setattr(holder, last, weight)
+    def tie(self, name: str, weight: Tensor | None = None) -> None:
+        """Put another stage's parameter in the place of one, under all names that it has here.
 
-    def borrow_weight(self, name: str) -> None:
-        """From now on a parameter is another worker's: it is no parameter here, and gets gradients all the same."""
-        weight = self.weight(name)
-        borrowed = weight.detach().requires_grad_(weight.requires_grad)
-        for holder, last in self._names_of(name):
-            if last in holder._parameters:
+        Without `weight`, that is a parameter of another worker: here is a buffer then, which gets its value before each
+        batch, and gradients.
+        """
+        own = self.weight(name)
+        if weight is not None:
+            self._check_shape(name, weight)
+        replica = own.detach().requires_grad_(own.requires_grad)
+        names = {name, *(each for each, other in self._module.named_parameters(remove_duplicate=False) if other is own)}
+        for path, _, last in (each.rpartition(".") for each in names):
+            holder = self._module.get_submodule(path)
+            if weight is not None:
+                setattr(holder, last, weight)
+            elif last in holder._parameters:
                 del holder._parameters[last]
-                holder.register_buffer(last, borrowed)
-
-    def _names_of(self, name: str) -> list[tuple[nn.Module, str]]:
-        """All modules that have a parameter, which may be tied in the stage, too, and its name in each."""
-        weight = self.weight(name)
-        names = {name, *(each for each, own in self._module.named_parameters(remove_duplicate=False) if own is weight)}
-        return [(self._module.get_submodule(path), last) for path, _, last in (each.rpartition(".") for each in names)]
+                holder.register_buffer(last, replica)
 
     def set_weight(self, name: str, value: Tensor) -> None:
-        """What the owner has lent."""
+        """Give a replica its owner's value."""
         self._check_shape(name, value)
         weight = self.weight(name)
         if not torch.equal(weight, value):  # else another batch may be under way that has saved it
@@ -87,38 +85,38 @@ class Stage:
                 f"{tuple(value.shape)}"
             )
 
-    def near(self, value: Any) -> Any:
-        """On the module's accelerator, if it has one: devices of workers need not lead to one another as stages do."""
+    def to_own_device(self, value: Any) -> Any:
+        """Move a value to the module's accelerator, if it has one: device maps need not lead from stage to stage."""
         device = device_of(self._module)
         return value if device is None or device.type in ("cpu", "meta") else moved(device, value)
 
 
-class Bundle(NamedTuple):
+class PackedValue(NamedTuple):
     """A value with its tensors apart."""
 
     body: bytes
     tensors: Sequence[Tensor]
-    places: list[int]  # of those that require gradients
+    positions: list[int]  # of the tensors that require gradients
 
     @property
-    def trained(self) -> list[Tensor]:
+    def differentiable(self) -> list[Tensor]:
         """The tensors that require gradients."""
-        return [self.tensors[place] for place in self.places]
+        return [self.tensors[position] for position in self.positions]
 
-    def detached(self) -> Bundle:
-        """As it is sent: its gradients come back by number."""
+    def detached(self) -> PackedValue:
+        """Return the value as it is sent: gradients come back by number."""
         return self._replace(tensors=[tensor.detach() for tensor in self.tensors])
 
-    def value(self, trained: Sequence[Tensor]) -> Any:
-        """With these in the places of those that require gradients."""
+    def value(self, differentiable: Sequence[Tensor]) -> Any:
+        """Unpack, with these tensors in the places of those that require gradients."""
         tensors = list(self.tensors)
-        for place, tensor in zip(self.places, trained, strict=True):
-            tensors[place] = tensor
+        for position, tensor in zip(self.positions, differentiable, strict=True):
+            tensors[position] = tensor
         return decode(self.body, tensors)
 
 
-def bundled(value: Any, same_program: bool) -> Bundle:
-    """`same_program`: it will be opened in a process that runs the same main program.
+def pack_value(value: Any, same_program: bool) -> PackedValue:
+    """Pack a value, for a process that runs the same main program or another one.
 
     Raises:
         UsageError: it holds references, which do not pass between stages.
@@ -129,4 +127,4 @@ def bundled(value: Any, same_program: bool) -> Bundle:
             f"what passes between the stages of a Pipeline cannot hold references, as {references[0]!r}: "
             "let the stage fetch what it refers to, with to_here()"
         )
-    return Bundle(body, tensors, [place for place, tensor in enumerate(tensors) if tensor.requires_grad])
+    return PackedValue(body, tensors, [position for position, tensor in enumerate(tensors) if tensor.requires_grad])

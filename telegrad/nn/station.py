@@ -18,8 +18,8 @@ from telegrad.agent.naming import known_as, runs_as
 from telegrad.agent.server import Later
 from telegrad.errors import PeerError, PeerLost
 from telegrad.group.members import Identity
-from telegrad.nn.batches import Delivery, Ends, Job
-from telegrad.nn.run import Run
+from telegrad.nn.batches import BatchInputs, BatchSpec, StageMessage
+from telegrad.nn.run import BatchRun
 from telegrad.nn.schedule import TiedWeight
 from telegrad.nn.stage import Stage
 from telegrad.rpc import RRef, current
@@ -33,10 +33,10 @@ class Station:
         self.stages = stages
         self._agent = agent
         self._lock = threading.Lock()  # guards all below
-        self._runs: dict[int, Run] = {}  # by batches
-        self._early: dict[int, list[Delivery]] = {}  # what has come before its batch
+        self._runs: dict[int, BatchRun] = {}  # by batches
+        self._early: dict[int, list[StageMessage]] = {}  # messages that came before their batch
         self._stopped: set[int] = set()  # batches that have failed elsewhere, maybe before they came here
-        self._oldest = 0  # what comes for batches before this one comes too late
+        self._oldest = 0  # messages of earlier batches come too late
         self._short = False  # actions of the last batch did not take long
 
     def __repr__(self) -> str:
@@ -45,12 +45,12 @@ class Station:
     def _telegrad_runs(self, _: str) -> str:
         return ", ".join(stage.name for stage in self.stages.values())
 
-    def run(self, job: Job, ends: Ends) -> Later:
-        """Go through the plan for a batch; gives a `Product` in the end."""
-        number = job.id[1]
-        run = Run(self._agent, self.stages, job, ends, self._short, lambda: self._end(number))
+    def run(self, spec: BatchSpec, given: BatchInputs) -> Later:
+        """Run a batch; give a `BatchResult` in the end, or None where it was stopped."""
+        number = spec.id[1]
+        run = BatchRun(self._agent, self.stages, spec, given, self._short, lambda: self._end(number))
         with self._lock:
-            self._oldest = max(self._oldest, job.oldest)
+            self._oldest = max(self._oldest, spec.oldest)
             late = [self._early.pop(each) for each in [*self._early] if each < self._oldest]
             is_stopped = number in self._stopped or number < self._oldest
             self._stopped = {each for each in self._stopped if each >= self._oldest}
@@ -65,31 +65,31 @@ class Station:
 
     @must_finish
     def stop(self, number: int) -> None:
-        """A batch has failed elsewhere: do no more for it."""
+        """Stop a batch that has failed on another worker."""
         with self._lock:
             run = self._runs.get(number)
             self._stopped.add(number)
             early = self._early.pop(number, ())
-        del early  # not under the lock: these may be the last to hold what has come
+        del early  # not under the lock: these may hold the last reference to tensors
         if run is not None:
             run.stop()
 
-    def take(self, delivery: Delivery) -> None:
-        """Something has come for a batch."""
-        number = delivery.batch[1]
+    def take(self, message: StageMessage) -> None:
+        """Give a message to its batch, or keep it until that begins."""
+        number = message.batch[1]
         with self._lock:
             run = self._runs.get(number)
             if run is None and number >= self._oldest and number not in self._stopped:
-                self._early.setdefault(number, []).append(delivery)
+                self._early.setdefault(number, []).append(message)
         if run is not None:
-            run.take([delivery])
+            run.take([message])
 
     def lost(self, who: Identity, reason: PeerError) -> None:
-        """A worker is lost, or a connection over which something may have been on its way."""
+        """Fail the batches that need a worker which is lost, or whose connection was and maybe a message with it."""
         with self._lock:
             runs = list(self._runs.values())
         for run in runs:
-            if (who.name, who.incarnation) in (run.job.driver, *run.job.workers):
+            if (who.name, who.incarnation) in (run.spec.driver, *run.spec.workers):
                 run.fail(PeerLost(f"a batch cannot go through a Pipeline without worker {who.name!r}: {reason}"))
 
     def _end(self, number: int) -> None:
@@ -102,7 +102,7 @@ class Stations:
 
     def __init__(self, agent: Agent) -> None:
         self._stations: WeakValueDictionary[str, Station] = WeakValueDictionary()  # by pipelines
-        agent.on(Delivery, self._take)
+        agent.on(StageMessage, self._take)
         agent.lost.append(self._on_lost)
 
     def __repr__(self) -> str:
@@ -111,10 +111,10 @@ class Stations:
     def add(self, pipeline: str, station: Station) -> None:
         self._stations[pipeline] = station
 
-    def _take(self, _: Identity, delivery: Delivery) -> None:
-        station = self._stations.get(delivery.batch[0])
+    def _take(self, _: Identity, message: StageMessage) -> None:
+        station = self._stations.get(message.batch[0])
         if station is not None:  # else the pipeline has gone
-            station.take(delivery)
+            station.take(message)
 
     def _on_lost(self, who: Identity, reason: PeerError) -> None:
         for station in list(self._stations.values()):
@@ -126,16 +126,15 @@ class Stations:
 
 @known_as("Pipeline()")
 def make_station(
-    pipeline: str, modules: Mapping[int, RRef[nn.Module]], count: int, ties: Sequence[TiedWeight]
+    pipeline: str, modules: Mapping[int, RRef[nn.Module]], count: int, tied: Sequence[TiedWeight]
 ) -> RRef[Station]:
-    """For the modules of this worker, by their stages, of which there are `count` in all."""
+    """Make a station for the modules of this worker, by their stages, of which there are `count` in all."""
     worker = current.here()
     stages = {stage: Stage(module, f"stage {stage + 1} of {count}") for stage, module in modules.items()}
-    for tie in ties:
-        if tie.owner in stages and tie.replica in stages:
-            stages[tie.replica].share_weight(tie.name_there, stages[tie.owner].weight(tie.name))
-        elif tie.replica in stages:
-            stages[tie.replica].borrow_weight(tie.name_there)
+    for tie in tied:
+        if tie.replica in stages:
+            weight = stages[tie.owner].weight(tie.name) if tie.owner in stages else None
+            stages[tie.replica].tie(tie.name_there, weight)
     station = Station(worker.agent, stages)
     worker.attached(Stations).add(pipeline, station)
     return RRef(station)
@@ -143,7 +142,7 @@ def make_station(
 
 @known_as("Pipeline.forward")
 def run_stage(station: RRef[Station], stage: int, value: Any) -> Any:
-    """Where `value` is a reference, this worker fetches what it refers to."""
+    """Run a stage; fetch the value where that is a reference."""
     return station.local_value().stages[stage].run(value.to_here() if isinstance(value, RRef) else value)
 
 
@@ -151,12 +150,12 @@ runs_as(run_stage, lambda station, stage, _: station.local_value().stages[stage]
 
 
 @known_as("checkpoint.save")
-def lent_weight(station: RRef[Station], stage: int, name: str) -> Tensor:
-    """At the owner of a weight that is tied."""
+def weight_of(station: RRef[Station], stage: int, name: str) -> Tensor:
+    """Return a tied weight, at its owner."""
     return station.local_value().stages[stage].weight(name).detach()
 
 
 @known_as("checkpoint.save")
 def set_weight(station: RRef[Station], stage: int, name: str, value: Tensor) -> None:
-    """At a borrower of that."""
+    """Set a tied weight, at its replica."""
     station.local_value().stages[stage].set_weight(name, value)

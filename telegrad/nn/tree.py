@@ -1,20 +1,26 @@
-"""The parts of a model that is spread over workers: modules, and where each is."""
+"""The parts of a model that is spread over workers: modules and parameters, and where each is."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor, nn
 
+from telegrad.agent.deadlines import DEFAULT
+from telegrad.agent.naming import known_as
 from telegrad.errors import UsageError
+from telegrad.nn.pipeline import Pipeline
 from telegrad.nn.remote_module import RemoteModule, apart
 from telegrad.rpc import RRef, rpc_async
+from telegrad.rpc.lasting import revive
 from telegrad.rpc.together import together
+
+T = TypeVar("T")
 
 Model = nn.Module | RRef[Any]
 
-OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
 class Branch(NamedTuple):
@@ -25,7 +31,7 @@ class Branch(NamedTuple):
 
 
 def branches(model: Model) -> list[Branch]:
-    """All branches of a model: its own modules, and those of others to which its modules hold references.
+    """Return all branches of a model: its own modules, and those of others to which its modules hold references.
 
     References are followed where they are attributes of a module, or in lists, tuples and dictionaries that are, from
     worker to worker. Those to anything but modules and parameters are left alone.
@@ -36,60 +42,99 @@ def branches(model: Model) -> list[Branch]:
         model = RRef(model)
     elif not isinstance(model, RRef):
         raise UsageError(f"a model is an nn.Module, a RemoteModule or an RRef to a module, not {type(model).__name__}")
-    found: list[Branch] = []
-    seen = {model._handle.id}
-    wave = [Branch("", model)]
-    while wave:
-        named = {
-            f"{branch.name or 'the model'} on {branch.root.owner_name()}, {number} of {len(wave)}": branch
-            for number, branch in enumerate(wave, 1)
-        }
-        looked = together(named, lambda _, branch: rpc_async(branch.root.owner(), _look, (branch.root, branch.name)))
-        wave = []
-        for branch, (trained, further) in zip(named.values(), looked.values(), strict=True):
-            if trained:
-                found.append(branch)
-            fresh = [each for each in further if each.root._handle.id not in seen]
-            seen |= {each.root._handle.id for each in fresh}
-            wave += fresh
+    found = [branch for branch, is_part in _walk([Branch("", model)], _look) if is_part]
     if not found:
         raise UsageError(f"the model {model!r} is neither a module nor does it refer to one")
     return found
 
 
-def _look(root: RRef[Any], name: str) -> tuple[bool, list[Branch]]:
-    """Whether the value is part of a model, and where it leads to."""
-    value = root.local_value()
+def restore_model(model: Model, timeout: float) -> None:
+    """Restore all parts of a model that were lost, from worker to worker: those of a part that is new are new, too.
+
+    Raises:
+        CannotRestore: a part was made without `restore`.
+        OwnerLost: its worker did not come back in time.
+    """
+    if isinstance(model, nn.Module):
+        wave = _restore_parts(model, "", timeout)
+    else:
+        revive(model, timeout)
+        wave = [Branch("", model)]
+    _walk(wave, _restore_behind, timeout, timeout=timeout)
+
+
+def _walk(
+    wave: list[Branch], visit: Callable[..., tuple[T, list[Branch]]], *args: Any, timeout: float = DEFAULT
+) -> list[tuple[Branch, T]]:
+    """Call `visit(branch, *args)` at the owner of each, and of all branches that this gives; return the values."""
+    found: list[tuple[Branch, T]] = []
+    seen = {branch.root._handle.id for branch in wave}
+    while wave:
+        named = {
+            f"{branch.name or 'the model'} on {branch.root.owner_name()}, {number} of {len(wave)}": branch
+            for number, branch in enumerate(wave, 1)
+        }
+        visited = together(
+            named, lambda _, branch: rpc_async(branch.root.owner(), visit, (branch, *args), timeout=timeout)
+        )
+        wave = []
+        for branch, (value, further) in zip(named.values(), visited.values(), strict=True):
+            found.append((branch, value))
+            fresh = [each for each in further if each.root._handle.id not in seen]
+            seen |= {each.root._handle.id for each in fresh}
+            wave += fresh
+    return found
+
+
+def _look(branch: Branch) -> tuple[bool, list[Branch]]:
+    """Return whether a value of this worker is part of a model, and the branches to which it leads."""
+    value = branch.root.local_value()
     if isinstance(value, RRef):
-        return False, [Branch(name, value)]
+        return False, [Branch(branch.name, value)]
     if isinstance(value, nn.Module):
-        return True, list(references_of(value, name))
+        return True, list(references_of(value, branch.name))
     return isinstance(value, nn.Parameter), []
 
 
+@known_as("telegrad.recover")
+def _restore_behind(branch: Branch, timeout: float) -> tuple[None, list[Branch]]:
+    """Restore the parts to which a value of this worker leads; return them."""
+    value = branch.root.local_value()
+    if isinstance(value, RRef):
+        revive(value, timeout)
+        return None, [Branch(branch.name, value)]
+    return None, _restore_parts(value, branch.name, timeout) if isinstance(value, nn.Module) else []
+
+
+def _restore_parts(module: nn.Module, name: str, timeout: float) -> list[Branch]:
+    for part in module.modules():
+        if isinstance(part, Pipeline | RemoteModule):
+            part.recover(timeout)
+    found = list(references_of(module, name))
+    for each in found:
+        revive(each.root, timeout)
+    return found
+
+
 def references_of(module: nn.Module, prefix: str = "") -> Iterator[Branch]:
-    """Where a module of this worker leads to, itself or by one of its parts."""
+    """Yield the branches to which a module of this worker leads, itself or by one of its parts."""
     for name, part in module.named_modules():
         path = joined(prefix, name)
         if isinstance(part, RemoteModule):
             yield Branch(path.removesuffix(part._surplus).removesuffix("."), part.module_rref)
         else:
             for attribute, value in vars(part).items():
-                if attribute not in OF_EVERY_MODULE:
+                if attribute not in _OF_EVERY_MODULE:
                     yield from _references_in(value, joined(path, attribute))
 
 
 def _references_in(value: Any, path: str) -> Iterator[Branch]:
-    if isinstance(value, RRef):
-        yield Branch(path, value)
-    elif isinstance(value, RemoteModule):
-        yield Branch(path, value.module_rref)
-    elif isinstance(value, (list, tuple)):
-        for index, each in enumerate(value):
-            yield from _references_in(each, joined(path, str(index)))
-    elif isinstance(value, dict):
-        for key, each in value.items():
-            yield from _references_in(each, joined(path, str(key)))
+    if isinstance(value, RRef | RemoteModule):
+        yield Branch(path, value if isinstance(value, RRef) else value.module_rref)
+        return
+    items = enumerate(value) if isinstance(value, list | tuple) else value.items() if isinstance(value, dict) else ()
+    for key, each in items:
+        yield from _references_in(each, joined(path, str(key)))
 
 
 def joined(prefix: str, name: str) -> str:

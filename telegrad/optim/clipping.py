@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from telegrad import checks
 from telegrad.errors import UsageError
-from telegrad.nn.checks import check_context_id
 from telegrad.nn.tree import Branch, parameters_of
 from telegrad.optim.local import LocalOptimizer
 from telegrad.optim.norms import check_norms, limited, norm_of, scale
@@ -49,7 +48,7 @@ def clip_grad_norm_(
         ...     optim.clip_grad_norm_(context_id, layer.remote_parameters(), max_norm=1.0)
         tensor(2.2361)
     """
-    check_context_id(context_id, "clip_grad_norm_")
+    checks.context_id(context_id, "clip_grad_norm_")
     check_norms(max_norm, norm_type, error_if_nonfinite)
     by_worker: dict[str, list[RRef[Any]]] = {}
     for reference in _references(params):

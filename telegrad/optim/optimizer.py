@@ -20,7 +20,6 @@ from telegrad.agent.naming import known_as
 from telegrad.autograd.record import Inside
 from telegrad.errors import ContextEnded, InvalidArgument, TelegradError, UsageError
 from telegrad.hints import hint
-from telegrad.nn.checks import check_context_id
 from telegrad.nn.remote_module import RemoteModule
 from telegrad.nn.tree import Branch, Model, branches
 from telegrad.optim.local import Hyperparameters, LocalOptimizer, agreed, ask, changed, check_maker, hyperparameters
@@ -218,7 +217,7 @@ class DistributedOptimizer(Optimizer):
             Exception: what the optimizer raised on a worker; WorkersFailed where it did so on several. The others have
                 stepped.
         """
-        check_context_id(context_id, "step")
+        checks.context_id(context_id, "step")
         done = self._done.get(context_id, Done())
         changes = self._sending(self._changes()) if done.changes is None else done.changes
         self._on_all("step", context_id, changes, done.factor, done=done.counts)
@@ -270,12 +269,12 @@ class DistributedOptimizer(Optimizer):
         Args:
             context_id: what `with context() as context_id` gives.
         """
-        check_context_id(context_id, "accumulate")
+        checks.context_id(context_id, "accumulate")
         self._keeps = True
         self._on_all("accumulate", context_id)
 
     def _on_all(self, method: str, context_id: int, *args: Any, done: Mapping[str, Future[Any]] = {}) -> None:
-        check_context_id(context_id, method)
+        checks.context_id(context_id, method)
         contexts = current.conductor().contexts
         if contexts.has_ended(context_id):  # the owners may not have heard of it yet
             raise ContextEnded(
