@@ -10,12 +10,12 @@ from telegrad.agent.compiling import not_compiled
 from telegrad.agent.deadlines import DEFAULT, check_timeout
 from telegrad.errors import InvalidArgument, UnknownWorker, UsageError
 from telegrad.group.members import View, WorkerInfo, listed
-from telegrad.rpc import collectives, current, groupcalls, handout, persistence, reduction, refgroups
-from telegrad.rpc.choices import Choice, Everybody, Filtered, Part, Role, These, Together, Without
+from telegrad.rpc import current, groupcalls, meetings, persistence, reduction, refgroups
 from telegrad.rpc.conversion import convert
 from telegrad.rpc.groupcalls import GroupFuture
 from telegrad.rpc.lobby import Manner
 from telegrad.rpc.refgroups import RefGroup
+from telegrad.rpc.selection import ALL, FILTER, MINUS, NAMED, PLUS, ROLE, SLICE, Selection
 from telegrad.rpc.targets import target
 
 Named = str | int | WorkerInfo
@@ -46,16 +46,16 @@ def group(of: str | Iterable[Named] | Group | None = None) -> Group:
     if isinstance(of, Group):
         return of
     if of is None:
-        return Group(Everybody())
+        return Group(Selection(ALL))
     if not isinstance(of, str):
-        return Group(_these(of, membership.view()))
-    made = Group(Role(of))
+        return Group(_named(of, membership.view()))
+    made = Group(Selection(ROLE, (of,)))
     if membership.is_fixed and not made:
         raise UnknownWorker(made._emptiness())
     return made
 
 
-def _these(named: Iterable[Named], there: View) -> These:
+def _named(named: Iterable[Named], there: View) -> Selection:
     if isinstance(named, WorkerInfo) or not checks.is_iterable(named):
         checks.wrong("of", "a role, a list of workers or a group; for one worker: group([worker])", named)
     workers = [_found(each, there) for each in named]
@@ -65,7 +65,7 @@ def _these(named: Iterable[Named], there: View) -> These:
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise InvalidArgument(f"worker {twice!r} is in the group twice; a worker is in a group once")
-    return These(tuple(workers))
+    return Selection(NAMED, tuple(workers))
 
 
 def _found(named: Named, there: View) -> WorkerInfo:
@@ -98,10 +98,10 @@ class Group:
         tensor([2., 2.])
     """
 
-    __slots__ = ("_choice", "_last")
+    __slots__ = ("_last", "_selection")
 
-    def __init__(self, choice: Choice) -> None:
-        self._choice = choice
+    def __init__(self, selection: Selection) -> None:
+        self._selection = selection
         self._last: tuple[View, tuple[WorkerInfo, ...]] | None = None  # what was last looked up; replaced as a whole
 
     def _look(self) -> tuple[View, tuple[WorkerInfo, ...]]:
@@ -109,7 +109,7 @@ class Group:
         view = current.here().membership.view()
         last = self._last
         if last is None or last[0] is not view:
-            last = self._last = view, tuple(self._choice.of(view.workers))
+            last = self._last = view, tuple(self._selection.pick(view.workers))
         return last
 
     def _members(self) -> tuple[WorkerInfo, ...]:
@@ -123,20 +123,22 @@ class Group:
         there = self._look()[0].workers
         roles = sorted({worker.role for worker in there if worker.role})
         have = f"the roles that there are: {listed(roles)}" if roles else "no worker here has a role"
-        choice = self._choice
-        if isinstance(choice, Role) and any(worker.name == choice.role for worker in there):
-            return f"no worker has the role {choice.role!r}; there is a worker of that name: group([{choice.role!r}])"
-        if isinstance(choice, Role):
+        if self._selection.op == ROLE:
+            (role,) = self._selection.args
+            if any(worker.name == role for worker in there):
+                return f"no worker has the role {role!r}; there is a worker of that name: group([{role!r}])"
             later = "" if current.here().membership.is_fixed else "; rpc.wait_for_workers(1, role=...) waits for some"
-            return f"no worker has the role {choice.role!r}; {have}{later}"
-        return f"the group ({choice}) has no worker in it now; there are {listed([each.name for each in there])}"
+            return f"no worker has the role {role!r}; {have}{later}"
+        return (
+            f"the group ({self._selection}) has no worker in it now; there are {listed([each.name for each in there])}"
+        )
 
     # Who is in it
 
     @property
     def live(self) -> bool:
         """Whether it follows who joins and leaves."""
-        return self._choice.live
+        return self._selection.live
 
     @property
     def version(self) -> int:
@@ -144,9 +146,9 @@ class Group:
         return self._look()[0].version if self.live else 0
 
     @property
-    def said(self) -> str:
+    def description(self) -> str:
         """How it was made, in words: the same wherever it is."""
-        return str(self._choice)
+        return str(self._selection)
 
     @property
     def names(self) -> list[str]:
@@ -162,22 +164,19 @@ class Group:
     def __contains__(self, worker: Named) -> bool:
         if isinstance(worker, WorkerInfo):
             worker = worker.name
-        return any(worker in (each.name, each.id) for each in self)
+        return not isinstance(worker, bool) and any(worker in (each.name, each.id) for each in self)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Group) and self._choice == other._choice
+        return isinstance(other, Group) and self._selection == other._selection
 
     def __hash__(self) -> int:
-        return hash(self._choice)
+        return hash(self._selection)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Group, (self._choice,)
+        return Group, (self._selection,)
 
     def __repr__(self) -> str:
-        said = f"{self._choice}"
-        if not self.live:
-            return f"<Group {said}>"
-        return f"<Group {said}: {listed(self.names)}>"
+        return f"<Group {self._selection}{f': {listed(self.names)}' if self.live else ''}>"
 
     # Groups made of it
 
@@ -189,13 +188,13 @@ class Group:
 
     def __getitem__(self, which: int | slice) -> WorkerInfo | Group:
         if isinstance(which, slice):
-            return Group(Part(self._choice, which.start, which.stop, which.step))
+            return Group(Selection(SLICE, (self._selection, which.start, which.stop, which.step)))
         members = self._look()[1]
         try:
             return members[which]
         except IndexError:
             raise IndexError(
-                f"the group ({self._choice}) has {len(members)} workers now, and none at {which}"
+                f"the group ({self._selection}) has {len(members)} workers now, and none at {which}"
             ) from None
         except TypeError:
             checks.wrong("the index of a group", "the place of a worker, or a slice", which)
@@ -210,7 +209,7 @@ class Group:
             Another group.
         """
         checks.function("keep", keep, "a function of a worker")
-        return Group(Filtered(self._choice, keep))
+        return Group(Selection(FILTER, (self._selection, keep)))
 
     def without(self, *workers: Named | Group) -> Group:
         """Another group: the same but for some.
@@ -221,20 +220,23 @@ class Group:
         Returns:
             That group.
         """
-        left = self._choice
+        left = self._selection
         for each in workers:
-            left = Without(left, (each if isinstance(each, Group) else group([target(each, "workers")]))._choice)
+            others = each if isinstance(each, Group) else group([target(each, "workers")])
+            left = Selection(MINUS, (left, others._selection))
         return Group(left)
 
     def now(self) -> Group:
         """Those that are in it at this moment, as a group that does not change."""
-        return Group(These(self._members()))
+        return Group(Selection(NAMED, self._members()))
 
     def __sub__(self, other: Group) -> Group:
         return self.without(other) if isinstance(other, Group) else NotImplemented
 
     def __or__(self, other: Group) -> Group:
-        return Group(Together(self._choice, other._choice)) if isinstance(other, Group) else NotImplemented
+        return (
+            Group(Selection(PLUS, (self._selection, other._selection))) if isinstance(other, Group) else NotImplemented
+        )
 
     # Calls
 
@@ -295,15 +297,6 @@ class Group:
     ) -> Any:
         """As `rpc_async`, and wait.
 
-        Args:
-            func: any function.
-            args: positional arguments, a tuple.
-            kwargs: arguments by name, a dict.
-            timeout: seconds for each call; 0 for no limit, left out that of the options.
-            reduce: a function of two values, which makes one of all.
-            wait_for_worker: as for `rpc_async`.
-            idempotent: as for `rpc_async`.
-
         Returns:
             The list of the values, in the order of the workers, or the one that they were reduced to.
 
@@ -330,18 +323,16 @@ class Group:
         each gets the next one as soon as it is through with one. The item of a worker that dies fails; the others go on
         with those that are left.
 
+        All else is as for `rpc_async`; an item waits for the return of the worker that it was given to.
+
         Args:
-            func: any function.
             *items: a list of items, or several.
-            timeout: seconds for each call; 0 for no limit, left out that of the options.
-            wait_for_worker: as for `rpc.rpc_sync`: the item waits for that worker's return.
-            idempotent: likewise.
 
         Returns:
             A `GroupFuture` of all values, in the order of the items.
         """
         manner = _manner(timeout, wait_for_worker, idempotent)
-        return handout.begin(self.version, self._members(), func, items, timeout, manner)
+        return groupcalls.map_items(self.version, self._members(), func, items, timeout, manner)
 
     @not_compiled
     def remote(
@@ -353,13 +344,9 @@ class Group:
         *,
         wait_for_worker: bool | None = None,
     ) -> RefGroup:
-        """Begin to run `func(*args, **kwargs)` on each worker, where its value stays.
+        """As `rpc_async`, but each value stays on its worker.
 
         Args:
-            func: a class, or any function.
-            args: positional arguments, a tuple.
-            kwargs: arguments by name, a dict.
-            timeout: seconds that it may take; 0 for no limit, left out that of the options.
             wait_for_worker: wait here, up to the timeout, until all of them can be called.
 
         Returns:
@@ -372,12 +359,11 @@ class Group:
 
     @not_compiled
     def broadcast(self, value: Any, timeout: float = DEFAULT, *, wait_for_worker: bool | None = None) -> RefGroup:
-        """Send a value to each worker, where it stays.
+        """Send a value to each worker, where it stays; as `remote` of a function that returns it.
 
         Args:
             value: anything that can be sent.
             timeout: seconds; 0 for no limit, left out that of the options.
-            wait_for_worker: as for `remote`.
 
         Returns:
             A `RefGroup` of the copies.
@@ -396,15 +382,7 @@ class Group:
         wait_for_worker: bool | None = None,
         idempotent: bool = False,
     ) -> dict[str, Any]:
-        """Run `func(*args, **kwargs)` on each worker, and wait.
-
-        Args:
-            func: any function.
-            args: positional arguments, a tuple.
-            kwargs: arguments by name, a dict.
-            timeout: seconds for each call; 0 for no limit, left out that of the options.
-            wait_for_worker: as for `rpc.rpc_sync`, for each worker by itself.
-            idempotent: likewise.
+        """As `rpc_async`, and wait.
 
         Returns:
             The values, by the names of the workers.
@@ -428,7 +406,7 @@ class Group:
             CallTimeout: not all came in time; it names those that did not.
             PeerLost: one of them died, or left, before it came.
         """
-        collectives.meet("barrier", self, name, None, timeout)
+        meetings.meet("barrier", self, name, None, timeout)
 
     @not_compiled
     def all_reduce(
@@ -447,4 +425,4 @@ class Group:
         Returns:
             That one value, on each worker.
         """
-        return collectives.meet("all_reduce", self, name, value, timeout, collectives.add if op is None else op)
+        return meetings.meet("all_reduce", self, name, value, timeout, meetings.add if op is None else op)

@@ -14,7 +14,7 @@ from telegrad import checks
 from telegrad.agent.deadlines import DEFAULT, limit_of
 from telegrad.errors import InvalidArgument, UsageError
 from telegrad.group.tcp import reach_tcp, serve_tcp
-from telegrad.rpc import collectives, current
+from telegrad.rpc import current, meetings
 from telegrad.rpc.groups import Group
 
 LONGEST = 1800.0  # seconds, where a caller sets no limit: torch knows no time without end
@@ -42,7 +42,7 @@ def process_group(group: Group, backend: str = "gloo", timeout: float = DEFAULT)
         address = worker.me.tcp[0]
         store, port = serve_tcp(address, 0)
         brings = address, port, secrets.token_hex(8)
-    met = collectives.meet("process_group", group, backend, brings, timeout)
+    met = meetings.meet("process_group", group, backend, brings, timeout)
     names = [name for name, _ in met]
     place = met[0][1]
     if place is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from typing import Any, TypeVar, overload
 
 from telegrad import checks
@@ -18,8 +17,7 @@ from telegrad.group.members import Identity, WorkerInfo, listed
 from telegrad.interrupts import raised_by_handler
 from telegrad.rpc import current, persistence
 from telegrad.rpc.conversion import Call
-from telegrad.rpc.groupcalls import GroupFuture, Share, follow, group_error
-from telegrad.rpc.handout import Handout, Unusable, zipped
+from telegrad.rpc.groupcalls import GroupFuture, MapFuture, ResultSlot, group_error, zipped
 from telegrad.rpc.lobby import Manner
 from telegrad.rpc.references import Proxy, RRef
 from telegrad.rpc.values import fetch, methods
@@ -30,7 +28,7 @@ T = TypeVar("T")
 
 @known_as("broadcast")
 def kept_value(value: T) -> T:
-    """What has come, and stays."""
+    """Return a value that stays at this worker."""
     return value
 
 
@@ -47,6 +45,7 @@ def create(workers: Sequence[WorkerInfo], call: Call, timeout: float, manner: Ma
 
 
 def _identified(names: Sequence[str], identify: Callable[[str], Identity]) -> list[Identity]:
+    """Return the owners of these names; raise GroupError where some cannot be called."""
     found: list[Identity] = []
     errors: dict[str, BaseException] = {}
     for name in names:
@@ -143,9 +142,6 @@ class RefGroup:
     def rpc_async(self, timeout: float = DEFAULT) -> Proxy:
         """As `rpc_sync`, but gives a future, as calls to groups do.
 
-        Args:
-            timeout: seconds; 0 for no limit, left out that of the options.
-
         Returns:
             A `Proxy`, whose methods give a `GroupFuture`.
         """
@@ -155,9 +151,6 @@ class RefGroup:
     @not_compiled
     def remote(self, timeout: float = DEFAULT) -> Proxy:
         """As `rpc_sync`, but gives references to the results, which stay at the owners.
-
-        Args:
-            timeout: seconds; 0 for no limit, left out that of the options.
 
         Returns:
             A `Proxy`, whose methods give a `RefGroup`.
@@ -179,18 +172,12 @@ class RefGroup:
             GroupError: some cannot be had.
         """
         check_timeout(timeout)
-        future = self._future("to_here()")
-        for share, each in zip(future._shares, self, strict=True):
-            _begin(share, partial(_fetched, each, timeout))
-        return list(future.wait())
+        return list(self._each("to_here()", lambda each: _fetched(each, timeout)).wait())
 
     @not_compiled
     def future(self) -> GroupFuture:
         """A future that is done once all values exist; of a list of None."""
-        future = self._future("future()")
-        for share, each in zip(future._shares, self, strict=True):
-            _begin(share, each.future)
-        return future
+        return self._each("future()", lambda each: each.future())
 
     @not_compiled
     def map(self, method: str, *items: Iterable[Any], timeout: float = DEFAULT) -> GroupFuture:
@@ -210,36 +197,39 @@ class RefGroup:
         checks.text("method", method, "the name of a method")
         check_timeout(timeout)
         self._check()
-        calls = zipped(items)
+        calls = dict(enumerate(zipped(items)))
 
-        def call(share: Share, place: int) -> None:
-            each = self._references[place]
+        def call(slot: ResultSlot, place: int) -> None:
+            each, args = self._references[place], calls.pop(slot.key)
             try:
                 each._reach()
-            except Exception as error:
+            except Exception as error:  # whatever its maker has raised: this value takes no items
+                slot.is_gone = True
                 if raised_by_handler(error):
                     raise
-                raise Unusable(error) from error
-            follow(share, partial(each._call_async, method, timeout, calls[share.number], {}))
+                slot.set_exception(error)
+            else:
+                slot.follow(each._call_async(method, timeout, args, {}))
 
-        return Handout(current.agent(), 0, self.names, len(calls), method, call).begin()
+        return MapFuture(current.agent(), 0, self.names, len(calls), method, call).begin()
 
     def _call(self, method: str, timeout: float, args: Any, kwargs: Any) -> GroupFuture:
-        future = self._future(method or "__call__")
-        pairs = list(zip(future._shares, self, strict=True))
         if profiling.wanted():
-            for share, each in pairs:
-                _begin(share, partial(each._call_async, method, timeout, args, kwargs))
-            return future
-        calls = []
-        for share, each in pairs:
-            try:
-                calls.append(EachCall(share, each._reach(), each))
-            except Exception as error:  # whatever its maker has raised
-                if raised_by_handler(error):
-                    raise
-                share.set_exception(error)
+            return self._each(method or "__call__", lambda each: each._call_async(method, timeout, args, kwargs))
+        future, calls = self._future(method or "__call__"), []
+
+        def reach(slot: ResultSlot, number: int) -> None:
+            each = self._references[number]
+            calls.append(EachCall(slot, each._reach(), each))
+
+        future._begin_each(reach)
         current.agent().call_each(calls, methods.of_each(method), (self._ids(), *args), kwargs, timeout)
+        return future
+
+    def _each(self, about: str, begin: Callable[[RRef[Any]], Future[Any]]) -> GroupFuture:
+        """Begin something with each reference; a future of what the futures of these give."""
+        future = self._future(about)
+        future._begin_each(lambda slot, number: slot.follow(begin(self._references[number])))
         return future
 
     def _create(self, method: str, timeout: float, args: Any, kwargs: Any) -> RefGroup:
@@ -262,18 +252,8 @@ class RefGroup:
             raise InvalidArgument("there are no references in this group")
 
 
-def _begin(share: Share, call: Callable[[], Future[Any]]) -> None:
-    """Have a share end as the future of a call; where it cannot be made, with that error."""
-    try:
-        follow(share, call)
-    except Exception as error:
-        if raised_by_handler(error):
-            raise
-        share.set_exception(error)
-
-
 def _fetched(reference: RRef[Any], timeout: float) -> Future[Any]:
-    """A future of the value."""
+    """Return a future of the value."""
     if reference.is_owner():
         return reference.future().then(lambda _: reference.local_value())
     owner = reference._reach(timeout)

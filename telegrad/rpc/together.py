@@ -57,7 +57,8 @@ def together(
     if len(errors) == 1:
         raise next(iter(errors.values()))
     if errors:
-        raise _summary(errors, len(shares))
+        failed = WorkersFailed(summary(f"{len(errors)} of {len(shares)} workers failed:", errors), errors)
+        raise failed from next(iter(errors.values()))
     return values
 
 
@@ -96,9 +97,10 @@ def _written(sizes: Mapping[str, int], late: list[str]) -> str:
     return f", with {(total - sum(sizes.get(worker, 0) for worker in late)) / unit:.1f} of {total / unit:.1f} {name}"
 
 
-def _summary(errors: dict[str, Any], asked: int) -> WorkersFailed:
-    first_lines = ((worker, type(error).__name__, str(error).partition("\n")[0]) for worker, error in errors.items())
-    lines = [f"  {worker}: {kind}: {said}" for worker, kind, said in first_lines]
-    summary = WorkersFailed("\n".join([f"{len(errors)} of {asked} workers failed:", *lines]), errors)
-    summary.__cause__ = next(iter(errors.values()))
-    return summary
+def summary(first_line: str, errors: Mapping[Any, BaseException]) -> str:
+    """Return the text of an error of several workers, or of several items with these numbers."""
+    lines = [first_line]
+    for key, error in errors.items():
+        said = str(error).partition("\n")[0]
+        lines.append(f"  {key if isinstance(key, str) else f'item {key}'}: {type(error).__name__}: {said}")
+    return "\n".join(lines)

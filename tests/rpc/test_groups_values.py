@@ -45,6 +45,7 @@ def test_who_is_in_a_group() -> None:
     assert rpc.WorkerInfo("w2", 2) in actors
     assert 2 in actors
     assert "w0" not in actors
+    assert True not in actors  # though rank 1 is
     assert rpc.group().names == [f"w{rank}" for rank in range(6)]
     assert rpc.group(["w3", 1, rpc.WorkerInfo("w0", 0)]).names == ["w3", "w1", "w0"]
     assert rpc.group(actors) == actors
