@@ -17,7 +17,7 @@ from torch import Tensor
 from telegrad.agent.agent import Agent
 from telegrad.errors import PeerError, TelegradError, UsageError
 from telegrad.group.members import Identity
-from telegrad.weights.changes import Changes
+from telegrad.weights.deltas import DeltaCache
 from telegrad.weights.versions import Shelf
 from telegrad.weights.words import Forgot, Leave, Lent, Out, Party, Piece
 
@@ -50,7 +50,7 @@ class Box:
         self.me = me
         self.changed = threading.Condition()  # guards the machine, and all below
         self.stock: dict[int, Tensor] = {}  # the memory of the versions that are here
-        self.changes = Changes()  # between versions
+        self.deltas = DeltaCache()  # between versions
         self.heard = 0  # how often something has changed for who waits
         self.has_left = False  # its memory was dropped: what was about to be handled no longer is
         self._desk = desk
@@ -93,8 +93,12 @@ class Box:
             return word, (self.stock[word.number],)
         if isinstance(word, Piece):
             whole = self.piece(word)
-            deltas = self.changes.between(word.base, word.number, word.piece, len(whole))
-            return (word, deltas) if deltas else (word._replace(base=0), (whole,))
+            deltas = self.deltas.between(word.base, word.number, word.piece, len(whole))
+            if not deltas:
+                return word._replace(base=0), (whole,)
+            heads = tuple(delta.heads for delta in deltas)
+
+            return word._replace(heads=heads), [tensor for delta in deltas for tensor in delta.tensors]
         return word, ()
 
     def piece(self, word: Piece) -> Tensor:

@@ -13,11 +13,11 @@ from telegrad.agent.naming import known_as
 from telegrad.errors import DeltaRefused, PublisherLost, TelegradError, UnknownPublisher
 from telegrad.group.members import Identity, listed
 from telegrad.rpc import current
-from telegrad.weights.changes import renew
+from telegrad.weights.deltas import Delta, apply_deltas
 from telegrad.weights.desk import LOOK, Box, Desk
 from telegrad.weights.follower import Follower
-from telegrad.weights.layout import Layout
 from telegrad.weights.publisher import PublisherBox
+from telegrad.weights.snapshot import Layout
 from telegrad.weights.version import Version
 from telegrad.weights.words import About, Forgot, Leave, Lent, Opened, Over, Party, Piece
 
@@ -141,23 +141,28 @@ class SubscriberBox(Box):
             if new is None or not self.machine.expects(word):
                 return
             place, about = self.piece(word), self.machine.shelf.about[word.number]
+        deltas = []
+        for heads in word.heads:
+            count = sum(each[2] for each in heads)
+            deltas.append(Delta(heads, [*content[:count]]))
+            content = content[count:]
         if word.base:
             try:
                 if old is None:
                     raise DeltaRefused(f"a delta leads from version {word.base}, which is not here any more")
-                renew(self._layout_of(about), about, old, new, word.piece, content)
+                apply_deltas(self._layout_of(about), about, old, new, word.piece, deltas)
             except DeltaRefused:
                 self.step(lambda: self.machine.distrust(word.number))
                 return
         else:
             place.copy_(content[0])
-        self.step(lambda: self._stored(sender, word, content, about.size))
+        self.step(lambda: self._stored(sender, word, deltas, about.size))
         if self.machine.shelf.is_whole(word.number):
             self.tell()
 
-    def _stored(self, sender: Party, word: Piece, content: Sequence[Tensor], size: int) -> Any:
-        for number, delta in enumerate(content if word.base else (), word.base + 1):
-            self.changes.keep(number, word.piece, delta, size)
+    def _stored(self, sender: Party, word: Piece, deltas: list[Delta], size: int) -> Any:
+        for number, delta in enumerate(deltas, word.base + 1):
+            self.deltas.keep(number, word.piece, delta, size)
         return self.machine.receive(sender, word)
 
     def _layout_of(self, about: About) -> Layout:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -17,16 +18,14 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from telegrad.errors import InvalidArgument, TelegradError
-from telegrad.weights.layout import View
 from telegrad.weights.rounding import named
-from telegrad.weights.spans import LINE, SMALL, Span, flagged, flags_of, groups, looks, move, padding
-from telegrad.wire.strides import extent, repeats
+from telegrad.weights.snapshot import Layout, groups_of, looks, place_of
+from telegrad.wire.strides import repeats
 
 SHOWN = 5  # names in a message
 PLAIN = (Tensor, nn.Parameter)  # types whose values are in their own memory
 
-Source = View | Tensor
-Pair = tuple[str, Source, Tensor]  # name, what was published, where it goes
+Pair = tuple[str, Tensor, Tensor]  # name, what was published, where it goes
 
 _can_cast = cache(torch.can_cast)
 
@@ -67,7 +66,7 @@ def tensors_of(state: Mapping[str, Any]) -> dict[str, Tensor]:
     return dict(named(state))
 
 
-def _paired(number: int, theirs: Mapping[str, Source], mine: Mapping[str, Tensor]) -> list[Pair]:
+def _paired(number: int, theirs: Mapping[str, Tensor], mine: Mapping[str, Tensor]) -> list[Pair]:
     """Pair the tensors of a version with those that they are copied to.
 
     Raises:
@@ -104,84 +103,67 @@ def _paired(number: int, theirs: Mapping[str, Source], mine: Mapping[str, Tensor
     return pairs
 
 
-class Plan(NamedTuple):
-    """How a version comes into some tensors, and all versions of its layout into tensors that look the same."""
+class Checked(NamedTuple):
+    """Tensors into which any version of one layout can be copied, by their numbers and those of the version's."""
 
     names: list[str]
     looks: Any
-    small: list[tuple[int, int, int]]  # which tensor takes which bytes of the version
-    others: list[tuple[int, Source]]
-    lasts: bool  # also for other values
+    at_once: list[tuple[int, int]]
+    others: list[tuple[int, int]]
 
 
 def load(
-    memory: Tensor | None,
-    number: int,
-    theirs: Mapping[str, Source],
-    mine: Mapping[str, Tensor],
-    plan: Plan | None = None,
-) -> Plan | None:
+    number: int, layout: Layout | None, sources: Sequence[Tensor], names: Mapping[str, int], mine: Mapping[str, Tensor]
+) -> None:
     """Copy what was published into other tensors.
 
     Args:
-        memory: of the version.
         number: of the version.
-        theirs: its tensors.
-        mine: those to copy them to.
-        plan: what this function returned for another version of the same layout.
+        layout: of the version, which keeps what was checked for the next one.
+        sources: its tensors.
+        names: the numbers of these.
+        mine: the tensors to copy them to.
 
     Raises:
         InvalidArgument: names, shapes or types do not fit, or some of the tensors share memory, and what was published
             does not agree on what it is to hold.
     """
-    names, tensors = [*mine], [*mine.values()]
-    seen = looks(tensors)
-    if plan is None or seen is None or not (plan.lasts and plan.names == names and plan.looks == seen):
-        plan = Plan(names, seen, [], [], False)
-        pairs = _paired(number, theirs, mine)
-        dropped, lasts = _agreed(memory, pairs)
-        for each, (name, source, tensor) in enumerate(pairs):
-            lasts = lasts and isinstance(source, View)
-            if name in dropped:
-                continue
-            if isinstance(source, View) and 0 < source.plain <= SMALL and _takes_bytes(source, tensor):
-                plan.small.append((each, source.start, source.plain))
-            else:
-                plan.others.append((each, source))
-        plan = plan._replace(lasts=lasts)
-    if memory is not None:
-        move(memory, [(tensors[each], 0, at, size) for each, at, size in plan.small], False)
-    torch.autograd.graph.increment_version([tensors[each] for each, *_ in plan.small])
-    for each, source in plan.others:
-        _write(tensors[each], _seen(memory, source))
-    return plan
+    targets = [*mine.values()]
+    seen = [*mine], looks(targets)
+    checked: Checked | None = layout.checked if layout is not None else None
+    if checked is None or seen[1] is None or checked[:2] != seen:
+        pairs = _paired(number, {name: sources[each] for name, each in names.items()}, mine)
+        again, lasts = _find_repeated(pairs)
+        checked = Checked(*seen, [], [])
+        for place, (name, source, target) in enumerate(pairs):
+            if name not in again:
+                is_usual = _is_usual(target) and not (source.is_conj() or source.is_neg())
+                (checked.at_once if is_usual else checked.others).append((place, names[name]))
+        if layout is not None and lasts:
+            layout.checked = checked
+    if checked.at_once:
+        places, others = zip(*checked.at_once, strict=True)
+        with torch.no_grad():
+            torch._foreach_copy_([targets[place] for place in places], [sources[each] for each in others])
+    for place, each in checked.others:
+        _write(targets[place], sources[each])
 
 
-def _takes_bytes(source: View, tensor: Tensor) -> bool:
-    return (
-        type(tensor) in PLAIN
-        and tensor.dtype == source.dtype
-        and tensor.is_cpu
-        and tensor.is_contiguous()
-        and not (tensor.is_conj() or tensor.is_neg())
-    )
-
-
-def load_by_its_rules(
-    memory: Tensor | None, number: int, state: Any, theirs: Mapping[str, Source], module: nn.Module
-) -> None:
+def load_by_load_state_dict(number: int, state: Any, theirs: Mapping[str, Tensor], module: nn.Module) -> None:
     """Have a module load a state by itself.
 
     Raises:
         InvalidArgument: the module refuses it; it may have taken some of it. Or some of its tensors share memory, and
             what was published does not agree on what that is to hold; then nothing was changed.
     """
-    mine = {
-        name: value
-        for name, value in tensors_of(module.state_dict()).items()
-        if name in theirs and not is_lazy(value) and value.shape == theirs[name].shape and not value.is_meta
-    }
-    _agreed(memory, [(name, theirs[name], value) for name, value in mine.items()])
+    mine = tensors_of(module.state_dict())
+    _find_repeated(
+        [
+            (name, theirs[name], value)
+            for name, value in mine.items()
+            if name in theirs and not is_lazy(value) and value.shape == theirs[name].shape and not value.is_meta
+        ]
+    )
     try:
         module.load_state_dict(state)
     except TelegradError:
@@ -190,9 +172,7 @@ def load_by_its_rules(
         raise InvalidArgument(f"version {number} does not fit: {error}") from error
 
 
-def swap(
-    memory: Tensor | None, number: int, theirs: Mapping[str, Source], mine: Mapping[str, Tensor], module: nn.Module
-) -> None:
+def swap(number: int, theirs: Mapping[str, Tensor], mine: Mapping[str, Tensor], module: nn.Module) -> None:
     """Have the tensors of a module's state lie in the memory of what was published.
 
     Raises:
@@ -200,35 +180,33 @@ def swap(
             those of the version do. Nothing was changed.
     """
     pairs = _paired(number, theirs, mine)
-    hidden = [each for each in (*module.parameters(), *module.buffers()) if id(each) not in {*map(id, mine.values())}]
-    seen = [_seen(memory, source) for _, source, _ in pairs]
-    both = [(name, value, new) for (name, _, value), new in zip(pairs, seen, strict=True)]
-    others = [name for name, value, new in both if value.dtype != new.dtype]
-    away = [name for name, value, new in both if value.device != new.device]
-    targets = [*(value for _, value, _ in both), *hidden]
-    apart = []
-    for group in groups(targets):
-        numbers = [span.number for span in group]
-        if max(numbers) >= len(both) or not all(_alike(both[each], both[numbers[0]]) for each in numbers):
-            apart += [both[each][0] if each < len(both) else "a tensor outside of its state" for each in numbers]
+    known = {*map(id, mine.values())}
+    hidden = [each for each in (*module.parameters(), *module.buffers()) if id(each) not in known]
+    apart: list[str] = []
+    for group in groups_of([*(value for _, _, value in pairs), *hidden]):
+        inside = [pairs[each] for each in group if each < len(pairs)]
+        if len(inside) < len(group) or not all(_lie_alike(pair, inside[0]) for pair in inside):
+            apart += [pairs[each][0] if each < len(pairs) else "a tensor outside of its state" for each in group]
+    others = [name for name, new, value in pairs if value.dtype != new.dtype]
+    away = [name for name, new, value in pairs if value.device != new.device]
     for names, fault, hint in (
-        (others, "a module whose tensors are of other types", "converts them"),
-        (away, "a module that is elsewhere than on the host", "copies it there"),
-        (apart, "a module whose tensors share memory in another way", "copies it, where that is possible"),
+        (others, "whose tensors are of other types", "converts them"),
+        (away, "that is elsewhere than on the host", "copies it there"),
+        (apart, "whose tensors share memory in another way", "copies it, where that is possible"),
     ):
         if names:
             raise InvalidArgument(
-                f"version {number} cannot be swapped into {fault}: {_listed(names)}. load_into {hint}"
+                f"version {number} cannot be swapped into a module {fault}: {_listed(names)}. load_into {hint}"
             )
-    for _, value, new in both:
+    for _, new, value in pairs:
         value.data = new
 
 
-def _alike(one: tuple[str, Tensor, Tensor], first: tuple[str, Tensor, Tensor]) -> bool:
+def _lie_alike(one: Pair, first: Pair) -> bool:
     """Whether two tensors lie to each other as the two that take their places do."""
-    (_, tensor, new), (_, other, other_new) = one, first
+    (_, new, tensor), (_, other_new, other) = one, first
     if tensor is other:
-        return bool(_place(new) == _place(other_new))
+        return bool(place_of(new) == place_of(other_new))
     return (
         tensor.data_ptr() - other.data_ptr() == new.data_ptr() - other_new.data_ptr()
         and tensor.stride() == new.stride()
@@ -236,15 +214,10 @@ def _alike(one: tuple[str, Tensor, Tensor], first: tuple[str, Tensor, Tensor]) -
     )
 
 
-def _place(tensor: Tensor) -> Any:
-    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, flags_of(tensor)
-
-
-def _seen(memory: Tensor | None, source: Source) -> Tensor:
-    if isinstance(source, Tensor):
-        return source
-    assert memory is not None
-    return source.of(memory)
+def _is_usual(tensor: Tensor) -> bool:
+    """Whether torch can copy into it together with others."""
+    flags = tensor.is_inference(), tensor.is_conj(), tensor.is_neg(), 0 in tensor.stride()
+    return type(tensor) in PLAIN and not any(flags)
 
 
 def _write(tensor: Tensor, values: Tensor) -> None:
@@ -256,51 +229,52 @@ def _write(tensor: Tensor, values: Tensor) -> None:
         tensor.copy_(values)
 
 
-def _agreed(memory: Tensor | None, pairs: Sequence[Pair]) -> tuple[set[str], bool]:
-    """The names whose memory is written as another one, with the same; and whether that is so for all values."""
+def _find_repeated(pairs: Sequence[Pair]) -> tuple[set[str], bool]:
+    """Return the names of tensors that are written under another name, and whether that is so for all values.
+
+    Raises:
+        InvalidArgument: tensors share memory, and what was published does not agree on what it is to hold.
+    """
     plain = [pair for pair in pairs if type(pair[2]) in PLAIN]
-    found = groups([tensor for _, _, tensor in plain])
-    shared = {span.number for group in found for span in group}
-    for number, (_, _, tensor) in enumerate(plain):
-        if not tensor.is_contiguous() and number not in shared and repeats(tensor.shape, tensor.stride()):
-            found.append([Span("", tensor.data_ptr(), 0, number)])
-    dropped: set[str] = set()
+    groups = groups_of([tensor for _, _, tensor in plain])
+    shared = {number for group in groups for number in group}
+    groups += [
+        [number]
+        for number, (_, _, tensor) in enumerate(plain)
+        if number not in shared and not tensor.is_contiguous() and repeats(tensor.shape, tensor.stride())
+    ]
+    again: set[str] = set()
     lasts = True
-    for group in found:
-        (_, first, tensor), *rest = members = [plain[span.number] for span in group]
-        place = _place(tensor)
-        if rest and isinstance(first, View) and all(each[1] == first and _place(each[2]) == place for each in rest):
-            dropped.update(name for name, *_ in rest)
+    for group in groups:
+        members = [plain[number] for number in group]
+        if len(group) > 1 and len({(place_of(source), place_of(tensor)) for _, source, tensor in members}) == 1:
+            again.update(name for name, *_ in members[1:])
         else:
-            _try_out(memory, group, members)
+            _try_out(members)
             lasts = False
-    return dropped, lasts
+    return again, lasts
 
 
-def _try_out(memory: Tensor | None, group: Sequence[Span], members: Sequence[Pair]) -> None:
-    """Write to a copy of the memory of a group, and look whether each tensor shows its own values afterwards."""
-    pad = padding(group, [tensor.itemsize for _, _, tensor in members])
-    starts = [span.start - group[0].start + pad for span in group]
-    with torch.inference_mode(False), torch.no_grad():
-        size = max(
-            start + extent(tensor.shape, tensor.stride()) * tensor.itemsize
-            for start, (_, _, tensor) in zip(starts, members, strict=True)
-        )
-        scratch = torch.zeros(-(-size // LINE) * LINE, dtype=torch.uint8, device=members[0][2].device)
-        shown = []
-        for start, (_, source, tensor) in zip(starts, members, strict=True):
-            row = scratch.view(tensor.dtype)
-            view = row.as_strided(tensor.shape, tensor.stride(), start // tensor.itemsize)
-            shown.append((flagged(view, flags_of(tensor)), _seen(memory, source)))
-        try:
-            for view, values in shown:
-                _write(view, values)
-            agree = all(_same_bits(view, values.to(view.device, view.dtype)) for view, values in shown)
-        except RuntimeError:  # torch does not write to elements that lie at one place
-            agree = False
+def _try_out(members: Sequence[Pair]) -> None:
+    """Write to tensors that share memory, look whether each has its own values then, and undo that.
+
+    Raises:
+        InvalidArgument: a tensor has other values, or torch does not write to it, since its elements overlap.
+    """
+    pairs = [(tensor.data, source) for _, source, tensor in members]  # whose changes autograd does not count
+    before = [(tensor, tensor.clone()) for tensor, _ in pairs]
+    try:
+        for tensor, source in pairs:
+            _write(tensor, source)
+        agree = all(_same_bits(tensor, source.to(tensor.device, tensor.dtype)) for tensor, source in pairs)
+    except RuntimeError:
+        agree = False
+    for tensor, values in before:
+        with suppress(RuntimeError):
+            _write(tensor, values)
     if not agree:
         raise InvalidArgument(
-            f"{_listed([name for name, _, _ in members])} share memory here, and were published with values that no "
+            f"{_listed([name for name, *_ in members])} share memory here, and were published with values that no "
             "memory can hold at once: nothing was loaded"
         )
 

@@ -17,12 +17,11 @@ from telegrad.errors import CallTimeout, UsageError
 from telegrad.group.members import listed
 from telegrad.progress import Wait
 from telegrad.rpc import current
-from telegrad.weights.arranging import Layouts
-from telegrad.weights.changes import Deltas, Finder
+from telegrad.weights.deltas import DeltaEncoder, Deltas
 from telegrad.weights.desk import LOOK, Box, Desk
 from telegrad.weights.feed import Feed
-from telegrad.weights.layout import Layout
 from telegrad.weights.rounding import Rounding
+from telegrad.weights.snapshot import Layout, Snapshots
 from telegrad.weights.sources import read_from
 from telegrad.weights.words import About, Out, Party
 
@@ -76,9 +75,11 @@ class Publisher:
         worker = current.here()
         self._agent = worker.agent
         self._desk = worker.attached(Desk)
-        self._publishing = threading.RLock()  # guards _layouts, and that a version is filled by the layout that it has
-        self._layouts = Layouts(dtype)
-        self._finder = Finder(deltas)
+        self._publishing = (
+            threading.RLock()
+        )  # guards _snapshots, and that a version is filled by the layout that it has
+        self._snapshots = Snapshots(dtype)
+        self._encoder = DeltaEncoder(deltas)
         self._box = PublisherBox(self._desk, secrets.token_hex(8), keep)
         self._desk.publish(name, self._box)
         self._end = weakref.finalize(self, _close_later, self._desk, name, self._box)
@@ -107,10 +108,10 @@ class Publisher:
             raise UsageError(f"the publisher {self.name!r} was closed, and publishes no more: make a new one")
         tree = self._read()
         with self._publishing:
-            arranged = self._layouts.of(tree)
-            memory = self._agent.memory.common(arranged.layout.size)
-            arranged.fill(memory)
-            number = self._box.publish(arranged.layout, memory, self._finder)
+            snapshot = self._snapshots.of(tree)
+            memory = self._agent.memory.common(snapshot.layout.size)
+            snapshot.fill(memory)
+            number = self._box.publish(snapshot.layout, memory, self._encoder)
         if wait is not None:
             self._wait_for_readers(number, wait)
         return number
@@ -180,10 +181,10 @@ class PublisherBox(Box):
         self.feed_ = Feed(me, desk.agent.me.host, keep)
         super().__init__(desk, feed, me, self.feed_)
 
-    def publish(self, layout: Layout, memory: Tensor, finder: Finder) -> int:
+    def publish(self, layout: Layout, memory: Tensor, encoder: DeltaEncoder) -> int:
         about = About(layout.number, layout.description, layout.size, PIECE)
         base, old = self._base(about)
-        found = finder.find(layout, about, old, memory) if old is not None else {}
+        found = encoder.encode(layout, about, old, memory) if old is not None else {}
         number = 0
 
         def put() -> Out:
@@ -191,7 +192,7 @@ class PublisherBox(Box):
             number = self.feed_.shelf.newest + 1
             self.stock[number] = memory
             for piece, delta in found.items() if number == base + 1 else ():
-                self.changes.keep(number, piece, delta, about.size)
+                self.deltas.keep(number, piece, delta, about.size)
             return self.feed_.publish(about)
 
         self.step(put)

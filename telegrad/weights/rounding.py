@@ -13,8 +13,8 @@ from telegrad.errors import UsageError
 Rounding = torch.dtype | Callable[[str, Tensor], torch.dtype | None] | None
 
 
-def published_type(rounding: Rounding, name: str, tensor: Tensor) -> torch.dtype:
-    """The type in which the tensor of that name leaves.
+def publish_dtype(rounding: Rounding, name: str, tensor: Tensor) -> torch.dtype:
+    """Return the type in which the tensor of that name is published.
 
     Only real floating numbers are rounded: to a type, those that are larger; by a function, those for which it gives
     one.
@@ -35,7 +35,7 @@ def published_type(rounding: Rounding, name: str, tensor: Tensor) -> torch.dtype
 
 
 def named(tree: Any, name: str = "", kind: type = Tensor) -> Iterator[tuple[str, Any]]:
-    """The tensors of a tree of dictionaries, lists and tuples, with the way to each, such as `layers.0.weight`.
+    """Yield the tensors of a tree of dictionaries, lists and tuples, with the way to each, such as `layers.0.weight`.
 
     Args:
         tree: where to look.

@@ -24,12 +24,11 @@ from telegrad.group.members import WorkerInfo
 from telegrad.nn.tree import Branch, branches, state_of
 from telegrad.rpc import RRef, remote
 from telegrad.rpc.together import together
-from telegrad.weights.changes import Deltas
-from telegrad.weights.loading import Source
+from telegrad.weights.deltas import Deltas
 from telegrad.weights.publisher import Publisher, check_published, check_wait
 from telegrad.weights.rounding import Rounding
 from telegrad.weights.shards import Box, Copy, Part, plan, slices
-from telegrad.weights.spans import flags_of
+from telegrad.weights.snapshot import place_of
 from telegrad.weights.subscriber import Subscriber
 from telegrad.weights.version import Version
 
@@ -373,10 +372,7 @@ class Plan:
             sources = [parts[copy.owner][str(copy.owned)][slices(copy.source)] for copy in copies]
             same = (
                 part.box.sizes,
-                tuple(
-                    (copy.target, source.data_ptr(), source.dtype, source.stride(), flags_of(source))
-                    for copy, source in zip(copies, sources, strict=True)
-                ),
+                tuple((copy.target, place_of(source)) for copy, source in zip(copies, sources, strict=True)),
             )
             if same not in made:
                 made[same] = _joined(part, [copy.target for copy in copies], sources)
@@ -407,11 +403,7 @@ class Gathered(Version):
     def __init__(self, number: int, state: dict[str, Tensor]) -> None:
         self.number = number
         self._state = state
-        self._memory = None
-        self._plans = [None]
-
-    def _sources(self) -> Mapping[str, Source]:
-        return self.state  # type: ignore[no-any-return]
+        self._layout = None
 
     def __repr__(self) -> str:
         return f"<Version {self.number}: {sum(each.nbytes for each in self._state.values())} bytes, gathered>"

@@ -124,11 +124,12 @@ class Opened(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Its bytes go along, or what has changed in it."""
+    """Its bytes go along, or deltas that lead there from version `base`."""
 
     number: int
     piece: int
-    base: int = 0  # since which version
+    base: int = 0
+    heads: tuple[Any, ...] = ()  # of the deltas, whose tensors go along
 
 
 class Refused(NamedTuple):

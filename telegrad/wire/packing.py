@@ -13,7 +13,7 @@ from __future__ import annotations
 import ctypes
 import io
 import pickle
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import prod
 from typing import Any, Protocol
 
@@ -271,22 +271,28 @@ def _find_shared(leaves: _Leaves, blobs: list[Blob], shared: list[bytes]) -> dic
     parts: dict[int, tuple[Memory, int]] = {}
     for target, spans in by_target.items():
         if any_overlap(spans):
-            parts |= _join(sorted(spans), leaves.tensors, target, blobs, shared)
+            parts |= _join(spans, leaves.tensors, target, blobs, shared)
     return parts
+
+
+def joined(spans: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, list[int]]]:
+    """Return the beginning, the end and the numbers of each group of `(start, end, number)` that overlap."""
+    groups: list[tuple[int, int, list[int]]] = []
+    for start, end, number in sorted(spans):
+        if groups and start < groups[-1][1]:
+            first, reach, members = groups[-1]
+            members.append(number)
+            groups[-1] = first, max(reach, end), members
+        else:
+            groups.append((start, end, [number]))
+    return groups
 
 
 def _join(
     spans: list[tuple[int, int, int]], leaves: list[Tensor], target: int, blobs: list[Blob], shared: list[bytes]
 ) -> dict[int, tuple[Memory, int]]:
-    groups: list[tuple[int, int, list[int]]] = []
-    for start, end, number in spans:
-        if groups and start < groups[-1][1]:
-            first, reach, members = groups[-1]
-            groups[-1] = first, max(reach, end), [*members, number]
-        else:
-            groups.append((start, end, [number]))
     parts: dict[int, tuple[Memory, int]] = {}
-    for start, end, members in groups:
+    for start, end, members in joined(spans):
         storage = _holder(start, end, [leaves[number] for number in members]) if len(members) > 1 else None
         if storage is None:
             continue

@@ -22,7 +22,7 @@ from telegrad.nn import Pipeline, RemoteModule
 from telegrad.rpc.worker import Worker
 from telegrad.weights import Box, Publisher, Shard, ShardedPublisher, ShardedSubscriber, Subscriber
 from telegrad.weights.rounding import named
-from telegrad.weights.spans import bare
+from telegrad.weights.snapshot import bare
 from tests.weights.test_weights import eventually, on, on_hosts, speaking_for
 from tests.weights.trees import Maker, assert_equal, assert_shared_alike, bits, published
 

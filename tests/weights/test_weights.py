@@ -23,8 +23,8 @@ from telegrad.rpc import current
 from telegrad.rpc.worker import Worker
 from telegrad.weights import Publisher, Subscriber, Version
 from telegrad.weights import publisher as publishing
-from telegrad.weights.arranging import Layouts
 from telegrad.weights.joining import SubscriberBox
+from telegrad.weights.snapshot import Snapshots
 from telegrad.weights.words import Ask, Party
 from tests.cluster import PATIENCE, agents, in_threads
 
@@ -221,9 +221,9 @@ def test_messages_that_are_not_handled_in_time_are_no_reason_to_give_an_old_vers
 
 
 def test_two_threads_may_publish_trees_of_different_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
-    arrange, mine, begun, over = Layouts._arrange, threading.local(), threading.Event(), threading.Event()
+    arrange, mine, begun, over = Snapshots._arrange, threading.local(), threading.Event(), threading.Event()
 
-    def arrange_slowly(layouts: Layouts, tree: Any, *args: Any) -> Any:
+    def arrange_slowly(layouts: Snapshots, tree: Any, *args: Any) -> Any:
         found = arrange(layouts, tree, *args)
         if len(tree) == 1:
             begun.set()
@@ -241,7 +241,7 @@ def test_two_threads_may_publish_trees_of_different_layouts(monkeypatch: pytest.
         over.set()
         return number
 
-    monkeypatch.setattr(Layouts, "_arrange", arrange_slowly)
+    monkeypatch.setattr(Snapshots, "_arrange", arrange_slowly)
     with agents(1) as (worker,), speaking_for(worker):
         publisher = Publisher("numbers", lambda: mine.tree)
         assert in_threads(publish_first, publish_second) == [1, 2]
