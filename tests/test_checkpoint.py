@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import StepLR
 
 import telegrad.autograd as autograd
 import telegrad.checkpoint as checkpoint
-from telegrad.checkpoint.saver import Saver
+from telegrad.checkpoint.saving import Saver
 from telegrad.errors import UsageError, WorkersFailed
 from telegrad.nn import RemoteModule
 from telegrad.optim import DistributedOptimizer

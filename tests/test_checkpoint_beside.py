@@ -22,7 +22,7 @@ import telegrad.checkpoint as checkpoint
 import telegrad.rpc as rpc
 from telegrad.checkpoint import folders
 from telegrad.checkpoint.copies import Copies, Shelf
-from telegrad.checkpoint.saver import Saver
+from telegrad.checkpoint.saving import Saver
 from telegrad.errors import CallTimeout, CheckpointFailed, InvalidArgument, WorkersFailed
 from telegrad.nn import RemoteModule
 from telegrad.rpc import current

@@ -1,4 +1,4 @@
-"""Writes a checkpoint: each owner what it has, and the driver the table of contents, last."""
+"""Writes a checkpoint: each owner its own part, and the driver the table of contents, last."""
 
 from __future__ import annotations
 
@@ -9,20 +9,26 @@ from functools import partial
 from typing import Any
 
 from torch import nn
-from torch.distributed.checkpoint import DefaultSavePlanner, SavePlan
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, SavePlan
+from torch.distributed.checkpoint.storage import WriteResult
 
 from telegrad import checks
 from telegrad.agent.futures import Future
-from telegrad.checkpoint.beside import Beside
-from telegrad.checkpoint.folders import Path, discard, keep_newest, tidy
-from telegrad.checkpoint.saver import Saver, begin, write_beside, writer_to
-from telegrad.checkpoint.state import NO_LIMIT, folder_of, shares_of
+from telegrad.checkpoint.background import BackgroundSaves
+from telegrad.checkpoint.copies import Copies, Shelf
+from telegrad.checkpoint.folders import Files, Path, discard, keep_newest, tidy
+from telegrad.checkpoint.state import NO_LIMIT, Share, folder_of, packed, pickled, shares_of
 from telegrad.nn import Pipeline
+from telegrad.nn.tree import Branch, state_of
 from telegrad.optim import DistributedOptimizer
+from telegrad.optim.local import LocalOptimizer
 from telegrad.rpc import RRef, current, get_worker_info, rpc_async
+from telegrad.rpc.functions import async_execution
+from telegrad.rpc.stalls import StepCounter
 from telegrad.rpc.together import together
+from telegrad.threads import Thread
 
-Begun = dict[str, tuple[RRef[Saver], SavePlan]]  # by worker
+Begun = dict[str, tuple["RRef[Saver]", SavePlan]]  # by worker
 
 
 def save(state: Mapping[str, Any], checkpoint_id: Path, *, wait: bool = True, keep: int | None = None) -> Future[str]:
@@ -60,21 +66,21 @@ def save(state: Mapping[str, Any], checkpoint_id: Path, *, wait: bool = True, ke
     checks.flag("wait", wait)
     if keep is not None:
         checks.count("keep", keep, what="a number of checkpoints that stay, or None for all")
-    beside = _beside()
-    beside.settle()
+    background = _background()
+    background.wait_for_previous()
     begun = _begin(state, path, copies=not wait)
     complete = partial(_complete, path, begun, keep, wait)
     if not wait:
-        return beside.begin(path, complete)
+        return background.begin(path, complete)
     complete()
     future: Future[str] = Future()
     future.set_result(path)
     return future
 
 
-def _beside() -> Beside:
+def _background() -> BackgroundSaves:
     worker = current.here()
-    found = worker.attached(Beside)
+    found = worker.attached(BackgroundSaves)
     if found.wait not in worker.before_end:
         worker.before_end.append(found.wait)
     return found
@@ -95,7 +101,7 @@ def _begin(state: Mapping[str, Any], path: str, copies: bool) -> Begun:
     return together(
         {here: [], **shares},
         lambda worker, theirs: rpc_async(
-            worker, begin, (path, theirs, own if worker == here else {}, copies), timeout=NO_LIMIT
+            worker, _begin_share, (path, theirs, own if worker == here else {}, copies), timeout=NO_LIMIT
         ),
         f"checkpoint.save: gathering what belongs to {path!r}",
         limit=current.agent().timeout,
@@ -103,7 +109,7 @@ def _begin(state: Mapping[str, Any], path: str, copies: bool) -> Begun:
 
 
 def _complete(path: str, begun: Begun, keep: int | None, waited_for: bool) -> None:
-    planner, writer = DefaultSavePlanner(), writer_to(path, True)
+    planner, writer = DefaultSavePlanner(), _writer_to(path, True)
     planner.set_up_planner({}, is_coordinator=True)
     plans, metadata = planner.create_global_plan([plan for _, plan in begun.values()])
     mark = secrets.token_hex(8)
@@ -112,10 +118,8 @@ def _complete(path: str, begun: Begun, keep: int | None, waited_for: bool) -> No
     try:
         written = together(
             by_worker,
-            lambda worker, plan: (
-                begun[worker][0].rpc_async(timeout=NO_LIMIT).write(plan)
-                if waited_for
-                else rpc_async(worker, write_beside, (begun[worker][0], plan), timeout=NO_LIMIT)
+            lambda worker, plan: rpc_async(
+                worker, _write if waited_for else _write_apart, (begun[worker][0], plan), timeout=NO_LIMIT
             ),
             f"checkpoint.save: writing {path!r}" if waited_for else "",
             {worker: sum(item.tensor_storage_size() or 0 for item in plan.items) for worker, plan in by_worker.items()},
@@ -131,6 +135,76 @@ def _complete(path: str, begun: Begun, keep: int | None, waited_for: bool) -> No
 
 
 def _marked(plan: SavePlan, mark: str) -> SavePlan:
-    """With names for its files that no other save has."""
+    """The plan with names for its files that no other save has."""
     place: Any = plan.storage_data
     return dataclasses.replace(plan, storage_data=dataclasses.replace(place, prefix=f"{mark}{place.prefix}"))
+
+
+# On each worker
+
+
+class Saver:
+    """The part of one worker in a checkpoint."""
+
+    def __init__(self, path: str, shares: list[Share], own: dict[str, Any], copies: bool) -> None:
+        """With `copies`, values are saved as they are now, also where they change before they are written."""
+        here = current.here()
+        self._copies = Copies(here.attached(Shelf), here.attached(StepCounter).note) if copies else None
+        state = {key: packed(value) for key, value in own.items()}
+        for share in shares:
+            state.setdefault(share.key, {}).update(self._part(share.branch))
+        self._planner = DefaultSavePlanner()
+        self._planner.set_up_planner(state, is_coordinator=False)
+        self._writer = _writer_to(path, False)
+        self.plan = self._writer.prepare_local_plan(self._planner.create_local_plan())
+
+    def _part(self, branch: Branch) -> dict[str, Any]:
+        value = branch.root.local_value()
+        is_optimizer = isinstance(value, LocalOptimizer)
+        part = value.state() if is_optimizer else state_of(branch)
+        if self._copies is not None:
+            part = self._copies.of(part)
+        if is_optimizer:
+            return {"state": {name: packed(each) for name, each in part.items()}}
+        return {name: pickled(each) for name, each in part.items()}
+
+    def write(self, plan: SavePlan) -> list[WriteResult]:
+        try:
+            return self._writer.write_data(self._planner.finish_plan(plan), self._planner).wait()
+        finally:
+            if self._copies is not None:
+                self._copies.give_back()
+
+
+def _writer_to(path: str, is_coordinator: bool) -> FileSystemWriter:
+    # Copies that torch makes ahead are waited for on the current accelerator alone; there may be several.
+    writer = FileSystemWriter(path, per_thread_copy_ahead=0)
+    writer.fs = Files(current.here().attached(StepCounter).note)
+    writer.set_up_storage_writer(is_coordinator)
+    return writer
+
+
+def _begin_share(path: str, shares: list[Share], own: dict[str, Any], copies: bool) -> tuple[RRef[Saver], SavePlan]:
+    saver = Saver(path, shares, own, copies)
+    return RRef(saver), saver.plan
+
+
+def _write(saver: RRef[Saver], plan: SavePlan) -> list[WriteResult]:
+    return saver.local_value().write(plan)
+
+
+@async_execution
+def _write_apart(saver: RRef[Saver], plan: SavePlan) -> Future[list[WriteResult]]:
+    """Write on a thread of its own, so that no call of the training has to wait for a thread."""
+    future: Future[list[WriteResult]] = Future()
+
+    def run() -> None:
+        try:
+            results = _write(saver, plan)
+        except BaseException as error:
+            future.set_exception(error)  # type: ignore[arg-type]
+        else:
+            future.set_result(results)
+
+    Thread(target=run, name="telegrad-checkpoint").start()
+    return future

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from telegrad.checkpoint.folders import Path
 from telegrad.checks import is_path, shown
 from telegrad.errors import UsageError
 from telegrad.nn.tree import Branch, branches
@@ -36,14 +35,9 @@ def folder_of(function: str, state: Any, checkpoint_id: Any) -> str:
             f"the state of a checkpoint is a dictionary by names, {fault}: "
             f'write checkpoint.{function}({{"model": model}}, folder)'
         )
-    return path_of(checkpoint_id)
-
-
-def path_of(folder: Path) -> str:
-    """The path of a folder; UsageError where it is none."""
-    if not is_path(folder):
-        raise UsageError(f"a checkpoint is in a folder: give its path (checkpoint_id), not {shown(folder)}")
-    return os.fspath(folder)
+    if not is_path(checkpoint_id):
+        raise UsageError(f"a checkpoint is in a folder: give its path (checkpoint_id), not {shown(checkpoint_id)}")
+    return str(os.fspath(checkpoint_id))
 
 
 def shares_of(state: Mapping[str, Any]) -> tuple[dict[str, list[Share]], dict[str, Any]]:

@@ -1,0 +1,100 @@
+"""Checkpoints that are written in the background: the next save waits for them, and raises their failures."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from time import monotonic
+from typing import NamedTuple
+
+from telegrad.agent.agent import Agent
+from telegrad.agent.futures import Future
+from telegrad.errors import CheckpointFailed
+from telegrad.progress import Wait
+from telegrad.rpc import current
+from telegrad.threads import Thread
+
+
+class PendingSave(NamedTuple):
+    path: str
+    future: Future[str]
+    over: threading.Event  # set before the callbacks of the future run, since these may save again
+
+    def text(self) -> str:
+        return f"checkpoint.save: {self.path!r} is still written beside the program"
+
+
+class BackgroundSaves:
+    """The saves of one worker; one at a time, unless several threads save."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self._lock = threading.Lock()  # guards _pending
+        self._pending: list[PendingSave] = []
+
+    def begin(self, path: str, complete: Callable[[], None]) -> Future[str]:
+        """Have `complete()` called on a thread of its own; return a future of the path."""
+        save, worker = PendingSave(path, Future(), threading.Event()), current.here()
+        save.future.about = f"checkpoint.save of {path!r}, beside the program,"
+
+        def run() -> None:
+            current.enter(worker)
+            try:
+                complete()
+            except BaseException as error:
+                save.future.set_exception(error)  # type: ignore[arg-type]
+            else:
+                save.future.set_result(path)
+
+        # By torch's method: upon that of `Future` a failure would count as seen.
+        super(Future, save.future).add_done_callback(lambda _: save.over.set())
+        thread = Thread(target=run, name="telegrad-checkpoint")
+        with self._lock:
+            self._pending.append(save)
+        try:
+            thread.start()
+        except BaseException:  # there is no memory for it
+            self._forget(save)
+            raise
+        return save.future
+
+    def wait_for_previous(self) -> None:
+        """Wait for all saves that have begun.
+
+        Raises:
+            CheckpointFailed: one has failed, and its future was not asked for the error.
+        """
+        self.wait(0)
+        for save in self._all():
+            self._forget(save)
+            failure = getattr(save.future, "failure", None)
+            if failure is None or failure.seen:
+                continue
+            save.future.heed()
+            try:
+                save.future.value()
+            except BaseException as error:
+                kind, said = type(error).__name__, str(error).partition("\n")[0]
+                raise CheckpointFailed(
+                    f"nothing was saved now, since the checkpoint before, {save.path!r}, which was written beside "
+                    f"the program, was not completed: {kind}: {said}. Save again once that is seen to"
+                ) from error
+
+    def wait(self, timeout: float) -> None:
+        """Wait until all are written, or have failed; at most so many seconds, 0 for no limit."""
+        until = monotonic() + timeout if timeout else float("inf")
+        for save in self._all():
+            if save.over.is_set():
+                continue
+            with Wait("checkpoint.save", save.text, worker=self._agent.name) as wait, self._agent.waiting():
+                while not save.over.wait(min(wait.left, max(0.0, until - monotonic()))) and monotonic() < until:
+                    wait.look()
+
+    def _all(self) -> list[PendingSave]:
+        with self._lock:
+            return list(self._pending)
+
+    def _forget(self, save: PendingSave) -> None:
+        with self._lock:
+            if save in self._pending:
+                self._pending.remove(save)
