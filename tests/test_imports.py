@@ -68,7 +68,6 @@ PURE = [
     "directory/channel.py",
     "directory/redis_settings.py",
     "directory/etcd_messages.py",
-    "directory/http_responses.py",
     "group/members.py",
     "group/surroundings.py",
     "group/attendance.py",

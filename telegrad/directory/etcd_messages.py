@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 from urllib.parse import parse_qsl, urlsplit
 
+from telegrad.addresses import bracketed
 from telegrad.directory.protocol import DirectoryRefused, Entry, Event, Listing, Swap
 from telegrad.errors import UsageError
 
@@ -149,8 +150,7 @@ def confirm_request(prefix: bytes) -> Json:
 
 
 def watch_request(prefix: bytes, since: int) -> Json:
-    # etcd sends its revision when nothing has changed for ten minutes, so that a later watch is not behind compaction.
-    return {"create_request": {**_range(prefix), "start_revision": str(since + 1), "progress_notify": True}}
+    return {"create_request": {**_range(prefix), "start_revision": str(since + 1)}}
 
 
 def _range(prefix: bytes) -> Json:
@@ -315,27 +315,5 @@ class Continuity:
         return self.broken
 
 
-class Endpoints:
-    """Which endpoint is asked, and how long to wait before the next attempt."""
-
-    def __init__(self, count: int, first: int) -> None:
-        self.current = first
-        self._count = count
-
-    def mark_failed(self, endpoint: int) -> None:
-        """Ask another one from now on, unless that has happened already."""
-        if endpoint == self.current:
-            self.current = (endpoint + 1) % self._count
-
-    def pause(self, failures: int, jitter: float) -> float:
-        """Return the seconds to wait after that many failures in a row; `jitter` is in 0..1.
-
-        None before each endpoint has been asked once; then more and more, so that thousands of workers whose etcd comes
-        back do not come at the same moment.
-        """
-        rounds, rest = divmod(failures, self._count)
-        return 0.0 if rest or not rounds else min(0.5, 0.025 * 2 ** min(rounds, 5)) * (0.5 + jitter)
-
-
 def describe(endpoints: Iterable[tuple[str, int]]) -> str:
-    return ", ".join(f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in endpoints)
+    return ", ".join(f"{bracketed(host)}:{port}" for host, port in endpoints)

@@ -47,6 +47,8 @@ import importlib.resources
 import math
 import secrets
 import time
+from collections.abc import Callable
+from typing import TypeVar
 
 from telegrad.directory.protocol import (
     ABSENT,
@@ -61,10 +63,13 @@ from telegrad.directory.protocol import (
     check_ttl,
     check_value,
 )
-from telegrad.directory.redis_connections import Connections, ScriptFailed, ScriptUnknown, Session
+from telegrad.directory.redis_connections import RedisSession, ScriptFailed, ScriptUnknown, ServerError, check_own
 from telegrad.directory.redis_replies import Malformed, Reply, is_of_malformed_keys, read_reply
 from telegrad.directory.redis_settings import parse
+from telegrad.directory.sessions import Result, Sessions
 from telegrad.errors import StoreUntrusted
+
+T = TypeVar("T")
 
 HISTORY = 10_000  # changes that watches can still get: 80 s of 25 joins a second with 5 writes each
 _BATCH = 100  # changes that one reply has at most
@@ -102,13 +107,20 @@ class RedisDirectory:
             DirectoryLost: no server answers.
         """
         self._address = parse(url)
+        check_own(self._address)
         self.scope = f"{self._address.db}/{group}"  # what tells it from those of other groups
         self._keys = [f"telegrad:{group}:{name}".encode() for name in _KEYS]
         self._slice = min(_SLICE, patience / 2)
         self._seen = ABSENT  # a revision that the server has had; threads may put a lower one there than it was
         self._incarnation = b""  # set by the first connection, before other threads know this object
-        self._connections = Connections(self._address, patience, self._attach)
-        self._connections.run(lambda session: None, repeat=True)
+        self._sessions = Sessions(
+            lambda _: RedisSession(self._address, patience, self._attach),
+            [str(self._address)],
+            patience,
+            f"the directory on Redis at {self._address}",
+            "Check that the server runs, that it has memory and disk left, and that this host reaches it",
+        )
+        self._run_with(lambda session, deadline: None)
 
     def grant(self, ttl: float) -> Lease:
         """Begin a lease."""
@@ -152,15 +164,26 @@ class RedisDirectory:
 
     def close(self) -> None:
         """Let go of the connections; a lease of this client lives on until it ends. A watch raises within a second."""
-        self._connections.close()
+        self._sessions.close()
 
     def _run(self, *operation: bytes | str | int, repeat: bool = True, wait_until: float = 0.0) -> tuple[float, Reply]:
         """Run an operation of the script; return when it was sent, and the reply. Only a watch has a `wait_until`."""
-        answer = self._connections.run(lambda session: self._ask(session, operation, wait_until), repeat)
-        self._check(answer.reply)
-        return answer.sent, answer.reply
 
-    def _ask(self, session: Session, operation: tuple[bytes | str | int, ...], wait_until: float) -> Reply:
+        def ask(session: RedisSession, deadline: float) -> Reply:
+            session.deadline = deadline
+            return self._ask(session, operation, wait_until)
+
+        answer = self._run_with(ask, repeat)
+        self._check(answer.value)
+        return answer
+
+    def _run_with(self, operation: Callable[[RedisSession, float], T], repeat: bool = True) -> Result[T]:
+        try:
+            return self._sessions.run(operation, repeat)
+        except ServerError as error:
+            raise self._sessions.lost("answers with an error", {0: str(error)}) from error
+
+    def _ask(self, session: RedisSession, operation: tuple[bytes | str | int, ...], wait_until: float) -> Reply:
         """Run an operation. Where it is a watch that found nothing, wait for the next change or end of a lease.
 
         Raises:
@@ -176,7 +199,7 @@ class RedisDirectory:
                 raise self._untrusted("*", f" cannot be used ({error})") from None
             raise
 
-    def _ask_script(self, session: Session, operation: tuple[bytes | str | int, ...], wait_until: float) -> Reply:
+    def _ask_script(self, session: RedisSession, operation: tuple[bytes | str | int, ...], wait_until: float) -> Reply:
         name, *arguments = operation
         command = (len(self._keys), *self._keys, name, self._incarnation, self._seen, HISTORY, *arguments)
         try:
@@ -193,7 +216,7 @@ class RedisDirectory:
                 session.ask("XREAD", "COUNT", 1, "BLOCK", math.ceil(left * 1000), "STREAMS", history, f"{since}-0")
         return reply
 
-    def _attach(self, session: Session, run: str) -> None:
+    def _attach(self, session: RedisSession, run: str) -> None:
         """Begin a connection to the server process `run`."""
         reply = self._ask(session, ("attach", run, secrets.token_hex(8)), 0.0)
         self._check(reply)
