@@ -12,7 +12,7 @@ from telegrad.agent.deadlines import DEFAULT
 from telegrad.agent.futures import Future
 from telegrad.errors import UnknownWorker
 from telegrad.group.members import WorkerInfo, info
-from telegrad.rpc import current, persistence
+from telegrad.rpc import current, retry
 from telegrad.rpc.conversion import Call, convert
 from telegrad.rpc.lasting import Restore, check_restore, with_recipe
 from telegrad.rpc.references import RRef
@@ -77,8 +77,8 @@ def rpc_sync(
     """
     call = convert(func, args, kwargs)
     begin: Callable[..., Any] = call_sync
-    if wait_for_worker is not None or idempotent is not False or persistence.by_default:
-        begin = _persistent(persistence.call_sync, wait_for_worker, idempotent) or call_sync
+    if wait_for_worker is not None or idempotent is not False or retry.by_default:
+        begin = _persistent(retry.call_sync, wait_for_worker, idempotent) or call_sync
     if profiling.wanted():
         return profiling.called(event_of("sync", to, func), begin, to, call, timeout)
     return begin(to, call, timeout)
@@ -122,8 +122,8 @@ def rpc_async(
     """
     call = convert(func, args, kwargs)
     begin: Callable[..., Future[Any]] = call_async
-    if wait_for_worker is not None or idempotent is not False or persistence.by_default:
-        begin = _persistent(persistence.call_async, wait_for_worker, idempotent) or call_async
+    if wait_for_worker is not None or idempotent is not False or retry.by_default:
+        begin = _persistent(retry.call_async, wait_for_worker, idempotent) or call_async
     if profiling.wanted():
         return profiling.called_async(event_of("async", to, func), begin, to, call, timeout)
     return begin(to, call, timeout)
@@ -172,7 +172,7 @@ def remote(
     make: Callable[..., RRef[Any]] = create
     if profiling.wanted():
         make = partial(profiling.called_creation, event_of("remote", to, func), create)
-    if wait_for_worker is not None or persistence.by_default:
+    if wait_for_worker is not None or retry.by_default:
         made = _once_there(lambda to, left: make(to, call, left), to, call, timeout, wait_for_worker)
     else:
         made = make(to, call, timeout)
@@ -220,15 +220,15 @@ def rpc_stream(
     def make(to: str | int | WorkerInfo, _: float) -> Stream[Any]:
         return Stream(target(to), *call[:3], timeout, window, call.keeps, asked)
 
-    if wait_for_worker is not None or persistence.by_default:
+    if wait_for_worker is not None or retry.by_default:
         return _once_there(make, to, call, timeout, wait_for_worker)
     return make(to, timeout)
 
 
 def _persistent(make: Callable[..., Any], wait_for_worker: bool | None, idempotent: bool) -> Callable[..., Any] | None:
     """How to make a call that shall not fail at once; None: as ever."""
-    manner = persistence.manner(wait_for_worker, idempotent)
-    return None if manner is None else lambda to, call, timeout: make(manner, named(to), call, timeout)
+    policy = retry.policy_of(wait_for_worker, idempotent)
+    return None if policy is None else lambda to, call, timeout: make(policy, named(to), call, timeout)
 
 
 def _once_there(
@@ -239,14 +239,14 @@ def _once_there(
     wait_for_worker: bool | None,
 ) -> T:
     """What is made on a worker in the time that is left, once it can be called; it may go in that moment, too."""
-    manner = persistence.manner(wait_for_worker, False)
-    there = target(to) if manner is None else named(to)
+    policy = retry.policy_of(wait_for_worker, False)
+    there = target(to) if policy is None else named(to)
     while True:
-        timeout = persistence.await_workers(manner, [there], call, timeout)
+        timeout = retry.await_workers(policy, [there], call, timeout)
         try:
             return make(there, timeout)
         except UnknownWorker:
-            if manner is None:
+            if policy is None:
                 raise
 
 

@@ -21,7 +21,7 @@ from telegrad.group.dynamic import DynamicGroup
 from telegrad.group.joining import join
 from telegrad.group.members import Member, Members, check_name, check_role
 from telegrad.group.stores import Meeting
-from telegrad.rpc import actors, feeding, persistence, stalls, streams
+from telegrad.rpc import actors, feeding, retry, stalls, streams
 from telegrad.rpc.options import TelegradOptions
 from telegrad.rpc.references import RRef
 from telegrad.rpc.values import open_roots
@@ -72,7 +72,7 @@ def _join(
     try:
         actors.serve(worker.agent, worker.references)
         feeding.serve(worker.agent, worker.references)
-        persistence.serve(worker)
+        retry.serve(worker)
         streams.serve(worker)
         stalls.serve(worker)
         me = worker.agent.describe(meeting.rank, host_identity())._replace(name=name, role=role)

@@ -21,10 +21,10 @@ from telegrad.agent.scene import InTurn
 from telegrad.errors import CallCancelled, GroupError, InvalidArgument, PeerError, RRefError, UnknownWorker
 from telegrad.group.members import WorkerInfo
 from telegrad.interrupts import raised_by_handler
-from telegrad.rpc import current, persistence
+from telegrad.rpc import current, retry
 from telegrad.rpc.caller_context import CallerContext
 from telegrad.rpc.conversion import Call, convert
-from telegrad.rpc.lobby import Manner
+from telegrad.rpc.retry_queue import RetryPolicy
 from telegrad.rpc.together import summary
 from telegrad.wire.failures import fresh, kept
 
@@ -34,7 +34,7 @@ Key = Any  # a worker's name, or the number of an item
 
 
 def begin(
-    version: int, workers: Sequence[WorkerInfo], call: Call, timeout: float, manner: Manner | None = None
+    version: int, workers: Sequence[WorkerInfo], call: Call, timeout: float, policy: RetryPolicy | None = None
 ) -> GroupFuture:
     """Call each of these workers."""
     agent = current.agent()
@@ -43,29 +43,13 @@ def begin(
     future = GroupFuture(agent, version, names, names, user_name(asked))
     slots = future._slots
     if profiling.wanted():
-        future._begin_each(lambda slot, _: begin_one(slot, slot.key, call, timeout, manner), GONE)
-    elif manner is not None:
-        _begin_persistent(agent, slots, call, timeout, manner)
+        future._begin_each(lambda slot, _: begin_one(slot, slot.key, call, timeout, policy), GONE)
+    elif policy is not None:
+        retry.begin_many([(slot, slot.key) for slot in slots], policy, call, timeout)
     else:
         calls = [EachCall(slot, slot.key, call.keeps) for slot in slots]
         agent.call_each(calls, call.function, call.args, call.kwargs, timeout, call.asked)
     return future
-
-
-def _begin_persistent(agent: Agent, slots: Sequence[ResultSlot], call: Call, timeout: float, manner: Manner) -> None:
-    """Call each worker so that the first time is one call to all; what is made once more is a call of its own."""
-    number = persistence.number_of(manner)
-    made = [persistence.made(slot, manner, slot.key, call, timeout, number) for slot in slots]
-    try:
-        for each in made:
-            each.admit()
-        (function, args, kwargs, keeps, asked), *_ = [each.take_first() for each in made]
-        own = [EachCall(each, each.to, keeps) for each in made]
-        agent.call_each(own, function, args, kwargs, made[0].timeout, asked)
-    except BaseException:
-        for each in made:
-            each.conclude()
-        raise
 
 
 def map_items(
@@ -74,7 +58,7 @@ def map_items(
     function: Callable[..., Any],
     items: Sequence[Iterable[Any]],
     timeout: float,
-    manner: Manner | None = None,
+    policy: RetryPolicy | None = None,
 ) -> GroupFuture:
     """Call `function` with each item, on whichever worker is free."""
     names = [worker.name for worker in workers]
@@ -82,7 +66,7 @@ def map_items(
     future = MapFuture(
         current.agent(),
         *(version, names, len(calls), user_name(function)),
-        lambda slot, place: begin_one(slot, names[place], calls.pop(slot.key), timeout, manner),
+        lambda slot, place: begin_one(slot, names[place], calls.pop(slot.key), timeout, policy),
     )
     return future.begin()
 
@@ -105,20 +89,20 @@ def zipped(items: Sequence[Iterable[Any]]) -> list[tuple[Any, ...]]:
     return calls
 
 
-def begin_one(slot: ResultSlot, to: str, call: Call, timeout: float, manner: Manner | None) -> None:
+def begin_one(slot: ResultSlot, to: str, call: Call, timeout: float, policy: RetryPolicy | None) -> None:
     """Make one call by itself, which is an event where a profiler runs."""
     agent = current.agent()
     if not profiling.wanted():
-        if manner is not None:
-            persistence.begin(slot, manner, to, call, timeout)
+        if policy is not None:
+            retry.begin(slot, policy, to, call, timeout)
         else:
             agent.call_for(slot, to, call.function, call.args, call.kwargs, timeout, call.keeps, asked=call.asked)
         return
     asked = call.function if call.asked is None else call.asked
     event = profiling.Event(profiling.event_name("async", asked, agent.name, to), asked, agent.name, to)
     own: Callable[[], Future[Any]]
-    if manner is not None:
-        own = partial(persistence.call_async, manner, to, call, timeout)
+    if policy is not None:
+        own = partial(retry.call_async, policy, to, call, timeout)
     else:
         own = partial(agent.call_async, to, call.function, call.args, call.kwargs, timeout, call.keeps, call.asked)
     slot.follow(profiling.called_async(event, own))

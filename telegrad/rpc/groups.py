@@ -10,11 +10,11 @@ from telegrad.agent.compiling import not_compiled
 from telegrad.agent.deadlines import DEFAULT, check_timeout
 from telegrad.errors import InvalidArgument, UnknownWorker, UsageError
 from telegrad.group.members import View, WorkerInfo, listed
-from telegrad.rpc import current, groupcalls, meetings, persistence, reduction, refgroups
+from telegrad.rpc import current, groupcalls, meetings, reduction, refgroups, retry
 from telegrad.rpc.conversion import convert
 from telegrad.rpc.groupcalls import GroupFuture
-from telegrad.rpc.lobby import Manner
 from telegrad.rpc.refgroups import RefGroup
+from telegrad.rpc.retry_queue import RetryPolicy
 from telegrad.rpc.selection import ALL, FILTER, MINUS, NAMED, PLUS, ROLE, SLICE, Selection
 from telegrad.rpc.targets import target
 
@@ -77,10 +77,10 @@ def _found(named: Named, there: View) -> WorkerInfo:
     return WorkerInfo(member.name, member.id, member.role)
 
 
-def _manner(timeout: float, wait_for_worker: bool | None, idempotent: bool) -> Manner | None:
+def _policy(timeout: float, wait_for_worker: bool | None, idempotent: bool) -> RetryPolicy | None:
     check_timeout(timeout)
-    if wait_for_worker is not None or idempotent is not False or persistence.by_default:
-        return persistence.manner(wait_for_worker, idempotent)
+    if wait_for_worker is not None or idempotent is not False or retry.by_default:
+        return retry.policy_of(wait_for_worker, idempotent)
     return None
 
 
@@ -275,7 +275,7 @@ class Group:
         members = self._members()
         call = convert(func, args, kwargs)
         if reduce is None:
-            return groupcalls.begin(self.version, members, call, timeout, _manner(timeout, wait_for_worker, idempotent))
+            return groupcalls.begin(self.version, members, call, timeout, _policy(timeout, wait_for_worker, idempotent))
         if wait_for_worker or idempotent:
             raise UsageError(
                 "a reduction goes from worker to worker, so it neither waits for one that is not there nor is it "
@@ -306,7 +306,7 @@ class Group:
         future = self.rpc_async(
             func, args, kwargs, timeout, reduce=reduce, wait_for_worker=wait_for_worker, idempotent=idempotent
         )
-        return persistence.wait_or_cancel(future)
+        return retry.wait_or_cancel(future)
 
     @not_compiled
     def map(
@@ -331,8 +331,8 @@ class Group:
         Returns:
             A `GroupFuture` of all values, in the order of the items.
         """
-        manner = _manner(timeout, wait_for_worker, idempotent)
-        return groupcalls.map_items(self.version, self._members(), func, items, timeout, manner)
+        policy = _policy(timeout, wait_for_worker, idempotent)
+        return groupcalls.map_items(self.version, self._members(), func, items, timeout, policy)
 
     @not_compiled
     def remote(
@@ -352,8 +352,8 @@ class Group:
         Returns:
             A `RefGroup`.
         """
-        manner = _manner(timeout, wait_for_worker, False)
-        return refgroups.create(self._members(), convert(func, args, kwargs), timeout, manner)
+        policy = _policy(timeout, wait_for_worker, False)
+        return refgroups.create(self._members(), convert(func, args, kwargs), timeout, policy)
 
     # Things that all do
 
@@ -369,7 +369,7 @@ class Group:
             A `RefGroup` of the copies.
         """
         call = convert(refgroups.kept_value, (value,), None)
-        return refgroups.create(self._members(), call, timeout, _manner(timeout, wait_for_worker, False))
+        return refgroups.create(self._members(), call, timeout, _policy(timeout, wait_for_worker, False))
 
     @not_compiled
     def gather(
@@ -391,7 +391,7 @@ class Group:
             GroupError: some workers failed.
         """
         future = self.rpc_async(func, args, kwargs, timeout, wait_for_worker=wait_for_worker, idempotent=idempotent)
-        return dict(zip(future.workers, persistence.wait_or_cancel(future), strict=True))
+        return dict(zip(future.workers, retry.wait_or_cancel(future), strict=True))
 
     @not_compiled
     def barrier(self, name: str = "", timeout: float = DEFAULT) -> None:

@@ -44,7 +44,7 @@ from telegrad.progress import Wait
 from telegrad.rpc import current
 from telegrad.rpc.conversion import convert
 from telegrad.rpc.references import RRef
-from telegrad.rpc.returns import hello
+from telegrad.rpc.retry import ping
 from telegrad.rpc.values import Borrowed
 from telegrad.rref.handle import Handle
 from telegrad.rref.letters import Id, number
@@ -103,7 +103,7 @@ class Lasting(RRef[T]):
             owner = self._table.reach(handle)
             if handle.box is None and not self._table.agent.is_connected(owner):
                 with Inside(None):  # else the look would belong to the autograd context of its user
-                    self._table.agent.call(owner, hello, None, None, timeout)  # its death may not be known here yet
+                    self._table.agent.call(owner, ping, None, None, timeout)  # its death may not be known here yet
             return owner
         except LOST as error:
             self._renew(handle, timeout, error)

@@ -15,11 +15,12 @@ from telegrad.agent.naming import known_as
 from telegrad.errors import InvalidArgument, UnknownWorker
 from telegrad.group.members import Identity, WorkerInfo, listed
 from telegrad.interrupts import raised_by_handler
-from telegrad.rpc import current, persistence
+from telegrad.rpc import current
 from telegrad.rpc.conversion import Call
 from telegrad.rpc.groupcalls import GroupFuture, MapFuture, ResultSlot, group_error, zipped
-from telegrad.rpc.lobby import Manner
 from telegrad.rpc.references import Proxy, RRef
+from telegrad.rpc.retry import await_workers, wait_or_cancel
+from telegrad.rpc.retry_queue import RetryPolicy
 from telegrad.rpc.values import fetch, methods
 from telegrad.rref.letters import Id
 
@@ -32,13 +33,13 @@ def kept_value(value: T) -> T:
     return value
 
 
-def create(workers: Sequence[WorkerInfo], call: Call, timeout: float, manner: Manner | None = None) -> RefGroup:
+def create(workers: Sequence[WorkerInfo], call: Call, timeout: float, policy: RetryPolicy | None = None) -> RefGroup:
     """Have each of these workers make a value.
 
     Raises:
         GroupError: some are not there any more; nobody was called.
     """
-    timeout = persistence.await_workers(manner, [worker.name for worker in workers], call, timeout)
+    timeout = await_workers(policy, [worker.name for worker in workers], call, timeout)
     table = current.references()
     owners = _identified([worker.name for worker in workers], table.agent.identify)
     return RefGroup(table.create_each(owners, *call[:3], timeout, call.keeps, call.asked))
@@ -136,7 +137,7 @@ class RefGroup:
             GroupError: some failed.
         """
         check_timeout(timeout)
-        return Proxy(lambda *call: persistence.wait_or_cancel(self._call(*call)), timeout)
+        return Proxy(lambda *call: wait_or_cancel(self._call(*call)), timeout)
 
     @not_compiled
     def rpc_async(self, timeout: float = DEFAULT) -> Proxy:

@@ -205,8 +205,8 @@ def test_meetings_in_any_order_of_events(seed: int) -> None:
         for each, waiting in waits.items():
             while waiting and waiting[0][2].done():
                 got[each].append([value for _, value in waiting.pop(0)[2].value()])
-    for each in got.values():
-        assert each[:4] == [[number] * len(names) for number in range(1, 5)]
+    for found in got.values():
+        assert found[:4] == [[number] * len(names) for number in range(1, 5)]
     for name in names:
         for arrival, _, _ in waits[name]:
             server.withdraw(arrival)

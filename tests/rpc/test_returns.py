@@ -23,10 +23,9 @@ from telegrad.group.membership import Membership
 from telegrad.group.stores import open_store
 from telegrad.rpc import current
 from telegrad.rpc.cluster import start
-from telegrad.rpc.lobby import Fate
-from telegrad.rpc.once import Desk
+from telegrad.rpc.idempotency import IdempotentCalls
 from telegrad.rpc.options import TelegradOptions
-from telegrad.rpc.returns import fate_of
+from telegrad.rpc.retry_queue import Failure, classify
 from telegrad.rpc.worker import Worker
 from tests.cluster import KEYS, PATIENCE, agents
 
@@ -263,7 +262,7 @@ def test_a_worker_that_leaves_waits_for_nobody(stage: Stage) -> None:
 
 
 def test_a_call_that_waits_for_its_worker_waits_for_a_directory_that_does_not_answer() -> None:
-    assert fate_of(errors.DirectoryLost("etcd did not answer")) is Fate.NOT_RUN
+    assert classify(errors.DirectoryLost("etcd did not answer")) is Failure.NOT_RUN
 
 
 def test_in_a_group_of_fixed_size_nobody_waits_for_one_that_is_lost() -> None:
@@ -460,7 +459,7 @@ def test_a_call_that_lost_its_connection_is_run_once(stage: Stage, function: Cal
 
 def settled(worker: Worker) -> None:
     """Nothing is kept for calls whose callers have their answers."""
-    wait_until(lambda: not len(worker.attached(Desk)))
+    wait_until(lambda: not len(worker.attached(IdempotentCalls)))
 
 
 def raise_once(what: str) -> None:
