@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
+from telegrad import forks
 from telegrad.agent.agent import Agent
 from telegrad.errors import PeerError, TelegradError, UsageError
 from telegrad.group.members import Identity
@@ -27,7 +28,6 @@ LOOK = 1.0  # seconds between looks at whether anything comes
 class Mail(NamedTuple):
     """A word of one party to another."""
 
-    feed: str  # which no other has
     to: int
     sender: int
     word: Any
@@ -45,8 +45,7 @@ class Machine(Protocol):
 class Box:
     """One party of this worker."""
 
-    def __init__(self, desk: Desk, feed: str, me: Party, machine: Machine) -> None:
-        self.feed = feed
+    def __init__(self, desk: Desk, me: Party, machine: Machine) -> None:
         self.me = me
         self.changed = threading.Condition()  # guards the machine, and all below
         self.stock: dict[int, Tensor] = {}  # the memory of the versions that are here
@@ -86,7 +85,10 @@ class Box:
         self.tell()
 
     def look(self) -> None:
-        """Now and then."""
+        """Do again what may have been lost; called each second."""
+
+    def close(self) -> None:
+        """Take part no more."""
 
     def _with_bytes(self, word: Any) -> tuple[Any, Sequence[Tensor]]:
         if isinstance(word, Lent):
@@ -113,9 +115,10 @@ class Desk:
     def __init__(self, agent: Agent) -> None:
         self.agent = agent
         self.changed = threading.Condition()  # guards what follows; `_boxes` is also looked at without
-        self._boxes: dict[tuple[str, int], Box] = {}
+        self._boxes: dict[int, Box] = {}  # by the number of the party
         self.published: dict[str, Box] = {}  # by names
-        self._numbers = itertools.count(1)
+        self._subscribers = itertools.count(1)
+        self._publishers = itertools.count(-1, -1)
         self._due = 0.0  # when to look next; the clock's
         agent.on(Mail, self._take)
         agent.lost.append(self._lost)
@@ -124,19 +127,16 @@ class Desk:
     def __repr__(self) -> str:
         return f"<Desk: {len(self._boxes)} parties of feeds>"
 
-    def party(self, number: int | None = None) -> Party:
-        """A new subscriber of this worker; or, as number 0, a publisher."""
-        return Party(self.agent.name, self.agent.incarnation, next(self._numbers) if number is None else number)
+    def party(self, publishes: bool) -> Party:
+        """Return a new party of this worker."""
+        number = next(self._publishers if publishes else self._subscribers)
+        return Party(self.agent.name, self.agent.incarnation, number)
 
-    def add(self, box: Box) -> None:
-        with self.changed:
-            self._boxes[box.feed, box.me.number] = box
-
-    def publish(self, name: str, box: Box) -> None:
-        """From now on subscribers find it.
+    def add(self, box: Box, name: str = "") -> None:
+        """Deliver messages to a party from now on; a publisher is found by its name.
 
         Raises:
-            UsageError: there is one of that name already.
+            UsageError: there is a publisher of that name already.
         """
         with self.changed:
             if name in self.published:
@@ -144,21 +144,23 @@ class Desk:
                     f"worker {self.agent.name!r} has a publisher {name!r} already: close that one first, or take "
                     "another name"
                 )
-            self.published[name] = box
-            self._boxes[box.feed, box.me.number] = box
+            if name:
+                self.published[name] = box
+            self._boxes[box.me.number] = box
             self.changed.notify_all()
 
-    def unpublish(self, name: str, box: Box) -> None:
+    def remove(self, box: Box, name: str = "") -> None:
         with self.changed:
             self.published.pop(name, None)
-            self._boxes.pop((box.feed, box.me.number), None)
+            self._boxes.pop(box.me.number, None)
 
-    def remove(self, box: Box) -> None:
-        with self.changed:
-            self._boxes.pop((box.feed, box.me.number), None)
+    def close_later(self, box: Box) -> None:
+        """Close a party whose user has dropped it: on another thread, since this one may hold any lock."""
+        if not forks.is_inherited(self):
+            self.agent.later(lambda _: box.close(), None)
 
     def send(self, box: Box, to: Party, word: Any, tensors: Sequence[Tensor] = ()) -> None:
-        self._send(to, Mail(box.feed, to.number, box.me.number, word, tensors))
+        self._send(to, Mail(to.number, box.me.number, word, tensors))
 
     def _send(self, to: Party, mail: Mail) -> None:
         agent = self.agent
@@ -173,11 +175,11 @@ class Desk:
 
     def _deliver(self, worker: str, incarnation: str, mail: Mail) -> None:
         sender = Party(worker, incarnation, mail.sender)
-        box = self._boxes.get((mail.feed, mail.to))
+        box = self._boxes.get(mail.to)
         if box is not None:
             box.take(sender, mail.word, mail.tensors)
         elif not isinstance(mail.word, Leave | Forgot):
-            self._send(sender, Mail(mail.feed, sender.number, mail.to, Leave()))
+            self._send(sender, Mail(sender.number, mail.to, Leave()))
 
     def _lost(self, who: Identity, _: PeerError) -> None:
         for box in list(self._boxes.values()):

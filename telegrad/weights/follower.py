@@ -36,13 +36,14 @@ PATIENCE = 10  # looks without anything new, after which the source is blamed
 
 
 class Follower:
-    """One subscriber's."""
+    """The machine of one subscriber."""
 
-    def __init__(self, publisher: Party) -> None:
+    def __init__(self, publisher: Party | None = None) -> None:
+        """The publisher is known at the latest when it has told something."""
+        self.publisher = publisher
         self.shelf = Shelf(keeps_all=False)
         self.source: Party | None = None
         self.whole = True  # from the source's memory
-        self._publisher = publisher
         self._route = 0
         self._want: Fetch | None = None  # of the user, where versions are lent
         self._taken = 0  # by the user; unless it goes through all of them, one by one
@@ -104,8 +105,9 @@ class Follower:
 
     def taken(self, number: int, every: bool) -> Out:
         """The user has that version now."""
+        assert self.publisher is not None
         self._taken = number if not every else 0
-        return [(self._publisher, Taken(number, every)), *self.shelf.pin(0)]
+        return [(self.publisher, Taken(number, every)), *self.shelf.pin(0)]
 
     def lost(self, incarnation: str) -> Out:
         """A connection with that worker has ended."""
@@ -118,7 +120,7 @@ class Follower:
 
     def look(self) -> Out:
         """Now and then: where nothing comes, ask again; others may have forgotten this one, and could not say so."""
-        out: Out = [(self._publisher, Here())]
+        out: Out = [(self.publisher, Here())] if self.publisher is not None else []
         if self.source is None or not (self._want or self._number):
             return out
         self._looks += 1
@@ -128,12 +130,18 @@ class Follower:
 
     def leave(self) -> Out:
         """No longer a source, nor a reader."""
+        return self._stop() + ([(self.publisher, Leave())] if self.publisher is not None else [])
+
+    def _stop(self) -> Out:
+        """Want nothing more of the source."""
         number = self._number or (self._want.least if self._want is not None else 0)
         return [(self.source, Done(number))] if self.source is not None and number else []
 
     def _blame(self, source: Party) -> Out:
         """Where that is the publisher itself, there is nobody to tell."""
-        return [(self._publisher, Blame(source))] if source == self.source != self._publisher else []
+        if self.publisher is None or source != self.source or source == self.publisher:
+            return []
+        return [(self.publisher, Blame(source))]
 
     # What comes
 
@@ -146,7 +154,7 @@ class Follower:
     def _turn(self, route: Route) -> Out:
         if route.number <= self._route:
             return []
-        out = self.leave() if route.source != self.source else []
+        out = self._stop() if route.source != self.source else []
         self._route, self.source, self.whole = route
         self.shelf.keeps_all = not self.whole
         if self.whole:

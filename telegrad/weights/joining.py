@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import Tensor
 
-from telegrad.agent.agent import Agent
 from telegrad.agent.naming import known_as
 from telegrad.errors import DeltaRefused, PublisherLost, TelegradError, UnknownPublisher
 from telegrad.group.members import Identity, listed
@@ -19,26 +18,20 @@ from telegrad.weights.follower import Follower
 from telegrad.weights.publisher import PublisherBox
 from telegrad.weights.snapshot import Layout
 from telegrad.weights.version import Version
-from telegrad.weights.words import About, Forgot, Leave, Lent, Opened, Over, Party, Piece
+from telegrad.weights.words import About, Forgot, Lent, Opened, Over, Party, Piece
 
 MARGIN = 5.0  # seconds more for a call than for what it waits for
-
-
-def find_feed(agent: Agent, to: Identity, name: str, limit: float) -> str:
-    """The feed that a worker publishes under a name; waits for it."""
-    found: str = agent.call(to, _find, (name, limit), None, limit and limit + MARGIN)
-    return found
 
 
 class SubscriberBox(Box):
     """With the machine of a subscriber, and what keeps it in its feed."""
 
-    def __init__(self, desk: Desk, feed: str, name: str, publisher: Identity) -> None:
+    def __init__(self, desk: Desk, name: str, publisher: Identity, limit: float) -> None:
+        """Join; wait for a publisher of that name, `limit` seconds at most, 0 for no limit."""
         self._name = name
         self._publisher = publisher
-        self._source = Party(publisher.name, publisher.incarnation, 0)
-        self.machine = Follower(self._source)
-        super().__init__(desk, feed, desk.party(), self.machine)
+        self.machine = Follower()
+        super().__init__(desk, desk.party(publishes=False), self.machine)
         self.over = False  # in order
         self._trouble = ""  # why the publisher is out of reach
         self._joining = False
@@ -46,17 +39,27 @@ class SubscriberBox(Box):
         self._common: set[int] = set()  # versions whose memory here is what others of the host see, too
         self._last: Version | None = None  # that was found
         self._taken = (0, False)  # what was said of it last
+        desk.add(self)
+        try:
+            timeout = limit and limit + MARGIN
+            self.machine.publisher = Party(*desk.agent.call(publisher, _join, self._joining_args(limit), None, timeout))
+        except BaseException:
+            desk.remove(self)
+            raise
 
     # Joining
 
+    def _joining_args(self, limit: float = 0) -> tuple[Any, ...]:
+        source = self.machine.publisher
+        return self._name, source and source.number, self.me, self._desk.agent.me.host, *self._taken, limit
+
     def join(self) -> None:
-        """Be told of versions from now on; upon a failure that is known only later."""
+        """Be told of versions again; upon a failure that is known only later."""
         with self.changed:
-            if self._joining or self.over:
+            if self._joining or self.over or self.machine.publisher is None:
                 return
             self._joining = True
-            taken, every = self._taken
-        args = self.feed, self._name, self.me, self._desk.agent.me.host, taken, every
+            args = self._joining_args()
         try:
             future = self._desk.agent.call_async(self._publisher, _join, args, None)
         except TelegradError as error:
@@ -98,9 +101,9 @@ class SubscriberBox(Box):
         if incarnation == self._publisher.incarnation:
             self.join()
 
-    def leave(self) -> None:
+    def close(self) -> None:
         self._desk.remove(self)
-        self.step(lambda: [*self.machine.leave(), (self._source, Leave())])
+        self.step(self.machine.leave)
         with self.changed:
             self.has_left = True
             self.stock.clear()
@@ -113,7 +116,9 @@ class SubscriberBox(Box):
     # What comes
 
     def take(self, sender: Party, word: Any, tensors: Any) -> None:
-        if sender == self._source and isinstance(word, Forgot):
+        if self.machine.publisher is None:  # the call that joins has not returned: nobody else knows of this party
+            self.machine.publisher = sender
+        if sender == self.machine.publisher and isinstance(word, Forgot):
             self.join()
         elif isinstance(word, Over):
             self.over = True
@@ -235,33 +240,25 @@ def _failure(done: Any) -> str:
 
 
 @known_as("Subscriber()")
-def _find(name: str, timeout: float) -> str:
-    """The feed of that name, once there is one."""
+def _join(name: str, number: int | None, party: Party, host: str, taken: int, every: bool, timeout: float) -> Party:
+    """Add a subscriber to the publisher of that name, or to the one of that number alone; wait for the former."""
     worker = current.here()
     desk, agent = worker.attached(Desk), worker.agent
     until = monotonic() + timeout if timeout else float("inf")
-    with agent.waiting():
-        while True:
-            with desk.changed:
-                if name in desk.published:
-                    return desk.published[name].feed
+    with agent.waiting(), desk.changed:
+        while name not in desk.published and number is None:
+            left = until - monotonic()
+            if left <= 0 or agent.closed:
                 names = sorted(desk.published)
-                left = until - monotonic()
-                if left > 0 and not agent.closed:
-                    desk.changed.wait(min(left, LOOK))
-                    continue
-            there = f"there are {listed([repr(each) for each in names])}" if names else "there is none at all"
-            raise UnknownPublisher(
-                f"worker {agent.name!r} has no publisher {name!r}, and none has come within {timeout:g} s; {there}. "
-                f"Make it there, Publisher({name!r}, model), and keep it"
-            )
-
-
-@known_as("Subscriber()")
-def _join(feed: str, name: str, party: Party, host: str, taken: int, every: bool) -> None:
-    desk = current.here().attached(Desk)
-    box = desk.published.get(name)
-    if box is None or box.feed != feed:
+                there = f"there are {listed([repr(each) for each in names])}" if names else "there is none at all"
+                raise UnknownPublisher(
+                    f"worker {agent.name!r} has no publisher {name!r}, and none has come within {timeout:g} s; {there}"
+                    f". Make it there, Publisher({name!r}, model), and keep it"
+                )
+            desk.changed.wait(min(left, LOOK))
+        box = desk.published.get(name)
+    if box is None or number not in (None, box.me.number):
         raise PublisherLost(f"the publisher {name!r} was closed")
     assert isinstance(box, PublisherBox)
-    box.step(lambda: box.feed_.join(Party(*party), host, taken, every))
+    box.step(lambda: box.feed.join(Party(*party), host, taken, every))
+    return box.me

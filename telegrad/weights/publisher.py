@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-import secrets
 import threading
 import weakref
+from collections.abc import Callable, Mapping
+from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from telegrad import checks, forks
 from telegrad.agent.compiling import not_compiled
-from telegrad.errors import CallTimeout, UsageError
+from telegrad.agent.naming import known_as
+from telegrad.errors import CallTimeout, InvalidArgument, UsageError
 from telegrad.group.members import listed
 from telegrad.progress import Wait
-from telegrad.rpc import current
+from telegrad.rpc import RRef, current, rpc_sync
 from telegrad.weights.deltas import DeltaEncoder, Deltas
 from telegrad.weights.desk import LOOK, Box, Desk
 from telegrad.weights.feed import Feed
 from telegrad.weights.rounding import Rounding
 from telegrad.weights.snapshot import Layout, Snapshots
-from telegrad.weights.sources import read_from
 from telegrad.weights.words import About, Out, Party
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ class Publisher:
         check_published(name, dtype, deltas)
         checks.count("keep", keep, what="a number of versions")
         self.name = name
-        self._read = read_from(source)
+        self._read = _reader_of(source)
         worker = current.here()
         self._agent = worker.agent
         self._desk = worker.attached(Desk)
@@ -80,9 +81,9 @@ class Publisher:
         )  # guards _snapshots, and that a version is filled by the layout that it has
         self._snapshots = Snapshots(dtype)
         self._encoder = DeltaEncoder(deltas)
-        self._box = PublisherBox(self._desk, secrets.token_hex(8), keep)
-        self._desk.publish(name, self._box)
-        self._end = weakref.finalize(self, _close_later, self._desk, name, self._box)
+        self._box = PublisherBox(self._desk, name, keep)
+        self._desk.add(self._box, name)
+        self._end = weakref.finalize(self, self._desk.close_later, self._box)
         self._end.atexit = False
 
     @not_compiled
@@ -119,7 +120,7 @@ class Publisher:
     @property
     def version(self) -> int:
         """The number of the newest version; 0 before the first."""
-        return self._box.feed_.shelf.newest
+        return self._box.feed.shelf.newest
 
     @property
     def versions(self) -> list[int]:
@@ -131,7 +132,7 @@ class Publisher:
     def subscribers(self) -> dict[str, int]:
         """Who subscribes, by worker, with the version that its user took last; 0 for none."""
         with self._box.changed:
-            taken = [*self._box.feed_.taken.items()]
+            taken = [*self._box.feed.taken.items()]
         return {_label(party): number for party, number in taken}
 
     def _wait_for_readers(self, number: int, timeout: float) -> None:
@@ -154,13 +155,13 @@ class Publisher:
                     )
                 wait.look()
                 with box.changed:
-                    box.changed.wait_for(lambda: not box.feed_.behind(number), min(left, LOOK))
+                    box.changed.wait_for(lambda: not box.feed.behind(number), min(left, LOOK))
 
     @not_compiled
     def close(self) -> None:
         """Publish no more. Subscribers keep what they have."""
         if self._end.detach() and not forks.is_inherited(self._desk):
-            _close(self._desk, self.name, self._box)
+            self._box.close()
 
     def __enter__(self) -> Self:
         return self
@@ -173,13 +174,36 @@ class Publisher:
         return f"<Publisher {self.name!r}: {state}>"
 
 
+def _reader_of(source: Any) -> Callable[[], Any]:
+    """Return a function that gives the state of a source, as it is when it is called."""
+    if isinstance(source, nn.Module):  # also one that is elsewhere, or in stages: its parts are asked for theirs
+        return source.state_dict
+    if isinstance(source, RRef):
+        return partial(rpc_sync, source.owner(), _state_of, (source,))
+    if isinstance(source, Mapping | list | tuple | Tensor):
+        return lambda: source
+    if callable(source):
+        return source  # type: ignore[no-any-return]
+    raise InvalidArgument(
+        f"source must be a module, a state dict, another tree of tensors, or a function that gives one, "
+        f"not {checks.shown(source)}"
+    )
+
+
+@known_as("Publisher.publish")
+def _state_of(reference: RRef[Any]) -> Any:
+    value = reference.local_value()
+    return value.state_dict() if isinstance(value, nn.Module) else value
+
+
 class PublisherBox(Box):
     """With the machine of a publisher."""
 
-    def __init__(self, desk: Desk, feed: str, keep: int) -> None:
-        me = desk.party(0)
-        self.feed_ = Feed(me, desk.agent.me.host, keep)
-        super().__init__(desk, feed, me, self.feed_)
+    def __init__(self, desk: Desk, name: str, keep: int) -> None:
+        me = desk.party(publishes=True)
+        self._name = name
+        self.feed = Feed(me, desk.agent.me.host, keep)
+        super().__init__(desk, me, self.feed)
 
     def publish(self, layout: Layout, memory: Tensor, encoder: DeltaEncoder) -> int:
         about = About(layout.number, layout.description, layout.size, PIECE)
@@ -189,11 +213,11 @@ class PublisherBox(Box):
 
         def put() -> Out:
             nonlocal number
-            number = self.feed_.shelf.newest + 1
+            number = self.feed.shelf.newest + 1
             self.stock[number] = memory
             for piece, delta in found.items() if number == base + 1 else ():
                 self.deltas.keep(number, piece, delta, about.size)
-            return self.feed_.publish(about)
+            return self.feed.publish(about)
 
         self.step(put)
         return number
@@ -201,17 +225,21 @@ class PublisherBox(Box):
     def _base(self, about: About) -> tuple[int, Tensor | None]:
         """The newest version, whose memory is given where others may want what changes in it."""
         with self.changed:
-            shelf = self.feed_.shelf
+            shelf = self.feed.shelf
             last = shelf.about.get(shelf.newest)
-            fits = last is not None and last.layout == about.layout and self.feed_.leaves_the_host
+            fits = last is not None and last.layout == about.layout and self.feed.leaves_the_host
             return shelf.newest, self.stock[shelf.newest] if fits else None
 
     def look(self) -> None:
-        self.step(self.feed_.look)
+        self.step(self.feed.look)
+
+    def close(self) -> None:
+        self._desk.remove(self, self._name)
+        self.step(self.feed.close)
 
     def behind(self, number: int) -> list[Party]:
         with self.changed:
-            return self.feed_.behind(number)
+            return self.feed.behind(number)
 
 
 def check_published(name: Any, dtype: Any, deltas: Any) -> None:
@@ -230,14 +258,3 @@ def check_wait(wait: Any) -> None:
 
 def _label(party: Party) -> str:
     return party.worker if party.number == 1 else f"{party.worker} ({party.number})"
-
-
-def _close(desk: Desk, name: str, box: PublisherBox) -> None:
-    desk.unpublish(name, box)
-    box.step(box.feed_.close)
-
-
-def _close_later(desk: Desk, name: str, box: PublisherBox) -> None:
-    """Nobody holds it any more: on another thread, since this may be any, with any lock held."""
-    if not forks.is_inherited(desk):
-        desk.agent.later(lambda _: _close(desk, name, box), None)

@@ -18,7 +18,7 @@ from telegrad.progress import Wait, attended
 from telegrad.rpc import current
 from telegrad.rpc.targets import target
 from telegrad.weights.desk import LOOK, Desk
-from telegrad.weights.joining import SubscriberBox, find_feed
+from telegrad.weights.joining import SubscriberBox
 from telegrad.weights.version import Version, check_module
 
 if TYPE_CHECKING:
@@ -59,12 +59,9 @@ class Subscriber:
         self.worker: str = to.name
         desk = here.attached(Desk)
         with attended(Wait("Subscriber", lambda: self._story("wait for the publisher"), lambda: [to.name])):
-            feed = find_feed(self._agent, to, name, limit)
-        self._box = SubscriberBox(desk, feed, name, to)
-        self._end = weakref.finalize(self, _close_later, desk, self._box)
+            self._box = SubscriberBox(desk, name, to, limit)
+        self._end = weakref.finalize(self, desk.close_later, self._box)
         self._end.atexit = False
-        desk.add(self._box)
-        self._box.join()
         self._taken: Version | None = None
         self._every = False
 
@@ -260,7 +257,7 @@ class Subscriber:
     def close(self) -> None:
         """Read no more; versions that were taken stay."""
         if self._end.detach() and not forks.is_inherited(self._agent):
-            self._box.leave()
+            self._box.close()
 
     def __enter__(self) -> Self:
         return self
@@ -271,9 +268,3 @@ class Subscriber:
     def __repr__(self) -> str:
         state = f"at version {self.version} of {self._box.known}" if self._end.alive else "closed"
         return f"<Subscriber to {self.name!r} on {self.worker!r}: {state}>"
-
-
-def _close_later(desk: Desk, box: SubscriberBox) -> None:
-    """Nobody holds it any more: on another thread, since this may be any, with any lock held."""
-    if not forks.is_inherited(desk):
-        desk.agent.later(lambda _: box.leave(), None)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 
 class Party(NamedTuple):
-    """Who takes part: the publisher, whose number is 0, or one subscriber of a worker."""
+    """A publisher, whose number is negative, or a subscriber. Its worker has no other one of that number."""
 
     worker: str
     incarnation: str

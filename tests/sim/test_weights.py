@@ -174,7 +174,7 @@ class World:
         reader = self.readers.pop(self.random.choice(sorted(self.readers)))
         self.joins = [party for party in self.joins if party != reader.party]
         self.log.append(f"{reader.party} leaves")
-        self.send(reader.party, [*reader.machine.leave(), (PUBLISHER, Leave())], reader)
+        self.send(reader.party, reader.machine.leave(), reader)
 
     def living(self) -> set[str]:
         return {"learner", *(party.worker for party in self.readers)}

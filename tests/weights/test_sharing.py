@@ -18,7 +18,7 @@ from torch.nn.utils import parametrizations
 
 from telegrad.errors import CannotEncode, InvalidArgument
 from telegrad.rpc.worker import Worker
-from telegrad.weights import Publisher, Shard, ShardedPublisher, ShardedSubscriber, Subscriber
+from telegrad.weights import Shard, ShardedPublisher, ShardedSubscriber
 from telegrad.weights.deltas import DeltaEncoder, apply_deltas
 from telegrad.weights.rounding import named
 from telegrad.weights.snapshot import Layout, Snapshots, bare
@@ -101,23 +101,6 @@ def test_any_tree_thoroughly(seed: int) -> None:
 def workers() -> Iterator[list[Worker]]:
     with pytest.MonkeyPatch.context() as patch, on_hosts(patch, "A", "A", "B", "B", "C") as made:
         yield made
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_any_tree_of_other_workers(workers: list[Worker], seed: int) -> None:
-    """On the publisher's host, through a chain of hosts, and by what has changed."""
-    maker, trees, name = Maker(seed), list[Any](), next(_names)
-    torch.manual_seed(seed)
-    with on(workers[0], Publisher, name, lambda: trees[-1], deltas="small") as publisher:
-        readers = [on(worker, Subscriber, "w0", name) for worker in workers[1:]]
-        for step in range(4):
-            trees.append(maker.tree())
-            number = publisher.publish()
-            for reader in readers:
-                assert_equal(reader.at_least(number).state, trees[-1])
-            assert_shared_alike(readers[step].at_least(number).state, trees[-1], seed)
-        for reader in readers:
-            reader.close()
 
 
 WHOLE = torch.randn(6, 4)
