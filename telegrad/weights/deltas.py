@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from telegrad.errors import DeltaRefused
+from telegrad.weights.messages import VersionInfo
 from telegrad.weights.snapshot import Layout
-from telegrad.weights.words import About
 from telegrad.wire.tensors import memory
 
 Deltas = Literal["off", "fast", "small"]
@@ -217,43 +217,45 @@ class DeltaEncoder:
         self._off = deltas == "off"
         self._skipped = self._left = 0  # versions: how many to skip, and how many of these are left
 
-    def encode(self, layout: Layout, about: About, old: Tensor, new: Tensor) -> dict[int, Delta]:
+    def encode(self, layout: Layout, info: VersionInfo, old: Tensor, new: Tensor) -> dict[int, Delta]:
         """Return the deltas of two versions by pieces, without those that are not worth it."""
         if self._off or self._left:
             self._left = max(0, self._left - 1)
             return {}
         found: dict[int, Delta] = {}
         spent = size = 0
-        for looked, piece in enumerate(_spread(about.pieces), 1):
-            delta = encode(_rows(layout, about, old, piece), _rows(layout, about, new, piece), self._small)
-            whole = min(about.piece, about.size - piece * about.piece)
+        for looked, piece in enumerate(_spread(info.pieces), 1):
+            delta = encode(_rows(layout, info, old, piece), _rows(layout, info, new, piece), self._small)
+            whole = min(info.piece, info.size - piece * info.piece)
             is_worth_it = delta.size < WORTH_SENDING * whole
             size += whole
             spent += delta.size if is_worth_it else whole
             if is_worth_it:
                 found[piece] = delta
-            if looked >= min(SHOWN, about.pieces) and spent > WORTH_SENDING * size:
+            if looked >= min(SHOWN, info.pieces) and spent > WORTH_SENDING * size:
                 self._skipped = self._left = min(2 * self._skipped + 1, MAX_SKIPPED)
                 return {}
         self._skipped = 0
         return found
 
 
-def apply_deltas(layout: Layout, about: About, old: Tensor, new: Tensor, piece: int, deltas: Sequence[Delta]) -> None:
+def apply_deltas(
+    layout: Layout, info: VersionInfo, old: Tensor, new: Tensor, piece: int, deltas: Sequence[Delta]
+) -> None:
     """Make a piece of a version from that of an older one.
 
     Raises:
         DeltaRefused: the deltas do not lead from there.
     """
-    rows = _rows(layout, about, new, piece)
-    for here, there in zip(rows, _rows(layout, about, old, piece), strict=True):
+    rows = _rows(layout, info, new, piece)
+    for here, there in zip(rows, _rows(layout, info, old, piece), strict=True):
         here.copy_(there)
     for delta in deltas:
         apply(delta, rows)
 
 
-def _rows(layout: Layout, about: About, memory: Tensor, piece: int) -> list[Row]:
-    return layout.rows(memory, piece * about.piece, min((piece + 1) * about.piece, about.size))
+def _rows(layout: Layout, info: VersionInfo, memory: Tensor, piece: int) -> list[Row]:
+    return layout.rows(memory, piece * info.piece, min((piece + 1) * info.piece, info.size))
 
 
 def _spread(count: int) -> Iterator[int]:

@@ -20,11 +20,11 @@ from telegrad.group.members import listed
 from telegrad.progress import Wait
 from telegrad.rpc import RRef, current, rpc_sync
 from telegrad.weights.deltas import DeltaEncoder, Deltas
-from telegrad.weights.desk import LOOK, Box, Desk
 from telegrad.weights.feed import Feed
+from telegrad.weights.messages import Outgoing, Party, VersionInfo
 from telegrad.weights.rounding import Rounding
+from telegrad.weights.service import TICK, Endpoint, WeightsService
 from telegrad.weights.snapshot import Layout, Snapshots
-from telegrad.weights.words import About, Out, Party
 
 if TYPE_CHECKING:
     from typing import Self
@@ -75,15 +75,15 @@ class Publisher:
         self._read = _reader_of(source)
         worker = current.here()
         self._agent = worker.agent
-        self._desk = worker.attached(Desk)
+        self._service = worker.attached(WeightsService)
         self._publishing = (
             threading.RLock()
         )  # guards _snapshots, and that a version is filled by the layout that it has
         self._snapshots = Snapshots(dtype)
         self._encoder = DeltaEncoder(deltas)
-        self._box = PublisherBox(self._desk, name, keep)
-        self._desk.add(self._box, name)
-        self._end = weakref.finalize(self, self._desk.close_later, self._box)
+        self._endpoint = PublisherEndpoint(self._service, name, keep)
+        self._service.add(self._endpoint, name)
+        self._end = weakref.finalize(self, self._service.close_later, self._endpoint)
         self._end.atexit = False
 
     @not_compiled
@@ -112,7 +112,7 @@ class Publisher:
             snapshot = self._snapshots.of(tree)
             memory = self._agent.memory.common(snapshot.layout.size)
             snapshot.fill(memory)
-            number = self._box.publish(snapshot.layout, memory, self._encoder)
+            number = self._endpoint.publish(snapshot.layout, memory, self._encoder)
         if wait is not None:
             self._wait_for_readers(number, wait)
         return number
@@ -120,33 +120,33 @@ class Publisher:
     @property
     def version(self) -> int:
         """The number of the newest version; 0 before the first."""
-        return self._box.feed.shelf.newest
+        return self._endpoint.feed.store.newest
 
     @property
     def versions(self) -> list[int]:
         """Those whose memory this worker keeps: the newest, and what others are about to read."""
-        with self._box.changed:
-            return sorted(self._box.stock)
+        with self._endpoint.changed:
+            return sorted(self._endpoint.memory)
 
     @property
     def subscribers(self) -> dict[str, int]:
         """Who subscribes, by worker, with the version that its user took last; 0 for none."""
-        with self._box.changed:
-            taken = [*self._box.feed.taken.items()]
+        with self._endpoint.changed:
+            taken = [*self._endpoint.feed.taken.items()]
         return {_label(party): number for party, number in taken}
 
     def _wait_for_readers(self, number: int, timeout: float) -> None:
-        box = self._box
+        endpoint = self._endpoint
         until = monotonic() + timeout if timeout > 0 else float("inf")
 
         def missing() -> list[str]:
-            return [party.worker for party in box.behind(number)]
+            return [party.worker for party in endpoint.behind(number)]
 
         def text() -> str:
             return f"Publisher.publish: version {number} of {self.name!r} was not taken yet by {listed(missing())}"
 
         with Wait("Publisher.publish", text, missing, worker=self._agent.name) as wait, self._agent.waiting():
-            while box.behind(number) and not self._agent.closed:
+            while endpoint.behind(number) and not self._agent.closed:
                 left = until - monotonic()
                 if left <= 0:
                     raise CallTimeout(
@@ -154,14 +154,14 @@ class Publisher:
                         "It was published, and they can have it"
                     )
                 wait.look()
-                with box.changed:
-                    box.changed.wait_for(lambda: not box.feed.behind(number), min(left, LOOK))
+                with endpoint.changed:
+                    endpoint.changed.wait_for(lambda: not endpoint.feed.behind(number), min(left, TICK))
 
     @not_compiled
     def close(self) -> None:
         """Publish no more. Subscribers keep what they have."""
-        if self._end.detach() and not forks.is_inherited(self._desk):
-            self._box.close()
+        if self._end.detach() and not forks.is_inherited(self._service):
+            self._endpoint.close()
 
     def __enter__(self) -> Self:
         return self
@@ -196,46 +196,46 @@ def _state_of(reference: RRef[Any]) -> Any:
     return value.state_dict() if isinstance(value, nn.Module) else value
 
 
-class PublisherBox(Box):
+class PublisherEndpoint(Endpoint):
     """With the machine of a publisher."""
 
-    def __init__(self, desk: Desk, name: str, keep: int) -> None:
-        me = desk.party(publishes=True)
+    def __init__(self, service: WeightsService, name: str, keep: int) -> None:
+        me = service.party(publishes=True)
         self._name = name
-        self.feed = Feed(me, desk.agent.me.host, keep)
-        super().__init__(desk, me, self.feed)
+        self.feed = Feed(me, service.agent.me.host, keep)
+        super().__init__(service, me, self.feed)
 
     def publish(self, layout: Layout, memory: Tensor, encoder: DeltaEncoder) -> int:
-        about = About(layout.number, layout.description, layout.size, PIECE)
-        base, old = self._base(about)
-        found = encoder.encode(layout, about, old, memory) if old is not None else {}
+        info = VersionInfo(layout.number, layout.description, layout.size, PIECE)
+        base, old = self._base(info)
+        found = encoder.encode(layout, info, old, memory) if old is not None else {}
         number = 0
 
-        def put() -> Out:
+        def put() -> Outgoing:
             nonlocal number
-            number = self.feed.shelf.newest + 1
-            self.stock[number] = memory
+            number = self.feed.store.newest + 1
+            self.memory[number] = memory
             for piece, delta in found.items() if number == base + 1 else ():
-                self.deltas.keep(number, piece, delta, about.size)
-            return self.feed.publish(about)
+                self.deltas.keep(number, piece, delta, info.size)
+            return self.feed.publish(info)
 
-        self.step(put)
+        self.update(put)
         return number
 
-    def _base(self, about: About) -> tuple[int, Tensor | None]:
+    def _base(self, info: VersionInfo) -> tuple[int, Tensor | None]:
         """The newest version, whose memory is given where others may want what changes in it."""
         with self.changed:
-            shelf = self.feed.shelf
-            last = shelf.about.get(shelf.newest)
-            fits = last is not None and last.layout == about.layout and self.feed.leaves_the_host
-            return shelf.newest, self.stock[shelf.newest] if fits else None
+            store = self.feed.store
+            last = store.info.get(store.newest)
+            fits = last is not None and last.layout == info.layout and self.feed.leaves_the_host
+            return store.newest, self.memory[store.newest] if fits else None
 
-    def look(self) -> None:
-        self.step(self.feed.look)
+    def on_tick(self) -> None:
+        self.update(self.feed.on_tick)
 
     def close(self) -> None:
-        self._desk.remove(self, self._name)
-        self.step(self.feed.close)
+        self._service.remove(self, self._name)
+        self.update(self.feed.close)
 
     def behind(self, number: int) -> list[Party]:
         with self.changed:

@@ -17,8 +17,8 @@ from telegrad.group.members import WorkerInfo
 from telegrad.progress import Wait, attended
 from telegrad.rpc import current
 from telegrad.rpc.targets import target
-from telegrad.weights.desk import LOOK, Desk
-from telegrad.weights.joining import SubscriberBox
+from telegrad.weights.joining import SubscriberEndpoint
+from telegrad.weights.service import TICK, WeightsService
 from telegrad.weights.version import Version, check_module
 
 if TYPE_CHECKING:
@@ -57,10 +57,10 @@ class Subscriber:
         limit = self._limit(timeout)
         to = self._agent.identify(target(worker, "worker"))
         self.worker: str = to.name
-        desk = here.attached(Desk)
+        service = here.attached(WeightsService)
         with attended(Wait("Subscriber", lambda: self._story("wait for the publisher"), lambda: [to.name])):
-            self._box = SubscriberBox(desk, name, to, limit)
-        self._end = weakref.finalize(self, desk.close_later, self._box)
+            self._endpoint = SubscriberEndpoint(service, name, to, limit)
+        self._end = weakref.finalize(self, service.close_later, self._endpoint)
         self._end.atexit = False
         self._taken: Version | None = None
         self._every = False
@@ -84,10 +84,10 @@ class Subscriber:
             CallTimeout: none has come in time.
         """
         check_timeout(timeout)
-        box = self._box
-        if box.may_ask_for_newer():
-            box.ask_for_newer(LOOK)
-        found = box.find(1)
+        endpoint = self._endpoint
+        if endpoint.may_ask_for_newer():
+            endpoint.ask_for_newer(TICK)
+        found = endpoint.find(1)
         return self._take(found) if found is not None else self._obtain("newest", lambda: 1, False, timeout)
 
     @not_compiled
@@ -107,7 +107,7 @@ class Subscriber:
         """
         checks.count("number", number, 0, what="the number of a version")
         check_timeout(timeout)
-        found = self._box.find(number)
+        found = self._endpoint.find(number)
         return self._take(found) if found is not None else self._obtain("at_least", lambda: number, False, timeout)
 
     @not_compiled
@@ -129,19 +129,19 @@ class Subscriber:
         """
         checks.count("max_behind", max_behind, 0, what="a number of versions")
         check_timeout(timeout)
-        self._box.check()
-        box = self._box
+        self._endpoint.check()
+        endpoint = self._endpoint
         limit = self._limit(timeout)
         until = monotonic() + limit if limit else float("inf")
-        while not self._agent.handle_notices(min(until - monotonic(), LOOK)):
-            box.check()
+        while not self._agent.handle_notices(min(until - monotonic(), TICK)):
+            endpoint.check()
             if monotonic() >= until:
                 raise CallTimeout(
                     f"which version of {self.name!r} is the newest was not known within {limit:g} s, since this worker "
                     "has not handled all messages that had come"
                 )
-        number = max(1, box.known - max_behind)
-        if self._taken is not None and self._taken.number >= number and not box.is_newer_here(self._taken.number):
+        number = max(1, endpoint.known - max_behind)
+        if self._taken is not None and self._taken.number >= number and not endpoint.is_newer_here(self._taken.number):
             return self._taken
         return self.at_least(number, timeout)
 
@@ -155,20 +155,20 @@ class Subscriber:
             PublisherLost: the publisher was lost.
         """
         self._every = True
-        begun = self._taken.number if self._taken is not None else self._box.known
-        self._box.taken(begun, True)
+        begun = self._taken.number if self._taken is not None else self._endpoint.known
+        self._endpoint.taken(begun, True)
         try:
             while True:
                 last = max(begun, self.version)
                 try:
-                    yield self._obtain("iteration", lambda last=last: self._box.next_after(last), True, 0)  # type: ignore[misc]
+                    yield self._obtain("iteration", lambda last=last: self._endpoint.next_after(last), True, 0)  # type: ignore[misc]
                 except PublisherLost:
-                    if self._box.over:
+                    if self._endpoint.over:
                         return
                     raise
         finally:
             self._every = False
-            self._box.taken(self.version, False)
+            self._endpoint.taken(self.version, False)
 
     def _after(self, number: int, timeout: float) -> Version:
         """The version that follows that one, or the oldest later one that is kept.
@@ -176,7 +176,7 @@ class Subscriber:
         From now on, all that come are kept for this reader.
         """
         self._every = True
-        return self._obtain("after", lambda: self._box.next_after(number), True, timeout)
+        return self._obtain("after", lambda: self._endpoint.next_after(number), True, timeout)
 
     @property
     def version(self) -> int:
@@ -186,7 +186,7 @@ class Subscriber:
     @property
     def behind(self) -> int:
         """How many versions have been published since the one that was taken last."""
-        return max(0, self._box.known - self.version)
+        return max(0, self._endpoint.known - self.version)
 
     # What to do with it
 
@@ -214,38 +214,38 @@ class Subscriber:
     def _take(self, version: Version) -> Version:
         if self._taken is None or version.number != self._taken.number:
             self._taken = version
-            self._box.taken(version.number, self._every)
+            self._endpoint.taken(version.number, self._every)
         return self._taken
 
     def _obtain(self, what: str, least: Callable[[], int], exact: bool, timeout: float) -> Version:
-        box, agent = self._box, self._agent
+        endpoint, agent = self._endpoint, self._agent
         limit = self._limit(timeout)
         until = monotonic() + limit if limit else float("inf")
 
         def text() -> str:
-            return f"Subscriber.{what}: {self._story(f'wait for version {least()}')}; {box.known} is known of"
+            return f"Subscriber.{what}: {self._story(f'wait for version {least()}')}; {endpoint.known} is known of"
 
         wait = Wait(f"Subscriber.{what}", text, lambda: [self.worker], worker=agent.name)
         with wait, agent.waiting():
             while True:
                 if not self._end.alive:
                     raise UsageError(f"the subscriber to {self.name!r} was closed: make a new one")
-                heard = box.heard
-                found = box.find(least(), exact)
+                heard = endpoint.changes
+                found = endpoint.find(least(), exact)
                 if found is not None:
                     return self._take(found)
-                box.check()
-                box.want(least(), exact)
+                endpoint.check()
+                endpoint.want(least(), exact)
                 left = until - monotonic()
                 if left <= 0:
-                    hint = "" if box.known else ". Nothing was published yet: call publisher.publish() there"
+                    hint = "" if endpoint.known else ". Nothing was published yet: call publisher.publish() there"
                     raise CallTimeout(
                         f"version {least()} of {self.name!r} on worker {self.worker!r} has not come within "
-                        f"{limit:g} s; the newest known of is {box.known}, the last taken {self.version}{hint}"
+                        f"{limit:g} s; the newest known of is {endpoint.known}, the last taken {self.version}{hint}"
                     )
                 wait.look()
-                with box.changed:
-                    box.changed.wait_for(lambda heard=heard: box.heard != heard, min(left, LOOK))  # type: ignore[misc]
+                with endpoint.changed:
+                    endpoint.changed.wait_for(lambda heard=heard: endpoint.changes != heard, min(left, TICK))  # type: ignore[misc]
 
     def _limit(self, timeout: float) -> float:
         return limit_of(timeout, self._agent.timeout)
@@ -257,7 +257,7 @@ class Subscriber:
     def close(self) -> None:
         """Read no more; versions that were taken stay."""
         if self._end.detach() and not forks.is_inherited(self._agent):
-            self._box.close()
+            self._endpoint.close()
 
     def __enter__(self) -> Self:
         return self
@@ -266,5 +266,5 @@ class Subscriber:
         self.close()
 
     def __repr__(self) -> str:
-        state = f"at version {self.version} of {self._box.known}" if self._end.alive else "closed"
+        state = f"at version {self.version} of {self._endpoint.known}" if self._end.alive else "closed"
         return f"<Subscriber to {self.name!r} on {self.worker!r}: {state}>"

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from telegrad.errors import DeltaRefused, UsageError
 from telegrad.rpc.worker import Worker
-from telegrad.weights import Publisher, Subscriber, desk, publisher
+from telegrad.weights import Publisher, Subscriber, publisher, service
 from telegrad.weights.deltas import (
     MAX_SKIPPED,
     PLANES,
@@ -26,8 +26,8 @@ from telegrad.weights.deltas import (
     apply_deltas,
     encode,
 )
+from telegrad.weights.messages import Piece, VersionInfo
 from telegrad.weights.snapshot import Layout, Snapshots
-from telegrad.weights.words import About, Piece
 from tests.weights.test_weights import eventually, on, on_hosts
 
 SEED = os.environ.get("TELEGRAD_SEED")
@@ -163,12 +163,12 @@ def test_many_random_rows_and_damage() -> None:
 # Versions
 
 
-def described(tree: Any) -> tuple[Layout, About, Tensor]:
+def described(tree: Any) -> tuple[Layout, VersionInfo, Tensor]:
     snapshot = Snapshots().of(tree)
     layout = snapshot.layout
     memory = torch.zeros(layout.size, dtype=torch.uint8)
     snapshot.fill(memory)
-    return layout, About(layout.number, layout.description, layout.size, PIECE), memory
+    return layout, VersionInfo(layout.number, layout.description, layout.size, PIECE), memory
 
 
 def tree(seed: int = 0) -> dict[str, Tensor]:
@@ -192,17 +192,17 @@ def nudged(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def test_pieces_are_made_of_older_ones() -> None:
-    layout, about, old = described(tree())
+    layout, info, old = described(tree())
     _, _, new = described(nudged(tree()))
     _, _, other = described(tree(1))
-    found = DeltaEncoder("fast").encode(layout, about, old, new)
-    assert sum(delta.size for delta in found.values()) * 5 < about.size
+    found = DeltaEncoder("fast").encode(layout, info, old, new)
+    assert sum(delta.size for delta in found.values()) * 5 < info.size
     made = torch.zeros_like(new)
-    for piece in range(about.pieces):
+    for piece in range(info.pieces):
         if piece in found:
             with pytest.raises(DeltaRefused, match="other values"):
-                apply_deltas(layout, about, other, made, piece, [found[piece]])
-            apply_deltas(layout, about, old, made, piece, [found[piece]])
+                apply_deltas(layout, info, other, made, piece, [found[piece]])
+            apply_deltas(layout, info, old, made, piece, [found[piece]])
         else:
             span = slice(piece * PIECE, (piece + 1) * PIECE)
             made[span] = new[span]
@@ -210,17 +210,17 @@ def test_pieces_are_made_of_older_ones() -> None:
 
 
 def test_where_nearly_all_has_changed_nothing_is_looked_for_in_a_while() -> None:
-    layout, about, old = described(tree())
+    layout, info, old = described(tree())
     _, _, new = described(tree(1))
     _, _, near = described(nudged(tree()))
     encoder = DeltaEncoder("fast")
-    assert encoder.encode(layout, about, old, new) == {}
-    found = [bool(encoder.encode(layout, about, old, near)) for _ in range(3)]
+    assert encoder.encode(layout, info, old, new) == {}
+    found = [bool(encoder.encode(layout, info, old, near)) for _ in range(3)]
     assert found == [False, True, True]
     for _ in range(3 * MAX_SKIPPED):
-        encoder.encode(layout, about, old, new)
-    assert any(encoder.encode(layout, about, old, near) for _ in range(MAX_SKIPPED + 1))
-    assert DeltaEncoder("off").encode(layout, about, old, near) == {}
+        encoder.encode(layout, info, old, new)
+    assert any(encoder.encode(layout, info, old, near) for _ in range(MAX_SKIPPED + 1))
+    assert DeltaEncoder("off").encode(layout, info, old, near) == {}
 
 
 def test_the_last_versions_are_kept() -> None:
@@ -241,14 +241,14 @@ def test_the_last_versions_are_kept() -> None:
 def sent(monkeypatch: pytest.MonkeyPatch) -> Sent:
     """What leaves for other hosts."""
     seen: Sent = []
-    send = desk.Desk.send
+    send = service.WeightsService.send
 
-    def watched(self: Any, box: Any, to: Any, word: Any, tensors: Any = ()) -> None:
-        if isinstance(word, Piece):
-            seen.append((word.base, sum(tensor.nbytes for tensor in tensors)))
-        send(self, box, to, word, tensors)
+    def watched(self: Any, endpoint: Any, to: Any, message: Any, tensors: Any = ()) -> None:
+        if isinstance(message, Piece):
+            seen.append((message.base, sum(tensor.nbytes for tensor in tensors)))
+        send(self, endpoint, to, message, tensors)
 
-    monkeypatch.setattr(desk.Desk, "send", watched)
+    monkeypatch.setattr(service.WeightsService, "send", watched)
     return seen
 
 
@@ -287,14 +287,14 @@ def test_who_is_several_versions_behind_gets_the_changes_of_all(monkeypatch: pyt
     with on_hosts(monkeypatch, "A", "B") as workers:
         monkeypatch.setattr(publisher, "PIECE", PIECE)
         policy, (reader,) = begin(workers, state)
-        box = reader._box
-        hears, box.take = box.take, lambda *_: None  # it is deaf for a while
+        endpoint = reader._endpoint
+        hears, endpoint.take = endpoint.take, lambda *_: None  # it is deaf for a while
         for _ in range(3):
             state |= nudged(state)
             policy.publish()
-        box.take = hears
+        endpoint.take = hears
         sent.clear()
-        box.join()
+        endpoint.join()
         assert_is(reader.at_least(4), state)
         assert {base for base, _ in sent} == {1}
 
@@ -315,7 +315,7 @@ def test_what_does_not_fit_is_fetched_whole(monkeypatch: pytest.MonkeyPatch, sen
     with on_hosts(monkeypatch, "A", "B") as workers:
         monkeypatch.setattr(publisher, "PIECE", PIECE)
         policy, (reader,) = begin(workers, state)
-        reader._box.stock[1][8] ^= 1  # a bit has flipped here
+        reader._endpoint.memory[1][8] ^= 1  # a bit has flipped here
         sent.clear()
         state |= nudged(state)
         policy.publish()

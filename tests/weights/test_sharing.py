@@ -20,9 +20,9 @@ from telegrad.errors import CannotEncode, InvalidArgument
 from telegrad.rpc.worker import Worker
 from telegrad.weights import Shard, ShardedPublisher, ShardedSubscriber
 from telegrad.weights.deltas import DeltaEncoder, apply_deltas
+from telegrad.weights.messages import VersionInfo
 from telegrad.weights.rounding import named
 from telegrad.weights.snapshot import Layout, Snapshots, bare
-from telegrad.weights.words import About
 from tests.weights.test_tied import Language
 from tests.weights.test_weights import on, on_hosts, speaking_for
 from tests.weights.trees import Maker, assert_equal, assert_shared_alike, bits, filled, published
@@ -56,12 +56,12 @@ def in_one_process(seed: int) -> None:
 
 
 def assert_rebuilt(layout: Layout, old: Tensor, new: Tensor) -> None:
-    about = About(layout.number, layout.description, layout.size, 1000)
-    found = DeltaEncoder("small").encode(layout, about, old, new)
+    info = VersionInfo(layout.number, layout.description, layout.size, 1000)
+    found = DeltaEncoder("small").encode(layout, info, old, new)
     made = new.clone()
     for piece, delta in found.items():
-        made[piece * about.piece : (piece + 1) * about.piece] = 0
-        apply_deltas(layout, about, old, made, piece, [delta])
+        made[piece * info.piece : (piece + 1) * info.piece] = 0
+        apply_deltas(layout, info, old, made, piece, [delta])
     for one, other in zip(layout.rows(made, 0, layout.size), layout.rows(new, 0, layout.size), strict=True):
         assert torch.equal(one, other)
 

@@ -23,9 +23,9 @@ from telegrad.rpc import current
 from telegrad.rpc.worker import Worker
 from telegrad.weights import Publisher, Subscriber, Version
 from telegrad.weights import publisher as publishing
-from telegrad.weights.joining import SubscriberBox
+from telegrad.weights.joining import SubscriberEndpoint
+from telegrad.weights.messages import Party, PieceRequest
 from telegrad.weights.snapshot import Snapshots
-from telegrad.weights.words import Ask, Party
 from tests.cluster import PATIENCE, agents, in_threads
 
 
@@ -166,7 +166,7 @@ def test_what_was_published_before_a_call_is_known_though_the_thread_that_hears_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Another thread runs the call meanwhile."""
-    hear = SubscriberBox.take
+    hear = SubscriberEndpoint.take
 
     def late(*args: Any) -> None:
         time.sleep(0.05)
@@ -177,7 +177,7 @@ def test_what_was_published_before_a_call_is_known_though_the_thread_that_hears_
         reader = on(actor, Subscriber, "w0", "p")
         publisher.publish()
         reader.newest()
-        monkeypatch.setattr(SubscriberBox, "take", late)
+        monkeypatch.setattr(SubscriberEndpoint, "take", late)
         for number in range(2, 5):
             publisher.publish()
             assert on(learner, rpc.rpc_sync, "w1", int) == 0
@@ -245,7 +245,7 @@ def test_every_version(monkeypatch: pytest.MonkeyPatch) -> None:
         versions = on(actor, iter, reader)
         with ThreadPoolExecutor(1) as pool:
             first = pool.submit(on, actor, next, versions)
-            eventually(lambda: len(publisher._box.feed._every) == 1)
+            eventually(lambda: len(publisher._endpoint.feed._every) == 1)
             for _ in range(4):
                 publisher.publish()
             assert number_in(first.result(PATIENCE)) == 2
@@ -437,7 +437,7 @@ def test_a_learner_that_is_lost() -> None:
         reader.newest()
         with ThreadPoolExecutor(1) as pool:
             waiting = pool.submit(on, actor, reader.at_least, 2)
-            eventually(lambda: bool(reader._box.machine.waits))
+            eventually(lambda: bool(reader._endpoint.machine.waits))
             learner.end("")
             with pytest.raises(PublisherLost, match=r"'p' on worker 'w0' has gone .*; version 1 is here"):
                 waiting.result(PATIENCE)
@@ -455,9 +455,9 @@ def test_hosts_in_a_chain(monkeypatch: pytest.MonkeyPatch) -> None:
             publisher.publish()
             assert [number_in(reader.at_least(number)) for reader in readers] == [number] * 5
         eventually(lambda: publisher.versions == [9])
-        first = [reader for reader in readers if not reader._box.machine.whole]
+        first = [reader for reader in readers if not reader._endpoint.machine.whole]
         assert len(first) == 2
-        sources = {reader._box.machine.source.worker for reader in readers}
+        sources = {reader._endpoint.machine.source.worker for reader in readers}
         assert len(sources) == 3
 
 
@@ -486,12 +486,12 @@ def test_a_question_that_comes_while_a_subscriber_closes_is_dropped(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its memory has gone; whoever asked is sent to another source."""
-    hear = SubscriberBox.take
+    hear = SubscriberEndpoint.take
 
-    def late(box: SubscriberBox, sender: Party, word: Any, tensors: Any) -> None:
-        if isinstance(word, Ask) and sender.worker == "w2" and box._desk.agent.name == "w1":
+    def late(endpoint: SubscriberEndpoint, sender: Party, message: Any, tensors: Any) -> None:
+        if isinstance(message, PieceRequest) and sender.worker == "w2" and endpoint._service.agent.name == "w1":
             on(workers[1], readers[0].close)
-        hear(box, sender, word, tensors)
+        hear(endpoint, sender, message, tensors)
 
     with on_hosts(monkeypatch, "A", "B", "C") as workers:
         publisher = on(workers[0], Publisher, "p", Numbered(50_000))
@@ -499,7 +499,7 @@ def test_a_question_that_comes_while_a_subscriber_closes_is_dropped(
         eventually(lambda: len(publisher.subscribers) == 2)
         publisher.publish()
         assert [number_in(reader.at_least(1)) for reader in readers] == [1, 1]
-        monkeypatch.setattr(SubscriberBox, "take", late)
+        monkeypatch.setattr(SubscriberEndpoint, "take", late)
         publisher.publish()
         assert number_in(readers[1].at_least(2)) == 2
         eventually(lambda: len(publisher.subscribers) == 1)
@@ -521,7 +521,7 @@ def test_every_version_on_another_host(monkeypatch: pytest.MonkeyPatch) -> None:
 
         with ThreadPoolExecutor(3) as pool:
             all_read = [pool.submit(on, worker, read, place) for place, worker in enumerate(workers[1:])]
-            eventually(lambda: len(publisher._box.feed._every) == 3 or not publisher.publish())
+            eventually(lambda: len(publisher._endpoint.feed._every) == 3 or not publisher.publish())
             until = publisher.version + 20
             while publisher.version < until:
                 publisher.publish()
