@@ -6,7 +6,7 @@ import pathlib
 
 from telegrad import checks
 from telegrad.group.address import loopback
-from telegrad.insight.reasons import told
+from telegrad.insight.report import told
 from telegrad.insight.sources import OwnGroup, own_group
 from telegrad.insight.web import Dashboard
 from telegrad.rpc import current

@@ -86,7 +86,7 @@ _seconds.__name__ = "number of seconds"  # as argparse calls it
 
 
 def _why(given: argparse.Namespace) -> int:
-    from telegrad.insight import reasons
+    from telegrad.insight.report import Report
 
     groups: dict[str, Source] = {"": Written(given.files)} if given.files else dict(_groups(given.group))
     if not groups:
@@ -97,22 +97,21 @@ def _why(given: argparse.Namespace) -> int:
             print(f"not all of {len(groups)} groups were looked at: choose one with --group", file=sys.stderr)
             worst = 2
             break
-        sight = group.look()
-        findings = reasons.explain(sight)
-        worst = max(worst, reasons.status(findings))
+        report = Report(group.look())
+        worst = max(worst, report.status)
         if given.json:
-            told[name] = reasons.as_json(findings, sight)
+            told[name] = report.as_json()
         else:
             if len(groups) > 1:
                 print(f"group {name or '?'} ({group}):")
-            print(reasons.text(findings, sight, stacks=given.stacks))
+            print(report.text(stacks=given.stacks))
     if given.json:
         print(json.dumps(told, indent=1))
     return worst
 
 
 def _top(given: argparse.Namespace) -> int:
-    from telegrad.insight import reasons, top
+    from telegrad.insight import report, top
 
     group = _one_group(given.group)
     if group is None:
@@ -120,18 +119,18 @@ def _top(given: argparse.Namespace) -> int:
     if given.once:
         print(top.once(group))
     else:
-        top.run(group, reasons.told, given.interval)
+        top.run(group, report.told, given.interval)
     return 0
 
 
 def _dashboard(given: argparse.Namespace) -> int:
-    from telegrad.insight import reasons
+    from telegrad.insight import report
     from telegrad.insight.web import Dashboard
 
     group = _one_group(given.group)
     if group is None:
         return NONE_HERE
-    with contextlib.closing(Dashboard(group, reasons.told, given.host, given.port)) as dashboard:
+    with contextlib.closing(Dashboard(group, report.told, given.host, given.port)) as dashboard:
         print(f"{dashboard.url}\nCtrl-C ends it.", flush=True)
         while True:
             time.sleep(3600)

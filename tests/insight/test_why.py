@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from telegrad.insight.paths import circles
+from telegrad.insight.finding import Finding, status
 from telegrad.insight.phrases import seconds
-from telegrad.insight.reasons import Finding, as_json, explain, status, text
+from telegrad.insight.report import Report
 from telegrad.insight.source import Sight
 from telegrad.witness.account import JOINING, LEAVING, Account
 from tests.insight.scenes import GOING_ON, QUEUED, Scene, wait
@@ -18,20 +18,20 @@ from tests.insight.scenes import GOING_ON, QUEUED, Scene, wait
 
 def only(scene: Scene, kind: str, *workers: str) -> tuple[Finding, str]:
     """The one finding, whose cause is at these workers; and the text of all."""
-    found = explain(scene.sight)
-    told = text(found, scene.sight, stacks=True)
+    report = Report(scene.sight)
+    found, told = report.findings, report.text(stacks=True)
     print(told)
     assert [finding.kind for finding in found] == [kind]
     assert found[0].workers == list(workers)
     assert all(len(line) <= 100 for line in told.splitlines())
-    json.dumps(as_json(found, scene.sight))
+    json.dumps(report.as_json())
     return found[0], " ".join(told.split())
 
 
 def kinds(scene: Scene) -> list[str]:
-    found = explain(scene.sight)
-    print(text(found, scene.sight))
-    return [finding.kind for finding in found]
+    report = Report(scene.sight)
+    print(report.text())
+    return [finding.kind for finding in report.findings]
 
 
 def test_nested_calls_that_take_all_slots() -> None:
@@ -296,14 +296,14 @@ def test_workers_that_serve_are_well() -> None:
     scene = Scene("worker0", "worker1")
     scene.thread("worker0", "train.py:9 main: time.sleep(10)")
     scene.thread("worker1", wait=wait("serve", about="what others call"))
-    assert explain(scene.sight) == []
-    assert "worker1: main thread serves the others" in text([], scene.sight)
+    assert Report(scene.sight).findings == []
+    assert "worker1: main thread serves the others" in Report(scene.sight).text()
 
 
 def test_a_worker_that_was_started_anew_is_not_gone() -> None:
     scene = Scene("worker0", "worker1")
     scene["worker0"]["gone"] = {"worker1": "its process ended", "worker2": "its process ended"}
-    (finding,) = explain(scene.sight)
+    (finding,) = Report(scene.sight).findings
     assert finding.workers == ["worker2"]
 
 
@@ -365,7 +365,7 @@ def test_a_caller_without_room() -> None:
         scene.call("worker0", "worker1", "train.f", 4, runs="train.py:20 f: gate.wait()")
     found = kinds(scene)
     assert found == ["asleep", "room"]
-    told = " ".join(text(explain(scene.sight), scene.sight).split())
+    told = " ".join(Report(scene.sight).text().split())
     assert "(and 19 more like it)" in told
     assert "as many calls in flight to worker1 as may be" in told
 
@@ -433,18 +433,17 @@ def test_a_with_that_takes_no_lock() -> None:
     scene = Scene("worker0")
     scene.thread("worker0", "train.py:9 main: with open(path) as file:")
     scene.thread("worker0", "train.py:10 main: with condition:", name="other", asleep=False)
-    assert explain(scene.sight) == []
+    assert Report(scene.sight).findings == []
 
 
 def test_all_is_well() -> None:
     scene = Scene("worker0", "worker1")
     main = scene.thread("worker0", "train.py:9 main: rpc.rpc_sync('worker1', work)")
     scene.call("worker0", "worker1", "train.work", 0.02, by=main, runs="train.py:20 work: x = x @ x", asleep=False)
-    found = explain(scene.sight)
-    told = " ".join(text(found, scene.sight).split())
-    print(told)
-    assert found == []
-    assert status(found) == 0
+    report = Report(scene.sight)
+    told = " ".join(report.text().split())
+    assert report.findings == []
+    assert report.status == 0
     assert told.startswith(
         "Nothing waits for long. 2 workers asked, all answered; 1 call in flight, the oldest for 0.0 s"
     )
@@ -480,9 +479,9 @@ def test_an_actor_whose_turn_does_not_end() -> None:
 
 
 def test_nobody_could_be_asked() -> None:
-    found = explain(Sight([], {}))
-    assert status(found) == 2
-    assert "No worker could be asked" in text(found, Sight([], {}))
+    report = Report(Sight([], {}))
+    assert report.status == 2
+    assert "No worker could be asked" in report.text()
 
 
 def test_the_weightiest_comes_first() -> None:
@@ -497,8 +496,8 @@ def test_alike_workers_share_a_line() -> None:
     names = [f"worker{rank}" for rank in range(300)]
     scene = Scene(*names)
     for name in names:
-        scene.thread(name, "train.py:70 main: rpc.shutdown()", wait=wait("shutdown"))
-    told = text([], scene.sight)
+        scene.thread(name, "train.py:70 main: rpc.shutdown()", wait=wait("serve"))
+    told = Report(scene.sight).text()
     assert "worker0, worker1, worker2, worker3, worker4, worker5, worker6 and 293 others" in told
     assert len(told.splitlines()) < 8
 
@@ -599,7 +598,7 @@ def test_a_member_of_which_nothing_is_known() -> None:
 def test_a_worker_that_leaves_and_has_nothing_to_do() -> None:
     scene = leaving("train.py:70 main: rpc.shutdown()", wait=wait("shutdown", age=0.1))
     _tell(scene["worker2"], phase=LEAVING, phase_age=0.1)
-    assert status(explain(scene.sight)) == 0
+    assert Report(scene.sight).status == 0
 
 
 def test_those_who_do_not_say_for_whom_they_wait() -> None:
@@ -618,19 +617,14 @@ def test_times(age: float, said: str) -> None:
     assert seconds(age) == said
 
 
-def test_circles() -> None:
-    graph = {"a": ["b"], "b": ["c", "x"], "c": ["b", "d"], "d": ["e"], "e": ["d"], "x": [], "s": ["t", "x"], "t": ["s"]}
-    assert circles(graph, graph.__getitem__, lambda node: node == "s") == [["b", "c"], ["d", "e"]]
-
-
 @pytest.mark.parametrize("seed", range(100))
 def test_whatever_workers_tell_there_are_words_for_it(seed: int) -> None:
     scene = at_random(random.Random(seed))
-    found = explain(scene.sight)
-    told = text(found, scene.sight, stacks=True)
+    report = Report(scene.sight)
+    told = report.text(stacks=True)
     assert all(len(line) <= 100 for line in told.splitlines()), told
-    assert status(found) in (0, 1, 2)
-    json.dumps(as_json(found, scene.sight))
+    assert report.status in (0, 1, 2)
+    json.dumps(report.as_json())
 
 
 def at_random(chance: random.Random) -> Scene:

@@ -12,7 +12,8 @@ from contextlib import contextmanager, suppress
 
 import pytest
 
-from telegrad.insight.reasons import NOTE, Finding, explain, status, text
+from telegrad.insight.finding import NOTE, Finding
+from telegrad.insight.report import Report
 from telegrad.insight.source import Sight
 from telegrad.insight.sources import HostGroup
 from telegrad.witness import desk
@@ -49,17 +50,16 @@ def hanging(hang: Hang, folder: pathlib.Path) -> Iterator[list[Process]]:
         os.close(reading)
 
 
-def explained(group: list[Process], hang: Hang) -> tuple[list[Finding], str, float]:
+def explained(group: list[Process], hang: Hang) -> tuple[Report, str, float]:
     """What is found, and how long the last look took; looks again while the wait is young."""
     until = time.monotonic() + LONG + 2 * WITHIN
     while True:
         begun = time.monotonic()
-        sight = look_at(group)
-        found = explain(sight, LONG)
-        told = text(found, sight)
+        report = Report(look_at(group), LONG)
+        told = report.text()
         took = time.monotonic() - begun
-        if (is_it(hang, found, told) and took < WITHIN) or time.monotonic() > until:
-            return found, told, took
+        if (is_it(hang, report.findings, told) and took < WITHIN) or time.monotonic() > until:
+            return report, told, took
 
 
 def look_at(group: list[Process]) -> Sight:
@@ -87,10 +87,10 @@ ALIKE = {
 def test_a_hang_is_explained(name: str, tmp_path: pathlib.Path) -> None:
     hang = HANGS[name]
     with hanging(hang, tmp_path) as group:
-        found, told, took = explained(group, hang)
+        report, told, took = explained(group, hang)
     print(f"{told}\nin {took:.2f} s")
-    assert is_it(hang, found, told)
-    assert status(found) == (0 if not hang.kind else 2 if hang.kind == "silent" else 1)
+    assert is_it(hang, report.findings, told)
+    assert report.status == (0 if not hang.kind else 2 if hang.kind == "silent" else 1)
     assert took < WITHIN
 
 
@@ -100,6 +100,6 @@ def test_a_group_at_work_is_well(tmp_path: pathlib.Path) -> None:
     with hanging(at_work, tmp_path) as group:
         for _ in range(20):
             sight = look_at(group)
-            titles += {each.title for each in explain(sight) if each.weight > NOTE}
+            titles += {each.title for each in Report(sight).findings if each.weight > NOTE}
             assert len(sight.accounts) == 3
     assert len(titles) < 2, titles  # where others take all processors for a second, one step is a long wait indeed

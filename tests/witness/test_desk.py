@@ -18,8 +18,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from telegrad.insight import reasons
 from telegrad.insight.history import History
+from telegrad.insight.report import Report
 from telegrad.insight.snapshot import snapshot
 from telegrad.insight.source import Sight
 from telegrad.insight.sources import groups_here
@@ -283,7 +283,7 @@ def test_a_malformed_answer_is_told_with_its_process(monkeypatch: pytest.MonkeyP
     with worker(answers(b"[]\n")) as (place, _):
         monkeypatch.setattr(desk, "places", lambda: [place])
         (group,) = groups_here().values()
-        text = reasons.told(group.look())
+        text = Report(group.look()).text()
     assert f"process {os.getpid()} answers what no worker tells" in " ".join(text.split())
 
 
@@ -387,8 +387,8 @@ def test_no_control_character_is_shown() -> None:
     history.add({shown["worker"]: events})
     view: View = watch.take(sight, {shown["worker"]: events})
     texts = [
-        reasons.text(reasons.explain(sight), sight, stacks=True),
-        json.dumps(reasons.as_json(reasons.explain(sight), sight), ensure_ascii=False),
+        Report(sight).text(stacks=True),
+        json.dumps(Report(sight).as_json(), ensure_ascii=False),
         json.dumps(snapshot(history, 60.0), ensure_ascii=False),
         as_text(WORKERS, workers(view)),
     ]
@@ -422,7 +422,7 @@ def test_what_is_decoded_can_be_explained(number: int, value: Any) -> None:
     except Malformed:
         return
     sight = Sight([shown], {})
-    assert controls(reasons.text(reasons.explain(sight), sight, stacks=True)) == []
+    assert controls(Report(sight).text(stacks=True)) == []
     as_text(WORKERS, workers(Watch().take(sight, {})))
     for table, rows in ((CALLS_OUT, calls_out), (CALLS_IN, calls_in), (THREADS, threads), (PASSES, passes)):
         as_text(table, rows(shown))
