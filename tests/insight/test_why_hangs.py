@@ -74,16 +74,7 @@ def is_it(hang: Hang, found: list[Finding], told: str) -> bool:
     return first == (hang.kind, *hang.workers) and all(words in said for words in hang.words)
 
 
-# Those that are much like others.
-ALIKE = {
-    *("ring", "two orders", "chain", "lock of another thread", "long turn", "own hook", "stage", "what follows"),
-    *("size too large", "died", "collective", "shutdown and a call"),
-}
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.nightly) if name in ALIKE else name for name in HANGS]
-)
+@pytest.mark.parametrize("name", HANGS)
 def test_a_hang_is_explained(name: str, tmp_path: pathlib.Path) -> None:
     hang = HANGS[name]
     with hanging(hang, tmp_path) as group:
