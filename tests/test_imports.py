@@ -78,7 +78,7 @@ PURE = [
     "group/steps.py",
     "agent/calls.py",
     "agent/deadlines.py",
-    "agent/slots.py",
+    "agent/scheduler.py",
     "rpc/flow.py",
     "rpc/retry_queue.py",
     "rref/letters.py",

@@ -18,7 +18,6 @@ from torch import Tensor
 from telegrad.agent import helping
 from telegrad.agent.attachments import GraphContext, Layers
 from telegrad.agent.cancelling import serving
-from telegrad.agent.clock import Clock
 from telegrad.agent.connections import Connections, Directory
 from telegrad.agent.deadlines import DEFAULT, limit_of
 from telegrad.agent.entrance import Doorkeeper
@@ -29,11 +28,12 @@ from telegrad.agent.notices import Handlers, notice_to
 from telegrad.agent.outgoing import COMPANY_WAIT, OutgoingCalls
 from telegrad.agent.pending import Pending
 from telegrad.agent.reactor import Reactor
+from telegrad.agent.scheduler import Work, WorkQueue
 from telegrad.agent.server import Server
 from telegrad.agent.settings import Settings
+from telegrad.agent.timer import TimerThread
 from telegrad.agent.underway import Underway
 from telegrad.agent.wording import attach, encoded
-from telegrad.agent.works import LONG, OWED, QUICK, Work, WorkQueue
 from telegrad.devices.streams import Streams
 from telegrad.errors import PeerError, ShutDown
 from telegrad.group.members import Identity, Member
@@ -68,28 +68,28 @@ class Agent:
         self.layers.tells_times = name if settings.pass_deadlines else ""
         self.streams = Streams(may_lie_on)
         self._handlers = Handlers()
-        self._clock = Clock(self._tick)
+        self._timer = TimerThread(self._tick)
 
         def enter() -> None:
             torch.get_num_threads()  # else torch uses as many as there are cores here, whatever set_num_threads said
             entered(self)
 
-        self._reactor = Reactor(settings.threads, settings.most_calls, enter, self._clock.wake)
+        self._reactor = Reactor(settings.threads, settings.most_calls, enter, self._timer)
         parts = name, self._reactor, self.layers, self.streams, enter
         self._server = Server(
             *parts,
             self._handlers.take,
             lambda *lost: self._connections.tell_lost(*lost),
-            (settings.most_waiting, settings.most_waiting_bytes, self._clock.before),
+            (settings.most_waiting, settings.most_waiting_bytes, self._timer.wake_by),
         )
         self.ticking.append(self._server.intake.tick)
         self._connections = Connections(
             settings, address, self._reactor, self.layers, self.streams, self._server, self._complete
         )
         self.memory = self._connections.memory  # which workers of this host have in common
-        self._fanout = Fanout(self._connections, self._reactor, self.layers, self._clock)
+        self._fanout = Fanout(self._connections, self._reactor, self.layers, self._timer)
         self.lost = self._connections.lost  # called when a connection to a worker ended
-        self._clock.start(self._reactor)
+        self._timer.start(lambda now: self._reactor.watch(now))
         self._reactor.start()
 
     def __repr__(self) -> str:
@@ -124,7 +124,7 @@ class Agent:
         self._connections.close(reason, how)
         self._server.close()
         self._reactor.close()
-        self._clock.close()
+        self._timer.close()
         self._connections.release_memory()
 
     def abandon(self) -> None:
@@ -248,9 +248,9 @@ class Agent:
         if parent is not None:
             parent.hold(pending)
         if nearer:
-            self._clock.before(pending.deadline)
+            self._timer.wake_by(pending.deadline)
         if later:
-            self._clock.before(monotonic() + COMPANY_WAIT, rough=True)
+            self._timer.wake_by(monotonic() + COMPANY_WAIT, rough=True)
 
     def call_each(
         self,
@@ -347,19 +347,19 @@ class Agent:
 
         With `by_who_waits`, it follows from a message, and a thread that waits for such may do it.
         """
-        work = Work(act, argument, QUICK if short else LONG)
+        work = Work(act, argument, is_long=not short)
         if by_who_waits:
-            helping.submit(self._reactor, work)
+            helping.submit(self._reactor, work, self._reactor.calls)
         else:
-            self._reactor.submit(work)
+            self._reactor.submit(work, self._reactor.calls)
 
     def wake_at(self, when: float, rough: bool = False) -> None:
         """Have those in `ticking` called at that time, or if `rough` some milliseconds later, at no cost."""
-        self._clock.before(when, rough)
+        self._timer.wake_by(when, rough)
 
     def later(self, act: Callable[[Any], None], argument: Any, queue: WorkQueue | None = None) -> None:
         """Have `act(argument)` run soon, or in a queue's turn, by a thread for anybody's code, even if this closes."""
-        self._reactor.submit(Work(act, argument, OWED), queue)
+        self._reactor.submit(Work(act, argument), queue)
 
     def wait_for(self, future: Future[Any] | Signal, timeout: float = -1, senders: Iterable[str] = ()) -> bool:
         """Wait until `future` is done; whether it is. A thread of the reactor lets others run calls meanwhile.
@@ -439,11 +439,11 @@ class Agent:
         peer = self._connections.of_life(to, incarnation)
         peer.notify(notice_to(peer, message, tensors, context, patient, as_arguments), patient)
         if patient:
-            self._clock.before(monotonic() + BUSY_TICK)
+            self._timer.wake_by(monotonic() + BUSY_TICK)
 
     # Time
 
     def _tick(self, now: float) -> float:
         self._reactor.send_unsent()
         upcoming = min([self._connections.tick(now), *(tick(now) for tick in self.ticking)])
-        return min(upcoming, now + (BUSY_TICK if self._reactor.watched else IDLE_TICK))
+        return min(upcoming, now + (BUSY_TICK if self._timer.is_watching else IDLE_TICK))

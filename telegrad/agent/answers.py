@@ -15,7 +15,7 @@ from telegrad.agent.attachments import Layers
 from telegrad.agent.entrance import Caller, Incoming
 from telegrad.agent.naming import user_name
 from telegrad.agent.reactor import Reactor
-from telegrad.agent.works import WorkQueue
+from telegrad.agent.scheduler import WorkQueue
 from telegrad.devices.streams import Streams
 from telegrad.errors import CallCancelled, CannotEncode, LimitReached, PeerError, ShutDown, UsageError
 from telegrad.group.members import Identity

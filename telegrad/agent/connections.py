@@ -20,8 +20,8 @@ from telegrad.agent.health import Health
 from telegrad.agent.outgoing import AnyLink, OutgoingCalls
 from telegrad.agent.pending import Pending
 from telegrad.agent.reactor import Reactor
+from telegrad.agent.scheduler import Work
 from telegrad.agent.settings import Settings
-from telegrad.agent.works import INSTANT, Work
 from telegrad.devices.maps import faults
 from telegrad.devices.routes import Places, for_calls, for_gradients
 from telegrad.devices.staging import Staging
@@ -111,7 +111,7 @@ class Connections:
         self._health = Health(
             settings.silence,
             settings.heartbeat,
-            lambda link, why: reactor.submit(Work(link.close, why, INSTANT)),
+            lambda link, why: reactor.submit(Work(link.close, why)),
         )
         self.closed = False
         self._over: PeerError | None = None  # why nobody can be called any more; stored with `closed`

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from telegrad.agent.attachments import Attachments, Destination, GraphContext
 from telegrad.agent.cancelling import Served, finishes
 from telegrad.agent.scene import Hops, Scene, hops_of, setting
-from telegrad.agent.works import WorkQueue
+from telegrad.agent.scheduler import WorkQueue
 from telegrad.devices.routes import for_answers
 from telegrad.group.members import Identity
 from telegrad.transport.link import Link

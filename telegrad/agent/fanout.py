@@ -22,13 +22,13 @@ from torch import Tensor
 
 from telegrad.agent.attachments import Layers
 from telegrad.agent.cancelling import serving
-from telegrad.agent.clock import Clock
 from telegrad.agent.connections import Connections
 from telegrad.agent.futures import Outcome
 from telegrad.agent.naming import user_name
 from telegrad.agent.outgoing import COMPANY_WAIT, OutgoingCalls
 from telegrad.agent.pending import Pending
 from telegrad.agent.reactor import Reactor
+from telegrad.agent.timer import TimerThread
 from telegrad.agent.underway import Underway
 from telegrad.agent.wording import attach, encoded
 from telegrad.group.members import Identity
@@ -130,11 +130,11 @@ class _Wording:
 class Fanout:
     """The calls of one worker to many at once."""
 
-    def __init__(self, connections: Connections, reactor: Reactor, layers: Layers, clock: Clock) -> None:
+    def __init__(self, connections: Connections, reactor: Reactor, layers: Layers, timer: TimerThread) -> None:
         self._connections = connections
         self._reactor = reactor
         self._layers = layers
-        self._clock = clock
+        self._timer = timer
         self.encodings = 0  # how often arguments were pickled; for people, since threads may miscount it
 
     def call(
@@ -199,9 +199,9 @@ class Fanout:
             if not each.outcome.quick:
                 peer.expect()
         if upcoming < inf:
-            self._clock.before(upcoming)
+            self._timer.wake_by(upcoming)
         if later:
-            self._clock.before(monotonic() + COMPANY_WAIT, rough=True)
+            self._timer.wake_by(monotonic() + COMPANY_WAIT, rough=True)
 
     def _made(
         self, each: EachCall, peer: OutgoingCalls, said: _Said, function: Any, timeout: float, asked: Any

@@ -1,7 +1,7 @@
-"""What a thread that waits for the work of other workers can do itself: read what they send, and see to it.
+"""What a thread that waits for the work of other workers does itself: it reads what they send, and handles it.
 
-So an answer need not wake the leader first, and then the thread that waits. It does this for a moment only, as long as
-nobody else wants the processor, and for what was sent as a notice; calls are left to the reactor.
+So an answer need not wake the leader first, and then the thread that waits. The thread does this for a moment only, as
+long as no other thread wants the processor, and for notices; calls are left to the reactor.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 
 from telegrad.agent.cancelling import serving
 from telegrad.agent.reactor import Reactor
+from telegrad.agent.scheduler import Work, WorkQueue
 from telegrad.agent.spinning import Spin
-from telegrad.agent.works import Work, WorkQueue
 from telegrad.atfork import in_child
 from telegrad.interrupts import raised_by_handler
 from telegrad.transport.link import Link
@@ -24,7 +24,7 @@ from telegrad.transport.link import Link
 MOMENT = 1e-3  # seconds without anything, after which it sleeps
 
 log = logging.getLogger("telegrad")
-_here = threading.local()  # .own: what this thread has read and not seen to
+_here = threading.local()  # .own: works that this thread has read and not run yet
 
 
 @in_child
@@ -34,7 +34,7 @@ def _help_nobody() -> None:
 
 
 def submit(reactor: Reactor, work: Work, queue: WorkQueue | None = None) -> None:
-    """Have the thread that read this do it, if it helps so, and else the reactor in the turn of `queue`."""
+    """Have this thread run the work if it has read it in `run_for`, and else the reactor in the turn of `queue`."""
     own: deque[Work] | None = getattr(_here, "own", None)
     if own is None:
         reactor.submit(work, queue)
@@ -43,16 +43,19 @@ def submit(reactor: Reactor, work: Work, queue: WorkQueue | None = None) -> None
 
 
 def run_for(future: Any, links: Sequence[Link], reactor: Reactor) -> None:
-    """Until `future` is done, or nothing comes for a moment, do what comes over these connections."""
+    """Until `future` is done or nothing comes for a moment, read these connections and run the works that come."""
     own: deque[Work] = deque()
     before, _here.own = getattr(_here, "own", None), own
-    token = serving.set(None)  # what it does is not for the sake of the call that it serves
+    token = serving.set(None)  # the works are not for the sake of the call that this thread serves
     try:
-        while not future.done() and _read(future, links, own):
+        while not future.done():
+            _read(future, links, own)
+            if not own:
+                break
             while own:
                 work = own.popleft()
                 while own:
-                    reactor.submit(own.popleft())  # by others, since this one may wait for them
+                    reactor.submit(own.popleft())  # by other threads, since this work may wait for them
                 work.run(work.argument)
     except Exception as error:
         if raised_by_handler(error):
@@ -65,8 +68,8 @@ def run_for(future: Any, links: Sequence[Link], reactor: Reactor) -> None:
             reactor.submit(work)
 
 
-def _read(future: Any, links: Sequence[Link], own: deque[Work]) -> bool:
-    """Whether something came that this thread shall do."""
+def _read(future: Any, links: Sequence[Link], own: deque[Work]) -> None:
+    """Read until something has come that this thread shall run."""
     taken = [link for link in links if link.reading.take()]
     spin = Spin(perf_counter(), MOMENT, gives_way=True)
     try:
@@ -78,4 +81,3 @@ def _read(future: Any, links: Sequence[Link], own: deque[Work]) -> bool:
     finally:
         for link in taken:
             link.stop_reading()
-    return bool(own)

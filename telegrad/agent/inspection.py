@@ -15,8 +15,8 @@ from telegrad.agent.agent import Agent
 from telegrad.agent.entrance import Caller, Incoming
 from telegrad.agent.outgoing import OutgoingCalls
 from telegrad.agent.pending import Pending
+from telegrad.agent.scheduler import Work
 from telegrad.agent.server import Server
-from telegrad.agent.works import Work, WorkQueue
 
 
 class Traffic(NamedTuple):
@@ -41,11 +41,11 @@ def calls_going_on(agent: Agent) -> list[Incoming]:
 
 def calls_queued(agent: Agent) -> list[Incoming]:
     """Calls of others that wait for their turn, or for a slot."""
-    reactor = agent._reactor
-    queues = [*reactor._slots.waiting.copy(), *(each for each in reactor._ready.copy() if isinstance(each, WorkQueue))]
-    works = [each for each in reactor._ready.copy() if isinstance(each, Work)]
+    scheduler = agent._reactor._scheduler
+    queues = [each for each in scheduler.ready.copy() if not isinstance(each, Work)]
+    queues += [*scheduler.waiting.copy(), *scheduler.held_up.copy()]
     found = list(agent._server.in_turn.copy().values())
-    for work in [*(work for queue in queues for work in queue.works.copy()), *works]:
+    for work in [work for queue in queues for work in queue.works.copy()]:
         if isinstance(work.argument, Incoming) and work.run == agent._server._run:
             found.append(work.argument)
         elif isinstance(work.argument, Caller):
@@ -55,7 +55,7 @@ def calls_queued(agent: Agent) -> list[Incoming]:
 
 def slots(agent: Agent) -> tuple[int, int]:
     """How many calls may run at once, and how many do."""
-    counted = agent._reactor._slots
+    counted = agent._reactor._scheduler
     return counted.count, counted.busy
 
 

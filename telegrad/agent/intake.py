@@ -29,8 +29,7 @@ from time import monotonic
 
 from telegrad.agent.entrance import Caller, Incoming
 from telegrad.agent.reactor import Reactor
-from telegrad.agent.slots import STALLED_AFTER
-from telegrad.agent.works import Work
+from telegrad.agent.scheduler import Work
 from telegrad.errors import LimitReached, PeerError
 from telegrad.transport.link import Link
 from telegrad.transport.loopback import LoopEnd
@@ -43,6 +42,8 @@ FEW = 16  # calls, or messages, that are not worth a closer look
 MOST_NAMES = 4096
 MOST_UNREAD = 1 << 28  # bytes of answers and of the memory in them
 LOOK_AGAIN = 0.01  # seconds
+# Seconds; less than the scheduler takes to lend another slot, since each call that begins so is a change.
+STALLED_AFTER = 0.2
 
 
 class _Stopped:

@@ -18,8 +18,8 @@ from telegrad.agent.futures import Future, wait_for
 from telegrad.agent.handing import hand_over, read_once
 from telegrad.agent.pending import Pending, advised
 from telegrad.agent.reactor import Reactor
+from telegrad.agent.scheduler import Work
 from telegrad.agent.spinning import SOON, Spin
-from telegrad.agent.works import OWED, Work
 from telegrad.contracts import guarded, new_lock
 from telegrad.devices.routes import Places
 from telegrad.devices.streams import set_apart
@@ -198,7 +198,7 @@ class OutgoingCalls:
                 self._room.notify_all()
             upcoming = self._calls.next_deadline()
         if expired:
-            self._reactor.submit(Work(self._fail_late, expired, OWED))  # since the callee is asked
+            self._reactor.submit(Work(self._fail_late, expired))  # since the callee is asked
         return upcoming
 
     def _fail_late(self, expired: list[Pending]) -> None:
@@ -354,7 +354,7 @@ class OutgoingCalls:
             elif pending.outcome.quick:
                 self.complete(pending)
             else:
-                self._reactor.submit(Work(self.complete, pending, OWED))
+                self._reactor.submit(Work(self.complete, pending))
         pending.wake()
 
     def complete_here(self, pending: Pending) -> None:

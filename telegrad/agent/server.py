@@ -27,7 +27,7 @@ from telegrad.agent.loop import EventLoop
 from telegrad.agent.naming import RUNS, user_name
 from telegrad.agent.reactor import Reactor
 from telegrad.agent.scene import ensure_grad, entered, in_setting
-from telegrad.agent.works import IDLE, INSTANT, LONG, QUICK, Work
+from telegrad.agent.scheduler import Work
 from telegrad.devices.streams import Streams
 from telegrad.errors import CallCancelled, PeerError, ProtocolViolation
 from telegrad.group.members import Identity
@@ -122,19 +122,20 @@ class Server:
             ProtocolViolation: two calls have one number.
         """
         calls = caller.calls
+        patient: list[Work] = []
         for message in messages:
             come = Incoming(caller, link, message)
+            size = 0
             if message.flags:
                 come.came = monotonic()
                 if message.flags & HAS_REFERENCES:
                     come.attachments = self._layers.take_attachments(message, caller.identity)
-            size = len(message.body)
+                    size = REFERENCE * len(come.attachments.references)
+            size += len(message.body)
             for blob in message.blobs:
                 size += blob.nbytes
-            if come.attachments is not None:
-                size += REFERENCE * len(come.attachments.references)
             if message.kind != CALL:
-                self._take_other(caller, link, come, size)
+                self._take_other(caller, link, come, size, patient)
                 continue
             if calls.setdefault(message.id, come) is not come:
                 raise ProtocolViolation(f"two calls have the number {message.id}")
@@ -143,30 +144,32 @@ class Server:
             ):
                 # Not here: to describe an error takes longer than to read a call, and others wait for this thread.
                 refuse = partial(self._answers.refuse, error=excess)
-                self._reactor.submit(Work(refuse, come, INSTANT, size), caller.control)
+                self._reactor.submit(Work(refuse, come, size=size), caller.control)
                 continue
             head = message.head
             short = head and self._short.get(head)
             if (not short or self.orders) and self._heeds(head):
                 caller.entrance.put(come)
-                work = Work(self._run_in_order, caller, self._cost_in_order(come), size)
+                work = Work(self._run_in_order, caller, not self._short_in_order.get(head), size)
                 self._reactor.submit(work, caller.queue)
             elif head in self.at_once and not caller.queue.is_held_up:
-                self._reactor.submit(Work(self._runs, come, INSTANT, size), caller.control)
+                self._reactor.submit(Work(self._runs, come, size=size), caller.control)
             else:
-                self._reactor.submit(Work(self._runs, come, QUICK if short else LONG, size), caller.queue)
-        if len(calls) > FEW or len(caller.control.works) > FEW:
+                self._reactor.submit(Work(self._runs, come, not short, size), caller.queue)
+        if patient or len(calls) > FEW or len(caller.control.works) > FEW:
+            for work in patient:
+                self._reactor.submit(work, caller.control)
             self.intake.check(caller, link)
 
-    def _take_other(self, caller: Caller, link: Link | LoopEnd, come: Incoming, size: int) -> None:
-        """Take in what is no call."""
+    def _take_other(self, caller: Caller, link: Link | LoopEnd, come: Incoming, size: int, patient: list[Work]) -> None:
+        """Take in what is no call; what may wait for the calls that came with it is added to `patient`."""
         message = come.message
         if message.kind == NOTICE:
+            work = Work(self._notice, come, size=size)
             if message.flags & PATIENT:
-                self._reactor.submit(Work(self._notice, come, IDLE, size), caller.control)
+                patient.append(work)
             else:
                 self._notices.add(come)
-                work = Work(self._notice, come, INSTANT, size)
                 helping.submit(self._reactor, work, caller.control)
         elif message.kind == CANCEL:
             self._cancel(caller.calls.get(message.id))
@@ -199,7 +202,7 @@ class Server:
             if call.message.id not in call.caller.calls:  # over meanwhile
                 call.cancelled = False
             elif call.stop is not None or call.nested:
-                self._reactor.submit(Work(Incoming.end, call, INSTANT))
+                self._reactor.submit(Work(Incoming.end, call))
 
     def _notice(self, come: Incoming) -> None:
         sender = come.caller.identity
@@ -321,9 +324,6 @@ class Server:
     def _heeds(self, name: bytes) -> bool:
         return self.doorkeeper is not None and self.doorkeeper.heeds(name)
 
-    def _cost_in_order(self, call: Incoming) -> int:
-        return QUICK if self._short_in_order.get(call.message.head) else LONG
-
     def _run_in_order(self, caller: Caller) -> None:
         call = caller.entrance.begin()
         if call is None:
@@ -331,7 +331,7 @@ class Server:
         with self._streams.turn():
             arrival = self._admit(call)
         if caller.entrance.end():
-            self._reactor.submit(Work(self._run_in_order, caller, LONG), caller.queue)
+            self._reactor.submit(Work(self._run_in_order, caller, is_long=True), caller.queue)
         if arrival is not None:
             self._perform(arrival)
 
@@ -353,7 +353,8 @@ class Server:
 
     def perform(self, arrival: Arrival) -> None:
         """Have a call run that was not admitted at once."""
-        self._reactor.submit(Work(self._perform, arrival, self._cost_in_order(arrival.call)), arrival.caller.queue)
+        is_long = not self._short_in_order.get(arrival.call.message.head)
+        self._reactor.submit(Work(self._perform, arrival, is_long), arrival.caller.queue)
 
     def _perform(self, arrival: Arrival) -> None:
         self.in_turn.pop(id(arrival.call), None)
@@ -393,7 +394,7 @@ class Server:
             call.stop = future.cancel
         future.add_done_callback(done)
         if call.cancelled and not future.done():
-            self._reactor.submit(Work(Incoming.end, call, INSTANT))
+            self._reactor.submit(Work(Incoming.end, call))
 
     def _await(
         self, call: Incoming, awaitable: CoroutineType[Any, Any, Any], function: Any, arrival: Arrival | None

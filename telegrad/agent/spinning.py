@@ -1,4 +1,4 @@
-"""How long to look again before sleeping, since waking from sleep takes as long."""
+"""How long a thread looks again before it sleeps."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ _yield = getattr(os, "sched_yield", lambda: None)
 
 
 class Spin:
-    """One time of it."""
+    """Busy-wait before sleeping, because waking a thread that sleeps costs as much as the wait."""
 
     __slots__ = ("_gives_way", "_last", "_until")
 
     def __init__(self, start: float, seconds: float = SPIN, gives_way: bool = False) -> None:
-        """With `gives_way` it ends as soon as another thread of the process has something to do."""
+        """With `gives_way`, end as soon as another thread of the process wants the interpreter."""
         self._last = start
         self._until = start + seconds
         self._gives_way = gives_way
 
     def again(self) -> bool:
-        """Whether to look again at once, after others could use the processor; False once it is time to sleep."""
+        """Let other threads use the processor; return True to look again at once, False to sleep."""
         before, now = self._last, perf_counter()
         if now > self._until or (self._gives_way and now - before > DISTURBED):
             return False

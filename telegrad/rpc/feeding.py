@@ -23,8 +23,8 @@ from telegrad.agent.cancelling import serving
 from telegrad.agent.entrance import Caller, Incoming
 from telegrad.agent.futures import Signal
 from telegrad.agent.naming import known_as
+from telegrad.agent.scheduler import WorkQueue
 from telegrad.agent.server import Later
-from telegrad.agent.works import WorkQueue
 from telegrad.errors import LimitReached, PeerLost, RRefError, RRefLost
 from telegrad.group.members import Identity
 from telegrad.rpc import current

@@ -23,7 +23,8 @@ def test_an_agent_and_its_parts_tell_their_state(pair: list[Worker]) -> None:
         told = repr(agent)
     assert re.fullmatch(
         r"<Agent 'w0': <Connections: \[<OutgoingCalls to 'w1': <Calls: connected; 0 in flight>>.*\], "
-        r"and \d from others>; <Reactor: \d+ threads, 0 works to begin; <Slots: 0 of 16 busy, 0 wait>>>",
+        r"and \d from others>; <Reactor: \d+ threads, 0 to look at; "
+        r"<Scheduler: 0 of 16 slots busy, 0 works wait for one>>>",
         told,
     )
     assert re.fullmatch(r"<Link to 'w1': 0 to send; <Reading: (nobody|the leader)>>", repr(link))

@@ -291,7 +291,7 @@ def test_a_leader_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_clock_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     with agents(2) as (worker, _):
-        failed = fails_once(monkeypatch, worker.agent._reactor, "unstick")
+        failed = fails_once(monkeypatch, worker.agent._reactor, "watch")
         with pytest.raises(errors.CallTimeout):
             worker.agent.call_async("w1", time.sleep, (0.5,), None, 0.1).wait()
         assert failed

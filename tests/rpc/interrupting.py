@@ -358,7 +358,7 @@ def standing() -> dict[str, Any]:
         "blocks": blocks,
         "threads": sum(not thread.name.startswith("telegrad-worker") for thread in threading.enumerate()),
         "calls": [under_way(peer) for peer in peers],
-        "slots": agent._reactor._slots.busy,
+        "slots": agent._reactor._scheduler.busy,
         "lent": sum(len(blocks) for blocks in lent()),
         "here": books(),
         A: rpc.rpc_sync(A, books, timeout=LIMIT),

@@ -22,12 +22,12 @@ LOOKS = (
     "poller.py",
     "reading.py",
     "waker.py",
-    "clock.py",
+    "timer.py",
     "health.py",
     "agent/pending.py",
 )
 LOOKING = frozenset(
-    ("read", "_read", "buffer", "on_readable", "stop_reading", "_poll", "_spin", "receive", "_wait", "wait_readable")
+    ("read", "_read", "buffer", "on_readable", "stop_reading", "poll", "_spin", "receive", "_wait", "wait_readable")
 )
 
 

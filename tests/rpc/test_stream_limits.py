@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from telegrad.agent.works import WorkQueue
+from telegrad.agent.scheduler import WorkQueue
 from telegrad.errors import LimitReached, PeerError, PeerLost, ProtocolViolation
 from telegrad.group.members import Identity
 from telegrad.rpc import Stream, current, feeding, remote, rpc_stream, rpc_sync
