@@ -76,7 +76,7 @@ PURE = [
     "group/supervised.py",
     "group/quorum.py",
     "group/steps.py",
-    "agent/calls.py",
+    "agent/call_table.py",
     "agent/deadlines.py",
     "agent/scheduler.py",
     "rpc/flow.py",

@@ -25,8 +25,8 @@ from telegrad.agent.fanout import EachCall, Fanout
 from telegrad.agent.futures import Future, Outcome, Signal, may_lie_on, wait_for
 from telegrad.agent.naming import user_name
 from telegrad.agent.notices import Handlers, notice_to
-from telegrad.agent.outgoing import COMPANY_WAIT, OutgoingCalls
-from telegrad.agent.pending import Pending
+from telegrad.agent.peer import Peer
+from telegrad.agent.pending_call import PendingCall
 from telegrad.agent.reactor import Reactor
 from telegrad.agent.scheduler import Work, WorkQueue
 from telegrad.agent.server import Server
@@ -84,10 +84,17 @@ class Agent:
         )
         self.ticking.append(self._server.intake.tick)
         self._connections = Connections(
-            settings, address, self._reactor, self.layers, self.streams, self._server, self._complete
+            settings,
+            address,
+            self._reactor,
+            self.layers,
+            self.streams,
+            self._server,
+            self._complete,
+            self._timer.wake_by,
         )
         self.memory = self._connections.memory  # which workers of this host have in common
-        self._fanout = Fanout(self._connections, self._reactor, self.layers, self._timer)
+        self._fanout = Fanout(self._connections, self._reactor, self.layers)
         self.lost = self._connections.lost  # called when a connection to a worker ended
         self._timer.start(lambda now: self._reactor.watch(now))
         self._reactor.start()
@@ -187,17 +194,16 @@ class Agent:
         """
         peer = self._connections.peer(to)
         limit = self.timeout if timeout is DEFAULT else limit_of(timeout, self.timeout)
-        pending = Pending(peer, function if asked is None else asked, limit)
+        pending = PendingCall(peer, function if asked is None else asked, limit)
         parent = serving.get()
         if parent is not None:
             parent.admit(pending)
-        message, weight = self._message(peer, pending, function, args, kwargs)
-        peer.call(pending, message, weight)
+        peer.call(pending, self._message(peer, pending, function, args, kwargs))
         if parent is not None:
             parent.hold(pending)
         try:
-            if not peer.wait(pending):
-                raise peer.timed_out(pending)
+            if not pending.wait():
+                raise peer.timeout_error(pending)
         finally:
             if not pending.done:
                 peer.forget(pending)
@@ -235,22 +241,19 @@ class Agent:
         With a `creation`, which the layer of references understands, the value stays there.
         """
         peer = self._connections.peer(to)
-        if peer.crowded and not self._reactor.on_worker():  # who serves a call must go on: others may wait for it
-            peer.wait_for_room()
+        if peer.is_full and not self._reactor.on_worker():  # a thread that serves a call goes on: others wait for it
+            peer.wait_for_capacity()
         limit = self.timeout if timeout is DEFAULT else limit_of(timeout, self.timeout)
-        pending = Pending(peer, function if asked is None else asked, limit, outcome, keeps)
+        pending = PendingCall(peer, function if asked is None else asked, limit, outcome, keeps)
         parent = serving.get()
         if parent is not None:
             parent.admit(pending)
         outcome.call = pending
-        message, weight = self._message(peer, pending, function, args, kwargs, creation)
-        later, nearer = peer.call(pending, message, weight)
+        peer.call(pending, self._message(peer, pending, function, args, kwargs, creation))
         if parent is not None:
             parent.hold(pending)
-        if nearer:
-            self._timer.wake_by(pending.deadline)
-        if later:
-            self._timer.wake_by(monotonic() + COMPANY_WAIT, rough=True)
+        if not outcome.quick:
+            peer.connection.read_in_background()
 
     def call_each(
         self,
@@ -275,24 +278,24 @@ class Agent:
 
     def expect(self, to: str | int) -> None:
         """Have the answers of a worker read as they come, if nobody does."""
-        self._connections.peer(to).expect()
+        self._connections.peer(to).connection.read_in_background()
 
-    def _complete(self, pending: Pending) -> None:
+    def _complete(self, pending: PendingCall) -> None:
         """Tell the outcome of a call, and so whoever has callbacks there."""
         outcome = pending.outcome
         assert outcome is not None
-        outcome.call = pending.outcome = pending.keeps = None
+        outcome.call = pending.outcome = pending.keep_alive = None
         if self.streams.used:
             with self.streams.aside():
                 self._tell(outcome, pending)
         else:
             self._tell(outcome, pending)
 
-    def _tell(self, outcome: Outcome, pending: Pending) -> None:
+    def _tell(self, outcome: Outcome, pending: PendingCall) -> None:
         try:
             value = self._open(pending)
         except BaseException as error:  # of code of the user that opens the value, too: who waits must not wait on
-            outcome.about = f"{user_name(pending.asked)} on worker {pending.peer.name!r}"
+            outcome.about = f"{user_name(pending.label)} on worker {pending.peer.name!r}"
             outcome.set_exception(error.with_traceback(None))
             if not isinstance(error, Exception):
                 raise
@@ -300,27 +303,27 @@ class Agent:
             outcome.set_result(value)
 
     def _message(
-        self, peer: OutgoingCalls, pending: Pending, function: Any, args: Any, kwargs: Any, creation: Any = None
-    ) -> tuple[Message, int]:
-        """What a call says, and the bytes of its tensors."""
-        name, arguments = encoded(function, args, kwargs, peer.program == self.program != "")
+        self, peer: Peer, pending: PendingCall, function: Any, args: Any, kwargs: Any, creation: Any = None
+    ) -> Message:
+        """Return the message of a call, whose weight is known then."""
+        name, arguments = encoded(function, args, kwargs, peer.member.program == self.program != "")
         body, tensors, references, buffers = arguments
-        message, weight = Message(CALL, 0, 0, name), 0
+        message = Message(CALL, 0, 0, name)
         if tensors:
             message.meta, blobs = pack(tensors, peer.places.calls, buffers)
             if blobs:
                 message.blobs = blobs
-                weight = sum(blob.nbytes for blob in blobs)
+                pending.weight = sum(blob.nbytes for blob in blobs)
                 pending.underway = Underway(tensors[: len(tensors) - buffers], pending.outcome is None)
         attach(self.layers, message, body, pending, function, tensors, references, creation)
-        return message, weight
+        return message
 
-    def _open(self, pending: Pending) -> Any:
+    def _open(self, pending: PendingCall) -> Any:
         """The value of a call that is done, or its error raised."""
         if pending.error is not None:
             raise fresh(pending.error)
         if pending.underway is not None:
-            pending.underway.check(pending.asked, pending.peer.name)
+            pending.underway.check(pending.label, pending.peer.name)
         answer, attachments = pending.answer, pending.attachments
         assert answer is not None
         if answer.kind != RESULT:
@@ -408,7 +411,7 @@ class Agent:
 
     def shares_program(self, to: str) -> bool:
         """Whether that worker runs the same main program."""
-        return self._connections.peer(to).program == self.program != ""
+        return self._connections.peer(to).member.program == self.program != ""
 
     def maps_devices_to(self, name: str) -> bool:
         """Whether this worker has a device map to that one."""

@@ -8,7 +8,6 @@ import secrets
 import threading
 from collections.abc import Callable, Collection, Iterable
 from functools import partial
-from math import inf
 from time import perf_counter
 from typing import Any, NamedTuple, Protocol
 
@@ -17,8 +16,9 @@ from telegrad.agent.attachments import Layers
 from telegrad.agent.common_memory import CommonMemory
 from telegrad.agent.entrance import Caller
 from telegrad.agent.health import Health
-from telegrad.agent.outgoing import AnyLink, OutgoingCalls
-from telegrad.agent.pending import Pending
+from telegrad.agent.lazy_link import AnyLink
+from telegrad.agent.peer import Peer
+from telegrad.agent.pending_call import PendingCall
 from telegrad.agent.reactor import Reactor
 from telegrad.agent.scheduler import Work
 from telegrad.agent.settings import Settings
@@ -86,25 +86,28 @@ class Connections:
         layers: Layers,
         streams: Streams,
         service: Service,
-        complete: Callable[[Pending], None],
+        complete: Callable[[PendingCall], None],
+        wake_at: Callable[[float, bool], None],
     ) -> None:
         """Listen, on a Unix socket where hosts have them and on a free TCP port of `address`.
 
-        `service` is for what others send, `complete` is called once for each asynchronous call that has ended.
+        `service` is for what others send, `complete` is called once for each asynchronous call that has ended,
+        `wake_at` has `tick` called at a time.
         """
         self.lost: list[Callable[[Identity, PeerError], None]] = []
-        self._settings = settings
-        self._reactor = reactor
-        self._layers = layers
+        self.settings = settings
+        self.reactor = reactor
+        self.layers = layers
         self._service = service
-        self._complete = complete
+        self.complete = complete
+        self.wake_at = wake_at
         self._arena = Arena(settings.shared_memory)
         self._heap = Heap()
         self._pool = SharedPool(settings.shared_memory)
         self.staging = Staging(streams)
         # Guards _peers, _accepted, _warned, `closed`, _left, and that _names is replaced; single looks go without.
         self._lock = threading.Lock()
-        self._peers: dict[str, OutgoingCalls] = {}  # by incarnation
+        self._peers: dict[str, Peer] = {}  # by incarnation
         self._accepted: dict[Link, tuple[str, str]] = {}  # and whose connection it is, and which
         self._cut: dict[str, PeerError] = {}  # incarnations of workers that are out of the group; the newest of them
         self._warned: set[str] = set()  # incarnations of workers whose loss was logged, or that left in order
@@ -117,7 +120,7 @@ class Connections:
         self._over: PeerError | None = None  # why nobody can be called any more; stored with `closed`
         self._left: tuple[PeerError, str] | None = None  # and how this worker did, once all connections are ended
         self._joined: _Joined | None = None  # set once
-        self._names: dict[str | int, OutgoingCalls] = {}  # found before; `get` and stores go without the lock
+        self._names: dict[str | int, Peer] = {}  # found before; `get` and stores go without the lock
         self.listener = Listener(
             address, settings.tls, settings.transport, settings.silence, reactor.poller, self._accept
         )
@@ -145,16 +148,16 @@ class Connections:
     @property
     def outstanding(self) -> bool:
         """Whether a call to another worker was not answered yet."""
-        return any(peer.outstanding for peer in list(self._peers.values()))
+        return any(peer.calls.in_flight for peer in list(self._peers.values()))
 
     @property
     def begun(self) -> int:
         """How many calls were begun from here."""
-        return sum(peer.begun for peer in list(self._peers.values()))
+        return sum(peer.calls.begun for peer in list(self._peers.values()))
 
     # From here
 
-    def peer(self, to: str | int | Identity) -> OutgoingCalls:
+    def peer(self, to: str | int | Identity) -> Peer:
         """The calling side towards a worker."""
         if isinstance(to, Identity):
             try:
@@ -167,7 +170,7 @@ class Connections:
             peer = names[to] = self._peer_of(self.joined.directory.find(to))
         return peer
 
-    def of_life(self, to: str | int, incarnation: str) -> OutgoingCalls:
+    def of_life(self, to: str | int, incarnation: str) -> Peer:
         """The calling side towards a worker in that life, if one is given.
 
         Raises:
@@ -189,29 +192,19 @@ class Connections:
                 raise PeerUnreachable(f"worker {to!r} calls this one, and is not in the directory yet") from None
             raise
 
-    def _peer_of(self, member: Member) -> OutgoingCalls:
+    def _peer_of(self, member: Member) -> Peer:
         with self._lock:
             if self.closed:
                 raise fresh(self._over or ShutDown(f"worker {self._me.name!r} shut down"))
             peer = self._peers.get(member.incarnation)
             if peer is None:
-                peer = self._peers[member.incarnation] = OutgoingCalls(
-                    member.identity,
-                    member.program,
-                    self._places(member),
-                    self._reactor,
-                    (self._settings.most_calls, self._settings.most_bytes),
-                    lambda peer, number: self._connect(peer, number, member),
-                    self._complete,
-                    self._peer_lost,
-                    self._layers,
-                    self._is_near(member),
-                )
+                peer = Peer(member, self._places(member), self._is_near(member), self)
+                self._peers[member.incarnation] = peer
         return peer
 
     def _is_near(self, member: Member) -> bool:
         """Whether memory can be lent to it, as far as is known before there is a connection."""
-        ways = member.unix and self.listener.unix and self._settings.transport != "tcp"
+        ways = member.unix and self.listener.unix and self.settings.transport != "tcp"
         return bool(ways) and member.host == self._me.host and member.incarnation != self._me.incarnation
 
     def _places(self, member: Member) -> Places:
@@ -221,9 +214,11 @@ class Connections:
         map_ = mine.maps.get(member.name, {})
         return Places(for_calls(member.name, map_), for_gradients(map_, theirs.maps.get(self._me.name, {})))
 
-    def _connect(self, peer: OutgoingCalls, number: int, member: Member) -> AnyLink:
+    def connect_to(self, peer: Peer) -> AnyLink:
+        """Make a connection for the calls to a worker."""
+        member = peer.member
         if member.incarnation == self._me.incarnation:
-            return self._loop(peer, number)
+            return self._loop(peer)
         target = Target(
             member.name,
             member.incarnation,
@@ -237,9 +232,9 @@ class Connections:
             channel,
             member.name,
             peer.on_messages,
-            partial(peer.ended, number),
+            peer.link_closed,
             prompt=False,
-            expected=peer.expects,
+            expected=peer.calls.in_flight.__len__,
             widen=None if shared else partial(self._begin_widen, target),
         )
         link.feed(channel.leftover)
@@ -248,7 +243,7 @@ class Connections:
         return link
 
     def _reach(self, target: Target) -> Channel:
-        settings = self._settings
+        settings = self.settings
         with descriptors.explained(f"worker {target.name!r} was not called", PeerUnreachable):
             return connect(
                 target,
@@ -275,18 +270,18 @@ class Connections:
 
     def _link(self, channel: Channel, peer: str, *args: Any, **options: Any) -> Link:
         stores = MemorySources(self._arena, self._pool if channel.shared else None, self.staging)
-        given = channel.sock, peer, self._reactor.poller, stores, *args
+        given = channel.sock, peer, self.reactor.poller, stores, *args
         return Link(*given, **options) if channel.ciphers is None else EncryptedLink(channel.ciphers, *given, **options)
 
     def _claim_to(self, name: str) -> Claim:
         return self.joined.claim._replace(map=tuple(self._me.devices.maps.get(name, {}).items()))
 
-    def _loop(self, peer: OutgoingCalls, number: int) -> LoopEnd:
+    def _loop(self, peer: Peer) -> LoopEnd:
         caller = Caller(self._me.identity, self._me.program != "", self._claim_to(self._me.name).map)
         arrive = partial(self._service.on_messages, caller)
-        return LoopEnd(self._me.name, arrive, peer.on_messages, partial(peer.ended, number))
+        return LoopEnd(self._me.name, arrive, peer.on_messages, peer.link_closed)
 
-    def _peer_lost(self, who: Identity, reason: PeerError) -> None:
+    def peer_lost(self, who: Identity, reason: PeerError) -> None:
         self._forget_names(lambda incarnation: incarnation != who.incarnation)  # its name may now be another's
         self.tell_lost(who, reason)
 
@@ -394,19 +389,18 @@ class Connections:
         """Now and then: end calls, give back what was lent, hear of ends of idle connections; when to look again."""
         with self._lock:
             peers, accepted = list(self._peers.values()), list(self._accepted)
-        upcoming = min((peer.tick(now) for peer in peers), default=inf)
-        links = (peer.link for peer in peers)
-        upcoming = min(upcoming, self._health.tick(now, [link for link in links if isinstance(link, Link)]))
-        for link in accepted:
+        links = [link for peer in peers if isinstance(link := peer.link, Link)]
+        for peer in peers:
+            peer.connection.read_in_background()  # to hear of the end of an idle connection
+        upcoming = min([self._health.tick(now, links), *(peer.expire(now) for peer in peers)])
+        for link in [*accepted, *links]:
             link.release()
         self.listener.tick(now)
         self._arena.trim(now)
         self._heap.tick(now)
         retired = self._pool.trim(now)
         if retired:
-            for peer in peers:
-                peer.retire(retired)
-            for link in accepted:
+            for link in [*accepted, *links]:
                 link.retire(retired)
         return upcoming
 

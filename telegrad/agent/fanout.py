@@ -13,9 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import compress
-from math import inf
 from operator import not_
-from time import monotonic
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -25,10 +23,9 @@ from telegrad.agent.cancelling import serving
 from telegrad.agent.connections import Connections
 from telegrad.agent.futures import Outcome
 from telegrad.agent.naming import user_name
-from telegrad.agent.outgoing import COMPANY_WAIT, OutgoingCalls
-from telegrad.agent.pending import Pending
+from telegrad.agent.peer import Peer
+from telegrad.agent.pending_call import PendingCall
 from telegrad.agent.reactor import Reactor
-from telegrad.agent.timer import TimerThread
 from telegrad.agent.underway import Underway
 from telegrad.agent.wording import attach, encoded
 from telegrad.group.members import Identity
@@ -70,7 +67,7 @@ class _Said(NamedTuple):
     packed: _Packed
 
 
-_Ready = tuple[EachCall, OutgoingCalls, _Said]
+_Ready = tuple[EachCall, Peer, _Said]
 
 
 class _Wording:
@@ -84,17 +81,17 @@ class _Wording:
         self.packed: list[_Packed] = []
         self._plain: dict[str, _Said] = {}  # by program, what is the same wherever tensors arrive
 
-    def to(self, peer: OutgoingCalls) -> _Said:
-        said = self._plain.get(peer.program)
+    def to(self, peer: Peer) -> _Said:
+        said = self._plain.get(peer.member.program)
         if said is not None and (not said.packed.meta or peer.places.calls.keeps_host):
             return said
-        same, place = peer.program == self._program != "", peer.places.calls
+        same, place = peer.member.program == self._program != "", peer.places.calls
         name, arguments = self._once(same, self._encode)
         tensors = arguments.tensors
         if tensors and not (place.keeps_host and all(tensor.is_cpu for tensor in tensors)):
             return _Said(name, arguments, self._once((same, place), self._pack, arguments, place))
         packed = self._once((same, None), self._pack, arguments, place) if tensors else _Packed()
-        said = self._plain[peer.program] = _Said(name, arguments, packed)
+        said = self._plain[peer.member.program] = _Said(name, arguments, packed)
         return said
 
     def failed_for_all(self, error: Exception) -> bool:
@@ -130,11 +127,10 @@ class _Wording:
 class Fanout:
     """The calls of one worker to many at once."""
 
-    def __init__(self, connections: Connections, reactor: Reactor, layers: Layers, timer: TimerThread) -> None:
+    def __init__(self, connections: Connections, reactor: Reactor, layers: Layers) -> None:
         self._connections = connections
         self._reactor = reactor
         self._layers = layers
-        self._timer = timer
         self.encodings = 0  # how often arguments were pickled; for people, since threads may miscount it
 
     def call(
@@ -163,12 +159,12 @@ class Fanout:
             if packed.near > 1:
                 packed.blobs = list(map(self._in_common, packed.blobs))
         may_wait = not self._reactor.on_worker()  # who serves a call must go on: others may wait for it
-        has_room = [not (peer.crowded and may_wait) for _, peer, _ in ready]
+        has_room = [not (peer.is_full and may_wait) for _, peer, _ in ready]
         self._send(list(compress(ready, has_room)), function, timeout, asked)
         for each, why in failed:
             _tell(each, asked, why)
         for one in compress(ready, map(not_, has_room)):
-            one[1].wait_for_room()
+            one[1].wait_for_capacity()
             self._send([one], function, timeout, asked)
 
     def _in_common(self, blob: Blob) -> Blob:
@@ -180,36 +176,28 @@ class Fanout:
         """Make all messages, then write them, then have the answers read: else the threads would take turns."""
         made = [self._made(*one, function, timeout, asked) for one in ready]
         parent = serving.get()
-        later, upcoming = False, inf
-        for each, peer, pending, message, weight in filter(None, made):
+        for each, peer, pending, message in filter(None, made):
             try:
-                waits, nearer = peer.call(pending, message, weight, False)
+                peer.call(pending, message)
             except Exception as error:
                 if raised_by_handler(error):
                     raise
-                if peer.unsent(pending):
-                    _tell(each, asked, error)
+                _tell(each, asked, error)
             else:
                 if parent is not None:
                     parent.hold(pending)
-                later |= waits
-                if nearer and pending.deadline < upcoming:
-                    upcoming = pending.deadline
         for each, peer, _ in ready:
             if not each.outcome.quick:
-                peer.expect()
-        if upcoming < inf:
-            self._timer.wake_by(upcoming)
-        if later:
-            self._timer.wake_by(monotonic() + COMPANY_WAIT, rough=True)
+                peer.connection.read_in_background()
 
     def _made(
-        self, each: EachCall, peer: OutgoingCalls, said: _Said, function: Any, timeout: float, asked: Any
-    ) -> tuple[EachCall, OutgoingCalls, Pending, Message, int] | None:
+        self, each: EachCall, peer: Peer, said: _Said, function: Any, timeout: float, asked: Any
+    ) -> tuple[EachCall, Peer, PendingCall, Message] | None:
         """A call that can be sent."""
         name, (body, tensors, references, _), packed = said
-        pending = Pending(peer, asked, timeout, each.outcome, each.keeps)
+        pending = PendingCall(peer, asked, timeout, each.outcome, each.keeps)
         pending.underway = packed.underway
+        pending.weight = packed.weight
         message = Message(CALL, 0, 0, name, packed.meta, b"", packed.blobs)
         try:
             if (parent := serving.get()) is not None:
@@ -221,7 +209,7 @@ class Fanout:
             _tell(each, asked, error)
             return None
         each.outcome.call = pending
-        return each, peer, pending, message, packed.weight
+        return each, peer, pending, message
 
 
 def _tell(each: EachCall, asked: Any, error: Exception) -> None:

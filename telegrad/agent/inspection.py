@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 from telegrad.agent import futures
 from telegrad.agent.agent import Agent
 from telegrad.agent.entrance import Caller, Incoming
-from telegrad.agent.outgoing import OutgoingCalls
-from telegrad.agent.pending import Pending
+from telegrad.agent.peer import Peer
+from telegrad.agent.pending_call import PendingCall
 from telegrad.agent.scheduler import Work
 from telegrad.agent.server import Server
 
@@ -26,10 +26,10 @@ class Traffic(NamedTuple):
     received: dict[str, int]
 
 
-def calls_out(agent: Agent) -> list[Pending]:
+def calls_out(agent: Agent) -> list[PendingCall]:
     """Calls of this worker that were not answered yet, but for those that are a part of another."""
     peers = list(agent._connections._peers.values())
-    calls = [pending for peer in peers for pending in peer._calls.in_flight.copy().values()]
+    calls = [pending for peer in peers for pending in peer.calls.in_flight.copy().values()]
     return [pending for pending in calls if not hasattr(pending.outcome, "behind")]
 
 
@@ -62,7 +62,7 @@ def slots(agent: Agent) -> tuple[int, int]:
 def traffic(agent: Agent) -> Traffic:
     """Counted by whoever is at the other end."""
     connections = agent._connections
-    links: list[Any] = [peer._link for peer in list(connections._peers.values())]
+    links: list[Any] = [peer.link for peer in list(connections._peers.values())]
     links += list(connections._accepted.copy())
     found = Traffic({}, {})
     for link in links:
@@ -84,27 +84,27 @@ class Stands(NamedTuple):
     """What the stack of a thread says of its part in calls."""
 
     serves: list[Incoming]  # the calls that it runs, the innermost last
-    waits: Pending | None  # for the end of which call
-    room: OutgoingCalls | None  # it waits until fewer calls are in flight to that worker
+    waits: PendingCall | None  # for the end of which call
+    room: Peer | None  # it waits until fewer calls are in flight to that worker
 
 
 NOWHERE = Stands([], None, None)
 
 _SERVE: CodeType = Server._serve.__code__
 _WAITS: dict[CodeType, Callable[[dict[str, Any]], Any]] = {
-    OutgoingCalls._wait.__code__: lambda names: names.get("pending"),
-    Pending.help.__code__: lambda names: names.get("self"),
+    PendingCall.wait.__code__: lambda names: names.get("self"),
+    PendingCall.help.__code__: lambda names: names.get("self"),
     futures.wait_for.__code__: lambda names: getattr(names.get("future"), "call", None),
 }
-_ROOM: CodeType = OutgoingCalls.wait_for_room.__code__
+_ROOM: CodeType = Peer.wait_for_capacity.__code__
 
 
 def stands(stack: Sequence[FrameType], agent: Agent) -> Stands:
     """Read a stack, whose outermost frame comes first; a process may have threads of other agents, too."""
-    peers = list(agent._connections._peers.values())
+    peers: list[Any] = list(agent._connections._peers.values())
     serves: list[Incoming] = []
-    waits: Pending | None = None
-    room: OutgoingCalls | None = None
+    waits: PendingCall | None = None
+    room: Peer | None = None
     for frame in reversed(stack):
         code = frame.f_code
         if code is _SERVE and frame.f_locals["self"] is agent._server:
@@ -112,7 +112,7 @@ def stands(stack: Sequence[FrameType], agent: Agent) -> Stands:
         elif code in _WAITS and waits is None and not serves:
             found = _WAITS[code](frame.f_locals)
             found = getattr(getattr(found, "outcome", None), "behind", None) or found  # the call of which it is a part
-            waits = found if isinstance(found, Pending) and not found.done and found.peer in peers else None
+            waits = found if isinstance(found, PendingCall) and not found.done and found.peer in peers else None
         elif code is _ROOM and not serves and frame.f_locals["self"] in peers:
             room = frame.f_locals["self"]
     return Stands(serves[::-1], waits, room)

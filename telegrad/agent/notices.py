@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from telegrad.agent.attachments import GraphContext
-from telegrad.agent.outgoing import OutgoingCalls
+from telegrad.agent.peer import Peer
 from telegrad.group.members import Identity
 from telegrad.wire.messages import HAS_GRAPH, NOTICE, PATIENT, Message, append
 from telegrad.wire.packing import pack
@@ -35,7 +35,7 @@ class Handlers:
 
 
 def notice_to(
-    peer: OutgoingCalls,
+    peer: Peer,
     message: tuple[Any, ...],
     tensors: Sequence[Tensor],
     context: GraphContext | None,

@@ -11,7 +11,7 @@ from torch import Tensor
 from telegrad.agent import scene
 from telegrad.agent.attachments import Layers
 from telegrad.agent.naming import OWN_ARGUMENTS
-from telegrad.agent.pending import Pending
+from telegrad.agent.pending_call import PendingCall
 from telegrad.errors import CannotEncode
 from telegrad.wire.functions import name_of
 from telegrad.wire.messages import HAS_GRAPH, HAS_REFERENCES, INFERENCE, NO_GRAD, SCENE, Message, append
@@ -35,7 +35,7 @@ def attach(
     layers: Layers,
     message: Message,
     body: bytes,
-    pending: Pending,
+    pending: PendingCall,
     function: Any,
     tensors: Sequence[Tensor],
     references: Sequence[Any],

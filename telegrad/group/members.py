@@ -10,7 +10,7 @@ A worker goes by several names, after what is wanted of it:
 One that joins by its role alone has no name yet: it gets one from its role and a number as it joins (`named`).
 
 Others are no names of a worker, but of what one has with it: a `Claim` is what it says at the door, before it is
-believed; a peer the calls from here to it (`OutgoingCalls`); a `Caller` who makes those from it to here.
+believed; a peer the calls from here to it (`Peer`); a `Caller` who makes those from it to here.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from telegrad.agent.compiling import not_compiled
 from telegrad.agent.deadlines import limit_of
 from telegrad.agent.futures import Future, Signal
 from telegrad.agent.naming import user_name
-from telegrad.agent.pending import Pending
+from telegrad.agent.pending_call import PendingCall
 from telegrad.errors import CallTimeout, ShutDown, TelegradError, UsageError
 from telegrad.group.members import Identity
 from telegrad.interrupts import raised_by_handler
@@ -65,7 +65,7 @@ class _Pull(Signal):
     def __init__(self, behind: Any) -> None:
         super().__init__()
         self.behind = behind  # the call that runs the function, for who looks on
-        self.call: Pending | None = None
+        self.call: PendingCall | None = None
         self.answer: list[Any] = []
 
     def set_result(self, result: Any = None) -> None:

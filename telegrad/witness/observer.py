@@ -149,7 +149,7 @@ class Observer:
             CallOut(
                 to=pending.peer.name,
                 number=pending.id,
-                function=user_name(pending.asked),
+                function=user_name(pending.label),
                 age=max(0.0, now - pending.begun),
                 timeout=pending.timeout,
                 thread=waiting.get(id(pending)),

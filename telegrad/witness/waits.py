@@ -9,7 +9,7 @@ from typing import Any
 
 from telegrad import progress
 from telegrad.agent import futures
-from telegrad.agent.pending import Pending
+from telegrad.agent.pending_call import PendingCall
 from telegrad.autograd.conductor import Conductor
 from telegrad.group import joining, stores
 from telegrad.group.membership import Membership
@@ -84,7 +84,7 @@ def _future(names: Names, _: Missing) -> Wait | None:
     if isinstance(future, Opening):
         about = "the value of a reference of this worker, which is not made yet"
         return Wait(what="value", on=[], about=about, age=age)
-    if isinstance(getattr(future, "call", None), Pending):
+    if isinstance(getattr(future, "call", None), PendingCall):
         return None  # that call is told of itself
     return Wait(what="future", on=[], about=getattr(future, "about", "") or "a future that is not done", age=age)
 

@@ -84,7 +84,8 @@ def test_workers_of_another_program_have_an_encoding_of_their_own(monkeypatch: p
     monkeypatch.setattr("telegrad.agent.agent.program", lambda: "this one")
     with agents(4) as workers:
         agent = workers[0].agent
-        agent._connections.peer("w2").program = "another"
+        peer = agent._connections.peer("w2")
+        peer.member = peer.member._replace(program="another")
         assert values(call_each(agent, here)) == list(OTHERS)
         assert agent._fanout.encodings == 2
 
@@ -246,8 +247,8 @@ def test_all_are_sent_before_anybody_is_waited_for() -> None:
         agent = workers[0].agent
         values(call_each(agent, here, to=("w1", "w2")))
         peer = agent._connections.peer("w1")
-        with peer._lock:
-            peer._calls._most_calls = 1
+        with peer.lock:
+            peer.calls._most_calls = 1
         first = call_each(agent, consume, to=("w1",))
         (futures, _) = in_threads(lambda: call_each(agent, release_who_waits, to=("w1", "w2")), lambda: values(first))
         assert values(futures) == [None, None]

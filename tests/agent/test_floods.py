@@ -144,7 +144,7 @@ def test_a_caller_that_is_not_read_hears_that_the_callee_lives(three: tuple[Work
         link_of(flooder).send(call(number, hold, number))
     wait_until(lambda: is_held(callee, "w1"))
     before = link_of(flooder).taken
-    flooder.agent._connections.peer("w0").expect()
+    flooder.agent._connections.peer("w0").connection.read_in_background()
     wait_until(lambda: link_of(flooder).taken > before)
 
 

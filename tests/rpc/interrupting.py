@@ -374,9 +374,8 @@ def link_of(descriptor: str) -> str:
 
 
 def under_way(peer: Any) -> tuple[int, int, int]:
-    with peer._lock:
-        calls = peer._calls
-        return len(calls.in_flight), len(calls._backlog), calls._weight
+    with peer.lock:
+        return len(peer.calls.in_flight), len(peer.connection._queue), peer.calls._weight
 
 
 def lent() -> list[Any]:

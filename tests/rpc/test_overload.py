@@ -55,11 +55,11 @@ def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Worker, Worker]]:
 
 def limit(agent: Agent, **limits: Any) -> None:
     """What may be in flight to workers that were not called yet."""
-    agent._connections._settings = agent._connections._settings._replace(**limits)
+    agent._connections.settings = agent._connections.settings._replace(**limits)
 
 
 def in_flight(worker: Worker) -> int:
-    return sum(each.outstanding for each in worker.agent._connections._peers.values())
+    return sum(len(each.calls.in_flight) for each in worker.agent._connections._peers.values())
 
 
 def crowd(caller: Worker, begin: Callable[[int], Future[Any]]) -> list[Any]:

@@ -1,9 +1,9 @@
 """Workers that die and come back under their names, and the calls of another to them, in any order of events.
 
-As in `calls_world`, each actor is a generator; what it does between two yields happens at once. There is a machine of
-calls for each life of a worker, a queue of the calls that are made once more, and a table of idempotent calls in each
-life. A life that was struck out
-may live on, and the next one may listen where an earlier one did.
+Each actor is a generator; what it does between two yields happens at once. There is a table of calls for each life of
+a worker, with a connection such as `calls_world` tests; a queue of the calls that are made once more, and a table of idempotent
+calls in each life. A
+life that was struck out may live on, and the next one may listen where an earlier one did.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
-from telegrad.agent.calls import Calls, Instruction, State
+from telegrad.agent.call_table import CallTable
 from telegrad.rpc.idempotency import IdempotencyTable
 from telegrad.rpc.retry_queue import Failure, RetryPolicy, RetryQueue, backoff, should_retry
 
@@ -73,15 +73,12 @@ class Attempt:
     left: float
     id: int = 0
     weight: int = 0
-    connection: int = 0
-    timed: bool = False
-    unwanted: bool = False
+    outcome: bool = True
     link: Connection | None = None
 
 
 @dataclass(eq=False)
 class Connection:
-    number: int
     life: Life
     side: Side
     whole: bool = True
@@ -96,8 +93,10 @@ class Side:
 
     def __init__(self, life: Life) -> None:
         self.life = life
-        self.calls: Calls[Attempt, Attempt] = Calls(1000, 1000, lambda _: False)
+        self.calls: CallTable[Attempt] = CallTable(1000, 1000)
         self.open: Connection | None = None
+        self.queue: list[Attempt] = []
+        self.is_connecting = False
         self.connections: list[Connection] = []
 
 
@@ -316,59 +315,58 @@ class World:
                 if side is None or side.open is None:
                     break
 
-    # A message leaves, as in `OutgoingCalls`
+    # A message leaves, as in `LazyLink`
 
     def send(self, side: Side, attempt: Attempt) -> Iterator[None]:
-        calls = side.calls
-        instruction, link = calls.begin(attempt, attempt), side.open
-        if attempt.timeout:
-            calls.time(attempt)
-        while instruction in (Instruction.SEND, Instruction.SET_APART):
+        side.calls.add(attempt)
+        while (link := side.open) is not None:
+            attempt.link = link
             yield
-            if instruction is Instruction.SEND:
-                assert link is not None
-                if self.write(link, attempt):
-                    return
-                if side.open is link:
-                    side.open = None
-                    calls.missed(calls.connection)
-            instruction = calls.send(attempt, attempt, is_apart=instruction is Instruction.SET_APART)
-            link = side.open
-        if instruction is Instruction.CONNECT:
-            self.begin(self.connector(side, calls.connection))
+            if self.write(link, attempt):
+                return
+            if side.open is link:
+                side.open = None
+        side.queue.append(attempt)
+        if not side.is_connecting:
+            side.is_connecting = True
+            self.begin(self.connector(side))
 
     def write(self, link: Connection, attempt: Attempt) -> bool:
         if not link.lives:
             return False
         assert attempt.meant is link.life, f"what was meant for life {attempt.meant.number} came to {link.life.number}"
-        attempt.link = link
         link.life.arrived.append(attempt)
         return True
 
-    def connector(self, side: Side, number: int) -> Iterator[None]:
+    def connector(self, side: Side) -> Iterator[None]:
         yield
         life = self.door(side.life)
         if life is None or (not self.calm and self.chance.random() < 0.05):
             self.forget_lost(side)
-            self.end_all(side.calls.refused(), Failure.NOT_RUN)
+            self.abort(side, side.queue, Failure.NOT_RUN)
             return
-        link = Connection(number, life, side)
+        link = Connection(life, side)
         side.connections.append(link)
         while True:
             yield
-            backlog = side.calls.drain()
-            if side.calls.state is State.OPEN:
-                side.open = link
-            if not backlog:
+            batch, side.queue = side.queue, []
+            if not batch:
+                side.open, side.is_connecting = link, False
                 break
-            for at, (_, attempt) in enumerate(backlog):
+            for attempt in batch:
+                attempt.link = link
+            for at, attempt in enumerate(batch):
                 yield
                 if not self.write(link, attempt):
                     self.forget_lost(side)
-                    self.end_all(side.calls.refused(backlog[at:]), Failure.MAY_HAVE_RUN)
+                    self.abort(side, [*batch[at:], *side.queue], Failure.MAY_HAVE_RUN)
                     return
         if not link.lives:
             self.end(link)
+
+    def abort(self, side: Side, unsent: list[Attempt], fate: Fate) -> None:
+        side.is_connecting, side.queue = False, []
+        self.end_all([attempt for attempt in unsent if side.calls.pop(attempt.id) is not None], fate)
 
     def door(self, wanted: Life) -> Life | None:
         """Who answers where a life has listened, if it is that one."""
@@ -391,7 +389,7 @@ class World:
         if link.side.open is link:
             link.side.open = None
         self.forget_lost(link.side)
-        self.end_all(link.side.calls.ended(link.number), Failure.MAY_HAVE_RUN)
+        self.end_all(link.side.calls.pop_all(lambda attempt: attempt.link is link), Failure.MAY_HAVE_RUN)
 
     def end_all(self, attempts: list[Attempt], fate: Failure) -> None:
         for attempt in attempts:
@@ -438,7 +436,7 @@ class World:
         for attempt in attempts:
             link = attempt.link
             assert link is not None
-            if link.lives and link.side.calls.take(attempt.id) is not None:
+            if link.lives and link.side.calls.pop(attempt.id) is not None:
                 attempt.tell(None)
                 if attempt.asked.policy.repeats and self.chance.random() < 0.7:
                     run.life.table.settled("me", self.number(attempt.asked))
@@ -450,7 +448,7 @@ class World:
             yield
             self.now += self.chance.choice([0.002, 0.02])
             for side in list(self.sides.values()):
-                self.end_all(side.calls.expired(self.now), Failure.FINAL)
+                self.end_all(side.calls.pop_expired(self.now), Failure.FINAL)
             for asked, _ in self.queue.expired(self.now):
                 assert asked.until <= self.now
                 asked.fates.append("late")
