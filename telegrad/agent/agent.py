@@ -84,12 +84,7 @@ class Agent:
         )
         self.ticking.append(self._server.intake.tick)
         self._connections = Connections(
-            settings,
-            address,
-            self._reactor,
-            self.layers,
-            self.streams,
-            self._server,
+            *(settings, address, self._reactor, self.layers, self.streams, self._server),
             self._complete,
             self._timer.wake_by,
         )
