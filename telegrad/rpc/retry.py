@@ -26,7 +26,7 @@ from telegrad.agent.deadlines import limit_of
 from telegrad.agent.fanout import EachCall
 from telegrad.agent.futures import Future, Outcome, Signal
 from telegrad.agent.naming import known_as, user_name
-from telegrad.agent.pending import Pending
+from telegrad.agent.pending_call import PendingCall
 from telegrad.agent.scene import InTurn, Share
 from telegrad.errors import (
     CallCancelled,
@@ -150,7 +150,7 @@ class RetriedCall:
         self.over = Signal()  # happens once the outcome was told
         self._retries = retries
         self._context = CallerContext()
-        self._last: Pending | None = None  # the call that was made last, unless it could not be made
+        self._last: PendingCall | None = None  # the call that was made last, unless it could not be made
         self._cancelled = ""  # why, once it was
         self._lost: BaseException | None = None  # the first failure after which it may have run
         self._repeats = 0
@@ -291,13 +291,13 @@ class RetriedCall:
     # As an outcome, as the call of its own one, and as one that is made for the sake of another
 
     @property
-    def call(self) -> Pending | None:
+    def call(self) -> PendingCall | None:
         """The call that is under way."""
         last = self._last
         return None if last is None or last.done else last
 
     @call.setter
-    def call(self, call: Pending | None) -> None:
+    def call(self, call: PendingCall | None) -> None:
         self._last = call or self._last
 
     @property

@@ -1,9 +1,9 @@
 """Workers that die and come back under their names, and the calls of another to them, in any order of events.
 
 Each actor is a generator; what it does between two yields happens at once. There is a table of calls for each life of
-a worker, with a connection such as `calls_world` tests; a queue of the calls that are made once more, and a table of idempotent
-calls in each life. A
-life that was struck out may live on, and the next one may listen where an earlier one did.
+a worker, with a connection such as `calls_world` tests; a queue of the calls that are made once more, and a table of
+idempotent calls in each life. A life that was struck out may live on, and the next one may listen where an earlier one
+did.
 """
 
 from __future__ import annotations
@@ -364,7 +364,7 @@ class World:
         if not link.lives:
             self.end(link)
 
-    def abort(self, side: Side, unsent: list[Attempt], fate: Fate) -> None:
+    def abort(self, side: Side, unsent: list[Attempt], fate: Failure) -> None:
         side.is_connecting, side.queue = False, []
         self.end_all([attempt for attempt in unsent if side.calls.pop(attempt.id) is not None], fate)
 
