@@ -15,7 +15,6 @@ from telegrad.agent.attachments import Layers
 from telegrad.agent.entrance import Caller, Incoming
 from telegrad.agent.naming import user_name
 from telegrad.agent.reactor import Reactor
-from telegrad.agent.scheduler import WorkQueue
 from telegrad.devices.streams import Streams
 from telegrad.errors import CallCancelled, CannotEncode, LimitReached, PeerError, ShutDown, UsageError
 from telegrad.group.members import Identity
@@ -24,7 +23,7 @@ from telegrad.transport.loopback import LoopEnd
 from telegrad.wire.failures import describe, readable
 from telegrad.wire.messages import FAILURE, HAS_GRAPH, HAS_REFERENCES, NO_GRAD, RESULT, Message, append
 from telegrad.wire.packing import pack
-from telegrad.wire.pickling import Encoded, encode
+from telegrad.wire.pickling import encode
 from telegrad.wire.stories import first_line, told_before
 from telegrad.wire.tensors import Blob
 
@@ -33,14 +32,6 @@ _NOTHING = encode(None, False)
 SMALL = 1 << 14  # bytes of an answer that may wait for others to leave with it
 
 log = logging.getLogger("telegrad")
-
-
-def _encoded(call: Incoming, result: Any) -> Encoded:
-    same_program = call.caller.same_program
-    if call.context is None or type(result) is Tensor or call.message.flags & NO_GRAD:
-        return encode(result, same_program)
-    with call.context.entered():  # where tensors that lose their history on the way are refused
-        return encode(result, same_program)
 
 
 class Answers:
@@ -76,7 +67,14 @@ class Answers:
             return Message(RESULT, asked.id)  # nobody takes it
         flags = 0
         try:
-            body, tensors, references, buffers = _NOTHING if result is None else _encoded(call, result)
+            if result is None:
+                encoded = _NOTHING
+            elif call.context is None or type(result) is Tensor or asked.flags & NO_GRAD:
+                encoded = encode(result, caller.same_program)
+            else:
+                with call.context.entered():  # where tensors that lose their history on the way are refused
+                    encoded = encode(result, caller.same_program)
+            body, tensors, references, buffers = encoded
             meta, blobs = pack(tensors, caller.place, buffers) if tensors else (b"", [])
             if call.context is not None and any(tensor.requires_grad for tensor in tensors):
                 flags, what = HAS_GRAPH, getattr(function, "__name__", None) or asked.head.decode()
@@ -90,7 +88,8 @@ class Answers:
         except BaseException as error:
             error, name = _about_result(error), call.name or user_name(function)
             self._note_failure(call, error, name)
-            return self._failure(call, error, name)
+            self._streams.publish()
+            return self._failure(call, describe(error, self.name, name))
         return Message(RESULT, asked.id, flags, b"", meta, body, _handed_over(blobs) if blobs else ())
 
     def fail(self, call: Incoming, error: BaseException, name: str) -> None:
@@ -104,21 +103,18 @@ class Answers:
         name = name or bytes(call.message.head).decode().replace(":", ".")
         if not call.cancelled:
             self._note_failure(call, error, name)
-        self.send(call, self._failure(call, error, name))
+        self._streams.publish()
+        self.send(call, self._failure(call, describe(error, self.name, name)))
 
-    def refuse(self, call: Incoming, error: LimitReached) -> None:
+    def refuse(self, error: LimitReached, call: Incoming) -> None:
         """Answer a call that shall not run; without a line in the log, since there may be many."""
         text, body = self._refusal
         if text != str(error):
             body = describe(error, self.name)
             self._refusal = str(error), body
-        self.send(call, self._answer_with(call, body))
+        self.send(call, self._failure(call, body))
 
-    def _failure(self, call: Incoming, error: BaseException, name: str) -> Message:
-        self._streams.publish()
-        return self._answer_with(call, describe(error, self.name, name))
-
-    def _answer_with(self, call: Incoming, body: bytes) -> Message:
+    def _failure(self, call: Incoming, body: bytes) -> Message:
         """Return the answer of a call that has failed; `body` describes the error."""
         flags = 0
         if call.destination is not None:
@@ -137,32 +133,33 @@ class Answers:
         )
 
     def send(self, call: Incoming, answer: Message) -> None:
-        """A call is over. Where it is not wanted any more, only what its answer carries is."""
+        """End a call. If it is cancelled, its answer is sent only for what that carries."""
         if not call.cancelled or answer.flags & HAS_REFERENCES:
-            self._send(call, answer, call.caller.queue)
+            link, queue = call.link, call.caller.queue
+            later = False  # as long as there is nothing to send it with, or nothing is gained by that
+            if queue.works and len(answer.body) < SMALL:
+                later = self._reactor.batches()
+            try:
+                if not link.send(answer, later):  # else nothing waits
+                    self._look_at_outbox(call, answer, later)
+            except PeerError as error:  # the caller has gone: nobody waits for the answer
+                if answer.flags & HAS_REFERENCES:
+                    self._undelivered(call.caller.identity, error)
+            except Exception as error:
+                link.fail(error)
+                raise
         del call.caller.calls[answer.id]
 
-    def _send(self, call: Incoming, answer: Message, queue: WorkQueue) -> None:
-        link = call.link
-        later = False  # as long as there is nothing to send it with, or nothing is gained by that
-        if queue.works and len(answer.body) < SMALL:
-            later = self._reactor.batches()
-        try:
-            if link.send(answer, later):
-                return  # and so nothing waits
-            if later and isinstance(link, Link):
-                self._reactor.sent_later(link)
-            if answer.blobs:
-                self.sent_memory(call.caller, link)
-            if link.is_congested:  # the caller does not read: no further call of it begins until it does
-                self._reactor.hold_up(queue, True)
-                link.when_drained(partial(self._reactor.hold_up, queue, False))
-        except PeerError as error:  # the caller has gone: nobody waits for the answer
-            if answer.flags & HAS_REFERENCES:
-                self._undelivered(call.caller.identity, error)
-        except Exception as error:
-            link.fail(error)
-            raise
+    def _look_at_outbox(self, call: Incoming, answer: Message, later: bool) -> None:
+        """After a message was not sent as a whole: see that the rest leaves, and that not too much waits."""
+        link, queue = call.link, call.caller.queue
+        if later and isinstance(link, Link):
+            self._reactor.sent_later(link)
+        if answer.blobs:
+            self.sent_memory(call.caller, link)
+        if link.is_congested:  # the caller does not read: no further call of it begins until it does
+            self._reactor.hold_up(queue, True)
+            link.when_drained(partial(self._reactor.hold_up, queue, False))
 
 
 def _handed_over(blobs: list[Blob]) -> Iterator[Blob]:

@@ -57,10 +57,9 @@ class Served:
         """Which call it is, in the midst of a sentence."""
         raise NotImplementedError
 
-    def check_begins(self, finishes: bool, drop: Callable[[], Any] = lambda: None) -> None:
-        """It is cancelled and has not begun: unless it is one that `finishes`, drop it and raise CallCancelled."""
+    def check_begins(self, finishes: bool) -> None:
+        """Raise CallCancelled for a call that is cancelled and has not begun, unless it is one that `finishes`."""
         if not finishes:
-            drop()
             raise CallCancelled(f"{self.described} was cancelled before it began")
 
     def admit(self, call: Nested) -> None:

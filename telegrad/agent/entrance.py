@@ -1,8 +1,8 @@
-"""Calls that have come: who has made them, and where those wait whose order counts.
+"""Calls that have come, and their callers.
 
-Of one caller these are opened one after the other, in the order in which they came. Opening a call can take long,
-since it rebuilds the arguments; so it is done by a thread that may run user code, and not by the one that reads. Calls
-are put in by the latter, with a work for each; a work opens the first that is there.
+Calls of actors are ordered: those of one caller are opened one after the other, in the order in which they came.
+Opening a call can take long, since it rebuilds the arguments; so it is done by a thread that may run user code, and not
+by the one that reads. The latter adds the call to `Caller.ordered`, and a work that opens the first call there.
 """
 
 from __future__ import annotations
@@ -26,38 +26,11 @@ from telegrad.wire.messages import SCENE, Message, split
 Opened = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]  # the function and the arguments of a call
 
 
-class Entrance:
-    """Where calls of one caller wait to be opened."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()  # guards all below
-        self._calls: deque[Incoming] = deque()
-        self._opening = False
-
-    def put(self, call: Incoming) -> None:
-        with self._lock:
-            self._calls.append(call)
-
-    def begin(self) -> Incoming | None:
-        """The next to be opened; None where there is none, or `end` will see to it. Else `end` must follow."""
-        with self._lock:
-            if self._opening or not self._calls:
-                return None
-            self._opening = True
-            return self._calls.popleft()
-
-    def end(self) -> bool:
-        """It is open; whether there are more."""
-        with self._lock:
-            self._opening = False
-            return bool(self._calls)
-
-
 class Caller:
-    """Who is at the other end of an accepted connection."""
+    """The worker at the other end of an accepted connection."""
 
     __slots__ = (
-        *("calls", "cancelled", "control", "entrance", "identity", "name", "place", "queue", "read"),
+        *("calls", "cancelled", "control", "identity", "name", "opening", "ordered", "place", "queue", "read"),
         *("same_program", "slow"),
     )
 
@@ -67,7 +40,8 @@ class Caller:
         self.name = identity.name
         self.same_program = same_program
         self.place = for_answers(identity.name, dict(map_))
-        self.entrance = Entrance()
+        self.ordered: deque[Incoming] = deque()  # to be opened; taken by the thread that has `opening`
+        self.opening = threading.Lock()
         self.queue: WorkQueue = WorkQueue()  # of its calls
         self.control: WorkQueue = WorkQueue(has_slots=False)  # of its control messages
         self.read = 0  # bytes that had been sent to it when it was last seen to have read all
@@ -80,9 +54,18 @@ class Caller:
 class Incoming(Served):
     """A message that has come, mostly a call."""
 
-    __slots__ = ("attachments", "begun", "caller", "came", "context", "link", "message", "name")
+    __slots__ = (
+        *("args", "attachments", "begun", "caller", "came", "context", "function", "kwargs", "link", "message", "name"),
+        *("on_end", "scene"),
+    )
 
     came: float  # when, if it has a scene
+    # Of an ordered call, once it is opened:
+    function: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    scene: Scene | None  # in which it runs
+    on_end: Callable[[], None] | None  # called once, after its answer was sent
 
     def __init__(self, caller: Caller, link: Link | LoopEnd, message: Message) -> None:
         self.caller = caller
@@ -102,14 +85,38 @@ class Incoming(Served):
         return self.attachments.destination if self.attachments is not None else None
 
     @property
-    def scene(self) -> bytes | memoryview:
-        """What was told of the caller's."""
+    def callers_scene(self) -> bytes | memoryview:
+        """The description of the scene that the caller was in."""
         return split(self.message.body)[1] if self.message.flags & SCENE else b""
 
     def setting(self) -> AbstractContextManager[None]:
         """Inside, the caller's grad mode, context and scene hold."""
         flags = self.message.flags
-        return setting(flags, self.scene, self.context, self.came if flags & SCENE else 0.0)
+        return setting(flags, self.callers_scene, self.context, self.came if flags & SCENE else 0.0)
+
+    def opened(self, opened: Opened) -> None:
+        """Keep the function and the arguments of an ordered call until it runs."""
+        self.function, self.args, self.kwargs = opened
+        self.scene = self.on_end = None
+
+    def take(self) -> Opened:
+        """Return what to run; it is not kept here any longer."""
+        opened = self.function, self.args, self.kwargs
+        del self.function, self.args, self.kwargs
+        if self.cancelled:
+            self.check_begins(finishes(*opened[:2]))
+        return opened
+
+    def take_end(self) -> Callable[[], None] | None:
+        """Return what to call at the end of an ordered call; it is not kept here any longer."""
+        on_end, self.on_end = self.on_end, None
+        return on_end
+
+    @property
+    def hops(self) -> Hops:
+        """Return for the sake of which calls of actors this one was made."""
+        scene = self.callers_scene
+        return hops_of(scene) if scene else ()
 
     @property
     def described(self) -> str:
@@ -117,69 +124,14 @@ class Incoming(Served):
         return f"the call of {name} by worker {self.caller.name!r}"
 
 
-class Arrival:
-    """A call whose order counts, opened."""
-
-    __slots__ = ("_opened", "call", "on_end", "scene")
-
-    def __init__(self, call: Incoming, opened: Opened) -> None:
-        self.call = call
-        self._opened: Opened | None = opened
-        self.on_end: Callable[[], None] | None = None  # called once, after its answer was sent
-        self.scene: Scene | None = None  # in which it runs
-
-    @property
-    def caller(self) -> Caller:
-        return self.call.caller
-
-    @property
-    def args(self) -> tuple[Any, ...]:
-        assert self._opened is not None
-        return self._opened[1]
-
-    @property
-    def function(self) -> Callable[..., Any]:
-        assert self._opened is not None
-        return self._opened[0]
-
-    def is_really(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-        """What was called stands for this."""
-        assert self._opened is not None
-        self._opened = function, args, self._opened[2]
-
-    @property
-    def hops(self) -> Hops:
-        scene = self.call.scene
-        return hops_of(scene) if scene else ()
-
-    def end(self) -> None:
-        """It has run, and its answer was sent."""
-        on_end = self.keep_end()
-        if on_end is not None:
-            on_end()
-
-    def keep_end(self) -> Callable[[], None] | None:
-        """What to call in the place of `end`, since it goes on."""
-        on_end, self.on_end = self.on_end, None
-        return on_end
-
-    def take(self) -> Opened:
-        """What to run; it is not kept here."""
-        opened, self._opened = self._opened, None
-        assert opened is not None
-        if self.call.cancelled:
-            self.call.check_begins(finishes(*opened[:2]))
-        return opened
-
-
 class Doorkeeper(Protocol):
-    """The layer above that says when calls run whose order counts."""
+    """The layer above that says when ordered calls run."""
 
     def heeds(self, name: bytes) -> bool:
-        """Whether a function is one of those."""
+        """Return True if calls of a function are ordered."""
 
-    def admit(self, arrival: Arrival) -> bool:
-        """Whether a call may run at once; else `Server.perform` will be called for it.
+    def admit(self, call: Incoming) -> bool:
+        """Return True if a call may run at once; else `Server.perform` or `refuse` will be called for it.
 
         Raises:
             UsageError: it must not run at all.

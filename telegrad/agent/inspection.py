@@ -36,7 +36,7 @@ def calls_out(agent: Agent) -> list[PendingCall]:
 def calls_going_on(agent: Agent) -> list[Incoming]:
     """Calls of others whose functions have returned a future or a coroutine, whose end is awaited."""
     server = agent._server
-    return [call for call in server.going_on.copy().values() if call.message.head not in server.at_once]
+    return [call for call in server.going_on.copy() if call.message.head not in server.at_once]
 
 
 def calls_queued(agent: Agent) -> list[Incoming]:
@@ -44,12 +44,12 @@ def calls_queued(agent: Agent) -> list[Incoming]:
     scheduler = agent._reactor._scheduler
     queues = [each for each in scheduler.ready.copy() if not isinstance(each, Work)]
     queues += [*scheduler.waiting.copy(), *scheduler.held_up.copy()]
-    found = list(agent._server.in_turn.copy().values())
+    found = [call for call in agent._server.in_turn.copy() if not call.begun]
     for work in [work for queue in queues for work in queue.works.copy()]:
         if isinstance(work.argument, Incoming) and work.run == agent._server._run:
             found.append(work.argument)
         elif isinstance(work.argument, Caller):
-            found += work.argument.entrance._calls.copy()
+            found += work.argument.ordered.copy()
     return list({id(call): call for call in found}.values())
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import pickle
 import sys
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from time import monotonic, perf_counter, sleep
@@ -20,7 +19,7 @@ from telegrad.agent import helping, profiling
 from telegrad.agent.answers import Answers, its_future
 from telegrad.agent.attachments import Layers
 from telegrad.agent.cancelling import FINISHING, MUST_FINISH, finishes, serving
-from telegrad.agent.entrance import Arrival, Caller, Doorkeeper, Incoming
+from telegrad.agent.entrance import Caller, Doorkeeper, Incoming
 from telegrad.agent.futures import Future, Signal
 from telegrad.agent.intake import FEW, Intake
 from telegrad.agent.loop import EventLoop
@@ -104,16 +103,14 @@ class Server:
         self._short_in_order: dict[bytes, bool] = {}  # of those that the doorkeeper heeds
         self.at_once: set[bytes] = set()  # names of functions that need no slot; filled before anything is called
         self.served = 0  # calls that have begun to run; for people, since threads may miscount it
-        self._lock = threading.Lock()  # guards changes of _running
-        self._running = 0  # calls whose functions returned a future or a coroutine, or that wait for their turn
-        # By their ids, for who looks on; no lock: each use is one operation of a dict.
-        self.going_on: dict[int, Incoming] = {}  # whose functions returned a future or a coroutine
-        self.in_turn: dict[int, Incoming] = {}  # which wait for their turn
+        # No lock: each use is one operation of a set.
+        self.going_on: set[Incoming] = set()  # calls whose functions returned a future or a coroutine
+        self.in_turn: set[Incoming] = set()  # ordered calls that wait for their turn, or run
         self._notices: set[Incoming] = set()  # control messages that were not handled yet, but for patient ones
 
     @property
     def idle(self) -> bool:
-        return not self._running and self._reactor.idle
+        return not (self.going_on or self.in_turn) and self._reactor.idle
 
     def on_messages(self, caller: Caller, link: Link | LoopEnd, messages: Iterable[Message]) -> None:
         """Take in what a caller has sent.
@@ -143,13 +140,12 @@ class Server:
                 len(calls) > FEW and (excess := self.intake.excess(caller)) is not None
             ):
                 # Not here: to describe an error takes longer than to read a call, and others wait for this thread.
-                refuse = partial(self._answers.refuse, error=excess)
-                self._reactor.submit(Work(refuse, come, size=size), caller.control)
+                self._reactor.submit(Work(partial(self._answers.refuse, excess), come, size=size), caller.control)
                 continue
             head = message.head
             short = head and self._short.get(head)
             if (not short or self.orders) and self._heeds(head):
-                caller.entrance.put(come)
+                caller.ordered.append(come)
                 work = Work(self._run_in_order, caller, not self._short_in_order.get(head), size)
                 self._reactor.submit(work, caller.queue)
             elif head in self.at_once and not caller.queue.is_held_up:
@@ -234,14 +230,14 @@ class Server:
         if self.intake.stopped:
             self.intake.look(call.caller)
 
-    def _serve(self, call: Incoming, arrival: Arrival | None = None) -> None:
+    def _serve(self, call: Incoming, ordered: bool = False) -> None:
         self.served += 1
         start = call.begun = perf_counter()
         function: Any = None
         args: Any = None
         message = call.message
         try:
-            function, args, kwargs = self._open(call) if arrival is None else arrival.take()
+            function, args, kwargs = call.take() if ordered else self._open(call)
             if self.wrap is not None:
                 function = self.wrap(function)
             if instruments.note is not None:
@@ -262,7 +258,7 @@ class Server:
             args = None  # memory that was lent for them goes back together with the answer
             del kwargs
             if message.head:
-                known = self._short if arrival is None else self._short_in_order
+                known = self._short_in_order if ordered else self._short
                 limit = SHORT if known.get(message.head) else SHORT + HANDING_OVER
                 known[message.head] = self._reactor.worked_until() - start < limit
         except BaseException:
@@ -270,7 +266,7 @@ class Server:
             self._fail(call, call.name)
         else:
             if type(result) is CoroutineType:
-                self._await(call, result, result if hasattr(function, RUNS) else function, arrival)
+                self._await(call, result, result if hasattr(function, RUNS) else function, ordered)
             elif type(result) is Later:
                 self._when_done(call, result.future, result.function)
             elif hasattr(function, ASYNC_MARK):
@@ -315,7 +311,7 @@ class Server:
             call.check_begins(finishes(function, args))
         return function, args, kwargs
 
-    # Calls whose order counts
+    # Ordered calls
 
     def name_is(self, name: str) -> None:
         """The worker has its name, which it may have got as it joined."""
@@ -325,51 +321,54 @@ class Server:
         return self.doorkeeper is not None and self.doorkeeper.heeds(name)
 
     def _run_in_order(self, caller: Caller) -> None:
-        call = caller.entrance.begin()
-        if call is None:
-            return
-        with self._streams.turn():
-            arrival = self._admit(call)
-        if caller.entrance.end():
+        if not caller.opening.acquire(blocking=False):
+            return  # the thread that has it looks for more calls after it has released it
+        call = None
+        try:
+            if caller.ordered:
+                call = caller.ordered.popleft()
+                with self._streams.turn():
+                    may_run = self._admit(call)
+        finally:
+            caller.opening.release()
+        if caller.ordered:
             self._reactor.submit(Work(self._run_in_order, caller, is_long=True), caller.queue)
-        if arrival is not None:
-            self._perform(arrival)
+        if call is not None and may_run:
+            self._perform(call)
 
-    def _admit(self, call: Incoming) -> Arrival | None:
-        """Open a call; None where it shall not run now."""
+    def _admit(self, call: Incoming) -> bool:
+        """Open a call; return True if it shall run now."""
         assert self.doorkeeper is not None
         try:
-            arrival = Arrival(call, self._open(call))
+            call.opened(self._open(call))
         except BaseException as error:
             self._answers.fail(call, error, "")
-            return None
-        self._count(1)  # it may wait
-        self.in_turn[id(call)] = call
+            return False
+        self.in_turn.add(call)
         try:
-            return arrival if self.doorkeeper.admit(arrival) else None
+            return self.doorkeeper.admit(call)
         except BaseException as error:
-            self.refuse(arrival, error)
-            return None
+            self.refuse(call, error)
+            return False
 
-    def perform(self, arrival: Arrival) -> None:
+    def perform(self, call: Incoming) -> None:
         """Have a call run that was not admitted at once."""
-        is_long = not self._short_in_order.get(arrival.call.message.head)
-        self._reactor.submit(Work(self._perform, arrival, is_long), arrival.caller.queue)
+        is_long = not self._short_in_order.get(call.message.head)
+        self._reactor.submit(Work(self._perform, call, is_long), call.caller.queue)
 
-    def _perform(self, arrival: Arrival) -> None:
-        self.in_turn.pop(id(arrival.call), None)
+    def _perform(self, call: Incoming) -> None:
         try:
-            with self._streams.turn(), entered(arrival.scene):
-                self._serve(arrival.call, arrival)
+            with self._streams.turn(), entered(call.scene):
+                self._serve(call, ordered=True)
         finally:
-            self._count(-1)
-            arrival.end()
+            self.in_turn.discard(call)
+            if (on_end := call.take_end()) is not None:
+                on_end()
 
-    def refuse(self, arrival: Arrival, error: BaseException) -> None:
-        """A call that was not admitted at once will not run."""
-        self.in_turn.pop(id(arrival.call), None)
-        self._count(-1)
-        self._answers.fail(arrival.call, error, user_name(arrival.function, arrival.args))
+    def refuse(self, call: Incoming, error: BaseException) -> None:
+        """Fail a call that was not admitted at once and will not run."""
+        self.in_turn.discard(call)
+        self._answers.fail(call, error, user_name(call.function, call.args))
 
     # Functions that go on after they returned
 
@@ -377,7 +376,7 @@ class Server:
         if not isinstance(future, torch._C.Future | Signal):
             self._fail(call, user_name(function), future)
             return
-        self._begin_going_on(call)
+        self.going_on.add(call)
 
         def done(future: Any) -> None:
             try:
@@ -385,8 +384,7 @@ class Server:
             except BaseException:
                 self._fail(call, user_name(function))
             else:
-                _note(call)
-                self._answers.send(call, self._answers.made_of(call, result, function))
+                self._answer(call, result, function)
             finally:
                 self._end_going_on(call)
 
@@ -396,24 +394,22 @@ class Server:
         if call.cancelled and not future.done():
             self._reactor.submit(Work(Incoming.end, call))
 
-    def _await(
-        self, call: Incoming, awaitable: CoroutineType[Any, Any, Any], function: Any, arrival: Arrival | None
-    ) -> None:
-        self._begin_going_on(call)
-        on_end = arrival.keep_end() if arrival is not None else None
+    def _await(self, call: Incoming, awaitable: CoroutineType[Any, Any, Any], function: Any, ordered: bool) -> None:
+        self.going_on.add(call)
+        on_end = call.take_end() if ordered else None
 
         async def run() -> None:
             serving.set(call)
             call.stop = self._loop.stopper(lambda: call.stop is not None)
             try:
-                if call.cancelled:
-                    call.check_begins(awaitable.cr_code in FINISHING, awaitable.close)
+                if call.cancelled and awaitable.cr_code not in FINISHING:
+                    awaitable.close()
+                    call.check_begins(finishes=False)
                 result = await in_setting(awaitable, call.setting, self._streams)
             except BaseException:
                 self._fail(call, user_name(function))
             else:
-                _note(call)
-                self._answers.send(call, self._answers.made_of(call, result, function))
+                self._answer(call, result, function)
             finally:
                 self._end_going_on(call)
                 if on_end is not None:
@@ -421,21 +417,16 @@ class Server:
 
         self._loop.run(run())
 
-    def _begin_going_on(self, call: Incoming) -> None:
-        self.going_on[id(call)] = call
-        self._count(1)
+    def _answer(self, call: Incoming, result: Any, function: Any) -> None:
+        _note(call)
+        self._answers.send(call, self._answers.made_of(call, result, function))
 
     def _end_going_on(self, call: Incoming) -> None:
         call.stop = None
-        del self.going_on[id(call)]
-        self._count(-1)
-
-    def _count(self, change: int) -> None:
-        with self._lock:
-            self._running += change
+        self.going_on.discard(call)
 
     def on_loop(self) -> bool:
-        """Whether this thread runs the `async def` functions that others call."""
+        """Return True if this thread runs the `async def` functions that other workers call."""
         return self._loop.runs_here()
 
     def close(self) -> None:

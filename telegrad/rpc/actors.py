@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from telegrad import checks
 from telegrad.agent.agent import Agent
-from telegrad.agent.entrance import Arrival
+from telegrad.agent.entrance import Incoming
 from telegrad.agent.futures import Signal
 from telegrad.agent.scene import Hops, Scene, Turn, entered, hops
 from telegrad.atfork import in_child, renewed
@@ -144,13 +144,13 @@ class _Queue:
         self.value = value  # so that its id remains its own
         self.turn: Turn | None = None  # of the method that runs
         self.method = ""
-        self._waiting: dict[Hashable, deque[Arrival | Step]] = {}  # by caller; whose turn is next comes first
+        self._waiting: dict[Hashable, deque[Incoming | Step]] = {}  # by caller; whose turn is next comes first
 
-    def add(self, arrival: Arrival | Step) -> None:
+    def add(self, arrival: Incoming | Step) -> None:
         caller = arrival.key if isinstance(arrival, Step) else arrival.caller.identity
         self._waiting.setdefault(caller, deque()).append(arrival)
 
-    def next(self) -> Arrival | Step | None:
+    def next(self) -> Incoming | Step | None:
         """The first call of the caller who has waited for longest."""
         caller = next(iter(self._waiting), None)
         if caller is None:
@@ -161,9 +161,9 @@ class _Queue:
             self._waiting[caller] = calls
         return arrival
 
-    def take_for(self, hop: tuple[str, int]) -> list[Arrival | Step]:
+    def take_for(self, hop: tuple[str, int]) -> list[Incoming | Step]:
         """Those for the sake of a hop, which wait no longer."""
-        found: list[Arrival | Step] = []
+        found: list[Incoming | Step] = []
         for caller, calls in list(self._waiting.items()):
             found += [each for each in calls if hop in each.hops]
             kept = deque(each for each in calls if hop not in each.hops)
@@ -183,7 +183,7 @@ class Actors:
         self._numbers = itertools.count()
         self._lock = threading.Lock()  # guards both below, and the queues in them
         self._queues: dict[int, _Queue] = {}  # of actors that are busy, by the ids of the objects
-        self._coming: dict[Id, deque[Arrival]] = {}  # calls of values that are not made yet
+        self._coming: dict[Id, deque[Incoming]] = {}  # calls of values that are not made yet
         self._heeded = TURNS
         self._server = agent.keep_door(self)
 
@@ -197,10 +197,10 @@ class Actors:
     def heeds(self, name: bytes) -> bool:
         return name.startswith(self._heeded)
 
-    def admit(self, arrival: Arrival) -> bool:
+    def admit(self, arrival: Incoming) -> bool:
         if isinstance(arrival.function, MethodOfEach):
             ids, *args = arrival.args
-            arrival.is_really(arrival.function.one, (*ids[self.agent.name], *args))
+            arrival.function, arrival.args = arrival.function.one, (*ids[self.agent.name], *args)
         maker, number = arrival.args[:2]
         try:
             box = self._references.box((maker, number))
@@ -208,7 +208,7 @@ class Actors:
             return True  # and fails
         return not self._waits_for_value((maker, number), box, arrival) and self._may_run(box.value, arrival)
 
-    def _waits_for_value(self, ref: Id, box: Box, arrival: Arrival) -> bool:
+    def _waits_for_value(self, ref: Id, box: Box, arrival: Incoming) -> bool:
         with self._lock:
             coming = self._coming.get(ref)
             first = coming is None
@@ -221,7 +221,7 @@ class Actors:
             self.agent.later(lambda _: box.opening().add_done_callback(lambda _: self._has_come(ref, box)), None)
         return True
 
-    def _may_run(self, value: Any, arrival: Arrival) -> bool:
+    def _may_run(self, value: Any, arrival: Incoming) -> bool:
         """Whether a call may run now; else its turn will come."""
         if not _takes_turns(value, arrival):
             return True
@@ -243,7 +243,7 @@ class Actors:
 
     # With the lock held
 
-    def _enqueue(self, value: Any, arrival: Arrival | Step) -> bool:
+    def _enqueue(self, value: Any, arrival: Incoming | Step) -> bool:
         queue = self._queues.get(id(value))
         if queue is None:
             queue = self._queues[id(value)] = _Queue(value)
@@ -254,7 +254,7 @@ class Actors:
         queue.add(arrival)
         return False
 
-    def _begin(self, queue: _Queue, arrival: Arrival | Step) -> None:
+    def _begin(self, queue: _Queue, arrival: Incoming | Step) -> None:
         key = f"{self.agent.incarnation}:{next(self._numbers)}"
         queue.turn = Turn(key, lambda turn, hop: self._refuse(queue, turn, hop))
         queue.method = _name_of(arrival)
@@ -272,7 +272,7 @@ class Actors:
             except UsageError as fault:
                 self._server.refuse(arrival, fault)
 
-    def _next_coming(self, ref: Id) -> Arrival | None:
+    def _next_coming(self, ref: Id) -> Incoming | None:
         with self._lock:
             coming = self._coming[ref]
             if coming:
@@ -306,12 +306,12 @@ class Actors:
                 self._server.refuse(arrival, error)
 
 
-def _takes_turns(value: Any, arrival: Arrival) -> bool:
+def _takes_turns(value: Any, arrival: Incoming) -> bool:
     kind = type(value)
     return hasattr(kind, _MARK) and not isinstance(getattr(kind, _name_of(arrival), None), Batched)
 
 
-def _name_of(arrival: Arrival | Step) -> str:
+def _name_of(arrival: Incoming | Step) -> str:
     if isinstance(arrival, Step):
         return arrival.method
     function = arrival.function
@@ -319,7 +319,7 @@ def _name_of(arrival: Arrival | Step) -> str:
     return function.__name__
 
 
-def _deadlock(queue: _Queue, arrival: Arrival | Step) -> UsageError:
+def _deadlock(queue: _Queue, arrival: Incoming | Step) -> UsageError:
     kind = type(queue.value).__qualname__
     return UsageError(
         f"{kind}.{queue.method} waits for a call that calls {kind}.{_name_of(arrival)} of the same object, and an "
