@@ -21,7 +21,7 @@ from torch import fx, nn
 from telegrad import autograd, instruments, rpc
 from telegrad.agent import helping, scene
 from telegrad.autograd import guard
-from telegrad.insight.tallies import Tallies
+from telegrad.insight.event_counters import EventCounters
 from telegrad.nn import exporting, proving
 from telegrad.nn.stage import Stage
 from telegrad.optim.guards import guards_of, holding
@@ -172,13 +172,13 @@ class Running:
 
 @contextlib.contextmanager
 def counted() -> Iterator[None]:
-    tallies = Tallies()
-    instruments.add(tallies)
+    counters = EventCounters()
+    instruments.add(counters)
     try:
-        with elsewhere(lambda: tallies.lock):
+        with elsewhere(lambda: counters.lock):
             yield
     finally:
-        instruments.remove(tallies)
+        instruments.remove(counters)
 
 
 def limited() -> contextlib.AbstractContextManager[None]:

@@ -8,8 +8,8 @@ that a function makes by itself are inside of its server span. Names follow the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Coroutine, Sequence
+from functools import lru_cache
 from time import perf_counter
 from types import CoroutineType
 from typing import Any, TypeVar
@@ -21,7 +21,7 @@ from telegrad.agent.futures import Future, Signal
 from telegrad.agent.naming import user_name
 from telegrad.agent.profiling import Event
 from telegrad.agent.server import ASYNC_MARK, Later
-from telegrad.insight.labels import without_object
+from telegrad.insight.event_counters import function_label
 from telegrad.version import VERSION
 from telegrad.wire.stories import first_line
 
@@ -34,6 +34,7 @@ except ImportError as error:
     raise ImportError("traces for OpenTelemetry need its API: pip install 'telegrad[opentelemetry]'") from error
 
 T = TypeVar("T")
+Attributes = tuple[dict[str, str], dict[str, str]]
 
 SYSTEM = "telegrad"
 # The bounds that the conventions advise, in seconds, and finer ones below, since calls take some 30 microseconds.
@@ -49,7 +50,7 @@ def instrument(tracer_provider: TracerProvider | None = None, meter_provider: Me
         tracer_provider: what makes the spans; left out, the one that the program has set.
         meter_provider: what makes the metrics; left out, the one that the program has set.
     """
-    profiling.follow(Tracing(tracer_provider, meter_provider))
+    profiling.follow(CallTracer(tracer_provider, meter_provider))
 
 
 def uninstrument() -> None:
@@ -57,8 +58,8 @@ def uninstrument() -> None:
     profiling.follow(None)
 
 
-class Tracing:
-    """A follower of calls."""
+class CallTracer:
+    """Makes spans and metrics of calls."""
 
     def __init__(self, tracer_provider: TracerProvider | None, meter_provider: MeterProvider | None) -> None:
         self._tracer = get_tracer("telegrad", VERSION, tracer_provider)
@@ -79,24 +80,22 @@ class Tracing:
     # At the caller
 
     def called(self, event: Event, call: Callable[[], T]) -> T:
-        leg = self._leg_of(event)
-        with leg.current():
+        span = self._client_span(event)
+        with span:
             value = call()
-        leg.end()
+        span.end()
         return value
 
     def begun(self, event: Event, call: Callable[[], tuple[T, Future[Any]]]) -> T:
-        leg = self._leg_of(event)
-        with leg.current():
+        span = self._client_span(event)
+        with span:
             value, future = call()
-        leg.end_with(future)
+        span.end_with(future)
         return value
 
-    def _leg_of(self, event: Event) -> Leg:
-        told = {"telegrad.worker": event.here}
-        return self._leg(
-            SpanKind.CLIENT, self._client, without_object(user_name(event.function)), event.there, told, None
-        )
+    def _client_span(self, event: Event) -> CallSpan:
+        method = function_label(user_name(event.function))
+        return self._span(SpanKind.CLIENT, self._client, _attributes(method, event.there, event.here, ""), None)
 
     def baggage(self) -> dict[str, str]:
         told: dict[str, str] = {}
@@ -108,75 +107,84 @@ class Tracing:
     def in_place_of(
         self, function: Callable[..., Any], args: Sequence[Any], here: str, caller: str
     ) -> Callable[..., Any]:
-        name = without_object(user_name(function, args))
+        attributes = _attributes(function_label(user_name(function, args)), here, here, caller)
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            told = {"telegrad.worker": here, "client.address": caller}
-            leg = self._leg(SpanKind.SERVER, self._server, name, here, told, propagate.extract(scene.baggage()))
-            with leg.current():
+            span = self._span(SpanKind.SERVER, self._server, attributes, propagate.extract(scene.baggage()))
+            with span:
                 result = function(*args, **kwargs)
             if type(result) is CoroutineType:
-                return leg.around(result)
+                return span.around(result)
             future = result.future if type(result) is Later else result
             if isinstance(future, torch._C.Future | Signal) and (future is not result or hasattr(function, ASYNC_MARK)):
-                leg.end_with(future)
+                span.end_with(future)
             else:
-                leg.end()
+                span.end()
             return result
 
         return run
 
-    def resumed(self, baggage: dict[str, str]) -> AbstractContextManager[None]:
-        return _attached(propagate.extract(baggage))
+    def resumed(self, baggage: dict[str, str]) -> Attached:
+        return Attached(propagate.extract(baggage))
 
-    def _leg(
-        self,
-        kind: SpanKind,
-        lasted: Histogram,
-        method: str,
-        server: str,
-        told: dict[str, str],
-        parent: Context | None,
-    ) -> Leg:
-        common = {"rpc.system.name": SYSTEM, "rpc.method": method, "server.address": server}
-        # Their older names, for what reads only those.
-        older = {"rpc.system": SYSTEM, "rpc.service": method.rpartition(".")[0] or SYSTEM}
-        span = self._tracer.start_span(method, parent, kind, {**common, **older, **told})
-        return Leg(span, set_span_in_context(span, parent), lasted, common)
+    def _span(self, kind: SpanKind, lasted: Histogram, attributes: Attributes, parent: Context | None) -> CallSpan:
+        common, all_of_them = attributes
+        span = self._tracer.start_span(common["rpc.method"], parent, kind, all_of_them)
+        return CallSpan(span, set_span_in_context(span, parent), lasted, common)
 
 
-class Leg:
-    """One side of a call, as a span and an entry in a histogram."""
+@lru_cache(4096)
+def _attributes(method: str, server: str, here: str, caller: str) -> Attributes:
+    """Return the attributes of an entry in a histogram, and those of a span; `caller` is empty at the caller."""
+    common = {"rpc.system.name": SYSTEM, "rpc.method": method, "server.address": server}
+    # Their older names, for what reads only those.
+    older = {"rpc.system": SYSTEM, "rpc.service": method.rpartition(".")[0] or SYSTEM}
+    client = {"client.address": caller} if caller else {}
+    return common, {**common, **older, "telegrad.worker": here, **client}
+
+
+class Attached:
+    """Inside, a context is the current one of this thread."""
+
+    def __init__(self, inside: Context) -> None:
+        self._inside = inside
+
+    def __enter__(self) -> None:
+        self._token = context.attach(self._inside)
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        context.detach(self._token)
+
+
+class CallSpan(Attached):
+    """One side of a call, as a span and an entry in a histogram.
+
+    Inside, it is the current span of this thread. An exception that leaves it ends it; else `end` or `end_with` does.
+    """
 
     def __init__(self, span: Any, inside: Context, lasted: Histogram, attributes: dict[str, str]) -> None:
-        """`inside` is the context of what happens within."""
+        super().__init__(inside)
         self._span = span
-        self._inside = inside
         self._lasted = lasted
         self._attributes = attributes
         self._begun = perf_counter()
 
-    @contextmanager
-    def current(self) -> Iterator[None]:
-        """Inside, the span is that of this thread; it ends with what is raised there, and only then."""
-        try:
-            with _attached(self._inside):
-                yield
-        except BaseException as error:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        super().__exit__(kind, error, trace)
+        if error is not None:
             self._span.record_exception(error)
-            self._fail(error)
+            self._fail(type(error).__name__, first_line(error))
             self.end()
-            raise
 
     async def _awaited(self, inner: Coroutine[Any, Any, Any]) -> Any:
         # Attached once, as this runs in a task of its own: spans that the function holds across waits stay current.
-        with self.current():
+        with self:
             value = await inner
         self.end()
         return value
 
     def around(self, inner: CoroutineType[Any, Any, Any]) -> Coroutine[Any, Any, Any]:
-        """A coroutine that does what that one does, inside."""
+        """Return a coroutine that runs another one inside."""
         made: Any = self._awaited(inner)
         made.__qualname__ = inner.__qualname__  # by which errors name the function
         return made  # type: ignore[no-any-return]
@@ -191,31 +199,19 @@ class Leg:
     def _done(self, future: Any) -> None:
         failure = getattr(future, "failure", None)
         if failure is not None:
-            self._fail_by(failure.kind, failure.text)
+            self._fail(failure.kind, failure.text)
         else:
             try:
                 future.wait()
             except BaseException as error:
-                self._fail(error)
+                self._fail(type(error).__name__, first_line(error))
         self.end()
 
-    def _fail(self, error: BaseException) -> None:
-        self._fail_by(type(error).__name__, first_line(error))
-
-    def _fail_by(self, kind: str, text: str) -> None:
-        self._attributes["error.type"] = kind
+    def _fail(self, kind: str, text: str) -> None:
+        self._attributes = {**self._attributes, "error.type": kind}
         self._span.set_attribute("error.type", kind)
         self._span.set_status(Status(StatusCode.ERROR, text))
 
     def end(self) -> None:
         self._span.end()
         self._lasted.record(perf_counter() - self._begun, self._attributes, context=self._inside)
-
-
-@contextmanager
-def _attached(inside: Context) -> Iterator[None]:
-    token = context.attach(inside)
-    try:
-        yield
-    finally:
-        context.detach(token)
