@@ -101,7 +101,6 @@ PURE = [
     "insight/causes.py",
     "insight/joins.py",
     "insight/report.py",
-    "insight/figures.py",
     "insight/history.py",
     "insight/snapshot.py",
     "insight/clock_offsets.py",

@@ -61,8 +61,12 @@ def _parser() -> argparse.ArgumentParser:
     why.add_argument("--stacks", action="store_true", help="the stacks of the threads that are named, too")
     why.add_argument("files", nargs="*", help="look at these instead, which workers have written (see dump)")
     top = add("top", _top, "A live view in the terminal.")
-    top.add_argument("--once", action="store_true", help="print one table, and end")
-    top.add_argument("--interval", type=_seconds, default=1.0, help="seconds between looks")
+    top.add_argument("--once", action="store_true", help="print the tables once, and end")
+    top.add_argument("--interval", type=_seconds, default=1.0, help="seconds from one time of asking to the next")
+    top.add_argument("--sort", default="", metavar="COLUMN", help="sort by this column: the highest numbers first")
+    top.add_argument("--filter", default="", metavar="WORDS", help="only rows that show all of these words")
+    top.add_argument("--worker", default="", metavar="NAME", help="the calls, threads, bytes and passes of this worker")
+    top.add_argument("--stacks", action="store_true", help="with --worker: the stacks of its threads, too")
     dashboard = add("dashboard", _dashboard, "A live view in the browser.")
     dashboard.add_argument("--host", default=loopback(), help="the address to listen on; this host alone if not given")
     dashboard.add_argument("--port", type=int, default=0, help="a free one if not given")
@@ -111,15 +115,16 @@ def _why(given: argparse.Namespace) -> int:
 
 
 def _top(given: argparse.Namespace) -> int:
-    from telegrad.insight import report, top
+    from telegrad.insight import top
 
     group = _one_group(given.group)
     if group is None:
         return NONE_HERE
+    view = top.View(given.sort, given.filter, given.worker, given.stacks)
     if given.once:
-        print(top.once(group))
+        print(top.once(group, view=view))
     else:
-        top.run(group, report.told, given.interval)
+        top.run(group, given.interval, view)
     return 0
 
 

@@ -1,45 +1,35 @@
-"""Tables of what a group does, for terminals: their columns, and how rows are made, sorted, narrowed and shown."""
+"""Tables of what a group does, for `telegrad top` and the dashboard: their columns, their rows, and these as text."""
 
 from __future__ import annotations
 
 import os
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+from telegrad.errors import UsageError
+from telegrad.insight.history import GroupHistory, functions
+from telegrad.instruments import CALLED
 from telegrad.safe_text import safe
-from telegrad.witness.account import Account, CallIn, Line, Thread
+from telegrad.witness.account import MEMBER, QUEUED, RUNNING, Account, Line, Thread, counts
 
 SILENT, GONE = "silent", "gone"  # phases of workers that give no account
-UNKNOWN = "-"
+WINDOW = 10.0  # seconds whose calls make the figures of functions
 
 
-class Column(NamedTuple):
-    name: str
-    about: str
-    show: Callable[[Any], str]
-    width: int = 0  # 0: as wide as what stands in it, from the left; else that of its numbers, from the right
+Columns = dict[str, Callable[[Any], str]]  # how values are shown: texts by `str`, at the left; others at the right
 
 
 class Row(NamedTuple):
-    key: str
     values: tuple[Any, ...]  # one for each column; None: not known
     trouble: bool = False
 
 
 class Table(NamedTuple):
     name: str
-    columns: tuple[Column, ...]
-    by: int = 0  # the column that it is sorted by at first
-    descending: bool = False
-
-
-class Used(NamedTuple):
-    used: int
-    of: int
-
-    def __str__(self) -> str:
-        return f"{self.used}/{self.of}"
+    columns: Columns
+    rows: Sequence[Row]
 
 
 def count(number: float) -> str:
@@ -75,150 +65,136 @@ def duration(seconds: float) -> str:
     return f"{minutes // 60}h{minutes % 60:02}" if minutes < 6000 else f"{minutes // 1440}d"
 
 
-def place(line: Line) -> str:
-    """A line of the user's program, short."""
-    return f"{os.path.basename(line['file'])}:{line['line']} {line['function']}: {line['text'].strip()}"
+def _used(slots: tuple[int, int]) -> str:
+    return f"{slots[0]}/{slots[1]}"
 
 
-WORKERS = Table(
-    "Workers",
-    (
-        Column("worker", "its name; `!` before it: it does not answer, or has gone", str),
-        Column("rank", "its rank", count, 4),
-        Column("phase", "joining, member or leaving; silent or gone where it gives no account", str),
-        Column("in/s", "calls of others that it answered, per second", count, 5),
-        Column("out/s", "calls of its own that were answered, per second", count, 5),
-        Column("flight", "calls of its own that are not answered yet", count, 6),
-        Column("run", "calls of others that it runs", count, 4),
-        Column("queue", "calls of others that wait for a slot", count, 5),
-        Column("slots", "slots in use, of those there are: calls that may run at once", str, 7),
-        Column("sent/s", "bytes that it sent per second", amount, 6),
-        Column("got/s", "bytes that it was sent per second", amount, 5),
-        Column("shared", "bytes of shared memory that it has lent", amount, 6),
-        Column("owned", "references to values that live there", count, 5),
-        Column("held", "references that it holds to values of others", count, 5),
-        Column("ctx", "autograd contexts", count, 4),
-        Column("thr", "threads that have something to do", count, 4),
-        Column("mem", "resident memory", amount, 5),
-        Column("gen", "generation of the group", count, 4),
-        Column("host", "where it runs", str),
-    ),
-)
-CALLS_OUT = Table(
-    "Calls out",
-    (
-        Column("age", "since when it waits for the answer", duration, 6),
-        Column("limit", "its timeout", duration, 6),
-        Column("to", "the worker that was called", str),
-        Column("function", "what was called", str),
-        Column("line", "where in the user's program the thread stands that waits for it", str),
-        Column("thread", "that thread", str),
-        Column("number", "of the call", str),
-    ),
-    descending=True,
-)
-CALLS_IN = Table(
-    "Calls in",
-    (
-        Column("age", "since when it runs", duration, 6),
-        Column("from", "the worker that calls", str),
-        Column("state", "running, queued, or going on: a future or coroutine of its is awaited", str),
-        Column("function", "what was called", str),
-        Column("line", "where in the user's program the thread stands that runs it", str),
-        Column("thread", "that thread", str),
-        Column("number", "of the call", str),
-    ),
-    descending=True,
-)
-THREADS = Table(
-    "Threads",
-    (
-        Column("thread", "its name", str),
-        Column("does", "which call it runs, and what it waits for", str),
-        Column("line", "where in the user's program it stands", str),
-        Column("asleep", "whether the kernel has it asleep", str),
-    ),
-)
-PEERS = Table(
-    "Bytes",
-    (
-        Column("worker", "the other worker", str),
-        Column("sent/s", "bytes sent to it per second", amount, 6),
-        Column("got/s", "bytes that came from it per second", amount, 6),
-        Column("sent", "bytes sent to it since the start", amount, 6),
-        Column("got", "bytes that came from it since the start", amount, 6),
-        Column("flight", "calls to it that are not answered yet", count, 6),
-        Column("host", "where it runs", str),
-    ),
-)
-PASSES = Table(
-    "Passes",
-    (
-        Column("age", "since when the backward pass runs", duration, 6),
-        Column("context", "of autograd", str),
-        Column("number", "of the pass in its context", count, 6),
-        Column("owing", "workers that have something to do for it", str),
-    ),
-    descending=True,
-)
+WORKERS: Columns = {
+    "worker": str, "rank": count, "phase": str, "in/s": count, "out/s": count, "flight": count, "run": count,
+    "queue": count, "slots": _used, "sent/s": amount, "got/s": amount, "shared": amount, "owned": count,
+    "held": count, "ctx": count, "thr": count, "mem": amount, "gen": count, "host": str,
+}  # fmt: skip
+FUNCTIONS: Columns = {
+    "calls/s": count, "p50": duration, "p99": duration, "ran": duration, "failed": count, "function": str
+}  # fmt: skip
+CALLS_OUT: Columns = {
+    "age": duration, "limit": duration, "to": str, "function": str, "line": str, "thread": str, "number": str
+}  # fmt: skip
+CALLS_IN: Columns = {
+    "age": duration, "from": str, "state": str, "function": str, "line": str, "thread": str, "number": str
+}  # fmt: skip
+THREADS: Columns = {"thread": str, "does": str, "line": str, "asleep": str}
+PEERS: Columns = {
+    "worker": str, "sent/s": amount, "got/s": amount, "sent": amount, "got": amount, "flight": count, "host": str
+}  # fmt: skip
+PASSES: Columns = {"age": duration, "context": str, "number": count, "owing": str}
+ALL = (WORKERS, FUNCTIONS, CALLS_OUT, CALLS_IN, THREADS, PEERS, PASSES)
 
 
-def calls_out(account: Account) -> list[Row]:
-    threads = _by_number(account)
-    return [
-        Row(
-            f"{call['to']}/{call['number']}",
-            (
-                call["age"],
-                call["timeout"] or None,
-                call["to"],
-                call["function"],
-                *_where_and_who(threads.get(call["thread"])),
-                str(call["number"]),
-            ),
-        )
+def of_group(history: GroupHistory) -> list[Table]:
+    """Return the tables of workers, and of the functions that they called lately."""
+    _, window = history.recent(WINDOW)
+    recent, _ = history.recent(window)  # of all workers the same time, where it is shorter
+    accounts, rates = history.sight.accounts, history.rates()
+    rows = []
+    for account in accounts:
+        name = account["worker"]
+        states = counts(account["calls_in"], lambda call: call["state"])
+        rate = rates.get(name)
+        called = sum(event[0] == CALLED for event in recent.get(name, ())) / window
+        values = (
+            name, account["rank"], account["phase"], rate and rate.calls, called,
+            counts(account["calls_out"], lambda call: call["to"]).total(), states[RUNNING], states[QUEUED],
+            (account["busy"], account["slots"]), rate and rate.sent, rate and rate.received, account["shared"],
+            account["references"].get("owners"), account["references"].get("users"), account["contexts"],
+            len(account["threads"]), account["memory"], account["generation"], account["host"],
+        )  # fmt: skip
+        rows.append(Row(values))
+    for phase, names in ((SILENT, history.sight.silent), (GONE, history.lost())):
+        for name in names:
+            last = history.last.get(name)
+            hosts = (account["members"][name] for account in accounts if name in account["members"])
+            host = last["host"] if last else next(hosts, None)
+            rows.append(Row((name, last and last["rank"], phase, *(None,) * 15, host), trouble=True))
+    lately = {account["worker"]: recent.get(account["worker"], []) for account in accounts}
+    found = [
+        Row((each.calls / window, each.p50, each.p99, each.running, each.failures, each.name))
+        for each in functions(lately)
+    ]
+    return [Table("Workers", WORKERS, rows), Table("Functions", FUNCTIONS, found)]
+
+
+def of_worker(history: GroupHistory, name: str, stacks: bool = False) -> tuple[str, list[Table]]:
+    """Return a text about a worker, and tables of what it told last, with the threads' stacks if asked for.
+
+    Raises:
+        UsageError: there is no such worker.
+    """
+    why = history.sight.silent.get(name) or history.lost().get(name)
+    account = history.last.get(name)
+    if why is None and account is None:
+        raise UsageError(f"no worker is called {name!r} here; there are: {', '.join(sorted(history.last))}")
+    told = [f"! {name} gives no account: {safe(why)}"] if why else []
+    if account is None:
+        return "\n".join([*told, "It has told nothing of itself before"]), []
+    if why:
+        latest = max((each["time"] for each in history.sight.accounts), default=account["time"])
+        told.append(f"What it told {duration(max(0.0, latest - account['time']))} before the others did:")
+    phase = f"{account['phase']} for {duration(account['phase_age'])}"
+    if account["phase"] == MEMBER:
+        phase += f", generation {account['generation']}"
+    elif account["missing"]:
+        phase += f", waits for {', '.join(account['missing'])}"
+    told += [
+        f"{name} rank {account['rank']} on {account['host']}, pid {account['pid']}: {safe(account['program'])}",
+        f"{phase}; slots {account['busy']}/{account['slots']}; memory {amount(account['memory'])}, "
+        f"lent {amount(account['shared'])}; contexts {account['contexts']}",
+        "references: " + ", ".join(f"{kind} {number}" for kind, number in account["references"].items()),
+    ]
+    if stacks:
+        for thread in account["threads"]:
+            told += ["", f"Thread {safe(thread['name'])}, innermost first:", *map(safe, reversed(thread["stack"]))]
+    return "\n".join(told), [*_calls(account), _threads(account), _peers(history, account), _passes(account)]
+
+
+def _calls(account: Account) -> list[Table]:
+    threads = {thread["number"]: thread for thread in account["threads"]}
+
+    def standing(call: Any) -> tuple[str | None, str | None, str]:
+        thread = threads.get(call["thread"])
+        return _place(thread["at"]) if thread else None, thread["name"] if thread else None, str(call["number"])
+
+    out = [
+        Row((call["age"], call["timeout"] or None, call["to"], call["function"], *standing(call)))
         for call in account["calls_out"]
     ]
-
-
-def calls_in(account: Account) -> list[Row]:
-    threads = _by_number(account)
-    return [
-        Row(
-            f"{call['caller']}/{call['number']}",
-            (
-                call["age"],
-                call["caller"],
-                call["state"],
-                call["function"] or None,
-                *_where_and_who(threads.get(call["thread"])),
-                str(call["number"]),
-            ),
-        )
+    come = [
+        Row((call["age"], call["caller"], call["state"], call["function"] or None, *standing(call)))
         for call in account["calls_in"]
     ]
+    return [Table("Calls out", CALLS_OUT, out), Table("Calls in", CALLS_IN, come)]
 
 
-def threads(account: Account) -> list[Row]:
+def _threads(account: Account) -> Table:
     asleep = {True: "yes", False: "no", None: None}
-    return [
-        Row(
-            str(thread["number"]),
-            (
-                thread["name"],
-                doing(account, thread) or None,
-                place(thread["at"]) if thread["at"] else None,
-                asleep[thread["asleep"]],
-            ),
-        )
+    rows = [
+        Row((thread["name"], doing(account, thread) or None, _place(thread["at"]), asleep[thread["asleep"]]))
         for thread in account["threads"]
     ]
+    return Table("Threads", THREADS, rows)
 
 
 def doing(account: Account, thread: Thread) -> str:
-    """Which call a thread runs, and what it waits for."""
-    runs = [f"runs {_named(call)} for {call['caller']}" for call in account["calls_in"] if _is_on(call, thread)]
-    waits = [f"waits for {call['function']} at {call['to']}" for call in account["calls_out"] if _is_on(call, thread)]
+    """Return which call a thread runs, and what it waits for."""
+    number = thread["number"]
+    runs = [
+        f"runs {call['function'] or 'call ' + str(call['number'])} for {call['caller']}"
+        for call in account["calls_in"]
+        if call["thread"] == number
+    ]
+    waits = [
+        f"waits for {call['function']} at {call['to']}" for call in account["calls_out"] if call["thread"] == number
+    ]
     if (wait := thread["wait"]) is not None and not waits:
         on = f" of {', '.join(wait['on'])}" if wait["on"] else ""
         about = f" ({wait['about']})" if wait["about"] else ""
@@ -226,69 +202,68 @@ def doing(account: Account, thread: Thread) -> str:
     return ", ".join(runs + waits)
 
 
-def passes(account: Account) -> list[Row]:
-    return [
-        Row(
-            f"{each['context']}/{each['number']}",
-            (each["age"], str(each["context"]), each["number"], ", ".join(each["owing"]) or None),
-        )
+def _peers(history: GroupHistory, account: Account) -> Table:
+    me, lost = account["worker"], history.lost()
+    rates: dict[str, list[float]] = defaultdict(lambda: [0, 0])
+    for flow in history.flows():
+        if me in (flow.source, flow.target):
+            sends = flow.source == me
+            rates[flow.target if sends else flow.source][not sends] = flow.rate
+    sent, got, members = account["bytes_out"], account["bytes_in"], account["members"]
+    flight = counts(account["calls_out"], lambda call: call["to"])
+    rows = []
+    for name in {*members, *sent, *got, *flight} - {me}:
+        values = (name, *rates[name], sent.get(name, 0), got.get(name, 0), flight[name], members.get(name))
+        rows.append(Row(values, trouble=name in history.sight.silent or name in lost))
+    return Table("Bytes", PEERS, rows)
+
+
+def _passes(account: Account) -> Table:
+    rows = [
+        Row((each["age"], str(each["context"]), each["number"], ", ".join(each["owing"]) or None))
         for each in account["passes"]
     ]
+    return Table("Passes", PASSES, rows)
 
 
-def ordered(rows: Iterable[Row], column: int, descending: bool) -> list[Row]:
-    """By the values of a column, `w2` before `w10`; what is not known comes last in either direction."""
-    rows = list(rows)
-    known = [row for row in rows if row.values[column] is not None]
-    known.sort(key=lambda row: _natural(row.values[column]), reverse=descending)
-    return known + [row for row in rows if row.values[column] is None]
+def _place(line: Line | None) -> str | None:
+    """Return a line of the user's program, short."""
+    if line is None:
+        return None
+    return f"{os.path.basename(line['file'])}:{line['line']} {line['function']}: {line['text'].strip()}"
 
 
-def narrowed(table: Table, rows: Iterable[Row], words: str) -> list[Row]:
-    """Those that show all of the words."""
-    wanted = words.casefold().split()
-    return [row for row in rows if all(word in " ".join(shown(table, row)).casefold() for word in wanted)]
+def texts(table: Table, by: str = "", words: str = "") -> list[list[str]]:
+    """Return the texts of the rows that show all `words`, sorted by a column, or by the first.
+
+    The highest numbers come first. Of texts, "w2" comes before "w10". Values that are not known come last.
+    """
+    column = by if by in table.columns else next(iter(table.columns))
+    index = list(table.columns).index(column)
+    known = [row for row in table.rows if row.values[index] is not None]
+    known.sort(key=lambda row: _natural(row.values[index]), reverse=table.columns[column] is not str)
+    found = []
+    for values, trouble in known + [row for row in table.rows if row.values[index] is None]:
+        shown = [
+            "-" if value is None else safe(show(value))
+            for show, value in zip(table.columns.values(), values, strict=True)
+        ]
+        if all(word in " ".join(shown).casefold() for word in words.casefold().split()):
+            found.append([f"! {shown[0]}", *shown[1:]] if trouble else shown)
+    return found
 
 
-def shown(table: Table, row: Row) -> list[str]:
-    """A row's texts."""
+def lines(columns: Columns, rows: Iterable[Sequence[str]]) -> list[str]:
+    """Return a table as lines, each column as wide as it needs."""
+    found = [list(columns), *rows]
+    widths = [max(map(len, column)) for column in zip(*found, strict=True)]
     return [
-        UNKNOWN if value is None else safe(column.show(value))
-        for column, value in zip(table.columns, row.values, strict=True)
-    ]
-
-
-def as_text(table: Table, rows: Sequence[Row]) -> str:
-    """The whole table, in lines that are as wide as they need."""
-    lines = [[column.name for column in table.columns], *(shown(table, row) for row in rows)]
-    for row, line in zip(rows, lines[1:], strict=True):
-        line[0] = f"! {line[0]}" if row.trouble else line[0]
-    widths = [max(map(len, texts)) for texts in zip(*lines, strict=True)]
-    return "\n".join(
         "  ".join(
-            text.rjust(width) if column.width else text.ljust(width)
-            for column, text, width in zip(table.columns, line, widths, strict=True)
+            text.ljust(width) if show is str else text.rjust(width)
+            for show, text, width in zip(columns.values(), row, widths, strict=True)
         ).rstrip()
-        for line in lines
-    )
-
-
-def _by_number(account: Account) -> dict[int | None, Thread]:
-    return {thread["number"]: thread for thread in account["threads"]}
-
-
-def _where_and_who(thread: Thread | None) -> tuple[str | None, str | None]:
-    if thread is None:
-        return None, None
-    return place(thread["at"]) if thread["at"] else None, thread["name"]
-
-
-def _is_on(call: Any, thread: Thread) -> bool:
-    return bool(call["thread"] == thread["number"])
-
-
-def _named(call: CallIn) -> str:
-    return call["function"] or f"call {call['number']}"
+        for row in found
+    ]
 
 
 def _natural(value: Any) -> Any:

@@ -22,9 +22,9 @@ from typing import Any
 from urllib.parse import parse_qs, quote, urlsplit
 
 from telegrad.addresses import bracketed
-from telegrad.insight.history import History
+from telegrad.insight.history import GroupHistory
 from telegrad.insight.serving import BoundedServer
-from telegrad.insight.snapshot import snapshot
+from telegrad.insight.snapshot import detail, snapshot
 from telegrad.insight.source import Sight, Source
 
 PAUSE = 1.0  # seconds at least from one look at the group to the next
@@ -60,8 +60,12 @@ class Dashboard:
         token: str | None = None,
     ) -> None:
         self.token: str = token or secrets.token_urlsafe(24)
-        self.watch: Watch = Watch(source)
-        self.why = why
+        self._source, self._why = source, why
+        # Guards the three below; its holder asks the source, which takes up to two seconds, while other viewers wait.
+        self._lock = threading.Lock()
+        self._history = GroupHistory()
+        self._shown: dict[float, dict[str, Any]] = {}  # since the group was asked, by how many seconds
+        self._next = 0.0  # when the group may be asked again
         digest = hashlib.sha256(f"cookie {self.token}".encode()).hexdigest()
         # browsers do not tell apart the ports of a host
         self.cookie: tuple[str, str] = (f"telegrad-{digest[:12]}", digest)
@@ -82,6 +86,30 @@ class Dashboard:
     @property
     def port(self) -> int:
         return self._server.port
+
+    def data(self, seconds: float, worker: str = "") -> dict[str, Any]:
+        """Return what is shown of the last `seconds`, and the tables of one worker."""
+        with self._lock:
+            self._ask()
+            if seconds not in self._shown:
+                self._shown[seconds] = snapshot(self._history, seconds)
+            return self._shown[seconds] | ({"worker": detail(self._history, worker)} if worker else {})
+
+    def why(self) -> str:
+        """Return in words why the group waits."""
+        with self._lock:
+            self._ask()
+            sight = self._history.sight
+        try:
+            return self._why(sight)
+        except Exception as error:
+            return f"That cannot be told: {type(error).__name__}: {error}"
+
+    def _ask(self) -> None:
+        if time.monotonic() >= self._next:
+            self._next = time.monotonic() + PAUSE
+            self._shown.clear()
+            self._history.update(self._source)
 
     def lets_in(self, token: str, cookies: str) -> bool:
         """Whether the token is right, or one of the cookies; takes the same time for all that are wrong."""
@@ -112,45 +140,6 @@ class Dashboard:
         self.close()
 
 
-class Watch:
-    """Looks at the group when it is asked for, at most once in PAUSE; all viewers share what it finds."""
-
-    def __init__(self, source: Source, clock: Callable[[], float] = time.monotonic) -> None:
-        self._source = source
-        self._clock = clock
-        # Guards all below; who asks the source has it for up to two seconds, and the others wait for what is found.
-        self._lock = threading.Lock()
-        self._history = History()
-        self._shown: dict[float, dict[str, Any]] = {}  # since the last look, by how many seconds
-        self._looked = float("-inf")
-        self._trouble = ""
-
-    def data(self, seconds: float) -> dict[str, Any]:
-        """What is shown of the last `seconds`."""
-        with self._lock:
-            self._look()
-            if seconds not in self._shown:
-                self._shown[seconds] = snapshot(self._history, seconds) | {"trouble": self._trouble}
-            return self._shown[seconds]
-
-    def sight(self) -> Sight:
-        with self._lock:
-            self._look()
-            return self._history.sight
-
-    def _look(self) -> None:
-        if self._clock() - self._looked < PAUSE:
-            return
-        self._looked = self._clock()
-        self._shown.clear()
-        try:
-            after = self._history.take(self._source.look())
-            self._history.add(self._source.events(after))
-            self._trouble = ""
-        except Exception as error:
-            self._trouble = f"{type(error).__name__}: {error}"
-
-
 class _Server(BoundedServer):
     def __init__(self, dashboard: Dashboard, host: str, port: int) -> None:
         self.dashboard = dashboard
@@ -173,9 +162,10 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(403, b"Open the address that the dashboard has printed: it has the token in it.")
         elif path == "/data":
             seconds = _number(query.get("seconds", [""])[0])
-            self._answer(200, json.dumps(dashboard.watch.data(seconds)).encode(), "application/json")
+            data = dashboard.data(seconds, query.get("worker", [""])[0])
+            self._answer(200, json.dumps(data).encode(), "application/json")
         elif path == "/why":
-            self._answer(200, self._why().encode())
+            self._answer(200, dashboard.why().encode())
         else:
             self._page(path[1:] or "index.html")
 
@@ -199,13 +189,6 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             cookie = "=".join(self.server.dashboard.cookie) + "; HttpOnly; SameSite=Strict; Path=/"
             self._answer(200, body, KINDS[name.rpartition(".")[2]], {"Set-Cookie": cookie})
-
-    def _why(self) -> str:
-        dashboard = self.server.dashboard
-        try:
-            return dashboard.why(dashboard.watch.sight())
-        except Exception as error:
-            return f"That cannot be told: {type(error).__name__}: {error}"
 
     def _answer(self, status: int, body: bytes, kind: str = "text/plain", more: dict[str, str] | None = None) -> None:
         self.send_response(status)

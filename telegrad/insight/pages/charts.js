@@ -1,4 +1,4 @@
-// Charts along time: calls in lanes, a pipeline's batch, memory, steps.
+// Charts: traffic, calls in lanes, a pipeline's batch, memory, steps.
 
 import { boxes, line, make, show, text, ticks, widthOf } from "./draw.js";
 import { bytes, clipped, seconds, share, short } from "./words.js";
@@ -17,6 +17,33 @@ function axis(width, from, top, bottom, length, word, zero = word(0)) {
       const style = x > width - 40 ? "faint end" : "faint middle";
       return [line(x, top, x, bottom), text(x, bottom + 14, at ? word(at) : zero, style)];
     });
+}
+
+// A matrix: who sends how much to whom.
+export function drawTraffic(svg, data) {
+  const width = widthOf(svg);
+  const from = left(width);
+  const names = [...data.workers.map((worker) => worker.worker), ...Object.keys(data.silent)];
+  const size = Math.max(2, Math.min(36, (width - from - 60) / names.length));
+  const top = size < 9 ? 4 : 70; // below 9 names do not fit
+  const most = Math.max(1, ...data.flows.map((flow) => flow.rate));
+  const middle = (index) => (index + 0.5) * size;
+  const children = size < 9 ? [] : names.flatMap((name, index) => {
+    const style = name in data.silent ? "silent" : "";
+    const above = text(0, 0, clipped(name, 12), style);
+    above.setAttribute("transform", `translate(${from + middle(index) + 3} ${top - 5}) rotate(-50)`);
+    return [text(0, top + middle(index) + 4, clipped(name, from > 80 ? 16 : 10), style), above];
+  });
+  const flows = data.flows.filter((flow) => (flow.rate > 0 || flow.calls > 0) && names.includes(flow.source) && names.includes(flow.target));
+  for (const { source, target, rate, calls } of flows) {
+    const place = { x: from + names.indexOf(target) * size, y: top + names.indexOf(source) * size, width: size - 1, height: size - 1 };
+    const words = `${source} → ${target}: ${bytes(rate)}/s, ${calls} calls in flight`;
+    children.push(make("rect", { ...place, class: calls ? "flow busy" : "flow", "fill-opacity": (0.1 + 0.9 * Math.sqrt(rate / most)).toFixed(2) }, make("title", {}, words)));
+  }
+  const frame = make("rect", { x: from - 1, y: top - 1, width: names.length * size + 1, height: names.length * size + 1, class: "frame" });
+  const busiest = flows.sort((one, other) => other.rate - one.rate)[0];
+  const told = busiest ? ` Most goes from ${busiest.source} to ${busiest.target}: ${bytes(busiest.rate)} per second.` : "";
+  show(svg, top + names.length * size + 4, `${names.length} workers, ${flows.length} flows between them.${told} The table below has all.`, [frame, ...children]);
 }
 
 // Gives what lies under a place of the chart, for who points there.
