@@ -23,7 +23,7 @@ import pytest
 
 from telegrad import private_files
 from telegrad.errors import UsageError
-from telegrad.insight.files import Written
+from telegrad.insight.groups import DumpFiles
 from telegrad.keyring import read_keys
 from telegrad.private_files import (
     UnsafePath,
@@ -101,7 +101,7 @@ ELSEWHERE = {
     ("checkpoint/folders.py", "open"),  # a folder, for its fsync
     ("group/files.py", "open"),  # a store that the user has named: no link, checked once it is open
     ("insight/collect.py", "TemporaryDirectory"),  # private, with a random name
-    ("insight/outside.py", "open"),  # to read, what may have become a pipe
+    ("insight/process_state.py", "open"),  # to read, what may have become a pipe
     ("supervision/output.py", "mkdir"),  # in a folder of `make_folder`, and never one that is there
     ("supervision/output.py", "symlink_to"),  # under a random name
     ("supervision/supervisor.py", "mkdtemp"),  # private, with a random name
@@ -131,7 +131,7 @@ READ_ELSEWHERE = {  # what the kernel tells, the package's own files, a file tha
         "group/address.py",
         "host_memory.py",
         "insight/collect.py",
-        "insight/outside.py",
+        "insight/process_state.py",
         "insight/web.py",
     ),
     *("supervision/command.py", "transport/heap.py", "transport/processes.py"),
@@ -171,7 +171,7 @@ def test_only_regular_files_are_opened(kind: str, tmp_path: pathlib.Path, monkey
         for act in (
             open_regular,
             lambda name: read_keys(str(name)),
-            lambda name: Written([name]),
+            lambda name: DumpFiles([name]),
             lambda name: client_context(TlsFiles(str(name), str(name), str(name))),
         ):
             with pytest.raises((OSError, UsageError), match=r"no regular file|circle"):

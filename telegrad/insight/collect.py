@@ -27,8 +27,8 @@ from telegrad.errors import TelegradError, UsageError
 from telegrad.insight import chrome_trace, clock_offsets
 from telegrad.insight.chrome_trace import WorkerTrace
 from telegrad.insight.clock_offsets import ClockOffset, Exchange
+from telegrad.insight.groups import own_group
 from telegrad.insight.source import Source
-from telegrad.insight.sources import own_group
 from telegrad.private_files import replacing
 from telegrad.rpc import current, rpc_async, rpc_sync, workers
 

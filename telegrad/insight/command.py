@@ -1,4 +1,4 @@
-"""Looking at groups of this host from the command line.
+"""The commands that look at groups of this host.
 
 python -m telegrad why                what keeps groups of this host from going on; exit code 0: nothing, 1: something,
                                       2: a worker does not answer, or there is none
@@ -20,17 +20,16 @@ from collections.abc import Callable, Mapping
 
 from telegrad.errors import UsageError
 from telegrad.group.address import loopback
-from telegrad.insight.files import Written
+from telegrad.insight.groups import DumpFiles, HostGroup, groups_here
 from telegrad.insight.source import Source
-from telegrad.insight.sources import HostGroup, groups_here
 from telegrad.witness.desk import HAS_DESKS
 
 LONGEST = 20.0  # seconds, after which no further group is looked at
-NONE_HERE = 2  # an exit code: nobody, or nothing, to look at
+NONE_HERE = 2  # an exit code: there is no worker to look at
 
 
 def main(arguments: list[str]) -> int:
-    """Run one of the commands; its exit code."""
+    """Run one of the commands; return its exit code."""
     parser = _parser()
     given = parser.parse_args(arguments)
     if given.group and vars(given).get("files"):
@@ -92,7 +91,7 @@ _seconds.__name__ = "number of seconds"  # as argparse calls it
 def _why(given: argparse.Namespace) -> int:
     from telegrad.insight.report import Report
 
-    groups: dict[str, Source] = {"": Written(given.files)} if given.files else dict(_groups(given.group))
+    groups: dict[str, Source] = {"": DumpFiles(given.files)} if given.files else dict(_groups(given.group))
     if not groups:
         return _nobody()
     told, worst, until = {}, 0, time.monotonic() + LONGEST
@@ -144,7 +143,7 @@ def _dashboard(given: argparse.Namespace) -> int:
 def _trace(given: argparse.Namespace) -> int:
     from telegrad.insight import collect
 
-    source: Source | None = Written(given.files) if given.files else _one_group(given.group)
+    source: Source | None = DumpFiles(given.files) if given.files else _one_group(given.group)
     if source is None:
         return NONE_HERE
     print(collect.trace_from_outside(given.file, source, given.seconds))
@@ -182,9 +181,8 @@ def _listed(groups: Mapping[str, HostGroup]) -> str:
 
 
 def _nobody() -> int:
-    if HAS_DESKS:
-        why = "ask where one does, as the same user and in the same container"
-    else:
-        why = "workers can be asked from outside on Linux only; from inside of a group, telegrad.insight does"
-    print(f"no worker of yours runs on this host, as far as can be seen: {why}", file=sys.stderr)
+    where = "run the command on a worker's host, as the same user and in the same container"
+    if not HAS_DESKS:
+        where = "workers can be asked from outside on Linux only; in a program, telegrad.insight asks its own group"
+    print(f"no worker of this user was found on this host: {where}", file=sys.stderr)
     return NONE_HERE

@@ -1,4 +1,4 @@
-"""An HTTP server that idle and slow clients cannot exhaust: the base of the dashboard's and of the metrics'."""
+"""An HTTP server that idle and slow clients cannot exhaust, for the dashboard and for metrics."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class BoundedServer(ThreadingHTTPServer):
         """Listen; `start` serves.
 
         Raises:
-            OSError: nobody can listen at that host and port.
+            OSError: this process cannot listen at that host and port.
             OverflowError: there is no such port.
         """
         self.address_family = family_of(host)
@@ -55,7 +55,7 @@ class BoundedServer(ThreadingHTTPServer):
         self.server_close()
 
     def server_bind(self) -> None:
-        socketserver.TCPServer.server_bind(self)  # that of HTTPServer asks for its name, which may take long
+        socketserver.TCPServer.server_bind(self)  # HTTPServer's looks up the host's name, which may take long
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Serve a connection; where there are too many, end the oldest, which is the likeliest to be idle."""

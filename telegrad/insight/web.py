@@ -1,7 +1,7 @@
-"""A group in a browser: the server of the pages in `pages/`, and of what they show.
+"""A group in a browser: the HTTP server of the pages in `pages/`, and of the data that they show.
 
-Who has the token may look, nobody else; what is shown leaves by these doors alone. It is asked for in the address once,
-and kept by the browser in a cookie. Nothing can be changed from here.
+Each request needs the token, which stands in the address at first, and then in a cookie of the browser. None changes
+anything.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ HEADERS = {
 
 
 class Dashboard:
-    """Serves until `close()`, by threads of its own; `url` is what a browser has to open.
+    """Serves until `close()`, by threads of its own, at `url`.
 
-    It asks `source` while somebody looks, and at most once a second however many do. `why` says in words why the group
-    waits.
+    The group is asked when a page asks, and at most once a second however many pages do. `why` says in words why the
+    group waits.
 
     Raises:
-        OSError: nobody can listen at that host and port.
+        OSError: this process cannot listen at that host and port.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Dashboard:
 
     @property
     def url(self) -> str:
-        """With the token; to be kept to oneself."""
+        """Return the address, with the token: a secret."""
         return f"http://{bracketed(self._host)}:{self.port}/?token={quote(self.token)}"
 
     @property
@@ -112,7 +112,7 @@ class Dashboard:
             self._history.update(self._source)
 
     def lets_in(self, token: str, cookies: str) -> bool:
-        """Whether the token is right, or one of the cookies; takes the same time for all that are wrong."""
+        """Return whether the token or a cookie is right, in the same time for all wrong ones."""
         try:
             kept = SimpleCookie(cookies).get(self.cookie[0])
         except CookieError:
@@ -122,7 +122,7 @@ class Dashboard:
         return secrets.compare_digest(token.encode(), self.token.encode()) or known
 
     def is_called(self, host: str) -> bool:
-        """Whether it can be meant by this `Host`. A page from elsewhere whose name leads here is told by its name."""
+        """Return whether a `Host` means this server: no name of another site that leads here (DNS rebinding)."""
         try:
             name = urlsplit(f"//{host}").hostname or ""
             own = {"localhost", self._host.lower(), socket.gethostname().lower()}
@@ -175,7 +175,7 @@ class _Handler(BaseHTTPRequestHandler):
     do_HEAD = do_POST = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = refuse  # noqa: N815
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
-        pass  # addresses have the token in them
+        pass  # the addresses contain the token
 
     def _may_look(self, token: str) -> bool:
         dashboard = self.server.dashboard
@@ -202,7 +202,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _number(text: str) -> float:
-    """Of seconds, from a query; the nearest that can be served."""
+    """Return the seconds of a query, or the nearest that are served."""
     try:
         wanted = min(SPANS[-1], float(text))
     except ValueError:

@@ -135,7 +135,7 @@ def _enter(begin: Callable[[], Worker], options: TelegradOptions) -> None:
 def show(worker: Worker, port: int) -> None:
     """Show the group to browsers until this worker leaves; by a layer above, which nothing else here knows of."""
     try:
-        shown = importlib.import_module("telegrad.insight.api").dashboard(port=port)
+        shown = importlib.import_module("telegrad.insight").dashboard(port=port)
     except OSError as error:  # it is in a group by now, which shall not suffer from that
         log.warning("telegrad: worker %r does not show the group: %s", worker.me.name, error)
         return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import secrets
 import socket
 import ssl
@@ -85,7 +86,7 @@ class Listener:
         self._doors: list[_Door] = []
         self.unix = ""
         if HAS_UNIX and transport != "tcp" and tls is None:
-            self.unix = f"telegrad-{secrets.token_hex(8)}"
+            self.unix = f"telegrad-{os.getpid()}-{secrets.token_hex(8)}"  # insight finds the process by it
             door = socket.socket(socket.AF_UNIX)
             door.bind(unix_address(self.unix))
             self._doors.append(_Door(door, self, True))

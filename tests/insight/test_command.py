@@ -17,7 +17,7 @@ import pytest
 from telegrad import rpc
 from telegrad.errors import UsageError
 from telegrad.insight import command
-from telegrad.insight.sources import HostGroup, groups_here
+from telegrad.insight.groups import HostGroup, groups_here
 from telegrad.rpc import current, rpc_sync, shutdown
 from telegrad.witness import desk, dump
 from telegrad.witness.desk import Place
@@ -144,7 +144,7 @@ def test_nobody_is_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     monkeypatch.setattr(command, "groups_here", dict)
     for arguments in (["why"], ["why", "--group", "none"], ["top", "--once"], ["dump"], ["trace", "trace.json"]):
         assert command.main(arguments) == 2
-        assert "no worker of yours runs on this host" in capsys.readouterr().err
+        assert "no worker of this user was found on this host" in capsys.readouterr().err
 
 
 def test_one_of_several_groups(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,9 +13,9 @@ from contextlib import contextmanager, suppress
 import pytest
 
 from telegrad.insight.finding import NOTE, Finding
+from telegrad.insight.groups import HostGroup
 from telegrad.insight.report import Report
 from telegrad.insight.source import Sight
-from telegrad.insight.sources import HostGroup
 from telegrad.witness import desk
 from tests.cluster import PATIENCE, Process, free_port, processes
 from tests.insight.hangs import HANGS, Hang, Stage, work
@@ -55,14 +55,14 @@ def explained(group: list[Process], hang: Hang) -> tuple[Report, str, float]:
     until = time.monotonic() + LONG + 2 * WITHIN
     while True:
         begun = time.monotonic()
-        report = Report(look_at(group), LONG)
+        report = Report(inspect(group), LONG)
         told = report.text()
         took = time.monotonic() - begun
         if (is_it(hang, report.findings, told) and took < WITHIN) or time.monotonic() > until:
             return report, told, took
 
 
-def look_at(group: list[Process]) -> Sight:
+def inspect(group: list[Process]) -> Sight:
     pids = {process.pid for process in group}
     return HostGroup(place for place in desk.places() if place.pid in pids).look()
 
@@ -90,7 +90,7 @@ def test_a_group_at_work_is_well(tmp_path: pathlib.Path) -> None:
     titles: list[str] = []
     with hanging(at_work, tmp_path) as group:
         for _ in range(20):
-            sight = look_at(group)
+            sight = inspect(group)
             titles += {each.title for each in Report(sight).findings if each.weight > NOTE}
             assert len(sight.accounts) == 3
     assert len(titles) < 2, titles  # where others take all processors for a second, one step is a long wait indeed

@@ -18,11 +18,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from telegrad.insight.groups import groups_here
 from telegrad.insight.history import GroupHistory
 from telegrad.insight.report import Report
 from telegrad.insight.snapshot import detail, snapshot
 from telegrad.insight.source import Sight
-from telegrad.insight.sources import groups_here
 from telegrad.insight.top import View
 from telegrad.witness import desk
 from telegrad.witness.decoding import ACCOUNT, DUMP, EVENTS, GROUP, Malformed, decode

@@ -20,9 +20,8 @@ import torch
 
 from telegrad import autograd, rpc
 from telegrad.errors import CallTimeout, UsageError
-from telegrad.insight.files import Written
-from telegrad.insight.outside import look_at
-from telegrad.insight.sources import HostGroup, OwnGroup, groups_here
+from telegrad.insight.groups import DumpFiles, HostGroup, OwnGroup, groups_here
+from telegrad.insight.process_state import inspect
 from telegrad.private_files import Folder
 from telegrad.rpc import current
 from telegrad.rpc.worker import Worker
@@ -263,7 +262,7 @@ def _own_look() -> dict[str, str]:
 
 
 def test_what_has_ended_is_said_to_have(workers: list[Process]) -> None:
-    assert look_at(1 << 22, -1).state == "its process has ended"
+    assert inspect(1 << 22, -1).state == "its process has ended"
 
 
 @pytest.mark.skipif(not desk.HAS_DESKS, reason="there are no desks here")
@@ -304,7 +303,7 @@ def test_a_signal_has_a_file_written(tmp_path: pathlib.Path) -> None:
         (path,) = tmp_path.iterdir()
         assert eventually(lambda: path.stat().st_size > 0 and path.read_text().endswith("}"))
         assert json.loads(path.read_text())["reason"] == "SIGUSR2 came"
-        (account,) = Written([path]).look().accounts
+        (account,) = DumpFiles([path]).look().accounts
         assert account["worker"] == "worker1"
         assert members[1].run(os.getpid) == members[1].pid  # it goes on
 
@@ -332,7 +331,7 @@ def test_a_signal_that_the_program_uses_later_is_left_to_it(on_a_thread: bool) -
         before = program.run(_stacks_file)
         assert program.run(_write_stacks_to_self)
         program.run(_use_signal)
-        assert look_at(program.pid, before).stacks == ""
+        assert inspect(program.pid, before).stacks == ""
         assert not program.run(_has_heard)
         program.run(rpc.shutdown)
         program.kill(signal.SIGUSR2)
@@ -390,7 +389,7 @@ def test_what_a_worker_is_at_is_written_down(
     monkeypatch.setenv(dump.VARIABLE, str(tmp_path / "dumps"))
     monkeypatch.setattr(dump, "KEPT", 2)
     paths = in_threads(*[worker.witness.dump for worker in pair])
-    written = Written(paths)
+    written = DumpFiles(paths)
     assert [account["worker"] for account in written.look().accounts] == ["w0", "w1"]
     assert written.events({})["w0"][-1] == tuple(json.loads(paths[0].read_text())["events"][-1])
     assert (tmp_path / "dumps").stat().st_mode & 0o777 == 0o700
@@ -491,4 +490,4 @@ def test_a_file_that_no_worker_can_have_written_is_not_read_whole(tmp_path: path
     with path.open("wb") as file:
         file.truncate(200 << 30)  # of zeros, which take no room
     with pytest.raises(UsageError, match="it has over 32 MiB"):
-        Written([path])
+        DumpFiles([path])

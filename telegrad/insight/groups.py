@@ -1,22 +1,26 @@
-"""Groups to look at: that of this process, and those of this user on this host."""
+"""Groups to look at: that of this process, those of this user on this host, and what workers have written to files."""
 
 from __future__ import annotations
 
+import pathlib
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from telegrad.insight.outside import look_at, process_of
+from telegrad.errors import UsageError
 from telegrad.insight.phrases import several
+from telegrad.insight.process_state import inspect
 from telegrad.insight.source import Sight
 from telegrad.instruments import Event
+from telegrad.private_files import open_regular
 from telegrad.safe_text import safe
 from telegrad.witness import desk
 from telegrad.witness.account import Account
-from telegrad.witness.decoding import ACCOUNT, DUMP, GROUP, GROUP_EVENTS, Malformed
+from telegrad.witness.decoding import ACCOUNT, DUMP, FILE, GROUP, GROUP_EVENTS, Malformed, decode
 from telegrad.witness.desk import Place, ask_all
+from telegrad.witness.dump import LARGEST
 
 if TYPE_CHECKING:
     from telegrad.witness.witness import Witness
@@ -26,10 +30,11 @@ MOST_LOOKED_AT = 256  # silent workers that are looked at from outside; that tak
 PATIENCE = 1.0  # seconds for all workers of a group
 SOON = 0.3  # the same, where they are asked once more anyway
 OF_ALL = 5.0  # the same, for what one of them asks others about
+MOST = 2 * LARGEST  # bytes of a file: one with no events may have some more
 
 
 class OwnGroup:
-    """That of this process."""
+    """The group of this process."""
 
     def __init__(self, witness: Any) -> None:
         self._witness: Witness = witness  # whose type is no part of the interface
@@ -38,46 +43,46 @@ class OwnGroup:
         accounts, silent = self._witness.look()
         if not silent:
             return Sight(accounts, silent)
-        places = {place.pid: place for place in desk.places()}
-        sockets = {member.name: member.unix for member in self._witness.observer.members()}
-        here = {name: places.get(process_of(sockets.get(name, ""), places) or 0) for name in silent}
-        silent = silent | _seen({name: place for name, place in here.items() if place is not None})
-        return _sight(accounts, silent, [name for name, place in here.items() if place is not None])
+        # The name of a worker's socket has its process in it: "telegrad-PID-...".
+        places = {(place.worker, f"telegrad-{place.pid}"): place for place in desk.places()}
+        processes = ((member.name, member.unix.rpartition("-")[0]) for member in self._witness.observer.members())
+        here = {known[0]: places[known] for known in processes if known[0] in silent and known in places}
+        return _sight(accounts, silent | _states(here), here)
 
     def events(self, after: Mapping[str, float]) -> dict[str, list[Event]]:
         return self._witness.events(after)
 
 
 def own_group() -> OwnGroup:
-    """That of this thread's worker.
+    """Return the group of this thread's worker.
 
     Raises:
         NotInitialized: this process is in no group.
     """
-    from telegrad.rpc import current  # not above: who looks from outside has no torch
+    from telegrad.rpc import current  # not above: commands look from outside, without torch
 
     return OwnGroup(current.here().witness)
 
 
 class HostGroup:
-    """One with workers on this host, which is looked at from outside."""
+    """A group with workers on this host, seen from outside."""
 
     def __init__(self, places: Iterable[Place], programs: Iterable[str] = ()) -> None:
         self._places = list(places)
         self._programs = sorted(programs)
-        self._silent: set[Place] = set()  # at the last look; replaced as a whole
+        self._silent: set[Place] = set()  # when the group was asked last; replaced as a whole
 
     def __str__(self) -> str:
-        """The program, and those of its workers that are on this host, for people."""
+        """Return the program and the workers on this host, for people."""
         program = f"{', '.join(self._programs)}: " if self._programs else ""
         return program + several(sorted(place.worker for place in self._places))
 
     def is_called(self, name: str) -> bool:
-        """Whether that is its program, or one of its workers."""
+        """Return whether that is its program, or one of its workers."""
         return name in self._programs or any(place.worker == name for place in self._places)
 
     def dump(self) -> dict[str, str]:
-        """Have the workers of this host write down what they are at: by worker, the file, or why there is none."""
+        """Have the workers of this host write down their states; return by worker the file, or why there is none."""
         told = ask_all(self._places, DUMP, None, PATIENCE)
         silent = "nothing was written, it did not answer: {}"
         return {
@@ -90,7 +95,7 @@ class HostGroup:
         answered: list[Any] = [each for each in told.values() if isinstance(each, dict)]
         accounts: dict[str, Account] = {each["worker"]: each for each in answered}
         self._silent = {place for place, each in told.items() if not isinstance(each, dict)}
-        silent = _seen({place.worker: place for place in self._silent if not isinstance(told[place], Malformed)})
+        silent = _states({place.worker: place for place in self._silent if not isinstance(told[place], Malformed)})
         silent |= {place.worker: str(told[place]) for place in self._silent if place.worker not in silent}
         beyond = others_of(accounts.values()) - silent.keys()
         if beyond and accounts:
@@ -111,8 +116,41 @@ class HostGroup:
         return {}
 
 
+class DumpFiles:
+    """Files of `telegrad.witness.dump`, as a group; of a worker with several, the newest counts."""
+
+    def __init__(self, paths: Iterable[str | pathlib.Path]) -> None:
+        """Raises UsageError where one is no such file."""
+        self._told: dict[str, dict[str, Any]] = {}
+        for path in map(pathlib.Path, paths):
+            try:
+                with open_regular(path) as file:
+                    text = file.read(MOST + 1)
+                if len(text) > MOST:
+                    raise Malformed(f"it has over {MOST >> 20} MiB")
+                content = decode(FILE, text)
+            except OSError as error:
+                raise UsageError(f"{path} cannot be read: {error.strerror}") from None
+            except Malformed as error:
+                raise UsageError(f"{path} is no file that a worker has written: {error}") from None
+            account: Account = content["account"]
+            before = self._told.get(account["worker"])
+            if before is None or before["account"]["time"] < account["time"]:
+                self._told[account["worker"]] = content
+
+    def look(self) -> Sight:
+        accounts = [content["account"] for content in self._told.values()]
+        return Sight(accounts, dict.fromkeys(sorted(others_of(accounts)), "there is no file of it"))
+
+    def events(self, after: Mapping[str, float]) -> dict[str, list[Event]]:
+        return {
+            name: [event for event in content["events"] if event[2] > after.get(name, 0.0)]
+            for name, content in self._told.items()
+        }
+
+
 def groups_here() -> dict[str, HostGroup]:
-    """All groups of this user with workers on this host, by their ids; of those still to be, by their place.
+    """Return all groups of this user with workers on this host, by their ids; those that form yet, by their place.
 
     Root has those of all users. A worker is taken for one of a group of its own user only.
     """
@@ -139,30 +177,31 @@ def groups_here() -> dict[str, HostGroup]:
 
 
 def others_of(accounts: Iterable[Account]) -> set[str]:
-    """The members that these know, and who are not among them."""
+    """Return the members that these workers know, without these workers."""
+    accounts = list(accounts)
     known = {name for account in accounts for name in account["members"]}
     return known - {account["worker"] for account in accounts}
 
 
 def _sight(accounts: Sequence[Account], silent: Mapping[str, str], here: Collection[str]) -> Sight:
-    """Who does not answer, runs not `here` as far as can be seen, and was lost by another worker, is gone."""
+    """Leave out silent workers that others have lost, unless their processes run here."""
     gone = {name for account in accounts for name in account["gone"]}
     return Sight(accounts, {name: why for name, why in silent.items() if name in here or name not in gone})
 
 
 def _group_of(place: Place, known: Mapping[tuple[int, str], list[Account]]) -> str:
-    """Of a worker that does not answer: the one group whose members miss one of that name, or the only one there is."""
+    """Return the one group whose members miss a silent worker's name, or the only group there is; else nothing."""
     own = {name: accounts for (user, name), accounts in known.items() if user == place.user}
     missing = [group for group, accounts in own.items() if place.worker in others_of(accounts)]
     groups = missing if missing else list(own)
     return groups[0] if len(groups) == 1 else ""
 
 
-def _seen(silent: Mapping[str, Place]) -> dict[str, str]:
-    """Why workers do not answer, as far as it can be seen; of many, some are not looked at."""
+def _states(silent: Mapping[str, Place]) -> dict[str, str]:
+    """Return why workers do not answer, as far as it can be seen; of many, some are not looked at."""
     if not silent:
         return {}
     looked = dict(islice(silent.items(), MOST_LOOKED_AT))
     with ThreadPoolExecutor(min(AT_ONCE, len(looked))) as pool:
-        states = pool.map(lambda place: safe(look_at(place.pid, place.stacks).state), looked.values())
+        states = pool.map(lambda place: safe(inspect(place.pid, place.stacks).state), looked.values())
         return dict.fromkeys(silent, "it did not answer in time") | dict(zip(looked, states, strict=True))

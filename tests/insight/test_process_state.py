@@ -10,8 +10,8 @@ import time
 
 import pytest
 
-from telegrad.insight import outside
-from telegrad.insight.outside import look_at
+from telegrad.insight import process_state
+from telegrad.insight.process_state import inspect
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="the kernel tells nothing of others here")
 
@@ -31,7 +31,7 @@ def test_a_process_is_sent_no_signal_for_a_file_that_is_only_named_like_its_stac
         with subprocess.Popen(program, pass_fds=[opened], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
             assert process.stdout is not None
             process.stdout.readline()
-            assert look_at(process.pid, opened).stacks == ""
+            assert inspect(process.pid, opened).stacks == ""
             assert process.poll() is None
             assert process.stdin is not None
             process.stdin.close()
@@ -42,5 +42,5 @@ def test_a_process_is_sent_no_signal_for_a_file_that_is_only_named_like_its_stac
 
 def test_long_lines_of_stacks_take_no_time() -> None:
     begun = time.monotonic()
-    assert outside._where('File "' * (outside.LARGEST // 6)) == ""
+    assert process_state._where('File "' * (process_state.LARGEST // 6)) == ""
     assert time.monotonic() - begun < 10
