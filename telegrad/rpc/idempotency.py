@@ -20,6 +20,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Coroutine
 from functools import partial
+from itertools import islice
 from math import inf
 from time import monotonic
 from types import CoroutineType, FunctionType, ModuleType
@@ -80,14 +81,10 @@ class IdempotencyTable:
 
     def __init__(self) -> None:
         self._callers: dict[str, _Caller] = {}  # by their incarnations
+        self.kept = 0  # bytes of the answers
 
     def __len__(self) -> int:
         return sum(len(caller.entries) for caller in self._callers.values())
-
-    @property
-    def kept(self) -> int:
-        """Return the bytes of the answers."""
-        return sum(caller.kept for caller in self._callers.values())
 
     def enter(self, name: str, number: int, left: float, now: float) -> Entry | None:
         """Note a call that has come with so much time `left`, 0 for no limit; None if it may have run and is not kept.
@@ -113,6 +110,7 @@ class IdempotencyTable:
         caller.entries[number] = entry  # as the newest
         entry.weight = weight + ENTRY
         caller.kept += entry.weight
+        self.kept += entry.weight
         over = []
         while caller.kept > MOST_OF_CALLER and (dropped := self._drop_oldest(caller)) is not None:
             over.append(dropped)
@@ -125,15 +123,16 @@ class IdempotencyTable:
 
     def _drop_oldest(self, caller: _Caller) -> Entry | None:
         """Drop an answer for lack of room, but not the only one."""
-        first, *more = [number for number, entry in caller.entries.items() if entry.ended][:2]
-        if not more:
+        ended = [*islice((number for number, entry in caller.entries.items() if entry.ended), 2)]
+        if len(ended) < 2:
             return None
-        caller.floor = max(caller.floor, first)
-        return self._take_out(caller, first)
+        caller.floor = max(caller.floor, ended[0])
+        return self._take_out(caller, ended[0])
 
     def _take_out(self, caller: _Caller, number: int) -> Entry:
         entry = caller.entries.pop(number)
         caller.kept -= entry.weight
+        self.kept -= entry.weight
         return entry
 
     def settled(self, name: str, number: int) -> Entry | None:

@@ -91,13 +91,15 @@ class Retries:
                 begun = self.queue.begin(call)
             if begun:
                 call.again()
-                if not self._is_connected(to):
+                if not self._is_connected(call):
                     break
 
-    def _is_connected(self, to: str | int) -> bool:
+    def _is_connected(self, call: RetriedCall) -> bool:
+        """Return True if a call is under way over a connection that is there already."""
+        pending = call.call
         try:
-            return self.agent.is_connected(self.agent.identify(to))
-        except TelegradError:
+            return pending is not None and self.agent.is_connected(pending.peer.identity)
+        except TelegradError:  # it has gone in that moment
             return False
 
     def close(self) -> None:
@@ -106,9 +108,6 @@ class Retries:
             waiting = self.queue.close()
         for call in waiting:
             call.fail(ShutDown(f"worker {self.agent.name!r} shut down while {call.described} waited for the worker"))
-
-    def __repr__(self) -> str:
-        return f"<Retries of {self.agent.name!r}: {self.queue!r}>"
 
 
 class Request(NamedTuple):
