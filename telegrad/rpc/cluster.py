@@ -71,7 +71,7 @@ def _join(
     worker = Worker(name or role, settings, address, entered, kind._of_handle, open_roots, witness)
     try:
         actors.serve(worker.agent, worker.references)
-        feeding.serve(worker.agent, worker.references)
+        feeding.serve(worker)
         retry.serve(worker)
         streams.serve(worker)
         stalls.serve(worker)

@@ -1,10 +1,12 @@
-"""What a stream's function has yielded, at the callee, and the pulls of its reader that ask for it.
+"""The items of streams at the callee, and the pulls of their readers that ask for them.
 
-The feed of a stream is the value of a reference that its reader holds. So the stream is closed when that reference
-ends: the reader has closed or dropped it, or has died.
+A feed belongs to a reading worker and to the number that it has given the stream. The call that runs the function makes
+it, or a pull does, if that arrives first. Both close it as they are cancelled: the reader has closed or dropped the
+stream, or its connection has ended. The answer to the call leaves after that of the pull which tells that nothing comes
+after it, so the feed is there until then.
 
-A reader's streams share limits (`Reader`). Above MOST_KEPT bytes of items that it has not asked for, its functions
-wait, except one with a pull that waits for its item: that item leaves at once.
+The streams of a reader share limits (`Reader`). Above MOST_KEPT bytes of items that the reader has not asked for, its
+functions wait, except one with a pull that waits for its item: that item leaves at once.
 Such a pull that came over a connection which the reader does not read waits in the queue of that connection, as its
 calls do, and so does the function. Each function that waits holds a thread, so no more than MOST_STREAMS begin.
 """
@@ -13,25 +15,22 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 from telegrad.agent.agent import Agent
 from telegrad.agent.cancelling import serving
-from telegrad.agent.entrance import Caller, Incoming
+from telegrad.agent.entrance import Incoming
 from telegrad.agent.futures import Signal
 from telegrad.agent.naming import known_as
 from telegrad.agent.scheduler import WorkQueue
 from telegrad.agent.server import Later
-from telegrad.errors import LimitReached, PeerLost, RRefError, RRefLost
+from telegrad.errors import LimitReached
 from telegrad.group.members import Identity
 from telegrad.rpc import current
 from telegrad.rpc.flow import Answer, Supply
-from telegrad.rpc.values import opened
-from telegrad.rref.letters import Id
-from telegrad.rref.table import ReferenceTable
+from telegrad.rpc.worker import Worker
 
 MOST_BYTES = 64 << 20  # that a function may be ahead of its reader; one item may have more
 MOST_KEPT = 128 << 20  # bytes of one reader that have not left, in all of its streams
@@ -41,31 +40,43 @@ MOST_STREAMS = 256  # of one reader whose functions have begun and not ended
 class Taken(NamedTuple):
     """To the callee: the reader has taken so many items of a stream by now."""
 
-    maker: str
     number: int
     taken: int
-
-
-class Unfed(NamedTuple):
-    """To the callee: the call that should have run the function has failed."""
-
-    maker: str
-    number: int
 
 
 class Pull(Signal):
     """One that waits, or has been answered."""
 
-    __slots__ = ("answer", "queue")
+    __slots__ = ("answer", "feed", "queue")
 
-    def __init__(self, queue: WorkQueue) -> None:
+    def __init__(self, feed: Feed, queue: WorkQueue) -> None:
         super().__init__()
         self.answer: list[Any] = []  # stored before it happens
+        self.feed = feed
         self.queue = queue  # of the caller that pulls
+
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        """Have the server send the answer, now or as soon as it is there."""
+        super().add_done_callback(callback)
+        self.feed.will_be_sent()
 
     def wait(self) -> list[Any]:
         super().wait()
         return self.answer
+
+
+class Ended(Signal):
+    """Happens once the last item has left: how the function has ended."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any = None) -> None:
+        super().__init__()
+        self.value = value
+
+    def wait(self) -> Any:
+        super().wait()
+        return self.value
 
 
 class Room(Signal):
@@ -85,12 +96,19 @@ class Reader:
         self.agent = agent
         self.who = who
         self.name = who.name
-        # Guards all below, and the state of this reader's feeds as they note it. Reentrant, since the garbage collector
-        # may free a `Held` at any line, and so close another feed.
-        self.lock = threading.RLock()
+        self.lock = threading.Lock()  # guards all below, and the state of this reader's feeds as they note it
+        self.feeds: WeakValueDictionary[int, Feed] = WeakValueDictionary()  # by the numbers of their streams
         self.kept = 0  # bytes that have not left
         self.waiting: dict[Feed, None] = {}  # whose functions wait for less to be kept, in order
         self._running = 0  # functions
+
+    def feed(self, number: int) -> Feed:
+        """Return the feed of a stream, made by whatever comes first."""
+        with self.lock:
+            feed = self.feeds.get(number)
+            if feed is None:
+                feed = self.feeds[number] = Feed(self)
+            return feed
 
     def begin(self) -> None:
         """A function begins.
@@ -144,11 +162,14 @@ def reader() -> Reader:
 class Feed:
     """Of one stream."""
 
-    def __init__(self, reader: Reader, window: int) -> None:
+    def __init__(self, reader: Reader) -> None:
         self._fed = False  # a call runs the function, or has run it
         self._reader = reader
         self._lock = reader.lock  # guards the supply and all below; some of the supply is peeked at
-        self._supply: Supply[Pull] = Supply(window, MOST_BYTES)
+        self._supply: Supply[Pull] = Supply(1, MOST_BYTES)
+        self._unsent = 0  # pulls that the server does not know yet
+        self.on_end: Any = None  # called as a function on the event loop has ended
+        self.drained = Signal()  # happens once the answers of all pulls are sent, and one has told that it is over
         self._room: Room | None = None  # for which the function waits
         self._is_queued = False  # it will look again when a connection is read that was not
 
@@ -156,14 +177,12 @@ class Feed:
     def closed(self) -> bool:
         return self._supply.closed
 
-    @property
-    def reader(self) -> Identity:
-        return self._reader.who
-
-    def begin(self) -> bool:
-        """Whether a function may feed it: one, and not where the reader has gone. Two would wait for one room."""
+    def begin(self, window: int) -> bool:
+        """Return True if a function may feed it: only one, since two would wait for one room."""
         with self._lock:
             first, self._fed = not self._fed, True
+            if first:
+                self._supply.window = window
         return first and not self.closed
 
     def room(self) -> Room | None:
@@ -209,18 +228,28 @@ class Feed:
             act = self._go_on()
         act()
 
-    def unfed(self) -> None:
-        """The call that should run the function has failed; as `end`, unless it has begun."""
-        if not self._fed:
-            self.end()
-
     def put(self, item: Any, weight: int) -> None:
         self._act(self._supply.put, item, weight)
 
     def pull(self, number: int, taken: int, queue: WorkQueue) -> Pull:
-        pull = Pull(queue)
+        pull = Pull(self, queue)
+        with self._lock:
+            self._unsent += 1
         self._act(self._supply.pull, number, taken, pull)
         return pull
+
+    def will_be_sent(self) -> None:
+        """The server knows a pull: its answer was sent, or will be as it is there."""
+        with self._lock:
+            self._unsent -= 1
+        if self._supply.is_drained:
+            self._tell_if_drained()
+
+    def _tell_if_drained(self) -> None:
+        with self._lock:
+            drained = self._supply.is_drained and not self._unsent
+        if drained and not self.drained.done():
+            self.drained.set_result()
 
     def take(self, taken: int) -> None:
         self._act(self._supply.take, taken)
@@ -249,6 +278,8 @@ class Feed:
             to.set_result()
         for act in acts:
             act()
+        if supply.is_drained:
+            self._tell_if_drained()
 
     def __repr__(self) -> str:
         return f"<Feed for {self._reader.name!r}: {self._supply!r}>"
@@ -258,104 +289,25 @@ def _nothing() -> None:
     pass
 
 
-class Held:
-    """What the reader's reference stands for."""
-
-    def __init__(self, feed: Feed) -> None:
-        self.feed = feed
-
-    def __del__(self) -> None:
-        self.feed.close()
-
-
-@known_as("the beginning of a stream")
-def hold(_: str, window: int) -> Held:
-    return Held(Feed(reader(), window))
-
-
 @known_as("the next items of a stream")
-def pull(maker: str, number: int, index: int, taken: int) -> Any:
-    """All there is, as soon as anything is there: whether it is the end, and the items.
-
-    Raises:
-        PeerLost: the stream was open while a connection between the two workers broke.
-    """
-    caller, references = current_call().caller, current.references()
-    try:
-        box = references.box((maker, number))
-        if box.full:
-            found = _feed_in(box.open(), caller.identity).pull(index, taken, caller.queue)
-            return found.answer if found.done() else Later(found, pull)
-    except RRefLost:
-        raise _lost(caller, references) from None
-    coming = Pull(caller.queue)
-
-    def pull_later(_: Any) -> None:
-        try:
-            found = _feed_in(box.open(), caller.identity).pull(index, taken, coming.queue)
-        except Exception as error:
-            coming.set_exception(_lost(caller, references) if isinstance(error, RRefLost) else error)
-        else:
-            found.add_done_callback(partial(_pass_on, coming))
-
-    box.opening().add_done_callback(pull_later)
-    return Later(coming, pull)
+def pull(number: int, index: int, taken: int) -> Later:
+    """Answer with all there is, as soon as anything is there: whether it is the end, and the items."""
+    call = current_call()
+    feed = reader().feed(number)
+    call.stop = feed.close
+    if call.cancelled:  # maybe before there was anything to stop
+        feed.close()
+    return Later(feed.pull(index, taken, call.caller.queue), pull)
 
 
-def _pass_on(coming: Pull, found: Pull) -> None:
-    coming.answer = found.answer
-    coming.set_result()
-
-
-def _lost(reader: Caller, references: ReferenceTable) -> PeerLost:
-    """Return the error of a pull whose feed has gone; readers know of no reference."""
-    return PeerLost(
-        f"the stream that worker {reader.name!r} reads from worker {references.agent.name!r} was lost: a connection "
-        "between the two broke while it was open, or its reader was taken for dead. If that worker still lives, begin "
-        "the stream anew"
-    )
-
-
-def _feed_in(value: Any, reader: Identity) -> Feed:
-    """Return the feed that a reference of a reader stands for.
-
-    Raises:
-        RRefLost: it is that of another reader, or no feed.
-    """
-    feed: Feed | None = value.feed if isinstance(value, Held) else None
-    if feed is None or feed.reader != reader:
-        raise RRefLost(f"worker {reader.name!r} reads no stream by this reference")
-    return feed
-
-
-def feed_of(stream: Id) -> Feed | None:
-    """That of a stream which the caller reads, once it is there; None where the reader has gone."""
-    table = current.references()
-    try:
-        return _feed_in(opened(table.box(stream), table.agent), current_call().caller.identity)
-    except RRefError:
-        return None
-
-
-def serve(agent: Agent, references: ReferenceTable) -> None:
+def serve(worker: Worker) -> None:
     """Have a worker feed streams."""
+    readers = worker.attached(Readers)
 
     def on_taken(sender: Identity, taken: Taken) -> None:
-        feed = known(sender, taken.maker, taken.number)
+        feed = readers.of(sender).feeds.get(taken.number)
         if feed is not None:
             feed.take(taken.taken)
 
-    def on_unfed(sender: Identity, unfed: Unfed) -> None:
-        feed = known(sender, unfed.maker, unfed.number)
-        if feed is not None:
-            feed.unfed()
-
-    def known(sender: Identity, maker: str, number: int) -> Feed | None:
-        box = references.known((maker, number))
-        with suppress(RRefLost):
-            return _feed_in(box.open(), sender) if box is not None and box.full and not box.failure else None
-        return None
-
-    agent.on(Taken, on_taken)
-    agent.on(Unfed, on_unfed)
-    agent.run_at_once(pull)
+    worker.agent.on(Taken, on_taken)
+    worker.agent.run_at_once(pull)

@@ -37,7 +37,7 @@ class Supply(Generic[W]):
     """What a function has yielded for its reader. Pulls are whatever `W` is."""
 
     def __init__(self, window: int, most: int) -> None:
-        self._window = window
+        self.window = window
         self._most = most
         self._items: deque[Any] = deque()  # that have not left
         self._weights: deque[int] = deque()  # of those that were not taken
@@ -48,13 +48,19 @@ class Supply(Generic[W]):
         self._next = 0  # the pull to be answered next
         self.kept = 0  # bytes of the items that have not left
         self._over = False
+        self._told = False  # that it is over
         self.closed = False  # the reader wants nothing more
 
     @property
     def may_go_on(self) -> bool:
         """Whether the function may be asked for its next item, or be closed; loaded by who feeds without a lock."""
         ahead = self._yielded - self._taken
-        return self.closed or (ahead < self._window and self._bytes < self._most)
+        return self.closed or (ahead < self.window and self._bytes < self._most)
+
+    @property
+    def is_drained(self) -> bool:
+        """Return True if a pull was told that nothing comes after it, or the reader wants nothing more."""
+        return self.closed or self._told
 
     @property
     def awaited(self) -> W | None:
@@ -108,6 +114,7 @@ class Supply(Generic[W]):
             self._pulls.clear()
         while (self._items or self._over) and self._next in self._pulls:
             due.append(Answer(self._pulls.pop(self._next), list(self._items), self._over))
+            self._told = self._over
             self._items.clear()
             self.kept = 0
             self._next += 1

@@ -1,13 +1,14 @@
 """Streams, as their readers see them: the items that a function on another worker yields, as they come.
 
-A stream is one long call, which runs the function (`yielding.Streamed`), a reference, which keeps the stream open
-(`feeding.Held`), and pulls: short calls, of which some are in flight ahead of the reader, each answered as soon as
-anything is there with all that is there. `flow` says who may be how far ahead.
+A stream is one long call, which runs the function (`yielding.Producer`) and is answered after the last item has left;
+and pulls: short calls, of which some are in flight ahead of the reader, each answered as soon as anything is there with
+all that is there. To close the stream is to cancel all of them. `flow` says how far each side may be ahead.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -33,10 +34,10 @@ from telegrad.errors import CallTimeout, ShutDown, TelegradError, UsageError
 from telegrad.group.members import Identity
 from telegrad.interrupts import raised_by_handler
 from telegrad.rpc import current
-from telegrad.rpc.feeding import MOST_BYTES, Taken, Unfed, hold, pull
+from telegrad.rpc.feeding import MOST_BYTES, Taken, pull
 from telegrad.rpc.flow import Intake
 from telegrad.rpc.parcels import unpacked, weight_of
-from telegrad.rpc.yielding import Streamed
+from telegrad.rpc.yielding import Producer
 from telegrad.wire.failures import fresh
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ class _Pull(Signal):
 
     def __init__(self, behind: Any) -> None:
         super().__init__()
-        self.behind = behind  # the call that runs the function, for who looks on
+        self.behind = behind  # the call that runs the function, for `telegrad why`
         self.call: PendingCall | None = None
         self.answer: list[Any] = []
 
@@ -106,28 +107,29 @@ class Stream(Generic[T]):
     ) -> None:
         """Begin. `keeps` lives until the function has ended; `asked` is what the user has called."""
         checks.count("window", window, 1, MOST_WINDOW, "a number of items")
-        agent = self._agent = current.agent()
+        here = current.here()
+        agent, opened = here.agent, here.attached(OpenStreams)
+        self._agent = agent
         self._owner = owner = agent.identify(to)
         self._name = user_name(asked)
         self._timeout = limit_of(timeout, agent.timeout)
-        self._lock = threading.Lock()  # guards the intake, the pulls and the hold
+        self._lock = threading.Lock()  # guards the intake and the pulls
         self._intake = Intake(window, MOST_BYTES)
         self._pulls: deque[_Pull] = deque()  # in flight, or answered and not taken in
-        # Of a failure the pulls tell.
-        self._hold: Any = current.references().create(owner, hold, (agent.name, window), None, 0, heeded=True)
-        self._id = stream = self._hold._handle.id
+        self._number = next(opened.numbers)
         self._done: Future[Any] = Future()  # of the call that runs the function
         self._done.heed()
-        self._done.add_done_callback(partial(_tell_if_failed, agent, owner, stream))
-        streamed = Streamed(function, stream, agent.shares_program(owner.name))
-        agent.call_for(self._done, owner, streamed, args, kwargs, 0, keeps, asked=asked)
-        self._ran: Any = self._done.call  # while the function runs
+        producer = Producer(function, self._number, window, agent.shares_program(owner.name))
+        agent.call_for(self._done, owner, producer, args, kwargs, 0, keeps, asked=asked)
+        self._ran: Any = self._done.call
+        self._run_soon = here.references.for_finalisers()
+        self._done.add_done_callback(partial(_cancel_if_failed, self._pulls, self._lock))
         in_turn = getattr(self._ran, "in_turn", None)  # of an actor's method, which waits for the function
         self._waiting = nullcontext if in_turn is None else in_turn.waited_for
         self._broken: BaseException | None = None  # why a pull has failed
         self._ended = False  # and how was told
         self._reader = threading.get_ident()  # the thread that has opened it, or has read it last
-        current.here().attached(OpenStreams).add(self)
+        opened.add(self)
         # Where it runs: pulls are made there, too, whichever thread reads; in an autograd context only as the reader
         # wants more, since a backward pass should find nothing under way.
         self._here = copy_context()
@@ -169,7 +171,7 @@ class Stream(Generic[T]):
             if awaited is not None:
                 await self._happening(awaited)
             elif self._is_at_end():
-                if not self._ended:
+                if self._must_wait:
                     await self._happening(self._done)
                 self._end()
                 raise StopAsyncIteration
@@ -190,7 +192,7 @@ class Stream(Generic[T]):
                 return item
             taken = intake.tell()
         try:
-            self._agent.notify(self._owner.name, Taken(self._id[0], self._id[1], taken), self._owner.incarnation)
+            self._agent.notify(self._owner.name, Taken(self._number, taken), self._owner.incarnation)
         except TelegradError:
             pass  # the pulls fail, too
         return item
@@ -219,19 +221,23 @@ class Stream(Generic[T]):
             over, *items = answered.answer
             self._intake.came(items, [*map(weight_of, items)], over)
         except Exception as error:
-            # Without its frames: they would keep the reader's, in which this stream is.
-            self._broken, self._hold, self._intake.over = fresh(error), None, True
+            if not (self._intake.over or hasattr(self._done, "failure")):  # else all has come, or that tells why not
+                # Without its frames: they would keep the reader's, in which this stream is.
+                self._broken = fresh(error)
+                self._run_soon(partial(_cancel, [self._ran]))
+            self._intake.over = True
 
     def _pull(self, made: _Pull, index: int, taken: int) -> None:
         asked = f"the next items of {self._name}"
         try:
             with nullcontext() if self._grad_mode is None else torch.set_grad_enabled(self._grad_mode):
-                self._agent.call_for(made, self._owner, pull, (*self._id, index, taken), None, 0, None, asked=asked)
+                self._agent.call_for(made, self._owner, pull, (self._number, index, taken), None, 0, None, asked=asked)
             self._agent.expect(self._owner.name)
         except Exception as error:
             if raised_by_handler(error):
                 raise
             made.set_exception(error)
+        _cancel_if_failed(self._pulls, self._lock, self._done)  # it may have failed meanwhile
 
     # Waiting
 
@@ -247,9 +253,14 @@ class Stream(Generic[T]):
             if not self._agent.wait_for(awaited, left):
                 raise self._too_late()
 
+    @property
+    def _must_wait(self) -> bool:
+        """Return True if nothing tells yet how the stream has ended."""
+        return not self._ended and self._broken is None
+
     def _wait_for_end(self) -> None:
         with self._waiting():
-            if not self._ended and not self._agent.wait_for(self._done, self._timeout or -1):
+            if self._must_wait and not self._agent.wait_for(self._done, self._timeout or -1):
                 raise self._too_late()
 
     async def _happening(self, awaited: Signal | Future[Any]) -> None:
@@ -277,18 +288,29 @@ class Stream(Generic[T]):
     def _end(self) -> None:
         """The function has ended: raise what it has raised, once."""
         with self._lock:
-            first, self._ended, self._hold, self._ran = not self._ended, True, None, None
+            first, self._ended = not self._ended, True
         if first:
-            self.value = self._done.value()
+            _cancel(self._under_way())  # pulls that are ahead
             broken, self._broken = self._broken, None
             if broken is not None:
                 raise fresh(broken)
+            self.value = self._done.value()
 
     def close(self) -> None:
         """Have no more items: the generator is closed at its `yield`, if it has not ended. Does not wait for that."""
         with self._lock:
             self._intake.close()
-            self._ended, self._hold, self._ran = True, None, None
+            self._ended = True
+        _cancel(self._under_way())
+
+    def _under_way(self) -> list[Any]:
+        with self._lock:
+            return [self._ran, *(pull.call for pull in self._pulls)]
+
+    def __del__(self) -> None:
+        if not getattr(self, "_ended", True):  # which is stored last, where it could be opened
+            # On any thread, even in the garbage collector under some lock: this takes none, and sends nothing.
+            self._run_soon(partial(_cancel, [self._ran, *(pull.call for pull in self._pulls)]))
 
     def _give_up(self) -> None:
         """Close it, since this worker leaves and its reader waits for that; reading on raises ShutDown."""
@@ -300,7 +322,7 @@ class Stream(Generic[T]):
                     f"{self._owner.name!r}, which the thread that called shutdown had left open. Read it to its end, "
                     "or close it, before"
                 )
-                self._hold = self._ran = None
+        _cancel(self._under_way())
 
     async def aclose(self) -> None:
         """As `close`."""
@@ -328,6 +350,7 @@ class OpenStreams:
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
+        self.numbers = itertools.count(1)  # of streams that this worker reads; `next` is atomic
         # By their ids. No lock: each use is one operation of a dict, also that of the callback, in which an exception
         # of a handler of a signal would be lost if it were in Python.
         self._streams: dict[int, ref[Stream[Any]]] = {}
@@ -362,12 +385,18 @@ def serve(worker: Worker) -> None:
     worker.before_end.append(lambda timeout: opened.leaving(worker))
 
 
-def _tell_if_failed(agent: Agent, owner: Identity, stream: tuple[str, int], done: Any) -> None:
-    """Where the function was never begun, nobody would answer the pulls."""
-    try:
-        done.value()
-    except BaseException:
-        try:
-            agent.notify(owner.name, Unfed(*stream), owner.incarnation)
-        except TelegradError:
-            pass  # and the pulls have failed
+def _cancel(calls: list[Any]) -> None:
+    for call in calls:
+        if call is not None:
+            call.cancel()
+
+
+def _cancel_if_failed(pulls: deque[_Pull], lock: threading.Lock, done: Future[Any]) -> None:
+    """Where the call of the function has failed, no pull that is under way will be answered: cancel them.
+
+    The answer of a function that has raised leaves after its last item. So all pulls that bring items are over by then.
+    """
+    if done.done() and hasattr(done, "failure"):
+        with lock:
+            calls = [pull.call for pull in pulls]
+        _cancel(calls)

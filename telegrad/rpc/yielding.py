@@ -16,20 +16,21 @@ from telegrad.agent.server import Later
 from telegrad.errors import UsageError
 from telegrad.rpc import current
 from telegrad.rpc.actors import Step, steps_of
-from telegrad.rpc.feeding import Feed, current_call, feed_of, reader
+from telegrad.rpc.feeding import Ended, Feed, current_call, reader
 from telegrad.rpc.parcels import NOTHING_TO_CHECK, Counts, packed
 from telegrad.rpc.values import Method, opened
-from telegrad.rref.letters import Id
+from telegrad.wire.failures import kept
 
 Steps = Callable[[], Step] | None  # what gives each step its turn, where the function is an actor's method
 
 
-class Streamed:
-    """In the place of a function: runs it, and feeds what it yields to a stream."""
+class Producer:
+    """In the place of a function: runs it, and feeds what it yields to a stream of the caller."""
 
-    def __init__(self, function: Callable[..., Any], stream: Id, same_program: bool) -> None:
+    def __init__(self, function: Callable[..., Any], number: int, window: int, same_program: bool) -> None:
         self._function = function
-        self._stream = stream
+        self._number = number
+        self._window = window
         self._same_program = same_program
 
     @property
@@ -44,8 +45,8 @@ class Streamed:
         of_caller.begin()
         driven: Any = None
         try:
-            feed = feed_of(self._stream)
-            if feed is None or not feed.begin():
+            feed = of_caller.feed(self._number)
+            if not feed.begin(self._window):
                 return None
             _end_with_call(feed)
             agent, name = current.agent(), user_name(self._function, args)
@@ -53,15 +54,18 @@ class Streamed:
                 steps = self._steps(agent, args)
                 made = _in_turn(steps, agent, self._function, *args, **kwargs)
                 iterator = None if isinstance(made, AsyncIterable | CoroutineType) else _iterator(made, name)
-            except BaseException:
+                if iterator is not None:
+                    return _once_drained(feed, name, Ended(self._run(agent, feed, steps, iterator)))
+            except BaseException as error:
                 feed.end()
-                raise
-            if iterator is not None:
-                return self._run(agent, feed, steps, iterator)
+                if feed.drained.done():
+                    raise
+                return _once_drained(feed, name, Ended(), kept(error))
             driven = self._drive(agent, feed, steps, made, name)
             driven.__qualname__ = name
             # Not at the end of the coroutine: one that is cancelled before it has begun runs no line.
-            finalize(driven, of_caller.end).atexit = False
+            feed.on_end = finalize(driven, of_caller.end)
+            feed.on_end.atexit = False
             return driven
         finally:
             if driven is None:
@@ -71,7 +75,8 @@ class Streamed:
         if not isinstance(self._function, Method):
             return None
         value = opened(current.references().box(args[:2]), agent)
-        return steps_of(agent, value, self._stream, self._function.__name__)
+        stream = current_call().caller.identity, self._number
+        return steps_of(agent, value, stream, self._function.__name__)
 
     def _run(self, agent: Agent, feed: Feed, steps: Steps, iterator: Iterator[Any]) -> Any:
         """To the end of the iterator, or of the stream; what it has returned."""
@@ -97,10 +102,18 @@ class Streamed:
             finally:
                 feed.end()
 
-    async def _drive(self, agent: Agent, feed: Feed, steps: Steps, made: Any, name: str) -> Any:
-        """The same on the event loop."""
-        counts = NOTHING_TO_CHECK
+    async def _drive(self, agent: Agent, feed: Feed, steps: Steps, made: Any, name: str) -> None:
+        """The same on the event loop; it ends once the last item has left."""
         _end_with_call(feed)
+        try:
+            await self._drive_to_end(agent, feed, steps, made, name)
+        except Exception:
+            await happening(feed.drained)
+            raise
+        await happening(feed.drained)
+
+    async def _drive_to_end(self, agent: Agent, feed: Feed, steps: Steps, made: Any, name: str) -> None:
+        counts = NOTHING_TO_CHECK
         try:
             if isinstance(made, CoroutineType):
                 made = await _awaited_in_turn(steps, lambda: made)
@@ -112,12 +125,12 @@ class Streamed:
                     while (room := feed.room()) is not None:
                         await happening(room)
                     if feed.closed:
-                        return None
+                        return
                     try:
                         item = await _awaited_in_turn(steps, iterator.__anext__)
                     except StopAsyncIteration:
                         counts.check()
-                        return None
+                        return
                     counts.check()
                     counts = self._put(agent, feed, item)
                     del item
@@ -125,6 +138,7 @@ class Streamed:
                 if isinstance(iterator, AsyncGenerator):
                     await _awaited_in_turn(steps, iterator.aclose)
         finally:
+            feed.on_end()
             feed.end()
 
     def _put(self, agent: Agent, feed: Feed, item: Any) -> Counts:
@@ -134,11 +148,25 @@ class Streamed:
         return counts
 
 
-def _end_with_call(feed: Feed) -> None:
-    """Close the feed as soon as its call is cancelled: its reader, or the connection to it, has gone.
+def _once_drained(feed: Feed, name: str, ended: Ended, error: BaseException | None = None) -> Any:
+    """Return how a function has ended, for an answer that leaves after the last item."""
+    if error is None and feed.drained.done():
+        return ended.value
 
-    The reader's reference closes the feed, too, but only where the reader is known to have died. On the event loop the
-    task is cancelled besides, and may go on all the same.
+    def tell(_: Any) -> None:
+        if error is not None:
+            ended.set_exception(error)
+        else:
+            ended.set_result()
+
+    feed.drained.add_done_callback(tell)
+    return Later(ended, name)
+
+
+def _end_with_call(feed: Feed) -> None:
+    """Close the feed as soon as its call is cancelled: its reader has closed the stream, or the connection has ended.
+
+    On the event loop the task is cancelled besides, and may go on all the same.
     """
     call = current_call()
     stop = call.stop

@@ -86,6 +86,11 @@ class ReferenceTable(Maker):
         self._me = f"{name}#{self.agent.incarnation}"
         self._machine = References(self._me)
 
+    def for_finalisers(self) -> Callable[[Callable[[], object]], None]:
+        """Return a function that has the thread of this table call another soon; it takes no lock and sends nothing."""
+        self._thread.want()
+        return self._events.put
+
     # Making references
 
     def own(self, box: Box) -> Handle:

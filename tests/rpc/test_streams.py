@@ -617,14 +617,15 @@ def test_gradients_go_back_through_items(window: int) -> None:
 
 
 @here_w0
-def test_gradients_of_some_items_while_the_stream_is_open() -> None:
+def test_gradients_of_some_items_while_the_stream_is_open_and_once_it_is_closed() -> None:
     weight = torch.ones(3, requires_grad=True)
     with dist_autograd.context() as context:
         with rpc_stream("w1", scaled, (weight, 1000), window=8) as stream:
-            first, second, _ = next(stream), next(stream), next(stream)
+            first, second, third = next(stream), next(stream), next(stream)
             dist_autograd.backward(context, [(first * second).sum()])
+        dist_autograd.backward(context, [third.sum()])  # it is closed, and its call cancelled
         grad = dist_autograd.get_gradients(context)[weight]
-    assert torch.equal(grad, torch.full((3,), 4.0))
+    assert torch.equal(grad, torch.full((3,), 7.0))
 
 
 @here_w0
