@@ -94,7 +94,7 @@ class Pipeline(nn.Module):
         self._tied = [tie for names in groups for tie in parse_tied(names, len(self.stages))]
         self._driver: PipelineDriver | None = None
         self._inputs: Inputs | None = None  # of a model whose forward was recorded
-        self.register_state_dict_pre_hook(Pipeline._send_tied_weights)  # type: ignore[no-untyped-call]
+        self.register_state_dict_pre_hook(Pipeline._lend)  # type: ignore[no-untyped-call]
         self._drive()
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
@@ -146,7 +146,7 @@ class Pipeline(nn.Module):
         self._driver = None
         self._drive()  # now, since new stages have parameters in the places of tied weights
 
-    def _send_tied_weights(self, *_: Any) -> None:
+    def _lend(self, *_: Any) -> None:
         """Have the state show the values of the owners: replicas have those of the last batch."""
         self._drive().send_tied_weights()
 
