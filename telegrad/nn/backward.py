@@ -1,6 +1,6 @@
 """The backward of one stage for one micro-batch, by torch's own engine, as a whole or in two steps.
 
-What comes into a stage hangs on an `Inlet`, whose gradients go back to where it came from. The engine is asked for
+What comes into a stage hangs on a `StageInput`, whose gradients go back to where it came from. The engine is asked for
 them and for those of the leaves, so nothing touches `.grad`. In two steps it is asked for those of the inlet first, and
 for those that come to each junction on the way, a node where a way to weights leaves that to the inlet; then, from each
 junction, for those of its weights.
@@ -30,11 +30,11 @@ from telegrad.autograd.schedule import PLAIN
 Node = Any
 
 
-class _Inlet(torch.autograd.Function):
+class _StageInput(torch.autograd.Function):
     """What came into a stage. Its input is an empty leaf, so that a pass of `telegrad.autograd` comes here."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, inlet: Inlet, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, anchor: Tensor, inlet: StageInput, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         ctx.inlet = weakref.ref(inlet)  # else the two would hold each other, and what has come
         ctx.set_materialize_grads(False)
         return tuple(tensors)
@@ -47,10 +47,12 @@ class _Inlet(torch.autograd.Function):
         return None, None, None
 
 
-_apply: Callable[..., Sequence[Tensor]] = super(torch.autograd.Function, _Inlet).apply  # without looking for transforms
+_apply: Callable[..., Sequence[Tensor]] = super(
+    torch.autograd.Function, _StageInput
+).apply  # without looking for transforms
 
 
-class Inlet:
+class StageInput:
     """Tensors that require gradients and have come into a stage, with a history that begins here."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -61,7 +63,7 @@ class Inlet:
         self.gradients: Sequence[Tensor | None] = [None] * len(tensors)
 
 
-class _Outlet(torch.autograd.Function):
+class _SeedGradients(torch.autograd.Function):
     """A root whose backward begins with gradients that are there already."""
 
     @staticmethod
@@ -76,7 +78,7 @@ class _Outlet(torch.autograd.Function):
 
 def root_of(outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> Tensor:
     """Where backward begins for outputs whose gradients are there."""
-    root: Tensor = _Outlet.apply(gradients, *outputs)  # type: ignore[no-untyped-call]
+    root: Tensor = _SeedGradients.apply(gradients, *outputs)  # type: ignore[no-untyped-call]
     return root
 
 
@@ -88,7 +90,7 @@ class _Graph(NamedTuple):
     is_plain: bool  # torch's engine alone can run it
 
 
-def _look_through(starts: Iterable[Node], inlet: Node | None) -> _Graph:
+def _find_leaves(starts: Iterable[Node], inlet: Node | None) -> _Graph:
     leaves: list[Node] = []
     nodes: list[Node] = []
     is_plain = True
@@ -141,16 +143,20 @@ class Backward:
     """That of a stage and a micro-batch, once it has been forward."""
 
     def __init__(
-        self, sums: Gradients, outputs: Sequence[Tensor], inlet: Inlet | None, general: Callable[[Tensor], None]
+        self,
+        sums: Gradients,
+        outputs: Sequence[Tensor],
+        inlet: StageInput | None,
+        run_distributed: Callable[[Tensor], None],
     ) -> None:
-        """`outputs` are those that require gradients; `general` runs a pass of `telegrad.autograd` from a root.
+        """`outputs` are those that require gradients; `run_distributed` runs a pass of `telegrad.autograd` from a root.
 
         The gradients of leaves are added to `sums`.
         """
         self.outputs = outputs
         self._sums = sums
         self._inlet = inlet
-        self._general = general
+        self._run_distributed = run_distributed
         self._edges: list[GradientEdge] = []  # where it begins, with what
         self._entering: list[Tensor] = []
         self._junctions: list[_Junction] = []  # for the second step
@@ -162,9 +168,9 @@ class Backward:
         if there:
             outputs, self._entering = [output for output, _ in there], [gradient for _, gradient in there]
             self._edges = list(map(edge_of, outputs))
-            graph = _look_through([edge.node for edge in self._edges], inlet and inlet.node)
+            graph = _find_leaves([edge.node for edge in self._edges], inlet and inlet.node)
             if not graph.is_plain:
-                self._general(root_of(outputs, self._entering))
+                self._run_distributed(root_of(outputs, self._entering))
             elif not (in_steps and self._run_first(graph)):
                 found = self._run(self._edges, self._entering, graph.leaves, inlet.edges if inlet is not None else [])
                 if inlet is not None:
@@ -199,8 +205,8 @@ class Backward:
         lead, nodes = _junctions_of(graph, inlet and inlet.node)
         roots = list(zip(self._edges, self._entering, strict=True))
         apart = [(edge, gradient) for edge, gradient in roots if edge.node not in lead]
-        aside = [_look_through([each for each, _ in node.next_functions if each not in lead], None) for node in nodes]
-        alone = _look_through([edge.node for edge, _ in apart], None)
+        aside = [_find_leaves([each for each, _ in node.next_functions if each not in lead], None) for node in nodes]
+        alone = _find_leaves([edge.node for edge, _ in apart], None)
         if any(map(is_function, nodes)) or sum(len(each.leaves) for each in (*aside, alone)) > len(graph.leaves):
             return False
         if apart:

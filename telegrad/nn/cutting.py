@@ -8,7 +8,7 @@ needs pass through the stages between. With an example of the inputs, the stages
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -16,14 +16,14 @@ from torch import Tensor, nn
 
 from telegrad import checks
 from telegrad.errors import UsageError
-from telegrad.nn.exported import Inputs, adopted, put
-from telegrad.nn.exporting import Level, Program
-from telegrad.nn.proving import copied, prove
+from telegrad.nn.exported import Inputs, build_stages, set_by_name
+from telegrad.nn.exporting import CutPoint, RecordedProgram
+from telegrad.nn.proving import copied, verify_stages
 
 Shared = tuple[int, str, int, str]  # an early stage, the name of a parameter in it; a late one, and its name there
 
 
-class Cut(NamedTuple):
+class SplitModel(NamedTuple):
     """The stages share their parameters and buffers with the model."""
 
     stages: list[nn.Module]
@@ -35,14 +35,14 @@ class Cut(NamedTuple):
 _AT = "a list of the names of modules"
 
 
-def cut(
+def split_model(
     model: nn.Module,
     count: int,
     at: Sequence[str] | None = None,
     balance: Sequence[int] | None = None,
     example: Any = None,
     check: bool = True,
-) -> Cut:
+) -> SplitModel:
     """Cut into `count` stages, which begin `at` the modules of these names, or have so many children of a sequence.
 
     Raises:
@@ -59,7 +59,7 @@ def cut(
     if balance is not None:
         at = _counted(model, count, balance)
     elif at is not None:
-        at = _known(model, count, at)
+        _check_names(model, count, at)
     elif _is_sequence(model):
         at = _even_in_chain(model, count, example is None)
     opened = {"", *(parent for name in at or () for parent in _parents(name))}
@@ -69,9 +69,9 @@ def cut(
     else:
         made, inputs = _exported(model, count, at, example)
     stages, parts = [stage for stage, _ in made], [part for _, part in made]
-    found = Cut(stages, parts, _ties(stages), inputs)
+    found = SplitModel(stages, parts, _shared(stages, nn.Module.named_parameters), inputs)
     if check and example is not None:
-        prove(model, stages, inputs, example)
+        verify_stages(model, stages, inputs, example)
     return found
 
 
@@ -85,24 +85,15 @@ def _chained(model: nn.Module, opened: set[str], names: Sequence[str]) -> list[t
     for start, end in pairwise([0, *starts, len(links)]):
         stage = nn.Sequential()
         for name in links[start:end]:
-            put(stage, name, model.get_submodule(name), nn.Sequential)
+            set_by_name(stage, name, model.get_submodule(name), nn.Sequential)
         stage.training = model.training
         made.append((stage, links[start:end]))
-    _check_buffers([stage for stage, _ in made])
+    for early, name, late, _ in _shared([stage for stage, _ in made], nn.Module.named_buffers):
+        raise UsageError(
+            f"{name!r} is used by the stages {[early, late]}: each would have a copy of it, and not see "
+            "what another one does to its own. Let one stage alone use it"
+        )
     return made
-
-
-def _check_buffers(stages: Sequence[nn.Module]) -> None:
-    """Raise UsageError where stages of a sequence would have copies of one buffer."""
-    first: dict[Tensor, tuple[int, str]] = {}
-    for number, stage in enumerate(stages):
-        for name, buffer in stage.named_buffers():
-            early = first.setdefault(buffer, (number, name))
-            if early[0] != number:
-                raise UsageError(
-                    f"{name!r} is used by the stages {[early[0], number]}: each would have a copy of it, and not see "
-                    "what another one does to its own. Let one stage alone use it"
-                )
 
 
 def _exported(
@@ -114,20 +105,20 @@ def _exported(
     programs = {mode: _recorded(twin.train(mode), inputs, names) for mode in (model.training, not model.training)}
     inputs.guards = [guard for program in programs.values() for guard in program.guards]
     if names is None:
-        names = _even(*programs[model.training].levels(), count)
+        names = _even(*programs[model.training].cut_points(), count)
     same: dict[nn.Module, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         same.setdefault(module, []).append(name)
     pieces = {}
     for mode, program in programs.items():
-        begun = {name: at for own, at in program.begun.items() for name in same[model.get_submodule(own)]}
+        begun = {name: at for own, at in program.first_operation.items() for name in same[model.get_submodule(own)]}
         pieces[mode] = program.cut(_starts(names, begun))
-    return adopted(model, pieces, {mode: program.outputs for mode, program in programs.items()}), inputs
+    return build_stages(model, pieces, {mode: program.outputs for mode, program in programs.items()}), inputs
 
 
-def _recorded(model: nn.Module, inputs: Inputs, names: Sequence[str] | None) -> Program:
+def _recorded(model: nn.Module, inputs: Inputs, names: Sequence[str] | None) -> RecordedProgram:
     try:
-        return Program(model, inputs.example)
+        return RecordedProgram(model, inputs.example)
     except Exception as error:
         where = "" if names is None else f" at {', '.join(map(repr, names))}"
         mode, reason = "training" if model.training else "evaluation", str(error).partition("\n")[0]
@@ -168,12 +159,13 @@ def _check_hooks(model: nn.Module, names: Iterable[str], backward_only: bool) ->
             )
 
 
-def _ties(stages: Sequence[nn.Module]) -> list[Shared]:
-    first: dict[nn.Parameter, tuple[int, str]] = {}
+def _shared(stages: Sequence[nn.Module], named: Callable[[nn.Module], Iterable[tuple[str, Tensor]]]) -> list[Shared]:
+    """Return the tensors that several stages have."""
+    first: dict[Tensor, tuple[int, str]] = {}
     found = []
     for number, stage in enumerate(stages):
-        for name, parameter in stage.named_parameters():
-            early = first.setdefault(parameter, (number, name))
+        for name, tensor in named(stage):
+            early = first.setdefault(tensor, (number, name))
             if early[0] != number:
                 found.append((*early, number, name))
     return found
@@ -182,27 +174,20 @@ def _ties(stages: Sequence[nn.Module]) -> list[Shared]:
 # Where the stages begin
 
 
-def _known(model: nn.Module, count: int, at: Sequence[str]) -> list[str]:
-    if isinstance(at, str) or not all(isinstance(name, str) for name in at):
-        raise UsageError(f"`at` is a list of the names of modules, such as ['layers.4', 'layers.8'], not {at!r}")
+def _check_names(model: nn.Module, count: int, at: Sequence[str]) -> None:
     if len(at) != count - 1:
         raise UsageError(
             f"`at` names the modules with which the stages begin, all but the first: for {count} workers {count - 1}, "
             f"not {len(at)}. A worker that shall have several stages is named several times"
         )
     for name in at:
-        _check_name(model, name)
-    return list(at)
-
-
-def _check_name(model: nn.Module, name: str) -> None:
-    module, path = model, ""
-    for step in name.split("."):
-        children = [f"{path}{child}" for child in module._modules]
-        if f"{path}{step}" not in children:
-            there = f"There are {', '.join(map(repr, children))}" if children else f"{path[:-1]!r} has no parts"
-            raise UsageError(f"the model has no module {name!r} with which a stage could begin. {there}")
-        module, path = module.get_submodule(step), f"{path}{step}."
+        module, path = model, ""
+        for step in name.split("."):
+            if step not in module._modules:
+                children = [f"{path}{child}" for child in module._modules]
+                there = f"There are {', '.join(map(repr, children))}" if children else f"{path[:-1]!r} has no parts"
+                raise UsageError(f"the model has no module {name!r} with which a stage could begin. {there}")
+            module, path = module.get_submodule(step), f"{path}{step}."
 
 
 def _counted(model: nn.Module, count: int, balance: Sequence[int]) -> list[str]:
@@ -212,8 +197,7 @@ def _counted(model: nn.Module, count: int, balance: Sequence[int]) -> list[str]:
             "with which modules the stages begin"
         )
     children = list(model._modules)
-    fits = len(balance) == count and sum(balance) == len(children)
-    if not fits or not all(isinstance(each, int) and each > 0 for each in balance):
+    if len(balance) != count or sum(balance) != len(children):
         raise UsageError(
             f"`balance` says how many of the {len(children)} children each of the {count} stages gets, at least one: "
             f"{list(balance)} does not"
@@ -221,7 +205,7 @@ def _counted(model: nn.Module, count: int, balance: Sequence[int]) -> list[str]:
     return [children[start] for start in accumulate(balance[:-1])]
 
 
-def _even(levels: Sequence[Level], total: int, count: int) -> list[str]:
+def _even(levels: Sequence[CutPoint], total: int, count: int) -> list[str]:
     """Find places so that the stages have about as many parameters each, and few values go from one to the next."""
     if len(levels) < count - 1:
         raise UsageError(
@@ -245,7 +229,7 @@ def _even_in_chain(model: nn.Module, count: int, must: bool) -> list[str] | None
     if not must and max(sizes.values(), default=0) > 1.5 * share:
         return None
     pairs = zip(sizes, accumulate(sizes.values(), initial=0), strict=False)
-    levels = [Level(name, before, 1) for name, before in pairs if before and sizes[name]]
+    levels = [CutPoint(name, before, 1) for name, before in pairs if before and sizes[name]]
     return _even(levels, _size(model), count)
 
 

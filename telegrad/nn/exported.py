@@ -19,7 +19,7 @@ from telegrad.group.members import listed
 _FILE = "<stage of a Pipeline>"  # in tracebacks
 
 
-class Code:
+class GeneratedCode:
     """The operations of a graph as a function that travels as its source.
 
     A `GraphModule` would trace itself once more where it arrives.
@@ -32,7 +32,7 @@ class Code:
         self._imported = {name: value.__name__ for name, value in used.items() if isinstance(value, ModuleType)}
         self._names = {name: value for name, value in used.items() if name not in self._imported}
         self._inner = {
-            name: Code(inner) for name, inner in module.named_children() if isinstance(inner, fx.GraphModule)
+            name: GeneratedCode(inner) for name, inner in module.named_children() if isinstance(inner, fx.GraphModule)
         }
         self._device: torch.device | None = None  # as recorded
         self._compile()
@@ -68,10 +68,10 @@ class Named(str):
     """A value by its name, among constants."""
 
 
-class Piece(NamedTuple):
+class StageProgram(NamedTuple):
     """The operations of a stage in one mode. The values that it needs go by the names of the nodes that make them."""
 
-    code: Code
+    code: GeneratedCode
     takes: Sequence[str]  # from the stage before
     needs: list[str]  # for its operations, in order
     makes: list[str]
@@ -91,7 +91,7 @@ class Use(NamedTuple):
 class ExportedStage(nn.Module):
     """A part of a model, with the parameters and buffers that it uses under their names in the model."""
 
-    def __init__(self, pieces: dict[bool, Piece], outputs: dict[bool, Any] | None, training: bool) -> None:
+    def __init__(self, pieces: dict[bool, StageProgram], outputs: dict[bool, Any] | None, training: bool) -> None:
         """`outputs`: of the last stage, their form, with something in the place of each."""
         super().__init__()
         self._pieces = pieces
@@ -102,7 +102,7 @@ class ExportedStage(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_prepared": {}}
 
-    def _prepare(self, piece: Piece) -> tuple[list[tuple[nn.Module, str] | None], TreeSpec | None]:
+    def _prepare(self, piece: StageProgram) -> tuple[list[tuple[nn.Module, str] | None], TreeSpec | None]:
         """Return where the values that the operations need are held, None for inputs; and the form of outputs."""
         paths = [piece.state[name].rpartition(".") if name in piece.state else None for name in piece.needs]
         form = tree_flatten(self._outputs[self.training])[1] if self._outputs is not None else None
@@ -267,8 +267,8 @@ def resized(leaves: Sequence[Any], size: int) -> list[Any]:
     ]
 
 
-def adopted(
-    model: nn.Module, pieces: Mapping[bool, Sequence[tuple[Piece, list[Use]]]], outputs: dict[bool, Any]
+def build_stages(
+    model: nn.Module, pieces: Mapping[bool, Sequence[tuple[StageProgram, list[Use]]]], outputs: dict[bool, Any]
 ) -> list[tuple[nn.Module, list[str]]]:
     """Return stages of these pieces, and the names of the parameters and buffers of each."""
     held = {
@@ -315,7 +315,7 @@ def adopted(
             model.training,
         )
         for name in sorted(found, key=lambda name: order.get(name, len(order))):
-            put(stage, name, found[name], nn.Module, name in held and held[name][1])
+            set_by_name(stage, name, found[name], nn.Module, name in held and held[name][1])
         made.append((stage, list(found)))
     return made
 
@@ -328,7 +328,7 @@ def _attribute(model: nn.Module, path: str) -> Any:
         return None
 
 
-def put(stage: nn.Module, name: str, value: Any, container: type[nn.Module], persistent: bool = False) -> None:
+def set_by_name(stage: nn.Module, name: str, value: Any, container: type[nn.Module], persistent: bool = False) -> None:
     """Let `stage` have this, inside of containers where its name says so."""
     *path, last = name.split(".")
     for step in path:

@@ -4,9 +4,10 @@ An exported program is a graph of operators without Python: parameters and buffe
 model, in training and in evaluation, and both are cut where the same modules begin. A stage has the operations of both,
 and the parameters and buffers that they use, under their names in the model.
 
-The recorded operations read and write memory, and stages on different workers have none in common. So what an operation
-writes, by the schema of its operator, must not be read through other memory behind a cut: `Program.cut` refuses that.
-Only a comparison (`proving`) shows what a recording leaves out: Python state, functions with a backward of their own.
+The recorded operations read and write memory, and stages on different workers have none in common. So memory that an
+operation writes, by the schema of its operator, must not be read as other memory behind a cut: `RecordedProgram.cut`
+refuses that. Only a comparison (`proving`) shows what a recording leaves out: Python state, functions with a backward
+of their own.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_unflatten
 from telegrad import forks
 from telegrad.atfork import renewed
 from telegrad.errors import UsageError
-from telegrad.nn.exported import Code, Named, Piece, Use
+from telegrad.nn.exported import GeneratedCode, Named, StageProgram, Use
 
 _one_by_one = renewed(threading.RLock())  # guards the methods that torch.fx replaces in all modules of this process
 
@@ -43,26 +44,20 @@ def _this_thread_alone() -> Iterator[None]:
     """
     here = forks.thread()
 
-    def call_module(own: Callable[..., Any]) -> Callable[..., Any]:
-        def call(self: fx.Tracer, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-            return (own(self, m, forward, args, kwargs)) if forks.thread() == here else forward(*args, **kwargs)
-
-        return call
-
-    def get(own: Callable[..., Any]) -> Callable[..., Any]:
-        def getattr_(self: fx.Tracer, attr: str, attr_val: Any, cache: dict[str, Any]) -> Any:
-            return own(self, attr, attr_val, cache) if forks.thread() == here else attr_val
-
-        return getattr_
+    def guarded(own: Callable[..., Any], otherwise: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args: (own if forks.thread() == here else otherwise)(*args)
 
     replaced: list[tuple[type, str, Any]] = []
     with _one_by_one:
         try:
             for kind in _with_subclasses(fx.Tracer):
-                for name, made in (("call_module", call_module), ("getattr", get)):
+                for name, otherwise in (
+                    ("call_module", lambda _, module, forward, args, kwargs: forward(*args, **kwargs)),
+                    ("getattr", lambda _, name, value, cache: value),
+                ):
                     if own := vars(kind).get(name):
                         replaced.append((kind, name, own))
-                        setattr(kind, name, made(own))
+                        setattr(kind, name, guarded(own, otherwise))
             yield
         finally:
             for kind, name, own in replaced:
@@ -73,7 +68,7 @@ def _with_subclasses(kind: type) -> set[type]:
     return {kind}.union(*map(_with_subclasses, kind.__subclasses__()))
 
 
-class Level(NamedTuple):
+class CutPoint(NamedTuple):
     """A place where a stage can begin."""
 
     name: str  # of the module that begins there
@@ -81,7 +76,7 @@ class Level(NamedTuple):
     crossing: int  # how many values go from one stage to the next
 
 
-class Program:
+class RecordedProgram:
     """The operations of a model in one mode."""
 
     def __init__(self, model: nn.Module, inputs: dict[str, Any]) -> None:
@@ -106,13 +101,13 @@ class Program:
         self.steps = [node for node in nodes[:-1] if node.op == "call_function"]
         self.output = nodes[-1]
         known = dict(model.named_modules(remove_duplicate=False))
-        self.begun: dict[str, int] = {}  # how many operations there are before the first one of a module
+        self.first_operation: dict[str, int] = {}  # how many operations there are before the first one of a module
         for at, node in enumerate(self.steps):
             for path in _modules_of(node):
                 if path in known:
-                    self.begun.setdefault(path, at)
+                    self.first_operation.setdefault(path, at)
 
-    def levels(self) -> tuple[list[Level], int]:
+    def cut_points(self) -> tuple[list[CutPoint], int]:
         """Find where stages can begin: between each two parameters where the fewest values cross; and all there is."""
         place = {node: at for at, node in enumerate(self.steps)}
         sizes = [0] * (len(self.steps) + 1)  # trained in the operations, each parameter where it is used first
@@ -125,9 +120,9 @@ class Program:
                 crossing[place.get(node, -1) + 1] += 1
                 crossing[max(users) + 1] -= 1
         before, across = [0, *accumulate(sizes)], list(accumulate(crossing))
-        best: dict[int, Level] = {}
-        for name, at in self.begun.items():
-            level = Level(name, before[at], across[at])
+        best: dict[int, CutPoint] = {}
+        for name, at in self.first_operation.items():
+            level = CutPoint(name, before[at], across[at])
             if (
                 0 < level.before < before[-1]
                 and (at_best := best.setdefault(level.before, level)).crossing > level.crossing
@@ -135,7 +130,7 @@ class Program:
                 best[at_best.before] = level
         return [best[each] for each in sorted(best)], before[-1]
 
-    def cut(self, starts: Sequence[int]) -> list[tuple[Piece, list[Use]]]:
+    def cut(self, starts: Sequence[int]) -> list[tuple[StageProgram, list[Use]]]:
         """Cut before these operations.
 
         Raises:
@@ -143,12 +138,12 @@ class Program:
         """
         stage_of = {node: bisect_right(starts, at) for at, node in enumerate(self.steps)}
         stage_of[self.output] = len(starts)
-        memory = _Memory(self, stage_of)
+        memory = _SharedMemory(self, stage_of)
         memory.place_assignments()
         memory.check()
         parts = split_module(self._graph, self._graph, stage_of.__getitem__, keep_original_node_name=True)
         last = {node.name: max(map(stage_of.__getitem__, node.users), default=0) for node in self._graph.graph.nodes}
-        made: list[tuple[Piece, list[Use]]] = []
+        made: list[tuple[StageProgram, list[Use]]] = []
         have = [Named(node.name) for node in self.inputs]
         for number in range(len(starts) + 1):
             part = parts.get_submodule(f"submod_{number}")
@@ -166,7 +161,7 @@ class Program:
                 for node, path in self.state.items()
                 if node.name in needs
             ]
-            made.append((Piece(Code(part), takes, needs, makes, have), uses))
+            made.append((StageProgram(GeneratedCode(part), takes, needs, makes, have), uses))
         last_piece, uses = made[-1]
         results = fx.node.map_arg(self.output.args[0], lambda node: Named(node.name))
         made[-1] = last_piece._replace(passes=list(results)), uses
@@ -209,10 +204,10 @@ def _modules_of(node: fx.Node) -> list[str]:
     return [path for path, _ in node.meta.get("nn_module_stack", {}).values()] or [""]
 
 
-class _Memory:
+class _SharedMemory:
     """Which nodes of a program share memory, and which operations write to it, by the schemas of the operators."""
 
-    def __init__(self, program: Program, stage_of: dict[fx.Node, int]) -> None:
+    def __init__(self, program: RecordedProgram, stage_of: dict[fx.Node, int]) -> None:
         self._stage_of = stage_of
         self._state = program.state
         self._above: dict[fx.Node, fx.Node] = {}

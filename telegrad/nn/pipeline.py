@@ -23,7 +23,7 @@ from telegrad.nn.batches import BatchInputs
 from telegrad.nn.crew import PipelineDriver
 from telegrad.nn.exported import Inputs
 from telegrad.nn.microbatches import Loss, joined, parts_of, shares, sizes_of
-from telegrad.nn.naming import STAGES, keep_names
+from telegrad.nn.naming import STAGES, use_model_names
 from telegrad.nn.place import parse_place
 from telegrad.nn.remote_module import RemoteModule, gradients_are_lost, hint_at_context
 from telegrad.nn.schedule import SCHEDULES, parse_tied
@@ -203,7 +203,7 @@ class Pipeline(nn.Module):
         Raises:
             UsageError: the model cannot be cut so, or the stages differ from it; it says why, and what can be done.
         """
-        from telegrad.nn.cutting import cut  # torch.export imports sympy: 35 MB in each process
+        from telegrad.nn.cutting import split_model  # torch.export imports sympy: 35 MB in each process
 
         if not isinstance(workers, list | tuple) or isinstance(workers, WorkerInfo) or not workers:
             raise UsageError('`workers` is a list, with a worker for each stage: Pipeline.split(model, ["w1", "w2"])')
@@ -212,13 +212,13 @@ class Pipeline(nn.Module):
         checks.one_of("schedule", schedule, SCHEDULES)
         places = [(worker, parse_place(worker)[0]) for worker in workers]
         checks.flag("check", check)
-        found = cut(model, len(workers), at, balance, example, check)
+        found = split_model(model, len(workers), at, balance, example, check)
         stages = _sent(found.stages, places, restore)
         tied = [(f"{early}.{name}", f"{late}.{other}") for early, name, late, other in found.ties]
         pipeline = cls(stages, chunks, schedule, tied)
         pipeline.training = model.training
         pipeline._inputs = found.inputs
-        keep_names(pipeline, found.parts)
+        use_model_names(pipeline, found.parts)
         return pipeline
 
     def _parts_of(self, inputs: Any) -> list[Any]:

@@ -44,7 +44,7 @@ def copied(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, {id(value): value.detach().clone() for value in made if not value.is_leaf})
 
 
-def prove(model: nn.Module, stages: Sequence[nn.Module], inputs: Inputs | None, example: Any) -> None:
+def verify_stages(model: nn.Module, stages: Sequence[nn.Module], inputs: Inputs | None, example: Any) -> None:
     """Compare a model with its stages.
 
     Raises:
@@ -56,7 +56,7 @@ def prove(model: nn.Module, stages: Sequence[nn.Module], inputs: Inputs | None, 
         *((True, size, True), (True, size + 1, True), (False, size, True), (False, size + 1, False)),
         *((False, 1, False), (True, 1, False)),
     ]:
-        with _random_numbers(model), torch.inference_mode(False), torch.set_grad_enabled(with_backward):
+        with torch.inference_mode(False), torch.set_grad_enabled(with_backward):
             differing = comparison.run(mode, samples, with_backward)
         if differing and samples == 1 and inputs is not None:
             inputs.refuse_one(mode)
@@ -73,34 +73,44 @@ class _Comparison:
     """Copies of a model and of its stages."""
 
     def __init__(self, model: nn.Module, stages: Sequence[nn.Module], inputs: Inputs | None, example: Any) -> None:
-        self._model = model
         self._whole, self._parts = copied(model), [copy.deepcopy(stage) for stage in stages]
         self._inputs = inputs
         leaves, self._form = tree_flatten(example)
         self._leaves = leaves if inputs is None else inputs.leaves
-        self._returned = {} if inputs is None else _heard(self._whole)
+        self._returned = {} if inputs is None else _watch_hooks(self._whole)
         self.size = max((len(leaf) for leaf in self._leaves if isinstance(leaf, Tensor) and leaf.dim()), default=0)
+        first: dict[nn.Parameter, str] = {}
+        named = self._whole.named_parameters(remove_duplicate=False)
+        self._names = {name: first.setdefault(parameter, name) for name, parameter in named}  # of tied ones the first
 
     def run(self, mode: bool, samples: int, with_backward: bool) -> list[str]:
-        """Run both; name what differs."""
+        """Run both; name the results that differ."""
         for each in (self._whole, *self._parts):
             each.train(mode)
         given = resized(self._leaves, samples)
         try:
-            wanted = _results(self._run_whole, [self._whole], given, with_backward)
+            wanted, values = self._results(self._run_whole, [self._whole], given, with_backward)
         except Exception as error:
             if samples == self.size or isinstance(error, UsageError):
                 raise
             # The model does not take as many. Of other sizes than 1 the recorded guards say so, too.
             return [f"the model raises {type(error).__name__}"] if samples == 1 and self._inputs is not None else []
-        _check_heard(self._returned)
+        for name, does in self._returned.items():
+            if not does:
+                raise UsageError(
+                    f"the hook {name} returns nothing, so it is there for what it does besides, which no stage would "
+                    "do: remove it before Pipeline.split, or have it return what it changes"
+                )
         try:
             if self._inputs is not None:
                 self._inputs.check((None, given), mode)
-            found = _results(self._run_parts, self._parts, given, with_backward)
+            found, held = self._results(self._run_parts, self._parts, given, with_backward)
         except Exception as error:
             return [f"the stages raise {type(error).__name__}: {error}"]
-        return _differing(wanted, found, self._model)
+        pairs = [(name, wanted.get(name), found.get(name)) for name in wanted.keys() | found.keys()]
+        whole = dict(values)
+        pairs += [(f"the value of {name!r}", whole[name], value) for name, value in held if name in whole]
+        return sorted({name for name, one, other in pairs if not _alike(one, other)})
 
     def _run_whole(self, given: Sequence[Any]) -> Any:
         if self._inputs is None:
@@ -118,101 +128,81 @@ class _Comparison:
             value = part(_sent(value))
         return value
 
+    def _results(
+        self,
+        call: Callable[[Sequence[Any]], Any],
+        modules: Sequence[nn.Module],
+        given: Sequence[Any],
+        with_backward: bool,
+    ) -> tuple[dict[str, Any], list[tuple[str, Tensor]]]:
+        """Run a model, or its stages; return the results by their names, and the values of parameters and buffers."""
+        with _seeded(modules):
+            own = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in given]
+            led = [leaf for leaf in own if with_backward and isinstance(leaf, Tensor) and leaf.is_floating_point()]
+            for leaf in led:
+                leaf.requires_grad_()
+            outputs = tree_leaves(call([leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in own]))
+            results: dict[str, Any] = {f"output {number}": value for number, value in enumerate(outputs)}
+            if with_backward:
+                trained = [pair for module in modules for pair in module.named_parameters() if pair[1].requires_grad]
+                names = [
+                    *(f"the gradient of input {number}" for number in range(len(led))),
+                    *(f"the gradient of {self._names.get(name, name)!r}" for name, _ in trained),
+                ]
+                for name, gradient in zip(
+                    names, _gradients(outputs, [*led, *(each for _, each in trained)]), strict=True
+                ):
+                    if gradient is not None:  # stages that share a parameter have a part of its gradient each
+                        results[name] = results[name] + gradient if name in results else gradient
+            results["the random generator of torch"] = torch.get_rng_state()
+            results["the random generator of Python"] = random.getstate()
+            if numpy := sys.modules.get("numpy"):
+                results["the random generator of NumPy"] = repr(numpy.random.get_state())
+        values = [
+            (name, value.detach().clone())
+            for module in modules
+            for held in (module.named_parameters, module.named_buffers)
+            for name, value in held(remove_duplicate=False)
+        ]
+        return results, values
+
+
+def _gradients(outputs: Sequence[Any], wanted: Sequence[Tensor]) -> Sequence[Tensor | None]:
+    ends = [each for each in outputs if isinstance(each, Tensor) and each.requires_grad]
+    entering = [
+        torch.arange(each.numel(), device=each.device).cos().reshape(each.shape).to(each.dtype) for each in ends
+    ]
+    if not ends or not wanted:
+        return [None] * len(wanted)
+    return torch.autograd.grad(ends, wanted, entering, allow_unused=True)
+
 
 @contextlib.contextmanager
-def _random_numbers(model: nn.Module) -> Iterator[None]:
+def _seeded(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Seed the generators; leave them as they were."""
-    devices = {
-        each.device for each in (*model.parameters(), *model.buffers()) if each.device.type not in ("cpu", "meta")
-    }
+    held = [each for module in modules for each in (*module.parameters(), *module.buffers())]
     numpy = sys.modules.get("numpy")
-    kept, of_numpy = random.getstate(), numpy and numpy.random.get_state()
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[]))
-        for device in devices:
+        for device in {each.device for each in held if each.device.type not in ("cpu", "meta")}:
             stack.enter_context(torch.random.fork_rng(devices=[device.index or 0], device_type=device.type))
-        try:
-            yield
-        finally:
-            random.setstate(kept)
-            if numpy:
-                numpy.random.set_state(of_numpy)
+        stack.callback(random.setstate, random.getstate())
+        torch.manual_seed(0)
+        random.seed(0)
+        if numpy:
+            stack.callback(numpy.random.set_state, numpy.random.get_state())
+            numpy.random.seed(0)
+        yield
 
 
-def _results(
-    call: Callable[[Sequence[Any]], Any], modules: Sequence[nn.Module], given: Sequence[Any], with_backward: bool
-) -> dict[str, Any]:
-    """Run a model, or its stages; return the results by their names."""
-    torch.manual_seed(0)
-    random.seed(0)
-    if numpy := sys.modules.get("numpy"):
-        numpy.random.seed(0)
-    own = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in given]
-    led = [
-        leaf.requires_grad_() for leaf in own if with_backward and isinstance(leaf, Tensor) and leaf.is_floating_point()
-    ]
-    outputs = tree_leaves(call([leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in own]))
-    results: dict[str, Any] = {f"output {number}": value for number, value in enumerate(outputs)}
-    if with_backward:
-        trained = [(name, each) for module in modules for name, each in module.named_parameters() if each.requires_grad]
-        ends = [each for each in outputs if isinstance(each, Tensor) and each.requires_grad]
-        entering = [
-            torch.arange(each.numel(), device=each.device).cos().reshape(each.shape).to(each.dtype) for each in ends
-        ]
-        wanted = [*led, *(each for _, each in trained)]
-        found = (
-            torch.autograd.grad(ends, wanted, entering, allow_unused=True) if ends and wanted else [None] * len(wanted)
-        )
-        results |= {f"the gradient of input {number}": each for number, each in enumerate(found[: len(led)])}
-        for (name, _), each in zip(trained, found[len(led) :], strict=True):
-            results.setdefault(f"the gradient of {name!r}", []).append(each)
-    for module in modules:
-        for name, value in (
-            *module.named_parameters(remove_duplicate=False),
-            *module.named_buffers(remove_duplicate=False),
-        ):
-            results.setdefault(f"the value of {name!r}", []).append(value.detach().clone())
-    results["the random generator of torch"] = torch.get_rng_state()
-    results["the random generator of Python"] = random.getstate()
-    if numpy:
-        results["the random generator of NumPy"] = repr(numpy.random.get_state())
-    return results
-
-
-def _differing(wanted: Mapping[str, Any], found: dict[str, Any], model: nn.Module) -> list[str]:
-    """Name what differs."""
-    first: dict[nn.Parameter, str] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):  # tied ones are one, with one gradient
-        known = first.setdefault(parameter, name)
-        if f"the gradient of {name!r}" in found and known != name:
-            own = found.pop(f"the gradient of {name!r}")
-            found.setdefault(f"the gradient of {known!r}", []).extend(own)
-    differing = []
-    for name in wanted.keys() | found.keys():
-        one, other = wanted.get(name), found.get(name)
-        if name.startswith("the gradient of '"):
-            one, other = _sum(one), _sum(other)
-        elif name.startswith("the value of "):
-            if not one or not other:  # not used, or a constant
-                continue
-            one = one * len(other)
-        try:
-            torch.testing.assert_close(other, one, equal_nan=True) if isinstance(one, (Tensor, list)) else _same(
-                one, other
-            )
-        except (AssertionError, TypeError, ValueError):
-            differing.append(name)
-    return sorted(differing)
-
-
-def _same(one: Any, other: Any) -> None:
-    if type(one) is not type(other) or one != other:
-        raise AssertionError
-
-
-def _sum(gradients: Sequence[Tensor | None] | None) -> Tensor | None:
-    there = [each for each in gradients or () if each is not None]
-    return torch.stack(there).sum(0) if there else None
+def _alike(one: Any, other: Any) -> bool:
+    try:
+        if not isinstance(one, Tensor):
+            return type(one) is type(other) and bool(one == other)
+        torch.testing.assert_close(other, one, equal_nan=True)
+    except (AssertionError, TypeError, ValueError):
+        return False
+    return True
 
 
 def _sent(value: Any) -> Any:
@@ -242,7 +232,7 @@ class _Writer(pickle.Pickler):
         return id(value)
 
 
-def _written(value: Any) -> bytes | None:
+def _fingerprint(value: Any) -> bytes | None:
     """Return a value as bytes that change with it; None for one without, whose pickle is new each time."""
     files = io.BytesIO(), io.BytesIO()
     writers = [_Writer(file) for file in files]
@@ -267,7 +257,7 @@ def _python_state(model: nn.Module) -> dict[str, bytes | None]:
     of_classes = {f"{kind.__name__}.{name}": value for kind in kinds for name, value in vars(kind).items()}
     first = [each for each in (*attributes.values(), *of_classes.values()) if isinstance(each, FunctionType)]
     found = attributes | of_classes | _globals_of(first)
-    return {name: _written(value) for name, value in found.items()}
+    return {name: _fingerprint(value) for name, value in found.items()}
 
 
 def _globals_of(functions: list[FunctionType]) -> dict[str, Any]:
@@ -347,31 +337,22 @@ def _check_functions(outputs: Any) -> None:
             )
 
 
-def _heard(model: nn.Module) -> dict[str, bool]:
+def _watch_hooks(model: nn.Module) -> dict[str, bool]:
     """Have the forward hooks of a model's modules note whether they return something."""
     returned: dict[str, bool] = {}
+
+    def watched(hook: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            found = hook(*args, **kwargs)
+            returned[name] |= found is not None
+            return found
+
+        return call
+
     for path, module in model.named_modules():
         for hooks in (module._forward_hooks, module._forward_pre_hooks):
             for key, hook in hooks.items():
                 if not (getattr(hook, "__module__", None) or "").startswith("torch."):
                     returned[name := f"{getattr(hook, '__qualname__', hook)} of {path!r}"] = False
-                    hooks[key] = _noting(hook, name, returned)
+                    hooks[key] = watched(hook, name)
     return returned
-
-
-def _noting(hook: Callable[..., Any], name: str, returned: dict[str, bool]) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        found = hook(*args, **kwargs)
-        returned[name] |= found is not None
-        return found
-
-    return call
-
-
-def _check_heard(returned: Mapping[str, bool]) -> None:
-    for name, does in returned.items():
-        if not does:
-            raise UsageError(
-                f"the hook {name} returns nothing, so it is there for what it does besides, which no stage would do: "
-                "remove it before Pipeline.split, or have it return what it changes"
-            )

@@ -23,7 +23,7 @@ from telegrad.agent.futures import Future
 from telegrad.autograd import backward
 from telegrad.autograd.api import check_root
 from telegrad.autograd.record import AutogradContext
-from telegrad.nn.backward import Backward, Inlet
+from telegrad.nn.backward import Backward, StageInput
 from telegrad.nn.batches import BatchInputs, BatchResult, BatchSpec, StageMessage
 from telegrad.nn.microbatches import check_scalar
 from telegrad.nn.schedule import (
@@ -175,7 +175,7 @@ class BatchRun:
     def _train(self, stage: Stage, action: Action, given: PackedValue) -> None:
         targets = self._given.targets[action.batch] if self._is_last(action) else None
         came = [*given.differentiable, *(targets.differentiable if targets is not None else ())]
-        inlet = Inlet(came) if came else None
+        inlet = StageInput(came) if came else None
         tensors = inlet.tensors if inlet is not None else ()
         count = len(given.positions)
         with self._setting():

@@ -26,7 +26,7 @@ from telegrad.rpc import RRef, current
 from telegrad.rpc.functions import must_finish
 
 
-class Station:
+class StageWorker:
     """Lives as long as its pipeline."""
 
     def __init__(self, agent: Agent, stages: dict[int, Stage]) -> None:
@@ -40,7 +40,7 @@ class Station:
         self._short = False  # actions of the last batch did not take long
 
     def __repr__(self) -> str:
-        return f"<Station of {', '.join(stage.name for stage in self.stages.values())}: {list(self._runs.values())}>"
+        return f"<StageWorker of {self._telegrad_runs('')}: {list(self._runs.values())}>"
 
     def _telegrad_runs(self, _: str) -> str:
         return ", ".join(stage.name for stage in self.stages.values())
@@ -97,18 +97,18 @@ class Station:
             self._short = self._runs.pop(number).short
 
 
-class Stations:
+class StageWorkers:
     """All stations of one worker."""
 
     def __init__(self, agent: Agent) -> None:
-        self._stations: WeakValueDictionary[str, Station] = WeakValueDictionary()  # by pipelines
+        self._stations: WeakValueDictionary[str, StageWorker] = WeakValueDictionary()  # by pipelines
         agent.on(StageMessage, self._take)
         agent.lost.append(self._on_lost)
 
     def __repr__(self) -> str:
-        return f"<Stations: {list(self._stations.values())}>"
+        return f"<StageWorkers: {list(self._stations.values())}>"
 
-    def add(self, pipeline: str, station: Station) -> None:
+    def add(self, pipeline: str, station: StageWorker) -> None:
         self._stations[pipeline] = station
 
     def _take(self, _: Identity, message: StageMessage) -> None:
@@ -127,7 +127,7 @@ class Stations:
 @known_as("Pipeline()")
 def make_station(
     pipeline: str, modules: Mapping[int, RRef[nn.Module]], count: int, tied: Sequence[TiedWeight]
-) -> RRef[Station]:
+) -> RRef[StageWorker]:
     """Make a station for the modules of this worker, by their stages, of which there are `count` in all."""
     worker = current.here()
     stages = {stage: Stage(module, f"stage {stage + 1} of {count}") for stage, module in modules.items()}
@@ -135,13 +135,13 @@ def make_station(
         if tie.replica in stages:
             weight = stages[tie.owner].weight(tie.name) if tie.owner in stages else None
             stages[tie.replica].tie(tie.name_there, weight)
-    station = Station(worker.agent, stages)
-    worker.attached(Stations).add(pipeline, station)
+    station = StageWorker(worker.agent, stages)
+    worker.attached(StageWorkers).add(pipeline, station)
     return RRef(station)
 
 
 @known_as("Pipeline.forward")
-def run_stage(station: RRef[Station], stage: int, value: Any) -> Any:
+def run_stage(station: RRef[StageWorker], stage: int, value: Any) -> Any:
     """Run a stage; fetch the value where that is a reference."""
     return station.local_value().stages[stage].run(value.to_here() if isinstance(value, RRef) else value)
 
@@ -150,12 +150,12 @@ runs_as(run_stage, lambda station, stage, _: station.local_value().stages[stage]
 
 
 @known_as("checkpoint.save")
-def weight_of(station: RRef[Station], stage: int, name: str) -> Tensor:
+def weight_of(station: RRef[StageWorker], stage: int, name: str) -> Tensor:
     """Return a tied weight, at its owner."""
     return station.local_value().stages[stage].weight(name).detach()
 
 
 @known_as("checkpoint.save")
-def set_weight(station: RRef[Station], stage: int, name: str, value: Tensor) -> None:
+def set_weight(station: RRef[StageWorker], stage: int, name: str, value: Tensor) -> None:
     """Set a tied weight, at its replica."""
     station.local_value().stages[stage].set_weight(name, value)

@@ -22,7 +22,7 @@ from telegrad.errors import PeerError, UsageError
 from telegrad.nn import Pipeline, RemoteModule
 from telegrad.nn.batches import BatchInputs, BatchSpec
 from telegrad.nn.schedule import SCHEDULES
-from telegrad.nn.station import Stations
+from telegrad.nn.station import StageWorkers
 from telegrad.optim import DistributedOptimizer
 from telegrad.rpc import RRef, actor, current, remote, rpc_sync
 from tests.cluster import PATIENCE, agents, group
@@ -218,7 +218,7 @@ def test_stations_give_up_a_batch_whose_driver_has_died() -> None:
         with ThreadPoolExecutor(1) as pool:
             ended = pool.submit(drive)
             assert Held.begun.wait(PATIENCE)
-            (station,) = second.attached(Stations)._stations.values()
+            (station,) = second.attached(StageWorkers)._stations.values()
             driver.agent.close()
             ended.result(PATIENCE)
             deadline = time.monotonic() + PATIENCE
@@ -276,7 +276,7 @@ class Rider:
 
     def ride(self, context_id: int, request: bytes) -> None:
         self.turns += 1
-        (station,) = current.here().attached(Stations)._stations.values()
+        (station,) = current.here().attached(StageWorkers)._stations.values()
         for run in station._runs.values():
             run._go_on()
         time.sleep(0.05)  # as long as a step, so that a second turn would begin meanwhile
