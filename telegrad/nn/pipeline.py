@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +24,6 @@ from telegrad.nn.batches import BatchInputs
 from telegrad.nn.crew import PipelineDriver
 from telegrad.nn.exported import Inputs
 from telegrad.nn.microbatches import Loss, joined, parts_of, shares, sizes_of
-from telegrad.nn.naming import STAGES, use_model_names
 from telegrad.nn.place import parse_place
 from telegrad.nn.remote_module import RemoteModule, gradients_are_lost, hint_at_context
 from telegrad.nn.schedule import SCHEDULES, parse_tied
@@ -218,7 +218,7 @@ class Pipeline(nn.Module):
         pipeline = cls(stages, chunks, schedule, tied)
         pipeline.training = model.training
         pipeline._inputs = found.inputs
-        use_model_names(pipeline, found.parts)
+        _use_model_names(pipeline, found.parts)
         return pipeline
 
     def _parts_of(self, inputs: Any) -> list[Any]:
@@ -331,7 +331,7 @@ def _sent(
             made = [remote(on, _arrived, (part,), restore=restore) for (_, on), part in zip(places, parts, strict=True)]
         for number, ((place, _), each) in enumerate(zip(places, made, strict=True)):
             stage = RemoteModule.init_from_module_rref(place, each)
-            stage._surplus = f"{STAGES}.{number}"
+            stage._surplus = f"stages.{number}"
             stages.append(stage)
     return stages
 
@@ -354,3 +354,33 @@ def _arrived(stage: nn.Module) -> nn.Module:
 
 def _trains(stage: nn.Module) -> bool:
     return stage._trains if isinstance(stage, RemoteModule) else any(each.requires_grad for each in stage.parameters())
+
+
+# The state of a pipeline that was split from a model has the names of that model
+
+
+def _use_model_names(pipeline: nn.Module, parts: Sequence[Sequence[str]]) -> None:
+    """Have the state of a pipeline bear the names of the model whose parts its stages are."""
+    pipeline.register_state_dict_post_hook(_name_as_whole)  # type: ignore[no-untyped-call]
+    by_stages = partial(_name_by_stages, parts)
+    pipeline.register_load_state_dict_pre_hook(by_stages)  # type: ignore[no-untyped-call]
+
+
+def _name_as_whole(_: nn.Module, state: Any, prefix: str, *__: Any) -> None:
+    """stages.1.layers.4.weight becomes layers.4.weight."""
+    start = f"{prefix}stages."
+    for names in (state, state._metadata):
+        found = {name: names.pop(name) for name in list(names) if name.startswith(start)}
+        own = {name.removeprefix(start).partition(".")[2]: value for name, value in found.items()}
+        names.update({prefix + name: value for name, value in own.items() if name})
+
+
+def _name_by_stages(parts: Sequence[Sequence[str]], _: nn.Module, state: Any, prefix: str, *__: Any) -> None:
+    """The other way; a value that several stages use goes to each of them."""
+    found = {name.removeprefix(prefix): state.pop(name) for name in list(state) if name.startswith(prefix)}
+    for name, value in found.items():
+        holders = [
+            number for number, part in enumerate(parts) if any(f"{name}.".startswith(f"{each}.") for each in part)
+        ]
+        starts = [f"stages.{number}." for number in holders] or [""]
+        state.update({f"{prefix}{start}{name}": value for start in starts})
