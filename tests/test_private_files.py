@@ -127,7 +127,7 @@ def test_no_other_file_of_the_package_makes_files() -> None:
 READ_ELSEWHERE = {  # what the kernel tells, the package's own files, a file that the command line names
     *(
         "directory/on_redis.py",
-        "directory/store.py",
+        "directory/table.py",
         "group/address.py",
         "host_memory.py",
         "insight/collect.py",

@@ -1,7 +1,7 @@
 """Keeps the process that serves an embedded directory: starts it, and starts it again when it has ended.
 
 The keeper holds the socket that listens, and hands it to each process that it starts. So the address stays, and clients
-that connect while there is no server wait in the socket's queue. What the directory knows is in a file (`store.py`).
+that connect while there is no server wait in the socket's queue. What the directory knows is in a file (`table.py`).
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from time import monotonic
 
 from telegrad.addresses import family_of
 from telegrad.directory.server import BACKLOG
-from telegrad.directory.store import LOG, remove
-from telegrad.directory.table import DEFAULT, Limits
+from telegrad.directory.table import DEFAULT, LOG, Limits, remove
 from telegrad.keyring import Keyring
 from telegrad.private_files import open_regular, private_folder, replacing
 from telegrad.processes import SAFE_PATH, named, own_session

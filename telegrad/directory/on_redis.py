@@ -1,4 +1,4 @@
-"""The directory of a group on a Redis server, 6.2 or newer, or one that speaks as it does.
+"""The directory of a group on a Redis server, 6.2 or newer, or on one that speaks as it does.
 
 Every operation is one Lua script (on_redis.lua), which Redis runs alone and whole. A group has these keys, all under
 `telegrad:GROUP:`, and none has an expiry of Redis's own:
@@ -11,30 +11,24 @@ Every operation is one Lua script (on_redis.lua), which Redis runs alone and who
     held      sorted set of "LEASE\\0KEY": which keys a lease takes with it
     history   stream of the changes, whose ids are revisions; the newest HISTORY are kept
 
-Ends of leases. Redis expires keys when it comes to them, tells nobody in order, and would give a deletion no revision.
-So each script first deletes what hangs on leases whose end is over, oldest end first, at one revision for each key: no
-reply shows an entry whose lease has ended. A watch waits in XREAD BLOCK until the next end at most, and runs the script
-again; whichever watch or operation comes first deletes, and all find the deletion in the stream. A new entry wakes all
-watches, so none sleeps past the end of a lease that it did not know.
+Ends of leases. Redis would expire keys in no order, and give a deletion no revision. So each script first deletes the
+keys of leases that are over, oldest end first, each at a revision of its own: no reply shows an entry whose lease has
+ended. A watch waits in XREAD BLOCK until the next end at most, and runs the script again; a new entry wakes all of
+them.
 
-Clocks. All ends are by the server's TIME, so those of the clients do not matter. That clock is not a monotonic one, and
-Redis has no other: when it is set forward by J seconds, all leases end up to J early, and a holder may act for J
-seconds beside its successor, until receivers that have seen the successor's token refuse it. When it is set back by J,
-leases that are not renewed last J longer, and a watch that waits at that moment raises DirectoryLost once, since Redis
-replies J too late. Have the server's clock slewed, not stepped (chrony and ntpd do so, but for the first minutes).
+Clocks. All ends are by the server's TIME, which is not monotonic. When it is set forward by J seconds, all leases end
+up to J early, and a holder may act for J seconds beside its successor, until receivers that have seen the successor's
+token refuse it. When it is set back by J, leases that are not renewed last J longer, and a watch that waits at that
+moment raises DirectoryLost once. Have the server's clock slewed, not stepped.
 
 A server that was started anew has had nobody renew: the first connection gives every lease its whole time again (`run`
-is INFO's `run_id`; each connection looks at it before anything else).
+is INFO's `run_id`; each connection looks at it first). Each connection also refuses a server of which a crash would
+take acknowledged writes (redis_settings.py). Settings that are changed later are noticed by the next connection.
 
-What must hold. Each new connection checks the settings by INFO and CONFIG GET (redis_settings.py says why), and refuses
-a server of which a crash would take acknowledged writes. Settings that are changed later are noticed by the next
-connection.
-
-What cannot be promised. Redis replicates after it has replied. When a replica takes the master's place (Sentinel, a
-service's failover), acknowledged writes may be missing there: a claim vanishes, a revision and with it a fencing token
-is given a second time, and for a while both may answer. The same holds for a backup that is restored and for FLUSHALL.
-A client notices this when the revision is lower than one it has seen or the incarnation is another (DirectoryReset);
-one that joins later cannot. Where that matters take a single server with a disk of its own, or etcd.
+What cannot be promised. Redis replicates after it has replied. When a replica takes the master's place, acknowledged
+writes may be missing there: a claim vanishes, a fencing token is given a second time, and for a while both may answer.
+The same holds for a backup that is restored and for FLUSHALL. A client notices this when the revision is lower than one
+it has seen or the incarnation is another (DirectoryReset); one that joins later cannot.
 
 The keys of a group stay when the group has ended, so that a later group of that name goes on counting. They may be
 deleted when no worker of that group runs.
@@ -91,7 +85,7 @@ def connect(url: str, patience: float = 10.0) -> RedisDirectory:
 
 
 class RedisDirectory:
-    """A client of the directory that a group has on a Redis server: a `Directory`."""
+    """A client of a directory on a Redis server. Its methods are documented in `protocol.py`."""
 
     def __init__(self, url: str, group: str, patience: float = 10.0) -> None:
         """Connect and check the server.
@@ -101,10 +95,7 @@ class RedisDirectory:
             group: Groups of different names see nothing of each other.
             patience: Seconds that an operation waits for the server at most.
 
-        Raises:
-            InvalidArgument: the URL is wrong.
-            DirectoryRefused: the server's settings, its role or its version are not fit, or it refuses the login.
-            DirectoryLost: no server answers.
+        Raises as `connect`.
         """
         self._address = parse(url)
         check_own(self._address)
@@ -123,22 +114,18 @@ class RedisDirectory:
         self._run_with(lambda session, deadline: None)
 
     def grant(self, ttl: float) -> Lease:
-        """Begin a lease."""
         check_ttl(ttl)
         sent, reply = self._run("grant", math.ceil(ttl * 1e6))
         return Lease(reply.content, ttl, sent + ttl)
 
     def renew(self, lease: Lease) -> Lease:
-        """Return the lease with a new end. Raises LeaseLost where it has ended."""
         sent, _ = self._run("renew", lease.id)
         return lease._replace(ends=sent + lease.ttl)
 
     def revoke(self, lease: Lease) -> None:
-        """End a lease, and delete its keys. Does nothing where it has ended already."""
         self._run("revoke", lease.id)
 
     def swap(self, key: str, value: bytes | None, expected: int = ABSENT, lease: Lease | None = None) -> Swap:
-        """Write `value` where the key's revision is `expected`; None deletes it. Raises LeaseLost."""
         check_value(key, value or b"")
         what = (check_key(key), expected, lease.id if lease else 0)
         operation = ("delete", *what) if value is None else ("write", *what, value)
@@ -146,15 +133,10 @@ class RedisDirectory:
         return Swap(reply.status == b"done", reply.content)
 
     def list(self, prefix: str) -> Listing:
-        """Return all keys that begin with `prefix`, as they stood at one revision; linearizable."""
         _, reply = self._run("list", _encode_prefix(prefix))
         return Listing(reply.revision, reply.content)
 
     def watch(self, prefix: str, since: int, timeout: float) -> tuple[int, Events]:
-        """Wait until a key under `prefix` changes after revision `since`, at most `timeout` seconds.
-
-        Return the revision to watch from next, and the changes in their order, none left out. Raises Compacted.
-        """
         ends = time.monotonic() + timeout
         while True:
             _, reply = self._run("watch", _encode_prefix(prefix), since, _BATCH, wait_until=ends)
@@ -163,8 +145,7 @@ class RedisDirectory:
                 return since, events
 
     def close(self) -> None:
-        """Let go of the connections; a lease of this client lives on until it ends. A watch raises within a second."""
-        self._sessions.close()
+        self._sessions.close()  # a watch raises within a second
 
     def _run(self, *operation: bytes | str | int, repeat: bool = True, wait_until: float = 0.0) -> tuple[float, Reply]:
         """Run an operation of the script; return when it was sent, and the reply. Only a watch has a `wait_until`."""

@@ -26,8 +26,7 @@ from typing import NamedTuple
 from telegrad.directory.channel import INCARNATION, Channel, name_of
 from telegrad.directory.messages import LONGEST_REQUEST
 from telegrad.directory.service import Service
-from telegrad.directory.store import Store, remove
-from telegrad.directory.table import DEFAULT, Limits, Table
+from telegrad.directory.table import DEFAULT, Limits, Table, remove
 from telegrad.errors import HandshakeError, PeerUnreachable, ProtocolViolation, TelegradError
 from telegrad.keyring import Keyring
 from telegrad.transport.handshake import Acceptor, Claim
@@ -43,7 +42,7 @@ ACCEPTS = 64  # connections that are accepted in a turn
 QUEUED = 4 << 20  # bytes of replies that wait for one client; above, its requests wait
 MOST_QUEUED = 64 << 20  # above, its connection ends
 MOST_STRANGERS = 1024  # connections in their handshake; above, the oldest of the host with the most ends
-MOST_OF_ONE = 4  # connections of one client, which needs one; above, its oldest ends
+MOST_OF_ONE = 64  # connections of one client, one for each of its requests under way; above, its oldest ends
 INTRODUCTION = 10.0  # seconds that a handshake may take
 SILENCE = 30.0  # seconds after which the kernel takes the host of a client for lost
 TICK = 0.5  # seconds; the longest sleep
@@ -71,15 +70,15 @@ class Server:
     def __init__(
         self, listener: socket.socket, keys: Keyring, path: str = ":memory:", limits: Limits = DEFAULT
     ) -> None:
-        """Load the directory from the file, if it has one.
+        """Open the directory's file.
 
         Raises:
             UsageError: the file cannot be used.
         """
-        self._store = Store(path)
-        self._service = Service(Table(limits, self._store.load(), monotonic()))
+        self._table = Table(path, limits, monotonic())
+        self._service = Service(self._table)
         self._keys = keys
-        self._claim = Claim(name_of(path) + self._store.identity, 0, INCARNATION, "")
+        self._claim = Claim(name_of(path) + self._table.identity, 0, INCARNATION, "")
         self._listener = listener
         listener.setblocking(False)
         self._selector = selectors.DefaultSelector()
@@ -108,7 +107,7 @@ class Server:
             while not self._is_over:
                 last = self._turn(last)
                 # Processes that the parent has forked hold the pipe, too.
-                if (self._keeper_left or (parent and os.getppid() != parent)) and not self._service.table.has_leases:
+                if (self._keeper_left or (parent and os.getppid() != parent)) and not self._table.has_leases:
                     break
         finally:
             for connection in list(self._connections.values()):
@@ -117,7 +116,7 @@ class Server:
             self._listener.close()
             self._ear.close()
             self._voice.close()
-            self._store.close()
+            self._table.file.close()
 
     def stop(self) -> None:
         """Have `run` return, by any thread."""
@@ -141,7 +140,7 @@ class Server:
         ready = self._selector.select(wait)
         now = monotonic()
         if now - last > TICK + STOPPED:
-            service.table.postpone(now - last)
+            self._table.extend_leases(now - last)
         for key, events in ready:
             key.data(events)
         for connection in list(self._busy):
@@ -155,10 +154,7 @@ class Server:
 
     def _commit(self) -> None:
         """Store what was done in this turn; then tell the clients."""
-        table = self._service.table
-        if table.journal:
-            self._store.save(table.journal, table.revision, table.compacted)
-            table.journal.clear()
+        self._table.file.commit(self._table.revision)
         changed, self._changed = self._changed, {}
         for connection in changed:
             if connection.number in self._connections:

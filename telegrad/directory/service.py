@@ -73,7 +73,7 @@ class Service:
         result = 0
         if operation == messages.GRANT:
             check_ttl(seconds)
-            result = table.grant(seconds, now, client)
+            result = table.grant(seconds, now)
         elif operation == messages.RENEW:
             table.renew(lease, now)
         elif operation == messages.REVOKE:

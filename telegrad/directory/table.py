@@ -1,25 +1,51 @@
-"""The state of the embedded directory: keys, leases, revisions, and the changes that watches may still ask for.
+"""The state of the embedded directory, in an SQLite file: keys, leases, revisions, and changes for watches.
 
-Pure: the time is an argument, and nothing is written anywhere. What must outlive the process is appended to `journal`,
-which the server stores before it answers. The ends of leases are not among that: after a restart each lease has its
-whole ttl, which is never too short.
+The time is an argument. The server calls `file.commit` before it sends replies, so a client never knows more than the
+file. All but the changes is in memory as well, and the ends of leases are there alone: after a restart each
+lease has its whole ttl, which is never too short.
 
-Limits. The directory is kept in memory, so all that grows is limited: in total, and for each client, so that one client
-that never stops to write does not keep the others from doing so. A key counts for the client that wrote it last.
+The file has a write-ahead log and is not written through to the disk: what was committed survives the end of the
+process, however it ends, but perhaps not that of the host. Then revisions would go backwards, and two owners could
+have one token. So the file remembers the boot of the host, and after another boot it is removed: the directory begins
+under a new identity, which clients of the old one refuse (`client.py`).
+
+The file is locked as long as a server uses it: a second server on the same file cannot start.
+
+Limits. All that grows is limited in total, and the keys of each client as well, so that one client that never stops to
+write does not keep the others from doing so. A key counts for the client that wrote it last.
 """
 
 from __future__ import annotations
 
+import contextlib
 import heapq
-from bisect import bisect_left, bisect_right, insort
-from operator import attrgetter
-from typing import NamedTuple
+import os
+import secrets
+import sqlite3
+from bisect import bisect_left, insort
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from telegrad.directory.protocol import ABSENT, Compacted, Entry, Event, Events, LeaseLost, Listing, Swap
-from telegrad.errors import LimitReached
+from telegrad.errors import LimitReached, UsageError
 
-OVERHEAD = 200  # bytes that a key, a change or a lease is taken to need beside its text
-_revision = attrgetter("revision")
+OVERHEAD = 200  # bytes that a key or a change is taken to need beside its text
+LOG = ".log"  # the suffix of the file into which the server logs
+SUFFIXES = ("", "-wal", "-journal", "-shm", LOG)  # of SQLite's files, and that one
+_BOOT = "/proc/sys/kernel/random/boot_id"
+_FORMAT = "2"
+_TABLES = """
+CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS entries (key TEXT PRIMARY KEY, value BLOB, revision, created, lease, client) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS entries_by_lease ON entries (lease);
+CREATE TABLE IF NOT EXISTS leases (lease INTEGER PRIMARY KEY, ttl);
+CREATE TABLE IF NOT EXISTS changes (number INTEGER PRIMARY KEY, revision, key, value BLOB, created, lease);
+CREATE INDEX IF NOT EXISTS changes_by_revision ON changes (revision);
+"""
+_UNDER = "key >= ? AND key < CAST(? AS TEXT)"  # with `_under`
+_SIZE = f"length(CAST(key AS BLOB)) + coalesce(length(value), 0) + {OVERHEAD}"  # as `_size` has it
 
 
 class Limits(NamedTuple):
@@ -28,134 +54,154 @@ class Limits(NamedTuple):
     changes: int = 10_000  # that watches may ask for
     change_bytes: int = 32 << 20
     keys: int = 1 << 16
+    keys_of_one: int = 1 << 13  # of one client
     leases: int = 1 << 15
     bytes: int = 256 << 20
-    share: int = 8  # one client may have this part of the keys, leases and bytes: an eighth
 
 
-class Granted(NamedTuple):
-    """A lease has begun."""
-
-    lease: int
-    ttl: float
-    client: str
+DEFAULT = Limits()
 
 
-class Ended(NamedTuple):
-    """A lease has ended."""
+class _File:
+    """The database. One thread at a time."""
 
-    lease: int
+    def __init__(self, path: str) -> None:
+        """Open the file, or make it; ":memory:" for none.
+
+        Raises:
+            UsageError: it cannot be used.
+        """
+        self._path = path
+        try:
+            self._open()
+            if self.fact("boot", _boot()) != _boot() or self.fact("format", _FORMAT) != _FORMAT:
+                self.close()
+                remove(path)
+                self._open()
+                self.fact("boot", _boot())
+                self.fact("format", _FORMAT)
+        except sqlite3.Error as error:
+            raise UsageError(
+                f"the file of the directory, {path!r}, cannot be used: {error}. Another server may use it; a file that "
+                "is damaged has to be removed, and the group started anew"
+            ) from error
+
+    def _open(self) -> None:
+        # Used by the thread that serves, which may not be the one that has opened it.
+        self._database = sqlite3.connect(self._path, timeout=0.0, isolation_level=None, check_same_thread=False)
+        for setting in ("locking_mode = EXCLUSIVE", "journal_mode = WAL", "synchronous = OFF"):
+            self._database.execute(f"PRAGMA {setting}")
+        self._database.executescript(_TABLES)
+
+    def fact(self, name: str, default: str | int) -> str | int:
+        """Return what the file says, and have it say `default` where it says nothing."""
+        self._database.execute("INSERT OR IGNORE INTO facts VALUES (?, ?)", (name, default))
+        found: str | int = self.one("SELECT value FROM facts WHERE name = ?", name)
+        return found
+
+    def rows(self, query: str, *values: object) -> Iterable[Any]:
+        return self._database.execute(query, values)
+
+    def one(self, query: str, *values: object) -> Any:
+        return self._database.execute(query, values).fetchone()[0]
+
+    def write(self, statement: str, *values: object) -> None:
+        """Run a statement that is stored by `commit`. Raises UsageError."""
+        try:
+            if not self._database.in_transaction:
+                self._database.execute("BEGIN")
+            self._database.execute(statement, values)
+        except sqlite3.Error as error:
+            raise UsageError(
+                f"the file of the directory, {self._path!r}, cannot be written: {error}. Make room on its disk, or see "
+                "why it fails"
+            ) from error
+
+    def commit(self, revision: int) -> None:
+        """Store what was written, all or nothing. Raises UsageError."""
+        if self._database.in_transaction:
+            self.write("UPDATE facts SET value = ? WHERE name = 'revision'", revision)
+            self.write("COMMIT")
+
+    def close(self) -> None:
+        """Close the file, which stays."""
+        self._database.close()
 
 
-class Written(NamedTuple):
-    """A key was written or deleted."""
-
-    event: Event
-    client: str
-
-
-class Saved(NamedTuple):
-    """The content from which a directory is restored."""
-
-    revision: int = 0
-    compacted: int = 0  # the newest revision of which the changes are forgotten
-    entries: tuple[tuple[Entry, str], ...] = ()  # with the client of each
-    leases: tuple[Granted, ...] = ()
-    changes: tuple[Event, ...] = ()
-
-
-DEFAULT, NOTHING = Limits(), Saved()
-
-
-class _Held:
-    """A lease that has not ended."""
-
-    __slots__ = ("client", "ends", "keys", "ttl")
-
-    def __init__(self, ttl: float, ends: float, client: str) -> None:
-        self.ttl, self.ends, self.client = ttl, ends, client
-        self.keys: set[str] = set()
-
-
+@dataclass
 class _Used:
-    """How much there is of one client, or of all."""
+    """How much there is."""
 
-    __slots__ = ("bytes", "keys", "leases")
-
-    def __init__(self) -> None:
-        self.keys = self.leases = self.bytes = 0
-
-    def add(self, keys: int, leases: int, size: int) -> None:
-        self.keys += keys
-        self.leases += leases
-        self.bytes += size
+    bytes: int
+    changes: int
+    change_bytes: int
 
 
 class Table:
     """The directory. One thread at a time."""
 
-    def __init__(self, limits: Limits = DEFAULT, saved: Saved = NOTHING, now: float = 0.0) -> None:
+    def __init__(self, path: str = ":memory:", limits: Limits = DEFAULT, now: float = 0.0) -> None:
+        """Open the file. Raises UsageError where it cannot be used."""
         self.limits = limits
-        self.revision = saved.revision
-        self.compacted = saved.compacted
-        self.journal: list[Granted | Ended | Written] = []  # since the server has stored it
-        self._entries: dict[str, Entry] = {}
-        self._keys: list[str] = []  # in their order
-        self._writers: dict[str, str] = {}  # the client that wrote a key last
-        self._leases: dict[int, _Held] = {}
-        self._ends: list[
-            tuple[float, int]
-        ] = []  # a heap; one item for each lease, earlier than its end if it was renewed
-        self._used: dict[str, _Used] = {}
-        self._total = _Used()
-        self._changes: Events = list(saved.changes)
-        self._change_bytes = sum(map(_change_size, saved.changes))
-        for lease in saved.leases:
-            self._hold(lease, now)
-        for entry, client in saved.entries:
-            self._put(entry, client)
+        self.file = _File(path)
+        self.identity = str(self.file.fact("identity", secrets.token_hex(8)))
+        self.load(now)
+
+    def load(self, now: float) -> None:
+        """Read what the file has; each lease begins anew."""
+        file, total = self.file, f"SELECT coalesce(sum({_SIZE}), 0) FROM"
+        self.revision, self.compacted = int(file.fact("revision", 0)), int(file.fact("compacted", 0))
+        self._entries = {
+            key: (Entry(key, *parts), client) for key, *parts, client in file.rows("SELECT * FROM entries")
+        }
+        self._sorted = sorted(self._entries)
+        self._clients = Counter(client for _, client in self._entries.values())
+        self._used = _Used(
+            file.one(f"{total} entries"), file.one("SELECT count(*) FROM changes"), file.one(f"{total} changes")
+        )
+        self._leases = {lease: (now + ttl, ttl) for lease, ttl in file.rows("SELECT lease, ttl FROM leases")}
+        self._ends = [(end, lease) for lease, (end, _) in self._leases.items()]  # a heap; early for what was renewed
+        heapq.heapify(self._ends)
 
     # Leases
 
-    def grant(self, ttl: float, now: float, client: str = "") -> int:
+    def grant(self, ttl: float, now: float) -> int:
         """Begin a lease; return its id.
 
         Raises:
             LimitReached: there are too many.
         """
-        self._check_room(client, (0, 1, OVERHEAD), (0, 1, OVERHEAD))
+        if len(self._leases) >= self.limits.leases:
+            raise LimitReached(f"the directory is full: it has {len(self._leases)} leases. End leases first")
         self.revision += 1
-        granted = Granted(self.revision, ttl, client)
-        self._hold(granted, now)
-        self.journal.append(granted)
-        return granted.lease
+        self.file.write("INSERT INTO leases VALUES (?, ?)", self.revision, ttl)
+        self._leases[self.revision] = now + ttl, ttl
+        heapq.heappush(self._ends, (now + ttl, self.revision))
+        return self.revision
 
     def renew(self, lease: int, now: float) -> None:
         """Begin the ttl of a lease anew. Raises LeaseLost."""
-        held = self._held(lease)
-        held.ends = max(held.ends, now + held.ttl)
+        self._check_lease(lease)
+        end, ttl = self._leases[lease]
+        self._leases[lease] = max(end, now + ttl), ttl
 
     def revoke(self, lease: int) -> None:
         """End a lease, unless it has ended."""
-        held = self._leases.pop(lease, None)
-        if held is None:
+        if self._leases.pop(lease, None) is None:
             return
-        self._count(held.client, 0, -1, -OVERHEAD)
-        if held.keys:
-            self.revision += 1
-        for key in sorted(held.keys):
+        keys = [key for (key,) in self.file.rows("SELECT key FROM entries WHERE lease = ? ORDER BY key", lease)]
+        self.revision += bool(keys)
+        for key in keys:
             self._delete(key)
-        self.journal.append(Ended(lease))
+        self.file.write("DELETE FROM leases WHERE lease = ?", lease)
 
     def expire(self, now: float) -> None:
         """End the leases that were not renewed in time."""
         while self._ends and self._ends[0][0] <= now:
             _, lease = heapq.heappop(self._ends)
-            held = self._leases.get(lease)
-            if held is None:
-                continue
-            if held.ends > now:
-                heapq.heappush(self._ends, (held.ends, lease))
+            end, _ = self._leases.get(lease, (now, 0.0))
+            if end > now:
+                heapq.heappush(self._ends, (end, lease))
             else:
                 self.revoke(lease)
 
@@ -168,10 +214,9 @@ class Table:
         """Return True if some lease has not ended."""
         return bool(self._leases)
 
-    def postpone(self, seconds: float) -> None:
+    def extend_leases(self, seconds: float) -> None:
         """Let all leases end later: for so long the server did not run, and took no renewals."""
-        for held in self._leases.values():
-            held.ends += seconds
+        self._leases = {lease: (end + seconds, ttl) for lease, (end, ttl) in self._leases.items()}
 
     # Keys
 
@@ -183,8 +228,8 @@ class Table:
             LimitReached: the directory, or this client's share of it, is full.
         """
         if lease:
-            self._held(lease)
-        found = self._entries.get(key)
+            self._check_lease(lease)
+        found, owner = self._entries.get(key, (None, ""))
         if (found.revision if found else ABSENT) != expected:
             return Swap(False, found)
         if value is None:
@@ -192,24 +237,29 @@ class Table:
                 self.revision += 1
                 self._delete(key)
             return Swap(True, None)
-        size = _size(key, value)
-        more = (found is None, 0, size - (_size(key, found.value) if found else 0))
-        is_own = found is not None and self._writers[key] == client
-        self._check_room(client, more if is_own else (1, 0, size), more)
+        more = _size(key, value) - (_size(key, found.value) if found else 0)
+        self._check_room(client, found is None, found is None or owner != client, more)
         self.revision += 1
         entry = Entry(key, value, self.revision, found.created if found else self.revision, lease)
-        self._put(entry, client)
-        self._log(Event(self.revision, key, entry), client)
+        self.file.write("REPLACE INTO entries VALUES (?, ?, ?, ?, ?, ?)", *entry, client)
+        if found is None:
+            insort(self._sorted, key)
+        else:
+            self._clients[owner] -= 1
+        self._clients[client] += 1
+        self._entries[key] = entry, client
+        self._used.bytes += more
+        self._log(key, value, entry.created, lease)
         return Swap(True, entry)
 
     def list(self, prefix: str) -> Listing:
         """Return all keys that begin with `prefix`."""
         found = []
-        for position in range(bisect_left(self._keys, prefix), len(self._keys)):
-            key = self._keys[position]
+        for position in range(bisect_left(self._sorted, prefix), len(self._sorted)):
+            key = self._sorted[position]
             if not key.startswith(prefix):
                 break
-            found.append(self._entries[key])
+            found.append(self._entries[key][0])
         return Listing(self.revision, tuple(found))
 
     def changes(self, prefix: str, since: int, most: int = 1 << 20) -> tuple[int, Events]:
@@ -226,113 +276,97 @@ class Table:
             )
         found: Events = []
         size = 0
-        for position in range(self._position(since), len(self._changes)):
-            event = self._changes[position]
-            if size > most and event.revision != found[-1].revision:
-                return event.revision - 1, found
-            if event.key.startswith(prefix):
-                found.append(event)
-                size += _change_size(event)
+        for revision, key, value, created, lease in self.file.rows(
+            "SELECT revision, key, value, created, lease FROM changes "
+            f"WHERE revision > ? AND {_UNDER} ORDER BY revision, number",
+            since,
+            *_under(prefix),
+        ):
+            if size > most and revision != found[-1].revision:
+                return found[-1].revision, found
+            found.append(Event(revision, key, None if value is None else Entry(key, value, revision, created, lease)))
+            size += _size(key, value)
         return self.revision, found
 
     def changed(self, since: int) -> set[str]:
         """Return the keys that have changed after a revision, as far as these changes are not forgotten."""
-        return {event.key for event in self._changes[self._position(since) :]}
+        return {key for (key,) in self.file.rows("SELECT DISTINCT key FROM changes WHERE revision > ?", since)}
 
     # Internal
 
-    def _position(self, since: int) -> int:
-        return bisect_right(self._changes, since, key=_revision)
-
-    def _held(self, lease: int) -> _Held:
-        held = self._leases.get(lease)
-        if held is None:
+    def _check_lease(self, lease: int) -> None:
+        if lease not in self._leases:
             raise LeaseLost(
                 "the lease has ended: it was revoked, or was not renewed in time. Its keys are deleted, and others may "
                 "own them: stop what needs them, and begin a new lease"
             )
-        return held
 
-    def _hold(self, granted: Granted, now: float) -> None:
-        lease, ttl, client = granted
-        self._leases[lease] = _Held(ttl, now + ttl, client)
-        heapq.heappush(self._ends, (now + ttl, lease))
-        self._count(client, 0, 1, OVERHEAD)
-
-    def _put(self, entry: Entry, client: str) -> None:
-        key = entry.key
-        if key in self._entries:
-            self._remove(key)
+    def _check_room(self, client: str, is_new: bool, is_more: bool, more: int) -> None:
+        """Refuse a key that is new, or that is one more of this client, or that has too many bytes more than before."""
+        limits, keys, own = self.limits, len(self._entries), self._clients[client]
+        if is_new and keys >= limits.keys:
+            full = f"all clients together have {keys} keys"
+        elif is_more and own >= limits.keys_of_one:
+            full = f"this client has {own} keys"
+        elif more > 0 and self._used.bytes + more > limits.bytes:
+            full = f"all clients together have {self._used.bytes} bytes"
         else:
-            insort(self._keys, key)
-        self._entries[key] = entry
-        self._writers[key] = client
-        self._count(client, 1, 0, _size(key, entry.value))
-        if entry.lease:
-            self._leases[entry.lease].keys.add(key)
+            return
+        raise LimitReached(
+            f"the directory is full: {full}. Delete keys that are not needed, or put large values elsewhere"
+        )
 
     def _delete(self, key: str) -> None:
-        client = self._writers[key]
-        self._remove(key)
-        del self._keys[bisect_left(self._keys, key)]
-        self._log(Event(self.revision, key, None), client)
+        entry, client = self._entries.pop(key)
+        del self._sorted[bisect_left(self._sorted, key)]
+        self._clients[client] -= 1
+        self._used.bytes -= _size(key, entry.value)
+        self.file.write("DELETE FROM entries WHERE key = ?", key)
+        self._log(key, None, 0, 0)
 
-    def _remove(self, key: str) -> None:
-        """Take an entry out, and let its name stand in `_keys`."""
-        entry = self._entries.pop(key)
-        self._count(self._writers.pop(key), -1, 0, -_size(key, entry.value))
-        held = self._leases.get(entry.lease)
-        if held is not None:
-            held.keys.discard(key)
-
-    def _log(self, event: Event, client: str) -> None:
-        self.journal.append(Written(event, client))
-        self._changes.append(event)
-        self._change_bytes += _change_size(event)
-        if len(self._changes) > self.limits.changes or self._change_bytes > self.limits.change_bytes:
+    def _log(self, key: str, value: bytes | None, created: int, lease: int) -> None:
+        self.file.write("INSERT INTO changes VALUES (NULL, ?, ?, ?, ?, ?)", self.revision, key, value, created, lease)
+        self._used.changes += 1
+        self._used.change_bytes += _size(key, value)
+        if self._used.changes > self.limits.changes or self._used.change_bytes > self.limits.change_bytes:
             self._forget()
 
     def _forget(self) -> None:
-        """Forget the oldest changes: an eighth more than must be, so that the list is seldom moved."""
-        changes, size = self.limits.changes * 7 // 8, self.limits.change_bytes * 7 // 8
-        count = 0
-        while count < len(self._changes) - 1 and (len(self._changes) - count > changes or self._change_bytes > size):
-            event = self._changes[count]
-            self._change_bytes -= _change_size(event)
-            self.compacted = event.revision  # other changes of that revision may be left, which nobody can ask for
-            count += 1
-        del self._changes[:count]
-
-    def _count(self, client: str, keys: int, leases: int, size: int) -> None:
-        used = self._used.setdefault(client, _Used())
-        used.add(keys, leases, size)
-        self._total.add(keys, leases, size)
-        if not (used.keys or used.leases):
-            del self._used[client]
-
-    def _check_room(self, client: str, own: tuple[int, int, int], all_: tuple[int, int, int]) -> None:
-        """Refuse what would be `own` more keys, leases and bytes of a client, and `all_` more in total."""
-        used = self._used.get(client, _Used())
-        limits = self.limits
-        for more, name, have, most, total in (
-            (own[0], "keys", used.keys, limits.keys // limits.share, False),
-            (own[1], "leases", used.leases, limits.leases // limits.share, False),
-            (own[2], "bytes", used.bytes, limits.bytes // limits.share, False),
-            (all_[0], "keys", self._total.keys, limits.keys, True),
-            (all_[1], "leases", self._total.leases, limits.leases, True),
-            (all_[2], "bytes", self._total.bytes, limits.bytes, True),
+        """Forget the oldest changes, an eighth more than must be, so that this is seldom done; but not the newest."""
+        used, last = self._used, 0
+        count, size = self.limits.changes * 7 // 8, self.limits.change_bytes * 7 // 8
+        for number, revision, bytes_ in self.file.rows(
+            f"SELECT number, revision, {_SIZE} FROM changes ORDER BY number"
         ):
-            if more > 0 and have + more > most:
-                raise LimitReached(
-                    f"the directory takes no more: {'all clients together have' if total else 'this client has'} "
-                    f"{have} {name}, of {most}. Delete keys that are not needed, and end leases, or put large values "
-                    "elsewhere"
-                )
+            if used.changes == 1 or (used.changes <= count and used.change_bytes <= size):
+                break
+            used.changes -= 1
+            used.change_bytes -= bytes_
+            last, self.compacted = number, revision  # of that revision others may be left, which nobody can ask for
+        self.file.write("DELETE FROM changes WHERE number <= ?", last)
+        self.file.write("UPDATE facts SET value = ? WHERE name = 'compacted'", self.compacted)
 
 
-def _size(key: str, value: bytes) -> int:
-    return OVERHEAD + len(key) + len(value)
+def remove(path: str) -> None:
+    """Remove the file of a directory that nobody serves any more, and those beside it."""
+    for suffix in SUFFIXES:
+        with contextlib.suppress(OSError):
+            os.unlink(path + suffix)
 
 
-def _change_size(event: Event) -> int:
-    return _size(event.key, event.entry.value if event.entry else b"")
+def _size(key: str, value: bytes | None) -> int:
+    return OVERHEAD + len(key.encode()) + len(value or b"")
+
+
+def _under(prefix: str) -> tuple[str, bytes]:
+    """Return the bounds of the keys that begin with a prefix: no byte of UTF-8 is 255."""
+    return prefix, prefix.encode() + b"\xff"
+
+
+def _boot() -> str:
+    """Return what differs with each boot of this host; "" where the platform does not say."""
+    try:
+        with open(_BOOT) as file:
+            return file.read().strip()
+    except OSError:
+        return ""

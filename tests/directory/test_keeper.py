@@ -17,7 +17,7 @@ import pytest
 from telegrad.directory.client import EmbeddedDirectory
 from telegrad.directory.keeper import Keeper
 from telegrad.directory.protocol import DirectoryLost, DirectoryReset, LeaseLost
-from telegrad.directory.store import remove
+from telegrad.directory.table import remove
 from tests.cluster import KEYS
 from tests.directory.engines import until
 from tests.directory.harness import PATIENCE, is_gone, wait_for, written

@@ -65,7 +65,7 @@ class Life:
 
     def __init__(self, seed: int, kept: int) -> None:
         self.chance = random.Random(seed)
-        self.table, self.now = Table(Limits(changes=kept)), 0.0
+        self.table, self.now = Table(limits=Limits(changes=kept)), 0.0
         self.watches = Watches(self.table)
         self.log: Events = []  # all changes
         self.watchers = [Watcher(n, self.chance.choice(PREFIXES), 0) for n in range(8)]
@@ -114,7 +114,7 @@ def test_watchers_miss_nothing(seed: int, steps: int, kept: int) -> None:
 
 
 def test_a_watch_that_waits_needs_no_changes_of_other_prefixes() -> None:
-    table = Table(Limits(changes=6))
+    table = Table(limits=Limits(changes=6))
     watches = Watches(table)
     watches.add(1, 1, "a", 0, 10.0, 0.0)
     for _ in range(50):
@@ -258,7 +258,7 @@ def test_an_operation_of_a_later_version() -> None:
 
 
 def test_outcomes() -> None:
-    service = Service(Table(Limits(keys=8, changes=8)))
+    service = Service(Table(limits=Limits(keys=1, changes=8)))
     lease = ask(service, Request(messages.GRANT, seconds=1.0)).revision
     assert ask(service, Request(messages.RENEW, lease=lease)).outcome == messages.DONE
     assert ask(service, Request(messages.SWAP, "a", b"", lease=lease)).outcome == messages.DONE

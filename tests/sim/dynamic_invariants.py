@@ -82,7 +82,7 @@ class Checked:
 
     def _check_claims(self, worker: Worker) -> None:
         for value, claim in worker.claims.items():
-            entry = self.server.table._entries.get(f"live/published/{value}")
+            entry, _ = self.server.table._entries.get(f"live/published/{value}", (None, ""))
             if worker.life in self.wronged:
                 continue
             if entry is None or entry.value.decode() != worker.life:
