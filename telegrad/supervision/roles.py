@@ -42,7 +42,7 @@ class Role:
 KEYS = tuple(each.name for each in fields(Role))[1:]
 
 
-class Seat(NamedTuple):
+class WorkerSlot(NamedTuple):
     """A worker that is to run here, whichever process it is."""
 
     name: str
@@ -53,16 +53,18 @@ class Seat(NamedTuple):
         return text.replace("{name}", self.name).replace("{number}", str(self.number))
 
 
-class Plan(NamedTuple):
+class RunConfig(NamedTuple):
     """All that is to be started."""
 
     roles: tuple[Role, ...]
     logs: str = "logs"
     grace: float = 10.0  # seconds for workers to end, once they were asked to
 
-    def seats(self, node: int) -> list[Seat]:
+    def slots(self, node: int) -> list[WorkerSlot]:
         """Those of the host of that number: names go on from host to host."""
-        return [Seat(f"{role.name}{number}", number, role) for role in self.roles for number in _numbers(role, node)]
+        return [
+            WorkerSlot(f"{role.name}{number}", number, role) for role in self.roles for number in _numbers(role, node)
+        ]
 
 
 def _numbers(role: Role, node: int) -> range:
@@ -71,7 +73,7 @@ def _numbers(role: Role, node: int) -> range:
     return range(node * role.count, (node + 1) * role.count)
 
 
-def read(text: str, changes: Mapping[str, Any]) -> Plan:
+def read(text: str, changes: Mapping[str, Any]) -> RunConfig:
     """The plan of a file, with what options change in it or add: tables as those of the file.
 
     Raises:
@@ -81,7 +83,7 @@ def read(text: str, changes: Mapping[str, Any]) -> Plan:
     tables = {key: value for key, value in told.items() if isinstance(value, Mapping)}
     rest = {key: value for key, value in told.items() if key not in tables}
     _check_keys(rest, ("logs", "grace"), "the file")
-    plan = Plan(tuple(_role(name, table) for name, table in tables.items()), **rest)
+    plan = RunConfig(tuple(_role(name, table) for name, table in tables.items()), **rest)
     if not plan.roles:
         raise UsageError("there is no role to run: give a file with tables such as [actor], or a command behind --")
     _check(isinstance(plan.logs, str), "logs is the name of a folder", plan.logs)

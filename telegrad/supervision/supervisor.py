@@ -35,8 +35,8 @@ from telegrad.supervision import children
 from telegrad.supervision.children import Child
 from telegrad.supervision.lines import Lines
 from telegrad.supervision.output import STREAMS, Output
-from telegrad.supervision.policy import Act, EndStore, Policy, Say, Signal, Start
-from telegrad.supervision.roles import Plan, Seat
+from telegrad.supervision.policy import Action, EndServing, Log, Policy, Signal, Start
+from telegrad.supervision.roles import RunConfig, WorkerSlot
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 FORWARDED = signal.SIGUSR2  # has a worker write down what it is at
@@ -52,13 +52,13 @@ Source = tuple[str, str]  # a process and one of its streams
 class Supervisor:
     """One run."""
 
-    def __init__(self, plan: Plan, host: str, port: int, node: int, output: Output) -> None:
+    def __init__(self, plan: RunConfig, host: str, port: int, node: int, output: Output) -> None:
         """Listen where the store is to be, on the first host.
 
         Raises:
             OSError: that cannot be.
         """
-        self._seats = {seat.name: seat for seat in plan.seats(node)}
+        self._seats = {slot.name: slot for slot in plan.slots(node)}
         self._plan = plan
         self._policy = Policy(self._seats.values(), plan.grace)
         self._output = output
@@ -131,23 +131,23 @@ class Supervisor:
                 for child in self._children.values():
                     child.tell(number)
 
-    def _do(self, acts: list[Act]) -> None:
-        for act in acts:
-            if isinstance(act, Start):
-                self._start(self._seats[act.name], act.restarts)
-            elif isinstance(act, Signal):
-                if act.name in self._children:
-                    self._children[act.name].signal(act.number)
-            elif isinstance(act, EndStore):
+    def _do(self, actions: list[Action]) -> None:
+        for action in actions:
+            if isinstance(action, Start):
+                self._start(self._seats[action.name], action.restarts)
+            elif isinstance(action, Signal):
+                if action.name in self._children:
+                    self._children[action.name].signal(action.number)
+            elif isinstance(action, EndServing):
                 self._tell_storekeeper("over")
-            elif isinstance(act, Say):
-                self._output.say(act.text)
+            elif isinstance(action, Log):
+                self._output.say(action.text)
 
     def _status(self) -> str:
         now = monotonic()
         return "\n".join(
             f"{one.name} {one.state} for {spelled(now - one.since)}, restarts: {one.restarts}{self._process(one.name)}"
-            for one in self._policy.standings()
+            for one in self._policy.statuses()
         )
 
     def _process(self, name: str) -> str:
@@ -155,27 +155,27 @@ class Supervisor:
 
     # Workers
 
-    def _start(self, seat: Seat, restarts: int) -> None:
-        command = [seat.filled_in(word) for word in seat.role.command]
+    def _start(self, slot: WorkerSlot, restarts: int) -> None:
+        command = [slot.filled_in(word) for word in slot.role.command]
         try:
-            child = Child(command, self._environment(seat, restarts))
+            child = Child(command, self._environment(slot, restarts))
         except (OSError, subprocess.SubprocessError) as error:
-            self._do(self._policy.could_not_start(seat.name, str(error), monotonic()))
+            self._do(self._policy.could_not_start(slot.name, str(error), monotonic()))
             return
         self._tell_storekeeper(f"+{child.pid}")
-        self._children[seat.name] = child
+        self._children[slot.name] = child
         for stream, pipe in child.pipes.items():
-            self._lines[seat.name, stream] = Lines()
-            self._selector.register(pipe, selectors.EVENT_READ, (seat.name, stream))
+            self._lines[slot.name, stream] = Lines()
+            self._selector.register(pipe, selectors.EVENT_READ, (slot.name, stream))
         if restarts:
             self._output.raw(
-                seat.name, f"--- started again: {time.strftime('%H:%M:%S')}, restarts: {restarts}\n".encode()
+                slot.name, f"--- started again: {time.strftime('%H:%M:%S')}, restarts: {restarts}\n".encode()
             )
 
-    def _environment(self, seat: Seat, restarts: int) -> Mapping[str, str]:
+    def _environment(self, slot: WorkerSlot, restarts: int) -> Mapping[str, str]:
         inherited = {key: value for key, value in os.environ.items() if key not in _FOREIGN}
-        own = {key: seat.filled_in(value) for key, value in seat.role.env.items()}
-        named_so = supervised.variables(seat.name, seat.role.name, restarts, self._host, self._port)
+        own = {key: slot.filled_in(value) for key, value in slot.role.env.items()}
+        named_so = supervised.variables(slot.name, slot.role.name, restarts, self._host, self._port)
         given = {**shared_cores(len(self._seats)), "PYTHONUNBUFFERED": "1", **inherited, **self._key}
         return child_environment({**given, **named_so, **own})
 
@@ -261,7 +261,7 @@ class Supervisor:
                 self._output.say(f"the process that kept the group's store ended with {how}; it is started again")
                 self._begin_storekeeper()
             else:
-                self._do(self._policy.given_up(f"the group's store could not be served ({how})", monotonic()))
+                self._do(self._policy.abort(f"the group's store could not be served ({how})", monotonic()))
 
     def _part_from_storekeeper(self) -> None:
         assert self._storekeeper is not None
