@@ -211,9 +211,9 @@ class DynamicGroup:
         """
         if self.over:
             raise ShutDown(self.over) if self.over == HAS_LEFT else PeerLost(self.over)
-        for member in self.members():
-            if to in (member.name, member.id):
-                return member
+        for known in self._known.copy().values():
+            if to in (known.member.name, known.member.id):
+                return known.member
         if self.is_lost:
             raise DirectoryLost(
                 f"worker {to!r} is not known here, and the directory of the group does not answer: see whether the "

@@ -214,3 +214,19 @@ def check_name(name: str) -> None:
             f"{shown(name)} cannot be a worker's name. Worker name must match [A-Za-z0-9_:-]*, must be non-empty and "
             f"shorter than {LONGEST_NAME + 1} characters"
         )
+
+
+def missing_names(names: Collection[str], wanted: int | Collection[str]) -> list[str]:
+    """Return the names that are wanted and are not among `names`."""
+    return [] if isinstance(wanted, int) else [name for name in wanted if name not in names]
+
+
+def describe_missing(names: Collection[str], wanted: int | Collection[str], role: str = "") -> str:
+    """Return which of the wanted workers are missing, as a text; "" for none."""
+    there = ", ".join(sorted(names))
+    if isinstance(wanted, int):
+        of_role = f" of role {role!r}" if role else ""
+        few = f"there are {len(names)} workers{of_role}, not {wanted}: {there or 'none'}"
+        return "" if len(names) >= wanted else few
+    absent = ", ".join(map(repr, missing_names(names, wanted)))
+    return f"{absent} not there; there are {there}" if absent else ""

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from time import monotonic
 from typing import Any, NamedTuple
@@ -24,11 +24,18 @@ from typing import Any, NamedTuple
 from telegrad.errors import CallTimeout, LeftEarly, PeerError, PeerLost, PeerSilent, ShutDown, TelegradError
 from telegrad.group.doubts import Doubt, Knocks, is_broken, remember
 from telegrad.group.dynamic import UNUSABLE, DynamicGroup
-from telegrad.group.lacking import lack, missing
-from telegrad.group.members import Identity, Member, Members, View, WorkerInfo, info
+from telegrad.group.members import (
+    Identity,
+    Member,
+    Members,
+    View,
+    WorkerInfo,
+    describe_missing,
+    info,
+    missing_names,
+)
 from telegrad.group.post import Post
 from telegrad.group.registry import LEFT, LOST, Came, Change, Gone
-from telegrad.group.requiring import Serving
 from telegrad.group.telling import Teller
 from telegrad.progress import Wait
 from telegrad.threads import Background
@@ -42,6 +49,39 @@ log = logging.getLogger("telegrad")
 
 class Greeting(NamedTuple):
     """Nothing; but the connection that brings it will tell of the receiver's end."""
+
+
+class ServeState:
+    """When a worker of a dynamic group ends that only serves.
+
+    It ends with the group, or where a worker that it requires is lost: itself, too, since nobody calls a worker that
+    others take for dead. All but `ended` is guarded by the lock of its membership.
+    """
+
+    def __init__(self, me: Member) -> None:
+        self._me = me
+        self.ended = threading.Event()  # this worker serves no more
+        self.missed: Member | None = None  # which is required and was lost; stored once, before `ended`
+        self._only_serves = False
+        self._required: Sequence[Member] = ()
+
+    @property
+    def leaves(self) -> bool:
+        """Return True if this worker only served, and serves no more."""
+        return self._only_serves and self.ended.is_set()
+
+    def begin(self, required: Sequence[Member], gone: Mapping[str, str]) -> None:
+        """Only serve from now on; `gone` tells by incarnation how members have gone before."""
+        self._required, self._only_serves = required, True
+        for member in required:
+            self.miss(member, gone.get(member.incarnation, ""))
+
+    def miss(self, member: Member, how: str) -> None:
+        """Note that a member has gone, which may be required."""
+        required = member.incarnation == self._me.incarnation or member.name in {each.name for each in self._required}
+        if how == LOST and required and self.missed is None:
+            self.missed = member
+            self.ended.set()
 
 
 class Membership:
@@ -77,7 +117,7 @@ class Membership:
         self._next = ""  # the incarnation of the next member by rank, to which this worker holds a connection
         self._closed = False
         self.on_declared_lost: Callable[[], None] = lambda: None  # called when this worker is out of the group
-        self.serving = Serving(me)
+        self.serving = ServeState(me)
         self._wake = threading.Event()
         self._watch = Background("telegrad-watch", self._main)
         post.on(Greeting, lambda *_: None)
@@ -140,7 +180,7 @@ class Membership:
         with Wait(
             "wait_for_workers",
             lambda: f"wait_for_workers: {self._lack(wanted, role)}",
-            lambda: missing(self._names(), wanted),
+            lambda: missing_names(self._names(), wanted),
             worker=self._me.name,
         ) as wait:
             while few := self._lack(wanted, role):
@@ -166,7 +206,7 @@ class Membership:
             return {member.name for member in self._present.values() if role in ("", member.role)}
 
     def _lack(self, wanted: int | Collection[str], role: str) -> str:
-        return lack(self._names(role if isinstance(wanted, int) else ""), wanted, role)
+        return describe_missing(self._names(role if isinstance(wanted, int) else ""), wanted, role)
 
     def _why_none_joins(self) -> str:
         return self._group.over if self._group is not None else self.none_joins

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Collection
 from functools import partial
@@ -38,19 +37,19 @@ FIRST_LOOK, LAST_LOOK = 5e-4, 0.02  # seconds between looks whether this worker 
 log = logging.getLogger("telegrad")
 
 
-class Parting(ABC):
-    """One worker's."""
+class Leaving:
+    """How one worker leaves a dynamic group: by itself, once no call of it is in flight."""
 
-    together: bool  # all workers of the group leave at once
+    together = False  # whether all workers of the group leave at once
 
     def __init__(self, post: Post, me: Member) -> None:
         self._post = post
         self._me = me
-        self._has_asked = False  # whom it waits for, before it is said the next time
-        self._changed = threading.Event()  # there is something to see for the thread in `wait`
+        self._has_asked = False  # whom this worker waits for, since that was printed last
+        self._changed = threading.Event()  # wakes the thread in `wait`
 
     def wait(self, timeout: float, serving: bool) -> None:
-        """Until this worker may leave; `serving`: it is no news that this takes long.
+        """Wait until this worker may leave; with `serving`, print nothing while that takes long.
 
         Raises:
             CallTimeout: that took longer than `timeout` seconds (0 for no limit).
@@ -70,49 +69,17 @@ class Parting(ABC):
                     left_it = f"worker {self._me.name!r} has left the group all the same"
                     raise CallTimeout(f"shutdown waited {timeout:g} s: {self.awaited()}; {left_it}")
                 # A server calls shutdown at once and serves from here for as long as it lives: it must not look then.
-                looks = self._looks()
+                looks = self.all_leave()
                 if not serving:
-                    left = min(left, self._say(wait))
+                    left = min(left, self._print(wait))
                 if self._changed.wait(min(left, pause if looks else threading.TIMEOUT_MAX)):
                     self._changed.clear()
                     pause = FIRST_LOOK
                 else:
                     pause = min(1.5 * pause, LAST_LOOK)
 
-    @abstractmethod
-    def over(self) -> None:
-        """End the wait: the program that started this worker has ended; by any thread."""
-
-    @abstractmethod
-    def _begin(self) -> None:
-        """This worker wants to leave."""
-
-    @abstractmethod
-    def _over(self) -> bool:
-        """Whether it may."""
-
-    @abstractmethod
-    def _looks(self) -> bool:
-        """Whether that can become so without a word from others."""
-
-    def all_leave(self) -> bool:
-        """Return True if only calls under way are waited for: no other worker is to call `shutdown`; by any thread."""
-        return self._looks()
-
-    @abstractmethod
-    def awaited(self) -> str:
-        """For what it waits; by any thread."""
-
-    @abstractmethod
-    def missing(self) -> list[str]:
-        """For whom, as far as it knows; by any thread."""
-
-    @abstractmethod
-    def ask(self) -> None:
-        """Have it known soon, where others know; by any thread."""
-
-    def _say(self, wait: Wait) -> float:
-        """Say whom it waits for, where it is time to; seconds until this is to be called again."""
+    def _print(self, wait: Wait) -> float:
+        """Print whom this worker waits for, when it is time to; return the seconds until the next call of this."""
         wait.look()
         ahead = wait.left - ASK_AHEAD
         if ahead > 0:
@@ -123,57 +90,50 @@ class Parting(ABC):
             self.ask()
         return wait.left
 
-    @abstractmethod
+    def _begin(self) -> None:
+        """Note that this worker wants to leave."""
+
+    def _over(self) -> bool:
+        """Return True if this worker may leave."""
+        return self._post.idle
+
+    # Any thread may call the following.
+
+    def all_leave(self) -> bool:
+        """Return True if only calls under way are waited for: no other worker is to call `shutdown`."""
+        return True
+
+    def awaited(self) -> str:
+        """Return what this worker waits for."""
+        return f"calls of worker {self._me.name!r}, or to it, are still under way"
+
+    def missing(self) -> list[str]:
+        """Return the names of the workers that it waits for, as far as they are known."""
+        return []
+
+    def ask(self) -> None:
+        """Have `missing` tell all soon, where another worker knows them."""
+
+    def over(self) -> None:
+        """End the wait where the group ends for all: the program that started this worker has ended."""
+
     def required(self, require: bool | Collection[str | int]) -> list[Member]:
-        """Those whom the group must not lose before its end.
+        """Return the workers that the group must not lose before its end; a dynamic group has no common end.
 
         Raises:
             UnknownWorker: one of them is not in the group.
         """
+        return []
 
-    @abstractmethod
     def check(self, required: list[Member]) -> None:
         """Raise PeerLost where one of them was lost."""
 
-
-class Alone(Parting):
-    """From a dynamic group: once no call is in flight here."""
-
-    together = False
-
-    def _begin(self) -> None:
-        pass
-
-    def _over(self) -> bool:
-        return self._post.idle
-
-    def _looks(self) -> bool:
-        return True
-
-    def awaited(self) -> str:
-        return f"calls of worker {self._me.name!r}, or to it, are still under way"
-
-    def missing(self) -> list[str]:
-        return []
-
-    def ask(self) -> None:
-        pass  # nobody else knows
-
-    def over(self) -> None:
-        pass  # such a group goes on
-
-    def required(self, require: bool | Collection[str | int]) -> list[Member]:
-        return []  # such a group has no common end
-
-    def check(self, required: list[Member]) -> None:
-        pass
-
     def __repr__(self) -> str:
-        return f"<Alone: {self._me.name!r} leaves a dynamic group by itself>"
+        return f"<{type(self).__name__}: {self._me.name!r}>"
 
 
-class Together(Parting):
-    """From a group of fixed size: once nothing is in flight anywhere in it."""
+class LeavingTogether(Leaving):
+    """How a worker leaves a group of fixed size: with all others, once nothing is in flight anywhere in it."""
 
     together = True
 
@@ -198,13 +158,13 @@ class Together(Parting):
         with self._lock:
             return self._farewell.state == DONE
 
-    def _looks(self) -> bool:
+    def all_leave(self) -> bool:
         with self._lock:
             return self._farewell.asked
 
     def _answer(self) -> None:
         """Tell the leader, if it has asked, once this worker is quiet."""
-        while self._looks() and self._post.idle:
+        while self.all_leave() and self._post.idle:
             # Again, under the lock: what is reported must be seen after the question came.
             self._act(lambda: self._farewell.quiet(self._post.started) if self._post.idle else [])
 
@@ -328,7 +288,7 @@ class Together(Parting):
             self._changed.set()
 
     def __repr__(self) -> str:
-        return f"<Together: {self._me.name!r} in {self._farewell!r}>"
+        return f"<LeavingTogether: {self._me.name!r} in {self._farewell!r}>"
 
 
 def _may_live(reason: PeerError, inside: bool) -> bool:

@@ -26,11 +26,11 @@ import itertools
 import json
 import random
 import secrets
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from time import monotonic
 from typing import Any, NamedTuple
 
-from telegrad.directory.protocol import ABSENT, Compacted, Directory, Entry, Event, Lease, LeaseLost
+from telegrad.directory.protocol import ABSENT, Compacted, Directory, Entry, Lease, LeaseLost
 from telegrad.errors import RendezvousError, WorkerTaken
 from telegrad.group.members import Member
 
@@ -313,13 +313,8 @@ class Registry:
             DirectoryLost: the directory does not answer.
         """
         revision, events = self._directory.watch(self._key(WATCHED), since, timeout)
-        return revision, list(self._changes(events))
-
-    def _changes(self, events: Iterable[Event]) -> Iterable[tuple[int, Change | Claimed]]:
-        for event in events:
-            change = self._change(self._local(event.key), event.entry, event.revision)
-            if change is not None:
-                yield event.revision, change
+        read = ((at, self._change(key[len(self._prefix) :], entry, at)) for at, key, entry in events)
+        return revision, [(at, change) for at, change in read if change is not None]
 
     @staticmethod
     def _change(key: str, entry: Entry | None, revision: int) -> Change | Claimed | None:
@@ -346,9 +341,6 @@ class Registry:
 
     def _key(self, key: str) -> str:
         return self._prefix + key
-
-    def _local(self, key: str) -> str:
-        return key[len(self._prefix) :]
 
     def _named(self, key: str, kind: str) -> str:
         return key[len(self._prefix) + len(kind) :]

@@ -20,7 +20,7 @@ from telegrad.group.dynamic import DynamicGroup
 from telegrad.group.joining import Joined
 from telegrad.group.members import Member, Members
 from telegrad.group.membership import Membership
-from telegrad.group.parting import Alone, Parting, Together
+from telegrad.group.parting import Leaving, LeavingTogether
 from telegrad.group.turning import Turning
 from telegrad.interrupts import uninterrupted
 from telegrad.rref.handle import Handle
@@ -80,11 +80,13 @@ class Worker:
         directory = self.directory
         self.references.name_is(self.me.name)
         # Before the agent joins, since the others may say farewell from that moment on.
-        self.parting: Parting = (
-            Together(self.agent, self.me, directory) if isinstance(directory, Members) else Alone(self.agent, self.me)
+        self.parting: Leaving = (
+            LeavingTogether(self.agent, self.me, directory)
+            if isinstance(directory, Members)
+            else Leaving(self.agent, self.me)
         )
         self.membership = Membership(self.agent, self.me, directory, self._entered)
-        if isinstance(self.parting, Together):
+        if isinstance(self.parting, LeavingTogether):
             self.membership.answered.append(self.parting.remind)
             self.membership.on_dead = self.parting.lose
         self.membership.gone += self.at_gone
@@ -94,7 +96,7 @@ class Worker:
             self.membership.gone.append(self.turning.note)
             self.membership.none_joins = "who comes waits for the next generation: rpc.rendezvous_again() lets it in"
             self.membership.answered.append(self.turning.remind)
-            if isinstance(self.parting, Together):
+            if isinstance(self.parting, LeavingTogether):
                 self.turning.went_on = self.parting.went_on
         self.agent.join(self.me, keys, directory, used)
         self.membership.begin()

@@ -13,7 +13,7 @@ from telegrad.agent.pending_call import PendingCall
 from telegrad.autograd.conductor import Conductor
 from telegrad.group import joining, stores
 from telegrad.group.membership import Membership
-from telegrad.group.parting import Parting
+from telegrad.group.parting import Leaving
 from telegrad.rref.box import Opening
 from telegrad.witness.account import MEETINGS, Wait
 from telegrad.witness.stacks import is_library
@@ -93,7 +93,7 @@ _WAITS: dict[CodeType, Callable[[Names, Missing], Wait | None]] = {
     joining.join.__code__: _joining,
     stores.join_store.__code__: _meeting,
     Membership.wait_for.__code__: _gathering,
-    Parting.wait.__code__: _parting,
+    Leaving.wait.__code__: _parting,
     Membership.wait_for_end.__code__: _serving,
     Conductor.wait.__code__: _passing,
     futures.wait_for.__code__: _future,

@@ -11,7 +11,7 @@ import pytest
 
 from telegrad.errors import PeerUnreachable, RRefError, UnknownWorker
 from telegrad.group.members import Member
-from telegrad.group.parting import Together
+from telegrad.group.parting import LeavingTogether
 from telegrad.rpc import RRef, current, remote
 from telegrad.rpc.worker import Worker
 from telegrad.rref.letters import DROPPED, Letter
@@ -54,7 +54,7 @@ def test_what_a_debugger_meets_tells_its_state_whoever_holds_a_lock(worker: Work
     own, other = RRef(1), remote("w1", int)
     other.to_here()
     parting, membership, table = worker.parting, worker.membership, worker.references
-    assert isinstance(parting, Together)
+    assert isinstance(parting, LeavingTogether)
     with table._lock, parting._lock, membership._changed, own._handle.box._lock:
         told = [repr(each) for each in (worker, own, own._handle, own._handle.box, table, parting, membership)]
     assert told[0] == "<Worker 'w0', in <Members: w0, w1>>"
@@ -62,7 +62,7 @@ def test_what_a_debugger_meets_tells_its_state_whoever_holds_a_lock(worker: Work
     assert told[2].endswith(": <Box: int>>")
     assert told[3] == "<Box: int>"
     assert told[4] == "<ReferenceTable of 'w0': 1 owned, 1 used>"
-    assert told[5].startswith("<Together: 'w0' in <Farewell of 0: WAITING, led by 0, 0 of 2")
+    assert told[5].startswith("<LeavingTogether: 'w0' in <Farewell of 0: WAITING, led by 0, 0 of 2")
     assert told[6] == "<Membership of 'w0': 2 present>"
     assert repr(other).startswith("<RRef w0/")
     assert repr(other._handle).endswith(": on 'w1'>")
