@@ -257,7 +257,7 @@ def test_nothing_is_answered_that_could_not_be_stored() -> None:
     thread.start()
     client = EmbeddedDirectory(address, KEYS, 1.0)
     client.list("")
-    found._table.file.commit = fail  # type: ignore[method-assign]
+    found._table.file.commit = fail
     with pytest.raises(DirectoryLost, match="read the key again"):
         client.swap("a", b"")
     thread.join(PATIENCE)
