@@ -146,6 +146,16 @@ class Readers:
                 reader = self._readers[who] = Reader(self._agent, who)
             return reader
 
+    def close(self) -> None:
+        """This worker leaves: have the functions end, which no thread would tell of the end of their connections."""
+        with self._lock:
+            readers = list(self._readers.values())
+        for reader in readers:
+            with reader.lock:
+                feeds = list(reader.feeds.values())
+            for feed in feeds:
+                feed.close()
+
 
 def current_call() -> Incoming:
     """Return the call that this thread or task serves."""
@@ -309,5 +319,6 @@ def serve(worker: Worker) -> None:
         if feed is not None:
             feed.take(taken.taken)
 
+    worker.at_end.append(readers.close)
     worker.agent.on(Taken, on_taken)
     worker.agent.run_at_once(pull)

@@ -226,7 +226,8 @@ class RetriedCall:
 
     def set_exception(self, result: Any) -> None:
         if not self._goes_on(result):
-            self.fail(result)
+            is_final = not self._cancelled or self._classify(result) is Failure.FINAL
+            self.fail(result if is_final else CallCancelled(self._cancelled))
 
     def _goes_on(self, error: BaseException) -> bool:
         """Return True if it is made once more, after it has failed so."""
@@ -349,7 +350,7 @@ class RetriedCall:
 
 @known_as("a look whether the worker is there")
 def ping() -> None:
-    """Do nothing: an answer tells that the worker is there."""
+    """Answer: this worker is there."""
 
 
 def serve(worker: Worker) -> None:
