@@ -43,6 +43,7 @@ import _thread
 import contextlib
 import dis
 import functools
+import os
 import signal
 import sys
 import threading
@@ -176,9 +177,12 @@ class _Handler:
         if deferred is not None:
             with _lock:
                 _deferred.pop(signum, None)
-            # A kick may have come since this was called. It is dropped here: else the handler would run twice.
+            # A kick may have been sent since this was called. It is dropped here: else the handler would run twice. A
+            # signal that another thread has sent may still be on its way to this processor; after a system call it
+            # has been delivered.
             try:
                 _drained = signum
+                os.getppid()
                 _look_for_signals()
             finally:
                 _drained = 0

@@ -51,7 +51,7 @@ from tests.sim.dynamic_world import Kinds, run
 ONLY = [int(os.environ["TELEGRAD_SEED"])] if "TELEGRAD_SEED" in os.environ else None
 PART = 500  # seeds
 PARTS = [range(first, first + PART) for first in range(0, 4 * PART, PART)]
-NIGHTLY = [range(first, first + 9_800) for first in range(2_000, 100_000, 9_800)]
+NIGHTLY = [range(first, first + 2_450) for first in range(2_000, 100_000, 2_450)]
 FAULTS = (
     "answer that is lost",
     "clock that runs differently",
