@@ -108,9 +108,10 @@ def _with_line(frame: re.Match[str]) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of its text, which may be cut."""
+    """The first line of its text, which may be cut; of an error of TorchScript the last, behind its traceback."""
     try:
-        return short(text_of(error).strip().partition("\n")[0])
+        lines = text_of(error).strip().split("\n")
+        return short(lines[-1 if isinstance(error, torch.jit.Error) else 0])
     except BaseException:  # its own code may raise anything
         return "(its text could not be made)"
 

@@ -457,7 +457,7 @@ def call_after_shutdown(where: str) -> str:
 def test_calls_after_shutdown_are_told_so(tmp_path: pathlib.Path) -> None:
     with processes(1) as workers:  # which are children of another process, but left by themselves
         told = workers[0].run(call_after_shutdown, f"file://{tmp_path / 'meeting'}")
-        assert told.startswith("this process has left its group, by shutdown()")
+        assert told.startswith("RPC has not been initialized: this process has left its group, by shutdown()")
         assert "A process that a worker starts" not in told
 
 
