@@ -21,7 +21,8 @@ from tests.cluster import free_port
 
 GLANCE = 0.02
 PATIENCE = 60.0  # seconds for several interpreters to import torch, and for pauses between restarts
-ENDS = 3.0  # seconds within which all is gone once `telegrad run` was killed
+ENDS = 3.0  # seconds within which all is gone once `telegrad run` was killed,
+LEASES = 15.0  # and more for a directory that a worker has started: it ends when the leases of killed workers have
 CALM = 0.3  # seconds of load after all have met
 PLACE = "the group meets at "
 ROOT = Path(__file__).parents[3]
@@ -189,8 +190,11 @@ class Schedule:
             raise Failed(f"the end: {error}") from None
         if code and self._plan.end != KILLED:
             self._report.violations.append(f"telegrad run ended with {code}:\n{self._said()[-6000:]}")
-        until = time.monotonic() + patience
-        while (left := self._processes()) and time.monotonic() < until:
+        began = time.monotonic()
+        while left := self._processes():
+            leases = all("telegrad.directory.server" in _command(pid) for pid in left)
+            if time.monotonic() > began + patience + (LEASES if leases else 0):
+                break
             time.sleep(GLANCE)
         self._report.violations += [f"process {pid} is left: {_command(pid)}" for pid in left]
         if more := set(os.listdir("/dev/shm")) - self._before:
