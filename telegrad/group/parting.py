@@ -144,7 +144,7 @@ class LeavingTogether(Leaving):
         self._letters: deque[Letter] = deque()  # to be sent, in the order in which they were decided
         self._is_sending = False  # a thread sends them
         self._farewell = Farewell(me.id, {member.id for member in members})
-        self._broken: dict[int, float] = {}  # by rank, since when handshakes do; without the lock
+        self._broken: dict[int, float] = {}  # by rank: when its handshakes began to break off; without the lock
         self._stories: dict[int, str] = {}  # of those who left early or died; each entered once, by setdefault
         for message in (Entered, Ask, Quiet, Leave, Left, Who, Missing):
             post.on(message, self._on_message)
@@ -252,7 +252,7 @@ class LeavingTogether(Leaving):
             self.over()
         elif not isinstance(reason, PeerLost) or isinstance(reason, PeerSilent):
             inside = self._farewell.inside
-            may_live = _may_live(reason, inside)  # then the membership knocks, and tells what comes of it
+            may_live = _may_live(reason, inside)  # then the membership probes the worker, and reports the result
             # A proxy may take connections for a worker that has died.
             if not may_live or (inside and monotonic() > self._broken.setdefault(who.id, monotonic()) + BROKEN):
                 self.lose(who, reason)

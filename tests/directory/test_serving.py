@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import threading
 import time
@@ -17,11 +16,11 @@ from telegrad.directory.messages import Reply, Request, write_request
 from telegrad.directory.protocol import Directory, DirectoryLost, LeaseLost
 from telegrad.directory.server import QUEUED, Server
 from telegrad.directory.sessions import KEPT
-from telegrad.errors import AuthenticationFailed, InvalidArgument, NotInitialized, UsageError
+from telegrad.errors import AuthenticationFailed, InvalidArgument, UsageError
 from telegrad.keyring import Keyring, open_ring
 from tests.cluster import KEYS
 from tests.directory.engines import Middleman, ThreadEngine, until
-from tests.directory.harness import PATIENCE, SOON, written
+from tests.directory.harness import PATIENCE, SOON, assert_refused_in_a_child, written
 
 OTHER = b"tgk1-" + 43 * b"B"
 
@@ -223,17 +222,7 @@ def test_what_is_done_where_a_reply_was_lost(thread: ThreadEngine, monkeypatch: 
 def test_a_client_belongs_to_the_process_that_made_it(thread: ThreadEngine) -> None:
     client = thread.client()
     client.list("")
-    pid = os.fork()
-    if not pid:
-        code = 1
-        try:
-            client.list("")
-        except NotInitialized:
-            code = 0
-        finally:
-            client.close()
-            os._exit(code)
-    assert os.waitpid(pid, 0)[1] == 0
+    assert_refused_in_a_child(client)
     client.list("")
     assert thread.connections() == 1
 

@@ -21,8 +21,8 @@ from tests.cluster import free_port
 
 GLANCE = 0.02
 PATIENCE = 60.0  # seconds for several interpreters to import torch, and for pauses between restarts
-ENDS = 3.0  # seconds within which all is gone once `telegrad run` was killed,
-LEASES = 15.0  # and more for a directory that a worker has started: it ends when the leases of killed workers have
+ENDS = 3.0  # seconds within which all is gone once `telegrad run` was killed
+LEASES = 15.0  # seconds more for a directory that a worker started, which ends when the leases of killed workers expire
 CALM = 0.3  # seconds of load after all have met
 PLACE = "the group meets at "
 ROOT = Path(__file__).parents[3]
@@ -192,8 +192,8 @@ class Schedule:
             self._report.violations.append(f"telegrad run ended with {code}:\n{self._said()[-6000:]}")
         began = time.monotonic()
         while left := self._processes():
-            leases = all("telegrad.directory.server" in _command(pid) for pid in left)
-            if time.monotonic() > began + patience + (LEASES if leases else 0):
+            waits_for_leases = all("telegrad.directory.server" in _command(pid) for pid in left)
+            if time.monotonic() > began + patience + (LEASES if waits_for_leases else 0):
                 break
             time.sleep(GLANCE)
         self._report.violations += [f"process {pid} is left: {_command(pid)}" for pid in left]
