@@ -31,7 +31,7 @@ class CheckedLock:
         return self._holder == threading.get_ident()
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
-        assert not self.held, "a thread would wait for itself"
+        assert not (blocking and self.held), "a thread would wait for itself"
         self._edge()
         got = self._lock.acquire(blocking, timeout)
         if got:

@@ -19,7 +19,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Collection, Iterator
 from time import perf_counter
 
 from telegrad.agent.leading import LeaderThreads, Runner
@@ -48,8 +49,9 @@ class Reactor:
         self._scheduler: Scheduler = guarded(
             Scheduler(slots), self._lock, ("ready", "waiting", "held_up", "busy", "count")
         )
+        self._submitted: deque[tuple[Work, WorkQueue | None]] = deque()  # not yet added to the scheduler
         self.calls = WorkQueue()  # for works that need a slot and have no caller
-        self._polling = Polling(self._scheduler)
+        self._polling = Polling(self._scheduler, self._submitted)
         self.poller = self._polling.poller
         self._threads = LeaderThreads(self._lock, entered, self._lead, self.poller.close)
         self.on_worker = self._threads.is_member
@@ -71,13 +73,24 @@ class Reactor:
         """Have `work` run soon, from any thread: in the turn of `queue`, or in a turn of its own without a slot.
 
         Without a queue it must be short. It runs even if this is closed, since other threads may wait for its end.
+        A finaliser may call this on a thread that holds the lock, so this does not wait for it: where the lock is
+        taken, the leader adds the work before it looks for the next one.
         """
-        with self._lock:
-            self._scheduler.add(work, queue)
-        if self._polling.asleep:  # looked at after the work was added: `Polling.poll` does it the other way round
+        self._submitted.append((work, queue))
+        if self._lock.acquire(blocking=False):
+            try:
+                self._add_submitted()
+            finally:
+                self._lock.release()
+        if self._polling.asleep:  # looked at after the work was appended: `Polling.poll` does it the other way round
             self.poller.wake()
         if self._threads.closed:  # likewise
             self._run_remaining()
+
+    def _add_submitted(self) -> None:
+        """Add to the scheduler what was submitted; the lock is held."""
+        while self._submitted:
+            self._scheduler.add(*self._submitted.popleft())
 
     def hold_up(self, queue: WorkQueue, is_held_up: bool) -> None:
         """Let no further work of a queue begin, or let them begin again."""
@@ -88,6 +101,8 @@ class Reactor:
 
     def drop(self, queue: WorkQueue, is_unwanted: Callable[[Work], bool]) -> list[Work]:
         """Remove works from a queue; return those that were removed."""
+        with self._lock:
+            self._add_submitted()
         unwanted = {id(work) for work in queue.works.copy() if is_unwanted(work)}
         with self._lock:
             return self._scheduler.drop(queue, unwanted)
@@ -153,7 +168,7 @@ class Reactor:
     def idle(self) -> bool:
         """Return True if no call runs or waits for its turn."""
         scheduler = self._scheduler
-        return not (scheduler.busy or scheduler.ready or scheduler.waiting or scheduler.held_up)
+        return not (self._submitted or scheduler.busy or scheduler.ready or scheduler.waiting or scheduler.held_up)
 
     def stands_for(self, now: float) -> float:
         """Return for how many seconds no thread has looked at the connections, though some should have."""
@@ -201,6 +216,7 @@ class Reactor:
                 threads.closed = threads.closed or report_closed(error)
             until = perf_counter() + TURN
             with self._lock:
+                self._add_submitted()
                 work, runner.counted = self._scheduler.next(self._scheduler.ready)
             while work is not None:
                 work = self._run_one(runner, work, until)
@@ -228,6 +244,8 @@ class Reactor:
             runner.since = 0.0
             queue, runner.counted = runner.counted, None
             leads = threads.leader is runner
+            if self._submitted:
+                self._add_submitted()
             if queue is not None:
                 scheduler.end(queue)
                 if leads and scheduler.waiting:
@@ -241,6 +259,7 @@ class Reactor:
     def _run_remaining(self) -> None:
         """Once this is closed: run by this thread what other threads may wait for, and drop the rest."""
         with self._lock:
+            self._add_submitted()
             works = self._scheduler.clear()
         for work in works:
             try:
@@ -252,11 +271,12 @@ class Reactor:
 class Polling:
     """How the leader waits for connections: it looks for a short while, then sleeps."""
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, scheduler: Scheduler, submitted: Collection[object]) -> None:
         self.poller = Poller()
         self.asleep = False
         self.looked = 0.0  # when the leader last looked at all connections
         self._scheduler = scheduler
+        self._submitted = submitted
         self._spins = False
         self._recent: Source | None = None  # the source that was ready last
 
@@ -269,7 +289,7 @@ class Polling:
         if not events:
             self.asleep = True
             try:
-                events = self.poller.poll(0 if ready else None)
+                events = self.poller.poll(0 if ready or self._submitted else None)
             finally:
                 self.asleep = False
         self.looked = perf_counter()
@@ -293,7 +313,7 @@ class Polling:
             # Bounded by time: a caller that sends without end is read here again and again, and its calls are run.
             if recent is not None and start - self.looked < TURN and _read(recent):
                 return None
-            if self._scheduler.ready:
+            if self._scheduler.ready or self._submitted:
                 return None
             self.looked = start
             events = self.poller.poll(0)

@@ -172,3 +172,17 @@ def test_the_leader_looks_at_all_connections_again_soon_where_one_always_has_mor
         reactor._polling.poll()
     reactor.close()
     assert max(later - sooner for sooner, later in itertools.pairwise(looks[1:])) <= TURN + 3 * takes
+
+
+def test_work_may_be_submitted_on_a_thread_that_holds_the_lock() -> None:
+    """As a finaliser does that makes a call, where the collector runs it under the lock."""
+    reactor = reactor_of()
+    queue, ran = WorkQueue(), threading.Semaphore(0)
+    reactor.start()
+    try:
+        for each in (None, queue):
+            with reactor._lock:
+                reactor.submit(Work(lambda _: ran.release(), None), each)
+            assert ran.acquire(timeout=PATIENCE)
+    finally:
+        reactor.close()
