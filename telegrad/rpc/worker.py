@@ -16,7 +16,7 @@ from telegrad.agent.futures import Future
 from telegrad.agent.settings import Settings
 from telegrad.autograd.conductor import Conductor
 from telegrad.errors import PeerError, PeerLost, UsageError
-from telegrad.group.dynamic import DynamicGroup
+from telegrad.group.dynamic import HAS_LEFT, DynamicGroup
 from telegrad.group.joining import Joined
 from telegrad.group.members import Member, Members
 from telegrad.group.membership import Membership
@@ -112,7 +112,7 @@ class Worker:
 
         Raises:
             CallTimeout: the others did not want to shut down in time; this worker has left all the same.
-            PeerLost: a required worker died or left early; this worker has left all the same.
+            PeerLost: a required worker died or left early; this worker has left all the same. Or it was declared lost.
         """
         how = "it did not wait for them (graceful=False, a timeout, or an error)"
         required = self.parting.required(require)
@@ -126,6 +126,8 @@ class Worker:
                 how = ""
         finally:
             self.end(how)
+        if isinstance(self.directory, DynamicGroup) and self.directory.over not in ("", HAS_LEFT):
+            raise PeerLost(self.directory.over)
         if graceful:
             self.parting.check(required)
 
@@ -143,8 +145,6 @@ class Worker:
         finally:
             self.shutdown(self.membership.serving.missed is None, 0)
         if missed := self.membership.serving.missed:
-            if missed.incarnation == self.me.incarnation:
-                raise PeerLost(self.directory.over if isinstance(self.directory, DynamicGroup) else "declared lost")
             raise PeerLost(
                 f"worker {missed.name!r} was lost, without which {self.me.name!r} shall not serve; see its log"
             )

@@ -185,6 +185,23 @@ def test_a_stopped_worker_is_lost_with_its_lease_and_ends(members: list[Process]
     assert boss.run(call, "w4") == 3
 
 
+def error_of_ending_while_declared_lost(end: Callable[[], None]) -> tuple[type[Exception] | None, str]:
+    """The calls of this worker fail already, and its group is not yet ended for the process."""
+    own = current.here()
+    own.at_declared_lost = lambda error: None
+    own.directory._declared_lost("a test")
+    return error_of(end)
+
+
+@pytest.mark.parametrize("end", [rpc.shutdown, rpc.serve])
+def test_who_shuts_down_while_it_is_declared_lost_is_told(where: str, end: Callable[[], None]) -> None:
+    with processes(1) as (process,):
+        process.run(join, where, 0)
+        kind, text = process.run(error_of_ending_while_declared_lost, end)
+        assert kind is errors.PeerLost
+        assert "declared lost (a test)" in text
+
+
 def test_a_worker_that_was_stopped_for_less_than_its_lease_goes_on(members: list[Process]) -> None:
     stop(members[2])
     time.sleep(SILENCE / 3)
