@@ -75,8 +75,9 @@ def dump() -> pathlib.Path | None:
         >>> file = telegrad.insight.dump()
     """
     from telegrad.rpc import current
+    from telegrad.witness.witness import witness_of
 
-    return current.here().witness.dump()
+    return witness_of(current.here()).dump()
 
 
 def dashboard(host: str | None = None, port: int = 0) -> Dashboard:

@@ -19,6 +19,7 @@ from telegrad.instruments import CALLED, CONNECTED, FREED, LOST, MADE, PASSED, R
 from telegrad.rpc import current
 from telegrad.version import VERSION
 from telegrad.witness.account import GOING_ON, JOINING, LEAVING, MEMBER, QUEUED, RUNNING, Account, counts
+from telegrad.witness.witness import witness_of
 
 try:
     from prometheus_client import REGISTRY, CollectorRegistry, MetricsHandler
@@ -62,9 +63,7 @@ def own_account() -> Account:
     Raises:
         NotInitialized: it is none.
     """
-    worker: Any = current.joined()
-    account: Account = worker.witness.account()
-    return account
+    return witness_of(current.joined()).account()
 
 
 class Metrics(Collector):

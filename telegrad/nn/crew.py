@@ -19,7 +19,9 @@ from telegrad.nn.batches import BatchInputs, BatchResult, BatchSpec
 from telegrad.nn.schedule import INTERLEAVED, TiedWeight
 from telegrad.nn.stage import PackedValue, pack_value
 from telegrad.nn.station import make_station, run_stage, set_weight, weight_of
-from telegrad.rpc import RRef, current, remote, rpc_async, rpc_sync
+from telegrad.rpc import current
+from telegrad.rpc.api import remote, rpc_async, rpc_sync
+from telegrad.rpc.references import RRef
 from telegrad.rpc.together import together
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from telegrad.agent.naming import known_as, runs_as
-from telegrad.rpc import RRef
+from telegrad.rpc.references import RRef
 
 
 @known_as("RemoteModule()")

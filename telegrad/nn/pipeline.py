@@ -17,7 +17,7 @@ from telegrad.autograd import backward
 from telegrad.autograd.api import Step, check_step
 from telegrad.autograd.record import Inside, entered_id
 from telegrad.errors import UsageError
-from telegrad.group.members import listed
+from telegrad.group.members import WorkerInfo, listed
 from telegrad.hints import hint
 from telegrad.nn.backward import root_of
 from telegrad.nn.batches import BatchInputs
@@ -27,9 +27,12 @@ from telegrad.nn.microbatches import Loss, joined, parts_of, shares, sizes_of
 from telegrad.nn.place import parse_place
 from telegrad.nn.remote_module import RemoteModule, gradients_are_lost, hint_at_context
 from telegrad.nn.schedule import SCHEDULES, parse_tied
+from telegrad.nn.tree import Recoverable
 from telegrad.progress import Wait, attended
-from telegrad.rpc import RRef, WorkerInfo, current, remote
+from telegrad.rpc import current
+from telegrad.rpc.api import remote
 from telegrad.rpc.lasting import Restore, check_restore
+from telegrad.rpc.references import RRef
 
 if TYPE_CHECKING:
     from typing import Self
@@ -39,7 +42,7 @@ _CHUNKS = "a number of parts of a batch, as in Pipeline([first, second], chunks=
 _TIED = "a list of lists of names, such as [('0.embedding.weight', '2.head.weight')]"
 
 
-class Pipeline(nn.Module):
+class Pipeline(nn.Module, Recoverable):
     """A model whose stages, one after the other, live on several workers.
 
     A batch is split along its first dimension into micro-batches, so that all stages work at once. What passes between

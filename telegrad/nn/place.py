@@ -8,7 +8,7 @@ import torch
 
 from telegrad.checks import shown
 from telegrad.errors import InvalidArgument, UsageError
-from telegrad.rpc import WorkerInfo
+from telegrad.group.members import WorkerInfo
 from telegrad.rpc.targets import target
 
 RANK = "rank:"

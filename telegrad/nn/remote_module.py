@@ -18,12 +18,14 @@ from telegrad.agent.deadlines import DEFAULT, check_timeout
 from telegrad.agent.futures import Future
 from telegrad.autograd.record import entered_id
 from telegrad.errors import UsageError
+from telegrad.group.members import WorkerInfo
 from telegrad.hints import hint
 from telegrad.nn import hosted
 from telegrad.nn.place import parse_place
 from telegrad.progress import Wait, attended
-from telegrad.rpc import RRef, WorkerInfo, rpc_async, rpc_sync
+from telegrad.rpc.api import rpc_async, rpc_sync
 from telegrad.rpc.lasting import Restore, check_restore, revive, with_recipe
+from telegrad.rpc.references import RRef
 from telegrad.rref.letters import Id
 from telegrad.wire.reducers import REDUCERS
 

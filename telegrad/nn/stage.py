@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from telegrad.atfork import in_child, renewed
 from telegrad.errors import UsageError
 from telegrad.nn.hosted import device_of, moved
-from telegrad.rpc import RRef
+from telegrad.rpc.references import RRef
 from telegrad.rpc.turns import Turns
 from telegrad.wire.pickling import decode, encode
 

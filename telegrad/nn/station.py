@@ -22,8 +22,9 @@ from telegrad.nn.batches import BatchInputs, BatchSpec, StageMessage
 from telegrad.nn.run import BatchRun
 from telegrad.nn.schedule import TiedWeight
 from telegrad.nn.stage import Stage
-from telegrad.rpc import RRef, current
+from telegrad.rpc import current
 from telegrad.rpc.functions import must_finish
+from telegrad.rpc.references import RRef
 
 
 class StageWorker:

@@ -10,15 +10,24 @@ from torch import Tensor, nn
 from telegrad.agent.deadlines import DEFAULT
 from telegrad.agent.naming import known_as
 from telegrad.errors import UsageError
-from telegrad.nn.pipeline import Pipeline
 from telegrad.nn.remote_module import RemoteModule, apart
-from telegrad.rpc import RRef, rpc_async
+from telegrad.rpc.api import rpc_async
 from telegrad.rpc.lasting import revive
+from telegrad.rpc.references import RRef
 from telegrad.rpc.together import together
 
 T = TypeVar("T")
 
 Model = nn.Module | RRef[Any]
+
+
+class Recoverable:
+    """A module of an extension with parts on other workers, which are made anew where they were lost."""
+
+    def recover(self, timeout: float = DEFAULT) -> None:
+        """Make lost parts anew, within `timeout` seconds for each."""
+        raise NotImplementedError
+
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
@@ -108,7 +117,7 @@ def _restore_behind(branch: Branch, timeout: float) -> tuple[None, list[Branch]]
 
 def _restore_parts(module: nn.Module, name: str, timeout: float) -> list[Branch]:
     for part in module.modules():
-        if isinstance(part, Pipeline | RemoteModule):
+        if isinstance(part, Recoverable | RemoteModule):
             part.recover(timeout)
     found = list(references_of(module, name))
     for each in found:

@@ -13,7 +13,9 @@ from telegrad.nn.tree import Branch, parameters_of
 from telegrad.optim.local import LocalOptimizer
 from telegrad.optim.norms import check_norms, limited, norm_of, scale
 from telegrad.optim.optimizer import DistributedOptimizer
-from telegrad.rpc import RRef, current, rpc_async
+from telegrad.rpc import current
+from telegrad.rpc.api import rpc_async
+from telegrad.rpc.references import RRef
 from telegrad.rpc.together import together
 
 

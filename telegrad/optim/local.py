@@ -23,8 +23,9 @@ from telegrad.nn.tree import Branch, parameters_of
 from telegrad.optim import untraced
 from telegrad.optim.guards import guards_of, holding
 from telegrad.optim.norms import norm_of, scale
-from telegrad.rpc import RRef, current
+from telegrad.rpc import current
 from telegrad.rpc.functions import must_finish
+from telegrad.rpc.references import RRef
 
 Hyperparameters = dict[str, Any]
 Changes = Mapping[int, Hyperparameters]  # of hyperparameters, by the numbers of their groups

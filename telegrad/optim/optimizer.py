@@ -26,8 +26,10 @@ from telegrad.optim.local import Hyperparameters, LocalOptimizer, agreed, ask, c
 from telegrad.optim.norms import check_norms
 from telegrad.optim.riding import Clipped, Done, StepRide, Whole, has_hooks_before, may_ride
 from telegrad.optim.untraced import import_tracer, may_import
-from telegrad.rpc import RRef, current, rpc_async
+from telegrad.rpc import current
+from telegrad.rpc.api import rpc_async
 from telegrad.rpc.lasting import revive
+from telegrad.rpc.references import RRef
 from telegrad.rpc.together import together
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from telegrad.agent.futures import Future
 from telegrad.autograd.api import look_at_step
 from telegrad.optim.local import Changes, LocalOptimizer, ask
 from telegrad.optim.norms import limited
-from telegrad.rpc import RRef
+from telegrad.rpc.references import RRef
 from telegrad.rpc.together import together
 from telegrad.wire.failures import rebuild
 

@@ -34,6 +34,9 @@ with uncollected():
     from telegrad.rpc.refgroups import RefGroup
     from telegrad.rpc.streams import Stream
     from telegrad.transport.tls import TlsFiles
+    from telegrad.witness import witness as _witness  # which registers itself, for `telegrad why`
+
+del _witness
 
 PyRRef = RRef  # its name in the documentation of torch.distributed.rpc
 

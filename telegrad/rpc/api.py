@@ -13,8 +13,9 @@ from telegrad.agent.futures import Future
 from telegrad.errors import UnknownWorker
 from telegrad.group.members import WorkerInfo, info
 from telegrad.rpc import current, retry
-from telegrad.rpc.conversion import Call, convert
+from telegrad.rpc.conversion import convert
 from telegrad.rpc.lasting import Restore, check_restore, with_recipe
+from telegrad.rpc.prepared_call import Call
 from telegrad.rpc.references import RRef
 from telegrad.rpc.streams import WINDOW, Stream
 from telegrad.rpc.targets import named, target

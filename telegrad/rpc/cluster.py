@@ -22,12 +22,11 @@ from telegrad.group.joining import join
 from telegrad.group.members import Member, Members, check_name, check_role
 from telegrad.group.stores import Meeting
 from telegrad.rpc import actors, feeding, retry, stalls, streams
+from telegrad.rpc.extensions import WorkerExtensions
 from telegrad.rpc.options import TelegradOptions
 from telegrad.rpc.references import RRef
 from telegrad.rpc.values import open_roots
 from telegrad.rpc.worker import Worker
-from telegrad.witness.observer import Parts
-from telegrad.witness.witness import Witness
 
 
 def start(
@@ -46,11 +45,11 @@ def start(
     check_role(role)
     if name is not None:
         check_name(name)
-    witness = Witness(name or role)
+    extensions = WorkerExtensions(name or role)
     try:
-        return _join(name or "", role, meet, options, entered, kind, witness)
+        return _join(name or "", role, meet, options, entered, kind, extensions)
     except BaseException:
-        witness.close()
+        extensions.close()
         raise
 
 
@@ -61,14 +60,14 @@ def _join(
     options: TelegradOptions,
     entered: Callable[[Worker], None],
     kind: type[RRef[Any]],
-    witness: Witness,
+    extensions: WorkerExtensions,
 ) -> Worker:
     timeout = options.rpc_timeout or float("inf")
     descriptors.check()
     settings = _settings(options)
     meeting = meet(timeout)
     address = own_address(options.address, meeting.host)
-    worker = Worker(name or role, settings, address, entered, kind._of_handle, open_roots, witness)
+    worker = Worker(name or role, settings, address, entered, kind._of_handle, open_roots, extensions)
     try:
         actors.serve(worker.agent, worker.references)
         feeding.serve(worker)
@@ -76,7 +75,7 @@ def _join(
         streams.serve(worker)
         stalls.serve(worker)
         me = worker.agent.describe(meeting.rank, host_identity())._replace(name=name, role=role)
-        witness.watch(_parts(worker, meeting))
+        extensions.on_start(worker, meeting.rank, meeting.world_size, meeting.where)
         joined = join(meeting, me, options.silence, timeout)
         try:
             _check(joined.me, joined.directory)
@@ -89,11 +88,6 @@ def _join(
     except BaseException:
         worker.agent.close()
         raise
-
-
-def _parts(worker: Worker, meeting: Meeting) -> Parts:
-    parts = worker.agent, worker.references, worker.conductor
-    return Parts(*parts, meeting.rank, meeting.world_size, meeting.where)
 
 
 def _settings(options: TelegradOptions) -> Settings:

@@ -23,22 +23,13 @@ from torch import Tensor
 
 from telegrad import checks
 from telegrad.errors import InvalidArgument
+from telegrad.rpc.prepared_call import Call
 from telegrad.rpc.references import RRef
 from telegrad.rpc.values import with_values
 
 _REFERENCE, _VALUE = "reference", "value"
 
 log = logging.getLogger("telegrad")
-
-
-class Call(NamedTuple):
-    """What to send, and what must live until it is answered."""
-
-    function: Any
-    args: Any
-    kwargs: Any
-    keeps: Any = None
-    asked: Any = None  # the function that was asked for, where another is sent
 
 
 class _Plan(NamedTuple):

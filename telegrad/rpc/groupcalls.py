@@ -23,7 +23,8 @@ from telegrad.group.members import WorkerInfo
 from telegrad.interrupts import raised_by_handler
 from telegrad.rpc import current, retry
 from telegrad.rpc.caller_context import CallerContext
-from telegrad.rpc.conversion import Call, convert
+from telegrad.rpc.conversion import convert
+from telegrad.rpc.prepared_call import Call
 from telegrad.rpc.retry_queue import RetryPolicy
 from telegrad.rpc.together import summary
 from telegrad.wire.failures import fresh, kept

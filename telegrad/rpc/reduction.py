@@ -22,8 +22,8 @@ from telegrad.agent.naming import known_as, user_name
 from telegrad.errors import CallTimeout, PeerLost, UsageError
 from telegrad.group.members import WorkerInfo
 from telegrad.rpc import current
-from telegrad.rpc.conversion import Call
 from telegrad.rpc.groupcalls import GroupFuture, group_error
+from telegrad.rpc.prepared_call import Call
 from telegrad.wire.failures import describe, rebuild
 
 BRANCHES = 3  # a level costs as many values as these, and there are log(n) / log(BRANCHES) of them: least for e

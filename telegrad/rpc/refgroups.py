@@ -16,8 +16,8 @@ from telegrad.errors import InvalidArgument, UnknownWorker
 from telegrad.group.members import Identity, WorkerInfo, listed
 from telegrad.interrupts import raised_by_handler
 from telegrad.rpc import current
-from telegrad.rpc.conversion import Call
 from telegrad.rpc.groupcalls import GroupFuture, MapFuture, ResultSlot, group_error, zipped
+from telegrad.rpc.prepared_call import Call
 from telegrad.rpc.references import Proxy, RRef
 from telegrad.rpc.retry import await_workers, wait_or_cancel
 from telegrad.rpc.retry_queue import RetryPolicy

@@ -37,8 +37,8 @@ from telegrad.errors import (
 from telegrad.progress import Wait
 from telegrad.rpc import current
 from telegrad.rpc.caller_context import CallerContext
-from telegrad.rpc.conversion import Call
 from telegrad.rpc.idempotency import IdempotentCalls, Settled, run_once
+from telegrad.rpc.prepared_call import Call
 from telegrad.rpc.retry_queue import Failure, RetryPolicy, RetryQueue, backoff, classify, should_retry
 from telegrad.rpc.worker import Worker
 from telegrad.wire.failures import fresh

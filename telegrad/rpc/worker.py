@@ -23,10 +23,10 @@ from telegrad.group.membership import Membership
 from telegrad.group.parting import Leaving, LeavingTogether
 from telegrad.group.turning import Turning
 from telegrad.interrupts import uninterrupted
+from telegrad.rpc.extensions import WorkerExtensions
 from telegrad.rref.handle import Handle
 from telegrad.rref.table import ReferenceTable
 from telegrad.wire.messages import OVER
-from telegrad.witness.witness import Witness
 
 T = TypeVar("T")
 made: weakref.WeakSet[Worker] = weakref.WeakSet()  # of this process; what a forked child must not use
@@ -44,7 +44,7 @@ class Worker:
         entered: Callable[[Worker], None],
         wrap: Callable[[ReferenceTable, Handle], Any],
         open_roots: OpenRoots,
-        witness: Witness,
+        extensions: WorkerExtensions,
     ) -> None:
         """Listen. `entered` is called with this worker first on each thread that will run user code.
 
@@ -54,7 +54,7 @@ class Worker:
         self.agent = Agent(name, settings, address, lambda _: entered(self))
         self.references = ReferenceTable(self.agent, wrap)
         self.conductor = Conductor(self.agent, partial(open_roots, self.references))
-        self.witness = witness
+        self.extensions = extensions
         self.at_gone: list[Callable[[Member], None]] = []  # as `Membership.gone`; filled before the worker joins
         self.at_end: list[Callable[[], None]] = []  # called as this worker leaves; `append` by any thread
         self.before_end: list[Callable[[float], None]] = []  # likewise, before it says so: each waits for something
@@ -103,7 +103,7 @@ class Worker:
         if renewal is not None:
             renewal.begin()
             self.at_end.append(renewal.close)
-        self.witness.joined(self.me.name, self.me.id, self.membership.present)
+        self.extensions.on_join(self)
 
     def shutdown(
         self, graceful: bool, timeout: float, require: bool | Collection[str | int] = (), serving: bool = False
@@ -121,7 +121,7 @@ class Worker:
                 for act in self.before_end:
                     act(timeout)
                 if not serving:
-                    self.witness.leaving(self.parting.missing)
+                    self.extensions.on_leave(self)
                 self.parting.wait(timeout, serving)
                 how = ""
         finally:
@@ -180,7 +180,7 @@ class Worker:
                 self.directory.leave(in_order)
         finally:
             self.agent.close(reason, how if self.parting.together else "")
-            self.witness.close()
+            self.extensions.close()
 
     def _declared_lost(self) -> None:
         """The group goes on without this worker, and may have given its name to another: it must not go on, either."""
@@ -196,7 +196,7 @@ class Worker:
     def abandon(self) -> None:
         """In a forked child: give back the descriptors, and have each use of this worker raise NotInitialized."""
         self.agent.abandon()
-        self.witness.abandon()
+        self.extensions.abandon()
         for attached in self._attached.values():
             forks.disable(attached)
         for part in (self.agent, self.conductor, self.references, self):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from telegrad.group.members import Member
 from telegrad.instruments import Event
+from telegrad.rpc.extensions import WorkerExtension, register
+from telegrad.rpc.worker import Worker
 from telegrad.witness import dump
 from telegrad.witness.account import LEAVING, Account
 from telegrad.witness.decoding import ACCOUNT, CALL, DUMP, EVENTS, GROUP, GROUP_EVENTS, checked
@@ -19,11 +20,10 @@ from telegrad.witness.observer import Observer, Parts
 from telegrad.witness.recorder import recorder
 
 
-class Witness:
-    """One worker's."""
+class Witness(WorkerExtension):
+    """The witness of one worker."""
 
     def __init__(self, name: str) -> None:
-        """Of a worker that is about to look for its group."""
         self.observer = Observer(name)
         self._name = name
         self._inquiry: Inquiry | None = None  # once there is an agent
@@ -33,14 +33,13 @@ class Witness:
         self._desk = Desk(name, self._signalled.file, self._answer)
         self._closed = False
 
-    def watch(self, parts: Parts) -> None:
-        """The worker has been made, and is about to join."""
-        self.observer.watch(parts)
-        self._inquiry = Inquiry(parts.agent, self._answer)
+    def on_start(self, worker: Worker, rank: int, size: int | None, place: str) -> None:
+        self.observer.watch(Parts(worker.agent, worker.references, worker.conductor, rank, size, place))
+        self._inquiry = Inquiry(worker.agent, self._answer)
 
-    def joined(self, name: str, rank: int, members: Callable[[], list[Member]]) -> None:
-        """The worker is in its group, and has its name there."""
-        self.observer.joined(name, rank, members)
+    def on_join(self, worker: Worker) -> None:
+        name = worker.me.name
+        self.observer.joined(name, worker.me.id, worker.membership.present)
         if name != self._name:
             self._name = self._dumper.worker = name
             before, self._desk = self._desk, Desk(name, self._signalled.file, self._answer)
@@ -71,12 +70,10 @@ class Witness:
         """Write a file now; None where none are wanted."""
         return self._dumper.write(reason)
 
-    def leaving(self, missing: Callable[[], list[str]]) -> None:
-        """The worker waits for the others before it leaves."""
-        self.observer.enter(LEAVING, missing)
+    def on_leave(self, worker: Worker) -> None:
+        self.observer.enter(LEAVING, worker.parting.missing)
 
     def close(self) -> None:
-        """The worker has left."""
         if not self._closed:
             self._closed = True
             self._desk.close()
@@ -85,7 +82,6 @@ class Witness:
             recorder.end()
 
     def abandon(self) -> None:
-        """In a forked child, which is another process."""
         self._desk.abandon()
 
     def _answer(self, topic: str, after: Any) -> Any:
@@ -108,3 +104,11 @@ class Witness:
 
     def _tell(self) -> dict[str, Any]:
         return {"account": self.account(), "events": recorder.events()}
+
+
+def witness_of(worker: Worker) -> Witness:
+    """Return the witness of a worker of this process."""
+    return worker.extensions.of_kind(Witness)
+
+
+register(Witness)

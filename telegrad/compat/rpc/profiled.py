@@ -19,7 +19,8 @@ from telegrad.errors import TelegradError, UnknownWorker, UsageError
 from telegrad.group.members import WorkerInfo
 from telegrad.rpc import api
 from telegrad.rpc.api import UNSET_RPC_TIMEOUT
-from telegrad.rpc.conversion import Call, convert
+from telegrad.rpc.conversion import convert
+from telegrad.rpc.prepared_call import Call
 from telegrad.rpc.references import RRef
 
 To = str | int | WorkerInfo
