@@ -27,12 +27,12 @@ from benchmarks.command import run
 from benchmarks.groups import join
 from benchmarks.measuring import MB, TELEGRAD
 from benchmarks.processes import Child, answer_all, children_killed, free_port
-from telegrad import descriptors
-from telegrad.rpc import current
-from telegrad.rpc.yielding import Producer
-from telegrad.transport.link import Link
-from telegrad.transport.sockets import NOT_NOW
-from telegrad.wire.messages import CALL, HAS_REFERENCES, Message, append, encode
+from telegrad._core.host import open_files as descriptors
+from telegrad._core.sockets import NOT_NOW
+from telegrad._core.streams.generator_runs import Producer
+from telegrad._core.transport.link import Link
+from telegrad._core.wire.messages import CALL, HAS_REFERENCES, Message, append, encode
+from telegrad._core.worker import current
 
 CALLEE, FLOODER, CALLERS = 0, 1, (2, 3)
 PATIENCE = 120.0
@@ -81,7 +81,7 @@ def _streams() -> Frames:
         yield encode(Message(CALL, number, body=pickle.dumps((function, (partial(bytes, MB), None), {}), 5)))
         for index in range(2):
             body = pickle.dumps(((number, index, 0), {}), 5)
-            yield encode(Message(CALL, number + 1 + index, head=b"telegrad.rpc.feeding:pull", body=body))
+            yield encode(Message(CALL, number + 1 + index, head=b"telegrad._core.streams.producer:pull", body=body))
 
 
 WAYS = {

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from telegrad.nn.schedule import BACKWARD, FORWARD, WEIGHTS, Action, Progress, play
+from telegrad.pipeline.pipeline_schedule import BACKWARD, FORWARD, WEIGHTS, Action, Progress, play
 
 COSTS = {BACKWARD: 2.0}  # of all other kinds 1
 

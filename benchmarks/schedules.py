@@ -9,7 +9,7 @@ import argparse
 from typing import Any
 
 from benchmarks.schedule_simulation import Timeline, simulate
-from telegrad.nn.schedule import BACKWARD, FORWARD, INPUT, SCHEDULES, WEIGHTS, plan
+from telegrad.pipeline.pipeline_schedule import BACKWARD, FORWARD, INPUT, SCHEDULES, WEIGHTS, plan
 
 WORKERS, BATCHES = 4, 8
 COLOURS = {FORWARD: "#9ecae1", BACKWARD: "#fdae6b", INPUT: "#fdae6b", WEIGHTS: "#a1d99b"}

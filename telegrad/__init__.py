@@ -19,12 +19,12 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from telegrad import errors
-from telegrad.safe_text import SafeRecords
+from telegrad._core.safe_text import SafeRecords
 from telegrad.version import VERSION as __version__
 
 if TYPE_CHECKING:
     from telegrad import autograd, checkpoint, compat, insight, nn, optim, rpc, weights
-    from telegrad.hosting import LocalGroup
+    from telegrad.launch.local import LocalGroup
     from telegrad.rpc import Group
 
 __all__ = [
@@ -81,7 +81,7 @@ def local(
         ...     rpc.rpc_sync(workers[0], pow, (2, 3))
         8
     """
-    from telegrad.hosting import LocalGroup
+    from telegrad.launch.local import LocalGroup
 
     return LocalGroup(workers, driver, rpc_timeout)
 
@@ -113,7 +113,7 @@ def process_group(group: Group, backend: str = "gloo", timeout: float = -1.0) ->
         >>> rpc.group(["worker0", "worker1"]).map(total, [1, 2]).wait()
         [3, 3]
     """
-    from telegrad.rpc.process_groups import process_group as make
+    from telegrad.groups.process_groups import process_group as make
 
     return make(group, backend, timeout)
 
@@ -147,6 +147,6 @@ def recover(
         >>> saved = telegrad.checkpoint.save({"model": model}, "saved").wait()
         >>> telegrad.recover({"model": model}, saved)
     """
-    from telegrad.recovery import recover as recover_all
+    from telegrad.checkpoint.recovery import recover as recover_all
 
     recover_all(state, checkpoint_id, timeout, after)

@@ -63,16 +63,16 @@ def main() -> None:
 def _run_command(name: str, arguments: list[str]) -> int:
     """Run a command of Telegrad's own; return its exit code."""
     if name == "worker":
-        from telegrad import worker
+        from telegrad.launch import worker_command
 
         _let_operators_sleep()
-        return worker.main(arguments[1:])
+        return worker_command.main(arguments[1:])
     if name == "run":
         if not hasattr(os, "killpg"):
             sys.exit(
                 "telegrad run: it runs on Linux and macOS; here start workers by telegrad.local, or telegrad worker"
             )
-        from telegrad.supervision import command as run
+        from telegrad.supervision import run_command as run
 
         _let_operators_sleep()
         return run.main(arguments[1:])
@@ -82,7 +82,7 @@ def _run_command(name: str, arguments: list[str]) -> int:
 
 
 def _command_like(word: str) -> str:
-    from telegrad.hints import did_you_mean
+    from telegrad._core.hints import did_you_mean
 
     return did_you_mean(word, COMMANDS)
 

@@ -97,7 +97,7 @@ def things(local: Any) -> dict[str, Any]:
     rpc.rpc_sync("worker0", int)
     return {
         "context id": context_id,
-        "telegrad.hosting.LocalGroup": local,
+        "telegrad.launch.local.LocalGroup": local,
         "telegrad.rpc.Future": waited,
         "telegrad.rpc.Future then": waited.then(lambda done: done.wait()),
         "telegrad.rpc.Future done": rpc.rpc_async("worker0", int).then(lambda done: done.wait()),

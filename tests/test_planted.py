@@ -16,8 +16,8 @@ import telegrad
 from telegrad import checkpoint
 from telegrad.checkpoint.folders import keep_newest
 from telegrad.insight import collect
+from telegrad.reporting import dump
 from telegrad.supervision.output import Output
-from telegrad.witness import dump
 from tests.other_user import plant, shared
 
 __all__ = ["plant", "shared"]

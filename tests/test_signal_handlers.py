@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from telegrad import interrupts
+from telegrad._core import interrupts
 
 pytestmark = pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="Windows wakes no thread by a signal")
 

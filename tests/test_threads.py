@@ -10,8 +10,8 @@ import threading
 
 import pytest
 
+from telegrad._core.threads import Background, Exclusive
 from telegrad.errors import UsageError
-from telegrad.threads import Background, Exclusive
 from tests.cluster import PATIENCE, in_threads
 
 

@@ -9,15 +9,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from telegrad import checks, forks
-from telegrad.agent import profiling
-from telegrad.agent.compiling import not_compiled
-from telegrad.agent.futures import Future, Signal
+from telegrad._core import checks, forks
+from telegrad._core.calls import profiling
+from telegrad._core.calls.compiling import not_compiled
+from telegrad._core.calls.futures import Future, Signal
+from telegrad._core.hints import hint
 from telegrad.autograd.conductor import Conductor, DrivenPass
 from telegrad.autograd.contexts import Contexts
-from telegrad.autograd.record import AutogradContext, Inside, entered_id
+from telegrad.autograd.engine.record import AutogradContext, Inside, entered_id
 from telegrad.errors import NotInitialized, TelegradError, UsageError
-from telegrad.hints import hint
 
 
 class RemoteRoot(Protocol):

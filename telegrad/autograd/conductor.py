@@ -18,20 +18,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from telegrad import instruments
-from telegrad.agent import profiling, scene
-from telegrad.agent.agent import Agent
-from telegrad.agent.futures import Future, Signal
-from telegrad.autograd import guard
-from telegrad.autograd.captures import Capture
+from telegrad._core import events
+from telegrad._core.agent.agent import Agent
+from telegrad._core.calls import call_context, profiling
+from telegrad._core.calls.futures import Future, Signal
+from telegrad._core.membership.members import Identity
+from telegrad._core.pickling.exceptions import rebuild
+from telegrad._core.pickling.reducers import ask_whether_recorded
 from telegrad.autograd.contexts import Contexts
+from telegrad.autograd.engine import guard
+from telegrad.autograd.engine.captures import Capture
+from telegrad.autograd.engine.passes import ENDED, Abandon, Driver, Failed, LeftOut, PassSpec, Report, Task
+from telegrad.autograd.engine.record import AutogradContext, entered_id, read_id
 from telegrad.autograd.parts import LocalParts, OpenRoots
-from telegrad.autograd.passes import ENDED, Abandon, Driver, Failed, LeftOut, PassSpec, Report, Task
-from telegrad.autograd.record import AutogradContext, entered_id, read_id
 from telegrad.errors import CallTimeout, ContextEnded, PeerError, PeerLost, TelegradError, UnusedSends, UsageError
-from telegrad.group.members import Identity
-from telegrad.wire.failures import rebuild
-from telegrad.wire.reducers import ask_whether_recorded
 
 
 def _is_recording() -> bool:
@@ -76,8 +76,8 @@ class DrivenPass:
 
     def note(self, failure: str = "") -> None:
         """Tell that it has ended."""
-        if (note := instruments.note) is not None:
-            note((instruments.PASSED, self.begun, perf_counter(), self.spec.context, self.spec.number, failure))
+        if (note := events.note) is not None:
+            note((events.PASSED, self.begun, perf_counter(), self.spec.context, self.spec.number, failure))
 
     @property
     def rode(self) -> dict[str, tuple[bool, Any]]:
@@ -199,7 +199,7 @@ class Conductor:
         self._agent.streams.publish()
         workers = tuple(sorted(roots))
         number, captures = next(self._numbers), capture is not None
-        autocast = scene.described_autocast()
+        autocast = call_context.described_autocast()
         spec = PassSpec(
             context.id, self.name, number, retain, create, fast, workers, rider, request, captures, autocast
         )

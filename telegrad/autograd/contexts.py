@@ -17,11 +17,11 @@ from collections.abc import Callable
 from time import monotonic
 from typing import Any, NamedTuple
 
-from telegrad.agent.agent import Agent
-from telegrad.autograd.guard import install
-from telegrad.autograd.record import OWNER_SHIFT, AutogradContext
+from telegrad._core.agent.agent import Agent
+from telegrad._core.membership.members import Identity
+from telegrad.autograd.engine.guard import install
+from telegrad.autograd.engine.record import OWNER_SHIFT, AutogradContext
 from telegrad.errors import ContextEnded, ContextLost, LimitReached, PeerError, PeerLost, TelegradError, UnknownWorker
-from telegrad.group.members import Identity
 
 MOST_OPEN = 1 << 14  # contexts of one other worker
 MOST_PASSES = 1 << 16  # backward passes, of all contexts of one worker

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from telegrad import checks
-from telegrad.agent.compiling import not_compiled
-from telegrad.agent.futures import Signal
+from telegrad._core import checks
+from telegrad._core.calls.compiling import not_compiled
+from telegrad._core.calls.futures import Signal
 from telegrad.autograd.api import check_context_id, conductor
-from telegrad.autograd.captures import Capture
+from telegrad.autograd.engine.captures import Capture
 from telegrad.errors import UsageError
 
 

@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from telegrad.agent.agent import Agent
-from telegrad.autograd.captures import Capture
-from telegrad.autograd.engine import EngineRunner
-from telegrad.autograd.outbox import Outbox
-from telegrad.autograd.passes import Ledger, Participant, PassSpec, Task
-from telegrad.autograd.record import AutogradContext
+from telegrad._core.agent.agent import Agent
+from telegrad.autograd.engine.captures import Capture
+from telegrad.autograd.engine.engine import EngineRunner
+from telegrad.autograd.engine.outbox import Outbox
+from telegrad.autograd.engine.passes import Ledger, Participant, PassSpec, Task
+from telegrad.autograd.engine.record import AutogradContext
 
 
 class LocalPart:

@@ -13,21 +13,21 @@ from weakref import WeakValueDictionary
 
 from torch import Tensor
 
-from telegrad import instruments
-from telegrad.agent.agent import Agent
-from telegrad.agent.futures import Future, Signal
-from telegrad.agent.naming import user_name
-from telegrad.agent.scene import under_autocast
-from telegrad.autograd.captures import Capture
+from telegrad._core import events
+from telegrad._core.agent.agent import Agent
+from telegrad._core.calls.call_context import under_autocast
+from telegrad._core.calls.call_names import user_name
+from telegrad._core.calls.futures import Future, Signal
+from telegrad._core.interrupts import raised_by_handler
+from telegrad._core.membership.members import Identity
+from telegrad._core.pickling.exceptions import describe, rebuild
 from telegrad.autograd.contexts import Contexts
+from telegrad.autograd.engine.captures import Capture
+from telegrad.autograd.engine.outbox import Outbox, PackedShipment, unpacked
+from telegrad.autograd.engine.passes import Abandon, Bury, Failed, Mark, PassSpec, Report, Start, Task
+from telegrad.autograd.engine.record import AutogradContext, Inside
 from telegrad.autograd.mailbox import LocalPart, Mailbox
-from telegrad.autograd.outbox import Outbox, PackedShipment, unpacked
-from telegrad.autograd.passes import Abandon, Bury, Failed, Mark, PassSpec, Report, Start, Task
-from telegrad.autograd.record import AutogradContext, Inside
 from telegrad.errors import ContextLost, LimitReached, PeerLost, TelegradError
-from telegrad.group.members import Identity
-from telegrad.interrupts import raised_by_handler
-from telegrad.wire.failures import describe, rebuild
 
 SHORT = 1e-3  # tasks that took less last time are run by the thread that reads, as they are expected to be short again
 
@@ -192,8 +192,8 @@ class LocalParts:
             self._agent.streams.publish()  # before anybody hears that it is done
             for worker, task in letters:
                 self.give(context, worker, task)
-            if (note := instruments.note) is not None:
-                note((instruments.TOOK_PART, begun, perf_counter(), spec.context, spec.driver, spec.number))
+            if (note := events.note) is not None:
+                note((events.TOOK_PART, begun, perf_counter(), spec.context, spec.driver, spec.number))
             if part.outbox.send_with(part.participant.report):
                 return
             report = part.participant.report()

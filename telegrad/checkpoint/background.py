@@ -7,12 +7,12 @@ from collections.abc import Callable
 from time import monotonic
 from typing import NamedTuple
 
-from telegrad.agent.agent import Agent
-from telegrad.agent.futures import Future
+from telegrad._core.agent.agent import Agent
+from telegrad._core.calls.futures import Future
+from telegrad._core.progress import Wait
+from telegrad._core.threads import Thread
+from telegrad._core.worker import current
 from telegrad.errors import CheckpointFailed
-from telegrad.progress import Wait
-from telegrad.rpc import current
-from telegrad.threads import Thread
 
 
 class PendingSave(NamedTuple):

@@ -8,13 +8,13 @@ from typing import Any, get_type_hints
 import torch
 from torch import Tensor
 
+from telegrad._core.host.live_objects import instances
+from telegrad._core.worker import current
 from telegrad.autograd import api
-from telegrad.autograd.edges import edge_of
-from telegrad.autograd.record import OWNER_SHIFT, AutogradContext, RecvNode, Send, entered_id
+from telegrad.autograd.engine.edges import edge_of
+from telegrad.autograd.engine.record import OWNER_SHIFT, AutogradContext, RecvNode, Send, entered_id
 from telegrad.compat.missing import missing_from
 from telegrad.errors import AutogradError, ContextEnded, TelegradError
-from telegrad.instances import instances
-from telegrad.rpc import current
 
 __all__ = ["backward", "context", "get_gradients", "is_available"]
 

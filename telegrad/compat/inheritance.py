@@ -18,10 +18,10 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from telegrad._core.pickling import main_program as programs
 from telegrad.compat.imports import after_import, forget_import, import_before
 from telegrad.errors import UsageError
 from telegrad.version import VERSION
-from telegrad.wire import program as programs
 
 if TYPE_CHECKING:
     from telegrad.compat.substitution import Substitution
@@ -160,7 +160,7 @@ def _set_paths(paths: list[str]) -> None:
 
 def _check_free() -> None:
     """What is called in a group must be what has joined it."""
-    ours = sys.modules.get("telegrad.rpc.current")
+    ours = sys.modules.get("telegrad._core.worker.current")
     theirs = sys.modules.get("torch.distributed.rpc")
     if getattr(ours, "worker", None) or (hasattr(theirs, "rpc_sync") and theirs._is_current_rpc_agent_set()):  # type: ignore[union-attr]
         raise UsageError(

@@ -18,12 +18,12 @@ import torch
 from torch.autograd import profiler_legacy
 from torch.autograd.profiler_util import FunctionEvent
 
-from telegrad.agent import profiling
-from telegrad.agent.answers import its_future
-from telegrad.agent.naming import runs_as, user_name
-from telegrad.agent.server import ASYNC_MARK, Later
-from telegrad.atfork import renewed
-from telegrad.rpc import current
+from telegrad._core.agent.answers import its_future
+from telegrad._core.agent.server import ASYNC_MARK, Later
+from telegrad._core.atfork import renewed
+from telegrad._core.calls import profiling
+from telegrad._core.calls.call_names import runs_as, user_name
+from telegrad._core.worker import current
 
 REMOTE = "#remote_op: "
 PLAIN = (False,) * 6  # options of a profiler that was made before the mode was on

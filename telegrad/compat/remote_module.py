@@ -8,14 +8,14 @@ from typing import Any, NoReturn
 
 from torch import nn
 
-from telegrad.agent.deadlines import DEFAULT
-from telegrad.agent.futures import Future
+from telegrad._core.calls.deadlines import DEFAULT
+from telegrad._core.calls.futures import Future
+from telegrad._core.pickling.reducers import REDUCERS
 from telegrad.compat import scripted
 from telegrad.compat.missing import missing_from
-from telegrad.nn import hosted, remote_module
+from telegrad.nn import module_host, remote_module
 from telegrad.nn.place import parse_place
 from telegrad.rpc import RRef, WorkerInfo, rpc_async
-from telegrad.wire.reducers import REDUCERS
 
 __all__ = ["RemoteModule"]
 
@@ -113,7 +113,7 @@ def run(module: RRef[nn.Module], device: str, has_map: bool, *args: Any, **kwarg
 def run_async(module: RRef[nn.Module], device: str, has_map: bool, *args: Any, **kwargs: Any) -> Future[Any]:
     if device == "cpu":
         return module._call_async("", DEFAULT, args, kwargs, "RemoteModule.forward")
-    return rpc_async(module.owner(), hosted.run_on_device, (module, device, has_map, args, kwargs))
+    return rpc_async(module.owner(), module_host.run_on_device, (module, device, has_map, args, kwargs))
 
 
 REDUCERS[RemoteModule] = REDUCERS[remote_module.RemoteModule]

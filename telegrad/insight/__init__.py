@@ -11,19 +11,21 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import pathlib
 
-    from telegrad.insight.autograd_graph import GradientGraph, graph
     from telegrad.insight.collect import trace, tracing
-    from telegrad.insight.groups import OwnGroup
+    from telegrad.insight.export.autograd_graph import GradientGraph, graph
+    from telegrad.insight.seen_groups import OwnGroup
     from telegrad.insight.web import Dashboard
 
 __all__ = ["GradientGraph", "dashboard", "dump", "graph", "group", "trace", "tracing", "why"]
 
-_HOME = {"GradientGraph": "autograd_graph", "graph": "autograd_graph", "trace": "collect", "tracing": "collect"}
+_GRAPH = "telegrad.insight.export.autograd_graph"
+_COLLECT = "telegrad.insight.collect"
+_HOME = {"GradientGraph": _GRAPH, "graph": _GRAPH, "trace": _COLLECT, "tracing": _COLLECT}
 
 
 def __getattr__(name: str) -> Any:
     if name in _HOME:
-        return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+        return getattr(importlib.import_module(_HOME[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -38,7 +40,7 @@ def group() -> OwnGroup:
         >>> sorted(account["worker"] for account in accounts)
         ['driver', 'worker0', 'worker1']
     """
-    from telegrad.insight.groups import own_group
+    from telegrad.insight.seen_groups import own_group
 
     return own_group()
 
@@ -74,8 +76,8 @@ def dump() -> pathlib.Path | None:
     Example:
         >>> file = telegrad.insight.dump()
     """
-    from telegrad.rpc import current
-    from telegrad.witness.witness import witness_of
+    from telegrad._core.worker import current
+    from telegrad.reporting.witness import witness_of
 
     return witness_of(current.here()).dump()
 
@@ -99,8 +101,8 @@ def dashboard(host: str | None = None, port: int = 0) -> Dashboard:
         'http://127.0.0.1:...'
         >>> shown.close()
     """
-    from telegrad import checks
-    from telegrad.group.address import loopback
+    from telegrad._core import checks
+    from telegrad._core.stores.address import loopback
     from telegrad.insight.report import told
     from telegrad.insight.web import Dashboard
 

@@ -40,7 +40,7 @@ from telegrad.insight.wait_graph import (
     WaitGraph,
     lock_of,
 )
-from telegrad.witness.account import LEAVING, MEETINGS, QUEUED, RUNNING, Thread, counts
+from telegrad.reporting.account import LEAVING, MEETINGS, QUEUED, RUNNING, Thread, counts
 
 LULL = 60.0  # seconds for which a worker may be idle, and count as being at work
 

@@ -19,18 +19,19 @@ from torch import profiler
 from torch._C._profiler import _ExperimentalConfig
 from torch.autograd.profiler import record_function
 
-from telegrad import checks
-from telegrad.agent import profiling
-from telegrad.agent.naming import user_name
-from telegrad.atfork import renewed
+from telegrad._core import checks
+from telegrad._core.atfork import renewed
+from telegrad._core.calls import profiling
+from telegrad._core.calls.call_names import user_name
+from telegrad._core.host.private_files import replacing
+from telegrad._core.worker import current
 from telegrad.errors import TelegradError, UsageError
-from telegrad.insight import chrome_trace, clock_offsets
-from telegrad.insight.chrome_trace import WorkerTrace
-from telegrad.insight.clock_offsets import ClockOffset, Exchange
-from telegrad.insight.groups import own_group
-from telegrad.insight.source import Source
-from telegrad.private_files import replacing
-from telegrad.rpc import current, rpc_async, rpc_sync, workers
+from telegrad.insight.export import chrome_trace, clock_offsets
+from telegrad.insight.export.chrome_trace import WorkerTrace
+from telegrad.insight.export.clock_offsets import ClockOffset, Exchange
+from telegrad.insight.reading.source import Source
+from telegrad.insight.seen_groups import own_group
+from telegrad.rpc import rpc_async, rpc_sync, workers
 
 EXCHANGES = 50  # with a worker of each other clock, whenever clocks are compared
 PATIENCE = 10.0  # seconds that a worker has for an answer, and a minute for its profile

@@ -18,11 +18,11 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 
+from telegrad._core.stores.address import loopback
 from telegrad.errors import UsageError
-from telegrad.group.address import loopback
-from telegrad.insight.groups import DumpFiles, HostGroup, groups_here
-from telegrad.insight.source import Source
-from telegrad.witness.desk import HAS_DESKS
+from telegrad.insight.reading.source import Source
+from telegrad.insight.seen_groups import DumpFiles, HostGroup, groups_here
+from telegrad.reporting.desk import HAS_DESKS
 
 LONGEST = 20.0  # seconds, after which no further group is looked at
 NONE_HERE = 2  # an exit code: there is no worker to look at

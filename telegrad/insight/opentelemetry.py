@@ -16,14 +16,14 @@ from typing import Any, TypeVar
 
 import torch
 
-from telegrad.agent import profiling, scene
-from telegrad.agent.futures import Future, Signal
-from telegrad.agent.naming import user_name
-from telegrad.agent.profiling import Event
-from telegrad.agent.server import ASYNC_MARK, Later
-from telegrad.insight.event_counters import function_label
+from telegrad._core.agent.server import ASYNC_MARK, Later
+from telegrad._core.calls import call_context, profiling
+from telegrad._core.calls.call_names import user_name
+from telegrad._core.calls.futures import Future, Signal
+from telegrad._core.calls.profiling import Event
+from telegrad._core.pickling.remote_text import first_line
+from telegrad.insight.export.event_counters import function_label
 from telegrad.version import VERSION
-from telegrad.wire.stories import first_line
 
 try:
     from opentelemetry import context, propagate
@@ -110,7 +110,7 @@ class CallTracer:
         attributes = _attributes(function_label(user_name(function, args)), here, here, caller)
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            span = self._span(SpanKind.SERVER, self._server, attributes, propagate.extract(scene.baggage()))
+            span = self._span(SpanKind.SERVER, self._server, attributes, propagate.extract(call_context.baggage()))
             with span:
                 result = function(*args, **kwargs)
             if type(result) is CoroutineType:
@@ -140,7 +140,7 @@ def _attributes(method: str, server: str, here: str, caller: str) -> Attributes:
     # Their older names, for what reads only those.
     older = {"rpc.system": SYSTEM, "rpc.service": method.rpartition(".")[0] or SYSTEM}
     client = {"client.address": caller} if caller else {}
-    return common, {**common, **older, "telegrad.worker": here, **client}
+    return common, {**common, **older, "telegrad.launch.worker_command": here, **client}
 
 
 class Attached:

@@ -10,16 +10,16 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from telegrad import instruments
+from telegrad._core import events
+from telegrad._core.events import CALLED, CONNECTED, FREED, LOST, MADE, PASSED, RAN, STAGED, STEPPED
+from telegrad._core.stores.address import loopback
+from telegrad._core.worker import current
 from telegrad.errors import TelegradError, UsageError
-from telegrad.group.address import loopback
-from telegrad.insight.event_counters import EventCounters
-from telegrad.insight.serving import BoundedServer
-from telegrad.instruments import CALLED, CONNECTED, FREED, LOST, MADE, PASSED, RAN, STAGED, STEPPED
-from telegrad.rpc import current
+from telegrad.insight.export.event_counters import EventCounters
+from telegrad.insight.export.serving import BoundedServer
+from telegrad.reporting.account import GOING_ON, JOINING, LEAVING, MEMBER, QUEUED, RUNNING, Account, counts
+from telegrad.reporting.witness import witness_of
 from telegrad.version import VERSION
-from telegrad.witness.account import GOING_ON, JOINING, LEAVING, MEMBER, QUEUED, RUNNING, Account, counts
-from telegrad.witness.witness import witness_of
 
 try:
     from prometheus_client import REGISTRY, CollectorRegistry, MetricsHandler
@@ -170,10 +170,10 @@ class Registered:
                 "this registry has Telegrad's metrics already: close() what serve_metrics or register returned, or "
                 "give another registry"
             ) from None
-        instruments.add(self.metrics.counters)
+        events.add(self.metrics.counters)
 
     def close(self) -> None:
-        instruments.remove(self.metrics.counters)
+        events.remove(self.metrics.counters)
         self._registry.unregister(self.metrics)
 
 

@@ -14,9 +14,9 @@ from telegrad.insight.causes import Causes
 from telegrad.insight.finding import NOTE, Finding, status
 from telegrad.insight.joins import generations, joining, unanswered
 from telegrad.insight.phrases import INDENT, doing, lasting, plural, seconds, several
-from telegrad.insight.source import Sight
+from telegrad.insight.reading.source import Sight
 from telegrad.insight.wait_graph import Node, WaitGraph
-from telegrad.witness.account import JOINING, LEAVING, QUEUED, RUNNING, Account, counts
+from telegrad.reporting.account import JOINING, LEAVING, QUEUED, RUNNING, Account, counts
 
 LONG = 1.0  # seconds from which on a wait counts as long
 COLUMNS = 100

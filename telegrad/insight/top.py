@@ -7,11 +7,11 @@ import sys
 import time
 from typing import NamedTuple
 
+from telegrad._core.safe_text import safe
 from telegrad.errors import UsageError
-from telegrad.insight import tables
-from telegrad.insight.history import GroupHistory
-from telegrad.insight.source import Source
-from telegrad.safe_text import safe
+from telegrad.insight.reading import tables
+from telegrad.insight.reading.history import GroupHistory
+from telegrad.insight.reading.source import Source
 
 LEAST = 0.2  # seconds from one time of asking to the next
 NOTES = 3  # lines of what is wrong, at most

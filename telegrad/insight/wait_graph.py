@@ -11,8 +11,8 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple
 
-from telegrad.insight.source import Sight
-from telegrad.witness.account import (
+from telegrad.insight.reading.source import Sight
+from telegrad.reporting.account import (
     GOING_ON,
     LEAVING,
     MEETINGS,

@@ -21,11 +21,11 @@ from importlib import resources
 from typing import Any
 from urllib.parse import parse_qs, quote, urlsplit
 
-from telegrad.addresses import bracketed
-from telegrad.insight.history import GroupHistory
-from telegrad.insight.serving import BoundedServer
-from telegrad.insight.snapshot import detail, snapshot
-from telegrad.insight.source import Sight, Source
+from telegrad._core.addresses import bracketed
+from telegrad.insight.export.serving import BoundedServer
+from telegrad.insight.reading.history import GroupHistory
+from telegrad.insight.reading.snapshot import detail, snapshot
+from telegrad.insight.reading.source import Sight, Source
 
 PAUSE = 1.0  # seconds at least from one look at the group to the next
 SPANS = (2.0, 5.0, 15.0, 60.0)  # seconds that can be shown, as the page offers them: each is computed once in PAUSE

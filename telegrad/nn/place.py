@@ -6,10 +6,10 @@ import contextlib
 
 import torch
 
-from telegrad.checks import shown
+from telegrad._core.checks import shown
+from telegrad._core.membership.members import WorkerInfo
+from telegrad._core.worker.targets import target
 from telegrad.errors import InvalidArgument, UsageError
-from telegrad.group.members import WorkerInfo
-from telegrad.rpc.targets import target
 
 RANK = "rank:"
 

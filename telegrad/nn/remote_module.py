@@ -12,22 +12,22 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from telegrad import checks
-from telegrad.agent.compiling import not_compiled
-from telegrad.agent.deadlines import DEFAULT, check_timeout
-from telegrad.agent.futures import Future
-from telegrad.autograd.record import entered_id
+from telegrad._core import checks
+from telegrad._core.calls.compiling import not_compiled
+from telegrad._core.calls.deadlines import DEFAULT, check_timeout
+from telegrad._core.calls.futures import Future
+from telegrad._core.hints import hint
+from telegrad._core.membership.members import WorkerInfo
+from telegrad._core.pickling.reducers import REDUCERS
+from telegrad._core.progress import Wait, attended
+from telegrad._core.references.letters import Id
+from telegrad.autograd.engine.record import entered_id
 from telegrad.errors import UsageError
-from telegrad.group.members import WorkerInfo
-from telegrad.hints import hint
-from telegrad.nn import hosted
+from telegrad.nn import module_host
 from telegrad.nn.place import parse_place
-from telegrad.progress import Wait, attended
 from telegrad.rpc.api import rpc_async, rpc_sync
-from telegrad.rpc.lasting import Restore, check_restore, revive, with_recipe
 from telegrad.rpc.references import RRef
-from telegrad.rref.letters import Id
-from telegrad.wire.reducers import REDUCERS
+from telegrad.rpc.restorable import Restore, check_restore, revive, with_recipe
 
 if TYPE_CHECKING:
     from typing import Self
@@ -107,9 +107,9 @@ class RemoteModule(nn.Module):
         owner = f"rank {worker}" if isinstance(worker, int) else worker
         kind = getattr(module_cls, "__qualname__", module_cls)
         with attended(Wait("RemoteModule", lambda: f"RemoteModule: {owner!r} makes a {kind}", lambda: [owner])):
-            self._represent(*rpc_sync(worker, hosted.make_reference, given))
+            self._represent(*rpc_sync(worker, module_host.make_reference, given))
         if restore is not False:
-            self.module_rref = with_recipe(self.module_rref, hosted.make, given, {}, restore)
+            self.module_rref = with_recipe(self.module_rref, module_host.make, given, {}, restore)
         self._signature = _signature_of(module_cls)
 
     @classmethod
@@ -135,7 +135,7 @@ class RemoteModule(nn.Module):
             raise UsageError(f"remote_device: {module_rref!r} is not on worker {place}, but on {owner.name!r}: say so")
         made = cls.__new__(cls)
         nn.Module.__init__(made)
-        made._represent(module_rref, *rpc_sync(owner, hosted.adopt, (module_rref, device)))
+        made._represent(module_rref, *rpc_sync(owner, module_host.adopt, (module_rref, device)))
         return made
 
     def _represent(self, module: RRef[nn.Module], kind: str, device: str, training: bool, trains: bool) -> None:
@@ -165,7 +165,7 @@ class RemoteModule(nn.Module):
         if self._represented != self.module_rref._handle.id:  # it has come back, now or as it was used before
             mode = self.training
             there = self.module_rref, torch.device(self.device)
-            self._represent(self.module_rref, *rpc_sync(self.on, hosted.adopt, there))
+            self._represent(self.module_rref, *rpc_sync(self.on, module_host.adopt, there))
             self.train(mode)
 
     # Using it
@@ -191,7 +191,7 @@ class RemoteModule(nn.Module):
             if self.device == "cpu":
                 return call("", DEFAULT, args, kwargs, self)
             given = self.module_rref, self.device, self.is_device_map_set, args, kwargs
-            return result(rpc_async(self.on, hosted.run_on_device, given))
+            return result(rpc_async(self.on, module_host.run_on_device, given))
 
         if self._signature is not None:
             forward.__signature__ = self._signature  # type: ignore[attr-defined]
@@ -215,7 +215,7 @@ class RemoteModule(nn.Module):
             One reference for each.
         """
         checks.flag("recurse", recurse)
-        parameters: list[RRef[nn.Parameter]] = rpc_sync(self.on, hosted.parameters_of, (self.module_rref, recurse))
+        parameters: list[RRef[nn.Parameter]] = rpc_sync(self.on, module_host.parameters_of, (self.module_rref, recurse))
         return parameters
 
     # What is done to the module as a whole
@@ -228,7 +228,7 @@ class RemoteModule(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """What `to`, `cuda`, `double` and the like of this handle, or of a module that has it inside, come down to."""
-        self.device = rpc_sync(self.on, hosted.apply_to_tensors, (self.module_rref, fn, recurse))
+        self.device = rpc_sync(self.on, module_host.apply_to_tensors, (self.module_rref, fn, recurse))
         return self
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Self:
@@ -249,7 +249,7 @@ class RemoteModule(nn.Module):
 
     def _have(self, method: str, *args: Any) -> Self:
         """Have a method of the module called where it lives."""
-        rpc_sync(self.on, hosted.call, (self.module_rref, method, args))
+        rpc_sync(self.on, module_host.call, (self.module_rref, method, args))
         return self
 
     def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
@@ -262,7 +262,7 @@ class RemoteModule(nn.Module):
             return destination
         for before in self._state_dict_pre_hooks.values():
             before(self, prefix, keep_vars)
-        state = rpc_sync(self.on, hosted.state_of, (self.module_rref, prefix, self.is_device_map_set))
+        state = rpc_sync(self.on, module_host.state_of, (self.module_rref, prefix, self.is_device_map_set))
         about = state._metadata
         if destination is None:
             destination = state
@@ -292,7 +292,7 @@ class RemoteModule(nn.Module):
             before(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
         own = {name.removeprefix(prefix): value for name, value in state_dict.items() if name.startswith(prefix)}
         assign = bool(local_metadata.get("assign_to_params_buffers", False))
-        missing, unexpected, error = rpc_sync(self.on, hosted.load, (self.module_rref, own, assign))
+        missing, unexpected, error = rpc_sync(self.on, module_host.load, (self.module_rref, own, assign))
         missing_keys.extend(prefix + name for name in missing)
         if strict:
             unexpected_keys.extend(prefix + name for name in unexpected)

@@ -10,8 +10,8 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from telegrad.atfork import in_child, renewed
-from telegrad.rpc.turns import Turns
+from telegrad._core.atfork import in_child, renewed
+from telegrad._core.worker.turns import Turns
 
 _lock = renewed(threading.Lock())  # guards _guards
 _guards: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # by parameter

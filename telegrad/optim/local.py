@@ -12,18 +12,18 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from telegrad import checks, instruments
-from telegrad.agent.deadlines import DEFAULT
-from telegrad.agent.futures import Future
-from telegrad.autograd.gradients import Gradients, total
-from telegrad.autograd.record import AutogradContext
+from telegrad._core import checks, events
+from telegrad._core.calls.deadlines import DEFAULT
+from telegrad._core.calls.futures import Future
+from telegrad._core.worker import current
+from telegrad.autograd.engine.gradients import Gradients, total
+from telegrad.autograd.engine.record import AutogradContext
 from telegrad.errors import UsageError
-from telegrad.nn.hosted import on_host
-from telegrad.nn.tree import Branch, parameters_of
+from telegrad.nn.module_host import on_host
+from telegrad.nn.module_tree import Branch, parameters_of
 from telegrad.optim import untraced
 from telegrad.optim.guards import guards_of, holding
 from telegrad.optim.norms import norm_of, scale
-from telegrad.rpc import current
 from telegrad.rpc.functions import must_finish
 from telegrad.rpc.references import RRef
 
@@ -117,8 +117,8 @@ class LocalOptimizer:
             finally:
                 for target, gradient in zip(self._targets, before, strict=True):
                     target.grad = gradient
-        if (note := instruments.note) is not None:
-            note((instruments.STEPPED, start, perf_counter(), context_id, type(self._optimizer).__name__))
+        if (note := events.note) is not None:
+            note((events.STEPPED, start, perf_counter(), context_id, type(self._optimizer).__name__))
         return None if context is None else sum(parameter in gradients for parameter in self.parameters)
 
     @must_finish

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from telegrad import checks
+from telegrad._core import checks
 from telegrad.errors import UsageError
 
 

@@ -12,25 +12,25 @@ from weakref import WeakSet
 from torch import nn
 from torch.optim import Optimizer
 
-from telegrad import checks
-from telegrad.agent.compiling import not_compiled
-from telegrad.agent.deadlines import DEFAULT, check_timeout
-from telegrad.agent.futures import Future
-from telegrad.agent.naming import known_as
-from telegrad.autograd.record import Inside
+from telegrad._core import checks
+from telegrad._core.calls.call_names import known_as
+from telegrad._core.calls.compiling import not_compiled
+from telegrad._core.calls.deadlines import DEFAULT, check_timeout
+from telegrad._core.calls.futures import Future
+from telegrad._core.hints import hint
+from telegrad._core.worker import current
+from telegrad.autograd.engine.record import Inside
 from telegrad.errors import ContextEnded, InvalidArgument, TelegradError, UsageError
-from telegrad.hints import hint
+from telegrad.nn.module_tree import Branch, Model, branches
 from telegrad.nn.remote_module import RemoteModule
-from telegrad.nn.tree import Branch, Model, branches
 from telegrad.optim.local import Hyperparameters, LocalOptimizer, agreed, ask, changed, check_maker, hyperparameters
 from telegrad.optim.norms import check_norms
 from telegrad.optim.riding import Clipped, Done, StepRide, Whole, has_hooks_before, may_ride
 from telegrad.optim.untraced import import_tracer, may_import
-from telegrad.rpc import current
 from telegrad.rpc.api import rpc_async
-from telegrad.rpc.lasting import revive
+from telegrad.rpc.joint_calls import together
 from telegrad.rpc.references import RRef
-from telegrad.rpc.together import together
+from telegrad.rpc.restorable import revive
 
 if TYPE_CHECKING:
     from typing import Self

@@ -6,19 +6,20 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
-from telegrad.agent import profiling
-from telegrad.agent.compiling import not_compiled
-from telegrad.agent.deadlines import DEFAULT
-from telegrad.agent.futures import Future
+from telegrad._core.calls import profiling
+from telegrad._core.calls.compiling import not_compiled
+from telegrad._core.calls.deadlines import DEFAULT
+from telegrad._core.calls.futures import Future
+from telegrad._core.membership.members import WorkerInfo, info
+from telegrad._core.retries import retry
+from telegrad._core.streams.streams import WINDOW, Stream
+from telegrad._core.worker import current
+from telegrad._core.worker.prepared_call import Call
+from telegrad._core.worker.targets import named, target
 from telegrad.errors import UnknownWorker
-from telegrad.group.members import WorkerInfo, info
-from telegrad.rpc import current, retry
 from telegrad.rpc.conversion import convert
-from telegrad.rpc.lasting import Restore, check_restore, with_recipe
-from telegrad.rpc.prepared_call import Call
 from telegrad.rpc.references import RRef
-from telegrad.rpc.streams import WINDOW, Stream
-from telegrad.rpc.targets import named, target
+from telegrad.rpc.restorable import Restore, check_restore, with_recipe
 
 T = TypeVar("T")
 

@@ -21,11 +21,11 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from telegrad import checks
+from telegrad._core import checks
+from telegrad._core.worker.prepared_call import Call
+from telegrad._core.worker.values import with_values
 from telegrad.errors import InvalidArgument
-from telegrad.rpc.prepared_call import Call
 from telegrad.rpc.references import RRef
-from telegrad.rpc.values import with_values
 
 _REFERENCE, _VALUE = "reference", "value"
 

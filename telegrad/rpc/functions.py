@@ -9,13 +9,13 @@ from typing import Any, TypeVar
 
 import torch
 
-from telegrad import checks
-from telegrad.agent.cancelling import finishing
-from telegrad.agent.server import ASYNC_MARK
+from telegrad._core import checks
+from telegrad._core.agent.server import ASYNC_MARK
+from telegrad._core.calls.cancelling import finishing
+from telegrad._core.pickling.blame import names_in
+from telegrad._core.pickling.function_names import home_of_script
+from telegrad._core.worker.batching import batch
 from telegrad.errors import InvalidArgument
-from telegrad.rpc.batching import batch
-from telegrad.wire.culprits import names_in
-from telegrad.wire.functions import home_of_script
 
 __all__ = ["async_execution", "batch", "by_value", "must_finish"]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Any
 
-from telegrad import checks
+from telegrad._core import checks
+from telegrad._core.membership.members import WorkerInfo
+from telegrad._core.worker import current
 from telegrad.errors import InvalidArgument
-from telegrad.group.members import WorkerInfo
-from telegrad.rpc import current
 
 _WANTED = "a number of workers, or a list of their names"
 

@@ -8,24 +8,24 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 from torch import Tensor
 
-from telegrad import checks
-from telegrad.agent import profiling
-from telegrad.agent.compiling import not_compiled
-from telegrad.agent.deadlines import DEFAULT, check_timeout, limit_of
-from telegrad.agent.futures import Future
-from telegrad.agent.naming import user_name
+from telegrad._core import checks
+from telegrad._core.calls import profiling
+from telegrad._core.calls.call_names import user_name
+from telegrad._core.calls.compiling import not_compiled
+from telegrad._core.calls.deadlines import DEFAULT, check_timeout, limit_of
+from telegrad._core.calls.futures import Future
+from telegrad._core.membership.members import Identity, WorkerInfo
+from telegrad._core.pickling.reducers import REDUCERS, reduce_reference
+from telegrad._core.references.box import Box
+from telegrad._core.references.handle import Handle
+from telegrad._core.references.letters import number
+from telegrad._core.references.table import ReferenceTable
+from telegrad._core.streams.streams import MOST_WINDOW, WINDOW, Stream
+from telegrad._core.worker import current
+from telegrad._core.worker.values import Borrowed, call_method, created, fetch, methods, opened, when_full, with_values
 from telegrad.autograd.api import backward, check_root
 from telegrad.errors import CallTimeout, NotOwner, UsageError
-from telegrad.group.members import Identity, WorkerInfo
-from telegrad.rpc import current
 from telegrad.rpc.operators import Operators, is_tensor_method
-from telegrad.rpc.streams import MOST_WINDOW, WINDOW, Stream
-from telegrad.rpc.values import Borrowed, call_method, created, fetch, methods, opened, when_full, with_values
-from telegrad.rref.box import Box
-from telegrad.rref.handle import Handle
-from telegrad.rref.letters import number
-from telegrad.rref.table import ReferenceTable
-from telegrad.wire.reducers import REDUCERS, reduce_reference
 
 if TYPE_CHECKING:
     from typing import Self

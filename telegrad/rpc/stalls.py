@@ -12,12 +12,12 @@ from math import inf
 from time import monotonic
 from typing import Any
 
-from telegrad.agent.futures import Future
+from telegrad._core.calls.futures import Future
+from telegrad._core.transport.silence import Silence
+from telegrad._core.worker import current
+from telegrad._core.worker.worker import Worker
 from telegrad.errors import CallTimeout, TelegradError
-from telegrad.rpc import current
 from telegrad.rpc.api import rpc_async
-from telegrad.rpc.worker import Worker
-from telegrad.transport.silence import Silence
 
 LONGEST = 3600.0  # seconds between two looks: locks do not wait for ever so long
 

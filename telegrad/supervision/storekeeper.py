@@ -53,20 +53,20 @@ def _serve(listener: str, host: str) -> None:
     try:
         import torch  # noqa: F401 - first, since the compatibility mode takes effect with it
 
-        from telegrad.group import finding
-        from telegrad.group.board import OPEN, SERVED, Board
-        from telegrad.group.keys import find_keys
-        from telegrad.group.renewing import Renewal
-        from telegrad.group.sealing import SealedStore
-        from telegrad.group.tcp import serve_on
+        from telegrad._core.stores import find_directory
+        from telegrad._core.stores.board import OPEN, SERVED, Board
+        from telegrad._core.stores.group_keys import find_keys
+        from telegrad._core.stores.key_renewal import Renewal
+        from telegrad._core.stores.sealed_store import SealedStore
+        from telegrad._core.stores.tcp_store import serve_on
 
         keys = find_keys()
         with socket.socket(fileno=int(listener)) as listening:
             port = listening.getsockname()[1]
-            keeping = finding.Keeping(keys, host, finding.noted(port))
+            keeping = find_directory.Keeping(keys, host, find_directory.noted(port))
             store = SealedStore(serve_on(listening)[0], keys)
-        finding.note(port, keeping.pointer)
-        finding.write_pointer(store, keeping.pointer._replace(launched=True))
+        find_directory.note(port, keeping.pointer)
+        find_directory.write_pointer(store, keeping.pointer._replace(launched=True))
         Board(store).write(SERVED, OPEN)
         Renewal(store.renew).begin()
         _served.extend((store, keeping))
@@ -78,9 +78,9 @@ def _serve(listener: str, host: str) -> None:
 
 def _end_group() -> None:
     """Have the members of a dynamic group end that only serve."""
+    from telegrad._core.membership.registry import Registry
+    from telegrad._core.stores.find_directory import connect
     from telegrad.errors import TelegradError
-    from telegrad.group.finding import connect
-    from telegrad.group.registry import Registry
 
     store, keeping = _served
     directory = connect(keeping.pointer, store.keys)

@@ -12,19 +12,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from telegrad import checks, forks
-from telegrad.agent.compiling import not_compiled
-from telegrad.agent.naming import known_as
+from telegrad._core import checks, forks
+from telegrad._core.calls.call_names import known_as
+from telegrad._core.calls.compiling import not_compiled
+from telegrad._core.membership.members import listed
+from telegrad._core.progress import Wait
+from telegrad._core.worker import current
 from telegrad.errors import CallTimeout, InvalidArgument, UsageError
-from telegrad.group.members import listed
-from telegrad.progress import Wait
-from telegrad.rpc import RRef, current, rpc_sync
-from telegrad.weights.deltas import DeltaEncoder, Deltas
-from telegrad.weights.feed import Feed
-from telegrad.weights.messages import Outgoing, Party, VersionInfo
-from telegrad.weights.rounding import Rounding
-from telegrad.weights.service import TICK, Endpoint, WeightsService
-from telegrad.weights.snapshot import Layout, Snapshots
+from telegrad.rpc import RRef, rpc_sync
+from telegrad.weights.transfer.deltas import DeltaEncoder, Deltas
+from telegrad.weights.transfer.feed import Feed
+from telegrad.weights.transfer.messages import Outgoing, Party, VersionInfo
+from telegrad.weights.transfer.rounding import Rounding
+from telegrad.weights.transfer.service import TICK, Endpoint, WeightsService
+from telegrad.weights.transfer.tree_layout import Layout, Snapshots
 
 if TYPE_CHECKING:
     from typing import Self

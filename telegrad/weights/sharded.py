@@ -17,19 +17,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from telegrad import checks
-from telegrad.agent.deadlines import DEFAULT
+from telegrad._core import checks
+from telegrad._core.calls.deadlines import DEFAULT
+from telegrad._core.membership.members import WorkerInfo
 from telegrad.errors import CallTimeout, InvalidArgument, UsageError
-from telegrad.group.members import WorkerInfo
-from telegrad.nn.tree import Branch, branches, state_of
+from telegrad.nn.module_tree import Branch, branches, state_of
 from telegrad.rpc import RRef, remote
-from telegrad.rpc.together import together
-from telegrad.weights.deltas import Deltas
+from telegrad.rpc.joint_calls import together
 from telegrad.weights.publisher import Publisher, check_published, check_wait
-from telegrad.weights.rounding import Rounding
 from telegrad.weights.shards import Box, Copy, Part, plan, slices
-from telegrad.weights.snapshot import place_of
 from telegrad.weights.subscriber import Subscriber
+from telegrad.weights.transfer.deltas import Deltas
+from telegrad.weights.transfer.rounding import Rounding
+from telegrad.weights.transfer.tree_layout import place_of
 from telegrad.weights.version import Version
 
 KEEP = 4  # versions of each owner, at most: readers that take longer than as many are published may find none whole

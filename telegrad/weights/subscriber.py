@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from telegrad import checks, forks
-from telegrad.agent.compiling import not_compiled
-from telegrad.agent.deadlines import DEFAULT, check_timeout, limit_of
+from telegrad._core import checks, forks
+from telegrad._core.calls.compiling import not_compiled
+from telegrad._core.calls.deadlines import DEFAULT, check_timeout, limit_of
+from telegrad._core.membership.members import WorkerInfo
+from telegrad._core.progress import Wait, attended
+from telegrad._core.worker import current
+from telegrad._core.worker.targets import target
 from telegrad.errors import CallTimeout, PublisherLost, UsageError
-from telegrad.group.members import WorkerInfo
-from telegrad.progress import Wait, attended
-from telegrad.rpc import current
-from telegrad.rpc.targets import target
-from telegrad.weights.joining import SubscriberEndpoint
-from telegrad.weights.service import TICK, WeightsService
+from telegrad.weights.subscription import SubscriberEndpoint
+from telegrad.weights.transfer.service import TICK, WeightsService
 from telegrad.weights.version import Version, check_module
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 from uuid import uuid4
 
-from telegrad.agent.futures import Future
+from telegrad._core.calls.futures import Future
 from telegrad.errors import CallTimeout, UsageError
 from telegrad.rpc import RRef, get_worker_info, rpc_async
 from telegrad.weights.publisher import Publisher

@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from telegrad import checks
+from telegrad._core import checks
 from telegrad.errors import InvalidArgument
-from telegrad.weights.loading import load, load_by_load_state_dict, own_state, swap, tensors_of
-from telegrad.weights.snapshot import Layout
+from telegrad.weights.load_version import load, load_by_load_state_dict, own_state, swap, tensors_of
+from telegrad.weights.transfer.tree_layout import Layout
 
 _MODULE = "a module, or its state dict"
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from telegrad import rpc
-from telegrad.rpc import current
-from telegrad.rpc.worker import Worker
-from telegrad.witness.witness import witness_of
+from telegrad._core.worker import current
+from telegrad._core.worker.worker import Worker
+from telegrad.reporting.witness import witness_of
 from tests.cluster import agents, wait_until
 
 _alive: list[weakref.ref[Any]] = []

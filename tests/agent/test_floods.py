@@ -16,14 +16,14 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from telegrad.agent.entrance import Caller
+from telegrad._core.agent.incoming import Caller
+from telegrad._core.memory.blobs import Chunk
+from telegrad._core.pickling.exceptions import rebuild
+from telegrad._core.transport import writer
+from telegrad._core.transport.link import Link
+from telegrad._core.wire.messages import CALL, CANCEL, FAILURE, NOTICE, PULSE, Message
+from telegrad._core.worker.worker import Worker
 from telegrad.errors import LimitReached, PeerError
-from telegrad.rpc.worker import Worker
-from telegrad.transport import writer
-from telegrad.transport.blobs import Chunk
-from telegrad.transport.link import Link
-from telegrad.wire.failures import rebuild
-from telegrad.wire.messages import CALL, CANCEL, FAILURE, NOTICE, PULSE, Message
 from tests.cluster import agents, wait_until
 
 MOST = 2000  # calls of one caller that may wait

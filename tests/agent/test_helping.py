@@ -8,10 +8,10 @@ from typing import Any, NoReturn
 
 import pytest
 
-from telegrad.agent import helping
-from telegrad.agent.futures import Future
-from telegrad.agent.scheduler import Work
-from telegrad.transport.reading import Owner, Reading
+from telegrad._core.calls.futures import Future
+from telegrad._core.reactor import helping
+from telegrad._core.reactor.scheduler import Work
+from telegrad._core.transport.reading import Owner, Reading
 
 
 class Reactor:

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from telegrad.agent import intake as module
-from telegrad.agent.entrance import Caller
-from telegrad.agent.intake import AHEAD, LOOK_AGAIN, MOST_UNREAD, READ_ON, STALLED_AFTER, Intake
-from telegrad.agent.reactor import STUCK_AFTER, TURN
-from telegrad.agent.scheduler import Scheduler, Work, WorkQueue
-from telegrad.group.members import Identity
-from telegrad.transport.link import Link
+from telegrad._core.agent import backlog as module
+from telegrad._core.agent.backlog import AHEAD, LOOK_AGAIN, MOST_UNREAD, READ_ON, STALLED_AFTER, Intake
+from telegrad._core.agent.incoming import Caller
+from telegrad._core.membership.members import Identity
+from telegrad._core.reactor.reactor import STUCK_AFTER, TURN
+from telegrad._core.reactor.scheduler import Scheduler, Work, WorkQueue
+from telegrad._core.transport.link import Link
 
 READ = 128  # calls that one read brings
 RUNS = 20e-6  # seconds that a quick call takes

@@ -13,11 +13,11 @@ from typing import Any, NoReturn
 
 import pytest
 
-from telegrad.agent import reactor as module
-from telegrad.agent.reactor import TURN, Reactor
-from telegrad.agent.scheduler import Work, WorkQueue
-from telegrad.agent.timer import TimerThread
-from telegrad.transport.poller import READ
+from telegrad._core.reactor import reactor as module
+from telegrad._core.reactor.reactor import TURN, Reactor
+from telegrad._core.reactor.scheduler import Work, WorkQueue
+from telegrad._core.reactor.timer import TimerThread
+from telegrad._core.transport.poller import READ
 from tests.cluster import PATIENCE
 
 

@@ -8,9 +8,9 @@ import time
 
 import pytest
 
-from telegrad.agent.futures import Future
-from telegrad.rpc.worker import Worker
-from telegrad.wire.messages import CALL, Message
+from telegrad._core.calls.futures import Future
+from telegrad._core.wire.messages import CALL, Message
+from telegrad._core.worker.worker import Worker
 
 
 def test_an_agent_and_its_parts_tell_their_state(pair: list[Worker]) -> None:

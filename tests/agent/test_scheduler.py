@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from telegrad.agent.scheduler import MOST_LENT, STALLED_AFTER, Scheduler, Work, WorkQueue
+from telegrad._core.reactor.scheduler import MOST_LENT, STALLED_AFTER, Scheduler, Work, WorkQueue
 
 
 def add(scheduler: Scheduler, queue: WorkQueue | None, *names: object, size: int = 0) -> WorkQueue | None:

@@ -16,9 +16,9 @@ import torch
 import telegrad.autograd as autograd
 import telegrad.rpc as rpc
 from telegrad import errors
-from telegrad.rpc import current
-from telegrad.transport import link
-from telegrad.wire import messages
+from telegrad._core.transport import link
+from telegrad._core.wire import messages
+from telegrad._core.worker import current
 from tests.chaos import functions, life
 from tests.chaos.board import Board
 from tests.chaos.proxy import Proxy

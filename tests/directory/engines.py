@@ -10,13 +10,13 @@ import threading
 import time
 from collections.abc import Callable
 
-from telegrad.directory import server
-from telegrad.directory.client import EmbeddedDirectory, EmbeddedSession
-from telegrad.directory.keeper import Keeper
-from telegrad.directory.server import Server
-from telegrad.directory.table import DEFAULT, Limits
-from telegrad.keyring import Keyring
-from telegrad.transport.sockets import shut
+from telegrad._core.directory import server
+from telegrad._core.directory.client import EmbeddedDirectory, EmbeddedSession
+from telegrad._core.directory.keeper import Keeper
+from telegrad._core.directory.server import Server
+from telegrad._core.directory.table import DEFAULT, Limits
+from telegrad._core.security.keyring import Keyring
+from telegrad._core.sockets import shut
 from tests.cluster import KEYS
 from tests.directory.harness import PATIENCE, written
 

@@ -11,10 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from telegrad.directory import etcd
-from telegrad.directory.etcd import SILENCE, EtcdDirectory
-from telegrad.directory.etcd_messages import ends_live_leases
-from telegrad.directory.protocol import DirectoryLost, Event, LeaseLost
+from telegrad._core.directory.protocol import DirectoryLost, Event, LeaseLost
+from telegrad.directories import etcd
+from telegrad.directories.etcd import SILENCE, EtcdDirectory
+from telegrad.directories.etcd_messages import ends_live_leases
 from tests.directory.contract import Contract
 from tests.directory.etcd_servers import Balancer, Cluster, Node, needs_etcd
 from tests.directory.faults import Faults, count

@@ -18,9 +18,9 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from telegrad.directory import etcd
-from telegrad.directory.etcd import EtcdDirectory
-from telegrad.directory.protocol import DirectoryLost, DirectoryRefused, DirectoryReset, Event
+from telegrad._core.directory.protocol import DirectoryLost, DirectoryRefused, DirectoryReset, Event
+from telegrad.directories import etcd
+from telegrad.directories.etcd import EtcdDirectory
 from tests.directory.conftest import Connect
 from tests.directory.etcd_servers import Cluster, needs_etcd
 from tests.directory.harness import LONG, SOON, written

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from telegrad.directory import etcd, etcd_messages
-from telegrad.directory.etcd_messages import (
+from telegrad._core.directory.protocol import DirectoryRefused, Listing, Swap
+from telegrad.directories import etcd, etcd_messages
+from telegrad.directories.etcd_messages import (
     Continuity,
     Header,
     Malformed,
@@ -21,7 +22,6 @@ from telegrad.directory.etcd_messages import (
     ends_live_leases,
     parse_url,
 )
-from telegrad.directory.protocol import DirectoryRefused, Listing, Swap
 from telegrad.errors import UsageError
 
 

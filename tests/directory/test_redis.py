@@ -14,9 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from telegrad.directory import on_redis
-from telegrad.directory.on_redis import RedisDirectory
-from telegrad.directory.protocol import (
+from telegrad._core.directory.protocol import (
     ABSENT,
     Compacted,
     DirectoryLost,
@@ -26,7 +24,9 @@ from telegrad.directory.protocol import (
     LeaseLost,
     Swap,
 )
-from telegrad.directory.redis_connections import RedisSession
+from telegrad.directories import on_redis
+from telegrad.directories.on_redis import RedisDirectory
+from telegrad.directories.redis_connections import RedisSession
 from telegrad.errors import StoreUntrusted
 from tests.directory.contract import Contract
 from tests.directory.faults import Faults

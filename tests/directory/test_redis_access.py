@@ -13,9 +13,9 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from telegrad.directory.on_redis import RedisDirectory
-from telegrad.directory.protocol import DirectoryLost, DirectoryRefused
-from telegrad.directory.redis_settings import RIGHTS
+from telegrad._core.directory.protocol import DirectoryLost, DirectoryRefused
+from telegrad.directories.on_redis import RedisDirectory
+from telegrad.directories.redis_settings import RIGHTS
 from telegrad.errors import UsageError
 from tests.cluster import free_port
 from tests.directory.harness import SOON, written

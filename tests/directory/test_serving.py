@@ -10,14 +10,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from telegrad.directory import messages, server
-from telegrad.directory.client import EmbeddedDirectory, EmbeddedSession
-from telegrad.directory.messages import Reply, Request, write_request
-from telegrad.directory.protocol import Directory, DirectoryLost, LeaseLost
-from telegrad.directory.server import QUEUED, Server
-from telegrad.directory.sessions import KEPT
+from telegrad._core.directory import requests as messages
+from telegrad._core.directory import server
+from telegrad._core.directory.client import EmbeddedDirectory, EmbeddedSession
+from telegrad._core.directory.protocol import Directory, DirectoryLost, LeaseLost
+from telegrad._core.directory.requests import Reply, Request, write_request
+from telegrad._core.directory.server import QUEUED, Server
+from telegrad._core.directory.sessions import KEPT
+from telegrad._core.security.keyring import Keyring, open_ring
 from telegrad.errors import AuthenticationFailed, InvalidArgument, UsageError
-from telegrad.keyring import Keyring, open_ring
 from tests.cluster import KEYS
 from tests.directory.engines import Middleman, ThreadEngine, until
 from tests.directory.harness import PATIENCE, SOON, assert_refused_in_a_child, written

@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from telegrad.directory import sessions
-from telegrad.directory.protocol import DirectoryLost
-from telegrad.directory.sessions import Sessions, Unanswered, Unsent
+from telegrad._core.directory import sessions
+from telegrad._core.directory.protocol import DirectoryLost
+from telegrad._core.directory.sessions import Sessions, Unanswered, Unsent
 from telegrad.errors import StoreUntrusted
 from tests.directory.harness import LONG, SOON
 

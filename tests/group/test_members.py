@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from telegrad import errors
-from telegrad.group.members import (
+from telegrad._core.membership.members import (
     LONGEST_NAME,
     Member,
     Members,

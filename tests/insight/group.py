@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.schedule_simulation import simulate
-from telegrad.insight.source import Sight
-from telegrad.instruments import CALLED, PASSED, RAN, STAGED, STEPPED, TOOK_PART, Event
-from telegrad.nn.schedule import plan
-from telegrad.witness.account import MEMBER, RUNNING, Account
+from telegrad._core.events import CALLED, PASSED, RAN, STAGED, STEPPED, TOOK_PART, Event
+from telegrad.insight.reading.source import Sight
+from telegrad.pipeline.pipeline_schedule import plan
+from telegrad.reporting.account import MEMBER, RUNNING, Account
 
 WORKERS = ["trainer", "stage1", "stage2", "stage3"]
 DAY = 1_790_000_000.0  # the time of day at which their clocks show START

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from telegrad import instruments
-from telegrad.insight import chrome_trace, clock_offsets
-from telegrad.insight.chrome_trace import WorkerTrace, clocks_of, merge
-from telegrad.insight.clock_offsets import (
+from telegrad._core import events as instruments
+from telegrad._core.events import CALLED, CONNECTED, JOINED, LOST, MADE, PASSED, RAN, STAGED, STEPPED, TOOK_PART, Event
+from telegrad.insight.export import chrome_trace, clock_offsets
+from telegrad.insight.export.chrome_trace import WorkerTrace, clocks_of, merge
+from telegrad.insight.export.clock_offsets import (
     CALLS,
     REFERENCE,
     SAME,
@@ -24,7 +25,6 @@ from telegrad.insight.clock_offsets import (
     offset_of_profile,
     offsets_from,
 )
-from telegrad.instruments import CALLED, CONNECTED, JOINED, LOST, MADE, PASSED, RAN, STAGED, STEPPED, TOOK_PART, Event
 from tests.insight.checking import check
 
 HERE = ClockOffset(0.0, 0.0, how=REFERENCE)

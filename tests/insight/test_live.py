@@ -8,15 +8,25 @@ from typing import Any
 
 import pytest
 
+from telegrad._core.events import CALLED, CONNECTED, PASSED, RAN, STAGED, STEPPED, Event
 from telegrad.errors import UsageError
 from telegrad.insight import top
-from telegrad.insight.history import BOUNDS, KEPT, MOST, SECONDS, Flow, GroupHistory, Rate, functions, percentile
-from telegrad.insight.snapshot import detail, gantt, lanes, snapshot, spend, training
-from telegrad.insight.source import Sight
-from telegrad.insight.tables import Columns, Row, Table, amount, count, duration, lines, of_group, texts
+from telegrad.insight.reading.history import (
+    BOUNDS,
+    KEPT,
+    MOST,
+    SECONDS,
+    Flow,
+    GroupHistory,
+    Rate,
+    functions,
+    percentile,
+)
+from telegrad.insight.reading.snapshot import detail, gantt, lanes, snapshot, spend, training
+from telegrad.insight.reading.source import Sight
+from telegrad.insight.reading.tables import Columns, Row, Table, amount, count, duration, lines, of_group, texts
 from telegrad.insight.top import View
-from telegrad.instruments import CALLED, CONNECTED, PASSED, RAN, STAGED, STEPPED, Event
-from telegrad.witness.account import RUNNING
+from telegrad.reporting.account import RUNNING
 from tests.insight.group import DAY, START, WORKERS, Group, account
 
 

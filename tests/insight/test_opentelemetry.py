@@ -23,7 +23,7 @@ from torch.nn.functional import mse_loss
 from torch.profiler import ProfilerActivity, profile
 
 import telegrad.autograd as autograd
-from telegrad.agent import profiling, scene
+from telegrad._core.calls import call_context, profiling
 from telegrad.errors import CallTimeout
 from telegrad.insight import opentelemetry
 from telegrad.nn import Pipeline, RemoteModule
@@ -184,9 +184,9 @@ def test_a_call_is_a_span_at_either_end_and_what_the_function_does_is_inside(see
         "server.address": "w1",
         "rpc.system": "telegrad",
         "rpc.service": __name__,
-        "telegrad.worker": "w0",
+        "telegrad.launch.worker_command": "w0",
     }
-    assert server.attributes["server.address"] == server.attributes["telegrad.worker"] == "w1"
+    assert server.attributes["server.address"] == server.attributes["telegrad.launch.worker_command"] == "w1"
     assert server.attributes["client.address"] == "w0"
     assert seen.counts() == {
         (f"rpc.{side}.call.duration", name): 1 for side in ("client", "server") for name in ("inner", "outer")
@@ -308,7 +308,7 @@ def end_here(count: int) -> list[Told]:
 
 
 def passes_on(to: str) -> tuple[int, list[str]]:
-    return rpc_sync(to, inner, (1,)), list(scene.baggage())
+    return rpc_sync(to, inner, (1,)), list(call_context.baggage())
 
 
 async def fails_there(to: str) -> Any:

@@ -13,29 +13,29 @@ from prometheus_client import CollectorRegistry
 from prometheus_client import Counter as OwnCounter
 from prometheus_client.parser import text_string_to_metric_families
 
-from telegrad import instruments
+from telegrad._core import events
 from telegrad.errors import UsageError
-from telegrad.insight.event_counters import BOUNDS, MOST, OTHER, EventCounters
+from telegrad.insight.export.event_counters import BOUNDS, MOST, OTHER, EventCounters
 from telegrad.insight.prometheus import Served, register, serve_metrics
 from telegrad.version import VERSION
 from tests.cluster import PATIENCE
 from tests.insight.accounts import made_up
 
-EVENTS: list[instruments.Event] = [
-    (instruments.CALLED, 1.0, 1.0002, "worker1", 1, "model.forward", 4096, ""),
-    (instruments.CALLED, 1.0, 3.0, "worker1", 2, "model.forward", 0, "CallTimeout"),
-    (instruments.CALLED, 1.0, 1.5, "worker2", 3, "to_here() of <RRef 1.2 on 'worker2'>", 0, ""),
-    (instruments.RAN, 1.0, 1.02, "worker1", 1, "work", ""),
-    (instruments.RAN, 1.0, 1.02, "worker1", 2, "work", "KeyError"),
-    (instruments.CONNECTED, 1.0, 1.0, "worker1", "unix"),
-    (instruments.LOST, 1.0, 1.0, "worker1", "it died"),
-    (instruments.MADE, 1.0, 1.0, "worker1", 1),
-    (instruments.FREED, 1.0, 1.0, 1),
-    (instruments.PASSED, 1.0, 1.25, 1, 1, ""),
-    (instruments.STAGED, 1.0, 1.25, 1, "F", 0, 0),
-    (instruments.STAGED, 1.0, 1.5, 1, "F", 0, 1),
-    (instruments.STEPPED, 1.0, 1.003, 1, "Adam"),
-    (instruments.JOINED, 1.0, 1.0, "worker0", 0, 4),
+EVENTS: list[events.Event] = [
+    (events.CALLED, 1.0, 1.0002, "worker1", 1, "model.forward", 4096, ""),
+    (events.CALLED, 1.0, 3.0, "worker1", 2, "model.forward", 0, "CallTimeout"),
+    (events.CALLED, 1.0, 1.5, "worker2", 3, "to_here() of <RRef 1.2 on 'worker2'>", 0, ""),
+    (events.RAN, 1.0, 1.02, "worker1", 1, "work", ""),
+    (events.RAN, 1.0, 1.02, "worker1", 2, "work", "KeyError"),
+    (events.CONNECTED, 1.0, 1.0, "worker1", "unix"),
+    (events.LOST, 1.0, 1.0, "worker1", "it died"),
+    (events.MADE, 1.0, 1.0, "worker1", 1),
+    (events.FREED, 1.0, 1.0, 1),
+    (events.PASSED, 1.0, 1.25, 1, 1, ""),
+    (events.STAGED, 1.0, 1.25, 1, "F", 0, 0),
+    (events.STAGED, 1.0, 1.5, 1, "F", 0, 1),
+    (events.STEPPED, 1.0, 1.003, 1, "Adam"),
+    (events.JOINED, 1.0, 1.0, "worker0", 0, 4),
 ]
 
 
@@ -127,17 +127,17 @@ def test_an_own_registry_and_the_listener_come_and_go() -> None:
     own = OwnCounter("steps", "Of the program", registry=registry)
     own.inc()
     registered = register(registry, made_up)
-    note: Any = instruments.note
+    note: Any = events.note
     note(EVENTS[0])
     labels = {"function": "model.forward", "peer": "worker1", "outcome": "ok"}
     assert registry.get_sample_value("telegrad_calls_total", labels) == registry.get_sample_value("steps_total") == 1
     with pytest.raises(UsageError):
         register(registry, made_up)
     registered.close()
-    note = instruments.note
+    note = events.note
     if note is not None:  # of others
         note(EVENTS[0])
-    assert [each.count for each in registered.metrics.counters.by(instruments.CALLED, ()).values()] == [1]
+    assert [each.count for each in registered.metrics.counters.by(events.CALLED, ()).values()] == [1]
     assert registry.get_sample_value("telegrad_calls_total", labels) is None
     register(registry, made_up).close()
 
@@ -152,22 +152,22 @@ def test_a_port_that_is_taken_leaves_nothing_behind(served: Served) -> None:
 def test_labels_do_not_grow_without_end() -> None:
     counters = EventCounters()
     for number in range(1000):
-        counters((instruments.CALLED, 0.0, 1.0, f"worker{number}", number, f"f{number}", 1, f"Error{number}"))
-    counters((instruments.CALLED, 0.0, 1.0, "worker0", 0, "f0", 1, ""))
-    found = counters.by(instruments.CALLED, ("function", "peer", "outcome"))
+        counters((events.CALLED, 0.0, 1.0, f"worker{number}", number, f"f{number}", 1, f"Error{number}"))
+    counters((events.CALLED, 0.0, 1.0, "worker0", 0, "f0", 1, ""))
+    found = counters.by(events.CALLED, ("function", "peer", "outcome"))
     assert sum(each.count for each in found.values()) == sum(each.size for each in found.values()) == 1001
     assert found[OTHER, OTHER, OTHER].count == 1000 - MOST["peer"]
     assert found["f0", "worker0", "ok"].count == 1
     for label in ("function", "peer"):
-        assert len(counters.by(instruments.CALLED, (label,))) == MOST[label] + 1
-    assert len(counters.by(instruments.CALLED, ("outcome",))) == MOST["outcome"] + 2  # and "ok"
+        assert len(counters.by(events.CALLED, (label,))) == MOST[label] + 1
+    assert len(counters.by(events.CALLED, ("outcome",))) == MOST["outcome"] + 2  # and "ok"
 
 
 def test_durations_at_their_bounds() -> None:
     counters = EventCounters()
     for bound in (*BOUNDS, BOUNDS[-1] + 1):
-        counters((instruments.PASSED, 0.0, bound, 1, 1, ""))
-    (found,) = counters.by(instruments.PASSED, ()).values()
+        counters((events.PASSED, 0.0, bound, 1, 1, ""))
+    (found,) = counters.by(events.PASSED, ()).values()
     assert [count for _, count in found.buckets()] == list(range(1, len(BOUNDS) + 2))
     assert [float(bound) for bound, _ in found.buckets()] == [*BOUNDS, float("inf")]
 
@@ -184,7 +184,7 @@ def test_threads_count_side_by_side() -> None:
         thread.start()
     for thread in threads:
         thread.join(PATIENCE)
-    assert counters.by(instruments.CALLED, ())[()].count == 4000
+    assert counters.by(events.CALLED, ())[()].count == 4000
 
 
 def test_what_cannot_be_served_is_said() -> None:

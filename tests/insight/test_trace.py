@@ -18,11 +18,11 @@ from torch.autograd.profiler import record_function
 
 import telegrad.rpc as rpc
 from telegrad import insight
+from telegrad._core.events import CALLED, RAN, Event
 from telegrad.errors import UsageError
 from telegrad.insight import collect
-from telegrad.insight.clock_offsets import MEASURED, REFERENCE, SAME, UNKNOWN, ClockOffset, offset_of_profile
-from telegrad.insight.source import Sight
-from telegrad.instruments import CALLED, RAN, Event
+from telegrad.insight.export.clock_offsets import MEASURED, REFERENCE, SAME, UNKNOWN, ClockOffset, offset_of_profile
+from telegrad.insight.reading.source import Sight
 from tests.cluster import Process
 from tests.insight.checking import check
 

@@ -10,9 +10,9 @@ import pytest
 
 from telegrad.insight.finding import Finding, status
 from telegrad.insight.phrases import seconds
+from telegrad.insight.reading.source import Sight
 from telegrad.insight.report import Report
-from telegrad.insight.source import Sight
-from telegrad.witness.account import JOINING, LEAVING, Account
+from telegrad.reporting.account import JOINING, LEAVING, Account
 from tests.insight.scenes import GOING_ON, QUEUED, Scene, wait
 
 

@@ -13,10 +13,10 @@ from contextlib import contextmanager, suppress
 import pytest
 
 from telegrad.insight.finding import NOTE, Finding
-from telegrad.insight.groups import HostGroup
+from telegrad.insight.reading.source import Sight
 from telegrad.insight.report import Report
-from telegrad.insight.source import Sight
-from telegrad.witness import desk
+from telegrad.insight.seen_groups import HostGroup
+from telegrad.reporting import desk
 from tests.cluster import PATIENCE, Process, free_port, processes
 from tests.insight.hangs import HANGS, Hang, Stage, work
 

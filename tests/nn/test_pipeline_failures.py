@@ -18,13 +18,14 @@ from torch.nn.functional import mse_loss
 
 import telegrad.autograd as autograd
 import telegrad.checkpoint as checkpoint
+from telegrad._core.worker import current
 from telegrad.errors import PeerError, UsageError
 from telegrad.nn import Pipeline, RemoteModule
-from telegrad.nn.batches import BatchInputs, BatchSpec
-from telegrad.nn.schedule import SCHEDULES
-from telegrad.nn.station import StageWorkers
 from telegrad.optim import DistributedOptimizer
-from telegrad.rpc import RRef, actor, current, remote, rpc_sync
+from telegrad.pipeline.batches import BatchInputs, BatchSpec
+from telegrad.pipeline.pipeline_schedule import SCHEDULES
+from telegrad.pipeline.station import StageWorkers
+from telegrad.rpc import RRef, actor, remote, rpc_sync
 from tests.cluster import PATIENCE, agents, group
 
 WIDTH = 4

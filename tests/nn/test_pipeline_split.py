@@ -17,8 +17,8 @@ import telegrad.autograd as autograd
 import telegrad.checkpoint as checkpoint
 from telegrad.errors import UsageError
 from telegrad.nn import Pipeline, RemoteModule
-from telegrad.nn.schedule import SCHEDULES
 from telegrad.optim import DistributedOptimizer
+from telegrad.pipeline.pipeline_schedule import SCHEDULES
 from tests.nn.test_cutting import CASES, WIDTH, Layers, Own, Tied, named, sequence
 
 pytestmark = pytest.mark.usefixtures("here")

@@ -16,12 +16,12 @@ from torch.utils.checkpoint import checkpoint
 
 import telegrad.autograd as autograd
 from benchmarks.schedule_simulation import simulate
-from telegrad.autograd.gradients import Gradients
+from telegrad.autograd.engine.gradients import Gradients
 from telegrad.errors import UsageError
 from telegrad.nn import Pipeline, RemoteModule
-from telegrad.nn.backward import Backward, StageInput
-from telegrad.nn.schedule import SCHEDULES, plan
 from telegrad.optim import DistributedOptimizer
+from telegrad.pipeline.pipeline_schedule import SCHEDULES, plan
+from telegrad.pipeline.stage_backward import Backward, StageInput
 from telegrad.rpc import RRef, rpc_sync
 
 pytestmark = pytest.mark.usefixtures("here")

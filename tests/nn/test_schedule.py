@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.schedule_simulation import Timeline, simulate
 from telegrad.errors import UsageError
-from telegrad.nn.schedule import (
+from telegrad.pipeline.pipeline_schedule import (
     ADD_GRADIENT,
     BACKWARD,
     FORWARD,

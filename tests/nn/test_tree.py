@@ -10,7 +10,7 @@ from torch import nn
 
 from telegrad.errors import UsageError
 from telegrad.nn import RemoteModule
-from telegrad.nn.tree import branches
+from telegrad.nn.module_tree import branches
 from telegrad.rpc import RRef, remote, rpc_sync
 
 pytestmark = pytest.mark.usefixtures("here")

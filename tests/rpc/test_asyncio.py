@@ -17,9 +17,9 @@ import torch
 
 import telegrad.autograd as autograd
 import telegrad.rpc as rpc
+from telegrad._core.worker.worker import Worker
 from telegrad.errors import CallCancelled, CallTimeout, GroupError
 from telegrad.rpc import rpc_async
-from telegrad.rpc.worker import Worker
 from tests.cluster import PATIENCE
 
 pytestmark = pytest.mark.usefixtures("here")

@@ -14,14 +14,14 @@ from typing import Any
 
 import pytest
 
+from telegrad._core.membership import leaving as parting
+from telegrad._core.membership.doubts import Doubt
+from telegrad._core.membership.leaving import LeavingTogether
+from telegrad._core.membership.membership import Greeting
+from telegrad._core.membership.shutdown_barrier import Ask, Entered, Leave, Message, Quiet
+from telegrad._core.progress import FIRST
+from telegrad._core.worker.worker import Worker
 from telegrad.errors import PeerError, PeerLost, PeerUnreachable, ShutDown
-from telegrad.group import parting
-from telegrad.group.doubts import Doubt
-from telegrad.group.farewell import Ask, Entered, Leave, Message, Quiet
-from telegrad.group.membership import Greeting
-from telegrad.group.parting import LeavingTogether
-from telegrad.progress import FIRST
-from telegrad.rpc.worker import Worker
 from tests.cluster import PATIENCE, agents, free_port
 
 begun, may_end = threading.Event(), threading.Event()

@@ -14,9 +14,10 @@ import torch
 
 import telegrad.rpc as rpc
 from telegrad import autograd, errors
-from telegrad.rpc import current, functions
-from telegrad.rpc.reduction import parts, tree_of
-from telegrad.rpc.worker import Worker
+from telegrad._core.worker import current
+from telegrad._core.worker.worker import Worker
+from telegrad.groups.reduction import parts, tree_of
+from telegrad.rpc import functions
 from tests.cluster import PATIENCE, Process, agents, group
 
 NAMES = [f"w{rank}" for rank in range(1, 6)]

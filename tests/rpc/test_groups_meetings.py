@@ -20,12 +20,14 @@ import torch.distributed as dist
 
 import telegrad
 import telegrad.rpc as rpc
-from telegrad import errors, progress
-from telegrad.group.members import Identity
-from telegrad.rpc import current, meetings
-from telegrad.rpc.meetings import Arrival, Meetings
-from telegrad.rpc.options import TelegradOptions
-from telegrad.rpc.worker import Worker
+from telegrad import errors
+from telegrad._core import progress
+from telegrad._core.membership.members import Identity
+from telegrad._core.worker import current
+from telegrad._core.worker.options import TelegradOptions
+from telegrad._core.worker.worker import Worker
+from telegrad.groups import meetings
+from telegrad.groups.meetings import Arrival, Meetings
 from tests.cluster import PATIENCE, agents, group, processes, run_all, wait_until
 
 come: list[str] = []

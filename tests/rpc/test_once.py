@@ -13,8 +13,9 @@ import torch
 
 import telegrad.rpc as rpc
 from telegrad import errors
-from telegrad.rpc import current, idempotency
-from telegrad.rpc.idempotency import ENTRY, LONGEST, IdempotencyTable, IdempotentCalls, run_once, size_of
+from telegrad._core.retries import idempotency
+from telegrad._core.retries.idempotency import ENTRY, LONGEST, IdempotencyTable, IdempotentCalls, run_once, size_of
+from telegrad._core.worker import current
 from tests.rpc.test_returns import Stage, stage, wait_until
 
 __all__ = ["stage"]

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from telegrad.agent.agent import Agent
-from telegrad.rpc import Future, current, remote, rpc_async, rpc_sync
-from telegrad.rpc.worker import Worker
+from telegrad._core.agent.agent import Agent
+from telegrad._core.worker import current
+from telegrad._core.worker.worker import Worker
+from telegrad.rpc import Future, remote, rpc_async, rpc_sync
 from tests.cluster import PATIENCE, agents, group, in_threads
 
 FEW = 50

@@ -18,7 +18,7 @@ import torch
 
 import telegrad.rpc as rpc
 from telegrad import errors
-from telegrad.rpc import current
+from telegrad._core.worker import current
 from tests.cluster import PATIENCE, free_port, group, init, processes
 from tests.rpc.test_references import assert_empty, count, ones, value_of
 

@@ -18,15 +18,15 @@ import torch
 
 import telegrad.rpc as rpc
 from telegrad import errors
-from telegrad.agent.cancelling import Nested, Served, serving
-from telegrad.group.membership import Membership
-from telegrad.group.stores import open_store
-from telegrad.rpc import current
-from telegrad.rpc.cluster import start
-from telegrad.rpc.idempotency import IdempotentCalls
-from telegrad.rpc.options import TelegradOptions
-from telegrad.rpc.retry_queue import Failure, classify
-from telegrad.rpc.worker import Worker
+from telegrad._core.calls.cancelling import Nested, Served, serving
+from telegrad._core.membership.membership import Membership
+from telegrad._core.retries.idempotency import IdempotentCalls
+from telegrad._core.retries.retry_queue import Failure, classify
+from telegrad._core.stores.stores import open_store
+from telegrad._core.worker import current
+from telegrad._core.worker.options import TelegradOptions
+from telegrad._core.worker.worker import Worker
+from telegrad.rpc.start.cluster import start
 from tests.cluster import KEYS, PATIENCE, agents
 
 LATER = 0.3  # seconds after which somebody comes

@@ -6,8 +6,8 @@ import pickle
 
 import pytest
 
-from telegrad.group.members import WorkerInfo
-from telegrad.rpc.selection import ALL, FILTER, MINUS, NAMED, PLUS, ROLE, SLICE, Selection
+from telegrad._core.membership.members import WorkerInfo
+from telegrad.groups.selection import ALL, FILTER, MINUS, NAMED, PLUS, ROLE, SLICE, Selection
 
 THERE = [WorkerInfo("boss", 0), *(WorkerInfo(f"a{n}", n + 1, "actor") for n in range(4)), WorkerInfo("x", 9, "learner")]
 EVERYBODY = Selection(ALL)

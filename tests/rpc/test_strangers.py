@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from telegrad import errors
-from telegrad.keyring import Keyring
-from telegrad.rpc.worker import Worker
-from telegrad.transport.handshake import Claim, Initiator
-from telegrad.transport.tls import TlsFiles
+from telegrad._core.security.handshake import Claim, Initiator
+from telegrad._core.security.keyring import Keyring
+from telegrad._core.security.tls import TlsFiles
+from telegrad._core.worker.worker import Worker
 from tests.cluster import agents, wait_until
 from tests.transport.test_tls import DAY, Authority
 

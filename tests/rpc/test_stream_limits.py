@@ -14,18 +14,20 @@ from typing import Any
 
 import pytest
 
-from telegrad.agent.scheduler import WorkQueue
+from telegrad._core.membership.members import Identity
+from telegrad._core.memory.blobs import Chunk
+from telegrad._core.reactor.scheduler import WorkQueue
+from telegrad._core.streams import producer as feeding
+from telegrad._core.streams.flow_control import ITEM, Supply
+from telegrad._core.streams.generator_runs import Producer
+from telegrad._core.streams.producer import Feed, Reader, Readers, Taken
+from telegrad._core.transport import writer
+from telegrad._core.transport.link import Link
+from telegrad._core.wire.messages import CALL, Message
+from telegrad._core.worker import current
+from telegrad._core.worker.worker import Worker
 from telegrad.errors import CallCancelled, LimitReached, PeerError, ProtocolViolation
-from telegrad.group.members import Identity
-from telegrad.rpc import Stream, current, feeding, rpc_stream, rpc_sync
-from telegrad.rpc.feeding import Feed, Reader, Readers, Taken
-from telegrad.rpc.flow import ITEM, Supply
-from telegrad.rpc.worker import Worker
-from telegrad.rpc.yielding import Producer
-from telegrad.transport import writer
-from telegrad.transport.blobs import Chunk
-from telegrad.transport.link import Link
-from telegrad.wire.messages import CALL, Message
+from telegrad.rpc import Stream, rpc_stream, rpc_sync
 from tests.cluster import agents, wait_until
 
 MOST = 5  # streams
@@ -225,10 +227,10 @@ def test_no_items_are_made_for_a_connection_that_is_not_read(
     with unread(link):
         for number in range(count):  # all of them say that all was read
             body = pickle.dumps(((stream._number, 10 + number, 10**9), {}), 5)
-            link.send(Message(CALL, 1_000_000 + number, head=b"telegrad.rpc.feeding:pull", body=body))
+            link.send(Message(CALL, 1_000_000 + number, head=b"telegrad._core.streams.producer:pull", body=body))
         for number in range(10):
             body = pickle.dumps(((stream._number, number, 10**9), {}), 5)
-            link.send(Message(CALL, 2_000_000 + number, head=b"telegrad.rpc.feeding:pull", body=body))
+            link.send(Message(CALL, 2_000_000 + number, head=b"telegrad._core.streams.producer:pull", body=body))
         wait_until(lambda: queue.is_held_up)
         current.enter(other)
         assert rpc_sync("w0", operator.neg, (1,)) == -1

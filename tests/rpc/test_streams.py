@@ -22,22 +22,12 @@ import torch
 
 import telegrad.autograd as dist_autograd
 from telegrad import errors
-from telegrad.agent.awaiting import happening
-from telegrad.rpc import (
-    RRef,
-    Stream,
-    actor,
-    current,
-    debug_info,
-    functions,
-    remote,
-    rpc_async,
-    rpc_stream,
-    rpc_sync,
-    streams,
-)
-from telegrad.rpc.parcels import LARGE
-from telegrad.rpc.worker import Worker
+from telegrad._core.calls.awaiting import happening
+from telegrad._core.streams import streams
+from telegrad._core.streams.items import LARGE
+from telegrad._core.worker import current
+from telegrad._core.worker.worker import Worker
+from telegrad.rpc import RRef, Stream, actor, debug_info, functions, remote, rpc_async, rpc_stream, rpc_sync
 from tests.cluster import PATIENCE, Process, agents, group, in_threads, wait_until
 
 here_w0 = pytest.mark.usefixtures("here")
@@ -866,4 +856,4 @@ def test_large_tensors_between_processes(workers: list[Process]) -> None:
 def test_nothing_is_left(five: list[Worker]) -> None:
     gc.collect()
     wait_until(lambda: is_quiet(five[0]) and is_quiet(five[1]))
-    assert Stream.__module__ == "telegrad.rpc.streams"
+    assert Stream.__module__ == "telegrad._core.streams.streams"

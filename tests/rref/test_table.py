@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
+from telegrad._core.membership.leaving import LeavingTogether
+from telegrad._core.membership.members import Member
+from telegrad._core.references.letters import DROPPED, Letter
+from telegrad._core.worker import current
+from telegrad._core.worker.worker import Worker
 from telegrad.errors import PeerUnreachable, RRefError, UnknownWorker
-from telegrad.group.members import Member
-from telegrad.group.parting import LeavingTogether
-from telegrad.rpc import RRef, current, remote
-from telegrad.rpc.worker import Worker
-from telegrad.rref.letters import DROPPED, Letter
+from telegrad.rpc import RRef, remote
 from tests.cluster import PATIENCE, agents, in_threads, wait_until
 
 

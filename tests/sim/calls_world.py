@@ -25,13 +25,14 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-from telegrad import instruments
-from telegrad.agent import lazy_link, peer
-from telegrad.agent.pending_call import PendingCall
+from telegrad._core import events as instruments
+from telegrad._core.agent import peer
+from telegrad._core.agent.pending_call import PendingCall
+from telegrad._core.membership.members import Member
+from telegrad._core.pickling.exceptions import fresh
+from telegrad._core.reactor import lazy_link
+from telegrad._core.wire.messages import BYE, CALL, CANCEL, HAS_REFERENCES, NOTICE, RESULT, Message
 from telegrad.errors import CallTimeout, PeerError, PeerLost, PeerUnreachable, ShutDown
-from telegrad.group.members import Member
-from telegrad.wire.failures import fresh
-from telegrad.wire.messages import BYE, CALL, CANCEL, HAS_REFERENCES, NOTICE, RESULT, Message
 from tests.sim.fibers import Fibers
 
 MOST_ACTS = 3000

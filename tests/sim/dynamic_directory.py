@@ -6,7 +6,7 @@ from collections.abc import Callable
 from math import inf
 from typing import TYPE_CHECKING, Any
 
-from telegrad.directory.protocol import (
+from telegrad._core.directory.protocol import (
     ABSENT,
     Compacted,
     DirectoryLost,
@@ -16,8 +16,8 @@ from telegrad.directory.protocol import (
     Listing,
     Swap,
 )
-from telegrad.directory.table import Limits, Table
-from telegrad.group.registry import _departure
+from telegrad._core.directory.table import Limits, Table
+from telegrad._core.membership.registry import _departure
 
 if TYPE_CHECKING:
     from tests.sim.dynamic_worker import Worker

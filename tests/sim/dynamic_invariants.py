@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, NoReturn
 
-from telegrad.directory.protocol import CLOCK_DRIFT, Entry
-from telegrad.group.registry import MEMBERS, Ended, _departure
+from telegrad._core.directory.protocol import CLOCK_DRIFT, Entry
+from telegrad._core.membership.registry import MEMBERS, Ended, _departure
 
 if TYPE_CHECKING:
     from tests.sim.dynamic_directory import Server

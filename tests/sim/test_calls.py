@@ -12,13 +12,13 @@ from unittest.mock import patch
 
 import pytest
 
-from telegrad.agent import lazy_link
-from telegrad.agent.call_table import SEARCH_PAUSE, CallTable
-from telegrad.agent.lazy_link import LazyLink
-from telegrad.agent.peer import BATCH, Peer
-from telegrad.agent.pending_call import PendingCall
+from telegrad._core.agent.call_table import SEARCH_PAUSE, CallTable
+from telegrad._core.agent.peer import BATCH, Peer
+from telegrad._core.agent.pending_call import PendingCall
+from telegrad._core.reactor import lazy_link
+from telegrad._core.reactor.lazy_link import LazyLink
+from telegrad._core.wire.messages import CALL, CANCEL, NOTICE, Message
 from telegrad.errors import PeerError
-from telegrad.wire.messages import CALL, CANCEL, NOTICE, Message
 from tests.sim import calls_world
 from tests.sim.calls_world import World
 

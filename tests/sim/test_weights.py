@@ -22,9 +22,18 @@ from typing import Any
 
 import pytest
 
-from telegrad.weights.feed import PATIENCE, Feed
-from telegrad.weights.fetcher import Fetcher
-from telegrad.weights.messages import Closed, JoinAgain, Leave, Party, Piece, VersionInfo, VersionOpened, WholeVersion
+from telegrad.weights.transfer.feed import PATIENCE, Feed
+from telegrad.weights.transfer.fetcher import Fetcher
+from telegrad.weights.transfer.messages import (
+    Closed,
+    JoinAgain,
+    Leave,
+    Party,
+    Piece,
+    VersionInfo,
+    VersionOpened,
+    WholeVersion,
+)
 
 SEEDS = [int(os.environ["TELEGRAD_SEED"])] if "TELEGRAD_SEED" in os.environ else range(2_000)
 NIGHTLY = [] if "TELEGRAD_SEED" in os.environ else range(2_000, 100_000)

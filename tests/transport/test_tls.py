@@ -22,9 +22,9 @@ from cryptography.hazmat.primitives.serialization import (
     PrivateFormat,
 )
 
+from telegrad._core.security.tls import TlsFiles, client_context, server_context
+from telegrad._core.sockets import shut
 from telegrad.errors import UsageError
-from telegrad.transport.sockets import shut
-from telegrad.transport.tls import TlsFiles, client_context, server_context
 
 DAY = datetime.timedelta(days=1)
 

@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from telegrad._core.worker.worker import Worker
 from telegrad.errors import DeltaRefused, UsageError
-from telegrad.rpc.worker import Worker
-from telegrad.weights import Publisher, Subscriber, publisher, service
-from telegrad.weights.deltas import (
+from telegrad.weights import Publisher, Subscriber, publisher
+from telegrad.weights.transfer import service
+from telegrad.weights.transfer.deltas import (
     MAX_SKIPPED,
     PLANES,
     SAME,
@@ -26,8 +27,8 @@ from telegrad.weights.deltas import (
     apply_deltas,
     encode,
 )
-from telegrad.weights.messages import Piece, VersionInfo
-from telegrad.weights.snapshot import Layout, Snapshots
+from telegrad.weights.transfer.messages import Piece, VersionInfo
+from telegrad.weights.transfer.tree_layout import Layout, Snapshots
 from tests.weights.test_weights import eventually, on, on_hosts
 
 SEED = os.environ.get("TELEGRAD_SEED")

@@ -17,15 +17,15 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 
 import telegrad.rpc as rpc
+from telegrad._core.worker import current
+from telegrad._core.worker.worker import Worker
 from telegrad.errors import CallTimeout, InvalidArgument, PublisherLost, UnknownPublisher, UsageError
 from telegrad.nn import Pipeline, RemoteModule
-from telegrad.rpc import current
-from telegrad.rpc.worker import Worker
 from telegrad.weights import Publisher, Subscriber, Version
 from telegrad.weights import publisher as publishing
-from telegrad.weights.joining import SubscriberEndpoint
-from telegrad.weights.messages import Party, PieceRequest
-from telegrad.weights.snapshot import Snapshots
+from telegrad.weights.subscription import SubscriberEndpoint
+from telegrad.weights.transfer.messages import Party, PieceRequest
+from telegrad.weights.transfer.tree_layout import Snapshots
 from tests.cluster import PATIENCE, agents, in_threads
 
 
@@ -53,7 +53,7 @@ def on_hosts(monkeypatch: pytest.MonkeyPatch, *hosts: str) -> Iterator[list[Work
         here.host = f"host {hosts[rank]}"  # each worker is started by a thread of its own
         return {}
 
-    monkeypatch.setattr("telegrad.rpc.cluster.host_identity", lambda: here.host)
+    monkeypatch.setattr("telegrad.rpc.start.cluster.host_identity", lambda: here.host)
     monkeypatch.setattr(publishing, "PIECE", 1000)
     with agents(len(hosts), of_rank=of_rank) as workers:
         yield workers

@@ -10,10 +10,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from telegrad.weights.rounding import Rounding, named
-from telegrad.weights.snapshot import Layout, Snapshots, bare
+from telegrad._core.wire.strides import distinct, extent, repeats
+from telegrad.weights.transfer.rounding import Rounding, named
+from telegrad.weights.transfer.tree_layout import Layout, Snapshots, bare
 from telegrad.weights.version import Version
-from telegrad.wire.strides import distinct, extent, repeats
 
 TYPES = [
     *(torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.complex64),

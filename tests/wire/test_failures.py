@@ -20,11 +20,11 @@ import pytest
 import torch
 
 from telegrad import errors
-from telegrad.agent.naming import user_name
-from telegrad.wire.failures import describe, fresh, kept, readable, rebuild
-from telegrad.wire.functions import resolve
-from telegrad.wire.shortening import LARGEST, LONGEST_TEXT
-from telegrad.wire.stories import LONGEST_LINE, MOST_TOLD, first_line
+from telegrad._core.calls.call_names import user_name
+from telegrad._core.pickling.exceptions import describe, fresh, kept, readable, rebuild
+from telegrad._core.pickling.function_names import resolve
+from telegrad._core.pickling.remote_text import LONGEST_LINE, MOST_TOLD, first_line
+from telegrad._core.pickling.short_text import LARGEST, LONGEST_TEXT
 
 
 def journey(error: Any, worker: str = "w1") -> Any:

@@ -14,10 +14,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from telegrad._core.pickling.exceptions import describe, rebuild
+from telegrad._core.pickling.remote_text import first_line, with_lines
+from telegrad._core.pickling.short_text import LARGEST, LONGEST_TEXT, brief, is_large, text_of
 from telegrad.errors import RemoteError
-from telegrad.wire.failures import describe, rebuild
-from telegrad.wire.shortening import LARGEST, LONGEST_TEXT, brief, is_large, text_of
-from telegrad.wire.stories import first_line, with_lines
 
 MANY = 1_000_000
 TEXT = "x" * (64 << 20)

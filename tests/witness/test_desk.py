@@ -18,16 +18,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from telegrad.insight.groups import groups_here
-from telegrad.insight.history import GroupHistory
+from telegrad.insight.reading.history import GroupHistory
+from telegrad.insight.reading.snapshot import detail, snapshot
+from telegrad.insight.reading.source import Sight
 from telegrad.insight.report import Report
-from telegrad.insight.snapshot import detail, snapshot
-from telegrad.insight.source import Sight
+from telegrad.insight.seen_groups import groups_here
 from telegrad.insight.top import View
-from telegrad.witness import desk
-from telegrad.witness.decoding import ACCOUNT, DUMP, EVENTS, GROUP, Malformed, decode
-from telegrad.witness.desk import Desk, Place, ask_all, places
-from telegrad.witness.observer import Observer
+from telegrad.reporting import desk
+from telegrad.reporting.decoding import ACCOUNT, DUMP, EVENTS, GROUP, Malformed, decode
+from telegrad.reporting.desk import Desk, Place, ask_all, places
+from telegrad.reporting.observer import Observer
 from tests.cluster import PATIENCE
 from tests.other_user import NOBODY, as_nobody, is_root
 

@@ -20,16 +20,16 @@ import pytest
 import torch
 
 from telegrad import autograd, rpc
+from telegrad._core.host.private_files import Folder
+from telegrad._core.worker import current
+from telegrad._core.worker.worker import Worker
 from telegrad.errors import CallTimeout, UsageError
-from telegrad.insight.groups import DumpFiles, HostGroup, OwnGroup, groups_here
-from telegrad.insight.process_state import inspect
-from telegrad.private_files import Folder
-from telegrad.rpc import current
-from telegrad.rpc.worker import Worker
-from telegrad.witness import desk, dump
-from telegrad.witness.account import GOING_ON, MEMBER, MOST_ALIKE, QUEUED, RUNNING, Account, counts
-from telegrad.witness.desk import Place
-from telegrad.witness.witness import Witness, witness_of
+from telegrad.insight.reading.process_report import inspect
+from telegrad.insight.seen_groups import DumpFiles, HostGroup, OwnGroup, groups_here
+from telegrad.reporting import desk, dump
+from telegrad.reporting.account import GOING_ON, MEMBER, MOST_ALIKE, QUEUED, RUNNING, Account, counts
+from telegrad.reporting.desk import Place
+from telegrad.reporting.witness import Witness, witness_of
 from tests.cluster import PATIENCE, Process, agents, free_port, group, in_threads, init, processes, wait_until
 from tests.strangers.door import eventually
 

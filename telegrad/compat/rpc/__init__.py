@@ -9,7 +9,11 @@ from urllib.parse import parse_qs
 
 import torch.distributed as dist
 
-from telegrad.agent.futures import Future
+from telegrad._core.calls.futures import Future
+from telegrad._core.membership.members import check_name
+from telegrad._core.stores.group_keys import find_keys
+from telegrad._core.stores.stores import open_store
+from telegrad._core.stores.urls import split
 from telegrad.compat import autograd as dist_autograd
 from telegrad.compat.missing import missing_from
 from telegrad.compat.rpc import (
@@ -51,17 +55,13 @@ from telegrad.compat.rpc.backend_registry import (
 )
 from telegrad.compat.rpc.server_process_global_profiler import _server_process_global_profile
 from telegrad.errors import UsageError
-from telegrad.group.keys import find_keys
-from telegrad.group.members import check_name
-from telegrad.group.places import split
-from telegrad.group.stores import open_store
 from telegrad.rpc import (
     RpcBackendOptions,
     TensorPipeRpcBackendOptions,
     WorkerInfo,
     _rref_context_get_debug_info,
 )
-from telegrad.rpc.life import check_free
+from telegrad.rpc.start.life import check_free
 
 _TensorPipeRpcBackendOptionsBase = TensorPipeRpcBackendOptions
 _is_tensorpipe_available = True

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 
-from telegrad.group.members import Members, WorkerInfo
-from telegrad.rpc.worker import Worker
+from telegrad._core.membership.members import Members, WorkerInfo
+from telegrad._core.worker.worker import Worker
 
 _LOOKS = 16  # how often the wait for the interpreter is measured, for an average
 

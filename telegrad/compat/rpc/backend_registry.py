@@ -6,16 +6,17 @@ import enum
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from telegrad._core.stores.group_keys import find_keys
+from telegrad._core.stores.sealed_store import SealedStore
+from telegrad._core.stores.stores import Meeting
+from telegrad._core.worker import current
 from telegrad.compat.missing import missing_from
 from telegrad.compat.rpc.agent import TensorPipeAgent
 from telegrad.compat.rpc.constants import DEFAULT_INIT_METHOD, DEFAULT_RPC_TIMEOUT_SEC
 from telegrad.compat.rpc.references import RRef
 from telegrad.errors import UsageError
-from telegrad.group.keys import find_keys
-from telegrad.group.sealing import SealedStore
-from telegrad.group.stores import Meeting
-from telegrad.rpc import RpcBackendOptions, TensorPipeRpcBackendOptions, current
-from telegrad.rpc.life import enter_group
+from telegrad.rpc import RpcBackendOptions, TensorPipeRpcBackendOptions
+from telegrad.rpc.start.life import enter_group
 
 __all__ = [
     "BackendType",

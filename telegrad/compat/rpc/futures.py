@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 import torch.futures
 
-from telegrad.agent import futures
+from telegrad._core.calls import futures
 
 T = TypeVar("T")
 S = TypeVar("S")

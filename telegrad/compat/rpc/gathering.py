@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
-from telegrad.atfork import renewed
+from telegrad._core.atfork import renewed
 
 
 class AllGatherStates:

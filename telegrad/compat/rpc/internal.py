@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from telegrad.agent.profiling import event_name
+from telegrad._core.calls.profiling import event_name
+from telegrad._core.pickling.pickling import decode, encode
+from telegrad._core.pickling.reducers import REDUCERS
 from telegrad.compat.missing import missing_from
 from telegrad.compat.rpc.references import not_by_hand
-from telegrad.wire.pickling import decode, encode
-from telegrad.wire.reducers import REDUCERS
 
 __all__ = ["PythonUDF", "RPCExecMode", "RemoteException", "deserialize", "serialize"]
 

@@ -8,19 +8,19 @@ from typing import Any
 
 import torch
 
-from telegrad.agent import profiling
-from telegrad.agent.compiling import not_compiled
-from telegrad.agent.futures import Future
+from telegrad._core.calls import profiling
+from telegrad._core.calls.compiling import not_compiled
+from telegrad._core.calls.futures import Future
+from telegrad._core.membership.members import WorkerInfo
+from telegrad._core.worker.prepared_call import Call
 from telegrad.compat import profiler
 from telegrad.compat.profiler import Session, fetch_report, profile_and_run
 from telegrad.compat.rpc.futures import Future as CallFuture
 from telegrad.compat.rpc.futures import translated
 from telegrad.errors import TelegradError, UnknownWorker, UsageError
-from telegrad.group.members import WorkerInfo
 from telegrad.rpc import api
 from telegrad.rpc.api import UNSET_RPC_TIMEOUT
 from telegrad.rpc.conversion import convert
-from telegrad.rpc.prepared_call import Call
 from telegrad.rpc.references import RRef
 
 To = str | int | WorkerInfo

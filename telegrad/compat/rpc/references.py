@@ -8,18 +8,19 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 
-from telegrad.agent.compiling import not_compiled
-from telegrad.agent.deadlines import DEFAULT
-from telegrad.agent.futures import Future
+from telegrad._core.calls.compiling import not_compiled
+from telegrad._core.calls.deadlines import DEFAULT
+from telegrad._core.calls.futures import Future
+from telegrad._core.host.live_objects import instances
+from telegrad._core.pickling.reducers import REDUCERS
+from telegrad._core.references.faults import DELETED
+from telegrad._core.references.letters import Id
+from telegrad._core.worker import current
+from telegrad._core.worker.values import opened
 from telegrad.compat.rpc import profiled
 from telegrad.errors import NotInitialized, NotOwner, RRefError, TelegradError, UsageError
-from telegrad.instances import instances
-from telegrad.rpc import current, references
+from telegrad.rpc import references
 from telegrad.rpc.references import Proxy
-from telegrad.rpc.values import opened
-from telegrad.rref.faults import DELETED
-from telegrad.rref.letters import Id
-from telegrad.wire.reducers import REDUCERS
 
 T = TypeVar("T")
 

@@ -10,10 +10,10 @@ from typing import Any
 
 from torch.autograd import profiler_legacy, profiler_util
 
-from telegrad.atfork import renewed
+from telegrad._core.atfork import renewed
+from telegrad._core.worker import current
 from telegrad.compat.missing import missing_from
 from telegrad.compat.profiler import Event, Options, Profiled
-from telegrad.rpc import current
 
 __all__: list[str] = []
 

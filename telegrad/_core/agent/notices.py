@@ -1,0 +1,54 @@
+"""Control messages of the layers above: of which classes there are, what they say on the wire, and who takes them."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from telegrad._core.agent.peer import Peer
+from telegrad._core.calls.attachments import GraphContext
+from telegrad._core.membership.members import Identity
+from telegrad._core.wire.messages import HAS_GRAPH, NOTICE, PATIENT, Message, append
+from telegrad._core.wire.packing import pack
+
+
+class Handlers:
+    """Those of one worker. They are given before anything can come."""
+
+    def __init__(self) -> None:
+        self._of: dict[str, tuple[Callable[..., Any], Callable[[Identity, Any], None]]] = {}  # by class
+
+    def add(self, message: type, handler: Callable[[Identity, Any], None]) -> None:
+        assert message.__name__ not in self._of, f"two kinds of messages are called {message.__name__}"
+        self._of[message.__name__] = message, handler
+
+    def take(self, sender: Identity, message: tuple[Any, ...], tensors: Sequence[Tensor]) -> None:
+        """One has come."""
+        kind, *fields = message
+        if tensors:
+            fields[-1] = tensors
+        make, handler = self._of[kind]
+        handler(sender, make(*fields))
+
+
+def notice_to(
+    peer: Peer,
+    message: tuple[Any, ...],
+    tensors: Sequence[Tensor],
+    context: GraphContext | None,
+    patient: bool,
+    as_arguments: bool,
+) -> Message:
+    """What goes to a worker: see `Agent.notify`."""
+    body = pickle.dumps((type(message).__name__, *message), 5)  # a class takes longer than all its fields
+    notice = Message(NOTICE, 0, PATIENT if patient else 0)
+    if tensors:
+        notice.meta, notice.blobs = pack(tensors, peer.places.calls if as_arguments else peer.places.gradients)
+    if context is not None:
+        notice.flags |= HAS_GRAPH
+        body = append(body, context.sent(tensors, peer.identity, type(message), True))
+    notice.body = body
+    return notice

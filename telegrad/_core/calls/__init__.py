@@ -1,0 +1,1 @@
+"""What every call has, whoever runs it: futures, deadlines, cancelling, context, names, profiling."""

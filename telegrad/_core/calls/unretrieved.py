@@ -1,0 +1,60 @@
+"""Failures that nobody has looked at: the log tells of them, as nobody else will."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from time import monotonic
+from typing import Any, NoReturn
+
+from telegrad._core.pickling.exceptions import fresh
+from telegrad.errors import CallCancelled, ShutDown
+
+QUIET = 5.0  # seconds in which the like of a failure that was seen is not told: `collect_all` shows one of several
+REMEMBERED = 256
+
+log = logging.getLogger("telegrad")
+
+_seen: dict[tuple[str, str], float] = {}  # when the program, or the log, was last told of such a failure
+
+
+class Unseen:
+    """The failure of a future; where it is dropped before it was `seen`, the log tells of it."""
+
+    __slots__ = ("_about", "kind", "seen", "text")
+
+    def __init__(self, about: str, error: BaseException) -> None:
+        """`about` is what has failed, as users know it."""
+        self.seen: bool = isinstance(error, ShutDown | CallCancelled)  # which this program has asked for
+        self._about = about
+        self.kind: str = type(error).__name__
+        try:
+            self.text: str = str(error)
+        except Exception:
+            self.text = "(its text could not be made)"
+
+    def __repr__(self) -> str:
+        return f"{self.kind} of {self._about}"
+
+    def raise_fresh(self, error: Any) -> NoReturn:
+        """Raise the error of the future anew; from here on it is seen."""
+        self.seen = True
+        self._note()
+        raise fresh(error)
+
+    def _note(self) -> bool:
+        """Whether the like of it was not seen lately."""
+        now, key = monotonic(), (self.kind, self._about.partition(" on worker ")[0])
+        before = _seen.get(key, -QUIET)
+        if len(_seen) >= REMEMBERED:
+            _seen.clear()
+        _seen[key] = now
+        return now - before >= QUIET
+
+    def __del__(self) -> None:
+        if not self.seen and not sys.is_finalizing() and self._note():
+            log.error(
+                "telegrad: %s failed, and nobody has looked: wait for its future (or use its reference) to see the "
+                "error, or give the future a callback\n%s: %s",
+                *(self._about, self.kind, self.text),
+            )

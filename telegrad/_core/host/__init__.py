@@ -1,0 +1,1 @@
+"""What the host gives to a process, and its limits: private and secret files, open files, memory."""

@@ -1,0 +1,99 @@
+"""Where the workers of a group meet that run in the processes of a Ray cluster, its driver's among them.
+
+Ray tells a process no rank: the group is dynamic. An actor with a name keeps its directory, one for each job: the first
+worker has Ray start it, on the head node, without which a cluster ends. It ends a minute after the last worker: it is
+detached, since else it would end with the process that happened to start it. Ray starts it again where it was killed;
+its directory is a process that outlives it, and the actor finds that by a note (`finding.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable
+from time import monotonic, sleep
+from typing import Any
+
+import torch.distributed as dist
+
+from telegrad._core.directory.protocol import DirectoryLost
+from telegrad._core.host.private_files import create_once, state_folder
+from telegrad._core.membership.registry import Registry
+from telegrad._core.security.keyring import Keyring, new_key
+from telegrad._core.stores.find_directory import Keeping, Pointer, connect, note, noted
+from telegrad._core.stores.sealed_store import SealedStore
+from telegrad._core.stores.stores import LONGEST, Meeting
+from telegrad._core.threads import Thread
+from telegrad.errors import StoreUnreachable
+
+NAMESPACE = "telegrad"  # of the actors' names, which have the job's number in them
+IDLE = 60.0  # seconds without workers until the directory ends
+LOOK = 5.0  # seconds between two looks whether there are any
+HEAD, LITTLE = "node:__internal_head__", 0.001  # what Ray calls its head node, as a resource of 1
+
+
+def has_started_this_process() -> bool:
+    """Return True if this process is one of Ray's, its driver included."""
+    ray = sys.modules.get("ray")
+    return ray is not None and ray.is_initialized()
+
+
+def is_driver() -> bool:
+    """Whether it is no worker that Ray has started, but a program that is connected to Ray."""
+    ray: Any = sys.modules["ray"]
+    return bool(ray.get_runtime_context().worker.mode != ray.WORKER_MODE)
+
+
+def meet(timeout: float, given: Keyring | None) -> Meeting:
+    """Find the directory of this job's group, with the keys that are given, else with the one that its keeper has made.
+
+    Raises:
+        StoreUnreachable: Ray did not start the actor that keeps it, or it cannot be reached from here.
+    """
+    ray: Any = sys.modules["ray"]
+    name = f"telegrad-{ray.get_runtime_context().get_job_id()}"
+    at_head = {HEAD: LITTLE} if HEAD in ray.cluster_resources() else {}
+    known = {"name": name, "namespace": NAMESPACE, "get_if_exists": True, "lifetime": "detached", "max_restarts": -1}
+    actor = ray.remote(Keeper).options(**known, num_cpus=0, resources=at_head)
+    try:
+        text, made = ray.get(actor.remote(name, given).place.remote(), timeout=min(timeout, LONGEST))
+    except ray.exceptions.RayError as error:
+        raise StoreUnreachable(
+            f"the actor {name!r}, which keeps the directory of this job's group, did not start within {timeout:g} s "
+            f"({type(error).__name__}): is Telegrad installed on the cluster's head node? `ray list actors` tells more"
+        ) from error
+    keys = given or Keyring([made], source="the actor that keeps the directory of this job's group")
+    pointer = Pointer.from_json(text)
+    store = SealedStore(dist.HashStore(), keys)
+    meeting = Meeting(store, pointer.host, -1, None, directory=lambda: connect(pointer, keys), launched=True)
+    return meeting._replace(file=f"the actor {name!r}")
+
+
+class Keeper:
+    """The actor that keeps the directory, and makes the key of the job's group, which Ray carries to its workers."""
+
+    def __init__(self, name: str, given: Keyring | None) -> None:
+        """`given` are the keys of the first worker, if its program or its environment says any."""
+        ray: Any = sys.modules["ray"]
+        host = ray.util.get_node_ip_address()
+        self._made = create_once(state_folder() / name, new_key())  # also where this actor is started again
+        self._keys = given or Keyring([self._made])
+        self._keeping = Keeping(self._keys, host, noted(name))
+        note(name, self._keeping.pointer)
+        self._needed = monotonic()  # the last time that it was; no lock: a float is loaded and stored as a whole
+        end = lambda: ray.kill(ray.get_actor(name, NAMESPACE))  # noqa: E731 - of itself, which Ray takes for no failure
+        Thread(target=self._watch, args=(end,), name="telegrad-keeper").start()
+
+    def place(self) -> tuple[str, bytes]:
+        """Return where the directory is, and the key of a group to which none is given."""
+        self._needed = monotonic()
+        return self._keeping.pointer.to_json(), self._made
+
+    def _watch(self, end: Callable[[], None]) -> None:
+        registry = Registry(connect(self._keeping.pointer, self._keys), "")
+        while monotonic() - self._needed < IDLE:
+            sleep(LOOK)
+            with contextlib.suppress(DirectoryLost):
+                if registry.roster().members:
+                    self._needed = monotonic()
+        end()

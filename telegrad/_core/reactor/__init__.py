@@ -1,0 +1,1 @@
+"""The threads of a worker: one reads the connections and runs short work, others run the rest."""

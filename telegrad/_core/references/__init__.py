@@ -1,0 +1,1 @@
+"""Distributed reference counting: a pure protocol, and the table of one worker that runs it."""

@@ -1,0 +1,1 @@
+"""Connections between two workers: made, accepted, read, written, watched, and ended."""

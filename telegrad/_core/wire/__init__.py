@@ -1,0 +1,1 @@
+"""Messages between two workers as bytes: frames, the fields of each kind of message, tensors taken apart."""

@@ -1,0 +1,184 @@
+"""FSDP modules (`fully_shard`) inside of a context: the gradients of their sharded parameters are the context's.
+
+The graph leads to unsharded parameters, which belong to FSDP. FSDP takes their gradients out of `.grad`, reduces them
+over all ranks, and adds the results to `.grad` of the sharded parameters, which belong to the user. It does so in a
+node at the inputs of each module, and for the rest in a callback that torch's engine calls at the end of its pass.
+
+So a hook puts the gradient of an unsharded parameter into its `.grad`, at the moment at which the engine would do so
+without a context. While the graph runs, `.grad` of a sharded parameter shows its gradient in the context, and FSDP adds
+to that. The callback is called once all nodes of the module have run, since a pass calls the engine several times.
+
+All ranks must call the same collectives in the same order, but the messages that bring gradients come to each rank in
+another order. So all nodes of a module must wait for the same messages: they run in one step then, in the engine's
+order. A pass where they do not is refused before any of them runs. All ranks refuse it, so none waits for another.
+
+The names of FSDP that are used here are private. Where a version of torch lacks one, no module is found, and `guard`
+refuses the callback.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from telegrad.autograd.engine import guard
+from telegrad.autograd.engine.gradients import Gradients, total
+from telegrad.autograd.engine.replicas import showing
+from telegrad.errors import UsageError
+
+Node = Any
+
+
+class ShardedModule:
+    """The modules below one root of FSDP: torch has one object, `root`, that their states share."""
+
+    def __init__(self, root: Any) -> None:
+        self.root = root
+        self.reduces = root.is_last_backward  # the gradients of each pass by the end of it
+        self.groups: list[Any] = []  # of parameters, each of which FSDP gathers and reduces as one
+        self.sharded: list[Tensor] = []
+        self.unsharded: list[Tensor] = []  # of those groups that have been gathered
+
+    def add(self, group: Any) -> None:
+        """Take in a group of parameters."""
+        self.groups.append(group)
+        self.reduces &= group.reduce_grads and group.all_reduce_grads
+        self.sharded += [each.sharded_param for each in group.fsdp_params]
+        self.unsharded += [each._unsharded_param for each in group.fsdp_params if hasattr(each, "_unsharded_param")]
+
+
+def sharded_modules() -> list[ShardedModule]:
+    """Return the FSDP modules of this process, by their roots; none where this version of torch has other names."""
+    states: Any = sys.modules.get("torch.distributed._composable_state")
+    if states is None:
+        return []
+    found: dict[Any, ShardedModule] = {}
+    try:
+        for state in {reference() for reference in list(states._module_state_mapping.data.values())}:
+            groups = getattr(state, "_fsdp_param_groups", None)
+            for group in [getattr(state, "_fsdp_param_group", None)] if groups is None else groups:  # torch 2.11
+                if group is not None:
+                    found.setdefault(state._state_ctx, ShardedModule(state._state_ctx)).add(group)
+    except AttributeError:
+        return []
+    return list(found.values())
+
+
+def unsharded_ids(modules: Iterable[ShardedModule]) -> set[int]:
+    """Return the ids of the parameters whose gradients go to FSDP."""
+    return {id(leaf) for module in modules for leaf in module.unsharded}
+
+
+class ShardedPart:
+    """The FSDP modules whose nodes a pass may run on this worker."""
+
+    def __init__(self, modules: Sequence[ShardedModule], entries: Mapping[int, Iterable[Node]]) -> None:
+        """Gradients come in at the nodes of `entries`: of 0 as the pass begins, of the others in messages.
+
+        Raises:
+            UsageError: FSDP cannot do its part in this pass.
+        """
+        waits = _waits(modules, entries)
+        self._nodes = {root: list(nodes) for root, nodes in waits.items()}
+        self._modules = [module for module in modules if module.root in self._nodes]
+        self._callbacks: dict[Any, Callable[[], None]] = {}
+        _check_order(waits.values())
+        if not all(module.reduces for module in self._modules):
+            raise UsageError(
+                "an FSDP module (fully_shard) that does not reduce its gradients in each backward pass would take them "
+                "from one autograd context into the next: leave set_requires_gradient_sync, set_requires_all_reduce "
+                "and set_is_last_backward at True. Passes of one context are added up"
+            )
+
+    def __bool__(self) -> bool:
+        return bool(self._nodes)
+
+    @contextlib.contextmanager
+    def running(self, gradients: Gradients) -> Iterator[None]:
+        """Inside, FSDP finds gradients where it looks for them, and those that it makes are the context's."""
+        unsharded = [leaf for module in self._modules for leaf in module.unsharded if leaf.requires_grad]
+        with showing, contextlib.ExitStack() as stack:
+            for leaf in unsharded:
+                stack.callback(leaf.register_hook(partial(_give, leaf)).remove)  # type: ignore[no-untyped-call]
+            for parameter in (parameter for module in self._modules for parameter in module.sharded):
+                stack.callback(_take_back, gradients, parameter, parameter.grad)
+                parameter.grad = gradients.take(parameter)
+            stack.callback(setattr, guard, "take_callback", guard.take_callback)
+            guard.take_callback = self._take_callback
+            try:
+                yield
+            except BaseException:
+                for leaf in unsharded:
+                    leaf.grad = None  # FSDP would add it to those of the next pass
+                raise
+
+    def _take_callback(self, callback: Any) -> bool:
+        root = getattr(getattr(callback, "__self__", None), "_state_ctx", None)
+        if root not in self._nodes:
+            return False
+        self._callbacks[root] = callback
+        return True
+
+    def finish(self, settled: Callable[[Node], bool]) -> None:
+        """Call FSDP's callbacks for the modules of which all nodes are `settled` and have run."""
+        for root in [root for root in self._callbacks if all(map(settled, self._nodes[root]))]:
+            self._callbacks.pop(root)()
+
+
+def _give(leaf: Tensor, gradient: Tensor) -> Tensor:
+    """Give FSDP the gradient of an unsharded parameter; the pass, which has no use for it, gets one without memory."""
+    with torch.no_grad():
+        leaf.grad = gradient if leaf.grad is None else leaf.grad + gradient
+        return torch.zeros((), dtype=gradient.dtype, device=gradient.device).expand(gradient.shape)
+
+
+def _take_back(gradients: Gradients, parameter: Tensor, before: Tensor | None) -> None:
+    """Have the context take what FSDP has left in `.grad`, besides what has come there meanwhile by other ways."""
+    made, parameter.grad = parameter.grad, before
+    if made is not None:
+        other = gradients.take(parameter)
+        gradients.replace(parameter, made if other is None else total(made, other))
+
+
+def _waits(modules: Iterable[ShardedModule], entries: Mapping[int, Iterable[Node]]) -> dict[Any, dict[Node, set[int]]]:
+    """Return, by roots, the nodes of modules with the messages that each waits for."""
+    owners = {id(each): module.root for module in modules for each in (*module.groups, *module.unsharded)}
+    waits: dict[Any, dict[Node, set[int]]] = {}
+    if not owners:  # most processes have none: spare them a walk in Python over the graph behind each entry
+        return waits
+    for entry, starts in entries.items():
+        for node in _behind(starts):
+            own = getattr(node, "variable", None), getattr(node, "param_group", None)
+            for root in (owners[id(each)] for each in own if id(each) in owners):
+                waits.setdefault(root, {}).setdefault(node, set()).update([entry] if entry else [])
+    return waits
+
+
+def _behind(starts: Iterable[Node]) -> set[Node]:
+    stack = list(starts)
+    seen: set[Node] = set()
+    while stack:
+        node = stack.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            stack += [following for following, _ in node.next_functions]
+    return seen
+
+
+def _check_order(waits: Iterable[Mapping[Node, set[int]]]) -> None:
+    """Raise UsageError where nodes may run in an order that is another on other ranks."""
+    kinds = [{frozenset(messages) for messages in nodes.values()} for nodes in waits]
+    if any(len(each) > 1 for each in kinds) or len(set().union(*kinds) - {frozenset()}) > 1:
+        raise UsageError(
+            "the gradients of FSDP modules (fully_shard) come from other workers in several messages, which may come "
+            "to each rank in another order, and all ranks must reduce in the same. Send the outputs of the modules in "
+            "one call, and begin an autograd context for each forward pass. A module that makes a remote call in the "
+            "middle has to be several: apply fully_shard to what is before the call and to what is behind it, each "
+            "for itself"
+        )

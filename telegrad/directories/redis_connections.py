@@ -1,0 +1,139 @@
+"""Sessions with one Redis server: each is checked before its first operation, and each operation has a limit.
+
+redis-py brings the protocol and the sockets. Its pool is not used: its limits are for each step alone, not for an
+operation, and it does not tell whether a command that failed had been sent. Both matter here, since a compare-and-set
+must not be sent twice.
+"""
+
+from __future__ import annotations
+
+import ssl
+import time
+from collections.abc import Callable
+from typing import Any
+
+from telegrad._core.directory.protocol import DirectoryRefused
+from telegrad._core.directory.sessions import Unanswered, Unsent
+from telegrad._core.host.private_files import reason
+from telegrad._core.security.tls import load_own
+from telegrad.directories.redis_settings import RIGHTS, Address, find_faults, parse_info
+from telegrad.errors import TelegradError, UsageError
+
+try:
+    import redis
+    from redis import exceptions
+except ImportError as error:
+    raise ImportError("the directory on Redis needs redis-py: pip install 'telegrad[redis]'") from error
+
+ServerError = exceptions.RedisError  # a reply, such as OOM, READONLY or BUSY
+ScriptFailed, ScriptUnknown = exceptions.ResponseError, exceptions.NoScriptError
+_BROKEN = (exceptions.ConnectionError, exceptions.TimeoutError, OSError)
+
+
+class RedisSession:
+    """A connection to the server."""
+
+    def __init__(self, address: Address, patience: float, attach: Callable[[RedisSession, str], None]) -> None:
+        """`attach` is the first operation, and is given the server's `run_id`."""
+        self.deadline = 0.0  # of the operation
+        self._address, self._attach = address, attach
+        self._is_checked = False
+        options: dict[str, Any] = {
+            "host": address.host,
+            "port": address.port,
+            "protocol": 2,
+            "socket_timeout": patience,
+            "driver_info": None,  # else redis-py tells it to the server at once, for which the deadline would not hold
+        }
+        if address.tls is None:
+            self._connection = redis.Connection(**options)
+        else:
+            options |= {"ssl_cert_reqs": "required", "ssl_check_hostname": True, **address.tls}
+            self._connection = redis.SSLConnection(**options)
+
+    def open(self, deadline: float) -> None:
+        """Connect and check the server: it may be another one than before, or have other settings."""
+        self.deadline = deadline
+        self._connection.socket_connect_timeout = max(0.001, deadline - time.monotonic())
+        try:
+            self._connection.connect()
+            self._attach(self, self._check())
+            self._is_checked = True
+        except TelegradError:  # some are OSErrors, too
+            raise
+        except exceptions.AuthenticationError as error:
+            raise DirectoryRefused(
+                f"the Redis server at {self._address} refuses the login ({error}): give its user and password in the "
+                "URL"
+            ) from None
+        except _BROKEN as error:
+            raise Unsent(str(error)) from None
+        except exceptions.RedisError as error:
+            if isinstance(error, exceptions.NoPermissionError) or "unknown command" in str(error):
+                raise DirectoryRefused(
+                    f"the Redis server at {self._address} refuses what a directory needs ({error}): allow the user "
+                    f"{RIGHTS} by ACL SETUSER. A server that has no CONFIG cannot be used, since it cannot be checked"
+                ) from None
+            raise
+
+    def usable(self) -> bool:
+        try:
+            return not self._connection.can_read()
+        except _BROKEN:
+            return False
+
+    def interrupt(self) -> None:
+        """Do nothing: no command waits for longer than a second."""
+
+    def close(self) -> None:
+        self._connection.disconnect()
+
+    def ask(self, *command: bytes | str | int) -> Any:
+        """Send a command and return its reply: bytes, numbers, None and lists of these.
+
+        The deadline holds for the beginning of the reply. The socket's own limit, which is the patience as well, holds
+        for sending and for gaps in a reply, so a server that stops in the middle of one is noticed a patience later.
+
+        Raises:
+            Unanswered: no reply has come.
+            ServerError: the server refuses the command.
+        """
+        try:
+            self._connection.send_command(*command)
+            if not self._connection.can_read(max(0.0, self.deadline - time.monotonic())):
+                raise Unanswered("no reply")
+            return self._connection.read_response()
+        except exceptions.AuthenticationError as error:  # a ConnectionError of redis-py
+            if self._is_checked:  # a password was set since
+                raise Unsent(str(error)) from None
+            raise
+        except _BROKEN as error:
+            raise Unanswered(str(error)) from None
+
+    def _check(self) -> str:
+        """Log in, and return the `run_id` of a server that can hold a directory."""
+        if self._address.login:
+            self.ask("AUTH", *self._address.login)
+        if self._address.db:
+            self.ask("SELECT", self._address.db)
+        info = parse_info(self.ask("INFO").decode(errors="replace"))
+        settings = [text.decode(errors="replace") for text in self.ask("CONFIG", "GET", "*append*")]
+        if faults := find_faults(info, dict(zip(settings[::2], settings[1::2], strict=True))):
+            raise DirectoryRefused(f"the Redis server at {self._address} cannot hold a directory: {'; '.join(faults)}")
+        return info["run_id"]
+
+
+def check_own(address: Address) -> None:
+    """Load the client's certificate as redis-py will.
+
+    redis-py does not look who else may read the key, and would ask for a passphrase.
+    """
+    tls = address.tls or {}
+    if certificate := tls.get("ssl_certfile"):
+        private_key = tls.get("ssl_keyfile", certificate)
+        try:
+            load_own(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), certificate, private_key)
+        except OSError as error:
+            raise UsageError(
+                f"the certificate {certificate!r} for Redis with key {private_key!r} cannot be used: {reason(error)}"
+            ) from error

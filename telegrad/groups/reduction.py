@@ -1,0 +1,136 @@
+"""Reductions: the workers of a group combine what a function gives on each, and one value comes back.
+
+They do so along a tree. The first worker is its root; those behind it are cut into parts of about one size, each a tree
+below the root. Each worker calls itself with the function, and the roots below it with what it was called with. Then it
+combines its own value and theirs, which keeps the order of the group, and answers with the result and with the errors
+of all workers that failed below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import reduce
+from itertools import pairwise
+from typing import Any
+
+from telegrad._core import checks
+from telegrad._core.agent.agent import Agent
+from telegrad._core.agent.fanout import EachCall
+from telegrad._core.calls.call_names import known_as, user_name
+from telegrad._core.calls.deadlines import limit_of
+from telegrad._core.calls.futures import Future
+from telegrad._core.membership.members import WorkerInfo
+from telegrad._core.pickling.exceptions import describe, rebuild
+from telegrad._core.worker import current
+from telegrad._core.worker.prepared_call import Call
+from telegrad.errors import CallTimeout, PeerLost, UsageError
+from telegrad.groups.group_calls import GroupFuture, group_error
+
+BRANCHES = 3  # a level costs as many values as these, and there are log(n) / log(BRANCHES) of them: least for e
+SPARE, ENOUGH = 0.05, 0.5  # of its own time, or else seconds, that a worker keeps to tell which one below it was late
+
+Combine = Callable[[Any, Any], Any]
+Combined = tuple[list[Any], dict[str, bytes]]  # the one value, or none where all failed; descriptions of errors
+
+
+def begin(version: int, workers: Sequence[WorkerInfo], call: Call, timeout: float, combine: Combine) -> GroupFuture:
+    """Call all of them along a tree."""
+    checks.function("reduce", combine, "a function of two values, such as torch.add")
+    agent = current.agent()
+    limit = limit_of(timeout, agent.timeout)
+    asked = call.function if call.asked is None else call.asked
+    future = ReducedFuture(agent, version, [worker.name for worker in workers], user_name(asked))
+    args = future.workers, call.function, call.args, call.kwargs, combine, limit
+    root = EachCall(future._slots[0], future.workers[0], call.keeps)
+    agent.call_each([root], reduced, args, None, limit, asked)
+    return future
+
+
+class ReducedFuture(GroupFuture):
+    """A future of one value, which the workers of a group make together."""
+
+    def __init__(self, agent: Agent, version: int, workers: Sequence[str], about: str) -> None:
+        super().__init__(agent, version, workers, workers[:1], about)
+        self._errors: dict[str, BaseException] = {}  # stored before this is done
+
+    def _end(self) -> None:
+        (root,) = self._slots
+        values, errors = root.value if root.error is None else ([], _lost(root.error, self.workers))
+        self._errors = {name: rebuild(error) for name, error in errors.items()}
+        if self._errors:
+            error = group_error(self._function, self._errors, len(self.workers), {})
+            error.reduced = next(iter(values), None)
+            self.set_exception(error)
+        else:
+            self._agent.streams.adopt(values[0])
+            self.set_result(values[0])
+
+    def errors(self) -> dict[str, BaseException]:
+        """The errors of those that failed, by worker; waits for all."""
+        self._wait_for_all()
+        return dict(self._errors)
+
+    def _check_has_several(self) -> None:
+        raise UsageError(
+            "the values of a reduction have come together on their way: wait() gives the one that there is"
+        )
+
+
+@known_as("a reduction")
+def reduced(workers: list[str], function: Any, args: Any, kwargs: Any, combine: Combine, timeout: float) -> Combined:
+    """Reduce the tree below this worker, one of these; `timeout` is that of the caller of all."""
+    agent = current.agent()
+    tree, depth = tree_of(len(workers), workers.index(agent.name))
+    limit = timeout
+    for _ in range(depth + 1):  # each level has less time than the one above; 0 is no limit
+        limit -= max(SPARE * limit, min(ENOUGH, limit / 4))
+    below = parts(tree)
+    own: Future[Any] = Future()
+    coming: list[Future[Combined]] = [Future() for _ in below]
+    heads = [workers[part.start] for part in below]
+    given = workers, function, args, kwargs, combine, timeout
+    agent.call_each(map(EachCall, coming, heads), reduced, given, None, limit, function)
+    agent.call_each([EachCall(own, agent.name)], function, args, kwargs, limit)
+    errors: dict[str, bytes] = {}
+    values: list[Any] = []
+    try:
+        values.append(own.wait())
+    except Exception as error:
+        errors[agent.name] = describe(error, agent.name)
+    for part, future in zip(below, coming, strict=True):
+        try:
+            more, failed = future.wait()
+            values += more
+            errors |= failed
+        except Exception as error:
+            errors |= _lost(error, [workers[place] for place in part])
+    try:
+        return ([reduce(combine, values)] if values else []), errors
+    except Exception as error:
+        errors[agent.name] = describe(error, agent.name, user_name(combine))
+        return [], errors
+
+
+def _lost(error: BaseException, workers: Sequence[str]) -> dict[str, bytes]:
+    """Return the errors of a tree whose root, the first of these, did not answer."""
+    root, *below = workers
+    kind = CallTimeout if isinstance(error, CallTimeout) else PeerLost
+    why = kind(f"what it gave was lost on its way over worker {root!r}, which failed: {type(error).__name__}")
+    return {root: describe(error, root)} | {name: describe(why, root) for name in below}
+
+
+def parts(tree: range) -> list[range]:
+    """Return the trees right below the root of a tree of places in the group."""
+    first, rest = tree.start + 1, len(tree) - 1
+    count = min(BRANCHES, rest)
+    cuts = [first + rest * each // count for each in range(count + 1)] if count else [first]
+    return [range(start, stop) for start, stop in pairwise(cuts)]
+
+
+def tree_of(size: int, place: int) -> tuple[range, int]:
+    """Return the tree whose root is a place, in that of `size` places; and how deep in it that is."""
+    tree, depth = range(size), 0
+    while tree.start != place:
+        tree = next(part for part in parts(tree) if place in part)
+        depth += 1
+    return tree, depth

@@ -1,0 +1,1 @@
+"""What other tools read: traces, metrics, events, graphs."""

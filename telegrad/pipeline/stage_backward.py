@@ -1,0 +1,239 @@
+"""The backward of one stage for one micro-batch, by torch's own engine, as a whole or in two steps.
+
+What comes into a stage hangs on a `StageInput`, whose gradients go back to where it came from. The engine is asked for
+them and for those of the leaves, so nothing touches `.grad`. In two steps it is asked for those of the inlet first, and
+for those that come to each junction on the way, a node where a way to weights leaves that to the inlet; then, from each
+junction, for those of its weights.
+
+Graphs that have more to them than the engine may decide on are run by a pass of `telegrad.autograd`: those that lead to
+other workers, and those with hooks on leaves, which shall see a whole gradient.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from sys import getrefcount
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from telegrad.autograd.engine import replicas, sharded
+from telegrad.autograd.engine.edges import edge_of, run_backward
+from telegrad.autograd.engine.engine import KINDS, UNSHARED
+from telegrad.autograd.engine.gradients import Gradients
+from telegrad.autograd.engine.node_calls import is_function
+from telegrad.autograd.engine.schedule import PLAIN
+
+Node = Any
+
+
+class _StageInput(torch.autograd.Function):
+    """What came into a stage. Its input is an empty leaf, so that a pass of `telegrad.autograd` comes here."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, inlet: StageInput, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        ctx.inlet = weakref.ref(inlet)  # else the two would hold each other, and what has come
+        ctx.set_materialize_grads(False)
+        return tuple(tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None]:
+        inlet = ctx.inlet()
+        if inlet is not None:  # whoever wants the gradients holds it
+            inlet.gradients = gradients
+        return None, None, None
+
+
+_apply: Callable[..., Sequence[Tensor]] = super(
+    torch.autograd.Function, _StageInput
+).apply  # without looking for transforms
+
+
+class StageInput:
+    """Tensors that require gradients and have come into a stage, with a history that begins here."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.tensors = _apply(torch.empty(0, requires_grad=True), self, [tensor.detach() for tensor in tensors])
+        node: Any = self.tensors[0].grad_fn
+        self.node: Node = node
+        self.edges = [GradientEdge(node, number) for number in range(len(tensors))]
+        self.gradients: Sequence[Tensor | None] = [None] * len(tensors)
+
+
+class _SeedGradients(torch.autograd.Function):
+    """A root whose backward begins with gradients that are there already."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: Sequence[Tensor], *outputs: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+        return (None, *ctx.gradients)
+
+
+def root_of(outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> Tensor:
+    """Where backward begins for outputs whose gradients are there."""
+    root: Tensor = _SeedGradients.apply(gradients, *outputs)  # type: ignore[no-untyped-call]
+    return root
+
+
+class _Graph(NamedTuple):
+    """What a graph leads to, besides the inlet."""
+
+    leaves: list[Node]
+    nodes: list[Node]  # all others, each behind those that it leads to
+    is_plain: bool  # torch's engine alone can run it
+
+
+def _find_leaves(starts: Iterable[Node], inlet: Node | None) -> _Graph:
+    leaves: list[Node] = []
+    nodes: list[Node] = []
+    is_plain = True
+    averaged = replicas.replicated() | sharded.unsharded_ids(sharded.sharded_modules())
+    seen = {None, inlet}
+    stack = [(node, False) for node in starts]
+    while stack:
+        node, left = stack.pop()
+        if left:
+            nodes.append(node)
+        elif node not in seen:
+            seen.add(node)
+            kind = KINDS.get(type(node))
+            if kind is None:
+                stack.append((node, True))
+                stack += [(following, False) for following, _ in node.next_functions]
+            elif kind(node) == PLAIN and id(node.variable) not in averaged:
+                leaves.append(node)
+            else:
+                is_plain = False
+    return _Graph(leaves, nodes, is_plain)
+
+
+def _junctions_of(graph: _Graph, inlet: Node | None) -> tuple[set[Node], list[Node]]:
+    """Which nodes lead to the inlet, and of these the ones where a way to weights leaves that."""
+    lead = set() if inlet is None else {inlet}
+    to_weights = set(graph.leaves)
+    junctions = []
+    for node in graph.nodes:
+        following = {each for each, _ in node.next_functions}
+        aside = not to_weights.isdisjoint(following - lead)
+        if not lead.isdisjoint(following):
+            lead.add(node)
+            if aside:
+                junctions.append(node)
+        elif aside:
+            to_weights.add(node)
+    return lead, junctions
+
+
+class _Junction(NamedTuple):
+    """Where a backward of weights begins."""
+
+    edges: list[GradientEdge]
+    gradients: list[Tensor]
+    leaves: list[Node]
+
+
+class Backward:
+    """That of a stage and a micro-batch, once it has been forward."""
+
+    def __init__(
+        self,
+        sums: Gradients,
+        outputs: Sequence[Tensor],
+        inlet: StageInput | None,
+        run_distributed: Callable[[Tensor], None],
+    ) -> None:
+        """`outputs` are those that require gradients; `run_distributed` runs a pass of `telegrad.autograd` from a root.
+
+        The gradients of leaves are added to `sums`.
+        """
+        self.outputs = outputs
+        self._sums = sums
+        self._inlet = inlet
+        self._run_distributed = run_distributed
+        self._edges: list[GradientEdge] = []  # where it begins, with what
+        self._entering: list[Tensor] = []
+        self._junctions: list[_Junction] = []  # for the second step
+
+    def run(self, gradients: Sequence[Tensor | None], in_steps: bool = False) -> Sequence[Tensor | None]:
+        """From the gradients of the outputs those of the inlet, and those of leaves, `in_steps` maybe not yet."""
+        there = [(output, each) for output, each in zip(self.outputs, gradients, strict=True) if each is not None]
+        inlet, self.outputs = self._inlet, ()
+        if there:
+            outputs, self._entering = [output for output, _ in there], [gradient for _, gradient in there]
+            self._edges = list(map(edge_of, outputs))
+            graph = _find_leaves([edge.node for edge in self._edges], inlet and inlet.node)
+            if not graph.is_plain:
+                self._run_distributed(root_of(outputs, self._entering))
+            elif not (in_steps and self._run_first(graph)):
+                found = self._run(self._edges, self._entering, graph.leaves, inlet.edges if inlet is not None else [])
+                if inlet is not None:
+                    inlet.gradients = found
+        return inlet.gradients if inlet is not None else ()
+
+    def _run(
+        self, edges: list[GradientEdge], entering: list[Tensor], leaves: list[Node], others: list[GradientEdge]
+    ) -> Sequence[Tensor | None]:
+        """Add up what comes to leaves; what comes to the others."""
+        wanted = [*(GradientEdge(leaf, 0) for leaf in leaves), *others]
+        if not wanted:
+            return ()
+        given = run_backward(edges, entering, wanted, False, False)
+        self._add(leaves, given)
+        return given[len(leaves) :]
+
+    def _add(self, leaves: list[Node], given: Sequence[Tensor | None]) -> None:
+        for leaf, gradient in zip(leaves, given, strict=False):
+            if gradient is not None:
+                shared = getrefcount(gradient) > UNSHARED
+                self._sums.add(leaf.variable, gradient, False, shared)
+
+    # In two steps
+
+    def _run_first(self, graph: _Graph) -> bool:
+        """Take the first step, unless there cannot be two.
+
+        Nodes in Python are not run twice, and gradients of weights that several junctions share cannot be told apart.
+        """
+        inlet = self._inlet
+        lead, nodes = _junctions_of(graph, inlet and inlet.node)
+        roots = list(zip(self._edges, self._entering, strict=True))
+        apart = [(edge, gradient) for edge, gradient in roots if edge.node not in lead]
+        aside = [_find_leaves([each for each, _ in node.next_functions if each not in lead], None) for node in nodes]
+        alone = _find_leaves([edge.node for edge, _ in apart], None)
+        if any(map(is_function, nodes)) or sum(len(each.leaves) for each in (*aside, alone)) > len(graph.leaves):
+            return False
+        if apart:
+            self._junctions.append(
+                _Junction([edge for edge, _ in apart], [gradient for _, gradient in apart], alone.leaves)
+            )
+        if inlet is not None and len(apart) < len(roots):
+            edges = [[GradientEdge(node, number) for number in range(len(node._input_metadata))] for node in nodes]
+            wanted = [*inlet.edges, *(edge for own in edges for edge in own)]
+            given = iter(run_backward(self._edges, self._entering, wanted, True, False))
+            inlet.gradients = [next(given) for _ in inlet.edges]
+            for own, weights in zip(edges, aside, strict=True):
+                came = [(edge, gradient) for edge in own if (gradient := next(given)) is not None]
+                self._junctions.append(
+                    _Junction([edge for edge, _ in came], [each for _, each in came], weights.leaves)
+                )
+        return True
+
+    def run_weights(self) -> None:
+        """The second step, where there are two."""
+        junctions, self._junctions = self._junctions, []
+        for junction in junctions:
+            wanted = [*(GradientEdge(leaf, 0) for leaf in junction.leaves), *junction.edges]
+            given = run_backward(junction.edges, junction.gradients, wanted, True, False)
+            passed = given[len(junction.leaves) :]
+            if any(one is not other for one, other in zip(passed, junction.gradients, strict=True)):
+                # A hook of a tensor has changed, for the second time, what comes here: once more, from the beginning.
+                wanted = [GradientEdge(leaf, 0) for leaf in junction.leaves]
+                given = run_backward(self._edges, self._entering, wanted, True, False)
+            self._add(junction.leaves, given)

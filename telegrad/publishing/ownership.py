@@ -1,0 +1,48 @@
+"""The claim with which a worker owns a published value, and the box that opens only while that claim holds."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from telegrad._core.membership.dynamic import DynamicGroup
+from telegrad._core.membership.registry import Claim
+from telegrad._core.references.box import Box
+from telegrad._core.worker import current
+from telegrad.errors import ClaimLost
+
+
+class Ownership(NamedTuple):
+    """A claim of this worker, and the registration with which it was made."""
+
+    name: str
+    group: DynamicGroup
+    claim: Claim
+
+    @property
+    def holds(self) -> bool:
+        return self.group.owns(self.name, self.claim)
+
+    def check(self) -> None:
+        """Raise ClaimLost where this worker must not act as the owner."""
+        if not self.holds:
+            late = "it has not renewed its lease in the group's directory in time, so another worker may own it by now"
+            worker = current.here()
+            over = self.group.over if worker.directory is self.group else ""  # else only the registration has ended
+            why = f"refuses calls to the value {self.name!r}: {over or late}. The call was not run"
+            error = ClaimLost(f"worker {worker.me.name!r} {why}; use the reference again, which finds the owner")
+            error.claim = self.name, self.claim.token
+            raise error
+
+
+class OwnedBox(Box):
+    """A published value at its owner, which opens it only while it may act as the owner."""
+
+    __slots__ = ("_owned",)
+
+    def __init__(self, owned: Ownership) -> None:
+        super().__init__()
+        self._owned = owned
+
+    def open(self) -> Any:
+        self._owned.check()
+        return super().open()

@@ -1,0 +1,435 @@
+"""Values with a name, which are found wherever they live now: `publish` and `lookup`.
+
+One key of the group's directory decides who owns a value. It hangs on the owner's lease (`Registry.claim`). The
+revision that created the key is the fencing token. The owner serves the value as long as it holds its lease by its own
+clock, which ends before the directory gives the value to another: a call that comes later is refused, and not run.
+A worker that knows of a later token refuses to use the reference, and so does an owner whose token is lower than the
+one with which it is asked for the value. A call names the value by the id of its reference, which stands for one token.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable
+from math import inf
+from time import monotonic, sleep
+from typing import Any, NamedTuple
+
+from telegrad._core import checks
+from telegrad._core.agent.agent import Agent
+from telegrad._core.agent.server import Later
+from telegrad._core.calls.call_names import known_as
+from telegrad._core.calls.compiling import not_compiled
+from telegrad._core.calls.deadlines import DEFAULT, limit_of
+from telegrad._core.directory.protocol import DirectoryLost, DirectoryRefused, LeaseLost, check_key
+from telegrad._core.membership.dynamic import UNUSABLE, DynamicGroup
+from telegrad._core.membership.members import listed
+from telegrad._core.membership.registry import PUBLISHED
+from telegrad._core.progress import Wait
+from telegrad._core.threads import run_beside
+from telegrad._core.worker import current
+from telegrad.errors import (
+    CallTimeout,
+    ClaimLost,
+    NotPublished,
+    PeerError,
+    ShutDown,
+    StoreUntrusted,
+    TelegradError,
+    UsageError,
+)
+from telegrad.publishing.ownership import OwnedBox, Ownership
+from telegrad.publishing.registration import PAUSE, ROUND, THREAD, Answer, Registration
+from telegrad.rpc.references import RRef
+from telegrad.rpc.restorable import Lasting, wait_for
+
+LOOK = 0.25  # seconds between looks at what is waited for
+
+log = logging.getLogger("telegrad")
+
+
+def publish(name: str, factory: Callable[[], Any]) -> None:
+    """Offer a value under a name: `lookup(name)` finds it from any worker, wherever it lives by then.
+
+    Of all workers that publish the name one owns the value, which it makes by `factory()`; the others stand by. When
+    that worker has gone, another that stands by makes the value, or the worker that comes back and publishes it again.
+    So `factory` brings along what must not be lost, such as the state of the last checkpoint. Returns once it is
+    decided which worker owns the value, and it is made where that is this worker.
+
+    Args:
+        name: any text of up to 1,000 bytes in UTF-8, without null characters.
+        factory: a function without arguments that makes the value.
+
+    Raises:
+        UsageError: this worker publishes the name already.
+        InvalidArgument: the name cannot be one, or `factory` cannot be called.
+        RendezvousError: the group's directory did not say within `rpc_timeout` which worker owns the value.
+        PeerLost: the worker of rank 0, which keeps the directory of a group that is not dynamic, has gone before.
+        Exception: what `factory` raised.
+
+    Example:
+        >>> rpc.publish("words", lambda: ["a", "b"])
+        >>> rpc.rpc_sync("worker1", lambda: rpc.lookup("words").rpc_sync().index("b"))
+        1
+    """
+    _check_name(name)
+    checks.function("factory", factory, "a function that makes the value")
+    offers().add(Offer(name, factory))
+
+
+@not_compiled
+def lookup(name: str, timeout: float = DEFAULT) -> RRef[Any]:
+    """A reference to the value that is published under a name; waits until there is one.
+
+    The reference follows the value: where its owner was lost, the next use finds the value at its new owner, and waits
+    for it within that call's timeout.
+
+    Args:
+        name: the name that `publish` was given.
+        timeout: seconds; 0 for no limit, left out that of the options.
+
+    Returns:
+        An `RRef`.
+
+    Raises:
+        NotPublished: there was none in time.
+        RendezvousError: the group's directory did not say in time which worker owns the value.
+        PeerLost: the worker of rank 0, which keeps the directory of a group that is not dynamic, has gone before.
+        InvalidArgument: the name cannot be one.
+        Exception: what making the value raised.
+
+    Example:
+        >>> rpc.publish("letters", lambda: ["a", "b"])
+        >>> rpc.lookup("letters").to_here()
+        ['a', 'b']
+    """
+    _check_name(name)
+    agent = current.agent()
+    limit = limit_of(timeout, agent.timeout)
+    begun = monotonic()
+    offers().registration.group(limit)
+    try:
+        return wait_for(agent, Named(name), limit, f"the value {name!r}", begun)
+    except NotPublished as error:
+        if isinstance(error.__cause__, UNUSABLE):
+            raise type(error.__cause__)(str(error)) from error
+        raise
+
+
+def _check_name(name: str) -> None:
+    checks.text("name", name, "the name of a value")
+    check_key(f"{PUBLISHED}{name}")
+
+
+class Named(NamedTuple):
+    """The trail of a published value."""
+
+    name: str
+    token: int = 0  # of the claim of its owner
+
+    def check(self) -> None:
+        if offers().is_over(self.name, self.token):
+            raise ClaimLost(f"the value {self.name!r} has another owner by now, or none")
+
+    def find(self, limit: float) -> RRef[Any]:
+        return offers().find(self.name, limit)
+
+    def missing(self) -> list[str]:
+        return []
+
+    def wanted(self) -> str:
+        return f"have a worker publish {self.name!r} again"
+
+    def travels(self) -> Named:
+        return self
+
+
+class Offer:
+    """What this worker publishes under a name."""
+
+    def __init__(self, name: str, factory: Callable[[], Any]) -> None:
+        self.name = name
+        self.factory = factory
+        self.owned: Ownership | None = None  # while this worker owns the value, as far as it knows
+        self.value: RRef[Any] | None = None  # once it was made
+        self.is_busy = False  # a thread claims the value, or makes it
+        self.again = False  # and is to claim it once more
+
+    def lose(self) -> Ownership | None:
+        """Forget the value; return by which claim it was owned."""
+        owned, self.owned, self.value = self.owned, None, None
+        return owned
+
+    def __repr__(self) -> str:
+        return f"<Offer of {self.name!r}: {f'owned, token {self.owned.claim.token}' if self.owned else 'stands by'}>"
+
+
+class Offers:
+    """All that one worker publishes."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self._worker = current.here()
+        self._life = self._worker.me.incarnation
+        self._lock = threading.Lock()  # guards all below, and the fields of offers; one of them is loaded without
+        self._offers: dict[str, Offer] = {}
+        self._given_up: set[int] = set()  # the tokens of claims that were given up, and may still stand
+        self._hears_of_losses = False
+        self._shuts_down = threading.Event()
+        self._worker.before_end.append(lambda _: self._shuts_down.set())
+        self.registration = Registration(self._worker, _directory_of_group, self._claim_changed, self._lose_all)
+        agent.run_at_once(_directory_of_group)
+        agent.run_at_once(_found_here)
+
+    def __repr__(self) -> str:
+        return f"<Offers: {list(self._offers.values())}>"
+
+    # Owning
+
+    def add(self, offer: Offer) -> None:
+        """Claim the value, and make it if this worker gets it."""
+        with self._lock:
+            if offer.name in self._offers:
+                raise UsageError(
+                    f"worker {self._worker.me.name!r} publishes a value under the name {offer.name!r} already"
+                )
+            self._offers[offer.name] = offer
+            offer.is_busy = True
+            hears, self._hears_of_losses = self._hears_of_losses, True
+        try:
+            if not hears and self._worker.membership.is_fixed:  # else the members of a group take dead ones out
+                self._worker.membership.on_lost(self.registration.declare_lost)
+            if self._claim_in_time(offer):
+                self._make(offer)
+        except BaseException:
+            self._withdraw(offer)
+            raise
+        finally:
+            self._finish(offer)
+
+    def _claim_in_time(self, offer: Offer) -> bool:
+        claimed = Answer()
+        claimed.find(self._claim, offer, claimed)
+        until = monotonic() + (self._agent.timeout or inf)
+
+        def text() -> str:
+            why = f": {claimed.problem}" if claimed.problem else ""
+            return f"publish({offer.name!r}): the group's directory did not say yet which worker owns the value{why}"
+
+        with Wait("publish", text, worker=self._worker.me.name) as wait:
+            while not self._agent.wait_for(claimed, LOOK):
+                if monotonic() >= until:
+                    raise DirectoryLost(f"{text()}. That took longer than rpc_timeout, {self._agent.timeout:g} s")
+                wait.look()
+        return bool(claimed.wait())
+
+    def _claim(self, offer: Offer, progress: Answer, stands_by: bool = False) -> bool:
+        """Claim the value; return True if this worker has to make it. Waits for the directory.
+
+        Raises:
+            ShutDown: this worker has left, or does not publish the value any more.
+            PeerLost: the worker that would keep the directory has gone.
+            DirectoryRefused, StoreUntrusted: the directory cannot be used, and this worker does not stand by.
+        """
+        unknown = False  # this worker may have the claim: then it claims it once more, and gives it up if need be
+        while not self._agent.closed and (unknown or self._stands_by(offer)):
+            try:
+                group = self.registration.group(0)
+                claim = group.claim(offer.name)
+                unknown = False
+                if claim.life != self._life:
+                    with self._lock:
+                        offer.lose()
+                    return False
+                if claim.token in self._given_up:
+                    group.registry.release(offer.name, claim)
+                    continue
+                owned = Ownership(offer.name, group, claim)
+                is_new = self._take(offer, owned)
+                if owned.holds:
+                    return is_new
+            except (LeaseLost, DirectoryLost) as error:
+                progress.problem, unknown = str(error), isinstance(error, DirectoryLost)
+            except (DirectoryRefused, StoreUntrusted) as error:
+                if not stands_by:
+                    raise
+                if str(error) != progress.problem:
+                    log.warning("telegrad: the value %r cannot be claimed here yet: %s", offer.name, error)
+                progress.problem, unknown = str(error), True
+            sleep(PAUSE)
+        raise ShutDown(f"worker {self._worker.me.name!r} does not publish {offer.name!r} any more")
+
+    def _take(self, offer: Offer, owned: Ownership) -> bool:
+        """Store by which claim this worker owns the value; return True if the value is to be made."""
+        with self._lock:
+            offered = self._offers.get(offer.name)
+            if offered is offer and offer.owned != owned:
+                offer.owned, offer.value = owned, None
+            is_new = offered is offer and offer.value is None
+        if offered is None:  # else a later offer has the claim
+            self._give_up(owned)
+        return is_new
+
+    def _make(self, offer: Offer) -> None:
+        """Make the value that this worker owns."""
+        owned = offer.owned
+        if owned is None or not owned.holds:
+            offer.again = True  # stored by the thread that is busy with it
+            return
+        table, box = self._worker.references, OwnedBox(owned)
+        box.fulfil(offer.factory())
+        self._agent.streams.publish()
+        made: RRef[Any] = RRef._of_handle(table, table.own(box))
+        with self._lock:
+            if offer.owned is owned:
+                offer.value = made
+
+    def _finish(self, offer: Offer) -> None:
+        with self._lock:
+            offer.is_busy = False
+            again, offer.again = offer.again, False
+        if again:
+            self._agent.run(self._take_over, offer, False)
+
+    def _stands_by(self, offer: Offer) -> bool:
+        """Return True if this worker may take the value over: not one that leaves, perhaps together with the owner."""
+        if self._agent.closed or self._offers.get(offer.name) is not offer:
+            return False
+        parting, serving = self._worker.parting, self._worker.membership.serving
+        return not (parting.all_leave() if parting.together else self._shuts_down.is_set() or serving.leaves)
+
+    def _take_over(self, offer: Offer) -> None:
+        """Claim a value that nobody owns, or may own, and make it, in the place of `publish`."""
+        with self._lock:
+            if not self._stands_by(offer):
+                return
+            if offer.is_busy:
+                offer.again = True
+                return
+            offer.is_busy = True
+        try:
+            with self._agent.waiting():
+                is_mine = self._claim(offer, Answer(), stands_by=True)
+            if is_mine:
+                self._make(offer)
+        except BaseException:  # of the factory
+            self._withdraw(offer)
+            if not self._agent.closed:
+                log.exception("telegrad: the value %r could not be made here", offer.name)
+        finally:
+            self._finish(offer)
+
+    def _claim_changed(self, name: str) -> None:
+        """By the thread that watches the directory."""
+        offer, claim = self._offers.get(name), self.registration.known_claim(name)
+        if offer is not None and claim is not None and not claim.life:
+            self._agent.later(self._take_over_soon, offer)
+
+    def _take_over_soon(self, offer: Offer) -> None:
+        self._agent.run(self._take_over, offer, False)
+
+    def _lose_all(self, group: DynamicGroup) -> None:
+        """A registration has ended, and all its claims with it; with the next one, some may have been claimed anew."""
+        with self._lock:
+            offers = list(self._offers.values())
+            for offer in offers:
+                if offer.owned is not None and offer.owned.group is group:
+                    offer.lose()
+        for offer in offers:
+            self._take_over_soon(offer)
+
+    def _withdraw(self, offer: Offer) -> None:
+        """Publish it no more, so that another worker can own it."""
+        with self._lock:
+            if self._offers.get(offer.name) is offer:
+                del self._offers[offer.name]
+            owned = offer.lose()
+        if owned is not None:
+            self._give_up(owned)
+
+    def _give_up(self, owned: Ownership) -> None:
+        with self._lock:
+            self._given_up.add(owned.claim.token)
+        run_beside(THREAD, self._release, owned)
+
+    def _release(self, owned: Ownership) -> None:
+        while not (self._agent.closed or owned.group.over):
+            with contextlib.suppress(TelegradError):
+                owned.group.registry.release(owned.name, owned.claim)
+                return
+            sleep(PAUSE)
+
+    # Finding
+
+    def is_over(self, name: str, token: int) -> bool:
+        """Return True if a value is known to have another owner by now, or none."""
+        known = self.registration.known_claim(name)
+        return known is not None and known.token > token
+
+    def find(self, name: str, limit: float) -> RRef[Any]:
+        """Return a reference to the value at its owner. Raises one of NOT_YET where it may be tried again."""
+        group = self.registration.group(limit)
+        try:
+            return self._find(name, group, min(limit or ROUND, ROUND))
+        except (NotPublished, PeerError):
+            self.registration.check_directory(name)
+            raise
+
+    def _find(self, name: str, group: DynamicGroup, limit: float) -> RRef[Any]:
+        claim = group.claims.get(name)
+        present = self._worker.membership.present()
+        if claim is None or not claim.life:
+            raise NotPublished(f"no worker publishes it; there are {listed([each.name for each in present])}")
+        if claim.life == self._life:
+            token, value = self.value(name, claim.token)
+            return Lasting.of(value, Named(name, token))
+        owner = next((each for each in present if each.incarnation == claim.life), None)
+        if owner is None:
+            raise NotPublished("the worker that owned it has gone, and no other one has taken it over yet")
+        try:
+            found = self._agent.call(owner.identity, _found_here, (name, claim.token), None, limit)
+        except CallTimeout as error:
+            raise NotPublished(f"worker {owner.name!r}, which owns it, does not answer") from error
+        if isinstance(found, NotPublished | ClaimLost):
+            raise found
+        token, value = found
+        return Lasting.of(value, Named(name, token))
+
+    def value(self, name: str, token: int) -> tuple[int, RRef[Any]]:
+        """Return the value that this worker owns with at least that token, and with which it does."""
+        with self._lock:
+            offer = self._offers.get(name)
+            owned, value = (offer.owned, offer.value) if offer is not None else (None, None)
+        here = f"worker {self._worker.me.name!r}"
+        if owned is None:
+            raise NotPublished(f"{here} does not own it any more")
+        own = owned.claim.token
+        if own < token:
+            raise ClaimLost(f"{here} owned {name!r} with the token {own}, but another one owns it with {token}")
+        owned.check()
+        if value is None:
+            raise NotPublished(f"{here} is about to make it")
+        return own, value
+
+
+def offers() -> Offers:
+    """Return what the worker of this thread publishes."""
+    return current.here().attached(Offers)
+
+
+# What others call
+
+
+@known_as("lookup of a published value")
+def _found_here(name: str, token: int) -> tuple[int, RRef[Any]] | NotPublished | ClaimLost:
+    try:
+        return offers().value(name, token)
+    except (NotPublished, ClaimLost) as error:
+        return error  # the caller asks again and again: raised here, each time would be in the log
+
+
+@known_as("looking for the group's directory")
+def _directory_of_group() -> Any:
+    return Later(offers().registration.address(), _directory_of_group)

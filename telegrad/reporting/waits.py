@@ -1,0 +1,101 @@
+"""Which wait of this package a thread is in, but for those for calls; read from its stack."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from time import monotonic, perf_counter
+from types import CodeType, FrameType
+from typing import Any
+
+from telegrad._core import progress
+from telegrad._core.agent.pending_call import PendingCall
+from telegrad._core.calls import futures
+from telegrad._core.joining import joining
+from telegrad._core.membership.leaving import Leaving
+from telegrad._core.membership.membership import Membership
+from telegrad._core.references.box import Opening
+from telegrad._core.stores import stores
+from telegrad.autograd.conductor import Conductor
+from telegrad.reporting.account import MEETINGS, Wait
+from telegrad.reporting.stacks import is_library
+
+Missing = Callable[[], list[str]]
+Names = dict[str, Any]
+
+
+def wait_on(frames: Sequence[FrameType], missing: Missing) -> Wait | None:
+    """That of the innermost code of a user; `missing` tells whom the worker waits for that joins or leaves.
+
+    Of several that were found, the outermost says most.
+    """
+    last = None
+    for frame in reversed(frames):
+        if not is_library(frame.f_code.co_filename):
+            break
+        describe = _WAITS.get(frame.f_code)
+        found = describe(frame.f_locals, missing) if describe is not None else None
+        last = found or last
+    return last
+
+
+def wait_of(thread: int | None) -> Wait | None:
+    """A wait of that thread of which people are told, whatever has been called."""
+    told = next((each for each in reversed(progress.under_way()) if each.thread == thread), None)
+    if told is None:
+        return None
+    text = told.text()
+    about = text.partition(":")[0] if told.what in MEETINGS else text  # the rest tells who is missing
+    return Wait(what=told.what, on=list(told.missing()), about=about, age=monotonic() - told.begun)
+
+
+def _joining(_: Names, missing: Missing) -> Wait:
+    return Wait(what="init_rpc", on=missing(), about="the group to be complete")
+
+
+def _parting(names: Names, missing: Missing) -> Wait | None:
+    if names["serving"]:
+        return _serving(names, missing)
+    return Wait(what="shutdown", on=missing(), about="all to call shutdown, and their calls to end")
+
+
+def _serving(*_: object) -> Wait:
+    return Wait(what="serve", on=[], about="what others call")  # for as long as these want
+
+
+def _meeting(names: Names, _: Missing) -> Wait:
+    return Wait(what="store", on=[], about=f"the store at {names['host']}:{names['port']}, which nobody serves yet")
+
+
+def _gathering(names: Names, _: Missing) -> Wait:
+    wanted, there = names["wanted"], {each.name for each in names["self"].workers()}
+    on = [] if isinstance(wanted, int) else [name for name in wanted if name not in there]
+    about = f"{wanted} workers" if isinstance(wanted, int) else ""
+    age = monotonic() - names["wait"].begun if "wait" in names else 0.0
+    return Wait(what="workers", on=on, about=about, age=age)
+
+
+def _passing(names: Names, _: Missing) -> Wait:
+    driven = names["driven"]
+    return Wait(what="backward", on=driven.owing, about=f"the end of {driven.spec}")
+
+
+def _future(names: Names, _: Missing) -> Wait | None:
+    future = names["future"]
+    age = perf_counter() - names["begun"] if "begun" in names else 0.0
+    if isinstance(future, Opening):
+        about = "the value of a reference of this worker, which is not made yet"
+        return Wait(what="value", on=[], about=about, age=age)
+    if isinstance(getattr(future, "call", None), PendingCall):
+        return None  # that call is told of itself
+    return Wait(what="future", on=[], about=getattr(future, "about", "") or "a future that is not done", age=age)
+
+
+_WAITS: dict[CodeType, Callable[[Names, Missing], Wait | None]] = {
+    joining.join.__code__: _joining,
+    stores.join_store.__code__: _meeting,
+    Membership.wait_for.__code__: _gathering,
+    Leaving.wait.__code__: _parting,
+    Membership.wait_for_end.__code__: _serving,
+    Conductor.wait.__code__: _passing,
+    futures.wait_for.__code__: _future,
+}

@@ -1,0 +1,397 @@
+"""References whose values come back: where one was lost with its owner, a use finds it again, or has it made anew.
+
+A trail says how. The handle of the reference is then another one; what was sent of the old one stays lost, unless it
+has a trail of its own: a copy on another worker asks whoever made the value for the new one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+from math import inf
+from time import monotonic, sleep
+from typing import Any, NamedTuple, Protocol, TypeVar
+from weakref import WeakValueDictionary
+
+from telegrad._core import checks
+from telegrad._core.agent.agent import Agent
+from telegrad._core.atfork import renewed
+from telegrad._core.calls.call_context import Share
+from telegrad._core.calls.call_names import known_as
+from telegrad._core.calls.compiling import not_compiled
+from telegrad._core.calls.deadlines import DEFAULT, limit_of
+from telegrad._core.calls.futures import Future
+from telegrad._core.membership.members import Identity
+from telegrad._core.pickling.exceptions import is_from_afar
+from telegrad._core.pickling.reducers import REDUCERS
+from telegrad._core.progress import Wait
+from telegrad._core.references.handle import Handle
+from telegrad._core.references.letters import Id, number
+from telegrad._core.retries.retry import ping
+from telegrad._core.worker import current
+from telegrad._core.worker.values import Borrowed
+from telegrad.autograd.engine.record import Inside
+from telegrad.errors import (
+    CannotRestore,
+    ClaimLost,
+    InvalidArgument,
+    NotPublished,
+    OwnerLost,
+    PeerError,
+    PeerLost,
+    PeerUnreachable,
+    RendezvousError,
+    RRefError,
+    RRefLost,
+    ShutDown,
+    TelegradError,
+    UnknownWorker,
+)
+from telegrad.rpc.conversion import convert
+from telegrad.rpc.references import RRef
+
+T = TypeVar("T")
+S = TypeVar("S")
+
+LOST = OwnerLost, RRefLost, PeerLost, PeerUnreachable, ShutDown, UnknownWorker  # of a value that may come back
+NOT_RUN = PeerUnreachable, UnknownWorker, ClaimLost  # the owner has not run a call that fails so, unless it raised it
+NOT_YET = PeerError, UnknownWorker, RendezvousError, RRefLost, NotPublished  # whom a trail asks is not back
+PAUSE = 0.05  # seconds between two looks
+
+_renewing = renewed(threading.Lock())  # guards the exchange of a lost handle, of any reference
+
+Restore = bool | Callable[[Any], Any]
+
+
+class Trail(Protocol):
+    """Where a value is found once it was lost."""
+
+    def check(self) -> None:
+        """Raise one of LOST where it is known to be elsewhere by now. Each use asks."""
+
+    def find(self, limit: float) -> RRef[Any]:
+        """A reference to it, made anew where need be; fails with one of NOT_YET where it may be tried again."""
+
+    def missing(self) -> list[str]:
+        """Who is waited for."""
+
+    def wanted(self) -> str:
+        """What its user can do."""
+
+    def travels(self) -> Trail:
+        """The trail of a copy on another worker."""
+
+
+class Lasting(RRef[T]):
+    """A reference to a value that comes back."""
+
+    __slots__ = ("_trail",)
+
+    _trail: Trail
+
+    @classmethod
+    def of(cls, reference: RRef[Any], trail: Trail) -> Lasting[Any]:
+        made = cls._of_handle(reference._table, reference._handle)
+        made._trail = trail
+        return made
+
+    def _reach(self, timeout: float = DEFAULT) -> Identity:
+        handle = self._handle
+        try:
+            self._trail.check()
+            owner = self._table.reach(handle)
+            if handle.box is None and not self._table.agent.is_connected(owner):
+                with Inside(None):  # else the look would belong to the autograd context of its user
+                    self._table.agent.call(owner, ping, None, None, timeout)  # its death may not be known here yet
+            return owner
+        except LOST as error:
+            self._renew(handle, timeout, error)
+        return super()._reach()
+
+    def to_here(self, timeout: float = DEFAULT) -> T:
+        def use(left: float) -> T:
+            self._reach(left)  # the value may have been here, and be elsewhere by now
+            return super(Lasting, self).to_here(left)
+
+        return self._until_run(use, timeout)
+
+    def _call(self, method: str, timeout: float, args: Any, kwargs: Any, asked: Any = None) -> Any:
+        return self._until_run(lambda left: RRef._call(self, method, left, args, kwargs, asked), timeout)
+
+    def _until_run(self, use: Callable[[float], S], timeout: float) -> S:
+        """Use the value with a timeout, and once more after each failure that tells that the owner has not run it."""
+        agent = self._table.agent
+        limit = limit_of(timeout, agent.timeout)
+        until, left = monotonic() + limit if limit else inf, timeout
+        while True:
+            handle = self._handle
+            try:
+                return use(left)
+            except NOT_RUN as error:
+                if not self._has_not_run(error) or monotonic() >= until:
+                    raise
+                self._renew(handle, self._left(until), error)
+            left = Share.of(self._left(until), f"the {limit:g} s of this call")
+
+    def _left(self, until: float) -> float:
+        return max(until - monotonic(), PAUSE) if until < inf else 0.0
+
+    def _has_not_run(self, error: TelegradError) -> bool:
+        """Return True if the owner has not run a call that failed with one of NOT_RUN; else it has raised that."""
+        trail: Any = self._trail
+        return error.claim == trail if isinstance(error, ClaimLost) else not is_from_afar(error)
+
+    def _check(self) -> None:
+        self._reach()
+
+    def _lent(self) -> Borrowed:
+        self._reach()
+        return super()._lent()
+
+    def _renew(self, handle: Handle, timeout: float, lost: BaseException) -> None:
+        """Find the value again. Several threads may, at once: the first one's handle is that of all."""
+        agent = self._table.agent
+        if agent.closed:
+            raise lost
+        limit = limit_of(timeout, agent.timeout)
+        about = f"the value of the reference {number(self._handle.id)}"
+        try:
+            found = wait_for(agent, self._trail, limit, about)
+        except NotPublished as error:
+            kind = ClaimLost if isinstance(lost, ClaimLost) else OwnerLost
+            raise kind(
+                f"{about} was lost with worker {self._handle.owner.name!r}, and did not come back within {limit:g} s: "
+                f"{self._trail.wanted()}, or give the call a longer timeout. The last try: {error.__cause__ or error}"
+            ) from lost
+        with _renewing:
+            if self._handle is handle:  # else that of another thread is in use, and must not be dropped
+                self._handle = found._handle
+                self._trail = found._trail if isinstance(found, Lasting) else self._trail
+
+
+def wait_for(agent: Agent, trail: Trail, limit: float, about: str, begun: float | None = None) -> RRef[Any]:
+    """What a trail finds, once it does. The limit counts from the monotonic time `begun`, else from now.
+
+    Raises:
+        NotPublished: that took longer than `limit` seconds (0 for no limit).
+        What making the value raised.
+    """
+    until = (monotonic() if begun is None else begun) + limit if limit else inf
+    why: Exception | None = None
+
+    def text() -> str:
+        return f"{about} is not there: {why}"
+
+    with Wait("a value that comes back", text, trail.missing, worker=agent.name) as wait:
+        while True:
+            left = until - monotonic()
+            try:
+                with Inside(None):  # else what is made anew would belong to the autograd context of its user
+                    return trail.find(0 if left == inf else max(left, PAUSE))
+            except NOT_YET as error:
+                why = error
+            if agent.closed or left <= PAUSE:
+                raise NotPublished(f"{about} is not there after {limit:g} s: {why}") from why
+            wait.look()
+            pause()
+
+
+def pause() -> None:
+    """A moment, which a thread that serves calls leaves to others."""
+    with current.agent().waiting():
+        sleep(PAUSE)
+
+
+def revive(reference: RRef[Any], timeout: float = DEFAULT) -> bool:
+    """See to it that a value is there now; whether it had to be found again.
+
+    Raises:
+        CannotRestore: it is lost for good.
+        OwnerLost: it did not come back in time.
+    """
+    agent, handle = reference._table.agent, reference._handle
+    try:
+        owner = reference._table.reach(handle)
+        if owner == agent.me.identity or agent.call(owner, _holds, handle.id, None, timeout):
+            return False
+        lost: Exception = RRefLost(f"worker {owner.name!r} has no value for {reference!r} any more")
+    except LOST as error:
+        lost = error
+    if isinstance(reference, Lasting):
+        reference._renew(handle, timeout, lost)
+        return True
+    if not isinstance(lost, RRefError):
+        raise lost
+    raise CannotRestore(
+        f"the value of {reference!r} is lost, and nothing says how to make it anew: give `restore` to what makes it"
+    ) from lost
+
+
+@known_as("a look whether a value is there")
+def _holds(maker: str, number: int) -> bool:
+    return current.references().known((maker, number)) is not None
+
+
+# Values that are made anew on a worker of the same name
+
+
+class Recipe(NamedTuple):
+    """How the maker of a reference has its value made anew."""
+
+    first: Id  # of the first value
+    worker: str
+    make: Callable[..., Any]
+    args: Any
+    kwargs: Any
+    restore: Restore
+
+    def check(self) -> None:
+        pass
+
+    def find(self, limit: float) -> RRef[Any]:
+        found: RRef[Any] = current.agent().call(self.worker, remake, tuple(self), None, limit, self.make)
+        return found
+
+    def missing(self) -> list[str]:
+        return [self.worker]
+
+    def wanted(self) -> str:
+        return f"start worker {self.worker!r} again"
+
+    def travels(self) -> Trail:
+        return Copied(self.first, current.agent().me.identity)
+
+
+class Copied(NamedTuple):
+    """The reference came from another worker, who has the recipe."""
+
+    first: Id
+    maker: Identity
+
+    def check(self) -> None:
+        pass
+
+    def find(self, limit: float) -> RRef[Any]:
+        agent = current.agent()
+        if agent.incarnation == self.maker.incarnation:
+            return _found_again(*self.first, limit)
+        found: RRef[Any] = agent.call(self.maker, _found_again, (*self.first, limit), None, limit)
+        return found
+
+    def missing(self) -> list[str]:
+        return [self.maker.name]
+
+    def wanted(self) -> str:
+        return f"worker {self.maker.name!r}, which has made it, must live and hold a reference, and its owner come back"
+
+    def travels(self) -> Trail:
+        return self
+
+
+def check_restore(restore: Any) -> None:
+    """Raise InvalidArgument where a value cannot be restored so."""
+    if not isinstance(restore, bool) and not callable(restore):
+        raise InvalidArgument(
+            "`restore` is a function that is called with the value once that was made anew, or True where nothing more "
+            f"is to be done, not {checks.shown(restore)}"
+        )
+
+
+def with_recipe(
+    reference: RRef[Any], make: Callable[..., Any], args: Any, kwargs: Any, restore: Restore
+) -> Lasting[Any]:
+    """The same reference; its value is made anew on its owner's return, by the same function, and restored."""
+    recipe = Recipe(reference._handle.id, reference.owner_name(), make, args, kwargs, restore)
+    made = Lasting.of(reference, recipe)
+    current.here().attached(Kept).lasting[recipe.first] = made
+    return made
+
+
+class Kept:
+    """What one worker has of such values: as their maker, and as their owner."""
+
+    def __init__(self, agent: Agent) -> None:
+        self.lasting: WeakValueDictionary[Id, Lasting[Any]] = WeakValueDictionary()  # with recipes, by their first ids
+        self._lock = threading.Lock()  # guards _anew
+        self._anew: dict[Id, Future[Id]] = {}  # under which id a value was made anew, or will be
+
+    def value(self, first: Id, make: Callable[[], RRef[Any]]) -> RRef[Any]:
+        """A value that was made anew, which is done once for all who ask."""
+        while True:
+            with self._lock:
+                found = self._anew.get(first)
+                if found is None:
+                    coming = self._anew[first] = Future()
+            if found is None:
+                return self._made(first, coming, make)
+            known = _another(found.wait())
+            if known is not None:
+                return known
+            self._forget(first, found)  # nobody held it any more
+
+    def _made(self, first: Id, coming: Future[Id], make: Callable[[], RRef[Any]]) -> RRef[Any]:
+        coming.heed()  # there may be nobody else who waits
+        try:
+            made = make()
+        except BaseException as error:
+            self._forget(first, coming)
+            coming.set_exception(error)  # type: ignore[arg-type]
+            raise
+        coming.set_result(made._handle.id)
+        return made
+
+    def _forget(self, first: Id, future: Future[Id]) -> None:
+        with self._lock:
+            if self._anew.get(first) is future:
+                del self._anew[first]
+
+    def __repr__(self) -> str:
+        return f"<Kept: {len(self.lasting)} to make anew, {len(self._anew)} made anew>"
+
+
+def _another(ref: Id) -> RRef[Any] | None:
+    """Another reference to a value of this worker, if it is there still."""
+    table = current.references()
+    box = table.known(ref)
+    return None if box is None else RRef._of_handle(table, table.own(box))
+
+
+@known_as("restoring a value")
+@not_compiled
+def remake(first: Id, worker: str, make: Callable[..., Any], args: Any, kwargs: Any, restore: Restore) -> RRef[Any]:
+    """At the owner: the value, which is there still if only its maker has taken this worker for dead."""
+    there = _another(first)
+    if there is not None:
+        return there
+    return current.here().attached(Kept).value(first, lambda: _make_anew(make, args, kwargs, restore))
+
+
+def _make_anew(make: Callable[..., Any], args: Any, kwargs: Any, restore: Restore) -> RRef[Any]:
+    call = convert(make, args, kwargs)
+    table = current.references()
+    made: RRef[Any] = table.create(table.agent.name, *call[:3], 0, call.keeps, call.asked)
+    value = made.to_here(0)
+    if callable(restore):
+        restore(value)
+    return made
+
+
+@known_as("asking for a value that was made anew")
+def _found_again(maker: str, number: int, limit: float) -> RRef[Any]:
+    """At the worker that made the reference."""
+    lasting = current.here().attached(Kept).lasting.get((maker, number))
+    if lasting is None:
+        raise RRefLost("who made the value holds no reference to it any more")
+    revive(lasting, limit)
+    return RRef._of_handle(lasting._table, lasting._handle)
+
+
+def _reduce(pickler: Any, reference: Lasting[Any]) -> Any:
+    with contextlib.suppress(TelegradError):  # sending what is lost says so better
+        reference._reach()
+    plain: RRef[Any] = RRef._of_handle(reference._table, reference._handle)
+    return Lasting.of, (plain, reference._trail.travels())
+
+
+REDUCERS[Lasting] = _reduce
