@@ -19,13 +19,13 @@ from typing import Any
 import cloudpickle
 
 from telegrad._core.security.keyring import Keyring
+from telegrad._core.start.cluster import start
 from telegrad._core.stores.group_keys import find_keys
 from telegrad._core.stores.sealed_store import SealedStore
 from telegrad._core.stores.stores import Meeting, open_store
 from telegrad._core.worker import current
 from telegrad._core.worker.options import TelegradOptions
 from telegrad._core.worker.worker import Worker
-from telegrad.rpc.start.cluster import start
 
 PATIENCE = 30.0  # seconds after which a test is taken to hang
 KILL = 9  # as Windows has no name for it

@@ -32,7 +32,7 @@ MODULES = (
     "telegrad.errors",
     "telegrad.compat",
 )
-HANDED_OUT = (("telegrad.launch.local", "LocalGroup"), ("telegrad.rpc.references", "Proxy"))  # imported by nobody
+HANDED_OUT = (("telegrad.launch.local", "LocalGroup"), ("telegrad._core.rpc.references", "Proxy"))  # imported by nobody
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 

@@ -38,18 +38,18 @@ ORDER = [
     "_core/worker",
     "_core/streams",
     "_core/retries",
-    "rpc",
-    "rpc/start",
-    "nn",
+    "_core/rpc",
+    "_core/start",
+    "_core/modules",
     "optim",
     "ext",
     "groups",
     "publishing",
     "reporting",
-    "rpc/__init__",
+    "rpc",
     "pipeline/cutting",
     "pipeline",
-    "nn/__init__",
+    "nn",
     "weights/transfer",
     "weights",
     "checkpoint",
@@ -63,7 +63,6 @@ ORDER = [
 ]
 EXTENSIONS = {"groups", "publishing", "reporting", "pipeline", "weights", "checkpoint", "directories", "insight"}
 EXTENSIONS |= {"supervision", "launch"}
-FRONTS = {"rpc", "nn"}
 MOST_FILES = 15  # in a folder
 PURE = [
     "_core/wire/messages.py",
@@ -185,7 +184,7 @@ def folder_of(module: str) -> str:
     if parts in (["errors"], ["version"]):
         return "errors"
     if parts[0] != "compat" and module in MODULES and MODULES[module].name == "__init__.py":
-        return f"{parts[0]}/__init__" if len(parts) == 1 and parts[0] in FRONTS else "/".join(parts)
+        return "/".join(parts)
     return "compat" if parts[0] == "compat" else "/".join(parts[:-1])
 
 
@@ -255,19 +254,19 @@ def test_the_checks_find_what_is_wrong() -> None:
     inside = "def f():\n    from telegrad._core.agent import peer"
     assert wrong_directions("_core/wire", inside) == ["telegrad._core.agent.peer"]
     assert wrong_directions("_core/agent", "from telegrad._core.wire import frames") == []
-    assert wrong_directions("rpc", "from telegrad.rpc import Future") == ["telegrad.rpc"]
+    assert wrong_directions("optim", "from telegrad.rpc import Future") == ["telegrad.rpc"]
     assert past_the_interface("weights", inside) == ["telegrad._core.agent.peer"]
     assert past_the_interface("weights/transfer", "from telegrad import rpc, weights\nimport telegrad.ext.calls") == []
     assert past_the_interface("rpc", inside) == []
     assert impurities("def f():\n    import torch.nn") == {"torch"}
     assert in_circles({"a": {"b"}, "b": {"c", "d"}, "c": {"a"}, "d": set(), "e": {"a"}}) == {"a", "b", "c"}
-    assert leads_to("telegrad.rpc.RRef") == {"telegrad.rpc.references"}
+    assert leads_to("telegrad.rpc.RRef") == {"telegrad._core.rpc.references"}
     assert (
         leads_to("telegrad._core.worker.current.agent")
         == leads_to("telegrad._core.worker.current")
         == {"telegrad._core.worker.current"}
     )
-    assert {"telegrad.pipeline.pipeline", "telegrad.nn.remote_module"} == leads_to("telegrad.nn")
+    assert {"telegrad.pipeline.pipeline", "telegrad._core.modules.remote_module"} == leads_to("telegrad.nn")
     assert leads_to("torch.nn") == set()
 
 

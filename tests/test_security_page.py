@@ -15,6 +15,7 @@ import pytest
 
 from telegrad import errors
 from telegrad._core.security.keyring import Keyring, read_keys
+from telegrad._core.start.cluster import start
 from telegrad._core.stores.board import Board
 from telegrad._core.stores.file_store import FileStore
 from telegrad._core.stores.find_directory import POINTER
@@ -23,7 +24,6 @@ from telegrad._core.stores.stores import open_store
 from telegrad._core.worker import current
 from telegrad._core.worker.options import TelegradOptions
 from telegrad._core.worker.worker import Worker
-from telegrad.rpc.start.cluster import start
 from tests.cluster import PATIENCE, agents, wait_until
 
 PAGE = (pathlib.Path(__file__).parent.parent / "docs" / "security.md").read_text()

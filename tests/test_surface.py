@@ -38,9 +38,9 @@ def test_the_source_exports_what_the_module_has(module: str) -> None:
 @pytest.mark.parametrize(
     ("module", "before", "after"),
     [
-        ("telegrad.rpc.start.life", "def stop_serving() -> None", "def stop_serving(name: str) -> None"),
-        ("telegrad.rpc.api", "def rpc_sync(\n    to: str | int", "def rpc_sync(\n    to: int"),
-        ("telegrad.rpc.start.life", "graceful: bool = True", "graceful: bool = False"),
+        ("telegrad._core.start.life", "def stop_serving() -> None", "def stop_serving(name: str) -> None"),
+        ("telegrad._core.rpc.api", "def rpc_sync(\n    to: str | int", "def rpc_sync(\n    to: int"),
+        ("telegrad._core.start.life", "graceful: bool = True", "graceful: bool = False"),
     ],
 )
 def test_changes_are_seen(module: str, before: str, after: str, monkeypatch: pytest.MonkeyPatch) -> None:

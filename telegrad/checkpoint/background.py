@@ -7,12 +7,11 @@ from collections.abc import Callable
 from time import monotonic
 from typing import NamedTuple
 
-from telegrad._core.agent.agent import Agent
-from telegrad._core.calls.futures import Future
-from telegrad._core.progress import Wait
-from telegrad._core.threads import Thread
-from telegrad._core.worker import current
 from telegrad.errors import CheckpointFailed
+from telegrad.ext.calls import Agent, Future
+from telegrad.ext.processes import Thread
+from telegrad.ext.texts import Wait
+from telegrad.ext.workers import current
 
 
 class PendingSave(NamedTuple):

@@ -24,8 +24,8 @@ from typing import Any
 
 from torch.distributed.checkpoint.filesystem import FileSystem
 
-from telegrad._core import checks
-from telegrad._core.host.private_files import create, make_folder, open_regular, opened, resolved
+from telegrad.ext.arguments import checks
+from telegrad.ext.files import create, make_folder, open_regular, opened, resolved
 
 Path = str | os.PathLike[str]
 

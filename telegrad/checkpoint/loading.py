@@ -9,19 +9,16 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, Metadata
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from telegrad._core.host.private_files import UnsafePath, reason
-from telegrad._core.interrupts import raised_by_handler
-from telegrad._core.worker import current
 from telegrad.checkpoint.folders import CONTENTS, Files, Path
 from telegrad.checkpoint.state import NO_LIMIT, Share, folder_of, pickled, shares_of, unpacked
 from telegrad.errors import UsageError
-from telegrad.nn.module_tree import Branch, joined, state_of
-from telegrad.nn.remote_module import apart
+from telegrad.ext.calls import StepCounter, together
+from telegrad.ext.files import UnsafePath, reason
+from telegrad.ext.modules import Branch, LocalOptimizer, apart, joined, state_of
+from telegrad.ext.processes import raised_by_handler
+from telegrad.ext.workers import current
 from telegrad.optim import DistributedOptimizer
-from telegrad.optim.local import LocalOptimizer
 from telegrad.rpc import rpc_async
-from telegrad.rpc.joint_calls import together
-from telegrad.rpc.stalls import StepCounter
 
 
 def load(state: dict[str, Any], checkpoint_id: Path) -> None:

@@ -9,8 +9,6 @@ from typing import Any
 from torch import nn
 
 from telegrad import checkpoint
-from telegrad._core import checks
-from telegrad._core.progress import Wait
 from telegrad.checkpoint.folders import Path
 from telegrad.checkpoint.state import folder_of
 from telegrad.errors import (
@@ -25,7 +23,9 @@ from telegrad.errors import (
     UsageError,
     WorkersFailed,
 )
-from telegrad.nn.module_tree import restore_model
+from telegrad.ext.arguments import checks
+from telegrad.ext.modules import restore_model
+from telegrad.ext.texts import Wait
 from telegrad.optim import DistributedOptimizer
 from telegrad.rpc import RRef, get_worker_info
 

@@ -12,22 +12,19 @@ from torch import nn
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
-from telegrad._core import checks
-from telegrad._core.calls.futures import Future
-from telegrad._core.threads import Thread
-from telegrad._core.worker import current
 from telegrad.checkpoint.background import BackgroundSaves
 from telegrad.checkpoint.copies import Copies, Shelf
 from telegrad.checkpoint.folders import Files, Path, discard, keep_newest, tidy
 from telegrad.checkpoint.state import NO_LIMIT, Share, folder_of, packed, pickled, shares_of
+from telegrad.ext.arguments import checks
+from telegrad.ext.calls import Future, StepCounter, together
+from telegrad.ext.modules import Branch, LocalOptimizer, state_of
+from telegrad.ext.processes import Thread
+from telegrad.ext.workers import current
 from telegrad.nn import Pipeline
-from telegrad.nn.module_tree import Branch, state_of
 from telegrad.optim import DistributedOptimizer
-from telegrad.optim.local import LocalOptimizer
 from telegrad.rpc import RRef, get_worker_info, rpc_async
 from telegrad.rpc.functions import async_execution
-from telegrad.rpc.joint_calls import together
-from telegrad.rpc.stalls import StepCounter
 
 Begun = dict[str, tuple["RRef[Saver]", SavePlan]]  # by worker
 

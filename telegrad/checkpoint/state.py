@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from telegrad._core.checks import is_path, shown
 from telegrad.errors import UsageError
-from telegrad.nn.module_tree import Branch, branches
+from telegrad.ext.arguments import is_path, shown
+from telegrad.ext.modules import Branch, branches
 from telegrad.optim import DistributedOptimizer
 from telegrad.rpc import RRef
 

@@ -38,7 +38,11 @@ from functools import partial
 from time import monotonic
 from typing import Concatenate, ParamSpec, TypeVar
 
-from telegrad._core.directory.protocol import (
+from telegrad.directories import etcd_messages as messages
+from telegrad.directories.etcd_client import Answer, EtcdClient, EtcdSession
+from telegrad.directories.etcd_messages import Json, Malformed, Refused, Settings
+from telegrad.errors import StoreUntrusted
+from telegrad.ext.directories import (
     ABSENT,
     Compacted,
     DirectoryLost,
@@ -48,16 +52,12 @@ from telegrad._core.directory.protocol import (
     LeaseLost,
     Listing,
     Swap,
+    Unanswered,
     check_key,
     check_ttl,
     check_value,
 )
-from telegrad._core.directory.sessions import Unanswered
-from telegrad._core.hints import hint
-from telegrad.directories import etcd_messages as messages
-from telegrad.directories.etcd_client import Answer, EtcdClient, EtcdSession
-from telegrad.directories.etcd_messages import Json, Malformed, Refused, Settings
-from telegrad.errors import StoreUntrusted
+from telegrad.ext.texts import hint
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -13,14 +13,13 @@ from http.client import HTTPConnection, HTTPException, HTTPResponse
 from time import monotonic
 from typing import Any, NamedTuple
 
-from telegrad._core.directory.protocol import DirectoryRefused, DirectoryReset
-from telegrad._core.directory.sessions import Sessions, Unanswered, Unsent, is_quiet, left
-from telegrad._core.host.secret_files import read_secret
-from telegrad._core.security.tls import load_own
-from telegrad._core.sockets import shut, tune_tcp
 from telegrad.directories import etcd_messages as messages
 from telegrad.directories.etcd_messages import Header, Json, Refused, Settings
 from telegrad.errors import UsageError
+from telegrad.ext.directories import DirectoryRefused, DirectoryReset, Sessions, Unanswered, Unsent, is_quiet, left
+from telegrad.ext.files import read_secret
+from telegrad.ext.joining import load_own
+from telegrad.ext.processes import shut, tune_tcp
 
 LINEARIZABLE = ("/v3/kv/range", "/v3/kv/txn")
 PASSWORD_BYTES = 4096

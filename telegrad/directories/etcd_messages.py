@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 from urllib.parse import parse_qsl, urlsplit
 
-from telegrad._core.addresses import bracketed
-from telegrad._core.directory.protocol import DirectoryRefused, Entry, Event, Listing, Swap
 from telegrad.errors import UsageError
+from telegrad.ext.directories import DirectoryRefused, Entry, Event, Listing, Swap
+from telegrad.ext.processes import bracketed
 
 FORM = "etcd://HOST:PORT[,HOST:PORT...][/PREFIX][?ca=FILE][&cert=FILE&key=FILE][&user=NAME&password_file=FILE]"
 OPTIONS = {"ca", "cert", "key", "user", "password_file"}

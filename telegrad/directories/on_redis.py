@@ -44,7 +44,11 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from telegrad._core.directory.protocol import (
+from telegrad.directories.redis_connections import RedisSession, ScriptFailed, ScriptUnknown, ServerError, check_own
+from telegrad.directories.redis_replies import Malformed, Reply, is_of_malformed_keys, read_reply
+from telegrad.directories.redis_settings import parse
+from telegrad.errors import StoreUntrusted
+from telegrad.ext.directories import (
     ABSENT,
     Compacted,
     DirectoryReset,
@@ -52,16 +56,13 @@ from telegrad._core.directory.protocol import (
     Lease,
     LeaseLost,
     Listing,
+    Result,
+    Sessions,
     Swap,
     check_key,
     check_ttl,
     check_value,
 )
-from telegrad._core.directory.sessions import Result, Sessions
-from telegrad.directories.redis_connections import RedisSession, ScriptFailed, ScriptUnknown, ServerError, check_own
-from telegrad.directories.redis_replies import Malformed, Reply, is_of_malformed_keys, read_reply
-from telegrad.directories.redis_settings import parse
-from telegrad.errors import StoreUntrusted
 
 T = TypeVar("T")
 

@@ -12,12 +12,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from telegrad._core.directory.protocol import DirectoryRefused
-from telegrad._core.directory.sessions import Unanswered, Unsent
-from telegrad._core.host.private_files import reason
-from telegrad._core.security.tls import load_own
 from telegrad.directories.redis_settings import RIGHTS, Address, find_faults, parse_info
 from telegrad.errors import TelegradError, UsageError
+from telegrad.ext.directories import DirectoryRefused, Unanswered, Unsent
+from telegrad.ext.files import reason
+from telegrad.ext.joining import load_own
 
 try:
     import redis

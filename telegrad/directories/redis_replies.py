@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from telegrad._core.directory.protocol import Entry, Event
+from telegrad.ext.directories import Entry, Event
 
 _FAILED = (b"reset", b"lease lost", b"compacted")
 _RECORD = re.compile(rb"(\d{1,19}) (\d{1,19}) (\d{1,19}) (.*)", re.DOTALL)  # as write() of on_redis.lua makes it

@@ -5,20 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, overload
 
-from telegrad._core import checks
-from telegrad._core.calls.compiling import not_compiled
-from telegrad._core.calls.deadlines import DEFAULT, check_timeout
-from telegrad._core.membership.members import View, WorkerInfo, listed
-from telegrad._core.retries import retry
-from telegrad._core.retries.retry_queue import RetryPolicy
-from telegrad._core.worker import current
-from telegrad._core.worker.targets import target
 from telegrad.errors import InvalidArgument, UnknownWorker, UsageError
+from telegrad.ext.arguments import checks
+from telegrad.ext.calls import DEFAULT, RetryPolicy, check_timeout, convert, not_compiled, retry, target
+from telegrad.ext.workers import View, WorkerInfo, current, listed
 from telegrad.groups import group_calls, meetings, reduction, ref_group
 from telegrad.groups.group_calls import GroupFuture
 from telegrad.groups.ref_group import RefGroup
 from telegrad.groups.selection import ALL, FILTER, MINUS, NAMED, PLUS, ROLE, SLICE, Selection
-from telegrad.rpc.conversion import convert
 
 Named = str | int | WorkerInfo
 

@@ -10,25 +10,28 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-from telegrad._core import checks
-from telegrad._core.agent.agent import Agent
-from telegrad._core.agent.fanout import EachCall
-from telegrad._core.calls import profiling
-from telegrad._core.calls.awaiting import happening
-from telegrad._core.calls.call_context import InTurn
-from telegrad._core.calls.call_names import user_name
-from telegrad._core.calls.futures import Future, Helper, Signal
-from telegrad._core.interrupts import raised_by_handler
-from telegrad._core.membership.members import WorkerInfo
-from telegrad._core.pickling.exceptions import fresh, kept
-from telegrad._core.retries import retry
-from telegrad._core.retries.retry_queue import RetryPolicy
-from telegrad._core.worker import current
-from telegrad._core.worker.caller_context import CallerContext
-from telegrad._core.worker.prepared_call import Call
 from telegrad.errors import CallCancelled, GroupError, InvalidArgument, PeerError, RRefError, UnknownWorker
-from telegrad.rpc.conversion import convert
-from telegrad.rpc.joint_calls import summary
+from telegrad.ext.arguments import checks
+from telegrad.ext.calls import (
+    Agent,
+    Call,
+    CallerContext,
+    EachCall,
+    Future,
+    Helper,
+    InTurn,
+    RetryPolicy,
+    Signal,
+    convert,
+    happening,
+    profiling,
+    retry,
+    summary,
+    user_name,
+)
+from telegrad.ext.processes import raised_by_handler
+from telegrad.ext.values import fresh, kept
+from telegrad.ext.workers import WorkerInfo, current
 
 GONE = (PeerError, UnknownWorker, RRefError)  # errors after which a worker, or its value, is given nothing more
 

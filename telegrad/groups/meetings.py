@@ -13,17 +13,11 @@ from functools import reduce
 from time import monotonic
 from typing import Any, NamedTuple, Protocol
 
-from telegrad._core import checks
-from telegrad._core.agent.agent import Agent
-from telegrad._core.agent.server import ASYNC_MARK
-from telegrad._core.calls.call_names import runs_as
-from telegrad._core.calls.deadlines import limit_of
-from telegrad._core.calls.futures import Future
-from telegrad._core.membership.members import Identity, WorkerInfo, listed
-from telegrad._core.progress import Wait
-from telegrad._core.streams.producer import current_call
-from telegrad._core.worker import current
 from telegrad.errors import CallTimeout, PeerLost, TelegradError, UsageError
+from telegrad.ext.arguments import checks
+from telegrad.ext.calls import ASYNC_MARK, Agent, Future, current_call, limit_of, runs_as
+from telegrad.ext.texts import Wait
+from telegrad.ext.workers import Identity, WorkerInfo, current, listed
 
 ASK = 0.5  # seconds between questions which workers are missing
 PATIENCE = 5.0  # seconds for an answer to these

@@ -10,11 +10,11 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from telegrad._core import checks
-from telegrad._core.calls.deadlines import DEFAULT, limit_of
-from telegrad._core.stores.tcp_store import reach_tcp, serve_tcp
-from telegrad._core.worker import current
 from telegrad.errors import InvalidArgument, UsageError
+from telegrad.ext.arguments import checks
+from telegrad.ext.calls import DEFAULT, limit_of
+from telegrad.ext.joining import reach_tcp, serve_tcp
+from telegrad.ext.workers import current
 from telegrad.groups import meetings
 from telegrad.groups.group import Group
 

@@ -13,17 +13,11 @@ from functools import reduce
 from itertools import pairwise
 from typing import Any
 
-from telegrad._core import checks
-from telegrad._core.agent.agent import Agent
-from telegrad._core.agent.fanout import EachCall
-from telegrad._core.calls.call_names import known_as, user_name
-from telegrad._core.calls.deadlines import limit_of
-from telegrad._core.calls.futures import Future
-from telegrad._core.membership.members import WorkerInfo
-from telegrad._core.pickling.exceptions import describe, rebuild
-from telegrad._core.worker import current
-from telegrad._core.worker.prepared_call import Call
 from telegrad.errors import CallTimeout, PeerLost, UsageError
+from telegrad.ext.arguments import checks
+from telegrad.ext.calls import Agent, Call, EachCall, Future, known_as, limit_of, user_name
+from telegrad.ext.values import describe, rebuild
+from telegrad.ext.workers import WorkerInfo, current
 from telegrad.groups.group_calls import GroupFuture, group_error
 
 BRANCHES = 3  # a level costs as many values as these, and there are log(n) / log(BRANCHES) of them: least for e

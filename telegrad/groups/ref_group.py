@@ -5,24 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar, overload
 
-from telegrad._core import checks
-from telegrad._core.agent.fanout import EachCall
-from telegrad._core.calls import profiling
-from telegrad._core.calls.call_names import known_as
-from telegrad._core.calls.compiling import not_compiled
-from telegrad._core.calls.deadlines import DEFAULT, check_timeout
-from telegrad._core.calls.futures import Future
-from telegrad._core.interrupts import raised_by_handler
-from telegrad._core.membership.members import Identity, WorkerInfo, listed
-from telegrad._core.references.letters import Id
-from telegrad._core.retries.retry import await_workers, wait_or_cancel
-from telegrad._core.retries.retry_queue import RetryPolicy
-from telegrad._core.worker import current
-from telegrad._core.worker.prepared_call import Call
-from telegrad._core.worker.values import fetch, methods
 from telegrad.errors import InvalidArgument, UnknownWorker
+from telegrad.ext.arguments import checks
+from telegrad.ext.calls import (
+    DEFAULT,
+    Call,
+    EachCall,
+    Future,
+    RetryPolicy,
+    await_workers,
+    check_timeout,
+    known_as,
+    not_compiled,
+    profiling,
+    wait_or_cancel,
+)
+from telegrad.ext.processes import raised_by_handler
+from telegrad.ext.references import Id, Proxy, RRef, fetch, methods
+from telegrad.ext.workers import Identity, WorkerInfo, current, listed
 from telegrad.groups.group_calls import GroupFuture, MapFuture, ResultSlot, group_error, zipped
-from telegrad.rpc.references import Proxy, RRef
 
 T = TypeVar("T")
 

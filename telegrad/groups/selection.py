@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from telegrad._core.calls.call_names import user_name
-from telegrad._core.membership.members import WorkerInfo, listed
+from telegrad.ext.calls import user_name
+from telegrad.ext.workers import WorkerInfo, listed
 
 ALL, ROLE, NAMED, SLICE, FILTER, MINUS, PLUS = "all", "role", "named", "slice", "filter", "minus", "plus"
 

@@ -76,7 +76,7 @@ def dump() -> pathlib.Path | None:
     Example:
         >>> file = telegrad.insight.dump()
     """
-    from telegrad._core.worker import current
+    from telegrad.ext.workers import current
     from telegrad.reporting.witness import witness_of
 
     return witness_of(current.here()).dump()
@@ -101,8 +101,8 @@ def dashboard(host: str | None = None, port: int = 0) -> Dashboard:
         'http://127.0.0.1:...'
         >>> shown.close()
     """
-    from telegrad._core import checks
-    from telegrad._core.stores.address import loopback
+    from telegrad.ext.arguments import checks
+    from telegrad.ext.processes import loopback
     from telegrad.insight.report import told
     from telegrad.insight.web import Dashboard
 

@@ -19,13 +19,12 @@ from torch import profiler
 from torch._C._profiler import _ExperimentalConfig
 from torch.autograd.profiler import record_function
 
-from telegrad._core import checks
-from telegrad._core.atfork import renewed
-from telegrad._core.calls import profiling
-from telegrad._core.calls.call_names import user_name
-from telegrad._core.host.private_files import replacing
-from telegrad._core.worker import current
 from telegrad.errors import TelegradError, UsageError
+from telegrad.ext.arguments import checks
+from telegrad.ext.calls import profiling, user_name
+from telegrad.ext.files import replacing
+from telegrad.ext.processes import renewed
+from telegrad.ext.workers import current
 from telegrad.insight.export import chrome_trace, clock_offsets
 from telegrad.insight.export.chrome_trace import WorkerTrace
 from telegrad.insight.export.clock_offsets import ClockOffset, Exchange

@@ -18,8 +18,8 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 
-from telegrad._core.stores.address import loopback
 from telegrad.errors import UsageError
+from telegrad.ext.processes import loopback
 from telegrad.insight.reading.source import Source
 from telegrad.insight.seen_groups import DumpFiles, HostGroup, groups_here
 from telegrad.reporting.desk import HAS_DESKS

@@ -16,12 +16,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from telegrad._core.agent.server import ASYNC_MARK, Later
-from telegrad._core.calls import call_context, profiling
-from telegrad._core.calls.call_names import user_name
-from telegrad._core.calls.futures import Future, Signal
-from telegrad._core.calls.profiling import Event
-from telegrad._core.pickling.remote_text import first_line
+from telegrad.ext.calls import ASYNC_MARK, Event, Future, Later, Signal, call_context, profiling, user_name
+from telegrad.ext.values import first_line
 from telegrad.insight.export.event_counters import function_label
 from telegrad.version import VERSION
 

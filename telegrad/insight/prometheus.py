@@ -10,11 +10,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from telegrad._core import events
-from telegrad._core.events import CALLED, CONNECTED, FREED, LOST, MADE, PASSED, RAN, STAGED, STEPPED
-from telegrad._core.stores.address import loopback
-from telegrad._core.worker import current
 from telegrad.errors import TelegradError, UsageError
+from telegrad.ext.events import CALLED, CONNECTED, FREED, LOST, MADE, PASSED, RAN, STAGED, STEPPED, events
+from telegrad.ext.processes import loopback
+from telegrad.ext.workers import current
 from telegrad.insight.export.event_counters import EventCounters
 from telegrad.insight.export.serving import BoundedServer
 from telegrad.reporting.account import GOING_ON, JOINING, LEAVING, MEMBER, QUEUED, RUNNING, Account, counts

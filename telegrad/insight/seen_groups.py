@@ -9,10 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from telegrad._core.events import Event
-from telegrad._core.host.private_files import open_regular
-from telegrad._core.safe_text import safe
 from telegrad.errors import UsageError
+from telegrad.ext.events import Event
+from telegrad.ext.files import open_regular
+from telegrad.ext.texts import safe
 from telegrad.insight.phrases import several
 from telegrad.insight.reading.process_report import inspect
 from telegrad.insight.reading.source import Sight
@@ -59,7 +59,7 @@ def own_group() -> OwnGroup:
     Raises:
         NotInitialized: this process is in no group.
     """
-    from telegrad._core.worker import current  # not above: commands look from outside, without torch
+    from telegrad.ext.workers import current  # not above: commands look from outside, without torch
     from telegrad.reporting.witness import witness_of
 
     return OwnGroup(witness_of(current.here()))

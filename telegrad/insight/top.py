@@ -7,8 +7,8 @@ import sys
 import time
 from typing import NamedTuple
 
-from telegrad._core.safe_text import safe
 from telegrad.errors import UsageError
+from telegrad.ext.texts import safe
 from telegrad.insight.reading import tables
 from telegrad.insight.reading.history import GroupHistory
 from telegrad.insight.reading.source import Source

@@ -21,7 +21,7 @@ from importlib import resources
 from typing import Any
 from urllib.parse import parse_qs, quote, urlsplit
 
-from telegrad._core.addresses import bracketed
+from telegrad.ext.processes import bracketed
 from telegrad.insight.export.serving import BoundedServer
 from telegrad.insight.reading.history import GroupHistory
 from telegrad.insight.reading.snapshot import detail, snapshot

@@ -19,20 +19,27 @@ from contextlib import AbstractContextManager
 from time import monotonic
 from typing import IO, TYPE_CHECKING, Any, NoReturn
 
-from telegrad._core.addresses import bracketed, family_of
-from telegrad._core.checks import count, flag, seconds, shown, wrong
-from telegrad._core.host.open_files import explained
-from telegrad._core.interrupts import install, uninterrupted
-from telegrad._core.membership.members import check_name, check_role
-from telegrad._core.pickling import main_program as programs
-from telegrad._core.processes import SAFE_PATH, named, own_session, quoted, shared_cores
-from telegrad._core.progress import Wait, attended, make_room
-from telegrad._core.security.keyring import Keyring, new_key
-from telegrad._core.stores.address import loopback
-from telegrad._core.stores.group_keys import of_environment
-from telegrad._core.threads import Thread
 from telegrad.compat.inheritance import child_environment
 from telegrad.errors import RendezvousError, UsageError
+from telegrad.ext.arguments import count, flag, seconds, shown, wrong
+from telegrad.ext.joining import Keyring, new_key, of_environment
+from telegrad.ext.joining import main_program as programs
+from telegrad.ext.processes import (
+    SAFE_PATH,
+    Thread,
+    bracketed,
+    explained,
+    family_of,
+    install,
+    loopback,
+    named,
+    own_session,
+    quoted,
+    shared_cores,
+    uninterrupted,
+)
+from telegrad.ext.texts import Wait, attended, make_room
+from telegrad.ext.workers import check_name, check_role
 from telegrad.supervision.lines import LONGEST, Lines
 
 if TYPE_CHECKING:
@@ -95,12 +102,8 @@ class LocalGroup:
         """While the workers start, since to import torch takes this process as long."""
         with self._wait(lambda: f"telegrad.local: {quoted(self.names)} start up"):
             from telegrad import rpc
-            from telegrad._core.joining.rendezvous import call_off
-            from telegrad._core.stores.sealed_store import SealedStore
-            from telegrad._core.stores.stores import Meeting
-            from telegrad._core.stores.tcp_store import serve_on
-            from telegrad._core.worker import current
-            from telegrad.rpc.start.life import enter_group
+            from telegrad.ext.joining import Meeting, SealedStore, call_off, enter_group, serve_on
+            from telegrad.ext.workers import current
 
         size = 1 + len(self.names)
         store = SealedStore(serve_on(listener)[0], Keyring([self._key]))
@@ -129,7 +132,7 @@ class LocalGroup:
                 said = "".join(f"\n    {line}" for line in worker.last_lines)
                 self._called_off = f"worker {worker.name!r} {how} before the group had formed. Its last lines:{said}"
                 if self._store is not None:
-                    from telegrad._core.joining.rendezvous import call_off
+                    from telegrad.ext.joining import call_off
 
                     call_off(self._store, 1 + len(self.names), self._called_off)
                 return
@@ -153,7 +156,7 @@ class LocalGroup:
 
     def _leave(self, graceful: bool) -> None:
         from telegrad import rpc
-        from telegrad._core.worker import current
+        from telegrad.ext.workers import current
 
         if current.worker is not None and current.worker.me.name == self.driver:  # else the program has left by itself
             rpc.shutdown(graceful)
@@ -315,8 +318,8 @@ def _listen(host: str) -> socket.socket:
 
 def _check_free() -> None:
     """Raise AlreadyInitialized where this process is in a group, before anything is started."""
-    if "telegrad.rpc.start.life" in sys.modules:  # else it is in none, and imports torch while the workers do
-        from telegrad.rpc.start.life import check_free
+    if "telegrad._core.start.life" in sys.modules:  # else it is in none, and imports torch while the workers do
+        from telegrad.ext.joining import check_free
 
         check_free()
 

@@ -9,10 +9,8 @@ import sys
 import threading
 import time
 
-from telegrad._core.atfork import renewed
-from telegrad._core.processes import signal_at_parents_end
-from telegrad._core.stores import supervised
-from telegrad._core.threads import Thread
+from telegrad.ext.joining import supervised
+from telegrad.ext.processes import Thread, renewed, signal_at_parents_end
 
 ENDED, JOINED_NOT, LOST, INTERRUPTED = 0, 3, 4, 130
 GRACE = 1.0  # seconds for a worker to leave in order, once its parent has gone
@@ -50,7 +48,7 @@ def main(arguments: list[str]) -> int:
     import torch  # noqa: F401 - here, since `--help` needs none; first, since the compatibility mode takes effect with it
 
     from telegrad import errors, rpc
-    from telegrad._core.pickling import main_program
+    from telegrad.ext.joining import main_program
 
     if given.main:
         main_program.adopt(given.main, given.name)

@@ -8,15 +8,15 @@ from typing import Any
 from torch import Tensor, nn
 
 from telegrad._core import checks
+from telegrad._core.modules.module_tree import Branch, parameters_of
+from telegrad._core.rpc.api import rpc_async
+from telegrad._core.rpc.joint_calls import together
+from telegrad._core.rpc.references import RRef
 from telegrad._core.worker import current
 from telegrad.errors import UsageError
-from telegrad.nn.module_tree import Branch, parameters_of
 from telegrad.optim.local import LocalOptimizer
 from telegrad.optim.norms import check_norms, limited, norm_of, scale
 from telegrad.optim.optimizer import DistributedOptimizer
-from telegrad.rpc.api import rpc_async
-from telegrad.rpc.joint_calls import together
-from telegrad.rpc.references import RRef
 
 
 def clip_grad_norm_(

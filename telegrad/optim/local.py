@@ -15,17 +15,17 @@ from torch.optim import Optimizer
 from telegrad._core import checks, events
 from telegrad._core.calls.deadlines import DEFAULT
 from telegrad._core.calls.futures import Future
+from telegrad._core.modules.module_host import on_host
+from telegrad._core.modules.module_tree import Branch, parameters_of
+from telegrad._core.rpc.functions import must_finish
+from telegrad._core.rpc.references import RRef
 from telegrad._core.worker import current
 from telegrad.autograd.engine.gradients import Gradients, total
 from telegrad.autograd.engine.record import AutogradContext
 from telegrad.errors import UsageError
-from telegrad.nn.module_host import on_host
-from telegrad.nn.module_tree import Branch, parameters_of
 from telegrad.optim import untraced
 from telegrad.optim.guards import guards_of, holding
 from telegrad.optim.norms import norm_of, scale
-from telegrad.rpc.functions import must_finish
-from telegrad.rpc.references import RRef
 
 Hyperparameters = dict[str, Any]
 Changes = Mapping[int, Hyperparameters]  # of hyperparameters, by the numbers of their groups

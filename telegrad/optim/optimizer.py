@@ -18,19 +18,19 @@ from telegrad._core.calls.compiling import not_compiled
 from telegrad._core.calls.deadlines import DEFAULT, check_timeout
 from telegrad._core.calls.futures import Future
 from telegrad._core.hints import hint
+from telegrad._core.modules.module_tree import Branch, Model, branches
+from telegrad._core.modules.remote_module import RemoteModule
+from telegrad._core.rpc.api import rpc_async
+from telegrad._core.rpc.joint_calls import together
+from telegrad._core.rpc.references import RRef
+from telegrad._core.rpc.restorable import revive
 from telegrad._core.worker import current
 from telegrad.autograd.engine.record import Inside
 from telegrad.errors import ContextEnded, InvalidArgument, TelegradError, UsageError
-from telegrad.nn.module_tree import Branch, Model, branches
-from telegrad.nn.remote_module import RemoteModule
 from telegrad.optim.local import Hyperparameters, LocalOptimizer, agreed, ask, changed, check_maker, hyperparameters
 from telegrad.optim.norms import check_norms
 from telegrad.optim.riding import Clipped, Done, StepRide, Whole, has_hooks_before, may_ride
 from telegrad.optim.untraced import import_tracer, may_import
-from telegrad.rpc.api import rpc_async
-from telegrad.rpc.joint_calls import together
-from telegrad.rpc.references import RRef
-from telegrad.rpc.restorable import revive
 
 if TYPE_CHECKING:
     from typing import Self

@@ -17,11 +17,11 @@ from torch.optim.optimizer import Optimizer, _global_optimizer_pre_hooks
 
 from telegrad._core.calls.futures import Future
 from telegrad._core.pickling.exceptions import rebuild
+from telegrad._core.rpc.joint_calls import together
+from telegrad._core.rpc.references import RRef
 from telegrad.autograd.api import look_at_step
 from telegrad.optim.local import Changes, LocalOptimizer, ask
 from telegrad.optim.norms import limited
-from telegrad.rpc.joint_calls import together
-from telegrad.rpc.references import RRef
 
 PLAIN = (int, float, bool, str, type(None))  # kinds of hyperparameters that a pass can take along, and tuples of such
 

@@ -11,18 +11,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from telegrad._core.calls.deadlines import DEFAULT
-from telegrad._core.calls.futures import Future
-from telegrad._core.worker import current
-from telegrad.autograd.api import Ride
 from telegrad.errors import TelegradError, UsageError
+from telegrad.ext.calls import DEFAULT, Future, remote, rpc_async, rpc_sync, together
+from telegrad.ext.graphs import Ride
+from telegrad.ext.references import RRef
+from telegrad.ext.workers import current
 from telegrad.pipeline.batches import BatchInputs, BatchResult, BatchSpec
 from telegrad.pipeline.pipeline_schedule import INTERLEAVED, TiedWeight
 from telegrad.pipeline.stage import PackedValue, pack_value
 from telegrad.pipeline.station import make_station, run_stage, set_weight, weight_of
-from telegrad.rpc.api import remote, rpc_async, rpc_sync
-from telegrad.rpc.joint_calls import together
-from telegrad.rpc.references import RRef
 
 
 class PipelineDriver:

@@ -9,30 +9,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from telegrad._core import checks
-from telegrad._core.calls.call_names import known_as
-from telegrad._core.calls.compiling import not_compiled
-from telegrad._core.calls.deadlines import DEFAULT, check_timeout
-from telegrad._core.hints import hint
-from telegrad._core.membership.members import WorkerInfo, listed
-from telegrad._core.progress import Wait, attended
-from telegrad._core.worker import current
 from telegrad.autograd import backward
-from telegrad.autograd.api import Step, check_step
-from telegrad.autograd.engine.record import Inside, entered_id
 from telegrad.errors import UsageError
-from telegrad.nn.module_tree import Recoverable
-from telegrad.nn.place import parse_place
-from telegrad.nn.remote_module import RemoteModule, gradients_are_lost, hint_at_context
+from telegrad.ext.arguments import checks
+from telegrad.ext.calls import DEFAULT, check_timeout, known_as, not_compiled, remote
+from telegrad.ext.graphs import Inside, Step, check_step, entered_id
+from telegrad.ext.modules import Recoverable, RemoteModule, gradients_are_lost, hint_at_context, parse_place
+from telegrad.ext.references import Restore, RRef, check_restore
+from telegrad.ext.texts import Wait, attended, hint
+from telegrad.ext.workers import WorkerInfo, current, listed
 from telegrad.pipeline.batches import BatchInputs
 from telegrad.pipeline.cutting.exported import Inputs
 from telegrad.pipeline.driver import PipelineDriver
 from telegrad.pipeline.microbatches import Loss, joined, parts_of, shares, sizes_of
 from telegrad.pipeline.pipeline_schedule import SCHEDULES, parse_tied
 from telegrad.pipeline.stage_backward import root_of
-from telegrad.rpc.api import remote
-from telegrad.rpc.references import RRef
-from telegrad.rpc.restorable import Restore, check_restore
 
 if TYPE_CHECKING:
     from typing import Self

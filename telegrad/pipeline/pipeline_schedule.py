@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from telegrad._core.checks import shown
 from telegrad.errors import UsageError
+from telegrad.ext.arguments import shown
 
 FORWARD, BACKWARD, INPUT, WEIGHTS = "forward", "backward", "input", "weights"  # the last two make up a backward
 SEND_WEIGHT, LOAD_WEIGHT, SEND_GRADIENT, ADD_GRADIENT = "send weight", "load weight", "send gradient", "add gradient"

@@ -16,15 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from telegrad._core import events
-from telegrad._core.agent.agent import Agent
-from telegrad._core.calls import call_context
-from telegrad._core.calls.futures import Future
-from telegrad._core.wire.messages import INFERENCE, NO_GRAD
-from telegrad._core.worker import current
 from telegrad.autograd import backward
-from telegrad.autograd.api import check_root
-from telegrad.autograd.engine.record import AutogradContext
+from telegrad.ext.calls import Agent, Future, call_context
+from telegrad.ext.events import events
+from telegrad.ext.graphs import AutogradContext, check_root
+from telegrad.ext.values import INFERENCE, NO_GRAD
+from telegrad.ext.workers import current
 from telegrad.pipeline.batches import BatchInputs, BatchResult, BatchSpec, StageMessage
 from telegrad.pipeline.microbatches import check_scalar
 from telegrad.pipeline.pipeline_schedule import (

@@ -10,12 +10,12 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from telegrad._core.atfork import in_child, renewed
-from telegrad._core.pickling.pickling import decode, encode
-from telegrad._core.worker.turns import Turns
 from telegrad.errors import UsageError
-from telegrad.nn.module_host import device_of, moved
-from telegrad.rpc.references import RRef
+from telegrad.ext.calls import Turns
+from telegrad.ext.modules import device_of, moved
+from telegrad.ext.processes import in_child, renewed
+from telegrad.ext.references import RRef
+from telegrad.ext.values import decode, encode
 
 # Of the process: a module is one, in however many pipelines.
 _turns: WeakKeyDictionary[nn.Module, Turns] = WeakKeyDictionary()

@@ -20,12 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from telegrad.autograd.engine import replicas, sharded
-from telegrad.autograd.engine.edges import edge_of, run_backward
-from telegrad.autograd.engine.engine import KINDS, UNSHARED
-from telegrad.autograd.engine.gradients import Gradients
-from telegrad.autograd.engine.node_calls import is_function
-from telegrad.autograd.engine.schedule import PLAIN
+from telegrad.ext.graphs import KINDS, PLAIN, UNSHARED, Gradients, edge_of, is_function, replicas, run_backward, sharded
 
 Node = Any
 

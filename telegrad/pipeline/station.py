@@ -13,18 +13,15 @@ from weakref import WeakValueDictionary
 
 from torch import Tensor, nn
 
-from telegrad._core.agent.agent import Agent
-from telegrad._core.agent.server import Later
-from telegrad._core.calls.call_names import known_as, runs_as
-from telegrad._core.membership.members import Identity
-from telegrad._core.worker import current
 from telegrad.errors import PeerError, PeerLost
+from telegrad.ext.calls import Agent, Later, known_as, runs_as
+from telegrad.ext.references import RRef
+from telegrad.ext.workers import Identity, current
 from telegrad.pipeline.batches import BatchInputs, BatchSpec, StageMessage
 from telegrad.pipeline.pipeline_schedule import TiedWeight
 from telegrad.pipeline.run import BatchRun
 from telegrad.pipeline.stage import Stage
 from telegrad.rpc.functions import must_finish
-from telegrad.rpc.references import RRef
 
 
 class StageWorker:

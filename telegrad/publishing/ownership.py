@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from telegrad._core.membership.dynamic import DynamicGroup
-from telegrad._core.membership.registry import Claim
-from telegrad._core.references.box import Box
-from telegrad._core.worker import current
 from telegrad.errors import ClaimLost
+from telegrad.ext.references import Box
+from telegrad.ext.workers import Claim, DynamicGroup, current
 
 
 class Ownership(NamedTuple):

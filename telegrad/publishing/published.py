@@ -17,19 +17,6 @@ from math import inf
 from time import monotonic, sleep
 from typing import Any, NamedTuple
 
-from telegrad._core import checks
-from telegrad._core.agent.agent import Agent
-from telegrad._core.agent.server import Later
-from telegrad._core.calls.call_names import known_as
-from telegrad._core.calls.compiling import not_compiled
-from telegrad._core.calls.deadlines import DEFAULT, limit_of
-from telegrad._core.directory.protocol import DirectoryLost, DirectoryRefused, LeaseLost, check_key
-from telegrad._core.membership.dynamic import UNUSABLE, DynamicGroup
-from telegrad._core.membership.members import listed
-from telegrad._core.membership.registry import PUBLISHED
-from telegrad._core.progress import Wait
-from telegrad._core.threads import run_beside
-from telegrad._core.worker import current
 from telegrad.errors import (
     CallTimeout,
     ClaimLost,
@@ -40,10 +27,15 @@ from telegrad.errors import (
     TelegradError,
     UsageError,
 )
+from telegrad.ext.arguments import checks
+from telegrad.ext.calls import DEFAULT, Agent, Later, known_as, limit_of, not_compiled
+from telegrad.ext.directories import DirectoryLost, DirectoryRefused, LeaseLost, check_key
+from telegrad.ext.processes import run_beside
+from telegrad.ext.references import Lasting, RRef, wait_for
+from telegrad.ext.texts import Wait
+from telegrad.ext.workers import PUBLISHED, UNUSABLE, DynamicGroup, current, listed
 from telegrad.publishing.ownership import OwnedBox, Ownership
 from telegrad.publishing.registration import PAUSE, ROUND, THREAD, Answer, Registration
-from telegrad.rpc.references import RRef
-from telegrad.rpc.restorable import Lasting, wait_for
 
 LOOK = 0.25  # seconds between looks at what is waited for
 

@@ -18,18 +18,12 @@ from functools import partial
 from time import monotonic, sleep
 from typing import Any
 
-from telegrad._core.calls.futures import Signal
-from telegrad._core.directory.client import EmbeddedDirectory
-from telegrad._core.directory.protocol import DirectoryLost, DirectoryRefused, LeaseLost
-from telegrad._core.joining.joining import shows_life, ttl_of
-from telegrad._core.membership.dynamic import DynamicGroup
-from telegrad._core.membership.members import Member, WorkerInfo
-from telegrad._core.membership.registry import Change, Claim, Gone, LifeOver
-from telegrad._core.stores.address import knock
-from telegrad._core.stores.find_directory import Keeping
-from telegrad._core.threads import run_beside
-from telegrad._core.worker.worker import Worker
 from telegrad.errors import CallTimeout, HandshakeError, PeerError, PeerLost, ShutDown, StoreUntrusted, TelegradError
+from telegrad.ext.calls import Signal
+from telegrad.ext.directories import DirectoryLost, DirectoryRefused, EmbeddedDirectory, LeaseLost
+from telegrad.ext.joining import Keeping, shows_life, ttl_of
+from telegrad.ext.processes import knock, run_beside
+from telegrad.ext.workers import Change, Claim, DynamicGroup, Gone, LifeOver, Member, Worker, WorkerInfo
 
 THREAD = "telegrad-claims"
 ROUND = 1.0  # seconds for the answer to a question, before it is asked again

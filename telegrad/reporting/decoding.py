@@ -14,9 +14,8 @@ from collections.abc import Callable
 from math import isfinite
 from typing import Any, Union
 
-from telegrad._core import events
-from telegrad._core.events import Event
-from telegrad._core.safe_text import safe
+from telegrad.ext.events import Event, events
+from telegrad.ext.texts import safe
 from telegrad.reporting.account import Account
 
 ACCOUNT, GROUP, EVENTS, GROUP_EVENTS, DUMP = "account", "group", "events", "group events", "dump"  # topics

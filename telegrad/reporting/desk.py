@@ -28,8 +28,7 @@ from errno import EMFILE, EMSGSIZE
 from time import monotonic
 from typing import Any, NamedTuple
 
-from telegrad._core.sockets import HAS_UNIX
-from telegrad._core.threads import Thread
+from telegrad.ext.processes import HAS_UNIX, Thread
 from telegrad.reporting.decoding import ACCOUNT, DUMP, EVENTS, GROUP, GROUP_EVENTS, Malformed, decode
 
 __all__ = ["ACCOUNT", "DUMP", "EVENTS", "GROUP", "GROUP_EVENTS", "Desk", "Place", "ask", "ask_all", "places"]

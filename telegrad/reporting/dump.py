@@ -22,11 +22,9 @@ from collections.abc import Callable
 from time import monotonic
 from typing import Any
 
-from telegrad._core import events as instruments
-from telegrad._core import forks, interrupts
-from telegrad._core.host.open_files import said
-from telegrad._core.host.private_files import Folder, open_folder, private_folder
-from telegrad._core.threads import Background, Thread
+from telegrad.ext.events import events as instruments
+from telegrad.ext.files import Folder, open_folder, private_folder
+from telegrad.ext.processes import Background, Thread, forks, interrupts, said
 
 VARIABLE = "TELEGRAD_DUMPS"
 PAUSE = 60.0  # seconds between two files of one worker that nobody has asked for

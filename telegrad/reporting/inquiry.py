@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterable
 from time import monotonic
 from typing import Any, NamedTuple
 
-from telegrad._core.agent.agent import Agent
-from telegrad._core.membership.members import Identity
-from telegrad._core.safe_text import safe
-from telegrad._core.threads import Thread
 from telegrad.errors import TelegradError, UnknownWorker
+from telegrad.ext.calls import Agent
+from telegrad.ext.processes import Thread
+from telegrad.ext.texts import safe
+from telegrad.ext.workers import Identity
 from telegrad.reporting.decoding import CALL, Malformed, decode
 
 PATIENCE = 1.5  # seconds

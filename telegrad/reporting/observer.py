@@ -12,14 +12,11 @@ from time import perf_counter
 from types import FrameType
 from typing import NamedTuple
 
-from telegrad._core import progress
-from telegrad._core.agent import inspection
-from telegrad._core.agent.agent import Agent
-from telegrad._core.agent.incoming import Incoming
-from telegrad._core.calls.call_names import user_name
-from telegrad._core.membership.members import Member
-from telegrad._core.references.table import ReferenceTable
-from telegrad.autograd.conductor import Conductor
+from telegrad.ext.calls import Agent, Incoming, inspection, user_name
+from telegrad.ext.graphs import Conductor
+from telegrad.ext.references import ReferenceTable
+from telegrad.ext.texts import progress
+from telegrad.ext.workers import Member
 from telegrad.reporting import stacks
 from telegrad.reporting.account import (
     GOING_ON,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 from collections import deque
 
-from telegrad._core import events as instruments
-from telegrad._core.atfork import in_child, renewed
-from telegrad._core.events import CALLED, PASSED, STEPPED, Event
+from telegrad.ext.events import CALLED, PASSED, STEPPED, Event
+from telegrad.ext.events import events as instruments
+from telegrad.ext.processes import in_child, renewed
 
 LAST = 10_000  # events that are kept
 

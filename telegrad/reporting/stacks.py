@@ -9,7 +9,7 @@ import sys
 import threading
 from types import FrameType
 
-from telegrad._core.atfork import in_child, renewed
+from telegrad.ext.processes import in_child, renewed
 from telegrad.reporting.account import Line
 
 _OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep

@@ -7,15 +7,12 @@ from time import monotonic, perf_counter
 from types import CodeType, FrameType
 from typing import Any
 
-from telegrad._core import progress
-from telegrad._core.agent.pending_call import PendingCall
-from telegrad._core.calls import futures
-from telegrad._core.joining import joining
-from telegrad._core.membership.leaving import Leaving
-from telegrad._core.membership.membership import Membership
-from telegrad._core.references.box import Opening
-from telegrad._core.stores import stores
-from telegrad.autograd.conductor import Conductor
+from telegrad.ext.calls import PendingCall, futures
+from telegrad.ext.graphs import Conductor
+from telegrad.ext.joining import joining, stores
+from telegrad.ext.references import Opening
+from telegrad.ext.texts import progress
+from telegrad.ext.workers import Leaving, Membership
 from telegrad.reporting.account import MEETINGS, Wait
 from telegrad.reporting.stacks import is_library
 

@@ -7,8 +7,8 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-from telegrad._core.events import Event
-from telegrad._core.worker.worker import Worker, WorkerExtension, register
+from telegrad.ext.events import Event
+from telegrad.ext.workers import Worker, WorkerExtension, register
 from telegrad.reporting import dump
 from telegrad.reporting.account import LEAVING, Account
 from telegrad.reporting.decoding import ACCOUNT, CALL, DUMP, EVENTS, GROUP, GROUP_EVENTS, checked

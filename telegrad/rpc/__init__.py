@@ -10,7 +10,22 @@ with uncollected():
     from telegrad._core.calls.cancelling import cancelled
     from telegrad._core.calls.futures import Future
     from telegrad._core.membership.members import WorkerInfo
+    from telegrad._core.rpc.api import (
+        UNSET_RPC_TIMEOUT,
+        _rref_context_get_debug_info,
+        debug_info,
+        get_worker_info,
+        remote,
+        rpc_async,
+        rpc_stream,
+        rpc_sync,
+    )
+    from telegrad._core.rpc.presence import on_join, on_leave, on_lost, wait_for_workers, workers
+    from telegrad._core.rpc.references import RRef
     from telegrad._core.security.tls import TlsFiles
+    from telegrad._core.start.elastic import Generation
+    from telegrad._core.start.generations import generation, rendezvous_again
+    from telegrad._core.start.life import init_rpc, serve, shutdown, stop_serving
     from telegrad._core.streams.streams import Stream
     from telegrad._core.worker.actors import actor
     from telegrad._core.worker.options import (
@@ -25,21 +40,6 @@ with uncollected():
     from telegrad.publishing.published import lookup, publish
     from telegrad.reporting import witness as _witness  # noqa: F401 - registers itself, for `telegrad why`
     from telegrad.rpc import functions
-    from telegrad.rpc.api import (
-        UNSET_RPC_TIMEOUT,
-        _rref_context_get_debug_info,
-        debug_info,
-        get_worker_info,
-        remote,
-        rpc_async,
-        rpc_stream,
-        rpc_sync,
-    )
-    from telegrad.rpc.presence import on_join, on_leave, on_lost, wait_for_workers, workers
-    from telegrad.rpc.references import RRef
-    from telegrad.rpc.start.elastic import Generation
-    from telegrad.rpc.start.generations import generation, rendezvous_again
-    from telegrad.rpc.start.life import init_rpc, serve, shutdown, stop_serving
 
 PyRRef = RRef  # its name in the documentation of torch.distributed.rpc
 

@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
-from telegrad._core.processes import own_session, signal_at_parents_end
+from telegrad.ext.processes import own_session, signal_at_parents_end
 
 PIECE = 1 << 16  # bytes
 _RESET = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)

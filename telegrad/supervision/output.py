@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from io import RawIOBase
 from pathlib import Path
 
-from telegrad._core.host.private_files import create, make_folder
+from telegrad.ext.files import create, make_folder
 
 LAST_LINES = 10  # of a worker, in the message that it has ended the group
 MOST_ALIKE = 1000  # folders of runs that begin in one second

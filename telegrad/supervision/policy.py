@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from math import inf
 from typing import NamedTuple
 
-from telegrad._core.processes import named
+from telegrad.ext.processes import named
 from telegrad.supervision.roles import END, RESTART_ROLE, Role, WorkerSlot
 
 WAITS, RUNS, ENDING, ENDED = "waits", "runs", "is ending", "has ended"

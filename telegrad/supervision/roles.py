@@ -14,10 +14,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
-from telegrad._core.checks import shown
-from telegrad._core.hints import did_you_mean
-from telegrad._core.membership.members import check_name, check_role
 from telegrad.errors import UsageError
+from telegrad.ext.arguments import shown
+from telegrad.ext.texts import did_you_mean
+from telegrad.ext.workers import check_name, check_role
 
 RESTART, RESTART_ROLE, END = "restart", "restart-role", "end"
 POLICIES = (RESTART, RESTART_ROLE, END)

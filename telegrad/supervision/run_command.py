@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from telegrad._core.stores.address import loopback
 from telegrad.errors import UsageError
+from telegrad.ext.processes import loopback
 from telegrad.supervision.output import Output
 from telegrad.supervision.roles import POLICIES, read
 from telegrad.supervision.supervisor import Supervisor

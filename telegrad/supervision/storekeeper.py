@@ -53,12 +53,7 @@ def _serve(listener: str, host: str) -> None:
     try:
         import torch  # noqa: F401 - first, since the compatibility mode takes effect with it
 
-        from telegrad._core.stores import find_directory
-        from telegrad._core.stores.board import OPEN, SERVED, Board
-        from telegrad._core.stores.group_keys import find_keys
-        from telegrad._core.stores.key_renewal import Renewal
-        from telegrad._core.stores.sealed_store import SealedStore
-        from telegrad._core.stores.tcp_store import serve_on
+        from telegrad.ext.joining import OPEN, SERVED, Board, Renewal, SealedStore, find_directory, find_keys, serve_on
 
         keys = find_keys()
         with socket.socket(fileno=int(listener)) as listening:
@@ -78,9 +73,9 @@ def _serve(listener: str, host: str) -> None:
 
 def _end_group() -> None:
     """Have the members of a dynamic group end that only serve."""
-    from telegrad._core.membership.registry import Registry
-    from telegrad._core.stores.find_directory import connect
     from telegrad.errors import TelegradError
+    from telegrad.ext.joining import connect
+    from telegrad.ext.workers import Registry
 
     store, keeping = _served
     directory = connect(keeping.pointer, store.keys)

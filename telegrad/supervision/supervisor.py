@@ -21,16 +21,12 @@ from collections.abc import Iterator, Mapping
 from math import inf
 from time import monotonic
 
-from telegrad._core.addresses import family_of
-from telegrad._core.host.private_files import create_once
-from telegrad._core.processes import SAFE_PATH, named, own_session, shared_cores
-from telegrad._core.progress import spelled
-from telegrad._core.security.keyring import new_key
-from telegrad._core.stores import supervised
-from telegrad._core.stores.address import is_address, listening_address
-from telegrad._core.stores.group_keys import FILE, FILE_VARIABLE, given_keys, user_keys
 from telegrad.compat.inheritance import child_environment
 from telegrad.errors import UsageError
+from telegrad.ext.files import create_once
+from telegrad.ext.joining import FILE, FILE_VARIABLE, given_keys, new_key, supervised, user_keys
+from telegrad.ext.processes import SAFE_PATH, family_of, is_address, listening_address, named, own_session, shared_cores
+from telegrad.ext.texts import spelled
 from telegrad.supervision import children
 from telegrad.supervision.children import Child
 from telegrad.supervision.lines import Lines

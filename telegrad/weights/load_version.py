@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from telegrad._core.wire.strides import repeats
 from telegrad.errors import InvalidArgument, TelegradError
+from telegrad.ext.values import repeats
 from telegrad.weights.transfer.rounding import named
 from telegrad.weights.transfer.tree_layout import Layout, groups_of, looks, place_of
 

@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from telegrad._core import checks, forks
-from telegrad._core.calls.call_names import known_as
-from telegrad._core.calls.compiling import not_compiled
-from telegrad._core.membership.members import listed
-from telegrad._core.progress import Wait
-from telegrad._core.worker import current
 from telegrad.errors import CallTimeout, InvalidArgument, UsageError
+from telegrad.ext.arguments import checks
+from telegrad.ext.calls import known_as, not_compiled
+from telegrad.ext.processes import forks
+from telegrad.ext.texts import Wait
+from telegrad.ext.workers import current, listed
 from telegrad.rpc import RRef, rpc_sync
 from telegrad.weights.transfer.deltas import DeltaEncoder, Deltas
 from telegrad.weights.transfer.feed import Feed

@@ -17,13 +17,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from telegrad._core import checks
-from telegrad._core.calls.deadlines import DEFAULT
-from telegrad._core.membership.members import WorkerInfo
 from telegrad.errors import CallTimeout, InvalidArgument, UsageError
-from telegrad.nn.module_tree import Branch, branches, state_of
+from telegrad.ext.arguments import checks
+from telegrad.ext.calls import DEFAULT, together
+from telegrad.ext.modules import Branch, branches, state_of
+from telegrad.ext.workers import WorkerInfo
 from telegrad.rpc import RRef, remote
-from telegrad.rpc.joint_calls import together
 from telegrad.weights.publisher import Publisher, check_published, check_wait
 from telegrad.weights.shards import Box, Copy, Part, plan, slices
 from telegrad.weights.subscriber import Subscriber

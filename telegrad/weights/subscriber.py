@@ -9,14 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from telegrad._core import checks, forks
-from telegrad._core.calls.compiling import not_compiled
-from telegrad._core.calls.deadlines import DEFAULT, check_timeout, limit_of
-from telegrad._core.membership.members import WorkerInfo
-from telegrad._core.progress import Wait, attended
-from telegrad._core.worker import current
-from telegrad._core.worker.targets import target
 from telegrad.errors import CallTimeout, PublisherLost, UsageError
+from telegrad.ext.arguments import checks
+from telegrad.ext.calls import DEFAULT, check_timeout, limit_of, not_compiled, target
+from telegrad.ext.processes import forks
+from telegrad.ext.texts import Wait, attended
+from telegrad.ext.workers import WorkerInfo, current
 from telegrad.weights.subscription import SubscriberEndpoint
 from telegrad.weights.transfer.service import TICK, WeightsService
 from telegrad.weights.version import Version, check_module

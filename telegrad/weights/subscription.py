@@ -8,10 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
-from telegrad._core.calls.call_names import known_as
-from telegrad._core.membership.members import Identity, listed
-from telegrad._core.worker import current
 from telegrad.errors import DeltaRefused, PublisherLost, TelegradError, UnknownPublisher
+from telegrad.ext.calls import known_as
+from telegrad.ext.workers import Identity, current, listed
 from telegrad.weights.publisher import PublisherEndpoint
 from telegrad.weights.transfer.deltas import Delta, apply_deltas
 from telegrad.weights.transfer.fetcher import Fetcher

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 from uuid import uuid4
 
-from telegrad._core.calls.futures import Future
 from telegrad.errors import CallTimeout, UsageError
+from telegrad.ext.calls import Future
 from telegrad.rpc import RRef, get_worker_info, rpc_async
 from telegrad.weights.publisher import Publisher
 from telegrad.weights.subscriber import Subscriber

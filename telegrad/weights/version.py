@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from telegrad._core import checks
 from telegrad.errors import InvalidArgument
+from telegrad.ext.arguments import checks
 from telegrad.weights.load_version import load, load_by_load_state_dict, own_state, swap, tensors_of
 from telegrad.weights.transfer.tree_layout import Layout
 

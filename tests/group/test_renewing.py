@@ -22,6 +22,7 @@ from telegrad._core.joining.forming import Coming
 from telegrad._core.joining.held_directory import HeldDirectory
 from telegrad._core.joining.quorum import Before, Limits
 from telegrad._core.security.keyring import Keyring, new_key, read_keys
+from telegrad._core.start.cluster import start
 from telegrad._core.stores import sealed_store
 from telegrad._core.stores.board import OPEN, SERVED, Board
 from telegrad._core.stores.file_store import FileStore
@@ -31,7 +32,6 @@ from telegrad._core.stores.stores import Meeting, join_store, open_store
 from telegrad._core.worker import current
 from telegrad._core.worker.options import TelegradOptions
 from telegrad._core.worker.worker import Worker
-from telegrad.rpc.start.cluster import start
 from tests.cluster import PATIENCE, in_threads, wait_until
 from tests.directory import redis_server
 

@@ -7,8 +7,8 @@ import threading
 from collections import Counter
 from types import FrameType
 
+from telegrad._core.rpc import api
 from telegrad._core.worker import current
-from telegrad.rpc import api
 from tests.cluster import agents
 from tests.rpc.test_calls import echo
 

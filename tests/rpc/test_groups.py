@@ -23,9 +23,9 @@ from telegrad import errors
 from telegrad._core.agent.agent import Agent
 from telegrad._core.agent.notices import Handlers
 from telegrad._core.membership.members import Member
+from telegrad._core.start.cluster import start
 from telegrad._core.stores.stores import open_store
 from telegrad._core.worker.options import TelegradOptions
-from telegrad.rpc.start.cluster import start
 from tests.cluster import KEYS, PATIENCE, Process, agents, free_port, group, in_threads, init, processes, run_all
 
 ONE_SECOND = 1.0

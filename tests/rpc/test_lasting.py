@@ -14,8 +14,8 @@ import torch
 
 import telegrad.rpc as rpc
 from telegrad import errors
+from telegrad._core.rpc.restorable import revive
 from telegrad._core.worker import current
-from telegrad.rpc.restorable import revive
 from tests.cluster import PATIENCE, in_threads
 from tests.rpc.test_publishing import USES, Counter, Crowd, ended, keep, kept
 

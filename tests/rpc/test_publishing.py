@@ -18,6 +18,7 @@ import telegrad.rpc as rpc
 from telegrad import errors
 from telegrad._core.directory.client import EmbeddedDirectory
 from telegrad._core.security.keyring import Keyring
+from telegrad._core.start.cluster import start
 from telegrad._core.stores import find_directory
 from telegrad._core.stores.find_directory import Pointer
 from telegrad._core.stores.stores import open_store
@@ -26,7 +27,6 @@ from telegrad._core.worker.options import TelegradOptions
 from telegrad._core.worker.worker import Worker
 from telegrad.publishing import registration
 from telegrad.publishing.published import Offers
-from telegrad.rpc.start.cluster import start
 from tests.cluster import KEYS, PATIENCE, agents, processes, wait_until
 from tests.directory.engines import Middleman
 

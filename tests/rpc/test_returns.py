@@ -22,11 +22,11 @@ from telegrad._core.calls.cancelling import Nested, Served, serving
 from telegrad._core.membership.membership import Membership
 from telegrad._core.retries.idempotency import IdempotentCalls
 from telegrad._core.retries.retry_queue import Failure, classify
+from telegrad._core.start.cluster import start
 from telegrad._core.stores.stores import open_store
 from telegrad._core.worker import current
 from telegrad._core.worker.options import TelegradOptions
 from telegrad._core.worker.worker import Worker
-from telegrad.rpc.start.cluster import start
 from tests.cluster import KEYS, PATIENCE, agents
 
 LATER = 0.3  # seconds after which somebody comes

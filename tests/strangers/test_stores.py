@@ -25,6 +25,7 @@ from telegrad._core.membership.members import Member
 from telegrad._core.membership.registry import Registry
 from telegrad._core.security.handshake import PURPOSE
 from telegrad._core.security.keyring import Keyring
+from telegrad._core.start.cluster import start
 from telegrad._core.stores import address, tcp_store
 from telegrad._core.stores.find_directory import POINTER, find_directory
 from telegrad._core.stores.sealed_directory import SealedDirectory
@@ -32,7 +33,6 @@ from telegrad._core.stores.stores import Meeting
 from telegrad._core.worker import current
 from telegrad._core.worker.options import TelegradOptions
 from telegrad._core.worker.worker import Worker
-from telegrad.rpc.start.cluster import start
 from tests.cluster import PATIENCE, sealed
 from tests.directory.naive import NaiveEngine
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from telegrad._core.calls.futures import Future
 from telegrad._core.membership.members import check_name
+from telegrad._core.start.life import check_free
 from telegrad._core.stores.group_keys import find_keys
 from telegrad._core.stores.stores import open_store
 from telegrad._core.stores.urls import split
@@ -61,7 +62,6 @@ from telegrad.rpc import (
     WorkerInfo,
     _rref_context_get_debug_info,
 )
-from telegrad.rpc.start.life import check_free
 
 _TensorPipeRpcBackendOptionsBase = TensorPipeRpcBackendOptions
 _is_tensorpipe_available = True

@@ -19,6 +19,9 @@ from telegrad._core.calls.compiling import not_compiled
 from telegrad._core.calls.futures import Future
 from telegrad._core.membership.members import WorkerInfo
 from telegrad._core.progress import Wait
+from telegrad._core.rpc import api, references
+from telegrad._core.rpc.api import _rref_context_get_debug_info  # noqa: F401
+from telegrad._core.start import life
 from telegrad._core.worker import current
 from telegrad.compat.missing import missing_from
 from telegrad.compat.rpc import profiled
@@ -34,9 +37,6 @@ from telegrad.compat.rpc.internal import (  # noqa: F401 - programs look for the
 from telegrad.compat.rpc.profiled import remote, rpc_sync
 from telegrad.compat.rpc.references import RRef, _rref_typeof_on_owner, delete_users  # noqa: F401
 from telegrad.errors import CallTimeout, PeerError, PeerLost, RRefError, UsageError
-from telegrad.rpc import api, references
-from telegrad.rpc.api import _rref_context_get_debug_info  # noqa: F401
-from telegrad.rpc.start import life
 
 __all__ = [
     "AllGatherStates",

@@ -6,6 +6,7 @@ import enum
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from telegrad._core.start.life import enter_group
 from telegrad._core.stores.group_keys import find_keys
 from telegrad._core.stores.sealed_store import SealedStore
 from telegrad._core.stores.stores import Meeting
@@ -16,7 +17,6 @@ from telegrad.compat.rpc.constants import DEFAULT_INIT_METHOD, DEFAULT_RPC_TIMEO
 from telegrad.compat.rpc.references import RRef
 from telegrad.errors import UsageError
 from telegrad.rpc import RpcBackendOptions, TensorPipeRpcBackendOptions
-from telegrad.rpc.start.life import enter_group
 
 __all__ = [
     "BackendType",

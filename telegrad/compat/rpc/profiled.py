@@ -12,16 +12,16 @@ from telegrad._core.calls import profiling
 from telegrad._core.calls.compiling import not_compiled
 from telegrad._core.calls.futures import Future
 from telegrad._core.membership.members import WorkerInfo
+from telegrad._core.rpc import api
+from telegrad._core.rpc.api import UNSET_RPC_TIMEOUT
+from telegrad._core.rpc.conversion import convert
+from telegrad._core.rpc.references import RRef
 from telegrad._core.worker.prepared_call import Call
 from telegrad.compat import profiler
 from telegrad.compat.profiler import Session, fetch_report, profile_and_run
 from telegrad.compat.rpc.futures import Future as CallFuture
 from telegrad.compat.rpc.futures import translated
 from telegrad.errors import TelegradError, UnknownWorker, UsageError
-from telegrad.rpc import api
-from telegrad.rpc.api import UNSET_RPC_TIMEOUT
-from telegrad.rpc.conversion import convert
-from telegrad.rpc.references import RRef
 
 To = str | int | WorkerInfo
 

@@ -18,17 +18,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from telegrad._core import checks
-from telegrad._core.calls.call_names import user_name
-from telegrad._core.calls.futures import Future
-from telegrad._core.host.live_objects import instances
-from telegrad._core.host.private_files import replacing
-from telegrad._core.safe_text import safe
-from telegrad._core.worker import current
-from telegrad.autograd.api import check_context_id
-from telegrad.autograd.engine.edges import edge_of
-from telegrad.autograd.engine.record import Inside, Origin, RecvNode, Send
 from telegrad.errors import CallTimeout, PeerError, UnknownWorker, UsageError
+from telegrad.ext.arguments import checks
+from telegrad.ext.calls import Future, user_name
+from telegrad.ext.files import replacing
+from telegrad.ext.graphs import Inside, Origin, RecvNode, Send, check_context_id, edge_of
+from telegrad.ext.processes import instances
+from telegrad.ext.texts import safe
+from telegrad.ext.workers import current
 from telegrad.rpc import RRef, rpc_async
 
 PATIENCE = 30.0  # seconds for a worker to answer

@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from telegrad._core.events import (
+from telegrad.ext.events import (
     CALLED,
     CONNECTED,
     FREED,

@@ -13,8 +13,8 @@ from itertools import accumulate
 from operator import itemgetter
 from typing import Any
 
-from telegrad._core.atfork import renewed
-from telegrad._core.events import CALLED, CONNECTED, FREED, LOST, MADE, PASSED, RAN, STAGED, STEPPED, Event
+from telegrad.ext.events import CALLED, CONNECTED, FREED, LOST, MADE, PASSED, RAN, STAGED, STEPPED, Event
+from telegrad.ext.processes import renewed
 
 OTHER = "other"
 OK = "ok"  # the outcome where nothing failed

@@ -11,9 +11,7 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from telegrad._core import forks
-from telegrad._core.addresses import family_of
-from telegrad._core.threads import Thread
+from telegrad.ext.processes import Thread, family_of, forks
 
 MOST_CONNECTIONS = 64  # each has a thread; a browser makes six at most
 LONGEST_CONNECTION = 60.0  # seconds, for a request to come and its answer to be taken

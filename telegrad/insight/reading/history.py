@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice, pairwise, takewhile
 from typing import NamedTuple
 
-from telegrad._core.events import CALLED, RAN, Event
+from telegrad.ext.events import CALLED, RAN, Event
 from telegrad.insight.reading.source import Sight, Source
 from telegrad.reporting.account import Account, counts
 

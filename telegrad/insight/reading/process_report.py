@@ -9,7 +9,7 @@ import stat
 import time
 from typing import NamedTuple
 
-from telegrad._core.transport.process_state import STOPPED, state_of, stopped
+from telegrad.ext.processes import STOPPED, state_of, stopped
 from telegrad.reporting.stacks import is_library
 
 WATCH = 0.1  # seconds of which the use of the processor is seen

@@ -7,8 +7,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from telegrad._core.events import CALLED, PASSED, RAN, STAGED, STEPPED, TOOK_PART, Event
 from telegrad.errors import UsageError
+from telegrad.ext.events import CALLED, PASSED, RAN, STAGED, STEPPED, TOOK_PART, Event
 from telegrad.insight.reading import tables
 from telegrad.insight.reading.history import BOUNDS, Events, GroupHistory, Rate, functions, percentile
 from telegrad.reporting.account import QUEUED, Account, counts

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-from telegrad._core.events import Event
+from telegrad.ext.events import Event
 from telegrad.reporting.account import Account
 
 

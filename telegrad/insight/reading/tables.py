@@ -8,9 +8,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from telegrad._core.events import CALLED
-from telegrad._core.safe_text import safe
 from telegrad.errors import UsageError
+from telegrad.ext.events import CALLED
+from telegrad.ext.texts import safe
 from telegrad.insight.reading.history import GroupHistory, functions
 from telegrad.reporting.account import MEMBER, QUEUED, RUNNING, Account, Line, Thread, counts
 

@@ -27,9 +27,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-from telegrad._core import forks
-from telegrad._core.atfork import renewed
 from telegrad.errors import UsageError
+from telegrad.ext.processes import forks, renewed
 from telegrad.pipeline.cutting.exported import Inputs, resized
 
 _BY_HAND = "make the stages by hand: Pipeline([RemoteModule('worker1', First), ...])"

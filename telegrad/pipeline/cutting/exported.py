@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from telegrad._core.membership.members import listed
 from telegrad.errors import UsageError
+from telegrad.ext.workers import listed
 
 _FILE = "<stage of a Pipeline>"  # in tracebacks
 

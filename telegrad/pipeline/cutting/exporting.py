@@ -28,9 +28,8 @@ from torch.fx.experimental.symbolic_shapes import is_concrete_int
 from torch.fx.passes.split_module import split_module
 from torch.utils._pytree import tree_leaves, tree_map, tree_unflatten
 
-from telegrad._core import forks
-from telegrad._core.atfork import renewed
 from telegrad.errors import UsageError
+from telegrad.ext.processes import forks, renewed
 from telegrad.pipeline.cutting.exported import GeneratedCode, Named, StageProgram, Use
 
 _one_by_one = renewed(threading.RLock())  # guards the methods that torch.fx replaces in all modules of this process

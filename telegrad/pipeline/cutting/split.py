@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from telegrad._core import checks
 from telegrad.errors import UsageError
+from telegrad.ext.arguments import checks
 from telegrad.pipeline.cutting.comparison import copied, verify_stages
 from telegrad.pipeline.cutting.exported import Inputs, build_stages, set_by_name
 from telegrad.pipeline.cutting.exporting import CutPoint, RecordedProgram

@@ -23,8 +23,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from telegrad._core.wire.tensors import memory
 from telegrad.errors import DeltaRefused
+from telegrad.ext.values import memory
 from telegrad.weights.transfer.messages import VersionInfo
 from telegrad.weights.transfer.tree_layout import Layout
 

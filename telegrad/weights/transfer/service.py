@@ -14,10 +14,10 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from telegrad._core import forks
-from telegrad._core.agent.agent import Agent
-from telegrad._core.membership.members import Identity
 from telegrad.errors import PeerError, TelegradError, UsageError
+from telegrad.ext.calls import Agent
+from telegrad.ext.processes import forks
+from telegrad.ext.workers import Identity
 from telegrad.weights.transfer.deltas import DeltaCache
 from telegrad.weights.transfer.messages import JoinAgain, Leave, Outgoing, Party, Piece, WholeVersion
 from telegrad.weights.transfer.version_store import VersionStore

@@ -23,11 +23,21 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from telegrad._core.pickling.pickling import decode, encode
-from telegrad._core.wire.packing import extent_of, joined, pack
-from telegrad._core.wire.strides import Strides, contiguous_strides, distinct, repeats
-from telegrad._core.wire.tensors import CONJ, DTYPES, NEG
 from telegrad.errors import InvalidArgument, TelegradError
+from telegrad.ext.values import (
+    CONJ,
+    DTYPES,
+    NEG,
+    Strides,
+    contiguous_strides,
+    decode,
+    distinct,
+    encode,
+    extent_of,
+    joined,
+    pack,
+    repeats,
+)
 from telegrad.weights.transfer.rounding import Rounding, named, publish_dtype
 
 ALIGNED = 64  # bytes: of a line of the processor's cache

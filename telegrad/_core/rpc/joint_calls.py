@@ -11,9 +11,9 @@ from telegrad._core.calls.futures import Future
 from telegrad._core.interrupts import raised_by_handler
 from telegrad._core.membership.members import listed
 from telegrad._core.progress import Wait
+from telegrad._core.rpc.stalls import StallWatch
 from telegrad._core.worker import current
 from telegrad.errors import WorkersFailed
-from telegrad.rpc.stalls import StallWatch
 
 S = TypeVar("S")
 T = TypeVar("T")

@@ -9,12 +9,12 @@ from torch import Tensor, nn
 
 from telegrad._core.calls.call_names import known_as
 from telegrad._core.calls.deadlines import DEFAULT
+from telegrad._core.modules.remote_module import RemoteModule, apart
+from telegrad._core.rpc.api import rpc_async
+from telegrad._core.rpc.joint_calls import together
+from telegrad._core.rpc.references import RRef
+from telegrad._core.rpc.restorable import revive
 from telegrad.errors import UsageError
-from telegrad.nn.remote_module import RemoteModule, apart
-from telegrad.rpc.api import rpc_async
-from telegrad.rpc.joint_calls import together
-from telegrad.rpc.references import RRef
-from telegrad.rpc.restorable import revive
 
 T = TypeVar("T")
 

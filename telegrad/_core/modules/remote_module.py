@@ -18,16 +18,16 @@ from telegrad._core.calls.deadlines import DEFAULT, check_timeout
 from telegrad._core.calls.futures import Future
 from telegrad._core.hints import hint
 from telegrad._core.membership.members import WorkerInfo
+from telegrad._core.modules import module_host
+from telegrad._core.modules.place import parse_place
 from telegrad._core.pickling.reducers import REDUCERS
 from telegrad._core.progress import Wait, attended
 from telegrad._core.references.letters import Id
+from telegrad._core.rpc.api import rpc_async, rpc_sync
+from telegrad._core.rpc.references import RRef
+from telegrad._core.rpc.restorable import Restore, check_restore, revive, with_recipe
 from telegrad.autograd.engine.record import entered_id
 from telegrad.errors import UsageError
-from telegrad.nn import module_host
-from telegrad.nn.place import parse_place
-from telegrad.rpc.api import rpc_async, rpc_sync
-from telegrad.rpc.references import RRef
-from telegrad.rpc.restorable import Restore, check_restore, revive, with_recipe
 
 if TYPE_CHECKING:
     from typing import Self

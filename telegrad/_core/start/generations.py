@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from telegrad._core.calls.deadlines import DEFAULT, check_timeout, limit_of
+from telegrad._core.start.elastic import Elastic, Generation
+from telegrad._core.start.life import check_may_wait, show
 from telegrad._core.worker import current
 from telegrad._core.worker.worker import Worker
 from telegrad.errors import UsageError
-from telegrad.rpc.start.elastic import Elastic, Generation
-from telegrad.rpc.start.life import check_may_wait, show
 
 
 def rendezvous_again(timeout: float = DEFAULT) -> Generation:

@@ -12,14 +12,14 @@ from telegrad._core.calls.deadlines import DEFAULT
 from telegrad._core.calls.futures import Future
 from telegrad._core.membership.members import WorkerInfo, info
 from telegrad._core.retries import retry
+from telegrad._core.rpc.conversion import convert
+from telegrad._core.rpc.references import RRef
+from telegrad._core.rpc.restorable import Restore, check_restore, with_recipe
 from telegrad._core.streams.streams import WINDOW, Stream
 from telegrad._core.worker import current
 from telegrad._core.worker.prepared_call import Call
 from telegrad._core.worker.targets import named, target
 from telegrad.errors import UnknownWorker
-from telegrad.rpc.conversion import convert
-from telegrad.rpc.references import RRef
-from telegrad.rpc.restorable import Restore, check_restore, with_recipe
 
 T = TypeVar("T")
 

@@ -29,6 +29,8 @@ from telegrad._core.progress import Wait
 from telegrad._core.references.handle import Handle
 from telegrad._core.references.letters import Id, number
 from telegrad._core.retries.retry import ping
+from telegrad._core.rpc.conversion import convert
+from telegrad._core.rpc.references import RRef
 from telegrad._core.worker import current
 from telegrad._core.worker.values import Borrowed
 from telegrad.autograd.engine.record import Inside
@@ -48,8 +50,6 @@ from telegrad.errors import (
     TelegradError,
     UnknownWorker,
 )
-from telegrad.rpc.conversion import convert
-from telegrad.rpc.references import RRef
 
 T = TypeVar("T")
 S = TypeVar("S")

@@ -13,11 +13,11 @@ from time import monotonic
 from typing import Any
 
 from telegrad._core.calls.futures import Future
+from telegrad._core.rpc.api import rpc_async
 from telegrad._core.transport.silence import Silence
 from telegrad._core.worker import current
 from telegrad._core.worker.worker import Worker
 from telegrad.errors import CallTimeout, TelegradError
-from telegrad.rpc.api import rpc_async
 
 LONGEST = 3600.0  # seconds between two looks: locks do not wait for ever so long
 

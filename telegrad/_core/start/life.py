@@ -18,6 +18,10 @@ from telegrad._core.interrupts import install
 from telegrad._core.joining.launched import open_meeting
 from telegrad._core.membership.members import WorkerInfo, check_name, check_role
 from telegrad._core.pickling import main_program
+from telegrad._core.rpc.functions import must_finish
+from telegrad._core.rpc.references import RRef
+from telegrad._core.start.cluster import start
+from telegrad._core.start.elastic import Elastic, limits_of
 from telegrad._core.stores.stores import Meeting
 from telegrad._core.stores.supervised import own_name
 from telegrad._core.threads import Exclusive
@@ -26,10 +30,6 @@ from telegrad._core.worker.options import BackendType, RpcBackendOptions, Telegr
 from telegrad._core.worker.targets import several
 from telegrad._core.worker.worker import Worker
 from telegrad.errors import AlreadyInitialized, InvalidArgument, PeerLost, RendezvousError, StoreUntrusted, UsageError
-from telegrad.rpc.functions import must_finish
-from telegrad.rpc.references import RRef
-from telegrad.rpc.start.cluster import start
-from telegrad.rpc.start.elastic import Elastic, limits_of
 
 MOST_WORKERS = 1 << 31  # a rank is sent as an int of 32 bits by some stores
 

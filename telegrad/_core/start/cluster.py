@@ -19,6 +19,8 @@ from telegrad._core.joining.joining import join
 from telegrad._core.membership.dynamic import DynamicGroup
 from telegrad._core.membership.members import Member, Members, check_name, check_role
 from telegrad._core.retries import retry
+from telegrad._core.rpc import stalls
+from telegrad._core.rpc.references import RRef
 from telegrad._core.stores.address import host_identity, own_address
 from telegrad._core.stores.stores import Meeting
 from telegrad._core.streams import producer, streams
@@ -27,8 +29,6 @@ from telegrad._core.worker.options import TelegradOptions
 from telegrad._core.worker.values import open_roots
 from telegrad._core.worker.worker import Worker, WorkerExtensions
 from telegrad.errors import DeviceError
-from telegrad.rpc import stalls
-from telegrad.rpc.references import RRef
 
 
 def start(

@@ -20,12 +20,12 @@ from telegrad._core.references.box import Box
 from telegrad._core.references.handle import Handle
 from telegrad._core.references.letters import number
 from telegrad._core.references.table import ReferenceTable
+from telegrad._core.rpc.operators import Operators, is_tensor_method
 from telegrad._core.streams.streams import MOST_WINDOW, WINDOW, Stream
 from telegrad._core.worker import current
 from telegrad._core.worker.values import Borrowed, call_method, created, fetch, methods, opened, when_full, with_values
 from telegrad.autograd.api import backward, check_root
 from telegrad.errors import CallTimeout, NotOwner, UsageError
-from telegrad.rpc.operators import Operators, is_tensor_method
 
 if TYPE_CHECKING:
     from typing import Self

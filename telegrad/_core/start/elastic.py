@@ -21,14 +21,14 @@ from telegrad._core.joining.launched import find_place
 from telegrad._core.joining.quorum import Before, Limits
 from telegrad._core.joining.turning import Turning
 from telegrad._core.membership.generation_steps import FINISH, HERE, LEAVING, SERVING, STAY
+from telegrad._core.rpc.references import RRef
+from telegrad._core.start.cluster import start
 from telegrad._core.stores.group_keys import find_keys
 from telegrad._core.wire.messages import MOVED
 from telegrad._core.worker import current
 from telegrad._core.worker.options import TelegradOptions
 from telegrad._core.worker.worker import Worker
 from telegrad.errors import GenerationOver, GroupIncomplete, UsageError
-from telegrad.rpc.references import RRef
-from telegrad.rpc.start.cluster import start
 
 LAUNCHED = "TORCHELASTIC_RUN_ID"  # the variable that torchrun's agents set
 LONG = 1e6  # seconds

@@ -1,0 +1,35 @@
+"""What happens on a worker, for those who record it."""
+
+from telegrad._core import events
+from telegrad._core.events import (
+    CALLED,
+    CONNECTED,
+    FREED,
+    JOINED,
+    LEFT,
+    LOST,
+    MADE,
+    PASSED,
+    RAN,
+    STAGED,
+    STEPPED,
+    TOOK_PART,
+    Event,
+)
+
+__all__ = [
+    "CALLED",
+    "CONNECTED",
+    "FREED",
+    "JOINED",
+    "LEFT",
+    "LOST",
+    "MADE",
+    "PASSED",
+    "RAN",
+    "STAGED",
+    "STEPPED",
+    "TOOK_PART",
+    "Event",
+    "events",
+]

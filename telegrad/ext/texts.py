@@ -1,0 +1,8 @@
+"""What is told to users: long waits, hints, and texts of other processes made safe."""
+
+from telegrad._core import progress
+from telegrad._core.hints import did_you_mean, hint
+from telegrad._core.progress import Wait, attended, make_room, spelled
+from telegrad._core.safe_text import safe
+
+__all__ = ["Wait", "attended", "did_you_mean", "hint", "make_room", "progress", "safe", "spelled"]
