@@ -223,6 +223,7 @@ def trace(path: str | os.PathLike[str], seconds: float | None = None, profile: b
     Example:
         >>> told = telegrad.insight.trace("group.json")
     """
+    checks.flag("profile", profile)
     if seconds is not None:
         checks.seconds("seconds", seconds, "0 for none")
     elif profile:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 # torch warns of kinds of tensors that are experimental, at the line that makes them. It is the program's choice to use
 # them, and the lines here only rebuild tensors that were received.
-warnings.filterwarnings("ignore", category=UserWarning, module=r"telegrad\.wire\.(tensors|packing|unpacking)$")
+warnings.filterwarnings("ignore", category=UserWarning, module=r"telegrad\._core\.wire\.(tensors|packing|unpacking)$")
 
 CPU = torch.device("cpu")
 HOST = -1  # in the place of an accelerator's number
