@@ -163,6 +163,6 @@ MOST = {
 
 
 @pytest.mark.parametrize("act", MOST, ids=lambda act: act.__name__)
-def test_ways_stay_short(pair: list[Process], act: Callable[[], object]) -> None:
+def test_ways_stay_short(pair: list[Process], act: Callable[[], None]) -> None:
     for measured, most in zip(lengths(pair, act), MOST[act], strict=True):
         assert all(each <= limit for each, limit in zip(measured, most, strict=True)), (measured, most)

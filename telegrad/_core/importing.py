@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 from collections.abc import Iterator
+
+PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # the folder of telegrad
 
 
 @contextlib.contextmanager

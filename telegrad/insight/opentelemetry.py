@@ -136,7 +136,7 @@ def _attributes(method: str, server: str, here: str, caller: str) -> Attributes:
     # Their older names, for what reads only those.
     older = {"rpc.system": SYSTEM, "rpc.service": method.rpartition(".")[0] or SYSTEM}
     client = {"client.address": caller} if caller else {}
-    return common, {**common, **older, "telegrad.launch.worker_command": here, **client}
+    return common, {**common, **older, "telegrad.worker": here, **client}
 
 
 class Attached:

@@ -38,7 +38,7 @@ _FOR_WORKERS = ("shutdown", "rendezvous_again", "workers", "value", GATHER)  # w
 _LOCK = re.compile(r"\bwith (?P<with>[\w.\[\]'\"]+)(?: as \w+)?\s*[:,]|(?P<name>[\w.\[\]'\"]+)\.acquire\(")
 _WAITS_FOR_FUTURES = re.compile(r"wait_all|\.wait\(|\.result\(|\.done\(|\bawait\b|collect_all")
 _AUTOGRAD = re.compile(r"(^|/)(torch|telegrad)/autograd/")
-_PIPELINE = re.compile(r"(^|/)telegrad/nn/")
+_PIPELINE = re.compile(r"(^|/)telegrad/pipeline/")
 _OF_PIPELINE = " of a Pipeline"  # in the names of calls that go through a batch
 _OF_VALUES = re.compile(r"^(to_here|future)\(\) of a reference")
 

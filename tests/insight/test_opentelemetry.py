@@ -184,9 +184,9 @@ def test_a_call_is_a_span_at_either_end_and_what_the_function_does_is_inside(see
         "server.address": "w1",
         "rpc.system": "telegrad",
         "rpc.service": __name__,
-        "telegrad.launch.worker_command": "w0",
+        "telegrad.worker": "w0",
     }
-    assert server.attributes["server.address"] == server.attributes["telegrad.launch.worker_command"] == "w1"
+    assert server.attributes["server.address"] == server.attributes["telegrad.worker"] == "w1"
     assert server.attributes["client.address"] == "w0"
     assert seen.counts() == {
         (f"rpc.{side}.call.duration", name): 1 for side in ("client", "server") for name in ("inner", "outer")

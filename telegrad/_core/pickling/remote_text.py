@@ -27,6 +27,7 @@ from types import FrameType, TracebackType
 
 import torch
 
+from telegrad._core.importing import PACKAGE
 from telegrad._core.pickling.short_text import LONGEST_TEXT, brief, cut, is_large, text_of
 from telegrad.errors import TelegradError
 
@@ -39,9 +40,8 @@ MOST_FRAMES = 500  # the outermost, and the innermost
 STORY = "_telegrad_story"  # where a rebuilt exception keeps it
 TRACEBACK = "Traceback (most recent call last):\n"
 
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _INTERNALS = (
-    *(os.path.join(folder, "") for folder in (_PACKAGE, *asyncio.__path__, *concurrent.futures.__path__)),
+    *(os.path.join(folder, "") for folder in (PACKAGE, *asyncio.__path__, *concurrent.futures.__path__)),
     *(str(module.__file__) for module in (torch.futures, threading, contextlib)),
 )
 _CAUSED = "\nThe above exception was the direct cause of the following exception:\n\n"

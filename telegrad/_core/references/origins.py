@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-import os
 import sys
 
+from telegrad._core.importing import PACKAGE
 from telegrad._core.pickling.remote_text import debugging
 from telegrad._core.references.letters import Id
 
 SHOWN = 20  # of the places where leaked references were made
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 log = logging.getLogger("telegrad")
 
@@ -44,6 +43,6 @@ class Origins:
 def _caller() -> str:
     """The first line outside of this package."""
     frame = sys._getframe()
-    while frame.f_code.co_filename.startswith(_PACKAGE) and frame.f_back is not None:
+    while frame.f_code.co_filename.startswith(PACKAGE) and frame.f_back is not None:
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"

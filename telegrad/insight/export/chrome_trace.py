@@ -52,7 +52,7 @@ KINDS = {
     JOINED: ("connections", "joined as {name}", "name rank size"),
     LEFT: ("connections", "left", "how"),
     MADE: ("references", "made", "owner number"),
-    FREED: ("references", "freed", "owner number"),
+    FREED: ("references", "freed", "number"),
 }
 OTHERS = ("others", "", "")  # a newer worker may record more kinds
 LASTING = (CALLED, RAN, PASSED, TOOK_PART, STAGED, STEPPED)  # are slices, however short; others may be moments
