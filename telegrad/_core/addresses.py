@@ -1,4 +1,4 @@
-"""Spellings of the addresses of hosts: IPv6 addresses have colons, all else has none."""
+"""Address families and spellings of hosts. Only IPv6 addresses contain colons."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ def family_of(address: str) -> socket.AddressFamily:
 
 
 def bracketed(host: str) -> str:
-    """Return a host as it stands before a port: an IPv6 address in brackets."""
+    """Return a host as it is written before a port: an IPv6 address in brackets."""
     return f"[{host}]" if ":" in host else host

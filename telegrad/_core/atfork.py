@@ -1,9 +1,9 @@
-"""What a forked child renews at once.
+"""Reset locks and state in a forked child.
 
 A forked child has one thread, the one that forked. A lock that another thread of the parent held at that moment is
-never released there: the child would wait for it for ever. So a lock that does not belong to one worker, but to a
-module or to an object that the whole process uses, is made by `renewed(threading.Lock())`. State that belongs to
-threads or calls of the parent is reset by a function that is marked with `in_child`.
+never released in the child: the child would wait for it forever. Therefore a lock that belongs to a module or to an
+object used by the whole process, and not to one worker, is created by `renewed(threading.Lock())`. State that belongs
+to threads or calls of the parent is reset by a function that is marked with `in_child`.
 """
 
 from __future__ import annotations
@@ -20,27 +20,28 @@ _locks: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def renewed(lock: L) -> L:
-    """Return the lock, condition or event, which each forked child from now on finds free.
+    """Register a lock, condition or event for release in each forked child; return it.
 
-    A reentrant lock that the forking thread holds itself stays held: that thread goes on in the child, and releases it.
+    A reentrant lock that the forking thread itself holds stays held: that thread continues in the child, and releases
+    it.
     """
     _locks.add(lock)
     return lock
 
 
 def is_renewed(lock: object) -> bool:
-    """Return True if `renewed` was called with it."""
+    """Return True if `renewed` was called with this lock."""
     return lock in _locks
 
 
 def in_child(act: F) -> F:
-    """Mark a function that each forked child calls at once, on the thread that forked; in the order of the marks."""
+    """Mark a function that each forked child calls at once, on the thread that forked, in the order of the marks."""
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=act)
     return act
 
 
-@in_child  # the first of all, so that the others can take the locks
+@in_child  # registered first: the functions after this one can then take the locks
 def _renew() -> None:
     for lock in list(_locks):
         if not (hasattr(lock, "_is_owned") and lock._is_owned()):

@@ -1,4 +1,4 @@
-"""Checked arguments of public functions: each converter returns the value, or raises InvalidArgument.
+"""Checks of the arguments of public functions. Each converter returns the value, or raises InvalidArgument.
 
 The message names the parameter, says what it may be, and shows the value in at most SHOWN characters.
 """
@@ -20,7 +20,7 @@ FOR_EVER = "0 for no limit"
 
 
 class _Short(reprlib.Repr):
-    """Like `repr`, but short, and never failing."""
+    """Shorten texts like `reprlib.Repr`, without the values of tensors and arrays."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class _Short(reprlib.Repr):
             return f"the class {x.__qualname__}"
         plain: Any = object.__repr__
         if kind.__repr__ is plain or kind.__module__.partition(".")[0] in ("torch", "numpy"):
-            return kind.__qualname__  # the values of a tensor say nothing here, and take long
+            return kind.__qualname__  # the values of a tensor do not help here, and are slow to format
         return super().repr_instance(x, level)
 
     def repr_Parameter(self, x: Any, level: int) -> str:  # noqa: N802 - of torch
@@ -59,12 +59,12 @@ def shown(value: object) -> str:
 
 
 def wrong(name: str, what: str, value: object) -> NoReturn:
-    """Raise that a parameter must be something else."""
+    """Raise InvalidArgument: the parameter `name` must be `what`."""
     raise InvalidArgument(f"{name} must be {what}, not {shown(value)}")
 
 
 def seconds(name: str, value: Any, zero: str = FOR_EVER, hint: str = "", least: float = 0.0) -> Any:
-    """Return a time as it was given; for infinity 0, where that stands for no limit."""
+    """Return a time unchanged. Return 0 for infinity where 0 means no limit."""
     if type(value) is float and value == inf and zero is FOR_EVER:
         return 0
     if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= LONGEST:
@@ -84,7 +84,7 @@ def count(name: str, value: Any, least: int = 1, most: int = 1 << 62, what: str 
 
 
 def number(name: str, value: Any, least: float) -> float:
-    """Return a real number, from `least` on; infinity is one."""
+    """Return a real number that is at least `least`; infinity is allowed."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not value >= least:
         wrong(name, f"a number, {least:g} or more", value)
     try:
@@ -94,19 +94,19 @@ def number(name: str, value: Any, least: float) -> float:
 
 
 def port(name: str, value: Any) -> int:
-    """Return the number of a port; 0 stands for a free one."""
+    """Return a port number; 0 means a free port."""
     return count(name, value, 0, 65535, "the number of a port")
 
 
 def flag(name: str, value: Any, none: bool = False) -> Any:
-    """Return True or False, or None where that stands for the default."""
+    """Return True or False, or None where None means the default."""
     if value is not True and value is not False and not (none and value is None):
         wrong(name, "True, False or None" if none else "True or False", value)
     return value
 
 
 def text(name: str, value: Any, what: str = "a text", empty: bool = False) -> str:
-    """Return a string that UTF-8 can write, as what leaves this process must be: one without lone surrogates."""
+    """Return a string that UTF-8 can encode, which excludes lone surrogates: other processes will receive it."""
     if not isinstance(value, str) or not (value or empty):
         wrong(name, what, value)
     if not value.isascii():
@@ -118,7 +118,7 @@ def text(name: str, value: Any, what: str = "a text", empty: bool = False) -> st
 
 
 def is_path(value: Any) -> bool:
-    """Return True for a path that the system can have: it is not empty, can be encoded and has no null character."""
+    """Return True if the operating system can have this path: not empty, encodable and without null characters."""
     try:
         return isinstance(value, str | os.PathLike) and b"\0" not in (os.fsencode(value) or b"\0")
     except UnicodeEncodeError:
@@ -126,21 +126,21 @@ def is_path(value: Any) -> bool:
 
 
 def path(name: str, value: Any) -> Any:
-    """Return a path as it was given."""
+    """Return a path unchanged."""
     if not is_path(value):
         wrong(name, "the path of a file or folder, a str or a pathlib.Path", value)
     return value
 
 
 def one_of(name: str, value: Any, choices: Collection[Any]) -> Any:
-    """Return one of a few values."""
+    """Return `value` if it is one of the choices."""
     if not isinstance(value, str) or value not in choices:
         wrong(name, f"one of {', '.join(map(repr, choices))}", value)
     return value
 
 
 def function(name: str, value: Any, what: str = "a function") -> Callable[..., Any]:
-    """Return something that can be called."""
+    """Return `value` if it can be called."""
     if not callable(value):
         wrong(name, what, value)
     found: Callable[..., Any] = value
@@ -148,7 +148,7 @@ def function(name: str, value: Any, what: str = "a function") -> Callable[..., A
 
 
 def mapping(name: str, value: Any, what: str) -> Mapping[Any, Any]:
-    """Return a dictionary, or what is used as one."""
+    """Return a dictionary, or another mapping."""
     if not isinstance(value, Mapping):
         wrong(name, what, value)
     return value
@@ -162,12 +162,12 @@ def several(name: str, value: Any, what: str) -> list[Any]:
 
 
 def is_iterable(value: Any) -> bool:
-    """Return False also for a tensor or an array without dimensions, whose class has `__iter__`."""
+    """Return True for an iterable. A tensor or array without dimensions is none, although its class has `__iter__`."""
     return isinstance(value, Iterable) and getattr(value, "ndim", 1) != 0
 
 
 def context_id(value: Any, method: str) -> None:
-    """Raise UsageError where the first argument of a method cannot be the id of a context."""
+    """Raise UsageError if the first argument of a method cannot be a context id."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise UsageError(
             f"{method}() takes the id of a context (context_id) first, not {shown(value)}: "

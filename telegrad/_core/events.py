@@ -1,13 +1,13 @@
-"""What the layers below tell whoever looks on.
+"""Events that the layers below report to listeners.
 
-A layer that has something to tell does so by
+A layer reports an event by
 
-    if (note := instruments.note) is not None:
-        note((instruments.RAN, begun, perf_counter(), caller, number, name, failure))
+    if (note := events.note) is not None:
+        note((events.RAN, begun, perf_counter(), caller, number, name, failure))
 
-which costs one look where nobody listens. An event is a tuple: its kind, two times of `perf_counter` (the same, where
-it has no length), and what its kind says below. It holds numbers and short texts only, and nothing of users' values,
-since it outlives them.
+which costs one attribute load if there is no listener. An event is a tuple: its kind, two times of `perf_counter`
+(equal for an event without a duration), and the fields listed below for its kind. An event holds only numbers and short
+texts, never users' values, because it outlives them.
 """
 
 from __future__ import annotations
@@ -21,36 +21,36 @@ from telegrad._core.atfork import in_child, renewed
 Event = tuple[Any, ...]
 Listener = Callable[[Event], Any]
 
-# kind, begun, ended, and then:
+# Fields after the kind, the begin and the end:
 CALLED = "called"  # peer, number of the call, function, bytes of tensors, failure ("" or the name of its kind)
 RAN = "ran"  # caller, number of the call, function, failure
 CONNECTED = "connected"  # peer, how ("unix", "tcp")
 LOST = "lost"  # peer, why
 JOINED = "joined"  # own name, rank, size of the group or None
 LEFT = "left"  # how
-MADE = "made"  # a handle of a reference: the value's owner, the reference's number
-FREED = "freed"  # such a handle ended: the number
+MADE = "made"  # handle of a reference: the value's owner, the reference's number
+FREED = "freed"  # the handle was released: the number
 PASSED = "passed"  # a backward pass that this worker drove: context, number, failure
-TOOK_PART = "took part"  # this worker's tasks of a pass: context, driver, number
-STAGED = "staged"  # an action of a pipeline's stage: batch, kind of action, stage, micro-batch
-STEPPED = "stepped"  # an optimizer's share: context, name of the optimizer
+TOOK_PART = "took part"  # this worker's tasks in a backward pass: context, driver, number
+STAGED = "staged"  # action of a pipeline stage: batch, kind of action, stage, micro-batch
+STEPPED = "stepped"  # step of a worker's part of an optimizer: context, name of the optimizer
 
 note: Listener | None = None
-alarms: list[Callable[[str], Any]] = []  # called with a reason when something went wrong that a person may ask about
+alarms: list[Callable[[str], Any]] = []  # called with a reason when something failed that users may ask about
 
 _lock = renewed(threading.Lock())  # guards _listeners, and changes of `note`
 _listeners: list[Listener] = []
 
 
 def add(listener: Listener) -> None:
-    """Have `listener(event)` called for each event, on the thread where it happens; it must be quick and not raise."""
+    """Call `listener(event)` for each event, on the thread that reports it. It must be quick and must not raise."""
     with _lock:
         _listeners.append(listener)
         _settle()
 
 
 def remove(listener: Listener) -> None:
-    """No longer."""
+    """Stop calling a listener."""
     with _lock:
         if listener in _listeners:
             _listeners.remove(listener)
@@ -58,7 +58,7 @@ def remove(listener: Listener) -> None:
 
 
 def alarm(reason: str) -> None:
-    """Something went wrong, on some worker of this process."""
+    """Call the functions in `alarms` with the reason of a failure of some worker of this process."""
     for told in tuple(alarms):
         told(reason)
 
@@ -79,5 +79,5 @@ def _settle() -> None:
 
 @in_child
 def _forget_alarms() -> None:
-    """They are of the parent's workers."""
+    """Remove the alarms: they belong to the parent's workers."""
     alarms.clear()

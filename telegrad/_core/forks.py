@@ -1,16 +1,17 @@
-"""What a process that was forked from a worker inherits, and must not use.
+"""Disable what a process forked from a worker inherits.
 
-A forked child has the memory of its parent and none of its threads. The parent's agent has closed descriptors there,
-and perhaps locks that no thread will ever release: a call by way of it would raise a foreign error, or wait for ever.
-So the child gives the agent, and all through which it is reached, a class whose every attribute raises NotInitialized.
-References, streams, optimizers and whatever else a program holds need no check of their own: each of their uses loads
-an attribute of one of these objects. Futures, which know no agent once a callback has made them, compare `depth`.
+A forked child has the memory of its parent and none of its threads. In the child, the parent's agent has closed
+descriptors, and perhaps locks that no thread will ever release. A call through this agent would raise an unrelated
+error, or wait forever. Therefore the child changes the class of the agent, and of all objects that lead to it, to one
+whose every attribute raises NotInitialized. References, streams, optimizers and other objects need no check of their
+own: each use of them loads an attribute of a disabled object. Futures compare `depth`, because a future that a callback
+made has no agent.
 
-A remote function may fork, too, and so may any other code of the user that a thread of this package runs. The child is
-that thread alone. Once the user's code has returned or raised there, the frames of this package below it must not go
-on: they would serve the parent's calls. So the child keeps the stack of the moment of the fork (`_Origin`), and ends
-by `os._exit` at the first use of a disabled object after the user's frame has gone. The objects in the locals of these
-frames are disabled as well, so that each of them comes to such a use before it calls the user's code again.
+User code may also fork on a thread of this package, for example in a remote function. The child then has that thread
+alone. Once the user code has returned or raised in the child, the frames of this package below it must not continue:
+they would serve the parent's calls. So the child records its stack at the fork (`_Origin`), and ends by `os._exit` at
+the first use of a disabled object after the user's frame has gone. The objects in the locals of these frames are
+disabled too: each frame uses one of them before it calls user code again.
 """
 
 from __future__ import annotations
@@ -38,31 +39,31 @@ _PACKAGE = __name__.partition(".")[0]
 _SUSPENDED = {
     dis.opmap.get("YIELD_VALUE"),
     dis.opmap.get("YIELD_FROM"),
-}  # a frame that is at one of these goes on later
+}  # a frame stopped at one of these opcodes can be resumed
 
-depth = 0  # how many forks lie between this process and the one that was started; only a fork changes it
-_classes: dict[type, type] = {}  # of what was disabled, by the class it had
+depth = 0  # forks between the process that was started and this one; changed by forks only
+_classes: dict[type, type] = {}  # classes of disabled objects, by the original class
 
 
 def thread() -> tuple[int, int]:
-    """Return what this thread alone is called: new threads of a forked child have numbers of the parent's threads."""
+    """Return an identifier of this thread, with `depth`: a child's new threads may reuse idents of its parent."""
     return depth, threading.get_ident()
 
 
 def refuse(*_: object) -> NoReturn:
-    """Raise that this process is not the worker whose objects it has; end a child whose own code is over."""
+    """Raise NotInitialized: this process does not own the objects. End a child whose user code has ended."""
     end_if_over()
     raise NotInitialized(f"this process was forked from a worker, and is in no group. {ADVICE}")
 
 
 def check(made_at: int) -> None:
-    """Raise NotInitialized for something that was made at another depth: whoever would end it is in the parent."""
+    """Raise NotInitialized for an object made at another depth: the code that would complete it runs in the parent."""
     if made_at != depth:
         refuse()
 
 
 def disable(thing: Any) -> None:
-    """In a forked child: have each use of `thing` raise NotInitialized, whatever holds it."""
+    """In a forked child, make each use of `thing` raise NotInitialized, through all references to it."""
     kind = type(thing)
     if is_inherited(thing) or not kind.__module__.startswith("telegrad.") or isinstance(thing, tuple | type):
         return
@@ -84,7 +85,7 @@ def disable(thing: Any) -> None:
 
 
 def disable_all(owner: Any) -> None:
-    """Likewise for `owner` and what its attributes hold."""
+    """In a forked child, disable `owner` and the objects that its attributes hold."""
     if hasattr(owner, "__dict__"):
         for thing in list(vars(owner).values()):
             disable(thing)
@@ -92,7 +93,7 @@ def disable_all(owner: Any) -> None:
 
 
 def is_inherited(thing: object) -> bool:
-    """Whether it was disabled: its end, too, is the parent's to see to."""
+    """Return True if `thing` was disabled: only the parent may end or release it."""
     return _MARK in type(thing).__dict__
 
 
@@ -100,20 +101,20 @@ _MARK = "_telegrad_inherited"
 
 
 def _find(thing: object, name: str) -> Any:
-    if name in ("__class__", "__dict__", "__weakref__"):  # isinstance() asks for them
+    if name in ("__class__", "__dict__", "__weakref__"):  # used by isinstance()
         return object.__getattribute__(thing, name)
     refuse()
 
 
 class _Origin(NamedTuple):
-    """Where a thread of this package was as it forked."""
+    """The stack position at which a thread of this package forked."""
 
     thread: int
-    ours: FrameType  # of this package, and
-    users: FrameType | None  # what that had called: code of the user; None where this package has forked by itself
+    ours: FrameType  # the innermost frame of this package below user code
+    users: FrameType | None  # the user frame that it called; None if this package itself forked
 
     def is_over(self) -> bool:
-        """Return True if this is that thread, and the code of the user has returned, raised, or was suspended."""
+        """Return True if this is that thread, and the user code has returned, raised, or was suspended."""
         if threading.get_ident() != self.thread:
             return False
         frame: FrameType | None = sys._getframe()
@@ -126,18 +127,19 @@ _origin: _Origin | None = None  # only a fork changes it
 
 
 def _find_origin() -> _Origin | None:
-    """Return where this thread is; None for a thread of the user, whose code this package tells by an error."""
+    """Return the position of this thread; None for a user's thread, which gets errors from this package instead."""
     stack: list[FrameType] = []
-    frame: FrameType | None = sys._getframe(2)  # what has forked: between are `_count` and this
+    frame: FrameType | None = sys._getframe(2)  # the frame that forked; `_count` and this function are above it
     while frame is not None:
         stack.insert(0, frame)
         frame = frame.f_back
-    # Functions of torch and of the standard library lie between this package and the user's code: loops, hooks.
+    # Functions of torch and of the standard library, such as loops and hooks, lie between this package and the user
+    # code.
     first = next((at for at, each in enumerate(stack) if not (_is_ours(each) or _is_between(each))), len(stack))
     ours = next((at for at in reversed(range(first)) if _is_ours(stack[at])), None)
     if ours is None:
         return None
-    if first == len(stack):  # such as a process of multiprocessing that is started by a call of its method
+    if first == len(stack):  # for example a multiprocessing process, started by a call of its method
         first = ours + 1
     return _Origin(threading.get_ident(), stack[ours], stack[first] if first < len(stack) else None)
 
@@ -155,9 +157,10 @@ def _is_between(frame: FrameType) -> bool:
 
 
 def disable_stack() -> None:
-    """In a forked child, once all else is disabled: likewise for what the frames of this package on its stack use.
+    """Disable the objects used by the frames of this package on the stack of a forked child, after all others.
 
-    But not for what the user's code was given. Of an event loop on that thread, nothing runs that its queue holds.
+    Arguments and locals of the user's frame are not disabled. If an event loop runs on that thread, the child ends
+    before the loop runs anything else from its queue.
     """
     origin = _origin
     if origin is None:
@@ -167,12 +170,13 @@ def disable_stack() -> None:
     while frame is not None:
         for value in list(frame.f_locals.values()) if _is_ours(frame) else ():
             if id(value) not in given:
-                with contextlib.suppress(TypeError):  # of a class whose objects cannot change it
+                with contextlib.suppress(TypeError):  # the class of the object cannot be changed
                     disable(value)
-        loop: Any = frame.f_locals.get("self")  # in the child, asyncio tells of no loop that runs
+        loop: Any = frame.f_locals.get("self")  # found by its frame: in the child, asyncio reports no running loop
         if isinstance(loop, asyncio.AbstractEventLoop):
             if isinstance(queue := getattr(loop, "_ready", None), deque):
-                queue.appendleft(asyncio.Handle(_end_suspended, (), loop))  # behind what runs just now, and has forked
+                # runs right after the current callback, which has forked
+                queue.appendleft(asyncio.Handle(_end_suspended, (), loop))
             else:
                 loop.call_soon(_end_suspended)
             break
@@ -184,17 +188,21 @@ def _end_suspended() -> NoReturn:
 
 
 def end_if_over() -> None:
-    """In a forked child whose own code is over, end it. For where the user's code would be called again, or an error
-    of it be logged, before anything is used that is disabled.
+    """End a forked child whose user code has ended.
+
+    For places that would next call user code again, or log its error, before they use a disabled object.
     """
     if _origin is not None and _origin.is_over():
         _end(_origin.users)
 
 
 def _end(users: FrameType | None, suspended: bool = False) -> NoReturn:
-    """End this child as a program ends whose main function has ended so; without `atexit`, as multiprocessing does."""
+    """End this child with the exit code of a program whose main function ended like this.
+
+    Like multiprocessing, this skips `atexit` functions.
+    """
     code: Any = 0
-    with contextlib.suppress(Exception):  # of the streams, which are the program's
+    with contextlib.suppress(Exception):  # from stdout or stderr, which the program may have replaced
         if (error := sys.exc_info()[1]) is not None:
             code = _ended_by(error, users)
         elif suspended or (users is not None and users.f_code.co_code[users.f_lasti] in _SUSPENDED):
@@ -211,9 +219,9 @@ def _end(users: FrameType | None, suspended: bool = False) -> NoReturn:
 
 
 def _ended_by(error: BaseException, users: FrameType | None) -> Any:
-    """Print what the user's code has raised, from its own frames on; return the exit code."""
+    """Print the exception of the user code, from the user's own frames on; return the exit code."""
     raised: BaseException | None = error
-    while raised is not None:  # an error of this package may stand in front of it
+    while raised is not None:  # an error of this package may wrap it
         trace = raised.__traceback__
         while trace is not None and trace.tb_frame is not users:
             trace = trace.tb_next

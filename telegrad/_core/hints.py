@@ -1,4 +1,4 @@
-"""What a program most likely did not mean, said as a warning, once for each of its lines; and what a word did mean."""
+"""Warnings about likely mistakes of a program, once per line of it, and suggestions for misspelled words."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import NamedTuple
 
 from telegrad.errors import TelegradWarning
 
-_PASSED_OVER = ("telegrad", "torch", "threading")  # whose lines are not the user's
+_PASSED_OVER = ("telegrad", "torch", "threading")  # modules whose lines are not the user's
 
 _said: set[tuple[str, Line]] = set()
 
 
 class Line(NamedTuple):
-    """One of the program."""
+    """A line of the user's program."""
 
     file: str
     number: int
@@ -25,7 +25,7 @@ class Line(NamedTuple):
 
 
 def users_line() -> Line:
-    """The line of the program that led here."""
+    """Return the innermost line of the user's program on the stack."""
     inner = sys._getframe(1)
     frame: FrameType | None = inner
     while frame is not None and _module_of(frame).partition(".")[0] in _PASSED_OVER:
@@ -35,7 +35,7 @@ def users_line() -> Line:
 
 
 def hint(kind: str, text: str, line: Line | None = None) -> None:
-    """Warn at a line of the program, or at that which led here; once for each kind of hint."""
+    """Warn at `line`, by default the current line of the user's program, once for each kind of hint."""
     line = line or users_line()
     if (kind, line) not in _said:
         _said.add((kind, line))
@@ -47,6 +47,6 @@ def _module_of(frame: FrameType) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """The question that ends a sentence about a word that is none of those; "" where none is like it."""
+    """Return "; did you mean ...?" with the known word most like `word`, or "" if none is similar."""
     close = difflib.get_close_matches(word, list(known), 1)
     return f"; did you mean {close[0]!r}?" if close else ""

@@ -1,4 +1,4 @@
-"""Imports that no garbage collection interrupts: to look through all that torch has made takes longer than they do."""
+"""Imports without garbage collection: a collection of all objects that torch creates takes longer than the imports."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # the fol
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """Collect later what is left over in here."""
+    """Delay garbage collection to the end of the `with`."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -21,5 +21,5 @@ def uncollected() -> Iterator[None]:
         if collects:
             if not gc.get_freeze_count():
                 gc.freeze()
-                gc.unfreeze()  # what was made is old now: it is not looked through at once
+                gc.unfreeze()  # the new objects are in the oldest generation now, and are not traversed at once
             gc.enable()

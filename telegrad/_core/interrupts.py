@@ -1,40 +1,39 @@
-"""Exceptions from signal handlers: raised in code of the user or in a call that blocks, never in between.
+"""Run signal handlers only in user code or in a blocked call, and not at other points of this package.
 
 CPython runs Python's signal handlers on the main thread, between two bytecodes: at the entry of a function, at a
-backward jump, after a call has returned, and within a call that the signal has woken (EINTR). What a handler raises
-(KeyboardInterrupt for Ctrl-C, SystemExit for SIGTERM, the RuntimeError of torch's DataLoader for SIGCHLD, a test's
-timeout) is raised right there. Hundreds of such points lie within one remote call. To make each of them harmless by
-`try` and `finally` cannot work: a `finally` is interrupted as well.
+backward jump, after a call has returned, and within a call that the signal has interrupted (EINTR). An exception of a
+handler (KeyboardInterrupt for Ctrl-C, SystemExit for SIGTERM, the RuntimeError of torch's DataLoader for SIGCHLD, a
+test's timeout) is raised at that point. One remote call contains hundreds of such points. `try` and `finally` cannot
+protect them: a `finally` is interrupted as well.
 
-So the handler waits instead. `install` puts a `_Handler` in front of each handler. It looks at the interrupted frame:
+Therefore handlers are deferred. `install` wraps each handler in a `_Handler`, which looks at the interrupted frame:
 
-- The innermost frame that is neither of the standard library nor of torch belongs to the user: the handler runs. (But
-  not where what it raises would not reach the caller: in a callback of a future, a handler of `logging`, or a module
-  that this package imports, since torch imports some in C and drops their exceptions.)
-- It belongs to this package, and the thread is blocked in a call of C (`poll`, `acquire`, `sleep`): the handler runs,
-  and what it raises comes out of that call, which has done nothing yet.
-  The same holds for the backward jumps of a function that is marked as a `waiting_loop`, which may never block.
-- It belongs to this package otherwise: the signal is marked pending again, and CPython calls `_Handler` at the next
-  point, until the frame is another. That costs about 2 us per point, and nothing where there is no signal.
+- The innermost frame that is neither of the standard library nor of torch belongs to the user: the handler runs. It is
+  deferred, however, where its exception would not reach the caller: in a callback of a future, in a handler of
+  `logging`, or in a module that this package imports, since torch imports some in C and drops their exceptions.
+- The frame belongs to this package, and the thread is blocked in a C call (`poll`, `acquire`, `sleep`): the handler
+  runs. Its exception leaves that call, which has had no effect yet. The same holds for the backward jumps of a function
+  marked as a `waiting_loop`, which may never block.
+- The frame belongs to this package otherwise: the signal is marked pending again, and CPython calls `_Handler` at the
+  next point, until the frame is another. This costs about 2 us per point, and nothing while no signal is pending.
 
-So code of this package that may run on the main thread must expect such an exception, or any other, from what blocks
-and from what it calls of the user; nowhere else. It must reach the caller as the object that it is. So code that makes
-a failure of a call, of a worker or of a pass from what it catches asks `raised_by_handler` first.
+So code of this package that may run on the main thread must expect exceptions of handlers from blocking calls and from
+calls of user code, and nowhere else. The exception must reach the caller as the same object. So code that turns a
+caught exception into a failure of a call, a worker or a pass calls `raised_by_handler` first.
 
-A blocked thread is known by this: between two runs of `_Handler`, BLOCKED seconds apart, no other point was passed.
-A thread of C (`_kick`) sends the signal again for that. A lock that is taken by `with` is no such call, since what
-such a lock guards is short; nor is what a function calls that is marked `uninterrupted`, as the end of a worker is,
-nor the import of torch or of a part of this package.
+A thread counts as blocked if no other point was passed between two runs of `_Handler` that are BLOCKED seconds apart. A
+thread that runs `_kick` sends the signal repeatedly for this check. Some calls never count as blocked: a lock taken by
+`with`, because such locks are held briefly; calls in a function marked `uninterrupted`, such as the shutdown of a
+worker; and the import of torch or of a part of this package.
 
-The handlers that are there when `install` is called are replaced; those that are set later pass through the functions
-`signal` and `getsignal` of the module `_signal`, which those of `signal` call: they are replaced, too. Programs see
-their own handlers, as before. What stays as CPython has it: exceptions that come by other ways
-(`PyThreadState_SetAsyncExc`), handlers that were there when `install` was called on another thread than the main one,
-and that what is raised in a finalizer is lost.
+`install` wraps the existing handlers. Handlers set later pass through the functions `signal` and `getsignal` of the
+module `_signal`, which those of `signal` call; they are wrapped, too. Programs see their own handlers, as before. Not
+changed are: exceptions raised by other means (`PyThreadState_SetAsyncExc`), existing handlers if `install` was called
+on another thread than the main one, and the loss of exceptions raised in a finalizer.
 
-The bytecodes at which 3.11 to 3.13 look for signals are `RESUME`, `JUMP_BACKWARD` and all of `CALL`, the last one only
-where a function of C was called. `with` (`BEFORE_WITH`) looks for none between a `__enter__` of C and the body, so
-`with lock:` is whole even in code of users.
+Python 3.11 to 3.13 check for signals at the bytecodes `RESUME`, `JUMP_BACKWARD` and all of `CALL`; at `CALL` only if a
+C function was called. `with` (`BEFORE_WITH`) does not check between a C `__enter__` and the body, so `with lock:` is
+atomic even in user code.
 """
 
 from __future__ import annotations
@@ -55,49 +54,51 @@ from typing import Any, TypeVar
 
 from telegrad._core.atfork import in_child, renewed
 
-BLOCKED = 4e-3  # seconds without any progress, after which a call blocks
-KICK = 5e-3  # seconds between two signals for that: more than BLOCKED
+BLOCKED = 4e-3  # seconds without progress, after which a call counts as blocked
+KICK = 5e-3  # seconds between two signals for that; must be more than BLOCKED
 STUCK = (
-    50  # so often at the entry of one function: while functions are traced, 3.11 looks there until nothing is pending
+    50  # runs at the entry of one function: while functions are traced, 3.11 checks there until no signal is pending
 )
 LONGEST = 10.0  # seconds, and
-MOST = 10_000  # points, after which a handler runs in any case: something goes on and on
+MOST = 10_000  # points in one signal's deferral, after both of which its handler runs anyway
 
 _PACKAGE = __name__.partition(".")[0]
-# What is raised in code that these call does not reach the caller: exporters of metrics; callbacks of futures, of which
-# torch prints it.
+# Modules that call user code whose exceptions do not reach the caller: metrics exporters, and callbacks of futures,
+# whose exceptions torch prints.
 _TELLERS = tuple(f"{_PACKAGE}.{name}" for name in ("insight", "reporting", "_core.calls.futures", "compat.rpc.futures"))
-_BETWEEN = sys.stdlib_module_names | {"torch"}  # who has called these decides
+_BETWEEN = sys.stdlib_module_names | {"torch"}  # the caller of these modules decides
 _NEVER = {"SIGSEGV", "SIGFPE", "SIGILL", "SIGBUS", "SIGABRT"}  # the interrupted instruction would fail again
 _RESUME = dis.opmap.get("RESUME")
-_CALLS = {number for name, number in dis.opmap.items() if name.startswith(("CALL", "PRECALL"))}  # in which C may block
+# calls that may block in C
+_CALLS = {number for name, number in dis.opmap.items() if name.startswith(("CALL", "PRECALL"))}
 _MANAGER = contextlib._GeneratorContextManager
 _MANAGERS = {_MANAGER.__enter__.__code__, _MANAGER.__exit__.__code__}
 _BACKWARD = {number for name, number in dis.opmap.items() if "JUMP_BACKWARD" in name}
 _WAITING_LOOPS: set[CodeType] = set()
 _GIVING_BACK: dict[CodeType, Callable[[dict[str, Any]], bool]] = {}
-# Within these a blocked call is not interrupted either. From the start of a thread, none could tell whether that runs.
+# Blocked calls within these functions are not interrupted either. After an interrupted `Thread.start`, nobody could
+# know whether the thread runs.
 _UNINTERRUPTED = {threading.Thread.start.__code__}
 
 
 def _calls_of(code: CodeType, method: str) -> set[int]:
-    """Return where a method of `self` is called."""
+    """Return the offsets of the calls of a method of `self`."""
     instructions = list(dis.get_instructions(code))
     loads = [at for at, each in enumerate(instructions) if each.argval == method]
     return {each.offset for at in loads for each in instructions[at : at + 5] if each.opcode in _CALLS}
 
 
 def _goes_back(code: CodeType, at: int) -> bool:
-    """Return True if a backward jump is at this place of a short function."""
+    """Return True if a backward jump is at this offset. Only for short functions: their jumps need no EXTENDED_ARG."""
     return code.co_code[at] in _BACKWARD
 
 
 _WAIT = threading.Condition.wait.__code__
-_RESTORING = _calls_of(_WAIT, "_acquire_restore")  # whoever waits on a condition expects to hold its lock afterwards
+_RESTORING = _calls_of(_WAIT, "_acquire_restore")  # the waiter must hold the lock of the condition after `wait`
 
 
 class _Look(Enum):
-    """What to do with a signal that came within this package."""
+    """Decision about a signal that interrupted this package."""
 
     WAIT = "mark it pending again"
     WAIT_FOR_KICK = "leave it until the next kick"
@@ -108,20 +109,20 @@ Handler = Callable[[int, FrameType | None], Any]
 
 
 class _Deferred:
-    """A signal whose handler waits. Used by the main thread only."""
+    """A signal whose handler is deferred. Used by the main thread only."""
 
     __slots__ = ("began", "last", "repeats", "runs", "spot")
 
     def __init__(self) -> None:
         self.began = monotonic()
         self.runs = 0
-        self.spot = (0, 0)  # the frame and the instruction at which it was seen last, and
-        self.last = 0.0  # when
-        self.repeats = 0  # so often there, one after another
+        self.spot = (0, 0)  # the frame and instruction of the last run
+        self.last = 0.0  # time of the last run
+        self.repeats = 0  # consecutive further runs at `spot`
 
     def look(self, frame: FrameType) -> _Look:
-        """Say what to do at this frame, which is one of this package."""
-        if _kicking and _is_importing(frame):  # which has 100,000 points
+        """Decide what to do with the signal at this frame of this package."""
+        if _kicking and _is_importing(frame):  # an import passes 100,000 points
             return _Look.WAIT_FOR_KICK
         now = monotonic()
         self.runs += 1
@@ -142,22 +143,22 @@ class _Deferred:
         return _Look.RUN if may_run and not _is_uninterrupted(frame) else _Look.WAIT
 
 
-# Guards that a kick is sent for a deferred signal only; held by the main thread or `_kick`.
+# Ensures that kicks are sent for deferred signals only; held by the main thread or `_kick`.
 _lock = renewed(threading.Lock())
 _deferred: dict[int, _Deferred] = {}
-_kicking = False  # whether a thread is in `_kick`
-_drained = 0  # the signal whose kicks are dropped at this moment
+_kicking = False  # True while a thread runs `_kick`
+_drained = 0  # the signal whose kicks are currently discarded
 
 
 class _Handler:
-    """Stands in front of a handler."""
+    """Wrapper of a signal handler that defers it."""
 
     __slots__ = ("again", "inner")
 
     def __init__(self, signum: int, inner: Handler) -> None:
         self.inner = inner
-        # CPython drops what a handler returns after the last bytecode of it. So this, and nothing earlier, can mark the
-        # signal pending for the interrupted frame: an instance of `again` does it as it dies, without any bytecode.
+        # CPython discards the return value of a handler after the handler's last bytecode. So the finalizer of that
+        # value, and no earlier code, can mark the signal pending for the interrupted frame: it runs no bytecode.
         trip = staticmethod(functools.partial(_thread.interrupt_main, signum))  # type: ignore[arg-type]
         self.again: type = type("Again", (), {"__slots__": (), "__del__": trip})
 
@@ -177,9 +178,9 @@ class _Handler:
         if deferred is not None:
             with _lock:
                 _deferred.pop(signum, None)
-            # A kick may have been sent since this was called. It is dropped here: else the handler would run twice. A
-            # signal that another thread has sent may still be on its way to this processor; after a system call it
-            # has been delivered.
+            # A kick may have been sent since this call began. It is discarded here, else the handler would run twice. A
+            # signal that another thread sent may not have reached this processor yet; after a system call it has been
+            # delivered.
             try:
                 _drained = signum
                 os.getppid()
@@ -198,12 +199,12 @@ class _Handler:
 
 
 def raised_by_handler(error: BaseException) -> bool:
-    """Return True if a handler of a signal has raised this error."""
+    """Return True if a signal handler raised this error."""
     return _signal_of(error) is not None
 
 
 def _signal_of(error: BaseException) -> int | None:
-    """Return the signal whose handler has raised an error, if one has."""
+    """Return the signal whose handler raised an error; None for other errors."""
     trace = error.__traceback__
     while trace is not None:
         if trace.tb_frame.f_code is _Handler.__call__.__code__:
@@ -212,14 +213,14 @@ def _signal_of(error: BaseException) -> int | None:
     return None
 
 
-_postponed: dict[int, BaseException] = {}  # by signals; only the main thread uses it
+_postponed: dict[int, BaseException] = {}  # by signal; used by the main thread only
 
 
 def postpone(error: BaseException) -> bool:
-    """Have an error of a signal handler raised again where it reaches the caller; False for an error of others.
+    """Raise an error of a signal handler again at a later point, where it reaches the caller.
 
-    For an `except` block whose caller, such as torch, would drop the error. On other threads no handler has raised it
-    just now, so it is False there.
+    Return False for other errors. For an `except` block whose caller, such as torch, would drop the error. Return False
+    on other threads than the main one, because handlers do not run there.
     """
     signum = _signal_of(error)
     if signum is None or threading.current_thread() is not threading.main_thread():
@@ -230,13 +231,13 @@ def postpone(error: BaseException) -> bool:
 
 
 class Resumed(BaseException):
-    """Raised in a function that `gives_back`, once a handler has run on top of it and has returned."""
+    """Raised in a function marked with `gives_back` after a signal handler has run within it and returned."""
 
 
 def _hands_over(at: FrameType) -> bool:
-    """Have a waiting function give back what it holds; return whether it held anything.
+    """Make a waiting function release what it holds; return True if it held something.
 
-    Only where it waits: at its own backward jump, or two calls further in, both named `wait_readable`.
+    This happens only where the function waits: at its own backward jump, or in a call of a `wait_readable`.
     """
     frame: FrameType | None = at
     while frame is not None and frame.f_code.co_name == "wait_readable":
@@ -246,11 +247,11 @@ def _hands_over(at: FrameType) -> bool:
 
 
 def _look_for_signals() -> None:
-    """Call the handlers of signals that are pending, as the entry of each function does."""
+    """Run the handlers of pending signals: CPython checks for signals at the entry of each function."""
 
 
 def _is_ours(at: FrameType) -> bool:
-    """Return True if the handler must wait at this frame, since code of this package is at work."""
+    """Return True if the handler must be deferred at this frame because code of this package is running."""
     of_user = cannot_raise = False
     frame: FrameType | None = at
     while frame is not None:
@@ -261,9 +262,9 @@ def _is_ours(at: FrameType) -> bool:
             cannot_raise = True
         if top == _PACKAGE:
             return not of_user or cannot_raise or name.startswith(_TELLERS)
-        if code in _MANAGERS and _made_here(frame):  # of a `with` in the user's code
+        if code in _MANAGERS and _made_here(frame):  # entered or left by a `with` in user code
             return True
-        # A name that no module has is that of code that was generated, such as the methods of a NamedTuple.
+        # Generated code, such as the methods of a NamedTuple, has a module name that no module has.
         of_user = of_user or (top not in _BETWEEN and name in sys.modules and code.co_name != "__del__")
         frame = frame.f_back
     return False
@@ -281,7 +282,7 @@ def _is_uninterrupted(at: FrameType) -> bool:
 
 
 def _is_importing(at: FrameType) -> bool:
-    """Return True if this package imports torch, or a part of itself."""
+    """Return True if this package is importing torch or a part of itself."""
     frame: FrameType | None = at
     while frame is not None:
         top = (frame.f_globals.get("__name__") or "").partition(".")[0]
@@ -294,20 +295,23 @@ def _is_importing(at: FrameType) -> bool:
 
 
 def _made_here(frame: FrameType) -> bool:
-    """Return True if the context manager that is entered or left at this frame is a generator of this package."""
+    """Return True if the context manager entered or left at this frame is a generator of this package."""
     generator = getattr(getattr(frame.f_locals.get("self"), "gen", None), "gi_frame", None)
     return generator is not None and (generator.f_globals.get("__name__") or "").partition(".")[0] == _PACKAGE
 
 
 def _begin_to_kick() -> None:
-    """Have the blocked main thread be woken now and then. By `_thread`, since `threading` may be interrupted."""
+    """Start a thread that wakes the blocked main thread repeatedly.
+
+    It is started by `_thread`, because a handler may interrupt `threading`.
+    """
     global _kicking
     if _kicking or not hasattr(signal, "pthread_kill"):
         return
     _kicking = True
     try:
         _thread.start_new_thread(_kick, ())
-    except RuntimeError:  # no thread is left: a handler waits until what blocks has ended
+    except RuntimeError:  # no thread can be started: the handler waits until the blocking call returns
         _kicking = False
 
 
@@ -322,7 +326,7 @@ def _kick() -> None:
                 signal.pthread_kill(main, signum)
         if not _deferred:
             _kicking = False
-            if not _deferred:  # else a signal was deferred before that was stored
+            if not _deferred:  # else a signal was deferred before `_kicking` was cleared
                 return
             _kicking = True
 
@@ -331,13 +335,13 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def waiting_loop(function: F) -> F:
-    """Mark a function of which each backward jump is as good a moment for an interrupt as a blocked call is."""
+    """Mark a function whose backward jumps can be interrupted like a blocked call."""
     _WAITING_LOOPS.add(function.__code__)
     return function
 
 
 def gives_back(give_back: Callable[[dict[str, Any]], bool]) -> Callable[[F], F]:
-    """Mark a function that waits and must give back something first, where a handler is to run on top of it.
+    """Mark a waiting function that must release something before a signal handler runs within it.
 
     `give_back` is called with its local variables. If it returns True, `Resumed` is raised in the function afterwards.
     """
@@ -350,26 +354,26 @@ def gives_back(give_back: Callable[[dict[str, Any]], bool]) -> Callable[[F], F]:
 
 
 def uninterrupted(function: F) -> F:
-    """Mark a function that ends something, in a bounded time: not even its waits are interrupted, but what follows."""
+    """Mark a function that takes a bounded time and must complete: signal handlers run after it, not in its waits."""
     _UNINTERRUPTED.add(function.__code__)
     return function
 
 
-# Standing in front of handlers
+# Wrapping handlers
 
-_real: Any = sys.modules["_signal"]  # what the module `signal` calls
+_real: Any = sys.modules["_signal"]  # its functions are called by the module `signal`
 _real_signal = _real.signal
 _real_getsignal = _real.getsignal
 _installed = False
-replaced: dict[int, Callable[[], None]] = {}  # by signals: called once, after the handler was replaced
+replaced: dict[int, Callable[[], None]] = {}  # by signal: called once, after the handler was replaced
 
 
 def _fronted(signum: int, handler: Any) -> Any:
-    """Return what to install for `handler`."""
+    """Return the handler to install for `handler`."""
     if not callable(handler) or isinstance(handler, _Handler) or signum in _exempt():
         return handler
-    # asyncio and uvloop tell their loops by a descriptor, and have a handler that does nothing: each time that the
-    # signal is marked pending again they would hear of one more.
+    # asyncio and uvloop notify their loops by a descriptor, and install a handler that does nothing. Each time the
+    # signal is marked pending again, the loop would receive one more notification.
     if getattr(handler, "__name__", "") in ("_sighandler_noop", "noop"):
         return handler
     return _Handler(signum, handler)
@@ -381,7 +385,7 @@ def _exempt() -> frozenset[int]:
 
 
 def _own(handler: Any) -> Any:
-    """Return the handler of the program."""
+    """Return the program's own handler."""
     return handler.inner if isinstance(handler, _Handler) else handler
 
 
@@ -391,10 +395,10 @@ def _signal(signalnum: int, handler: Any, /) -> Any:
     with _lock:
         before = _real_signal(signalnum, fronted)
         if not isinstance(fronted, _Handler):
-            _deferred.pop(signalnum, None)  # a kick would end the process
+            _deferred.pop(signalnum, None)  # the next kick would end the process
     if (release := replaced.pop(signalnum, None)) is not None:
         release()
-        _real_signal(signalnum, fronted)  # faulthandler, whose turn is over, has put back the one that it had found
+        _real_signal(signalnum, fronted)  # `release` made faulthandler restore the handler that it had replaced
     return _own(before)
 
 
@@ -404,7 +408,7 @@ def _getsignal(signalnum: int, /) -> Any:
 
 
 def install() -> None:
-    """Stand in front of all signal handlers of the process, from now on; those set before, on the main thread only."""
+    """Wrap all signal handlers of the process from now on; wrap the existing ones on the main thread only."""
     global _installed
     if not _installed:
         _installed = True
@@ -422,7 +426,7 @@ def install() -> None:
 
 @in_child
 def _forget_after_fork() -> None:
-    """A forked child has no thread that kicks, and where another thread has forked, not that main thread."""
+    """Reset the state in a forked child: it has no kicking thread, and may have another main thread."""
     global _kicking, _drained
     _kicking = False
     _drained = 0

@@ -1,6 +1,6 @@
-"""What a lock guards, asserted in debug runs: with TELEGRAD_CHECK_LOCKS=1 in the environment.
+"""Locks that assert in debug runs what they guard: with TELEGRAD_CHECK_LOCKS=1 in the environment.
 
-Else nothing stands between: locks are those of `threading`, and what they guard is used directly.
+In other runs locks are those of `threading`, and guarded objects are used directly, without wrappers.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ T = TypeVar("T")
 
 
 class CheckedLock:
-    """A lock that knows who holds it."""
+    """A lock that knows its holder."""
 
-    at_edge: Callable[[], None] | None = None  # called before a lock is taken and after it was given back: for tests
+    at_edge: Callable[[], None] | None = None  # for tests: called before a lock is acquired and after it was released
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._holder = 0  # a thread; written by the holder only
+        self._holder = 0  # ident of a thread; written by the holder only
 
     @property
     def held(self) -> bool:
-        """Whether this thread holds it."""
+        """Return True if this thread holds the lock."""
         return self._holder == threading.get_ident()
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
@@ -56,12 +56,12 @@ class CheckedLock:
         self.release()
 
     def _is_owned(self) -> bool:
-        """What `threading.Condition` asks."""
+        """Return True if this thread holds the lock; called by `threading.Condition`."""
         return self.held
 
 
 class _Guarded:
-    """Stands for what a lock guards, and looks at each use whether the lock is held."""
+    """Proxy of a guarded object; asserts at each use that the lock is held."""
 
     def __init__(self, thing: Any, lock: CheckedLock, peeks: tuple[str, ...]) -> None:
         vars(self).update(_thing=thing, _lock=lock, _peeks=peeks)
@@ -79,10 +79,10 @@ class _Guarded:
 
 
 def new_lock() -> Any:
-    """A lock; in debug runs one that `guarded` can ask."""
+    """Return a lock; in debug runs one that `guarded` can check."""
     return CheckedLock() if CHECKED else threading.Lock()
 
 
 def guarded(thing: T, lock: Any, peeks: tuple[str, ...] = ()) -> T:
-    """`thing`, to be used with the lock held only; but for `peeks`, single reads that the interpreter makes atomic."""
+    """Return `thing`, which may be used only with the lock held, except for the single atomic reads in `peeks`."""
     return _Guarded(thing, lock, peeks) if isinstance(lock, CheckedLock) else thing  # type: ignore[return-value]

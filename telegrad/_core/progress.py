@@ -1,18 +1,18 @@
-"""Who waits for long says for whom: on the terminal where a person waits, else in the log.
+"""Report long waits: on the terminal if a person waits there, else in the log.
 
     with Wait("shutdown", text, missing) as wait:
         while not over():
             wait.look()
             changed.wait(wait.left)
 
-A person waits where standard input and stderr are terminals and this process is in their foreground: not in one of
-several workers that a script has started, a notebook, or under a scheduler. There it is said from the first second on,
-in a line that is written anew each second and is gone once the wait is over. Elsewhere the log is told, after 5, 50,
-500 ... seconds. `TELEGRAD_PROGRESS=0` has neither; nor is anything said where the logger `telegrad` lets no warnings
-through.
+A person is assumed to wait if standard input and stderr are terminals and this process is in their foreground. That
+excludes one of several workers started by a script, notebooks, and jobs of a scheduler. On a terminal the report is a
+line that appears after one second, is rewritten each second and is erased when the wait ends. Otherwise the wait is
+logged after 5, 50, 500 ... seconds. `TELEGRAD_PROGRESS=0` disables both. Nothing is reported if the logger `telegrad`
+does not pass warnings.
 
-The line stands below the one where the cursor is, which goes back to where it was: so what the program prints meanwhile
-goes where it would have gone, and what it has begun to print in its own line stays.
+The line is below the cursor's, and the cursor returns to its position. So output of the program meanwhile appears where
+it would have appeared, and a line that the program has begun to print stays.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from telegrad._core.atfork import in_child, renewed
 if TYPE_CHECKING:
     from typing import Self
 
-LINE = 1.0  # seconds until the line is there, and between its changes
-FIRST = 5.0  # seconds until the log is told
-RARER = 10.0  # times as long until it is told again
+LINE = 1.0  # seconds until the line appears, and between its updates
+FIRST = 5.0  # seconds until the first log record
+RARER = 10.0  # factor between the times of log records
 VARIABLE = "TELEGRAD_PROGRESS"
-COLUMNS = 80  # of a terminal that does not say
+COLUMNS = 80  # of a terminal that does not report its width
 
-# What terminals do. The row below is made by going there and back, which scrolls at the end of the screen.
-_REST = "\x1b[K"  # erase what follows in this row: where output has come between, that is the old line
+# Terminal control codes. Going down and back up creates the row below, which scrolls at the end of the screen.
+_REST = "\x1b[K"  # erase the rest of this row: if other output came between, the old line
 _ROW_BELOW = "\x1bD\x1bM"
 _SAVE, _RESTORE, _DOWN = "\x1b7", "\x1b8", "\x1b[B\r"
 
@@ -47,19 +47,19 @@ log = logging.getLogger("telegrad")
 
 
 class Times:
-    """When one who waits is to say so."""
+    """The times at which a wait is to be reported."""
 
     def __init__(self, begun: float, lined: bool) -> None:
         self.begun = begun
-        self._line = LINE if lined else inf  # seconds from then, as the next
+        self._line = LINE if lined else inf  # seconds after `begun` of the next update; likewise _log
         self._log = FIRST
 
     def left(self, now: float) -> float:
-        """Seconds until it is time."""
+        """Return the seconds until the next report."""
         return max(0.0, self.begun + min(self._line, self._log) - now)
 
     def due(self, now: float) -> tuple[bool, bool]:
-        """Whether it is time for the line, and for the log; they have their next times then."""
+        """Return True for the line, and for the log, if its time has come; set its next time."""
         waited = now - self.begun
         line, logs = waited >= self._line, waited >= self._log
         if line:
@@ -70,7 +70,7 @@ class Times:
 
 
 class Wait:
-    """One, of one thread. Inside of `with`, `under_way` has it."""
+    """A wait of one thread, listed in `under_way` inside of its `with`."""
 
     def __init__(
         self,
@@ -80,10 +80,11 @@ class Wait:
         place: str = "",
         worker: str = "",
     ) -> None:
-        """`what` is the function that waits, as users call it; `text` and `missing` may be called by any thread.
+        """`what` is the function that waits, as users call it. Any thread may call `text` and `missing`.
 
-        They say for what it waits, for people, and for which workers: by name, or as "rank 2". `place` is that of the
-        store, where it waits there; `worker` who waits, where it has a name.
+        `text` says what it waits for, for people. `missing` names the workers that it waits for, by name or as "rank
+        2". `place` is that of the store, if it waits for one. `worker` is the name of the waiting worker, if it has
+        one.
         """
         self.what = what
         self.text = text
@@ -93,17 +94,17 @@ class Wait:
         self.thread = threading.get_ident()
         self.begun = monotonic()
         self.lined = _a_person_waits()
-        self._quiet = _is_silent()  # the log has it for the record only, since a line shows it or nothing is to
-        self._lock = threading.Lock()  # guards _times, which `left` loads from without
+        self._quiet = _is_silent()  # log at INFO, because a line shows the wait or reports are disabled
+        self._lock = threading.Lock()  # guards _times; `left` reads it without the lock
         self._times = Times(self.begun, self.lined)
 
     @property
     def left(self) -> float:
-        """Seconds until it is time to look again."""
+        """Return the seconds until the next call of `look`."""
         return self._times.left(monotonic())
 
     def look(self) -> None:
-        """Say so, where it is time to."""
+        """Report the wait, if it is time."""
         now = monotonic()
         with self._lock:
             line, logs = self._times.due(now)
@@ -119,26 +120,26 @@ class Wait:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with contextlib.suppress(ValueError):  # this is a child that was forked meanwhile
+        with contextlib.suppress(ValueError):  # this process was forked during the wait
             _under_way.remove(self)
         _line.clear(self)
-        self.text, self.missing = str, tuple  # who waited may hold this: neither is to wait for the garbage collector
+        self.text, self.missing = str, tuple  # the waiter may hold this object: free both without the garbage collector
 
     def __repr__(self) -> str:
         return f"<Wait of {self.what}: {self.text()}>"
 
 
-_under_way: list[Wait] = []  # no lock: `append`, `remove` and `copy` are single steps
+_under_way: list[Wait] = []  # no lock: `append`, `remove` and `copy` are atomic
 
 
 def under_way() -> list[Wait]:
-    """The waits of this process, in the order in which they began; by any thread."""
+    """Return the waits of this process, in the order of their begin. May be called by any thread."""
     return _under_way.copy()
 
 
 @contextlib.contextmanager
 def attended(wait: Wait) -> Iterator[Wait]:
-    """As `with wait`, and a thread keeps the line up to date, where there is one: for who cannot look by itself."""
+    """Act as `with wait`, and update its line, if any, from a thread: for waits that cannot call `look` themselves."""
     with wait:
         if not wait.lined:
             yield wait
@@ -150,7 +151,7 @@ def attended(wait: Wait) -> Iterator[Wait]:
                 wait.look()
 
         thread = threading.Thread(target=attend, name="telegrad-progress", daemon=True)
-        with contextlib.suppress(RuntimeError, MemoryError):  # there is no memory for it, or the interpreter ends
+        with contextlib.suppress(RuntimeError, MemoryError):  # no memory for a thread, or the interpreter ends
             thread.start()
         try:
             yield wait
@@ -161,20 +162,20 @@ def attended(wait: Wait) -> Iterator[Wait]:
 
 
 def make_room() -> None:
-    """Before something else is printed: take the line away, which comes back in the next second."""
+    """Erase the line before other output; it appears again within a second."""
     _line.clear()
 
 
 class _Line:
-    """The one of this process."""
+    """The progress line of this process."""
 
     def __init__(self) -> None:
-        # Guards _of, and what is written. Reentrant, since a finalizer that logs may come between.
+        # Guards _of and the output. Reentrant, since a finalizer that logs may run while it is held.
         self._lock = renewed(threading.RLock())
-        self._of: Wait | None = None  # whose line is there
+        self._of: Wait | None = None  # the wait that the line shows
 
     def show(self, wait: Wait, text: str) -> bool:
-        """Whether that could be done."""
+        """Show `text` below the cursor; return False if the terminal is not usable."""
         if not (log.isEnabledFor(logging.WARNING) and _in_foreground()):
             return False
         columns = os.get_terminal_size(sys.stderr.fileno()).columns or COLUMNS
@@ -184,8 +185,8 @@ class _Line:
         return True
 
     def clear(self, wait: Wait | None = None) -> None:
-        """Take it away, if it is that wait's."""
-        if self._of is None:  # without the lock, for who logs
+        """Erase the line, if it shows that wait, or any wait for None."""
+        if self._of is None:  # without the lock: each log record checks this
             return
         with self._lock:
             if self._of is not None and wait in (None, self._of):
@@ -197,7 +198,7 @@ _line = _Line()
 
 
 def _write(codes: str) -> None:
-    with contextlib.suppress(OSError, ValueError):  # the terminal has gone, or was closed
+    with contextlib.suppress(OSError, ValueError):  # the terminal has disconnected, or stderr was closed
         sys.stderr.write(codes)
         sys.stderr.flush()
 
@@ -211,7 +212,7 @@ def _a_person_waits() -> bool:
         return False
     try:
         return sys.stdin.isatty() and sys.stderr.isatty()
-    except (AttributeError, ValueError):  # there is none, or it is closed
+    except (AttributeError, ValueError):  # no such stream, or it is closed
         return False
 
 
@@ -220,15 +221,16 @@ def _is_silent() -> bool:
 
 
 def _in_foreground() -> bool:
-    """Whether the terminal is this process's just now: a shell may have it in the background."""
+    """Return True if this process is in the foreground of the terminal: a shell may have moved it to the background."""
     try:
         return os.tcgetpgrp(sys.stderr.fileno()) == os.getpgrp()
-    except (OSError, ValueError, AttributeError):  # it is another's, was closed, or this system knows no such thing
+    # the terminal of another session, closed, or no job control on this system
+    except (OSError, ValueError, AttributeError):
         return False
 
 
 def spelled(seconds: float) -> str:
-    """For people."""
+    """Return a duration as text for people."""
     whole = int(seconds)
     if whole < 60:
         return f"{whole} s"
@@ -244,7 +246,7 @@ def _before_a_record(_: logging.LogRecord) -> bool:
 
 @in_child
 def _forget_after_fork() -> None:
-    """A forked child does not wait for what its parent waits for."""
+    """Remove the parent's waits in a forked child."""
     _line._of = None
     _under_way.clear()
 

@@ -1,8 +1,8 @@
 """Make text from other processes safe for terminals, logs and pages.
 
-A terminal obeys control characters, and marks of bidirectional text make a line look like another one. Names of
-functions, texts of exceptions, paths and names of hosts can hold them, and come from other processes. They are escaped
-once: where `reporting/decoding.py` decodes an answer, and where a record enters the log.
+Terminals obey control characters, and bidirectional marks make a line look like another one. Function names, exception
+texts, paths and host names from other processes can contain them. They are escaped once: where `reporting/decoding.py`
+decodes an answer, and where a record enters the log.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def safe(text: str, lines: bool = False) -> str:
 
 
 class SafeRecords(logging.Filter):
-    """Makes what is logged safe. A line of it that came with a value is indented, so it looks like no record."""
+    """Escape log records. Further lines of a value are indented, because they could look like records of their own."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         if isinstance(record.args, tuple):
@@ -43,7 +43,7 @@ class SafeRecords(logging.Filter):
         if record.exc_info and not record.exc_text:
             text = _formatter.formatException(record.exc_info)
             if (escaped := safe(text, lines=True)) != text:
-                record.exc_text = escaped  # else it is left to the program's own formatter
+                record.exc_text = escaped  # otherwise the program's own formatter formats it
         return True
 
 

@@ -1,4 +1,4 @@
-"""Threads of this package."""
+"""Threads of this package, and a lock that refuses reentry."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LONGEST_WAIT = 3600.0  # seconds of one sleep: the platforms' timers do not take
 
 
 class _Started(threading.Event):
-    """Tells `Thread.start` that the new thread runs."""
+    """An event that tells `Thread.start` that the new thread runs, with a limit for the wait."""
 
     def wait(self, timeout: float | None = None) -> bool:
         if not super().wait(LONGEST_START if timeout is None else timeout):
@@ -25,31 +25,31 @@ class _Started(threading.Event):
 
 
 class Thread(threading.Thread):
-    """A daemon thread whose `start` has a limit.
+    """A daemon thread whose `start` has a time limit.
 
-    CPython's `start` waits until the new thread says that it runs. A thread that finds no memory before that ends
-    without a word, and `start` would wait for ever.
+    CPython's `start` waits until the new thread reports that it runs. A thread that runs out of memory before that ends
+    silently, and `start` would wait forever.
     """
 
     def __init__(self, target: Callable[..., object], name: str, args: Iterable[Any] = ()) -> None:
         super().__init__(target=target, name=name, args=args, daemon=True)
-        self._started = _Started()  # a name of CPython's, 3.10 to 3.13; without its effect, the limit is missing
+        self._started = _Started()  # attribute of CPython 3.10 to 3.13; under another name, there is no limit
 
 
 def program_has_ended() -> bool:
-    """Whether functions of `atexit` run; no thread can be started then since Python 3.12."""
+    """Return True if `atexit` functions run; since Python 3.12 no thread can be started then."""
     return not threading.main_thread().is_alive()
 
 
 def processor_time(threads: Iterable[threading.Thread]) -> float | None:
-    """Return the processor time that these threads have used, where the platform tells; none of them may end now."""
+    """Return the processor time of these threads, or None if it is unknown. None of the threads may end meanwhile."""
     if not hasattr(time, "pthread_getcpuclockid"):
         return None
     return sum(time.clock_gettime(time.pthread_getcpuclockid(each.ident)) for each in threads if each.ident)
 
 
 def run_beside(name: str, run: Callable[..., None], *args: Any) -> None:
-    """Have a thread run it, or this one where the program has ended.
+    """Run a function on a new thread, or on this one if the program has ended.
 
     Raises:
         RuntimeError: there is no memory for a thread.
@@ -63,7 +63,7 @@ def run_beside(name: str, run: Callable[..., None], *args: Any) -> None:
 
 
 class Exclusive:
-    """A lock that is held while its thread waits, and refuses that thread: a handler of a signal may run meanwhile."""
+    """A lock that raises UsageError if its holder acquires it again, as a signal handler may while the holder waits."""
 
     def __init__(self, what: str) -> None:
         """`what` names the operation that holds the lock, for errors."""
@@ -86,7 +86,7 @@ class Exclusive:
         self._lock.release()
 
     def _is_owned(self) -> bool:
-        """Return True if this thread holds the lock; `atfork.renewed` calls this before `_at_fork_reinit`."""
+        """Return True if this thread holds the lock; `atfork` calls this in a child before `_at_fork_reinit`."""
         return self._owner == threading.get_ident()
 
     def _at_fork_reinit(self) -> None:
@@ -95,24 +95,24 @@ class Exclusive:
 
 
 class Background:
-    """A thread that is started when it is first wanted; not under a lock, since that takes long and may fail."""
+    """A thread that starts at the first `want`. The start holds no lock, because it may take long or fail."""
 
     def __init__(self, name: str, run: Callable[[], None]) -> None:
         self._name = name
         self._run = run
-        self._lock = threading.Lock()  # guards _thread; `want` and `join` load it once without
+        self._lock = threading.Lock()  # guards _thread; `want` and `join` read it once without the lock
         self._thread: threading.Thread | None = None
 
     @property
     def begun(self) -> bool:
-        """Whether it was wanted before."""
+        """Return True if `want` has started the thread."""
         return self._thread is not None
 
     def want(self) -> None:
-        """Have it run.
+        """Start the thread, unless it has been started.
 
         Raises:
-            RuntimeError: there is no memory for a thread; whoever wants it next tries again.
+            RuntimeError: there is no memory for a thread; the next call tries again.
         """
         if self._thread is not None:
             return
@@ -132,10 +132,10 @@ class Background:
         try:
             self._run()
         finally:
-            forks.end_if_over()  # by an exception of the user's code, which ends the thread
+            forks.end_if_over()  # an exception of user code ends this thread
 
     def join(self, patience: float) -> None:
-        """Wait for its end, unless this is the thread itself."""
+        """Wait up to `patience` seconds for the thread's end, unless this is the thread itself."""
         thread = self._thread
         if thread is not None and thread.is_alive() and thread is not threading.current_thread():
             thread.join(patience)
