@@ -1,1 +1,1 @@
-"""What the host gives to a process, and its limits: private and secret files, open files, memory."""
+"""Resources and limits of the host: private and secret files, open files, memory."""

@@ -1,6 +1,6 @@
-"""How much memory this process may use: that of the machine, or less where a container limits it.
+"""The memory that this process may use: that of the machine, or less if a container limits it.
 
-The size of /dev/shm is no bound here: files of `memfd_create` do not lie in it, and count as memory of the process.
+The size of /dev/shm does not count: `memfd_create` files are not in it, and count as memory of the process.
 """
 
 from __future__ import annotations
@@ -12,22 +12,23 @@ from pathlib import Path, PurePosixPath
 
 GROUPS = Path("/sys/fs/cgroup")
 OWN_GROUPS = Path("/proc/self/cgroup")
-UNKNOWN = 8 << 30  # bytes that are assumed where the system does not say
+UNKNOWN = 8 << 30  # bytes assumed if the system reports no size
 
 
 def usable() -> int:
-    """Return the bytes of memory that this process may use at most."""
+    """Return the largest number of bytes that this process may use."""
     return min([_of_machine(), *_limits()])
 
 
 def _of_machine() -> int:
-    with suppress(AttributeError, ValueError, OSError):  # Windows has no sysconf, and not every system these names
+    # Windows has no sysconf, and other systems may lack these names
+    with suppress(AttributeError, ValueError, OSError):
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return UNKNOWN
 
 
 def _limits() -> Iterator[int]:
-    """The limits of the control groups of this process and of all above them."""
+    """Yield the limits of the control groups of this process and of all their ancestors."""
     with suppress(OSError, ValueError):
         for line in OWN_GROUPS.read_text().splitlines():
             _, controllers, path = line.split(":", 2)

@@ -7,11 +7,11 @@ from typing import Any
 
 
 def instances(*classes: type) -> list[Any]:
-    """All objects of these classes and of their subclasses.
+    """Return all objects of these classes and of their subclasses.
 
-    `gc.get_objects()` would do it in a fifth of the time, but it also holds each tuple that another thread is filling
-    at that moment. CPython refuses to resize a tuple that someone else holds: that thread's `tuple(...)` would fail
-    with a SystemError. `gc.get_referrers` holds what refers to the classes, and nothing else.
+    `gc.get_objects()` takes a fifth of the time, but also refers to each tuple that another thread is filling at that
+    moment. CPython refuses to resize a tuple with a second reference: that thread's `tuple(...)` would fail with a
+    SystemError. `gc.get_referrers` returns only objects that refer to the classes.
     """
     family: set[type] = set()
     ahead = list(classes)

@@ -1,4 +1,4 @@
-"""The limit on open files: each connection and each file of shared memory needs a descriptor."""
+"""The limit on open files: each connection and each shared memory file needs a descriptor."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ try:
 except ImportError:  # Windows has no such limit
     resource = None  # type: ignore[assignment]
 
-TO_JOIN = 16  # descriptors that a worker opens to join, and for its first call that shares memory: 8 and 7 on Linux
-PER_WORKER = 2  # and at least so many for each other worker that it calls and is called by
+TO_JOIN = 16  # descriptors to join and for the first call that shares memory: 8 and 7 on Linux
+PER_WORKER = 2  # at least so many more for each other worker that it calls and is called by
 MOST_LENT = 4096  # memory files of one worker at most
 FOLDER = "/proc/self/fd"
 
@@ -24,12 +24,12 @@ log = logging.getLogger("telegrad")
 
 
 def is_out(error: BaseException | None) -> bool:
-    """Return True for an error that says that no descriptor is left, in this process or on this host."""
+    """Return True for an error that means that this process or this host has no descriptor left."""
     return isinstance(error, OSError) and error.errno in (EMFILE, ENFILE)
 
 
 def said(error: BaseException) -> str:
-    """Return the text of an error; of one that says that no descriptor is left, with what to do about it."""
+    """Return the text of an error, with advice if the error means that no descriptor is left."""
     if not is_out(error):
         return str(error)
     if isinstance(error, OSError) and error.errno == ENFILE:
@@ -43,7 +43,7 @@ def said(error: BaseException) -> str:
 
 
 def report_closed(error: OSError) -> bool:
-    """Log that descriptors of a worker were closed, but not by this package; return True."""
+    """Log that other code has closed descriptors of a worker; return True."""
     log.critical(
         "telegrad: something in this process has closed descriptors that belong to its worker (%s): the worker reads "
         "no connection any more. Functions may close only what they have opened (os.closerange closes all): start the "
@@ -55,7 +55,7 @@ def report_closed(error: OSError) -> bool:
 
 @contextlib.contextmanager
 def explained(what: str, kind: type[TelegradError]) -> Iterator[None]:
-    """Raise an error of that kind, "`what`: ...", in the place of one that says that no descriptor is left."""
+    """Replace an error that means that no descriptor is left by an error of type `kind`, "`what`: ..."."""
     try:
         yield
     except OSError as error:
@@ -66,26 +66,26 @@ def explained(what: str, kind: type[TelegradError]) -> Iterator[None]:
 
 
 def check() -> None:
-    """Raise OSError where fewer descriptors are left than a worker needs to join: torch would wait, or end."""
+    """Raise OSError if fewer descriptors are left than a worker needs to join: torch would then hang or exit."""
     limit = _limit()
     if limit and limit - _open() < TO_JOIN:
         raise OSError(EMFILE, os.strerror(EMFILE))
 
 
 def to_lend() -> int:
-    """Return how many memory files a worker may have: half of the descriptors go to them, two each."""
+    """Return how many memory files a worker may have: these use half of the descriptors, two each."""
     limit = _limit()
     return min(MOST_LENT, limit // 4) if limit else MOST_LENT
 
 
 def _limit() -> int:
-    """The number of files that this process may open; 0 where there is no limit that can be read."""
+    """Return the number of files that this process may open; 0 if there is no limit or it cannot be read."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0] if resource is not None else 0
     return 0 if limit < 0 else limit
 
 
 def _open() -> int:
     try:
-        return len(os.listdir(FOLDER)) - 1  # one is that of the folder
+        return len(os.listdir(FOLDER)) - 1  # without the descriptor of this listing
     except FileNotFoundError:
-        return 3  # where the system does not tell
+        return 3  # assume stdin, stdout and stderr if the system does not tell

@@ -1,4 +1,4 @@
-"""Errors that say that this process, or its device, has no memory left."""
+"""Errors that mean that this process, or its device, has no memory left."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from errno import ENOMEM
 
 from telegrad.errors import TelegradError
 
-# In the texts of errors that have no type of their own: of torch's allocators, and of OpenSSL.
+# Parts of the texts of errors without a type of their own: from torch's allocators, and from OpenSSL.
 _TEXTS = ("can't allocate memory", "not enough memory", "out of memory", "malloc failure")
 
-_NO_THREAD = "can't start new thread"  # also where there is no memory for its stack
+_NO_THREAD = "can't start new thread"  # also raised if there is no memory for its stack
 
 
 def is_out(error: BaseException | None) -> bool:
-    """Return True for an error that says that there is no memory left."""
+    """Return True for an error that means that no memory is left."""
     if isinstance(error, OSError):
         return error.errno == ENOMEM
     if isinstance(error, RuntimeError | ValueError) and not isinstance(error, TelegradError):
@@ -24,13 +24,13 @@ def is_out(error: BaseException | None) -> bool:
 
 
 def advice(error: BaseException, otherwise: str) -> str:
-    """Return the advice for a value that was not rebuilt: `otherwise`, unless the cause is memory."""
+    """Return the advice for a value that could not be rebuilt: `otherwise`, unless the cause is lack of memory."""
     return "the process that received it has no memory left" if is_out(error) else otherwise
 
 
 @contextlib.contextmanager
 def explained(what: str, kind: type[TelegradError]) -> Iterator[None]:
-    """Raise an error of that kind, "`what`: ...", in place of one that says that no memory, or thread, is left."""
+    """Replace an error that means that no memory or thread is left by an error of type `kind`, "`what`: ..."."""
     try:
         yield
     except Exception as error:

@@ -1,13 +1,12 @@
-"""Tell whether a file that holds a secret, such as a key, is kept from other users of the host.
+"""Check that a file that holds a secret, such as a key, is protected from other users of the host.
 
-A file is kept from them if they can neither read nor write it, and if they can put no other file in its place. The
-second is so if each folder that its path leads through, also those that hold a symlink of it, belongs to this user or
-to root and no other user may write it. In a sticky folder that all may write, such as /tmp, others cannot replace what
-belongs to this user.
+A file is protected if other users can neither read nor write it, nor replace it by another file. They cannot replace it
+if each folder on its path, including folders that hold a symlink of it, belongs to this user or to root, and no other
+user may write it. In a world-writable sticky folder, such as /tmp, others cannot replace files of this user.
 
-A group may read the file, or write a folder, if no other user is in the group. The group may be root's, where the file
+A group may read the file, or write a folder, if the group contains no other user. The group may be root's, if the file
 is root's as well; or unknown to the host, such as the `fsGroup` of a pod; or known, and without other users. Servers
-such as LDAP need not list the users of a group. So on hosts that ask one, a known group must have this user's name.
+such as LDAP need not list the users of a group. So on hosts that query one, a known group must have this user's name.
 """
 
 from __future__ import annotations
@@ -21,20 +20,20 @@ import sys
 from telegrad._core.host.private_files import UnsafePath, open_regular, resolved
 
 _POSIX = hasattr(os, "geteuid")
-_ACL = "system.posix_acl_access"  # the extended attribute in which Linux keeps the access control list of a file
+_ACL = "system.posix_acl_access"  # the extended attribute that holds the access control list on Linux
 _NO_ACL = (errno.ENODATA, errno.ENOTSUP, errno.ENOSYS) if _POSIX else ()
 _HEADER, _ENTRY = 4, "<HHI"  # bytes of its version; the tag, permissions and user or group of each entry
 _USER, _OWNING_GROUP, _GROUP, _MASK = 0x02, 0x04, 0x08, 0x10  # tags
-_DATABASES = "/etc/nsswitch.conf"  # where glibc looks for users and groups
-_NAMES = ("passwd", "group", "initgroups")  # its lines about users and groups
-_LOCAL = {"files", "altfiles", "systemd"}  # the sources in such lines that list all they know
+_DATABASES = "/etc/nsswitch.conf"  # the configuration of glibc's lookup of users and groups
+_NAMES = ("passwd", "group", "initgroups")  # its lines for users and groups
+_LOCAL = {"files", "altfiles", "systemd"}  # the sources that list all their entries
 
 
 def read_secret(path: str, most: int) -> bytes:
-    """Return what is in a file of this user, or of root, that other users can neither read nor change nor replace.
+    """Return the content of a file of this user or of root that other users can neither read, change nor replace.
 
-    A name that another user has planted may lead to a file of this user whose content all can read, such as one in
-    /proc. So such files are refused.
+    A name planted by another user may lead to a world-readable file of this user, such as one in /proc. So such files
+    are refused.
 
     Raises:
         UnsafePath: other users may read or change it or a folder that its path leads through, or as for `open_regular`.
@@ -69,7 +68,7 @@ def _check_file(descriptor: int, path: str) -> None:
 
 def _check_folder(path: str) -> None:
     found = os.stat(path)
-    # The owner of / can replace all. It is root, except in user namespaces that do not know the host's root.
+    # The owner of / can replace all files. It is root, except in user namespaces that do not map the host's root.
     if found.st_uid not in (os.geteuid(), 0, os.stat("/").st_uid):
         raise UnsafePath(
             errno.EPERM,
@@ -81,14 +80,14 @@ def _check_folder(path: str) -> None:
 
 
 def _others(found: os.stat_result, place: int | str, bits: int) -> str:
-    """Return which other users, beside its owner and root, have one of the permissions `bits` for a file; "" for none.
+    """Name other users, except the owner and root, who have one of the permissions `bits` for a file; "" for none.
 
     `place` is the descriptor of the file, or its path.
     """
     if found.st_mode & bits:
         return "all"
     if not found.st_mode >> 3 & bits:
-        return ""  # for users and groups in an access control list, too: these bits are its mask
+        return ""  # these bits are the mask of an access control list, too
     for tag, permissions, number in _access_list(place):
         if not permissions & bits:
             continue
@@ -108,7 +107,7 @@ def _group_bits(found: os.stat_result, place: int | str) -> int:
 
 
 def _access_list(place: int | str) -> list[tuple[int, int, int]]:
-    """Return the tag, the permissions within the mask and the user or group of each entry; [] if there is no list."""
+    """Return tag, permissions within the mask, and user or group of each entry; [] without a list."""
     if not hasattr(os, "getxattr"):
         return []
     try:
@@ -123,18 +122,18 @@ def _access_list(place: int | str) -> list[tuple[int, int, int]]:
 
 
 def _is_private(group: int) -> bool:
-    """Return True if no user but this one and root is in a group."""
+    """Return True if a group contains no users except this one and root."""
     import grp
     import pwd
 
     mine, users = (os.geteuid(), 0), pwd.getpwall()
     try:
         own = pwd.getpwuid(os.geteuid()).pw_name
-    except KeyError:  # as in containers that are told a number alone
+    except KeyError:  # containers may run with a bare user number
         own = ""
     known = [each for each in grp.getgrall() if each.gr_gid == group]
     try:
-        known.append(grp.getgrgid(group))  # of a server, which may list none
+        known.append(grp.getgrgid(group))  # from a server, which may list no members
     except KeyError:
         pass
     members = {name for each in known for name in each.gr_mem}
@@ -144,12 +143,12 @@ def _is_private(group: int) -> bool:
 
 
 def _lists_all() -> bool:
-    """Return True if all users and groups of this host stand in files of it."""
+    """Return True if all users and groups of this host are listed in its local files."""
     try:
         with open_regular(_DATABASES) as file:
             lines = file.read().decode(errors="replace").splitlines()
     except OSError:
-        return sys.platform == "linux" and not os.path.lexists(_DATABASES)  # musl knows files alone
+        return sys.platform == "linux" and not os.path.lexists(_DATABASES)  # musl reads files only
     databases = [line.partition("#")[0].partition(":") for line in lines]
     sources = {each for name, _, text in databases if name.strip() in _NAMES for each in text.split()}
-    return {each for each in sources if not each.startswith("[")} <= _LOCAL  # [NOTFOUND=return] is no source
+    return {each for each in sources if not each.startswith("[")} <= _LOCAL  # [NOTFOUND=return] is not a source
