@@ -1,1 +1,1 @@
-"""Messages between two workers as bytes: frames, the fields of each kind of message, tensors taken apart."""
+"""Encoding of messages between two workers: frames, message fields, and serialized tensors."""

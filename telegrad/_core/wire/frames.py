@@ -1,7 +1,7 @@
-"""Cuts a stream of bytes into frames, asking for memory where large parts shall land.
+"""Split a byte stream into frames, and request memory for large parts.
 
-The driver asks `buffer()` where to put the next bytes and tells `advance(n)` how many came. Small frames pass
-through one scratch buffer, many per read; a large part is received straight into the memory it will live in.
+The connection asks `buffer()` where to put the next bytes and calls `advance(n)` with the number received. Small frames
+pass through one scratch buffer, many per read. A large part is received directly into its final memory.
 """
 
 from __future__ import annotations
@@ -15,48 +15,52 @@ from telegrad.errors import ProtocolViolation
 
 SCRATCH = 1 << 16
 
-# size, device, striped -> a blob, and the parts of its memory to write into, one after the other
+# size, device, striped -> a blob, and the parts of its memory to fill, in order
 Allocate = Callable[[int, int, bool], tuple[Any, Iterator[memoryview]]]
-Attach = Callable[[int, int, int], Any]  # number of a lent block, size, device -> the blob that lies there
-Lend = Callable[[int, bytes], None]  # number of a block of an accelerator, how to open it
+Attach = Callable[[int, int, int], Any]  # number of a lent block, size, device -> the blob in that block
+Lend = Callable[[int, bytes], None]  # number of an accelerator's block, handle to open it
 _PREFIX, _ENTRY = PREFIX.size, ENTRY.size
 
 
 class FrameReader:
-    """One direction of one connection. Not thread-safe: one reader at a time."""
+    """Read one direction of one connection. Not thread-safe: one reader at a time."""
 
     def __init__(
         self, allocate: Allocate, attach: Attach, lend: Lend, arrived: Callable[[], bool] = lambda: True
     ) -> None:
-        """`arrived`: whether nothing is awaited from further streams."""
-        self.awaits_lanes = False  # the next frame does; there is no room to read into meanwhile
+        """`arrived` returns True if the further streams of the connection have delivered all their stripes."""
+        self.awaits_lanes = False  # True while a frame waits for further streams; there is no buffer to read into
         self._arrived = arrived
         self._allocate = allocate
         self._attach = attach
         self._lend = lend
         self._scratch = memoryview(bytearray(SCRATCH))
-        self._source: memoryview | bytes = self._scratch  # what is being cut into frames
-        self._start = self.end = 0  # the unread part of it; between two calls `end` is 0 if nothing is unread
-        self._target: memoryview | None = None  # a large part that is being received into its place
-        self.is_in_part = False  # there is such a part
+        self._source: memoryview | bytes = self._scratch  # the data being split into frames
+        self._start = self.end = 0  # the unread part of _source; between two calls `end` is 0 if nothing is unread
+        self._target: memoryview | None = None  # memory of the large part that is being received
+        self.is_in_part = False  # True if _target is set
         self._filled = 0
-        self._large: memoryview | None = None  # the parts of one frame when they do not fit the scratch
-        self._frame: Message | None = None  # complete but for its blobs
-        self._blobs: list[Any] = []  # those of it that have come
-        self._entries: list[tuple[int, int, int]] = []  # of the table, for the blobs still to come
-        self._parts: Iterator[memoryview] = iter(())  # of the blob that is being received
+        self._large: memoryview | None = None  # the parts of one frame that do not fit in the scratch buffer
+        self._frame: Message | None = None  # complete except for its blobs
+        self._blobs: list[Any] = []  # blobs of _frame that were received
+        self._entries: list[tuple[int, int, int]] = []  # table entries of the blobs still to be received
+        self._parts: Iterator[memoryview] = iter(())  # memory parts of the blob that is being received
 
     def buffer(self, most: int = SCRATCH) -> memoryview:
-        """Where the next bytes belong, at most so many unless in a large part; never empty, unless `awaits_lanes`."""
+        """Return the memory for the next bytes.
+
+        It has at most `most` bytes unless they belong to a large part. It is never empty, unless `awaits_lanes`.
+        """
         if self._target is not None:
             return self._target[self._filled :]
         return self._scratch[self.end : self.end + most]
 
     def advance(self, count: int, data: bytes | None = None) -> Iterator[Message]:
-        """Take note of `count` bytes written to `buffer()`; the frames that they complete, to be taken to the end.
+        """Process `count` bytes written to `buffer()`; yield the frames that they complete.
 
-        They are made one by one: thousands at once would set off the garbage collector. Where no frame has begun, the
-        bytes may come as `data`, at most SCRATCH of them, without having been written there.
+        The caller must consume the iterator to its end. Frames are created one by one, because thousands at once would
+        trigger the garbage collector. If no frame has begun, the bytes, at most SCRATCH, may be passed as `data`
+        instead of being written to `buffer()`.
         """
         if data is not None:
             self._source, self.end = data, count
@@ -69,11 +73,11 @@ class FrameReader:
             self._target = None
             self.is_in_part = False
         while (frame := self._next()) is not None:
-            if frame.kind == LEND:  # the next frame may be in need of it
+            if frame.kind == LEND:  # the next frame may use this block
                 self._lend(frame.id, bytes(frame.body))
             else:
                 yield frame
-            if self._start == self.end:  # as after most reads: nothing else has come
+            if self._start == self.end:  # the usual case: no further data was received
                 self._source = self._scratch
                 self._start = self.end = 0
                 return
@@ -132,7 +136,7 @@ class FrameReader:
                 self.awaits_lanes = not self._arrived()
                 if self.awaits_lanes:
                     return None
-                self._frame, self._blobs = None, []  # whose memory is the receiver's from here on
+                self._frame, self._blobs = None, []  # from here on the receiver owns the memory of the blobs
                 return frame
             self._begin_blob(*self._entries.pop())
 
@@ -145,20 +149,20 @@ class FrameReader:
             except (MemoryError, OverflowError, ValueError, OSError, RuntimeError) as error:
                 raise ProtocolViolation(f"a tensor of {size} bytes was announced ({error})") from error
         assert self._frame is not None
-        if type(blob) is Unreceived and self._frame.kind not in (CALL, RESULT):  # no call can fail in its place
+        if type(blob) is Unreceived and self._frame.kind not in (CALL, RESULT):  # no call can report the error
             raise MemoryError(blob.why)
         self._blobs.append(blob)
 
     @staticmethod
     def _reserve(size: int) -> memoryview:
-        """Memory that is used only once something comes for it, whatever was announced."""
+        """Allocate memory for a part. Its pages are not used before data is written, whatever size was announced."""
         try:
             return memoryview(mmap.mmap(-1, size))
         except (MemoryError, OverflowError, ValueError, OSError) as error:
             raise ProtocolViolation(f"a message of {size} bytes was announced ({error})") from error
 
     def _land(self, memory: memoryview) -> bool:
-        """Fill `memory` with what is unread, then from the stream; whether it is full already."""
+        """Fill `memory` with unread bytes, the rest from the stream later; return True if it is full already."""
         here = min(len(memory), self.end - self._start)
         memory[:here] = self._source[self._start : self._start + here]
         self._start += here
@@ -169,7 +173,7 @@ class FrameReader:
         return False
 
     def _compact(self) -> None:
-        """Have the unread bytes stand first in the scratch buffer."""
+        """Move the unread bytes to the start of the scratch buffer."""
         unread = self.end - self._start
         if unread and (self._start or self._source is not self._scratch):
             self._scratch[:unread] = bytes(self._source[self._start : self.end])

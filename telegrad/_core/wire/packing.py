@@ -1,11 +1,11 @@
-"""Takes tensors apart: a description of them, and the blobs to carry with it.
+"""Serialize tensors: a description, and the blobs to send with it.
 
-The description is a pickle of plain tuples. Only the part of a storage that is looked at travels; tensors whose parts
-overlap share a blob, and so a storage on arrival. Little memory travels inside the description.
+The description is a pickle of plain tuples. Only the part of a storage that the tensors use is sent. Tensors whose
+parts overlap share one blob, and therefore one storage at the receiver. Small memory is part of the description.
 
-A tensor with memory of its own is a leaf; what is made of several tensors (the sparse layouts) is taken apart into
-leaves. A leaf is described by `(dtype, shape, flags, memory)`, and by `offset, stride` too where it is not dense:
-`memory` is the bytes themselves, the number of a blob, or `~number` of bytes that several leaves share.
+A tensor with memory of its own is a leaf. A tensor made of several tensors (the sparse layouts) is split into leaves. A
+leaf is described by `(dtype, shape, flags, memory)`, and also by `offset, stride` if it is not dense. `memory` is the
+bytes themselves, the number of a blob, or `~number` of bytes that several leaves share.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from telegrad._core.wire.strides import contiguous_strides, distinct, extent, re
 from telegrad._core.wire.tensors import CONJ, GRAD, HOST, NAMES, NEG, Blob, Bound, Memory, Spec, keep_for, nothing
 from telegrad.errors import CannotEncode, CodecError, DeviceError
 
-SMALL = 4096  # fewer bytes than these travel inside the description
-ROOM = 48 << 10  # bytes of larger ones for which there is room, too: to copy these is less work than to carry a blob
-ALIGNED = 16  # the largest element: a shared part begins at a multiple, so that any type can view it
-_LOW = 1 << 32  # below this an address may be an offset in a storage that was freed
+SMALL = 4096  # smaller tensors are part of the description
+ROOM = 48 << 10  # bytes of larger tensors in the description: copying these costs less than sending a blob
+ALIGNED = 16  # size of the largest element: shared parts begin at a multiple of it, for views of any dtype
+_LOW = 1 << 32  # an address below this may be an offset in a freed storage
 
 _STRIDED = torch.strided
 _level_of_transforms = torch._C._functorch.maybe_current_level  # of torch.func, on this thread
@@ -45,16 +45,16 @@ _COMPRESSED = {
 
 
 class Place(Protocol):
-    """On which of the receiver's accelerators what lies on a device here arrives, or HOST."""
+    """Map a device of this worker to the receiver's accelerator for its tensors, or to HOST."""
 
-    keeps_host: bool  # what lies on the host arrives on the host
+    keeps_host: bool  # tensors of the host arrive on the host
 
     def __call__(self, device: torch.device) -> int:
-        """Raises DeviceError where a tensor of that device cannot be sent."""
+        """Return the receiver's device, or raise DeviceError if tensors of `device` cannot be sent."""
 
 
 class OnHost:
-    """Where nothing is said about devices."""
+    """The default without a device map: only tensors of the CPU can be sent."""
 
     keeps_host = True
 
@@ -71,11 +71,11 @@ _on_host = OnHost()
 
 
 def pack(tensors: Sequence[Tensor], place: Place = _on_host, fixed: int = 0) -> tuple[bytes, list[Blob]]:
-    """Describe `tensors`: the description, and the blobs to carry with it. The last `fixed` of them stay on the host.
+    """Return a description of `tensors`, and the blobs to send with it. The last `fixed` tensors stay on the host.
 
     Raises:
-        DeviceError: a tensor lives on a device from which it cannot be sent.
-        CannotEncode: a tensor is of a kind that torch cannot take apart.
+        DeviceError: a tensor is on a device from which it cannot be sent.
+        CannotEncode: torch cannot serialize a tensor of this kind.
     """
     if (
         _tracing() is not None
@@ -97,7 +97,7 @@ def pack(tensors: Sequence[Tensor], place: Place = _on_host, fixed: int = 0) -> 
 
 
 def _check_untransformed(tensors: Sequence[Tensor]) -> None:
-    """Raise CannotEncode for tensors that stand for others, inside of a transform, and for those with a tangent."""
+    """Raise CannotEncode for wrapped tensors inside a transform, and for tensors with a tangent."""
     if any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors)):
         raise CannotEncode(
             "a tensor cannot be sent from inside of a transform of torch.func (vmap, grad, jvp and the like), which "
@@ -113,7 +113,7 @@ def _check_untransformed(tensors: Sequence[Tensor]) -> None:
 
 
 def _pack_dense(tensors: Sequence[Tensor]) -> tuple[bytes, list[Blob]] | None:
-    """The usual case, in the fewest steps: real, contiguous, on the CPU, and none shares memory with another."""
+    """Pack the usual case quickly: real, contiguous, on the CPU, no shared memory. Return None for any other tensor."""
     specs: list[Spec] = []
     blobs: list[Blob] = []
     spans: list[tuple[int, int]] = []
@@ -157,7 +157,7 @@ def any_overlap(spans: Sequence[tuple[int, ...]]) -> bool:
 
 
 class _Leaves:
-    """The leaves of some tensors, and where each shall arrive."""
+    """The leaves of some tensors, and the target device of each."""
 
     def __init__(self, place: Place) -> None:
         self.tensors: list[Tensor] = []
@@ -165,7 +165,7 @@ class _Leaves:
         self.place = place
 
     def take(self, tensor: Tensor, fixed: bool = False) -> int | Spec:
-        """Add the leaves of a tensor; the number of the only one, or how to join several."""
+        """Add the leaves of a tensor; return the number of a single leaf, or the plan to combine several."""
         if tensor.layout is _STRIDED and tensor.dtype in NAMES and not tensor.is_nested:
             return self._add(tensor, HOST if fixed or tensor.is_meta else self.place(tensor.device))
         target = self.place(tensor.device)
@@ -184,7 +184,7 @@ class _Leaves:
         return "saved", flags, [self._add(saved, HOST)], target
 
     def _add(self, leaf: Tensor, target: int) -> int:
-        if not leaf.is_cpu and not leaf.is_meta:  # it may have been made on another stream than it is sent on
+        if not leaf.is_cpu and not leaf.is_meta:  # it may have been created on another stream than the sending one
             keep_for(leaf, torch.accelerator.current_stream(leaf.device))
         self.tensors.append(leaf)
         self.targets.append(target)
@@ -214,7 +214,7 @@ def _pack_any(tensors: Sequence[Tensor], place: Place, fixed: int) -> tuple[byte
 
 
 def _carry(leaf: Tensor, address: int, size: int, blobs: list[Blob], target: int) -> Memory:
-    """The memory from where a leaf begins."""
+    """Put `size` bytes from the beginning of a leaf into a blob, or return them if they are small."""
     if size and not address and leaf._is_zerotensor():
         leaf = torch.zeros(size, dtype=torch.uint8, device=leaf.device)
         address = leaf.data_ptr()
@@ -243,7 +243,7 @@ def _bytes_of(storage: torch.UntypedStorage, start: int, size: int) -> Tensor:
 
 
 def _carry_strided(leaf: Tensor, blobs: list[Blob], target: int) -> tuple[Memory, int | None, tuple[int, ...]]:
-    """All that lies between the first and the last element, or the elements alone where they are far apart."""
+    """Carry all bytes from the first to the last element, or only the elements if they are far apart."""
     stride, size = leaf.stride(), extent_of(leaf)
     shape = distinct(leaf.shape, stride)
     used = prod(shape) * leaf.itemsize
@@ -257,12 +257,12 @@ def _carry_strided(leaf: Tensor, blobs: list[Blob], target: int) -> tuple[Memory
 
 
 def extent_of(leaf: Tensor) -> int:
-    """The bytes from the first element to the end of the last one."""
+    """Return the number of bytes from the first element to the end of the last one."""
     return extent(leaf.shape, leaf.stride()) * leaf.itemsize
 
 
 def _find_shared(leaves: _Leaves, blobs: list[Blob], shared: list[bytes]) -> dict[int, tuple[Memory, int]]:
-    """Of each leaf whose memory another one looks at too: what carries it, and the offset in that."""
+    """Return the memory and the offset in it for each leaf that overlaps with another one."""
     by_target: dict[int, list[tuple[int, int, int]]] = {}
     for number, leaf in enumerate(leaves.tensors):
         address, size = leaf.data_ptr(), extent_of(leaf)
@@ -312,7 +312,7 @@ def _join(
 
 
 def _holder(start: int, end: int, members: list[Tensor]) -> torch.UntypedStorage | None:
-    """A storage that holds all of the members; none does where two foreign arrays overlap by half."""
+    """Return a storage that contains all members, or None, as for partly overlapping arrays made outside of torch."""
     for leaf in members:
         storage = leaf.untyped_storage()
         base = storage.data_ptr()

@@ -1,7 +1,7 @@
-"""Memory of Python objects as tensors of bytes, and copies that do not hold the interpreter.
+"""View memory of Python objects as byte tensors, and copy it without holding the GIL.
 
-A tensor of bytes is what the transport carries, so an object whose memory is one travels without a copy here. A copy of
-256 MB takes 0.1 s, in which no other thread could run if the interpreter's lock were held.
+The transport carries byte tensors. An object whose memory is viewed as one is sent without a copy here. A copy of 256
+MB takes 0.1 s, and no other thread could run meanwhile if it held the GIL.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from torch import Tensor
 
 from telegrad._core.wire.tensors import CPU, memory
 
-PIECE = 1 << 17  # bytes of text that are encoded or decoded at once: about 0.1 ms
-CHECKED = 1 << 23  # bytes that are looked at at once, without the interpreter's lock
-HUGE_FROM = 1 << 22  # bytes from which huge pages take half the time of small ones to touch, and a tenth to free
-PARALLEL_FROM = 1 << 21  # as in `transport.blocks`: below, waking torch's other threads costs more than their help
-TURN = 2e-3  # seconds of work after which another thread gets the interpreter
-REST = 5e-5  # seconds: long enough for a waiting thread to wake, which sleep(0) is not
+PIECE = 1 << 17  # bytes of text encoded or decoded at once: about 0.1 ms
+CHECKED = 1 << 23  # bytes checked at once, without the GIL
+HUGE_FROM = 1 << 22  # from this size on, huge pages take half the time of small ones to touch, and a tenth to free
+PARALLEL_FROM = 1 << 21  # as in `memory.blocks`: below this, waking torch's other threads costs more than they save
+TURN = 2e-3  # seconds of work after which this thread releases the GIL
+REST = 5e-5  # seconds: long enough for a waiting thread to wake, unlike sleep(0)
 
 _api = ctypes.pythonapi
 
 
 class _Buffer(ctypes.Structure):
-    """Py_buffer, whose layout is part of the stable ABI."""
+    """The struct Py_buffer, whose layout is part of the stable ABI."""
 
     _fields_ = (
         ("buf", ctypes.c_void_p),
@@ -46,7 +46,7 @@ class _Buffer(ctypes.Structure):
 
 
 def _function(name: str, result: Any, *arguments: Any) -> Callable[..., Any]:
-    # A prototype of our own: to set the types of ctypes.pythonapi's function would set them for the whole process.
+    # A separate prototype: setting the types on ctypes.pythonapi's function would change them for the whole process.
     made: Callable[..., Any] = ctypes.PYFUNCTYPE(result, *arguments)((name, _api))
     return made
 
@@ -62,7 +62,7 @@ _advise = getattr(ctypes.CDLL(None), "madvise", None) if hasattr(mmap, "MADV_HUG
 
 
 class Turns:
-    """Gives the interpreter to another thread now and then during a long piece of work in Python."""
+    """Release the GIL regularly during long work in Python."""
 
     __slots__ = ("_since",)
 
@@ -76,7 +76,7 @@ class Turns:
 
 
 def at_address(address: int, size: int, keeper: Any) -> Tensor:
-    """A tensor of the `size` bytes at `address`, which `keeper` owns."""
+    """Return a tensor of the `size` bytes at `address`; it keeps `keeper`, their owner, alive."""
     array: Any = (ctypes.c_ubyte * size).from_address(address)
     array.keeper = keeper
     with torch.inference_mode(False):
@@ -84,14 +84,14 @@ def at_address(address: int, size: int, keeper: Any) -> Tensor:
 
 
 def held(blob: Tensor) -> Any:
-    """The memory of a tensor of bytes as a buffer, which keeps it alive."""
+    """Return the memory of a byte tensor as a buffer that keeps the tensor alive."""
     view: Any = (ctypes.c_ubyte * blob.numel()).from_buffer(memory(blob))
     view.blob = blob
     return view
 
 
 def address_of(view: memoryview) -> int:
-    """Where a contiguous buffer lies, a read-only one too."""
+    """Return the address of a contiguous buffer, which may be read-only."""
     buffer = _Buffer()
     _get_buffer(view, ctypes.byref(buffer), 0)
     try:
@@ -101,12 +101,12 @@ def address_of(view: memoryview) -> int:
 
 
 def of_buffer(view: memoryview) -> Tensor:
-    """The memory of a contiguous buffer; the tensor holds the buffer."""
+    """Return the memory of a contiguous buffer as a tensor, which keeps the buffer alive."""
     return at_address(address_of(view), view.nbytes, view)
 
 
 def fresh(size: int) -> Tensor:
-    """Return bytes that were not touched yet."""
+    """Return a byte tensor of newly allocated, untouched memory."""
     with torch.inference_mode(False):
         made = torch.empty(size, dtype=torch.uint8, device=CPU)
     if not is_intercepted():
@@ -115,19 +115,19 @@ def fresh(size: int) -> Tensor:
 
 
 def copied(view: memoryview) -> Tensor:
-    """A copy of the memory of a contiguous buffer."""
+    """Return a copy of the memory of a contiguous buffer."""
     made = fresh(view.nbytes)
     copy(made.data_ptr(), address_of(view), view.nbytes)
     return made
 
 
 def is_intercepted() -> bool:
-    """Whether operators of torch may do something else here than to work on memory, as in a mode of fake tensors."""
+    """Return True if torch operators may not work on real memory here, as in a mode of fake tensors."""
     return bool(torch._C._len_torch_dispatch_stack())
 
 
 def copy(target: int, source: int, size: int) -> None:
-    """Copy bytes from one address to another without the interpreter's lock."""
+    """Copy bytes from one address to another without the GIL."""
     if size < PARALLEL_FROM or is_intercepted():
         ctypes.memmove(target, source, size)
         return
@@ -136,14 +136,14 @@ def copy(target: int, source: int, size: int) -> None:
 
 
 def fill_new(target: int, source: int, size: int) -> None:
-    """Copy bytes into memory that was allocated and not touched yet."""
+    """Copy bytes into newly allocated, untouched memory."""
     _advise_huge(target, size)
     copy(target, source, size)
 
 
 def _advise_huge(target: int, size: int) -> None:
-    """Have memory that was not touched yet lie on huge pages, if there is much of it."""
-    if _advise is not None and size >= HUGE_FROM:  # a kernel without huge pages serves small ones
+    """Request huge pages for untouched memory, if it is large."""
+    if _advise is not None and size >= HUGE_FROM:  # a kernel without huge pages uses small ones
         start = -(-target // mmap.PAGESIZE) * mmap.PAGESIZE
         end = (target + size) // mmap.PAGESIZE * mmap.PAGESIZE
         _advise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), mmap.MADV_HUGEPAGE)
@@ -153,7 +153,7 @@ def _advise_huge(target: int, size: int) -> None:
 
 
 def of_text(text: str) -> Tensor:
-    """The UTF-8 of a text: its own memory where it is ASCII."""
+    """Return the UTF-8 of a text as a tensor; for ASCII, that is the text's own memory."""
     if text.isascii():
         size = ctypes.c_ssize_t()
         return at_address(_utf8_of(text, ctypes.byref(size)), len(text), text)
@@ -165,12 +165,12 @@ def of_text(text: str) -> Tensor:
 
 
 def to_text(encoded: Tensor) -> str:
-    """The text of which `encoded` is the UTF-8, made without holding the interpreter for long.
+    """Decode UTF-8 without holding the GIL for long.
 
     Raises:
-        UnicodeDecodeError: it is no UTF-8.
+        UnicodeDecodeError: `encoded` is not UTF-8.
     """
-    made = ctypes.c_void_p()  # refers to the text, and nothing else does until it is whole
+    made = ctypes.c_void_p()  # the only reference to the text until it is complete
     try:
         if _is_ascii(encoded):
             made.value = _new_text(encoded.numel(), 127)
@@ -189,7 +189,7 @@ def _object_at(address: ctypes.c_void_p) -> Any:
 
 def _is_ascii(encoded: Tensor) -> bool:
     if is_intercepted():
-        return False  # not known
+        return False  # unknown
     with torch.inference_mode(False), torch.no_grad():
         signed = encoded.view(torch.int8)
         return all(int(signed[at : at + CHECKED].min()) >= 0 for at in range(0, len(signed), CHECKED))
@@ -200,7 +200,7 @@ def _decode_into(made: ctypes.c_void_p, encoded: Tensor) -> None:
     start, size = 0, len(view)
     while start < size:
         end = min(start + PIECE, size)
-        while end < size and end > start and view[end] & 0xC0 == 0x80:  # inside of a character
+        while end < size and end > start and view[end] & 0xC0 == 0x80:  # inside a character
             end -= 1
         end = end if end > start else size
         piece = str(view[start:end], "utf-8", "surrogatepass")
@@ -209,6 +209,6 @@ def _decode_into(made: ctypes.c_void_p, encoded: Tensor) -> None:
             made.value = id(piece)
             del piece
         else:
-            _append_text(ctypes.byref(made), piece)  # in place, as nothing else refers to it
+            _append_text(ctypes.byref(made), piece)  # in place, because this is the only reference
         start = end
         turns.give_way()

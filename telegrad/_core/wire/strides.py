@@ -1,4 +1,4 @@
-"""Shapes and strides of tensors: how their elements lie in memory."""
+"""Shapes and strides of tensors: the layout of elements in memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Strides = tuple[int, ...]
 
 
 def contiguous_strides(shape: Sequence[int]) -> Strides:
-    """Return the strides of a new tensor of that shape. A contiguous one may differ in dimensions of length 1."""
+    """Return the strides of a new tensor of that shape. Contiguous tensors may differ in dimensions of length 1."""
     strides, step = [], 1
     for length in reversed(shape):
         strides.append(step)
@@ -18,17 +18,17 @@ def contiguous_strides(shape: Sequence[int]) -> Strides:
 
 
 def extent(shape: Sequence[int], strides: Strides) -> int:
-    """Return how many elements lie between the first one and the end of the last one."""
+    """Return the number of elements from the first one to the end of the last one in memory."""
     return 1 + sum((n - 1) * step for n, step in zip(shape, strides, strict=True)) if prod(shape) else 0
 
 
 def distinct(shape: Sequence[int], strides: Strides) -> tuple[int, ...]:
-    """Return the shape without the repetitions that `expand` makes."""
+    """Return the shape without the repetitions made by `expand`."""
     return tuple(1 if step == 0 and n else n for n, step in zip(shape, strides, strict=True))
 
 
 def repeats(shape: Sequence[int], strides: Strides) -> bool:
-    """Return whether two elements may lie at one place."""
+    """Return True if two elements may have the same address."""
     reach = 0
     for step, n in sorted((step, n) for n, step in zip(shape, strides, strict=True) if n > 1):
         if step <= reach:

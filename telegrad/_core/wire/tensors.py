@@ -1,8 +1,8 @@
-"""What a tensor on its way is made of: leaves, which have memory of their own, and that memory, as blobs.
+"""Parts of a tensor in transit: leaves, which have memory of their own, and that memory as blobs.
 
-Blobs are one-dimensional tensors of bytes that alias the source where they can, so that nothing large is copied here.
-What lies on an accelerator, or shall arrive on one, is carried as a blob however small it is, bound for its device.
-`packing` takes tensors apart, `unpacking` puts them together.
+Blobs are one-dimensional byte tensors that alias the source if possible, because large copies are expensive. Memory
+from or for an accelerator is always a blob, even if it is small, with its target device. `packing` splits tensors into
+these parts, `unpacking` combines them.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-# torch warns of kinds of tensors that are experimental, at the line that makes them. It is the program's choice to use
-# them, and the lines here only rebuild tensors that were received.
+# torch warns about experimental kinds of tensors at the line that creates them. The program chooses to use them; the
+# lines here only rebuild received tensors.
 warnings.filterwarnings("ignore", category=UserWarning, module=r"telegrad\._core\.wire\.(tensors|packing|unpacking)$")
 
 CPU = torch.device("cpu")
-HOST = -1  # in the place of an accelerator's number
+HOST = -1  # instead of an accelerator's number
 GRAD, CONJ, NEG = 1, 2, 4  # flags of a leaf
 
 _QUANTIZED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
@@ -30,9 +30,9 @@ NAMES = {
     if isinstance(dtype, torch.dtype) and dtype not in _QUANTIZED
 }
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
-_empty: dict[str, Tensor] = {}  # of each type one, to make others like it
+_empty: dict[str, Tensor] = {}  # one empty tensor per dtype, to create others from
 
-# A prototype of our own: to set the types of ctypes.pythonapi's function would set them for the whole process.
+# A separate prototype: setting the types on ctypes.pythonapi's function would change them for the whole process.
 _view = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)(
     ("PyMemoryView_FromMemory", ctypes.pythonapi)
 )
@@ -43,11 +43,11 @@ Memory = int | bytes
 
 
 class Bound(NamedTuple):
-    """A blob that lies on an accelerator, or shall arrive on one."""
+    """A blob that is on an accelerator, or is to arrive on one."""
 
     blob: Tensor
-    device: int  # the receiver's, or HOST
-    ready: torch.Event | None = None  # after which it may be read; else after what is on the current stream
+    device: int  # device of the receiver, or HOST
+    ready: torch.Event | None = None  # event before which it may not be read; None: the work on the current stream
 
     @property
     def nbytes(self) -> int:
@@ -61,12 +61,12 @@ Blob = Tensor | Bound
 
 
 def memory(blob: Tensor) -> memoryview:
-    """The memory of a tensor of bytes, writable; it does not keep the tensor alive."""
+    """Return the memory of a byte tensor, writable; the view does not keep the tensor alive."""
     return _view(blob.data_ptr(), blob.numel(), _WRITABLE) if blob.numel() else memoryview(bytearray())
 
 
 def nothing(name: str, device: torch.device = CPU) -> Tensor:
-    """An empty tensor to be set upon some memory; for that of the host, this way to make one is the fastest."""
+    """Return an empty tensor that can be set to some memory. For the host, this is the fastest way."""
     if device.type != "cpu":
         with torch.inference_mode(False):
             return torch.empty(0, dtype=DTYPES[name], device=device)
@@ -78,17 +78,17 @@ def nothing(name: str, device: torch.device = CPU) -> Tensor:
 
 
 def keep_for(tensor: Tensor, stream: torch.Stream) -> None:
-    """The memory of a tensor is not used anew before `stream` has done what it was asked for until then."""
+    """Do not reuse the memory of a tensor before `stream` has completed the work queued until now."""
     for part in _parts_of(tensor):
         with torch.no_grad():
-            # A view without the bits of the other: `record_stream` of torch destroys memory where they are set.
+            # A view without the conj or neg bits: torch's `record_stream` corrupts memory if they are set.
             bare = part.conj() if part.is_complex() and part.is_conj() else part
             bare = torch._neg_view(bare) if bare.is_neg() else bare
         bare.record_stream(stream)
 
 
 def _parts_of(tensor: Tensor) -> Iterable[Tensor]:
-    """The tensors that have the memory of one."""
+    """Return the tensors that hold the memory of a tensor."""
     if tensor.layout is torch.strided:
         return (tensor,)
     if tensor.layout is torch.sparse_coo:

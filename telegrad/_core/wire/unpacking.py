@@ -1,4 +1,4 @@
-"""Puts tensors together from their description and the blobs that came with it, as `packing` took them apart."""
+"""Rebuild tensors from their description and the received blobs; the reverse of `packing`."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from telegrad.errors import CannotDecode
 
 
 class MayOverlap(list[Tensor]):
-    """Tensors of one message, the memory of some of which may overlap. In a plain list none does."""
+    """Tensors of one message whose memory may overlap. Tensors in a plain list do not overlap."""
 
 
 def unpack(meta: bytes | memoryview, blobs: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors that `pack` described, built in place upon the memory of `blobs`.
+    """Return the tensors that `pack` described, built on the memory of `blobs` without copies.
 
     Raises:
         CannotDecode: this version of torch cannot build one of them.
     """
-    if torch.is_inference_mode_enabled():  # what arrives is usable outside as well
+    if torch.is_inference_mode_enabled():  # received tensors must be usable outside of inference mode
         with torch.inference_mode(False):
             return unpack(meta, blobs)
-    if is_intercepted():  # they are real, in a mode of fake tensors, too
+    if is_intercepted():  # received tensors are real, even in a mode of fake tensors
         with _disable_current_modes():
             return unpack(meta, blobs)
     try:
@@ -50,16 +50,16 @@ def unpack(meta: bytes | memoryview, blobs: Sequence[Tensor]) -> list[Tensor]:
 
 
 def as_views_of_shared(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return the tensors, where those whose memory overlaps are views of one tensor now.
+    """Return the tensors, with those that share memory replaced by views of one tensor.
 
-    So autograd knows of writes to one of them when it uses another, and refuses what it could not tell the others.
+    Autograd then detects writes through one of them when it uses another, and refuses writes that it cannot track.
     """
     dense = [each for each in tensors if each.layout is torch.strided and not each.is_nested and not each.is_meta]
     spans = [(each.data_ptr(), each.data_ptr() + extent_of(each), number) for number, each in enumerate(dense)]
     if not any_overlap([span for span in spans if span[0] < span[1]]):
         return list(tensors)
     views: dict[int, Tensor] = {}
-    bases: dict[int, Tensor] = {}  # by their memory
+    bases: dict[int, Tensor] = {}  # by address of their storage
     with torch.inference_mode(False), torch.no_grad():
         for (start, end, number), each in zip(spans, dense, strict=True):
             if any(one < end and start < other for one, other, another in spans if another != number):
@@ -73,7 +73,7 @@ def as_views_of_shared(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _view(base: Tensor, like: Tensor) -> Tensor:
-    """Return a view of some bytes that is another tensor upon them, under `no_grad`."""
+    """Return a view of the bytes `base` with the dtype, shape and strides of `like`; call this under `no_grad`."""
     first = int(like.storage_offset()) * like.itemsize
     view = base[first : first + extent_of(like)].view(like.dtype)
     view = view.as_strided(like.shape, like.stride(), int(like.storage_offset()))
@@ -118,7 +118,7 @@ def _bytes(carried: Memory, blobs: Sequence[Tensor], shared: Sequence[Tensor]) -
 
 
 def _upon(blob: Tensor, name: str, offset: int, shape: tuple[int, ...], stride: tuple[int, ...] | None) -> Tensor:
-    """A tensor upon the memory of a blob; as no view of it, so that it may be changed and saved like any other."""
+    """Return a tensor on the memory of a blob. It is no view: it can be modified and saved like any other tensor."""
     tensor = nothing(name, blob.device)
     start = blob.storage_offset()
     if start:
@@ -130,7 +130,7 @@ def _upon(blob: Tensor, name: str, offset: int, shape: tuple[int, ...], stride: 
 
 
 def _spread(blob: Tensor, name: str, shape: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
-    """The elements put as far apart as they were."""
+    """Return a tensor with the original strides, filled with the elements of a dense blob."""
     distinct = tuple(1 if step == 0 else n for n, step in zip(shape, stride, strict=True))
     base = torch.empty_strided(distinct, stride, dtype=DTYPES[name], device=blob.device)
     base.copy_(_upon(blob, name, 0, distinct, None))
