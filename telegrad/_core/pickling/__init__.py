@@ -1,4 +1,4 @@
-"""Values as bytes: pickles with their tensors lifted out, functions by name or by value, exceptions with their texts.
+"""Serialization: pickles with tensors apart, functions by name or by value, exceptions with remote tracebacks.
 
-The globals of main programs belong here, too: which of them a function needs, and where a worker keeps them.
+This folder also handles the globals of main programs: which of them a function needs, and where a worker keeps them.
 """

@@ -1,4 +1,4 @@
-"""Which part of a value cannot be pickled, in the words of the program: an argument, a place in it, a variable."""
+"""Find the part of a value that cannot be pickled, and name it: an argument, an element, a variable."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from telegrad._core.pickling.process_bound import BoundToProcess
 from telegrad._core.pickling.remote_text import first_line
 from telegrad.errors import CannotEncode, UsageError
 
-DEEPEST = 12  # parts of parts that are looked at
+DEEPEST = 12  # levels of parts that are examined
 _ADVICE = "Send what it is made of, or keep it where it is and call functions there"
 _ADVICE_FOR_VARIABLES = (
     "Make it inside of the function, or put both at the top level of a module that all workers import: then each uses "
     f"its own. Of a script they import the top level if it has a guard, `{GUARD}`, before what the driver alone does"
 )
 
-Part = tuple[str, Any]  # how it follows from what it is a part of
+Part = tuple[str, Any]  # how to reach it from the containing value, and the part
 
 
 def blame(value: Any, same_program: bool, can_dump: Callable[[Any, bool], bool], error: BaseException) -> CannotEncode:
-    """The error that names what keeps a value, or a call, from being sent; `error` says why.
+    """Return the error that names the part of a value or call that cannot be sent; `error` gives the reason.
 
     `same_program`: the other process runs the same main program.
     """
@@ -33,7 +33,7 @@ def blame(value: Any, same_program: bool, can_dump: Callable[[Any, bool], bool],
         if isinstance(error, UsageError) and any("__reduce_ex__" in vars(kind) for kind in type(value).__mro__[:-1]):
             return CannotEncode(
                 f"{where.lstrip('.') or 'a value'}{within} cannot be sent: {first_line(error)}"
-            )  # it says why
+            )  # the error gives the reason
         parts = _parts_of(value, same_program, top=not where)
         bad = next((part for part in parts if not can_dump(part[1], same_program)), None)
         if bad is None:
@@ -55,7 +55,7 @@ def blame(value: Any, same_program: bool, can_dump: Callable[[Any, bool], bool],
 
 def _parts_of(value: Any, same_program: bool, top: bool) -> Iterable[Part]:
     if isinstance(value, (tuple, list)):
-        if top and [type(part) for part in value[-2:]] == [tuple, dict]:  # a call
+        if top and [type(part) for part in value[-2:]] == [tuple, dict]:  # the arguments of a call
             yield from _parts_of_call(*value)
         else:
             yield from ((f"[{index}]", part) for index, part in enumerate(value))
@@ -81,13 +81,13 @@ def _parts_of_call(*call: Any) -> Iterable[Part]:
 
 
 def _variables_of(function: FunctionType, same_program: bool) -> Iterable[Part]:
-    """What a function that travels by value takes along."""
+    """Yield the variables that are sent with a function that is sent by value."""
     if name_of(function, same_program) is not None:
         return
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
             yield name, cell.cell_contents
-        except ValueError:  # it has no value yet
+        except ValueError:  # not bound yet
             continue
     for name in sorted(names_in(function.__code__)):
         if name in function.__globals__:
@@ -100,7 +100,7 @@ def _variables_of(function: FunctionType, same_program: bool) -> Iterable[Part]:
 
 
 def names_in(code: CodeType) -> set[str]:
-    """The names that it, or a function inside of it, may look up among the globals."""
+    """Return the names that a code object, or a function inside it, may look up among the globals."""
     names = set(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, CodeType):

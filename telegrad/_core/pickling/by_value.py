@@ -1,6 +1,6 @@
-"""Functions and classes without a name that leads back to them: these travel as their code.
+"""Send functions and classes by value, as their code, if no name leads to them at the receiver.
 
-Imported where that is wanted, which is seldom: cloudpickle would make each start longer.
+Imported only when needed, which is rare: cloudpickle would make each start slower.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ log = logging.getLogger("telegrad")
 
 
 def _reduce_code(code: CodeType) -> Any:
-    # cloudpickle 3.1.3 and later leaves the file out, without which a remote traceback could not show its lines.
+    # cloudpickle 3.1.3 and later omits the file, without which a remote traceback could not show its lines.
     parts = tuple(code.co_filename if part == _NO_FILE else part for part in _REDUCE_CODE(code)[1])
     return make_code, (code.co_name, MAGIC_NUMBER, platform.python_version(), parts)
 
 
 def make_code(name: str, magic: bytes, version: str, parts: tuple[Any, ...]) -> CodeType:
-    """Code that was sent; an interpreter that is given that of another Python ends the process.
+    """Create a received code object. Code of another Python version would crash the interpreter.
 
     Raises:
-        CannotDecode: it is of another one.
+        CannotDecode: it is code of another version.
     """
     if magic != MAGIC_NUMBER:
         raise CannotDecode(
@@ -62,7 +62,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 def _reduce_cached(pickler: Any, cached: Any) -> Any:
-    """Return how a function with a cache is sent: at the receiver it is one object, whose cache begins empty."""
+    """Reduce a function with a cache: the receiver has one object for it, whose cache is empty at first."""
     scope = main_modules.scope_from(cached)
     if scope is None or not scope[1]:
         return make_cached, (None, "", 0, cached.__wrapped__, cached.cache_parameters())
@@ -81,7 +81,7 @@ def make_cached(
 
 
 class ValuePickler(_Pickler):
-    """Where something has no name."""
+    """A pickler that also sends functions and classes without a name, by value."""
 
     same_program: bool
     tensors: list[Tensor]
@@ -101,14 +101,14 @@ class ValuePickler(_Pickler):
     def dump_by_value(self, obj: Any) -> bytes:
         return dump_by_value(obj)
 
-    can_dump: ClassVar[Callable[[Any, bool], bool]]  # set by the file that has the other pickler
+    can_dump: ClassVar[Callable[[Any, bool], bool]]  # set by `pickling.py`, which has the other pickler
 
 
-# What belongs to a main program: at the receiver its globals are those of one `__main__`
+# Functions and classes of a main program: at the receiver, their globals are those of one `__main__`
 
 
 def in_scope(pickler: Any, obj: Any, reduced: Any) -> Any:
-    """Return how a function or class is sent. `reduced`: how cloudpickle does it."""
+    """Return how to send a function or class. `reduced`: the result of cloudpickle."""
     found = main_modules.scope_from(obj) if isinstance(reduced, tuple) else None
     if found is None:
         if isinstance(reduced, tuple) and isinstance(obj, FunctionType) and obj.__module__ == MAIN:
@@ -162,7 +162,7 @@ def _keep_class(scope: main_modules.Scope, path: str, version: int, make: Any, a
 
 
 def _set(obj: Any, told: tuple[main_modules.Scope, str, int, list[main_modules.Item], Any]) -> None:
-    """Give a function or class its state, unless it is one that the receiver has, then the globals that it reads."""
+    """Set the state of a function or class, unless the receiver had it already, then the globals that it reads."""
     scope, path, version, items, state = told
     if scope.lacks_state(path, version, obj):
         if state is not None:
@@ -175,7 +175,7 @@ def _module(module: ModuleType) -> Any:
     return importlib.import_module, (module.__name__,)
 
 
-# Code brings along each module that it seems to name, such as torch.ops where it has an attribute `ops`.
+# cloudpickle includes each module that code seems to name, such as torch.ops for an attribute `ops`.
 for _kind in {type(module) for module in list(sys.modules.values())} - {ModuleType}:
     if issubclass(_kind, ModuleType):
         copyreg.pickle(_kind, _module)
@@ -189,7 +189,7 @@ def dump_by_value(obj: Any) -> bytes:
 
 
 def register_spawned_main() -> None:
-    """In a spawned child the main program's functions belong to `__mp_main__`, which no other process can import."""
+    """Send functions of `__mp_main__`, the main program of a spawned child, by value: others cannot import it."""
     spawned = sys.modules.get("__mp_main__")
     if spawned is not None and "__mp_main__" not in cloudpickle.list_registry_pickle_by_value():
         cloudpickle.register_pickle_by_value(spawned)

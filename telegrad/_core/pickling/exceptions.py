@@ -1,8 +1,8 @@
-"""How an exception travels: as itself where that can be, with what happened over there in its text.
+"""Send exceptions: the exception itself if possible, with its remote traceback in its text.
 
-What is sent is the exception, pickled whole or in parts, and its story (`stories`). The story becomes part of the text
-of the exception that is rebuilt. When that one is raised and described in its turn, on its way over several workers,
-the next story is a block of its own and then the earlier ones.
+The description contains the exception, pickled whole or in parts, and its remote traceback (`remote_text`). The
+traceback becomes part of the text of the rebuilt exception. If that one is raised and described again, on its way over
+several workers, the next traceback is a block of its own, followed by the earlier ones.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from telegrad.errors import CannotDecode, CannotEncode, RemoteError, VersionMism
 
 UNREADABLE = "an exception was raised whose attributes cannot be read: its own code raises"
 _ATTRIBUTES = ("__dict__", *dir(BaseException))
-MOST_ARGUMENTS = 256  # and attributes, and members of a group, of an exception that is sent in parts
+MOST_ARGUMENTS = 256  # limit for the arguments, attributes and group members of an exception that is sent in parts
 
 
 def describe(error: BaseException, worker: str, function: str = "") -> bytes:
-    """Everything that `rebuild` needs; never raises. `function` is what was called, as users know it."""
+    """Return the data that `rebuild` needs; never raise. `function` is the called function, as users know it."""
     try:
         return _description(error, worker, function)
     except BaseException:
@@ -37,7 +37,7 @@ def describe(error: BaseException, worker: str, function: str = "") -> bytes:
 
 
 def readable(error: BaseException) -> BaseException:
-    """Return the exception, or a RemoteError in place of one whose own code raises as it is looked at; never raises."""
+    """Return the exception, or a RemoteError if its own code raises when its attributes are read; never raise."""
     try:
         kind = type(error)
         for name in ("__name__", "__qualname__", "__module__"):
@@ -55,7 +55,7 @@ def _description(error: BaseException, worker: str, function: str) -> bytes:
     kind = _original(type(error))
     name = short(f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins."))
     if not isinstance(error, Exception):
-        return pickle.dumps((None, name, story), 5)  # what ends a process there must not end the caller's
+        return pickle.dumps((None, name, story), 5)  # an exit of the callee must not end the caller
     for attempt in (_InParts,) if is_large(error) else (_whole, _InParts):
         try:
             sent = _dump(attempt(error))
@@ -72,7 +72,7 @@ def refused(worker: str, why: bytes) -> VersionMismatch:
 
 
 def rebuild(data: bytes | memoryview) -> BaseException:
-    """The exception that was described, or a RemoteError that tells of it; never raises."""
+    """Return the described exception, or a RemoteError with its text; never raise."""
     try:
         if len(data) > 2 * LARGEST:
             raise CannotDecode(f"it has {len(data)} bytes")
@@ -85,23 +85,23 @@ def rebuild(data: bytes | memoryview) -> BaseException:
             made = _telling(_load(sent), story)
             if readable(made) is made:
                 return made
-    except BaseException:  # its own code may raise anything
+    except BaseException:  # the exception's own code may raise anything
         pass
     return RemoteError(f"{name} was raised and cannot be rebuilt on this worker\n{story}")
 
 
 def is_from_afar(error: BaseException) -> bool:
-    """Return True for an exception that was raised by what another worker has run, and was rebuilt here."""
+    """Return True for an exception that another worker raised and that was rebuilt here."""
     return STORY in vars(error) or (len(error.args) == 1 and isinstance(error.args[0], Text))
 
 
 def fresh(error: BaseException) -> BaseException:
-    """The same error once more with its causes, without the frames in which they were raised.
+    """Return a copy of an error with its causes, without their tracebacks.
 
-    Whoever keeps an error raises a fresh one: frames would keep alive what is in them.
+    Code that keeps an error raises a fresh copy each time: frames of a traceback would keep their objects alive.
     """
     first = made = _fresh(error)
-    for _ in range(MOST_TOLD):  # causes may be many, or go round in a circle
+    for _ in range(MOST_TOLD):  # there may be many causes, or a cycle
         if made is error or error.__cause__ is None:
             break
         error = error.__cause__
@@ -123,20 +123,21 @@ def _fresh(error: BaseException) -> BaseException:
 
 
 def kept(error: BaseException) -> BaseException:
-    """The same error to be kept: without its frames, where it was raised as text."""
+    """Return a copy of an error to be kept: its traceback is stored as text, without its frames."""
     made = fresh(error)
     keep_lines(made, error.__traceback__)
     return made
 
 
-# There
+# At the worker that raised
 
 
 Sent = tuple[bytes, bytes, list[bytes]]
 
 
 def _dump(value: Any) -> Sent:
-    # An exception of the main program goes by name: the caller most likely runs that program, and catches that type.
+    # Send an exception class of the main program by name: the caller most likely runs that program, and catches that
+    # type.
     body, tensors, references, _ = encode(value, True)
     if references:
         raise CannotEncode("a reference cannot travel inside an exception")
@@ -152,7 +153,7 @@ def _load(sent: Sent) -> Any:
 
 
 def _whole(error: Exception) -> Exception:
-    """The exception, if its own rules of pickling give it back unchanged."""
+    """Return the exception if pickling restores it unchanged; else raise."""
     kind = type(error)
     changed = STORY in vars(error) or hasattr(error, "__notes__") or _original(kind) is not kind
     plain = _copy(error, _original(kind)) if changed else error
@@ -167,7 +168,7 @@ def _whole(error: Exception) -> Exception:
 
 
 class _InParts:
-    """Stands for an exception that is rebuilt without a call of its constructor."""
+    """Wrapper to pickle an exception that is rebuilt without a call of its constructor."""
 
     def __init__(self, error: BaseException) -> None:
         self.error = error
@@ -182,19 +183,19 @@ class _InParts:
             attributes["__notes__"] = own_notes(error)
         attributes = {name: value for name, value in attributes.items() if _travels(value)}
         kind = _original(type(error))
-        args = _builtin_base(kind).__reduce__(error)[1]  # some have more than their `args`
+        args = _builtin_base(kind).__reduce__(error)[1]  # some have more arguments than `args`
         if len(args) > MOST_ARGUMENTS:
             raise CannotEncode("it has too many arguments for an exception")
         return _assemble, (kind, tuple(map(_sendable, args)), attributes)
 
 
 def _sendable(value: Any) -> Any:
-    """The value, or what comes nearest to it."""
+    """Return the value, or its closest substitute that can be sent."""
     if isinstance(value, BaseException):
         return _InParts(value)
     few = isinstance(value, (list, tuple)) and len(value) <= MOST_ARGUMENTS
     if few and any(isinstance(part, BaseException) for part in value):
-        return type(value)(map(_sendable, value))  # the members of a group
+        return type(value)(map(_sendable, value))  # members of an exception group
     if isinstance(value, str):
         return cut(value)
     return value if _travels(value) else brief(value)
@@ -225,20 +226,20 @@ def _assemble(kind: type[BaseException], args: tuple[Any, ...], attributes: dict
     return error
 
 
-_set = object.__setattr__  # a type may forbid changes, as a frozen dataclass does
+_set = object.__setattr__  # a type may forbid changes, like a frozen dataclass
 
 
 def _builtin_base(kind: Any) -> Any:
-    """The type that decides how its instances are laid out."""
+    """Return the built-in base, which determines the memory layout of instances."""
     while kind.__module__ != "builtins":
         kind = kind.__base__
     return kind
 
 
-# Here: the story becomes part of the text
+# At the receiver: the remote traceback becomes part of the text
 
 
-ORIGINAL = "_telegrad_original"  # of a type that stands for another one: that one, as which it travels
+ORIGINAL = "_telegrad_original"  # attribute of a subclass made here: the original type, as which it is sent
 _CACHED = 1024
 _tellers: dict[type[BaseException], type[BaseException]] = {}
 
@@ -259,7 +260,7 @@ def _telling(error: Any, story: str) -> BaseException:
 
 
 def _tells_with_its_argument(error: Any, story: str) -> bool:
-    """Put the story into the only argument, if the exception shows that one as its text."""
+    """Put the remote traceback into the only argument, if the exception shows that as its text."""
     plain = error.args
     text = Text(plain[0])
     text.story = story
@@ -278,7 +279,7 @@ def _original(kind: type[BaseException]) -> type[BaseException]:
 
 
 def _teller_of(kind: type[BaseException]) -> type[BaseException]:
-    """A type that is the same to all who ask, but for a text that tells the story."""
+    """Return a subclass of `kind` that looks the same, except that its text includes the remote traceback."""
     if kind not in _tellers:
         odd = _is_odd(kind)
         preface = "Original exception on remote side was:\n" if odd else ""
@@ -301,21 +302,21 @@ def _teller_of(kind: type[BaseException]) -> type[BaseException]:
 
 
 def _subclass(kind: type[BaseException], members: dict[str, Any], odd: bool) -> type[BaseException]:
-    if odd:  # programs for torch.distributed.rpc know it as a RuntimeError
-        with contextlib.suppress(TypeError):  # their layouts may differ
+    if odd:  # programs for torch.distributed.rpc expect a RuntimeError
+        with contextlib.suppress(TypeError):  # the layouts may conflict
             return type(kind.__name__, (kind, RemoteError), members)
     return type(kind.__name__, (kind,), members)
 
 
 def _is_odd(kind: type[BaseException]) -> bool:
-    """Whether its constructor wants something else than a text."""
+    """Return True if the constructor does not accept a single text."""
     if kind.__init__ in _PLAIN or issubclass(kind, RuntimeError):
         return False
     try:
         inspect.signature(kind.__init__).bind(None, "")
     except TypeError:
         return True
-    except ValueError:  # a built-in one, which does not tell
+    except ValueError:  # a built-in constructor without a signature
         pass
     return False
 
@@ -324,7 +325,7 @@ _PLAIN = (BaseException.__init__, Exception.__init__)
 
 
 def _copy(error: BaseException, kind: type[BaseException]) -> Any:
-    """The same exception as another type of the same make, without a call of a constructor of its own."""
+    """Return a copy of an exception as `kind`, which has the same layout, without a call of its own constructor."""
     builtin = _builtin_base(kind)
     _, args, *states = builtin.__reduce__(error)
     made = builtin.__new__(kind, *args)

@@ -1,4 +1,4 @@
-"""Names under which another process finds the same function."""
+"""Names under which other processes find the same function."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from telegrad.errors import FunctionNotFound
 
 _MAIN_PREFIX = f"{MAIN}:"
 _MANGLED = re.compile(r"___torch_mangle_\d+\.")
-_REMADE = (MethodType, BuiltinFunctionType)  # a new object at each look, equal to the last one
+_REMADE = (MethodType, BuiltinFunctionType)  # each attribute access returns a new, equal object
 _OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 _SAME: Any = object.__eq__
 _CACHED = 4096
 
-MOST_TRIES = 10  # of one import
-WITHHELD = 1.0  # seconds at most that a module is waited for which must not be imported now
+MOST_TRIES = 10  # attempts of one import
+WITHHELD = 1.0  # maximum seconds to wait while a module is withheld from import
 
-_names: dict[Any, str] = {}  # verified before; holds the functions, so that their hashes stay theirs
+_names: dict[Any, str] = {}  # verified names; keeps the functions alive, because ids in hashes could be reused
 
 
 def name_of(function: Any, same_program: bool) -> str | None:
-    """`module:qualname`, where that leads back to this very object in another process; else None.
+    """Return `module:qualname` if it leads to this very object in another process; else None.
 
-    What is defined in the main program has a name only where the other process runs the same one, and where workers
-    have imported it, only if all that it uses is there.
+    A function of the main program has a name only if the other process runs the same program. If workers have imported
+    that program, all globals that the function uses must exist there, too.
     """
     try:
         name = _names.get(function)
-    except TypeError:  # not hashable
+    except TypeError:  # unhashable
         name = _find_name(function)
     else:
         if name is None:
@@ -61,10 +61,10 @@ def name_of(function: Any, same_program: bool) -> str | None:
 
 
 def resolve(name: str) -> Callable[..., Any]:
-    """What has that name in this process now; its module is imported if need be.
+    """Return the object with that name in this process; import its module if necessary.
 
     Raises:
-        FunctionNotFound: there is none; nothing was run.
+        FunctionNotFound: there is no such object; nothing was run.
     """
     module_name, _, path = name.partition(":")
     found: Any = _imported(module_name)
@@ -74,7 +74,7 @@ def resolve(name: str) -> Callable[..., Any]:
                 found = getattr(found, part)
             return found  # type: ignore[no-any-return]
         except AttributeError:
-            pass  # another thread may be in the midst of importing the module: wait for it below
+            pass  # another thread may be importing the module: wait for it below
     try:
         found = import_anew(module_name)
         for part in path.split("."):
@@ -85,7 +85,7 @@ def resolve(name: str) -> Callable[..., Any]:
 
 
 def import_anew(module_name: str) -> ModuleType:
-    """Import a module; again where Python refused, as two threads were amid modules that need each other."""
+    """Import a module; retry if Python detects a deadlock of two threads that import circular modules."""
     for _ in range(MOST_TRIES):
         try:
             return importlib.import_module(module_name)
@@ -97,7 +97,7 @@ def import_anew(module_name: str) -> ModuleType:
 
 
 def _imported(module_name: str) -> ModuleType | None:
-    """The module, if it was imported; waits while a thread withholds it, as torch's compiler does for a moment."""
+    """Return the module if it is imported; wait while a thread withholds it, as torch's compiler does briefly."""
     until = 0.0
     while (found := sys.modules.get(module_name)) is None and module_name in sys.modules:
         until = until or monotonic() + WITHHELD
@@ -108,7 +108,7 @@ def _imported(module_name: str) -> ModuleType | None:
 
 
 def not_found(module_name: str, path: str, error: BaseException) -> FunctionNotFound:
-    """The error that says what is missing and what helps."""
+    """Return the error that names what is missing, with advice."""
     file = getattr(sys.modules.get(module_name), "__file__", None)
     if module_name == MAIN:
         advice = "define it at the top level of the main program, outside of `if __name__ == '__main__'`"
@@ -135,10 +135,10 @@ def _find_name(function: Any) -> str | None:
     owner = getattr(function, "__self__", None)
     if not isinstance(path, str) or not isinstance(owner, (type, ModuleType, type(None))):
         return None
-    if isinstance(function, MethodType) and isinstance(owner, type):  # the class may be an heir of the one in `path`
+    if isinstance(function, MethodType) and isinstance(owner, type):  # the class may be a subclass of the one in `path`
         return _verified(function, owner.__module__, f"{owner.__qualname__}.{function.__name__}")
     module_names = _modules_of(function)
-    if "<" in path:  # a lambda or a local function, which may be bound to a global once compiled
+    if "<" in path:  # a lambda or local function; a compiled one may be bound to a global
         return _other_global(function, module_names[0]) if hasattr(function, "_torchdynamo_orig_callable") else None
     for module_name in module_names:
         for candidate in (path, getattr(function, "__name__", path)):
@@ -149,13 +149,13 @@ def _find_name(function: Any) -> str | None:
 
 
 def home_of_script(function: torch.jit.ScriptFunction[Any, Any]) -> tuple[str, str]:
-    """The module where a script function was made, and its name there."""
+    """Return the module that defines a script function, and its name there."""
     *modules, last = _MANGLED.sub("", function.qualified_name).removeprefix("__torch__.").split(".")
     return ".".join(modules) or MAIN, last
 
 
 def _modules_of(function: Any) -> tuple[str, ...]:
-    """Where a function may be found; built-in ones often do not tell."""
+    """Return the modules that may contain a function; built-in functions often do not name theirs."""
     for teller in (function, getattr(function, "__objclass__", None)):
         module_name = getattr(teller, "__module__", None)
         if isinstance(module_name, str):
@@ -164,24 +164,24 @@ def _modules_of(function: Any) -> tuple[str, ...]:
 
 
 def _verified(function: Any, module_name: str, path: str) -> str | None:
-    """The name, if it leads to this very object."""
+    """Return the name, if it leads to this very object."""
     if module_name == SPAWNED_MAIN:
         module_name = MAIN
-    while module_name not in sys.modules and "." in module_name:  # a namespace made by an extension
+    while module_name not in sys.modules and "." in module_name:  # a namespace created by an extension module
         module_name, _, last = module_name.rpartition(".")
         path = f"{last}.{path}"
     found: Any = _imported(module_name)
     try:
         for part in path.split("."):
             found = getattr(found, part)
-    except (AttributeError, RuntimeError):  # `torch.ops` raises the latter
+    except (AttributeError, RuntimeError):  # `torch.ops` raises RuntimeError
         return None
     same = found is function or (isinstance(function, _REMADE) and found == function)
     return f"{module_name}:{path}" if same else None
 
 
 def _other_global(function: Any, module_name: str) -> str | None:
-    """A wrapper that still carries the name of what it wraps: the global that it is bound to."""
+    """Return the name of the global that is bound to a wrapper whose own name is that of the wrapped function."""
     module = sys.modules.get(module_name)
     for name, value in list(vars(module).items()) if module is not None else ():
         if value is function:
@@ -193,7 +193,7 @@ _program: str | None = None
 
 
 def program() -> str:
-    """A fingerprint of the main program; empty where other processes cannot have the same (a notebook, a prompt)."""
+    """Return a fingerprint of the main program; "" if other processes cannot have the same (a notebook, a prompt)."""
     global _program
     if _program is None:
         path = getattr(sys.modules.get(MAIN), "__file__", None)

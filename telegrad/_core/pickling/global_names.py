@@ -1,7 +1,7 @@
-"""Which globals of the main program a function or class reads, and which of them workers do not have.
+"""The globals of the main program that a function or class reads, and those that workers lack.
 
 Workers that import the driver's program have the globals that its source binds outside of the guard. All others exist
-only in the driver: they were made under the guard, or by a function that the driver has called.
+only in the driver: the code under the guard, or a function that the driver called, has created them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _WRITES = {"STORE_GLOBAL", "DELETE_GLOBAL"}
 
 
 class Lookups(NamedTuple):
-    """Names of globals."""
+    """Names of globals that code accesses."""
 
     read: frozenset[str]
     written: frozenset[str]
@@ -30,7 +30,7 @@ class Lookups(NamedTuple):
 
 @functools.lru_cache(_CACHED)
 def lookups_of(code: CodeType) -> Lookups:
-    """Return the globals that the code, with the functions and classes defined in it, reads and writes."""
+    """Return the globals that the code, including functions and classes defined in it, reads and writes."""
     read, written = set(), set()
     for instruction in dis.get_instructions(code):
         if instruction.opname in _READS:
@@ -46,7 +46,7 @@ def lookups_of(code: CodeType) -> Lookups:
 
 
 def lookups_from(thing: Any, names: dict[str, Any]) -> Lookups:
-    """Return the globals that a function or class of the program, with all that it uses of it, reads and writes."""
+    """Return the globals that a function or class of the program, and all program code that it uses, read and write."""
     read: set[str] = set()
     written: set[str] = set()
     seen: set[int] = set()
@@ -72,7 +72,7 @@ def lookups_from(thing: Any, names: dict[str, Any]) -> Lookups:
             todo += [each.fget, each.fset, each.fdel]
         elif isinstance(each, functools.partial):
             todo += [each.func, *each.args, *each.keywords.values()]
-        elif type(each).__module__ in MAINS:  # an object whose methods it may call
+        elif type(each).__module__ in MAINS:  # code may call methods of this object
             todo.append(type(each))
         elif hasattr(each, "__wrapped__"):
             todo.append(each.__wrapped__)
@@ -83,15 +83,15 @@ def _closed_over(function: FunctionType) -> Iterable[Any]:
     for cell in function.__closure__ or ():
         try:
             yield cell.cell_contents
-        except ValueError:  # it has no value yet
+        except ValueError:  # not bound yet
             continue
 
 
 def names_of_main() -> dict[str, Any]:
     """Return the globals of this process's main program.
 
-    `runpy`, by which multiprocessing imports it in a spawned child, copies them into the module: what functions see is
-    the original.
+    `runpy`, which multiprocessing uses to import it in a spawned child, copies them into the module. Functions use the
+    original dictionary.
     """
     names = vars(sys.modules[MAIN])
     if names.get("__name__") == SPAWNED_MAIN:
@@ -101,14 +101,15 @@ def names_of_main() -> dict[str, Any]:
     return names
 
 
-_known: dict[int, tuple[Any, frozenset[str]]] = {}  # by the id of what is kept beside it; an entry is set as a whole
+# by the id of the object in the entry; entries are replaced as a whole
+_known: dict[int, tuple[Any, frozenset[str]]] = {}
 
 
 def lacks(thing: Any) -> bool:
-    """Return True if a function or class uses a global that exists here and not, or with another value, at workers.
+    """Return True if a function or class uses a global that workers lack, or have with another value.
 
-    Of a name that is bound again under the guard, or by a function, workers have the first value. Where the function
-    itself assigns it, that is its state, which each worker has for itself.
+    If the guard or a function binds a name again, workers have its first value. If the function itself assigns the
+    name, that is its state, and each worker has its own.
     """
     names = vars(sys.modules[MAIN])
     known = _known.get(id(thing))

@@ -1,20 +1,21 @@
 """One `__main__` at a worker for each program that calls it.
 
-A function of a main program that travels by its code uses the globals of the receiver's `__main__` for that program.
-The receiver has one for each program. It is, in this order:
+A function of a main program that is sent by value uses the globals of the receiver's `__main__` for that program. The
+receiver has one for each program: the first possible of
 
-- the main module of the receiver, where that runs or has imported the same program;
-- the program's file, imported, where the receiver's host has the same file, and a guard keeps it from running again;
-- a module that is filled by what arrives, and is kept.
+- the main module of the receiver, if it runs or has imported the same program;
+- the program's file, imported, if the receiver's host has the same file, and a guard keeps it from running again;
+- a module that is kept, and filled by received globals.
 
-With a function come the globals that it reads. The receiver binds those that it lacks and keeps its own: a counter
-goes on, a model stays trained, a class stays one class. Each global that is sent has a version, which grows when the
-sender binds the name to another object: a newer version replaces what arrived before. So a cell of a notebook that is
-run again has its effect. What the receiver has from importing the program's file is never replaced.
+A function is sent with the globals that it reads. The receiver binds those that it lacks and keeps its own: counters
+and trained models keep their state, and a class remains one class. Each global that is sent has a version, which is
+increased when the sender binds the name to another object: a newer version replaces an older received one. So a change
+in a re-run notebook cell takes effect. Globals that the receiver got by importing the program's file are never
+replaced.
 
 Globals that share an object (a model, and the optimizer of its parameters) must arrive in one message, else the
-receiver would have two objects for one. The sender looks for shared objects, sends such globals together, and refuses a
-global that shares an object with one that was sent before.
+receiver would have two copies of it. The sender searches for shared objects, sends such globals together, and refuses a
+global that shares an object with one sent before.
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ from telegrad._core.pickling.main_program import GUARD, MAIN, Program
 from telegrad._core.pickling.sent_globals import ATOMS, SentGlobals
 from telegrad.errors import CannotDecode
 
-LONGEST_IMPORT = 300.0  # seconds that other threads wait for one that imports a program
-OWN = sys.maxsize  # the version of globals that a program's own file has made
+LONGEST_IMPORT = 300.0  # seconds that other threads wait for a thread that imports a program
+OWN = sys.maxsize  # the version of globals created by the program's own file
 
 log = logging.getLogger("telegrad")
 
 
 class Item(NamedTuple):
-    """A global that is sent."""
+    """A global to be sent."""
 
     name: str
     version: int
@@ -51,7 +52,7 @@ class Item(NamedTuple):
 
 
 class Unsendable:
-    """Stands for a global that cannot be sent: the receiver must have its own."""
+    """Placeholder for a global that cannot be sent: the receiver must have its own."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
@@ -63,14 +64,14 @@ class Scope:
     def __init__(self, program: Program, names: dict[str, Any], own: bool, imported: bool = False) -> None:
         self.program = program
         self.names = names
-        self._own = own  # a name without a version came from the program itself
-        self._versions = dict.fromkeys(names, OWN) if imported else {}  # of a name that a function has deleted, too
-        self._first: dict[str, Any] = {}  # numbers and texts as they came
+        self._own = own  # names without a version come from the program itself
+        self._versions = dict.fromkeys(names, OWN) if imported else {}  # includes names that a function has deleted
+        self._first: dict[str, Any] = {}  # numbers and texts as received
         if imported:
             self._first = {name: value for name, value in names.items() if type(value) in ATOMS}
-        self._made: dict[tuple[str, int], Any] = {}  # functions and classes whose state is not set
+        self._made: dict[tuple[str, int], Any] = {}  # functions and classes without their state
         self._warned: set[str] = set()
-        # Guards the five above, and the moment in which a name is looked at and bound.
+        # Guards the five attributes above, and makes checking and binding a name atomic.
         self._lock = renewed(threading.Lock())
 
     def __reduce__(self) -> Any:
@@ -80,11 +81,11 @@ class Scope:
         return self._versions.get(name, OWN if self._own else 0)
 
     def first(self, name: str) -> Any:
-        """Return the value to pass on: a number or text as it came, anything else as it is now."""
+        """Return the value to forward: a number or text as received, anything else as it is now."""
         return self._first.get(name, self.names[name])
 
     def find(self, path: str, version: int) -> Any:
-        """Return the object at a path if this version of it or a later one is here, else None."""
+        """Return the object at a path if this version or a later one is here, else None."""
         name, *rest = path.split(".")
         if name not in self.names or self.version(name) < version:
             return None
@@ -94,38 +95,39 @@ class Scope:
         return found
 
     def make(self, path: str, version: int, make: Callable[[], Any]) -> Any:
-        """Return the function or class of that path, or a new one, whose state is to be set."""
+        """Return the function or class of that path, or create one, whose state is to be set."""
         if not path:
             return make()
         with self._lock:
             found = self._made.get((path, version))
-            if found is None and (path.partition(".")[0], version) not in self._made:  # a class without its methods
+            # else its class has no methods yet
+            if found is None and (path.partition(".")[0], version) not in self._made:
                 found = self.find(path, version)
         if found is not None:
             return found
-        made = make()  # which may run code of the user: a metaclass
+        made = make()  # may run user code: a metaclass
         with self._lock:
             return self._made.setdefault((path, version), made)
 
     def lacks_state(self, path: str, version: int, thing: Any) -> bool:
-        """Return True if a function or class needs the state that has come with it."""
+        """Return True if a function or class needs the received state."""
         return not path or self._made.get((path, version)) is thing
 
     def has_state(self, path: str, version: int) -> None:
         self._made.pop((path, version), None)
 
     def fill(self, items: Iterable[Item]) -> None:
-        """Bind the globals that are not here, and those of which a newer version has come.
+        """Bind the globals that are missing here, and those received in a newer version.
 
         Raises:
-            CannotDecode: a global is not here and could not be sent.
+            CannotDecode: a global is missing here and could not be sent.
         """
         told = []
         with self._lock:
             for name, version, value in items:
                 has = self.version(name) if name in self.names else self._versions.get(name, -1)
                 if has >= version:
-                    if has in (version, OWN) and self._differs(name, value):  # of one version: from another sender
+                    if has in (version, OWN) and self._differs(name, value):  # same version, but from another sender
                         told.append((name, value))
                 elif isinstance(value, Unsendable):
                     if name not in self.names:
@@ -147,7 +149,7 @@ class Scope:
             )
 
     def _differs(self, name: str, value: Any) -> bool:
-        """Return True once if a number or text is another at the sender, and was not changed here."""
+        """Return True, once, if a number or text differs from the sender's and was not changed here."""
         if type(value) not in ATOMS or name in self._warned or name not in self._first or name not in self.names:
             return False
         here = self.names[name]
@@ -159,20 +161,20 @@ class Scope:
 
 _lock = renewed(threading.Lock())  # guards _scopes and _making
 _scopes: dict[str, Scope] = {}  # by the program's key
-_making: dict[str, threading.Event] = {}  # by the key of a program that a thread imports
+_making: dict[str, threading.Event] = {}  # by the key of a program that a thread is importing
 _sent = SentGlobals()
 _trial = threading.local()
-_key = ""  # of a main program without a file; made once, under _lock
+_key = ""  # key of a main program without a file; created once, under _lock
 
 
 @in_child
 def _forget_thread() -> None:
-    """In a forked child: the thread that imported a program is not there."""
+    """Clear the imports in progress: a forked child does not have the threads that run them."""
     _making.clear()
 
 
 def scope_of(*parts: Any) -> Scope:
-    """Return the scope of a program, made at its first use.
+    """Return the scope of a program; create it at the first use.
 
     Raises:
         CannotDecode: the program's file is here and cannot be imported.
@@ -243,7 +245,7 @@ def own_scope() -> Scope:
 
 
 def scope_from(thing: Any) -> tuple[Scope, str] | None:
-    """Return the scope of a function or class of a main program and its path there, which is empty for a local one."""
+    """Return the scope of a function or class of a main program, and its path there, "" for a local one."""
     path = thing.__qualname__
     if isinstance(thing, FunctionType):
         own = own_scope()
@@ -265,7 +267,7 @@ def _verified(scope: Scope, path: str, thing: Any) -> str:
 
 
 def items_for(pickler: Any, scope: Scope, needed: Iterable[str], home: str) -> list[Item]:
-    """Return the globals that go with a function or class. `home`: the one in which it is found, if any."""
+    """Return the globals to send with a function or class. `home`: the global that contains it, if any."""
     if scope is not _own:
         wanted = {name for name in needed if name in scope.names} | ({home} if home else set())
         return [Item(name, version_of(scope, name), scope.first(name)) for name in sorted(wanted)]
@@ -288,7 +290,7 @@ def items_for(pickler: Any, scope: Scope, needed: Iterable[str], home: str) -> l
 
 
 def note_class(scope: Scope, kind: type) -> None:
-    """Note a class of the main program as it is sent: its methods read globals wherever its objects are."""
+    """Record a class of the main program that is sent: its methods read globals wherever its objects are."""
     if scope is _own:
         source = programs.source_of(scope.program.path)
         read = lookups_from(kind, scope.names).read
@@ -296,13 +298,13 @@ def note_class(scope: Scope, kind: type) -> None:
 
 
 def warn_of_rebound() -> None:
-    """Warn of globals that were bound again and that methods of objects at workers read as they were."""
+    """Warn of globals that were rebound here, while methods of objects at workers read the earlier ones."""
     if _sent.read_by_classes:
         _sent.warn_of_rebound(own_scope().names)
 
 
 def _can_be_sent(pickler: Any, value: Any) -> bool:
-    """Return True if a value can be pickled, or if this thread is trying to: its class may use the global itself."""
+    """Return True if a value can be pickled, or if this thread is checking it: its class may use the global itself."""
     tried: set[int] = _trial.__dict__.setdefault("tried", set())
     if id(value) in tried:
         return True
@@ -314,7 +316,7 @@ def _can_be_sent(pickler: Any, value: Any) -> bool:
 
 
 def version_of(scope: Scope, path: str) -> int:
-    """Return the version of the global with which a path begins."""
+    """Return the version of the first global in a path."""
     name = path.partition(".")[0]
     if scope is not _own:
         version = scope.version(name)

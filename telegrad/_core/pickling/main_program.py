@@ -1,8 +1,8 @@
-"""The main program of a process: which names it defines, and how a worker that was started for it imports it.
+"""The main program of a process: the names that it defines, and its import by workers started for it.
 
-A worker that has no program of its own imports the driver's file under the name `__mp_main__`, as multiprocessing does
-in a spawned child: what stands under `if __name__ == "__main__"` does not run there. Imports no torch: `telegrad.local`
-starts its workers before it imports that.
+A worker without a program of its own imports the driver's file under the name `__mp_main__`, as multiprocessing does in
+a spawned child. Code under `if __name__ == "__main__"` does not run there. This module imports no torch, because
+`telegrad.local` starts its workers before it imports torch.
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ from telegrad._core.host.private_files import open_regular
 from telegrad.errors import UsageError
 
 MAIN = "__main__"
-SPAWNED_MAIN = "__mp_main__"  # what multiprocessing calls the main module of a spawned child
+SPAWNED_MAIN = "__mp_main__"  # the name multiprocessing gives to the main module of a spawned child
 GUARD = 'if __name__ == "__main__":'
 
-imports = ""  # the file that this process is importing as its main program; written by one thread
-serves_torch = False  # the compatibility mode is on in this process; set by it
-hosts = False  # this process has started workers that import its program; a flag, read without a lock
+imports = ""  # the file being imported as main program; written by one thread
+serves_torch = False  # True in the compatibility mode, which sets it
+hosts = False  # True if this process started workers that import its program; read without a lock
 
 
 class Program(NamedTuple):
-    """How another process finds a program."""
+    """Data by which another process finds a program."""
 
     key: str
-    path: str = ""  # of its file
-    module: str = ""  # its name where `python -m` has run it
-    guarded: bool = False  # it has a guard, so to import it does not run it again
-    serves_torch: bool = False  # `torch.distributed.rpc` is Telegrad's there
-    argv: tuple[str, ...] = ()  # its arguments, which the import of it may read
+    path: str = ""  # path of its file
+    module: str = ""  # its module name if `python -m` ran it
+    guarded: bool = False  # it has a guard: importing it does not run it again
+    serves_torch: bool = False  # there, `torch.distributed.rpc` is Telegrad's
+    argv: tuple[str, ...] = ()  # its arguments, which its import may read
 
 
 class Source(NamedTuple):
-    """The names of a program, by where its source binds them."""
+    """The names of a program, by the place where its source binds them."""
 
     guarded: bool
     top: frozenset[str]  # at the top level, outside of the guard
     main: frozenset[str]  # under the guard
     declared: frozenset[str]  # by `global` in a function
-    stars: bool  # some come by `import *`, so they are not known
+    stars: bool  # `import *` binds further, unknown names
 
 
 def fingerprint(path: str, content: bytes) -> str:
@@ -57,7 +57,7 @@ def fingerprint(path: str, content: bytes) -> str:
 
 
 def find(key: str) -> Program:
-    """Return how others find the main program of this process."""
+    """Return the data by which other processes find the main program of this process."""
     module = sys.modules.get(MAIN)
     path = getattr(module, "__file__", None)
     if not isinstance(path, str) or not os.path.isfile(path):
@@ -69,7 +69,7 @@ def find(key: str) -> Program:
 
 @lru_cache(8)
 def source_of(path: str) -> Source:
-    """Return the names of a program; none where its file is no source of Python."""
+    """Return the names of a program; none if its file is not Python source."""
     try:
         with open_regular(path) as file:
             tree = ast.parse(file.read())
@@ -85,7 +85,7 @@ def source_of(path: str) -> Source:
 
 
 def _is_guard(test: ast.expr) -> bool:
-    """Return True for a comparison of `__name__` with "__main__", alone or in a conjunction."""
+    """Return True for a comparison of `__name__` with "__main__", possibly as part of a conjunction."""
     if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And):
         return any(map(_is_guard, test.values))
     if not isinstance(test, ast.Compare) or not isinstance(test.ops[0], ast.Eq):
@@ -97,7 +97,7 @@ def _is_guard(test: ast.expr) -> bool:
 
 
 def _bound(node: ast.AST) -> set[str]:
-    """Return the names that a statement binds, without those of the functions and classes in it."""
+    """Return the names that a statement binds, except those local to functions and classes in it."""
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         return {node.name}
     if isinstance(node, ast.Lambda | ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp):
@@ -112,18 +112,18 @@ def _bound(node: ast.AST) -> set[str]:
     return names.union(*map(_bound, ast.iter_child_nodes(node)))
 
 
-# Importing it
+# Importing the program
 
 
 def to_text(program: Program) -> str:
-    """Return a program as an argument of the command line of a worker that is to import it."""
+    """Return a program as a command-line argument of a worker that will import it."""
     return json.dumps([program.path, program.module, program.argv])
 
 
 def adopt(text: str, name: str) -> None:
-    """Import the program that a command line tells of, and make it the main module of this process.
+    """Import the program from a command-line argument, and make it the main module of this process.
 
-    An exception of the import is raised here.
+    Raise the exceptions of the import.
     """
     path, module, argv = json.loads(text)
     try:
@@ -138,14 +138,15 @@ def adopt(text: str, name: str) -> None:
 
 
 def load(program: Program, as_main: bool) -> ModuleType:
-    """Import a program, with its arguments, under the name `__mp_main__`. `as_main`: it becomes `__main__` here."""
+    """Import a program, with its arguments, under the name `__mp_main__`; if `as_main`, also as `__main__`."""
     global imports
     module = ModuleType(SPAWNED_MAIN)
     code = _code_of(program, module)
     if as_main:
         sys.modules[MAIN] = sys.modules[SPAWNED_MAIN] = module
-    elif sys.modules.get(SPAWNED_MAIN) in (None, sys.modules[MAIN]):  # multiprocessing lists the first one there, too
-        sys.modules[SPAWNED_MAIN] = module  # dataclasses and pickle look up the module of a class by its name
+    # multiprocessing registers the first one there, too
+    elif sys.modules.get(SPAWNED_MAIN) in (None, sys.modules[MAIN]):
+        sys.modules[SPAWNED_MAIN] = module  # dataclasses and pickle look up a class's module by its name
     own, sys.argv = sys.argv, list(program.argv)
     imports = program.path
     try:
@@ -173,7 +174,7 @@ def _code_of(program: Program, module: ModuleType) -> CodeType:
 
 
 def matches(program: Program) -> bool:
-    """Return True if this host has the program's file, the same as its sender's, and may import it."""
+    """Return True if this host has the same program file as the sender, and may import it."""
     if not program.guarded:
         return False
     try:
@@ -184,10 +185,10 @@ def matches(program: Program) -> bool:
 
 
 def check_not_imported(call: str) -> None:
-    """Refuse to start or join a group while the program is imported by a worker, which would do it without end.
+    """Refuse to start or join a group while a worker imports the program, which would repeat that without end.
 
     Raises:
-        UsageError: this process imports the program.
+        UsageError: this process is importing the program.
     """
     if imports:
         raise UsageError(

@@ -1,13 +1,13 @@
-"""Values as a pickle with their tensors, and references of the layers above, lifted out.
+"""Pickle values without their tensors and without the references of the layers above.
 
-Every tensor of a value gets a numbered slot, in order of appearance; the pickle holds the numbers only. So the layers
-above can look at the tensors, or put others in their places, before they are packed and after they are unpacked, and
-reading a pickle does nothing but build the value.
+Each tensor of a value gets a numbered slot, in order of appearance; the pickle contains only the numbers. So the layers
+above can inspect or replace the tensors before they are packed and after they are unpacked, and unpickling only builds
+the value.
 
-Functions and classes travel by name where a name leads back to them on the other side, else by value (cloudpickle).
-What has large memory of its own but is no tensor (an array of numpy) gets slots behind those of the tensors.
+Functions and classes are sent by name if the name leads to them at the receiver, else by value (cloudpickle). Other
+objects with large memory of their own (numpy arrays) get slots after those of the tensors.
 
-The last byte of a body says how to read it; a pickle ends before it and ignores what follows.
+The last byte of a body gives its format; the pickle ends before it, and unpickling ignores the rest.
 """
 
 from __future__ import annotations
@@ -47,42 +47,42 @@ from telegrad.errors import CannotDecode, CannotEncode, CodecError
 if TYPE_CHECKING:
     from telegrad._core.pickling.by_value import ValuePickler
 
-LARGE = 1 << 16  # bytes from which a buffer gets a slot
+LARGE = 1 << 16  # buffers of at least this many bytes get a slot
 
-_PLAIN = ord(pickle.STOP)  # a pickle of built-in types alone
-_CALL = ord("C")  # values, the numbers of those that are tensors, names of keyword arguments
-_ONE = ord("T")  # the only tensor
-_ANY = ord("A")  # before it stands the number of buffers
+_PLAIN = ord(pickle.STOP)  # a pickle of built-in types only
+_CALL = ord("C")  # values, indices of the tensors among them, names of keyword arguments
+_ONE = ord("T")  # a single tensor
+_ANY = ord("A")  # preceded by the number of buffers
 _TAIL = struct.Struct("<IB")
-_CUT = ord("S")  # before it stand the places of the segments, and the numbers of buffers, segments and texts
+_CUT = ord("S")  # preceded by the places of the segments, and the numbers of buffers, segments and texts
 _CUT_TAIL = struct.Struct("<IIIB")
 
 _NUMBERS = frozenset({int, float, bool, complex, type(None)})
 _STRINGS = frozenset({str, bytes})
 _ATOMS = _NUMBERS | _STRINGS
 _CONTAINERS = frozenset({tuple, list, dict})
-_new = tuple.__new__  # half the time of a NamedTuple's own, which is a function of Python
-MANY = 1 << 12  # elements from which a container is looked at, and pickled, in pieces
-FEW = 8  # elements: up to here a loop is faster than maps
+_new = tuple.__new__  # takes half the time of a NamedTuple's constructor, which is Python code
+MANY = 1 << 12  # larger containers are checked and pickled in pieces
+FEW = 8  # elements: up to this number a loop is faster than maps
 
 
 class Encoded(NamedTuple):
-    """A value in parts."""
+    """A value split into parts."""
 
     body: bytes
     tensors: Sequence[Tensor]
     references: Sequence[Any] = ()
-    buffers: int = 0  # how many of the tensors, the last ones, are memory of other things
+    buffers: int = 0  # number of the last tensors that are memory of other objects
 
 
-_NO_ARGUMENTS = Encoded(pickle.dumps(((), {}), 5), ())  # made once for all calls
+_NO_ARGUMENTS = Encoded(pickle.dumps(((), {}), 5), ())  # shared by all calls without arguments
 
 
 def encode(value: Any, same_program: bool) -> Encoded:
-    """Pickle `value`, its tensors lifted out. `same_program`: the other process runs the same main program.
+    """Pickle `value` without its tensors. `same_program`: the other process runs the same main program.
 
     Raises:
-        CannotEncode: something in the value cannot be pickled.
+        CannotEncode: a part of the value cannot be pickled.
     """
     kind = type(value)
     texts = False
@@ -111,11 +111,11 @@ def encode(value: Any, same_program: bool) -> Encoded:
 
 
 def decode(body: bytes | memoryview, tensors: Sequence[Tensor], references: Sequence[Any] = ()) -> Any:
-    """The value of a body whose slots are `tensors` and `references`.
+    """Return the value of a body whose slots are `tensors` and `references`.
 
     Raises:
         FunctionNotFound: a function or class is not importable here.
-        CannotDecode: something else keeps the value from being rebuilt.
+        CannotDecode: the value cannot be rebuilt for another reason.
     """
     try:
         how = body[-1]
@@ -130,7 +130,7 @@ def decode(body: bytes | memoryview, tensors: Sequence[Tensor], references: Sequ
         return _load(body, tensors, references)
     except CodecError:
         raise
-    except BaseException as error:  # SystemExit, too: a worker's value does not end another worker
+    except BaseException as error:  # also SystemExit: a value from one worker must not end another
         if raised_by_handler(error):
             raise
         forks.end_if_over()
@@ -142,7 +142,7 @@ def decode(body: bytes | memoryview, tensors: Sequence[Tensor], references: Sequ
 
 
 def _text(error: BaseException) -> str:
-    """Return what an exception says behind its name; nothing where its own code raises."""
+    """Return the text of an exception after a colon; "" if the exception's own code raises."""
     try:
         return f": {text_of(error)}"
     except BaseException as raised:
@@ -151,14 +151,14 @@ def _text(error: BaseException) -> str:
         return ""
 
 
-# The usual cases, without a pickler in Python
+# The usual cases, without a Python pickler
 
 
 _SMALL, _BIG, _OTHER = range(3)
 
 
 def _extent_of(value: Any) -> int:
-    """Whether strings or a container are atoms alone, and if so, whether to pickle them in pieces."""
+    """Return _SMALL or _BIG (to be pickled in pieces) for strings and containers of atoms, else _OTHER."""
     kind = type(value)
     if kind in _STRINGS:
         return _SMALL if len(value) < OWN_FROM else _BIG
@@ -190,19 +190,19 @@ def _types_of(values: Iterable[Any]) -> set[type]:
 
 
 def _pieces(container: Any) -> Iterator[list[Any]]:
-    """The elements of a container, some at a time, so that other threads can run in between, which may change it."""
+    """Yield the elements of a container in pieces. Other threads can run in between, and may change it."""
     for elements in (container, container.values()) if type(container) is dict else (container,):
-        rest = iter(elements if type(container) in (list, tuple) else list(elements))  # copied in one step
+        rest = iter(elements if type(container) in (list, tuple) else list(elements))  # copied atomically
         while piece := list(islice(rest, MANY)):
             yield piece
 
 
 def _held_still(values: Sequence[Any]) -> tuple[list[Any], bool]:
-    """Atoms and containers of atoms as they are now, since other threads run while large ones are pickled.
+    """Copy containers of atoms, because other threads run while large ones are pickled.
 
-    Also whether a text among them is large.
+    Return the values, and True if a text among them is large.
     """
-    copies: dict[int, Any] = {}  # what is there twice stays one object
+    copies: dict[int, Any] = {}  # an object that occurs twice stays one object
     texts = False
     for value in values:
         if type(value) in _CONTAINERS and id(value) not in copies:
@@ -216,10 +216,9 @@ def _has_large_text(values: Iterable[Any]) -> bool:
 
 
 def _encode_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Encoded | tuple[Any, bool] | None:
-    """Arguments that are atoms, containers of such, and plain tensors.
+    """Encode arguments that are atoms, containers of atoms, and plain tensors; return None for any other argument.
 
-    Where these are large, and no tensors are among them, the call to be pickled in pieces, and whether a text in it is
-    large. None where an argument is anything else.
+    If they are large and include no tensors, return the call to pickle in pieces, and True if a text in it is large.
     """
     if not args and not kwargs:
         return _NO_ARGUMENTS
@@ -250,7 +249,7 @@ def _encode_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Encoded | tup
     if not tensors:
         return _new(Encoded, (pickle.dumps((args, kwargs), 5), (), (), 0))
     if len(tensors) > 1 and len({id(tensor) for tensor in tensors}) < len(tensors):
-        return None  # a tensor that is there twice has one slot
+        return None  # a tensor that occurs twice has one slot
     return _new(Encoded, (pickle.dumps((values, places, [*kwargs]), 5) + b"C", tensors, (), 0))
 
 
@@ -264,15 +263,15 @@ def _decode_call(body: bytes | memoryview, tensors: Sequence[Tensor]) -> tuple[t
     return tuple(values[:first]), dict(zip(names, values[first:], strict=True))
 
 
-# All others
+# All other values
 
 
 def _dump(
     kind: type[_Pickler | ValuePickler], value: Any, same_program: bool, texts: bool = False, at_once: bool = False
 ) -> Encoded:
-    """Pickle a value. `at_once`: built-in types let no other thread run meanwhile.
+    """Pickle a value. `at_once`: no other thread runs while built-in types are pickled.
 
-    `texts`: a text in it is large; else that may show on the way, and it is begun anew.
+    `texts`: the value contains a large text. If pickling finds one without it, pickling starts again with `texts`.
     """
     file = OnePiece() if at_once else SegmentWriter()
     buffers: list[Tensor] = []
@@ -309,7 +308,7 @@ def _cut(pickler: _Pickler | ValuePickler, file: SegmentWriter, buffers: list[Te
 
 
 def _keep(buffers: list[Tensor], buffer: pickle.PickleBuffer) -> bool:
-    """Whether a buffer stays in the pickle."""
+    """Return True if a buffer stays in the pickle."""
     raw = buffer.raw()
     if raw.nbytes < LARGE:
         return True
@@ -342,12 +341,12 @@ def _load_cut(body: bytes | memoryview, tensors: Sequence[Tensor], references: S
 
 
 class _Pickler(pickle.Pickler):
-    """Where everything has a name."""
+    """A pickler for values whose functions and classes all have names."""
 
     same_program: bool
     tensors: list[Tensor]
     references: list[Any]
-    plain: bool  # nothing but built-in types so far
+    plain: bool  # only built-in types so far
     file: SegmentWriter
     texts: Texts | None = None
 
@@ -364,7 +363,7 @@ class _Pickler(pickle.Pickler):
 
 
 def _value_pickler() -> type[ValuePickler]:
-    """For where something has no name; imported only there."""
+    """Return the pickler for functions and classes without a name; its module is imported only when needed."""
     from telegrad._core.pickling.by_value import ValuePickler, register_spawned_main
 
     register_spawned_main()
@@ -391,7 +390,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _CutUnpickler(_Unpickler):
-    """Reads a pickle in segments."""
+    """Read a pickle in segments."""
 
     texts: Sequence[Tensor]
     found: dict[int, str]
@@ -403,11 +402,11 @@ class _CutUnpickler(_Unpickler):
 
 
 def _encode_again(value: Any, same_program: bool, texts: bool, error: Exception) -> Encoded:
-    """In an `except` block: pickle what could not be pickled by the fast way."""
+    """Pickle a value that the fast way could not pickle. Call this in an `except` block."""
     if raised_by_handler(error):
         raise error
     forks.end_if_over()
-    if type(error) is RuntimeError:  # another thread changed a dict or a set between two frames
+    if type(error) is RuntimeError:  # another thread changed a dict or a set between two frames of the pickle
         with contextlib.suppress(Exception):
             return _dump(_Pickler, value, same_program, texts, at_once=True)
     return _encode_by_value(value, same_program)
@@ -425,7 +424,7 @@ def _encode_by_value(value: Any, same_program: bool) -> Encoded:
 
 
 def blame_again(value: Any, said: CannotEncode, same_program: bool) -> CannotEncode:
-    """The same for a part of what could not be sent: as users see a call to which this package has added arguments."""
+    """Return the error for `value`, the part that users know: the rest are arguments added by this package."""
     if said.__cause__ is None or can_dump(value, same_program):
         return said
     return blame(value, same_program, can_dump, said.__cause__)

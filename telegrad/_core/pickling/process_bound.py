@@ -1,8 +1,8 @@
-"""Objects that stand for something which only this process has: open files, connections, views of memory.
+"""Objects bound to this process, such as open files, connections and views of memory. They are not sent.
 
-Pickling refuses most of them, and copies the others: cloudpickle makes a `StringIO` of a text file, and a connection of
-`multiprocessing` arrives as the number of a descriptor, which is another file there and is closed with it. A memoryview
-would arrive as bytes, without its format and shape. None of them is sent.
+Pickling refuses most of them, and copies the others: cloudpickle converts a text file to a `StringIO`. A
+`multiprocessing` connection arrives as a descriptor number, which is another file at the receiver and is closed with
+the connection. A memoryview would arrive as bytes, without its format and shape.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _ADVICE: dict[type, str] = {
     memoryview: "Send bytes(view), or the object that it is a view of",
     _ConnectionBase: "Send the values themselves by calls: a worker's rpc_sync, or rpc_stream for many",
 }
-_OWN_WAY = {"__reduce__", "__reduce_ex__", "__getstate__"}  # by which a subclass says how it is pickled
+_OWN_WAY = {"__reduce__", "__reduce_ex__", "__getstate__"}  # methods by which a subclass defines its own pickling
 
 
 class BoundToProcess(TypeError):
-    """An object cannot be sent; `advice` says what can be in its place."""
+    """Raised for an object that cannot be sent; `advice` says what to send instead."""
 
     def __init__(self, advice: str) -> None:
         super().__init__("it belongs to this process, and to no other")
@@ -56,7 +56,7 @@ def _refuse(pickler: Any, obj: Any) -> Any:
 
 
 def _stream(name: str) -> Any:
-    """The standard stream of the process where this runs."""
+    """Return the standard stream of the process where this runs."""
     return getattr(sys, name)
 
 

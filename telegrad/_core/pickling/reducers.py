@@ -1,7 +1,7 @@
-"""How the types that pickle should not treat by itself are taken apart and rebuilt.
+"""Reduce and rebuild types that pickle should not handle itself.
 
-To lift one more type: an entry in `REDUCERS`. A reducer gets the pickler and the object, and gives what `__reduce__`
-would give, or NotImplemented to leave the object to pickle.
+To handle one more type, add an entry to `REDUCERS`. A reducer gets the pickler and the object. It returns a
+`__reduce__` value, or NotImplemented to leave the object to pickle.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from telegrad._core.pickling.segments import OWN_FROM, SegmentWriter
 from telegrad._core.wire.raw_memory import PIECE, Turns, copied, held, is_intercepted
 from telegrad.errors import CannotEncode
 
-REBUILDERS = __name__  # the module in which the unpickler looks for FROM_SLOTS
+REBUILDERS = __name__  # the module where the unpickler finds FROM_SLOTS
 
 
 _NOTHING: dict[str, Any] = {}
 
 
 class Pickler(Protocol):
-    """What a reducer may use of the pickler."""
+    """Interface of the pickler for reducers."""
 
     same_program: bool
     tensors: list[Tensor]
@@ -39,17 +39,17 @@ class Pickler(Protocol):
     file: SegmentWriter
 
     def expect_texts(self) -> None:
-        """Number the large texts from now on."""
+        """Replace large texts by numbers from now on."""
 
     def by_value(self, obj: Any) -> Any:
-        """Take apart a function or class that has no name."""
+        """Reduce a function or class without a name."""
 
     def dump_by_value(self, obj: Any) -> bytes:
-        """A pickle of its own for what travels as its code."""
+        """Return a separate pickle of an object that is sent by value."""
 
 
 class NeedsValue(Exception):
-    """A function or class has no name that serves."""
+    """Raised for a function or class without a usable name."""
 
 
 Reducer = Callable[[Any, Any], Any]
@@ -89,7 +89,7 @@ def _reduce_tensor(pickler: Pickler, tensor: Tensor) -> Any:
         inner = {name: getattr(tensor, name) for name in names}
         shape, stride = tuple(tensor.shape), tensor.stride()
         return _unflatten, (kind, inner, context, shape, stride, tensor.requires_grad)
-    return NotImplemented  # its memory is not where it seems
+    return NotImplemented  # its own storage may not hold its values
 
 
 def _refuse_history(kind: type[Tensor]) -> NoReturn:
@@ -108,7 +108,7 @@ _records: Callable[[], bool] = _nothing_recorded
 
 
 def ask_whether_recorded(records: Callable[[], bool]) -> None:
-    """Have `records` say whether the histories of tensors that are taken apart on this thread are recorded."""
+    """Set the function that returns True if autograd history is recorded for tensors reduced on this thread."""
     global _records
     _records = records
 
@@ -133,7 +133,7 @@ def _parameter(tensors: Sequence[Tensor], number: int, requires_grad: bool) -> T
 
 
 def _become(tensor: Tensor, kind: type[Tensor], requires_grad: bool) -> Tensor:
-    """The same memory as another type; a leaf stays a leaf, and what has a history keeps it."""
+    """Return the same memory as another type: a leaf remains a leaf, and a tensor with history keeps it."""
     if tensor.grad_fn is not None:
         return tensor.as_subclass(kind)
     return Tensor._make_subclass(kind, tensor, requires_grad)
@@ -146,7 +146,7 @@ def _unflatten(
     return tensor.requires_grad_() if requires_grad and not tensor.requires_grad else tensor
 
 
-# References of the layers above, which enter their own types in REDUCERS
+# References of the layers above, which add their types to REDUCERS
 
 
 def reduce_reference(pickler: Pickler, reference: Any) -> Any:
@@ -158,7 +158,7 @@ def _reference(references: Sequence[Any], number: int) -> Any:
     return references[number]
 
 
-# Bare memory
+# Plain memory
 
 
 def _reduce_storage(pickler: Pickler, storage: torch.UntypedStorage) -> Any:
@@ -178,7 +178,7 @@ def _typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.T
 
 
 def _reduce_ndarray(pickler: Pickler, array: Any) -> Any:
-    """Numpy keeps only dense arrays out of the pickle."""
+    """Copy a strided array: numpy keeps only dense arrays out of the pickle."""
     flags = array.flags
     if array.dtype.hasobject or flags.c_contiguous or flags.f_contiguous:
         return NotImplemented
@@ -186,15 +186,15 @@ def _reduce_ndarray(pickler: Pickler, array: Any) -> Any:
 
 
 def _reduce_elements(pickler: Pickler, values: Any) -> Any:
-    """An array of the standard library would copy all its elements at once."""
+    """Send a large `array.array` as a buffer: its own pickling would copy all elements at once."""
     if type(values) is not array or len(values) * values.itemsize < OWN_FROM or is_intercepted():
         return NotImplemented
-    data = copied(memoryview(values))  # it may change before it has left
+    data = copied(memoryview(values))  # it may change before it is sent
     return _elements, (values.typecode, _format_of(values.typecode), pickle.PickleBuffer(held(data)))
 
 
 def _format_of(typecode: str) -> int:
-    """How this machine lays out elements, in the numbers of the module `array`."""
+    """Return the machine format code of elements, as defined by the module `array`."""
     reduced: Any = array(typecode).__reduce_ex__(pickle.HIGHEST_PROTOCOL)
     return int(reduced[1][2])
 
@@ -202,7 +202,7 @@ def _format_of(typecode: str) -> int:
 def _elements(typecode: str, layout: int, data: Any) -> Any:
     view = memoryview(data).cast("B")
     values: Any = array(typecode)
-    if layout != _format_of(typecode):  # of another kind of machine
+    if layout != _format_of(typecode):  # from a machine with another format
         return values.__reduce_ex__(pickle.HIGHEST_PROTOCOL)[0](array, typecode, layout, bytes(view))
     turns = Turns()
     for start in range(0, len(view), PIECE):
@@ -212,7 +212,7 @@ def _elements(typecode: str, layout: int, data: Any) -> Any:
 
 
 def _reduce_file(pickler: Pickler, file: Any) -> Any:
-    """By itself it would be filled by a copy of what has come."""
+    """Send a large BytesIO by its content: its own unpickling would copy the received bytes."""
     if type(file) is not io.BytesIO or file.closed or file.getbuffer().nbytes < OWN_FROM:
         return NotImplemented
     return _file, file.__reduce_ex__(pickle.HIGHEST_PROTOCOL)[2]
@@ -232,11 +232,11 @@ def _reduce_named(pickler: Pickler, obj: Any) -> Any:
     name = name_of(obj, pickler.same_program)
     if name is None:
         if isinstance(obj, BuiltinFunctionType) or obj in _UNNAMED:
-            return NotImplemented  # a method of an object, or a type that pickle knows
+            return NotImplemented  # a bound method, or a type that pickle handles
         return pickler.by_value(obj)
     module, _, path = name.partition(":")
     if obj.__module__ == module and obj.__qualname__ == path:
-        return NotImplemented  # pickle finds the same name
+        return NotImplemented  # pickle uses the same name
     return resolve, (name,)
 
 
@@ -257,13 +257,13 @@ def _reduce_function(pickler: Pickler, function: Any) -> Any:
 
 
 def _compiler_of(compiled: Any) -> Any:
-    """The context of `torch.compile` that made a function, which knows the backend."""
+    """Return the `torch.compile` context that made a function; it holds the backend."""
     cells = dict(zip(compiled.__code__.co_freevars, compiled.__closure__ or (), strict=True))
     return cells["self"].cell_contents if "self" in cells else torch.compile
 
 
 def _compile(source: str | bytes, compiler: bytes) -> Any:
-    """Compile once what arrives again and again."""
+    """Compile a function that is received repeatedly only once."""
     if isinstance(source, bytes):
         return _compile_pickled(source, compiler)
     original = resolve(source)
@@ -306,7 +306,7 @@ def _load_script(data: bytes) -> Any:
     return torch.jit.load(io.BytesIO(data))  # type: ignore[no-untyped-call]
 
 
-# Looked up along the type's bases.
+# Looked up along the MRO of the type.
 REDUCERS: dict[type, Reducer] = {
     Tensor: _reduce_tensor,
     torch.UntypedStorage: _reduce_storage,
@@ -323,7 +323,7 @@ REDUCERS: dict[type, Reducer] = {
     io.BytesIO: _reduce_file,
 }
 
-# Called by the unpickler with the tensors, or the references, of the value before their arguments.
+# The unpickler passes these the tensors, or the references, of the value before their own arguments.
 FROM_SLOTS: dict[str, Callable[..., Any]] = {made.__name__: made for made in (_slot, _slot_as, _parameter, _storage)}
 FROM_REFERENCES: dict[str, Callable[..., Any]] = {_reference.__name__: _reference}
 _OWN = frozenset(
@@ -342,7 +342,7 @@ else:
 
 
 def reduce(pickler: Any, obj: Any) -> Any:
-    """The `reducer_override` of every pickler."""
+    """Reduce an object; the `reducer_override` of every pickler."""
     pickler.plain = False
     for kind in type(obj).__mro__:
         reducer = REDUCERS.get(kind)

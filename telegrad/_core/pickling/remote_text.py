@@ -1,4 +1,4 @@
-"""What the text of an exception tells of each worker that it went through: its name, the function, the user's lines.
+"""Remote tracebacks in the texts of exceptions: for each worker its name, the function, and the user's lines.
 
     On worker 'w1', in __main__.step:
     Traceback (most recent call last):
@@ -10,7 +10,7 @@
         raise ValueError("no data")
     ValueError: no data
 
-Frames of this package, and of what hands work from thread to thread, are left out; `TELEGRAD_DEBUG=1` keeps them.
+Frames of this package, and of modules that run code on other threads, are omitted; `TELEGRAD_DEBUG=1` keeps them.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from telegrad._core.pickling.short_text import LONGEST_TEXT, brief, cut, is_larg
 from telegrad.errors import TelegradError
 
 DEBUG_VARIABLE = "TELEGRAD_DEBUG"
-LONGEST_LINE = 2_000  # characters of a line of a log, and of a name
-MOST_TOLD = 100  # exceptions that followed from one another, and members of groups
-MOST_ROOM = 2 * LONGEST_TEXT  # characters of all of them, before the whole is cut
-MOST_NOTES = 100  # the first, and the last
-MOST_FRAMES = 500  # the outermost, and the innermost
-STORY = "_telegrad_story"  # where a rebuilt exception keeps it
+LONGEST_LINE = 2_000  # characters of a log line, or of a name
+MOST_TOLD = 100  # exceptions in a chain of causes, and members of groups
+MOST_ROOM = 2 * LONGEST_TEXT  # characters of all of them, before the final cut
+MOST_NOTES = 100  # this many first and last notes
+MOST_FRAMES = 500  # this many outermost and innermost frames
+STORY = "_telegrad_story"  # attribute of a rebuilt exception for its remote traceback
 TRACEBACK = "Traceback (most recent call last):\n"
 
 _INTERNALS = (
@@ -47,22 +47,23 @@ _INTERNALS = (
 _CAUSED = "\nThe above exception was the direct cause of the following exception:\n\n"
 _MEANWHILE = "\nDuring handling of the above exception, another exception occurred:\n\n"
 _LEFT_OUT = "[the exceptions before are left out]\n"
-_EXPLAINED = (SyntaxError, ImportError, AttributeError)  # of which Python tells more than their text
+_EXPLAINED = (SyntaxError, ImportError, AttributeError)  # Python prints more than the text of these
 _ALL_OURS = f"(no line of the program itself was running; {DEBUG_VARIABLE}=1 shows those of Telegrad)\n"
 
 
-_BARE_FRAME = re.compile(  # without its line; names are bounded, since a line may have many places where one begins
+# a frame without its source line; the length of names is bounded, since a line may match at many positions
+_BARE_FRAME = re.compile(
     r"""^(?P<indent>[ |]*)File "(?P<file>.+)", line (?P<line>\d+), in .{1,200}\n(?!(?P=indent)  \S)""", re.MULTILINE
 )
 
 
 def debugging() -> bool:
-    """Whether the environment asks for all that may help those who debug this package itself."""
+    """Return True if the environment requests all details, for developers of this package."""
     return os.environ.get(DEBUG_VARIABLE, "0") not in ("", "0")
 
 
 class Text(str):
-    """The only argument of a rebuilt exception: equal to the original one, shown with the story."""
+    """The only argument of a rebuilt exception: equal to the original one, but shown with the remote traceback."""
 
     story: str
 
@@ -77,28 +78,28 @@ class Text(str):
 
 
 class Lines(str):
-    """A note of an exception that is kept without its frames: where it was raised."""
+    """A note with the lines where an exception was raised, kept without its frames."""
 
 
 def tell(error: BaseException, worker: str, function: str = "") -> str:
-    """What happened to an exception on this worker, and on those before."""
+    """Return the remote traceback of an exception: of this worker, and of the workers before it."""
     if told_before(error, worker):
         return story_of(error)
     try:
         told = _told(error, _Room())
-    except BaseException:  # its own code may raise anything
+    except BaseException:  # the exception's own code may raise anything
         told = f"{type(error).__qualname__} (its text could not be made)\n"
     return cut(f"On worker {worker!r}{function and f', in {function}'}:\n{told}")
 
 
 def told_before(error: BaseException, worker: str) -> bool:
-    """Whether this worker has told it before, and nothing has happened to it since."""
+    """Return True if this worker has described the exception before, and it was not raised again since."""
     told_here = story_of(error).startswith((f"On worker {worker!r}:", f"On worker {worker!r}, "))
     return told_here and not _all_lines(error)
 
 
 def with_lines(story: str) -> str:
-    """The story with lines that only this process knows: those of a notebook's cells, say, which have no files."""
+    """Add source lines that only this process knows, such as those of notebook cells, which have no files."""
     return _BARE_FRAME.sub(_with_line, story)
 
 
@@ -108,16 +109,16 @@ def _with_line(frame: re.Match[str]) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of its text, which may be cut; of an error of TorchScript the last, behind its traceback."""
+    """Return the first line of the text, shortened; for TorchScript errors the last line, after their traceback."""
     try:
         lines = text_of(error).strip().split("\n")
         return short(lines[-1 if isinstance(error, torch.jit.Error) else 0])
-    except BaseException:  # its own code may raise anything
+    except BaseException:  # the exception's own code may raise anything
         return "(its text could not be made)"
 
 
 def story_of(error: BaseException) -> str:
-    """That of the workers it came from; empty where it was raised here."""
+    """Return the remote traceback of an exception; "" if it was raised here."""
     args = error.args
     if len(args) == 1 and type(args[0]) is Text:
         return args[0].story
@@ -125,7 +126,7 @@ def story_of(error: BaseException) -> str:
 
 
 def keep_lines(error: BaseException, traceback_: TracebackType | None) -> None:
-    """Note where an exception was raised, before its frames are forgotten."""
+    """Add a note with the lines where an exception was raised, before its frames are dropped."""
     lines = _lines(traceback_)
     if lines:
         notes = [*getattr(error, "__notes__", ()), Lines(lines)]
@@ -133,7 +134,7 @@ def keep_lines(error: BaseException, traceback_: TracebackType | None) -> None:
 
 
 def own_notes(error: BaseException) -> list[str]:
-    """The notes that others have added."""
+    """Return the notes that other code has added."""
     return [cut(note) if isinstance(note, str) else note for note in _notes(error) if type(note) is not Lines]
 
 
@@ -144,19 +145,19 @@ def _notes(error: BaseException) -> list[str]:
 
 
 def short(name: str) -> str:
-    """Return a name, or a line, cut where it is too long for a message."""
+    """Return a name or line, cut if it is too long for a message."""
     return name if len(name) <= LONGEST_LINE else f"{name[:LONGEST_LINE]}..."
 
 
 class _Room:
-    """How many exceptions are still told, and how many characters of them."""
+    """The remaining numbers of exceptions and of characters."""
 
     def __init__(self) -> None:
         self.exceptions, self.characters = MOST_TOLD, MOST_ROOM
 
 
 def _told(error: BaseException, room: _Room, seen: frozenset[int] = frozenset()) -> str:
-    """An exception as Python prints it: first what it followed from, as far as there is room."""
+    """Format an exception as Python prints it, after its causes and contexts, within the limits."""
     if room.exceptions <= 0 or room.characters <= 0:
         return _LEFT_OUT
     room.exceptions -= 1
@@ -168,7 +169,7 @@ def _told(error: BaseException, room: _Room, seen: frozenset[int] = frozenset())
     if before is None or id(before) in seen:
         return own
     came = story_of(before)
-    if (came and came in text_of(error)) or (story and story in text_of(before)):  # one has the other's text in its own
+    if (came and came in text_of(error)) or (story and story in text_of(before)):  # one text contains the other
         return own
     return _told(before, room, seen) + link + own
 
@@ -184,7 +185,7 @@ def _before(error: BaseException) -> tuple[BaseException | None, str]:
 
 
 def _same(one: BaseException, other: BaseException) -> bool:
-    """Whether one is the other, raised anew."""
+    """Return True if one exception is the other, raised again."""
     try:
         return type(one) is type(other) and brief(one) == brief(other)
     except Exception:
@@ -192,15 +193,15 @@ def _same(one: BaseException, other: BaseException) -> bool:
 
 
 def _summary(error: BaseException, has_lines: bool, room: _Room) -> str:
-    """Its type and text, and the members of a group."""
+    """Return the type and text of an exception, and the members of a group."""
     if isinstance(error, _EXPLAINED) and not is_large(error):
-        # With `_seen`, Python does not collect what it followed from, which takes quadratic time along a chain.
+        # With `_seen`, Python does not format the causes, which takes quadratic time along a chain.
         telling = traceback.TracebackException(type(error), error, None, _seen=set())
-        telling.__notes__ = None  # they travel by themselves
+        telling.__notes__ = None  # notes are sent separately
         text = "".join(telling.format_exception_only())
     else:
         text = _type_and_text(error)
-    text = text.partition("\nOn worker ")[0].rstrip("\n") + "\n"  # what else it tells stands above the story
+    text = text.partition("\nOn worker ")[0].rstrip("\n") + "\n"  # the rest is part of the remote traceback
     left_out = error.__traceback__ is not None and not has_lines and not isinstance(error, TelegradError)
     members = []
     for each in getattr(error, "exceptions", ()):
@@ -217,13 +218,13 @@ def _type_and_text(error: BaseException) -> str:
         name = f"{kind.__module__}.{name}"
     try:
         text = text_of(error)
-    except Exception:  # its own code may raise anything
+    except Exception:  # the exception's own code may raise anything
         text = "<exception str() failed>"
     return f"{short(name)}: {text}" if text else short(name)
 
 
 def _all_lines(error: BaseException) -> str:
-    """The outermost first: those where it was raised last, then those of the times before."""
+    """Return the lines of the current traceback, then those kept from earlier raises, the latest first."""
     notes = [note for note in _notes(error) if type(note) is Lines]
     return _lines(error.__traceback__) + "".join(reversed(notes))
 

@@ -1,14 +1,14 @@
-"""A pickle that is written and read in segments, so that no step holds the interpreter for long.
+"""Write and read a pickle in segments: no step holds the GIL for long.
 
-The pickler of CPython writes a frame of 64 KB at a time. It gives bytes and bytearrays that are larger than a frame to
-its file as they are; the unpickler has the file read them into the memory of the new object. So these two files decide
-what is copied, and how. Between two frames they give the interpreter to other threads.
+CPython's pickler writes frames of 64 KB. It passes bytes and bytearrays larger than a frame to its file unchanged; the
+unpickler lets the file read them into the memory of the new object. So the two file classes here control the copies.
+Between two frames they release the GIL.
 
     pickle      frame frame frame header | bytes of 1 MB | frame frame ...
     segments    run                        blob            run
 
-A run of frames is part of the body while it is short, and a blob otherwise. A text has no such way: where it is large,
-`pickling` gives the pickler a number for it (a persistent id).
+A short run of frames is part of the body, a long one is a blob. Texts are not passed to the file unchanged: instead of
+a large text, `pickling` gives the pickler a number (a persistent id).
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from telegrad._core.wire.raw_memory import (
 )
 from telegrad._core.wire.tensors import memory
 
-OWN_FROM = 1 << 18  # bytes from which bytes, bytearrays and texts are a blob; a frame has less than 1 << 17
-LONGEST_RUN = 1 << 18  # bytes of frames that are part of a body
-MOST_BLOBS = 64  # of one value: each may take a descriptor. What is smaller than the 64th part of it is put together
-_STOP = ord(pickle.STOP)  # with which pickles end
+OWN_FROM = 1 << 18  # bytes, bytearrays and texts of this size are blobs; a frame has less than 1 << 17
+LONGEST_RUN = 1 << 18  # bytes of a run that is part of the body
+MOST_BLOBS = 64  # of one value, because each may need a descriptor. Parts below 1/64 of the value are joined
+_STOP = ord(pickle.STOP)  # the last byte of a pickle
 
 
 class Texts:
-    """The large texts of one value; an instance is the `persistent_id` of a pickler, which costs 50 ns per object."""
+    """The large texts of one value. An instance is the `persistent_id` of a pickler, and costs 50 ns per object."""
 
     def __init__(self) -> None:
         self._found: list[str] = []
-        self._numbers: dict[int, int] = {}  # by their ids
+        self._numbers: dict[int, int] = {}  # by id of the text
         self._least = OWN_FROM
 
     def __call__(self, obj: Any) -> int | None:
@@ -54,7 +54,7 @@ class Texts:
         if number is None:
             number = self._numbers[id(obj)] = len(self._found)
             self._found.append(obj)
-            if number >= MOST_BLOBS:  # of many, only those that are longer than most
+            if number >= MOST_BLOBS:  # if there are many, only those of more than average length
                 self._least = max(self._least, sum(map(len, self._found)) // MOST_BLOBS)
         return number
 
@@ -63,14 +63,14 @@ class Texts:
 
 
 class LargeText(Exception):
-    """The pickler has come to a large text, of which it would make a copy."""
+    """Raised when the pickler reaches a large text, which it would copy."""
 
 
 def expect_texts(pickler: Any) -> None:
-    """Have a pickler number the large texts from now on.
+    """Make a pickler replace large texts by numbers from now on.
 
     Raises:
-        LargeText: it shall be begun anew for that. From Python 3.13 on it would not be heard in the middle of a value.
+        LargeText: the pickling must start again: since Python 3.13, `persistent_id` has no effect if set during it.
     """
     if pickler.texts is None and not is_intercepted():
         if pickler.file.may_repeat:
@@ -79,27 +79,27 @@ def expect_texts(pickler: Any) -> None:
 
 
 class SegmentWriter:
-    """The file of a pickler."""
+    """The output file of a pickler."""
 
     __slots__ = ("_segments", "_size", "_turns", "may_repeat")
 
     def __init__(self) -> None:
-        self.may_repeat = True  # no code but that of this package has run, so that the value can be pickled once more
+        self.may_repeat = True  # no foreign code has run yet, so the value can be pickled again
         self._segments: list[bytes | Tensor] = []
         self._size = 0
         self._turns: Turns | None = None
 
     def write(self, data: Any) -> None:
-        """Take a frame, the header of something large, or the thing itself.
+        """Append a frame, the header of a large object, or the object itself.
 
         Raises:
-            LargeText: a large text comes next, and `may_repeat`.
+            LargeText: a large text is next, and `may_repeat`.
         """
         if type(data) is bytes:
             self._size += len(data)
             if data[-1] != _STOP and self.may_repeat and _announces_text(data) and not is_intercepted():
                 raise LargeText
-        else:  # a bytearray, which may change before it has left
+        else:  # a bytearray, which may change before it is sent
             data = bytes(data) if is_intercepted() else copied(memoryview(data))
             self._size += len(data)
         self._segments.append(data)
@@ -109,7 +109,7 @@ class SegmentWriter:
             self._turns = Turns()
 
     def whole(self) -> bytes | None:
-        """The pickle, if it is small, or no tensors can be made here."""
+        """Return the pickle if it is small, or if no tensors can be created here."""
         if self._size > LONGEST_RUN and not is_intercepted():
             return None
         if len(self._segments) == 1:
@@ -117,9 +117,9 @@ class SegmentWriter:
         return b"".join(map(_bytes_of, self._segments))
 
     def finish(self) -> tuple[list[bytes], list[int], list[Tensor]]:
-        """The pickle in segments: what is part of the body, the places of all, and the blobs.
+        """Return the segments of the pickle: the parts of the body, the places of all segments, and the blobs.
 
-        A place is how many bytes of the body a segment has, or ~number of its blob.
+        A place is the number of bytes of a segment in the body, or ~number of its blob.
         """
         segments, self._segments = self._segments, []
         least = max(OWN_FROM, self._size // MOST_BLOBS)
@@ -139,7 +139,7 @@ class SegmentWriter:
 
 
 class OnePiece(SegmentWriter):
-    """A file whose `write` is a function of C, so that built-in types are pickled as they are at one moment."""
+    """A file whose `write` is a C function: built-in types are pickled without a switch of threads."""
 
     __slots__ = ("write",)
 
@@ -149,7 +149,7 @@ class OnePiece(SegmentWriter):
         self.write: Any = self._segments.append
 
     def settle(self) -> None:
-        """The pickle is written."""
+        """Convert the written data after the end of the pickle."""
         for place, data in enumerate(self._segments):
             if isinstance(data, bytearray):
                 self._segments[place] = bytes(data)
@@ -157,7 +157,7 @@ class OnePiece(SegmentWriter):
 
 
 def _announces_text(data: bytes) -> bool:
-    """Whether the header of a large text stands behind the frame in `data`."""
+    """Return True if the frame in `data` is followed by the header of a large text."""
     start = 2 if data[:1] == pickle.PROTO else 0
     if data[start : start + 1] == pickle.FRAME:
         start += 9 + int.from_bytes(data[start + 1 : start + 9], "little")
@@ -176,7 +176,7 @@ def _blob_of(data: bytes | Tensor) -> Tensor:
 def _joined(run: list[bytes | Tensor], size: int) -> Tensor:
     turns, blob, at = Turns(), fresh(size), 0
     run.reverse()
-    while run:  # each segment is freed as soon as it was copied
+    while run:  # each segment is freed after its copy
         data = _blob_of(run.pop())
         copy(blob.data_ptr() + at, data.data_ptr(), data.numel())
         at += data.numel()
@@ -185,12 +185,12 @@ def _joined(run: list[bytes | Tensor], size: int) -> Tensor:
 
 
 class SegmentReader:
-    """The file of an unpickler."""
+    """The input file of an unpickler."""
 
     def __init__(self, body: memoryview, places: Sequence[int], blobs: Sequence[Tensor]) -> None:
-        """`places`: of each segment, how many bytes of the body it has, or ~number of its blob."""
+        """`places`: for each segment its number of bytes in the body, or ~number of its blob."""
         self._segments: list[memoryview] = []
-        self._blobs = blobs  # which own the memory of most
+        self._blobs = blobs  # own the memory of most segments
         start = 0
         for place in places:
             if place < 0:
@@ -199,7 +199,7 @@ class SegmentReader:
                 self._segments.append(body[start : start + place])
                 start += place
         self._segments.reverse()
-        self._at = 0  # in the last one
+        self._at = 0  # position in the last segment
         self._turns = Turns()
 
     def read(self, size: int) -> bytes:
@@ -216,11 +216,11 @@ class SegmentReader:
         return size
 
     def readline(self) -> bytes:
-        """Part of the protocol; pickles of protocol 5 have no lines."""
+        """Raise: the file protocol requires this method, but pickles of protocol 5 have no lines."""
         raise pickle.UnpicklingError("a line in a pickle of protocol 5")
 
     def _next(self, size: int) -> memoryview:
-        """At most `size` bytes, and at least one."""
+        """Return at least one byte and at most `size` bytes."""
         while self._segments:
             data = self._segments[-1]
             start, self._at = self._at, self._at + size

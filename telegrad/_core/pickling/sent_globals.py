@@ -14,7 +14,7 @@ from telegrad._core.atfork import renewed
 from telegrad.errors import CannotEncode
 
 ATOMS = frozenset({int, float, bool, complex, str, bytes, type(None)})
-MOST = 10_000  # objects of one global that are looked at
+MOST = 10_000  # objects examined per global
 _NO_DATA = (type, FunctionType, ModuleType)
 _OWN_WAYS = {name: getattr(object, name, None) for name in ("__getstate__", "__getnewargs_ex__", "__getnewargs__")}
 
@@ -22,24 +22,24 @@ log = logging.getLogger("telegrad")
 
 
 class SentGlobals:
-    """The globals of one program, as its functions take them along."""
+    """The globals of one program that are sent with its functions."""
 
     def __init__(self) -> None:
-        self._lock = renewed(threading.Lock())  # guards all that follows; no code of the user runs under it
-        self._last: dict[str, Any] = {}  # by the name, the value that has the version
+        self._lock = renewed(threading.Lock())  # guards all attributes below; no user code runs under it
+        self._last: dict[str, Any] = {}  # by name: the value of the current version
         self._versions: dict[str, int] = {}
-        self._looked: dict[str, Any] = {}  # the values whose objects were looked at
-        self._owners: dict[int, str] = {}  # by the id of an object, the first global that has it
-        self._group: dict[str, set[str]] = {}  # globals that share objects, each with itself
+        self._looked: dict[str, Any] = {}  # values whose objects were examined
+        self._owners: dict[int, str] = {}  # by id of an object: the first global that contains it
+        self._group: dict[str, set[str]] = {}  # by name: the globals that share objects with it, and itself
         self._sent: set[str] = set()
-        self._conflicts: dict[str, str] = {}  # by a global, the one that was sent before with an object of it
-        self._states: dict[str, int] = {}  # of values that can change in place, as they were sent
+        self._conflicts: dict[str, str] = {}  # by name: a global sent before that shares an object with it
+        self._states: dict[str, int] = {}  # states of mutable values when they were sent
         self._warned: set[str] = set()
-        self.read_by_classes: set[str] = set()  # globals that methods of classes read which were sent
-        self._replaced: set[str] = set()  # those of them that were told to be bound again
+        self.read_by_classes: set[str] = set()  # globals read by methods of sent classes
+        self._replaced: set[str] = set()  # those of them whose rebinding was reported
 
     def version(self, name: str, value: Any, watched: bool) -> int:
-        """Return the version of a global that is about to be sent. `watched`: tell once if it has changed in place."""
+        """Return the version of a global to be sent. `watched`: warn once if it was changed in place."""
         changed = False
         with self._lock:
             same = _is_same(self._last.get(name, self), value)
@@ -65,12 +65,12 @@ class SentGlobals:
         return version
 
     def note_class(self, names: frozenset[str]) -> None:
-        """Note the globals that the methods of a class read, as the class is sent."""
+        """Record the globals that methods of a class read, when the class is sent."""
         with self._lock:
             self.read_by_classes |= names
 
     def warn_of_rebound(self, scope: dict[str, Any]) -> None:
-        """Tell once of each global that methods of sent classes read, and that is bound to another object by now."""
+        """Warn once for each global that methods of sent classes read and that is bound to another object now."""
         with self._lock:
             found = [
                 name
@@ -86,7 +86,7 @@ class SentGlobals:
             )
 
     def complete(self, names: set[str], scope: dict[str, Any], has: frozenset[str]) -> set[str]:
-        """Return the names and those of globals that share objects with them. `has`: what receivers have anyway.
+        """Return the names, and the globals that share objects with them. `has`: globals that receivers have anyway.
 
         Raises:
             CannotEncode: one of them shares an object with one that was sent before, or that receivers have.
@@ -104,7 +104,7 @@ class SentGlobals:
         return found
 
     def _look(self, scope: dict[str, Any], has: frozenset[str]) -> None:
-        """Find the globals that share objects among those that were bound since the last time."""
+        """Search the globals bound since the last call for shared objects."""
         hidden = _names_of_shell(scope)
         fresh = [
             (name, value)
@@ -141,7 +141,7 @@ def _is_same(last: Any, value: Any) -> bool:
 
 
 def _names_of_shell(scope: dict[str, Any]) -> dict[str, Any]:
-    """Return the names that IPython has put into the globals of a notebook: `In`, `Out`, `exit` and others."""
+    """Return the names that IPython adds to the globals of a notebook: `In`, `Out`, `exit` and others."""
     shell = getattr(scope.get("get_ipython"), "__self__", None)
     names: dict[str, Any] = getattr(shell, "user_ns_hidden", {})
     return names
@@ -150,8 +150,9 @@ def _names_of_shell(scope: dict[str, Any]) -> dict[str, Any]:
 def _shared_parts(value: Any, scope: dict[str, Any]) -> list[Any]:
     """Return the parts of a global that other globals can share at a worker: none if it cannot be sent.
 
-    An object that leads to the globals themselves, such as the shell of a notebook, would connect all of them. Nor can
-    an object be sent that has a file, a lock or a connection, through which objects of this package lead to others.
+    An object that refers to the globals themselves, such as the shell of a notebook, would connect all of them. An
+    object with a file, a lock or a connection cannot be sent either; through these, objects of this package refer to
+    others.
     """
     found = []
     for part in _parts(value):
@@ -162,7 +163,7 @@ def _shared_parts(value: Any, scope: dict[str, Any]) -> list[Any]:
 
 
 def _can_be_pickled(part: Any) -> bool:
-    """Return False if pickle refuses an object for its class alone. Runs no code of the class."""
+    """Return False if pickle refuses an object because of its class. Run no code of the class."""
     kind: Any = type(part)
     if not _is_plain(kind) or any(getattr(kind, name, own) is not own for name, own in _OWN_WAYS.items()):
         return True
@@ -174,7 +175,7 @@ def _can_be_pickled(part: Any) -> bool:
 
 
 def _parts(value: Any) -> Iterator[Any]:
-    """The objects in a value that can change: containers, tensors, and objects that are pickled by their attributes."""
+    """Yield the mutable objects in a value: containers, tensors, and objects pickled by their attributes."""
     seen: set[int] = set()
     todo = [value]
     while todo and len(seen) < MOST:
@@ -200,12 +201,12 @@ def _parts(value: Any) -> Iterator[Any]:
 
 
 def _is_plain(kind: Any) -> bool:
-    """Return True if pickle takes the objects of a class apart by their attributes."""
+    """Return True if pickle saves the objects of a class by their attributes."""
     return kind.__reduce_ex__ is object.__reduce_ex__ and kind.__reduce__ is object.__reduce__
 
 
 def _state_of(value: Any) -> int:
-    """Return a number that differs where the value was changed in place: a tensor written, an element put."""
+    """Return a number that changes if the value is changed in place: a tensor written, an element set."""
     found = []
     for part in _parts(value):
         if isinstance(part, Tensor):

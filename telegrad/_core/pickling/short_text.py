@@ -1,8 +1,8 @@
-"""Texts of exceptions and of their arguments, made in a time that does not depend on how large these are.
+"""Texts of exceptions and of their arguments, made in a time independent of their size.
 
-`str`, `repr` and a pickle of 64 MB of text hold the interpreter for tens of milliseconds each, in which no other call
-of the worker goes on. So `is_large` first estimates the pickle, from lengths alone, and only what is small is formatted
-whole. A `__str__` or `__repr__` of the user's own is called as it is: other threads run between its lines.
+`str`, `repr` and a pickle of 64 MB of text hold the GIL for tens of milliseconds each, and block all calls of the
+worker. So `is_large` first estimates the size of the pickle from lengths, and only small values are formatted as a
+whole. A user's own `__str__` or `__repr__` is always called: other threads run between its lines.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from itertools import islice
 from types import FunctionType, ModuleType
 from typing import Any
 
-LARGEST = 1 << 20  # bytes of an exception that is sent whole
+LARGEST = 1 << 20  # bytes of an exception that is sent as a whole
 LONGEST_TEXT = 1 << 16
-MOST_OBJECTS = 10_000  # that are looked at one by one; numbers in a container count by their size only
-SHOWN = 10  # elements of a large container
+MOST_OBJECTS = 10_000  # examined one by one; numbers in a container count by size only
+SHOWN = 10  # elements shown of a large container
 
 _TEXTS = (str, bytes, bytearray)
 _CONTAINERS = (tuple, list, dict, set, frozenset, deque)
@@ -32,9 +32,9 @@ def cut(text: str) -> str:
 
 
 def is_large(value: Any, most: int = LARGEST) -> bool:
-    """Return True where a pickle of the value takes more than about `most` bytes, or the value has too many parts.
+    """Return True if the pickle of a value takes more than about `most` bytes, or the value has too many parts.
 
-    Memory that is pickled by rules of its own, as that of tensors, does not count.
+    Memory with pickling rules of its own, such as that of tensors, does not count.
     """
     seen: set[int] = set()
     waiting = [value]
@@ -58,7 +58,7 @@ def is_large(value: Any, most: int = LARGEST) -> bool:
 
 
 def _size_and_parts(value: Any) -> tuple[int, tuple[Any, ...]]:
-    """Return the bytes of a value without its elements, and what holds these."""
+    """Return the size in bytes of a value without its elements, and the collections of its elements."""
     if isinstance(value, int):
         return value.bit_length() // 8, ()
     if isinstance(value, _TEXTS):
@@ -74,20 +74,20 @@ def _size_and_parts(value: Any) -> tuple[int, tuple[Any, ...]]:
 
 
 def _is_pickled_plainly(kind: type) -> bool:
-    """Return True where instances are pickled with all their attributes: not by name, nor by rules of their own."""
+    """Return True if instances are pickled with all attributes: neither by name nor by rules of their own."""
     rules = all(getattr(kind, name, None) is getattr(object, name, None) for name in _RULES)
     return rules and not issubclass(kind, ModuleType)
 
 
 def _are_numbers(parts: Any) -> bool:
-    """Return True where many parts are numbers that take no more than eight bytes each."""
+    """Return True for many numbers of at most eight bytes each."""
     if len(parts) <= SHOWN or not _ORDERED.issuperset(map(type, parts)):
         return False
     return all(-(1 << 63) <= each < 1 << 63 for each in (min(parts), max(parts)))
 
 
 def brief(value: Any, depth: int = 3) -> str:
-    """Return the value's repr, cut; of a large container the first elements, and how many there are."""
+    """Return the repr of a value, shortened; of a large container its first elements and its length."""
     if not is_large(value, LONGEST_TEXT):
         return cut(repr(value))
     if isinstance(value, str):
@@ -103,22 +103,22 @@ def brief(value: Any, depth: int = 3) -> str:
         return cut(f"{kind}({', '.join(map(brief, value.args[:SHOWN]))})")
     if isinstance(value, int | array.array):
         return f"<{kind}, too large to be shown>"
-    return cut(repr(value))  # its own code
+    return cut(repr(value))  # calls the user's code
 
 
 def text_of(error: BaseException) -> str:
-    """Return the text of an exception, cut.
+    """Return the text of an exception, shortened.
 
     Raises:
-        Exception: its own code does.
+        Exception: raised by the exception's own code.
     """
     shown: Any = type(error).__str__
     args = error.args
     if isinstance(shown, FunctionType):
-        return cut(str(error))  # its own code
+        return cut(str(error))  # calls the user's code
     if shown is BaseException.__str__ and len(args) == 1:
         return cut(str(_light(args[0])))
-    # The data of a UnicodeError takes no time, since only a position in it is told.
+    # The size of a UnicodeError's data does not matter, because its text contains only a position in it.
     if not is_large(args[:1] + args[2:] if isinstance(error, UnicodeError) else args):
         return cut(str(error))
     if len(args) == 1:
@@ -129,7 +129,7 @@ def text_of(error: BaseException) -> str:
 
 
 def _light(value: Any) -> Any:
-    """Return what has the same text as the value, or that one cut."""
+    """Return a value with the same text, or with a shortened one."""
     if isinstance(value, str):
         return cut(value)
     return brief(value) if is_large(value) else value
