@@ -1,1 +1,1 @@
-"""Accelerators: device maps, the order of streams, and memory on its way between devices, hosts and processes."""
+"""Accelerators: device maps, stream order, and transfers of memory between devices, hosts and processes."""

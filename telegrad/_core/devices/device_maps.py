@@ -1,7 +1,7 @@
-"""Device maps: on which of another worker's devices the tensors of each device here arrive.
+"""Device maps: the device of another worker where the tensors of each device of this worker arrive.
 
-Devices are text, as in "cuda:0"; the host's memory is "cpu". In no map, the host stands for the other host, and an
-accelerator for nothing: what lies there cannot be sent.
+Devices are strings like "cuda:0"; the host's memory is "cpu". Devices without an entry: the host maps to the other
+host, and tensors of an accelerator cannot be sent.
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ HOST = "cpu"
 
 
 class Devices(NamedTuple):
-    """What a worker publishes about its accelerators."""
+    """Data that a worker publishes about its accelerators."""
 
     accelerators: int = 0
     maps: dict[str, dict[str, str]] = {}  # noqa: RUF012 - never changed; by the name of the worker that is called
-    allowed: tuple[str, ...] = ()  # if any: those that calls may use
+    allowed: tuple[str, ...] = ()  # if not empty: the devices that calls may use
 
     def uses_of(self, name: str, others: Iterable[Devices]) -> set[str]:
-        """The devices that calls of the worker `name` can touch, of which these are."""
+        """Return the devices of this worker, `name`, that calls can use; `others` are those of the other workers."""
         used = {*self.allowed, *(source for map_ in self.maps.values() for source in map_)}
         used.update(target for other in others for target in other.maps.get(name, {}).values())
         return used - {HOST}
 
 
 def turned(map_: Mapping[str, str]) -> dict[str, str]:
-    """The way back."""
+    """Return the inverse map."""
     return {target: source for source, target in map_.items()}
 
 
 def faults(group: Mapping[str, Devices], whole: bool = True) -> Iterable[str]:
-    """What is wrong with the maps of a group, or where it is not the `whole` group, with those between its members."""
+    """Yield the faults in the device maps of a group; if not `whole`, only those between its members."""
     for name, mine in group.items():
         if whole and (strangers := sorted(set(mine.maps) - set(group))):
             yield (
@@ -74,5 +74,5 @@ def _faults_of(
 
 
 def _index(device: str) -> int:
-    """The number of an accelerator; below all for the host."""
+    """Return the number of an accelerator, or -1 for the host."""
     return -1 if device == HOST else int(device.partition(":")[2] or 0)

@@ -1,8 +1,8 @@
-"""Memory of an accelerator that other processes of the host can open: what of it is particular to a kind of device.
+"""Accelerator memory that other processes of the host can open: the part that depends on the kind of device.
 
-A block has two events. The owner of the block records `filled` once it has copied something in, and whoever takes that
-out waits for it; then `emptied`, the other way round. So neither waits for the device, and the block can be lent again
-as soon as the other end has said so.
+A block has two events. Its owner records `filled` after copying data in, and the reader's copy waits for it. The reader
+then records `emptied`, and the owner's next copy waits for that. So neither process waits for the device, and the block
+can be lent again as soon as the reader has released it.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from telegrad._core.devices.device_streams import Arrived, Streams, device, kind
 from telegrad._core.wire.tensors import Bound
 from telegrad.errors import DeviceError
 
-PART = 16  # of a device's memory, of which one part may be lent
+PART = 16  # 1/16 of a device's memory may be lent
 
 
 class Sharer(Protocol):
-    """How devices of one kind share. Events are recorded and waited for on the current stream of a device."""
+    """Sharing of memory for one kind of device. Events are recorded and awaited on the current stream of a device."""
 
     def limit(self, index: int) -> int:
-        """How many bytes of the device may be lent."""
+        """Return how many bytes of the device may be lent."""
 
     def export(self, block: Tensor, events: tuple[Any, Any]) -> tuple[Any, ...]:
-        """What another process needs to open a block and its events."""
+        """Return the data that another process needs to open a block and its events."""
 
     def open(self, exported: tuple[Any, ...]) -> tuple[Tensor, tuple[Any, Any]]:
-        """What another process exported; raises where this one cannot reach it."""
+        """Open a block exported by another process; raise if this process cannot access it."""
 
     def event(self, index: int) -> Any: ...
 
@@ -44,7 +44,7 @@ class Sharer(Protocol):
 
 
 class Cuda:
-    """By CUDA's handles for memory and events; torch shares storages so."""
+    """Sharing by CUDA IPC handles for memory and events, as torch shares storages."""
 
     def limit(self, index: int) -> int:
         return int(torch.cuda.mem_get_info(index)[1]) // PART
@@ -81,7 +81,7 @@ class Cuda:
 
 
 def _card(index: int) -> str:
-    """Which GPU it is, whatever its number in this process."""
+    """Return the UUID of a GPU, whatever its number in this process."""
     return str(torch.cuda.get_device_properties(index).uuid)
 
 
@@ -89,7 +89,7 @@ SHARERS: dict[str, Sharer] = {} if torch.version.hip else {"cuda": Cuda()}
 
 
 def sharer() -> Sharer | None:
-    """That of this machine's accelerators, if they can share."""
+    """Return the Sharer for this machine's accelerators, if they can share memory."""
     return SHARERS.get(kind() or "")
 
 
@@ -102,7 +102,7 @@ def _process() -> str:
 
 
 class DeviceBlock:
-    """A block of this worker."""
+    """A block of this worker that is lent to others."""
 
     def __init__(self, number: int, capacity: int, index: int) -> None:
         shares = sharer()
@@ -119,7 +119,7 @@ class DeviceBlock:
         _here[id(self)] = self
 
     def fill(self, bound: Bound) -> None:
-        """Copy a blob in, after what this thread has asked for until now; and after the last use of the block."""
+        """Copy a blob in, after the earlier work of this thread and after the last use of the block."""
         index, (filled, emptied) = self.device, self.events
         if self._used:
             self._sharer.wait(emptied, index)
@@ -132,28 +132,29 @@ class DeviceBlock:
         self._used = True
 
     def handle(self) -> bytes:
-        """What the other end needs to open it. A process cannot open what it exported, but find it."""
+        """Return the data to open the block. The owner cannot open its own export, and finds the block by id."""
         return pickle.dumps((_process(), id(self), self._sharer.export(self.memory, self.events)), 5)
 
     def close(self) -> None:
-        """Nobody else holds it; whoever has it open keeps it by himself."""
+        """Do nothing: torch frees the memory, unless a process still has it open."""
 
 
 class OpenBlock(NamedTuple):
-    """A block of another worker."""
+    """A block of another worker, opened here."""
 
     memory: Tensor
     events: tuple[Any, Any]
 
     def take(self, size: int, to: int, streams: Streams) -> Arrived:
-        """A copy of what is in it."""
+        """Return a copy of its first `size` bytes on the device `to`."""
         shares = sharer()
         assert shares is not None
         index, (filled, emptied) = self.memory.device.index, self.events
         both = {each: streams.arrivals(each) for each in (index, to)}
         with on(*both.values()), torch.inference_mode(False), torch.no_grad():
             shares.wait(filled, index)
-            self.memory.record_stream(both[index])  # where its owner is in this process; else closing it waits
+            # needed if the owner is in this process; else closing the block waits
+            self.memory.record_stream(both[index])
             blob = torch.empty(size, dtype=torch.uint8, device=device(to))
             blob.copy_(self.memory[:size], non_blocking=True)
             shares.record(emptied, index)
@@ -161,7 +162,7 @@ class OpenBlock(NamedTuple):
 
 
 def open_block(handle: bytes) -> OpenBlock:
-    """The block that another worker exported; raises where this process cannot reach it."""
+    """Open the block that another worker exported; raise if this process cannot access it."""
     process, number, exported = pickle.loads(handle)
     if process == _process():
         block = _here[number]

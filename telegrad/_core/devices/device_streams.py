@@ -1,12 +1,12 @@
-"""In which order the accelerators of a worker do what its threads ask for.
+"""Order of the work that the threads of a worker submit to its accelerators.
 
-    work       what calls and backward passes do, on one stream of the worker's own per device
-    arrivals   copies of what comes from other workers
-    departures copies to the host of what goes to them
+    work       calls and backward passes, on one stream of the worker's own per device
+    arrivals   copies of data from other workers
+    departures copies to the host of data for other workers
 
-Nothing here waits for a device; streams wait for one another, by events. The default stream of a device is where the
-threads of a worker meet: work begins after what was asked for there, and whoever asks for more there after the work was
-told to be done, does so after it. So what happens before on the host happens before on the device.
+Nothing here waits for a device; streams wait for one another by events. Threads synchronize by the default stream of
+each device: work begins after everything submitted there before, and what is submitted there after the end of the work
+was reported runs after it. So the order on the host is also the order on the device.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _accelerator = torch.accelerator
 
 
 class Arrived:
-    """A blob on an accelerator that is there for whoever waits for `event`."""
+    """A blob on an accelerator, complete after `event`."""
 
     __slots__ = ("blob", "event")
 
@@ -39,7 +39,7 @@ class Arrived:
 
 
 def kind() -> str | None:
-    """The type of this machine's accelerators, if it has any. Asked so that a process can still be forked."""
+    """Return the type of this machine's accelerators, if any. The check keeps the process able to fork."""
     found = _accelerator.current_accelerator()
     return None if found is None or not torch.get_device_module(found).device_count() else found.type
 
@@ -50,23 +50,24 @@ def count() -> int:
 
 
 def device(index: int) -> torch.device:
-    """The accelerator of that number."""
+    """Return the accelerator with that number."""
     return torch.device(kind() or "cuda", index)
 
 
 class Streams:
-    """Those of one worker."""
+    """The streams of one worker."""
 
     def __init__(self, begin: Callable[[torch.device], None] = lambda _: None) -> None:
-        """`begin` is called with each device that comes into use."""
+        """`begin` is called with each device at its first use."""
         self.used: tuple[int, ...] = ()  # the devices that calls can touch
         self._begin = begin
-        self._lock = threading.Lock()  # guards _made, and changes of `used` and of _defaults, which has a device first
+        # guards _made, and changes of `used` and of _defaults; a device enters _defaults first
+        self._lock = threading.Lock()
         self._made: dict[tuple[str, int], torch.Stream] = {}
         self._defaults: dict[int, torch.Stream] = {}
 
     def use(self, index: int) -> None:
-        """From now on calls may touch that device."""
+        """Let calls use that device from now on."""
         with self._lock:
             if index not in self.used:
                 self._defaults[index] = _default_stream(index)
@@ -89,10 +90,10 @@ class Streams:
                 made = self._made[purpose, index] = torch.Stream(device=device(index))
             return made
 
-    # Work
+    # Order of work
 
     def turn(self) -> AbstractContextManager[None]:
-        """Inside, this thread asks for work: after all that was asked for before, on it or on the default streams."""
+        """Run work of this thread inside, after all earlier work of this worker and of the default streams."""
         return self._turn() if self.used else nullcontext()
 
     @contextmanager
@@ -110,55 +111,55 @@ class Streams:
                         late.wait_stream(own)
 
     def _around(self, own: torch.Stream, outer: torch.Stream) -> tuple[torch.Stream, ...]:
-        """The streams that a turn comes after when it begins, and before when it ends."""
+        """Return the streams that work waits for at its begin, and that wait for it at its end."""
         default = self._defaults[own.device_index]
-        if outer == own:  # a turn inside of a turn
+        if outer == own:  # a nested turn
             return ()
         return (default,) if outer == default else (default, outer)
 
     def aside(self) -> AbstractContextManager[Any]:
-        """Inside, this thread takes in what has come: after its arrival alone."""
+        """Process received data of this thread inside, ordered only after its arrival."""
         return on(*map(self.arrivals, self.used)) if self.used else nullcontext()
 
     def publish(self) -> None:
-        """What this thread has asked for comes before what others begin from here on."""
+        """Order work begun from now on by other threads after the work of this thread."""
         for index in self.used:
             _order(_accelerator.current_stream(index), self._defaults[index])
 
     def adopt(self, *values: Any) -> None:
-        """This thread goes on with what others have made: after what was published, and its memory lasts as long."""
+        """Order this thread's work after the published work, and keep the memory of values of other threads for it."""
         self.join()
         self.keep(values)
 
     def keep(self, values: Iterable[Any]) -> None:
-        """The memory of tensors is not used anew before what this thread asks for with them is done."""
+        """Do not reuse the memory of tensors before the work that this thread submits with them is done."""
         for value in values if self.used else ():
             if isinstance(value, Tensor) and value.device.index in self.used:
                 keep_for(value, _accelerator.current_stream(value.device))
 
     def current(self) -> list[torch.Stream]:
-        """Where this thread's work goes now."""
+        """Return the current streams of this thread."""
         return [_accelerator.current_stream(index) for index in self.used]
 
     def follow(self, streams: Iterable[torch.Stream]) -> None:
-        """What this thread asks for from here on comes after what was asked for on these streams."""
+        """Order the further work of this thread after the work on these streams."""
         for stream in streams:
             _order(stream, _accelerator.current_stream(stream.device_index))
 
     def join(self) -> None:
-        """What this thread asks for from here on comes after what was published."""
+        """Order the further work of this thread after the published work."""
         for index in self.used:
             _order(self._defaults[index], _accelerator.current_stream(index))
 
 
 def _order(first: torch.Stream, then: torch.Stream) -> None:
-    """What the second is asked for from here on comes after what the first was asked for."""
+    """Order the further work of the second stream after the work of the first."""
     if first != then:
         then.wait_stream(first)
 
 
 def read_on(stream: torch.Stream, bound: Bound) -> None:
-    """`stream` is about to read a blob: after what made it, and its memory lasts as long."""
+    """Order the further work of `stream` after the creation of a blob, and keep the blob's memory until it is done."""
     if bound.ready is None:
         _order(_accelerator.current_stream(bound.blob.device), stream)
     else:
@@ -168,12 +169,12 @@ def read_on(stream: torch.Stream, bound: Bound) -> None:
 
 @contextmanager
 def on(*streams: torch.Stream) -> Iterator[list[torch.Stream]]:
-    """Inside, these are this thread's current streams; gives those that were. `with stream` serves but one thread."""
+    """Make these this thread's current streams; yield the previous ones. `with stream` works in one thread only."""
     device_index = _accelerator.current_device_index()
     before = [_accelerator.current_stream(stream.device_index) for stream in streams]
     for stream in streams:
         _accelerator.set_stream(stream)
-    _accelerator.set_device_index(device_index)  # which the stream has changed
+    _accelerator.set_device_index(device_index)  # set_stream has changed it
     try:
         yield before
     finally:
@@ -183,7 +184,7 @@ def on(*streams: torch.Stream) -> Iterator[list[torch.Stream]]:
 
 
 def settle(blobs: Iterable[Any]) -> Sequence[Tensor]:
-    """Blobs as this thread may use them from here on: its current streams wait for those that are still arriving."""
+    """Return the blobs for use by this thread, whose current streams wait for blobs that are still arriving."""
     return [_settled(blob) if type(blob) is Arrived else blob for blob in blobs]
 
 
@@ -196,7 +197,7 @@ def _settled(arrived: Arrived) -> Tensor:
 
 
 def set_apart(blobs: Sequence[Blob]) -> Sequence[Blob]:
-    """Blobs that another thread may send later: a copy of what lies on an accelerator, as this thread would send it."""
+    """Return blobs that another thread may send later: copies of accelerator memory, made by this thread."""
     return [_set_apart(blob) if isinstance(blob, Bound) and not blob.blob.is_cpu else blob for blob in blobs]
 
 
@@ -207,7 +208,7 @@ def _set_apart(bound: Bound) -> Bound:
 
 
 def copied(bound: Bound) -> Tensor | Arrived:
-    """A copy for somebody else, where the blob is bound for; asked for on this thread's current stream."""
+    """Return a copy on the target device of a blob, made on this thread's current stream."""
     if not bound.blob.is_cpu:
         read_on(_accelerator.current_stream(bound.blob.device), bound)
     with torch.inference_mode(False), torch.no_grad():

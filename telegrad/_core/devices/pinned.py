@@ -1,4 +1,4 @@
-"""Page-locked memory of the host, from and to which devices copy without waiting; kept, and lent out in pieces."""
+"""Pools of pinned host memory, which devices copy to and from asynchronously."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import torch
 from torch import Tensor
 
 SMALL_PIECE, PIECE = 1 << 16, 4 << 20
-MOST_SMALL, MOST = 256, 32  # pieces that are kept: 16 and 128 MB
+MOST_SMALL, MOST = 256, 32  # pieces kept: 16 and 128 MB
 
 
 class Piece:
-    """Some bytes on loan. It goes back when nobody holds it, and is lent again once the device is done with it."""
+    """Pinned bytes on loan. Freed pieces return to the pool, and are reused once the device is done with them."""
 
     __slots__ = ("_shelf", "busy", "memory")
 
     def __init__(self, shelf: _Shelf, memory: Tensor) -> None:
         self.memory = memory
-        self.busy: torch.Event | None = None  # after which the device needs it no longer
+        self.busy: torch.Event | None = None  # after this event the device does not use it
         self._shelf = shelf
 
     def __del__(self) -> None:
@@ -26,12 +26,13 @@ class Piece:
 
 
 class _Shelf:
-    """Pieces of one size."""
+    """A pool of pieces of one size."""
 
     def __init__(self, size: int, most: int) -> None:
         self._size = size
         self._most = most
-        self._lock = threading.RLock()  # guards all below; a piece may end wherever this thread allocates
+        # guards all below; reentrant: a piece may be freed at any allocation under the lock
+        self._lock = threading.RLock()
         self._free: list[tuple[Tensor, torch.Event | None]] = []
         self._made = 0
 
@@ -50,19 +51,19 @@ class _Shelf:
 
     def put_back(self, memory: Tensor, busy: torch.Event | None) -> None:
         with self._lock:
-            if self._made > self._most:  # torch keeps what the device still reads
+            if self._made > self._most:  # torch keeps memory that the device still reads
                 self._made -= 1
             else:
                 self._free.append((memory, busy))
 
 
 class Pinned:
-    """The pieces of one worker."""
+    """The pinned memory of one worker."""
 
     def __init__(self) -> None:
         self._small = _Shelf(SMALL_PIECE, MOST_SMALL)
         self._large = _Shelf(PIECE, MOST)
 
     def take(self, size: int, beyond: bool = False) -> Piece | None:
-        """A piece for as much of `size` as fits; None where all are lent, unless one `beyond` their number shall be."""
+        """Return a piece for all or a part of `size`; if all are lent, None, or an additional piece if `beyond`."""
         return (self._small if size <= SMALL_PIECE else self._large).take(beyond)

@@ -1,4 +1,4 @@
-"""Where tensors go that are sent to one worker: device maps as `wire.packing` asks for them."""
+"""Target devices of tensors sent to one worker: device maps as the `Place` of `wire.packing`."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from telegrad.errors import DeviceError
 
 
 class Route:
-    """One direction between two workers."""
+    """Target devices for one direction between two workers."""
 
     def __init__(self, table: Mapping[str, str], advice: str, otherwise: int | None = None) -> None:
-        """What is not in the `table` goes to `otherwise`; if that is None it cannot be sent, as `advice` says."""
+        """Map devices missing in `table` to `otherwise`; if that is None, they raise DeviceError with `advice`."""
         self._places = {here: _number(there) for here, there in table.items()}
         self._advice = advice
         self._otherwise = otherwise
@@ -31,7 +31,7 @@ class Route:
 
 
 class Places(NamedTuple):
-    """On which of its devices what is sent to a worker arrives."""
+    """Target devices on the receiver, by the kind of message."""
 
     calls: Place
     gradients: Place
@@ -42,7 +42,7 @@ def _number(device: str) -> int:
 
 
 def for_calls(to: str, map_: Mapping[str, str]) -> Place:
-    """Of arguments."""
+    """Return the target devices of arguments."""
     return Route(
         map_,
         "a tensor on {device} cannot be sent to worker "
@@ -53,7 +53,7 @@ def for_calls(to: str, map_: Mapping[str, str]) -> Place:
 
 
 def for_answers(to: str, map_: Mapping[str, str]) -> Place:
-    """Of results, along the inverse of the caller's map."""
+    """Return the target devices of results: the inverse of the caller's map."""
     return Route(
         turned(map_),
         "Response device mapping is not available for {device}: "
@@ -63,5 +63,5 @@ def for_answers(to: str, map_: Mapping[str, str]) -> Place:
 
 
 def for_gradients(map_: Mapping[str, str], theirs: Mapping[str, str]) -> Place:
-    """Of what goes back to where it came from; the receiver knows on which device it wants that."""
+    """Return the target devices of gradients, which go back along both maps; the receiver moves them further."""
     return Route({**map_, **turned(theirs)}, "", otherwise=HOST)

@@ -1,6 +1,6 @@
-"""Carries memory between accelerators and the host, in pieces, without waiting for a device.
+"""Copy memory between accelerators and the host in pieces, without waiting for a device.
 
-On its way out a piece is copied while the one before it is sent; on its way in, while the next one is received.
+When sending, a piece is copied while the previous one is sent; when receiving, while the next one is received.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from telegrad._core.devices.pinned import PIECE, Piece, Pinned
 from telegrad._core.threads import Background
 from telegrad._core.wire.tensors import Bound, memory
 
-AHEAD = 4  # pieces of one blob that are copied before they are sent
-FIRST_LOOK, LAST_LOOK = 2e-5, 1e-3  # seconds between looks whether a device has copied
+AHEAD = 4  # pieces of one blob copied ahead of sending
+FIRST_LOOK, LAST_LOOK = 2e-5, 1e-3  # seconds between checks for finished copies
 
 log = logging.getLogger("telegrad")
 
 
 class StagedCopy:
-    """A blob on its way from an accelerator into a connection."""
+    """A copy of a blob from an accelerator into a connection."""
 
     def __init__(self, pinned: Pinned, stream: torch.Stream, bound: Bound) -> None:
         blob = bound.blob
@@ -35,13 +35,14 @@ class StagedCopy:
         self._pinned = pinned
         self._stream = stream
         self._blob = blob
-        self._copied = 0  # or about to be
+        self._copied = 0  # bytes copied or being copied
         self._pieces: deque[tuple[Piece, int, torch.Event]] = deque()
-        self._lock = threading.RLock()  # guards the two; who sends asks `over` without, while nobody else copies
+        # guards _copied and _pieces; the sender reads `over` without it, when no other thread copies
+        self._lock = threading.RLock()
         self._copy()
 
     def _copy(self) -> None:
-        """Have as much copied as there is room for."""
+        """Start copies while pieces are available."""
         total = self._blob.numel()
         while self._copied < total and len(self._pieces) < AHEAD:
             piece = self._pinned.take(total - self._copied)
@@ -60,14 +61,14 @@ class StagedCopy:
 
     @property
     def ready(self) -> bool:
-        """Whether there is something to be sent, or nothing any more."""
+        """Return True if a piece can be sent, or if all were."""
         with self._lock:
             if not self._pieces:
                 self._copy()
             return self._pieces[0][2].query() if self._pieces else self.over
 
     def next(self) -> tuple[memoryview, Piece] | None:
-        """The next bytes to be sent, and what owns them; None where they are not there yet, or it is over."""
+        """Return the next bytes to send and their piece; None if they are not copied yet or all were sent."""
         with self._lock:
             if not self.ready or not self._pieces:
                 return None
@@ -77,7 +78,7 @@ class StagedCopy:
 
 
 class Staging:
-    """Of one worker."""
+    """The staged copies of one worker."""
 
     def __init__(self, streams: Streams) -> None:
         self.streams = streams
@@ -87,17 +88,17 @@ class Staging:
         self._closed = False
         self._thread = Background("telegrad-devices", self._look)
 
-    # Out
+    # Sending
 
     def depart(self, bound: Bound) -> StagedCopy:
-        """Begin to copy a blob of an accelerator to the host; after what this thread has asked for until now."""
+        """Begin to copy an accelerator's blob to the host, after the earlier work of this thread."""
         index = bound.blob.device.index
         self.streams.use(index)
         self._thread.want()
         return StagedCopy(self._pinned, self.streams.departures(index), bound)
 
     def watch(self, departure: StagedCopy, resume: Callable[[], None]) -> None:
-        """Call `resume` once the next piece of `departure` is there."""
+        """Call `resume` once the next piece of `departure` is copied."""
         with self._lock:
             self._watched.append((departure, resume))
             self._lock.notify()
@@ -120,7 +121,7 @@ class Staging:
                 self._lock.wait(pause)
 
     def _resumed(self, departure: StagedCopy, resume: Callable[[], None]) -> bool:
-        with contextlib.suppress(Exception):  # a device that failed: the connection meets it again
+        with contextlib.suppress(Exception):  # the device failed: the connection will get the error too
             if not departure.ready:
                 return False
         try:
@@ -129,12 +130,12 @@ class Staging:
             log.exception("telegrad: sending on failed")
         return True
 
-    # In
+    # Receiving
 
     def receive_into(self, size: int, index: int) -> tuple[Arrived, Iterator[memoryview]]:
-        """Memory of an accelerator for what will be received, and one by one the places to receive it into.
+        """Return memory of an accelerator for data to be received, and an iterator of host buffers to receive it into.
 
-        Whoever asks for the next place has filled the one before.
+        Each buffer must be filled before the next one is requested.
         """
         self.streams.use(index)
         stream = self.streams.arrivals(index)
@@ -156,7 +157,7 @@ class Staging:
             at += count
 
     def put(self, blob: Tensor, index: int) -> Arrived:
-        """Bytes of the host on an accelerator."""
+        """Copy bytes of the host to an accelerator."""
         self.streams.use(index)
         stream = self.streams.arrivals(index)
         with on(stream), torch.inference_mode(False), torch.no_grad():
