@@ -1,1 +1,1 @@
-"""Who may take part: the keys of a group, the handshake of a connection, encrypted records, TLS."""
+"""Access to a group: its keys, the handshake of connections, encrypted records, TLS."""

@@ -1,26 +1,26 @@
-"""Two ends of a new connection prove to each other that they hold a key of the group, and agree on fresh keys for it.
+"""The handshake of a connection: both ends prove that they hold a key of the group, and agree on fresh keys.
 
     initiator                                      acceptor
       | -- HELLO     version, random bytes ---------> |      in clear
       | <- REPLY     version, random bytes ---------- |      in clear
-      | -- FIRST     -> psk, e ---------------------> |      `noise` says what these two are
-      | <- SECOND    <- e, ee: claim ---------------- |      the initiator knows whether the wanted worker answers
-      | -- CLAIM     claim, whom, stream_id --------> |      a transport message; the acceptor believes nothing before
+      | -- FIRST     -> psk, e ---------------------> |      FIRST and SECOND: see `noise`
+      | <- SECOND    <- e, ee: claim ---------------- |      the initiator checks that it is the wanted worker
+      | -- CLAIM     claim, wanted, stream_id ------> |      a transport message; the acceptor trusts nothing before
       | <- ACCEPTED  -------------------------------- |      a transport message
 
-What both said in clear is the prologue of the Noise handshake, and so is what carries the connection: over TLS the
-certificates of both ends. So an attacker on the way who changes a version, or relays the handshake between two TLS
-connections of its own, ends it. Random bytes in the prologue make a recording of FIRST worthless, too.
+The prologue of the Noise handshake contains HELLO, REPLY and the carrier of the connection; over TLS that includes the
+certificates of both ends. So the handshake fails if an attacker in the middle changes a version, or relays it between
+two TLS connections. The random bytes in the prologue also make a replay of FIRST useless.
 
-Over TCP all that follows is encrypted (`records`), over TLS and Unix sockets it is not: TLS encrypts, and of a Unix
-socket each end checks the user of the other.
+Over TCP all further data is encrypted (`records`). Over TLS and Unix sockets it is not: TLS encrypts, and each end of a
+Unix socket checks the user of the other.
 
-A refusal is a message too, so that both ends know why. It is not authenticated: who is on the way can end a connection
-in any case. Every message is a length of two bytes and at most LONGEST bytes, so that a stranger can make this end
-keep no more than that; nothing is ever unpickled.
+A refusal is a message too: both ends learn the reason. It is not authenticated, because an attacker in the middle can
+end a connection anyway. Each message has a length of two bytes and at most LONGEST bytes. This limits the memory that
+an unauthenticated peer can use; nothing is unpickled.
 
-HELLO and REPLY stay as they are in all versions: each end says the newest that it speaks, and both speak the older of
-the two, unless one of them does not know that any more. All else may change with the version (docs/stability.md).
+HELLO and REPLY are the same in all versions. Each end sends the newest version that it supports. Both use the older of
+the two, unless one end no longer supports that. All else may change with the version (docs/stability.md).
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from telegrad.errors import AuthenticationFailed, HandshakeError, PeerUnreachabl
 MAGIC = b"TGRD"
 LONGEST = 2048
 NONCE = 32
-PURPOSE = b"connections"  # what the keys are derived for
-TCP, UNIX, TLS = b"tcp", b"unix", b"tls"  # what carries a connection; behind TLS both certificates
+PURPOSE = b"connections"  # purpose in the derivation of keys
+TCP, UNIX, TLS = b"tcp", b"unix", b"tls"  # carriers of a connection; TLS is followed by both certificates
 
-UNKNOWN_KEY, OTHER_USER, ONE_SIDED_TLS = "key", "user", "tls"  # reasons of a refusal that are looked for
+UNKNOWN_KEY, OTHER_USER, ONE_SIDED_TLS = "key", "user", "tls"  # refusal reasons that other code checks
 ONE_SIDED = "one of the two workers uses TLS and the other does not: give tls=... to all workers, or to none"
 
 Random = Callable[[int], bytes]
@@ -71,46 +71,46 @@ _REASONS: dict[str, tuple[type[HandshakeError | PeerUnreachable], str]] = {
 
 
 class Spoken(NamedTuple):
-    """The versions of the protocol that a worker speaks."""
+    """The protocol versions that a worker supports."""
 
     oldest: int
     newest: int
 
 
-PROTOCOL = Spoken(8, 8)  # from the second one that is released on, two neighbours
+PROTOCOL = Spoken(8, 8)  # two adjacent versions, from the second released one on
 
 
 class Claim(NamedTuple):
-    """Who a worker says it is."""
+    """The identity that a worker claims."""
 
     name: str
     id: int
     incarnation: str
     program: str
-    map: tuple[tuple[str, str], ...] = ()  # from its devices to those of the worker to whom it says this
+    map: tuple[tuple[str, str], ...] = ()  # device map to the worker that receives the claim
 
 
 class StreamId(NamedTuple):
-    """Which stream of which connection this is."""
+    """The connection, and the stream of it, that a socket belongs to."""
 
     connection: str = ""
-    lane: int = 0  # 0: the connection itself; a further stream for what the initiator sends, 1, or receives, -1
+    lane: int = 0  # 0: the connection itself; 1 or -1: a further stream for data that the initiator sends or receives
 
 
 ITSELF = StreamId()
 
 
 class _End:
-    """What both ends share: cutting the stream into messages, and refusing."""
+    """The common part of both ends: splitting the stream into messages, and refusals."""
 
     def __init__(self, mine: Claim, carrier: bytes, random: Random, spoken: Spoken) -> None:
         self.carrier = carrier  # must be final when the first message is received
         self.done = False
         self.peer: Claim | None = None
-        self.ciphers: Ciphers | None = None  # once it is done
-        self.version = 0  # the one that both speak, once they have greeted each other
-        self.refusal = ""  # the reason that the other end gave, if it has refused
-        self.parting = b""  # after an error: worth sending before the connection is closed
+        self.ciphers: Ciphers | None = None  # set when done
+        self.version = 0  # the common version, set after HELLO and REPLY
+        self.refusal = ""  # the reason given by the peer, if it refused
+        self.parting = b""  # after an error: data to send before closing the connection
         self._mine = mine
         self._random = random
         self._spoken = spoken
@@ -120,15 +120,15 @@ class _End:
 
     @property
     def leftover(self) -> bytes:
-        """Bytes that came behind the handshake."""
+        """Bytes received after the handshake."""
         return self._buffer
 
     def receive(self, data: bytes) -> bytes:
-        """Take in bytes; the bytes to send in answer.
+        """Process received bytes; return the bytes to send.
 
         Raises:
-            HandshakeError: the other end is not what it should be.
-            PeerUnreachable: it is a worker of this group, but not the wanted one.
+            HandshakeError: the peer does not follow the protocol, or cannot be authenticated.
+            PeerUnreachable: the peer is a worker of this group, but not the wanted one.
         """
         self._buffer += data
         answer = b""
@@ -145,7 +145,7 @@ class _End:
         size = int.from_bytes(self._buffer[:2], "little")
         if not 1 <= size <= LONGEST:
             raise self._refuse("stranger", "it sent what is no message of this protocol")
-        if self._buffer[:3] == HANDSHAKE + b"\x01":  # no message of this protocol has a kind of this number
+        if self._buffer[:3] == HANDSHAKE + b"\x01":  # this protocol has no message kind 1
             self.parting = ALERT_NO_TLS
             raise AuthenticationFailed(ONE_SIDED)
         if self._buffer[2:3] not in (self._awaits(), _REFUSAL, b""):
@@ -188,11 +188,12 @@ class _End:
         self._prologue += kind + body
 
     def _finish(self) -> None:
+        """Publish the ciphers and end the handshake."""
         self.ciphers = self._ciphers
         self.done = True
 
     def _read_claim(self, text: bytes) -> tuple[Claim, list[object]]:
-        """The claim that is proven, and what stands behind it."""
+        """Return the authenticated claim, and the fields after it."""
         try:
             name, id_, incarnation, program, map_, *more = json.loads(text)
             devices = tuple((str(here), str(there)) for here, there in map_)
@@ -212,7 +213,7 @@ class _End:
 
 
 class Initiator(_End):
-    """The end that connected, to reach the worker of this incarnation."""
+    """The end that connected, to reach the worker of incarnation `wanted`."""
 
     def __init__(
         self,
@@ -225,7 +226,7 @@ class Initiator(_End):
         random: Random = secrets.token_bytes,
         spoken: Spoken = PROTOCOL,
     ) -> None:
-        """`attempt` is the number of the key to prove with; after the first, the acceptor has refused those before."""
+        """`attempt` is the index of the key to use; the acceptor has refused the keys before it."""
         super().__init__(mine, carrier, random, spoken)
         known = keys.derive(PURPOSE)
         self._key = known[min(attempt, len(known) - 1)]
@@ -234,15 +235,15 @@ class Initiator(_End):
         self._stream_id = stream_id
         self._state = _REPLY
         self._noise: InitiatorHandshake | None = None
-        self._acceptor: Claim | None = None  # while it has not accepted
+        self._acceptor: Claim | None = None  # claim of the acceptor until it has accepted
 
     @property
     def has_other_key(self) -> bool:
-        """Whether a new connection with the next key is worth a try, after this one was refused."""
+        """Return True if another connection with the next key should be tried after a refusal."""
         return self._has_more and self.refusal == UNKNOWN_KEY
 
     def start(self) -> bytes:
-        """The first bytes to send."""
+        """Return the first bytes to send."""
         return self._greet(_HELLO)
 
     def _awaits(self) -> bytes:
@@ -272,7 +273,7 @@ class Initiator(_End):
 
 
 class Acceptor(_End):
-    """The end that was connected to."""
+    """The end that accepted the connection."""
 
     def __init__(
         self,
@@ -306,11 +307,11 @@ class Acceptor(_End):
         return accepted
 
     def refuse_without_tls(self) -> HandshakeError | PeerUnreachable:
-        """Return the error where this end uses TLS, and the other does not."""
+        """Return the error for a peer that does not use TLS, while this end does."""
         return self._refuse(ONE_SIDED_TLS, ONE_SIDED)
 
     def _meet(self, first: bytes) -> ResponderHandshake:
-        """Find the key that the initiator proves with."""
+        """Find the key that the initiator used."""
         for key in self._keys.derive(PURPOSE):
             noise = ResponderHandshake(key, self._prologue + self.carrier, self._random)
             try:
@@ -321,6 +322,7 @@ class Acceptor(_End):
         raise self._refuse(UNKNOWN_KEY, _REASONS[UNKNOWN_KEY][1])
 
     def _hear(self, text: bytes) -> None:
+        """Process the initiator's claim, and check that it wants this worker."""
         claim, more = self._read_claim(text)
         match more:
             case [str() as wanted, str() as connection, -1 | 0 | 1 as lane]:
@@ -333,11 +335,11 @@ class Acceptor(_End):
 
 
 def is_hello(data: bytes) -> bool:
-    """Return True if a worker begins so without TLS."""
+    """Return True if the data begins like a worker's connection without TLS."""
     return data[2:7] == _HELLO + MAGIC
 
 
 def refusal(reason: str) -> bytes:
-    """Return the message that tells the other end why it is refused."""
+    """Return the message that gives the peer the reason of its refusal."""
     text = reason.encode()
     return (1 + len(text)).to_bytes(2, "little") + _REFUSAL + text

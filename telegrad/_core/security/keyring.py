@@ -1,12 +1,12 @@
-"""The secrets that the workers of a group share.
+"""The shared secrets of a group.
 
-A group has one key; while it is being replaced, two. The first key of a ring is the one that this worker proves to
-others with, and each key of the ring is accepted from others. So a key is rotated without stopping the group: add the
-new key behind the old one on every host, swap the two, then remove the old one (docs/security.md).
+A group has one key, or two while the key is being replaced. A worker authenticates itself with the first key of its
+ring, and accepts each key of the ring from others. So a key is rotated without stopping the group: add the new key
+after the old one on every host, swap the two, then remove the old one (docs/security.md).
 
-Keys that people choose can be guessed, and everything that is authenticated by a key lets an attacker test guesses
-against it. So such a key is stretched by scrypt: each guess costs about as much as joining does (50 ms, 16 MiB). Keys
-that `new_key` made have 256 random bits and need no stretching; their prefix tells them apart.
+Keys chosen by people can be guessed, and an attacker can test guesses against all data authenticated by a key.
+Therefore such a key is stretched by scrypt: each guess costs about as much as joining (50 ms, 16 MiB). Keys made by
+`new_key` have 256 random bits and need no stretching; they are recognized by their prefix.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ from telegrad.errors import UsageError
 log = logging.getLogger("telegrad")
 
 SHORTEST = 16  # bytes of a key
-LONGEST_FILE, MOST_KEYS = 1 << 16, 2  # bytes and keys of a key file
-_MADE = b"tgk1-"  # the prefix of keys that `new_key` made
+LONGEST_FILE, MOST_KEYS = 1 << 16, 2  # limits of a key file: bytes and keys
+_MADE = b"tgk1-"  # prefix of keys made by `new_key`
 _MADE_SIZE = len(_MADE) + 43  # 32 random bytes, as base64 for URLs
 _MARKED = "begins with a byte order mark, as some editors write it: save it without one (UTF-8, no BOM)"
-# Lines of files that hold more than a key: a comment, a key within quotes, an assignment of a shell or of YAML,
-# PEM. A key in base64 may end with "=".
+# Lines that are not a bare key: comments, quoted keys, assignments of a shell or of YAML, PEM. A base64 key may end
+# with "=".
 _NO_KEY = re.compile(rb"""#|(["']).*\1$|(export\s+)?[A-Za-z_]\w*\s*=\s*[^=\s]|[A-Za-z_]\w*:\s|-----BEGIN """)
 _OPEN = hashlib.sha256(b"telegrad: a group without a key").digest()
 
 
 def new_key() -> bytes:
-    """Return a new random key, in printable characters."""
+    """Return a new random key of printable characters."""
     return _MADE + secrets.token_urlsafe(32).encode()
 
 
 def check_key(key: object, source: str) -> bytes:
-    """Return the key as bytes without white space around it, as in a file; `source` says in errors where it was given.
+    """Return the key as bytes without surrounding white space; `source` names in errors the place where it was given.
 
     Raises:
-        UsageError: it is no str or bytes, is text that UTF-8 cannot write, begins with a byte order mark, is shorter
-            than 16 bytes, or is more than one line with nothing but a key on it.
+        UsageError: it is no str or bytes, is text that UTF-8 cannot encode, begins with a byte order mark, is shorter
+            than 16 bytes, or is not a single line that contains only a key.
     """
     if isinstance(key, str):
         if key.startswith("\ufeff"):
@@ -80,44 +80,45 @@ def check_key(key: object, source: str) -> bytes:
 
 
 class Keyring:
-    """The keys of one group, as this process knows them."""
+    """The keys of one group in this process."""
 
     def __init__(self, keys: Sequence[bytes], path: str = "", is_open: bool = False, source: str = "") -> None:
-        """`path` is the file that the keys came from, which is read again when it has changed.
+        """`path` is the file of the keys, if any; it is read again after it has changed.
 
-        `is_open`: there is no key. `source` tells people where the keys come from.
+        `is_open`: there is no key. `source` describes for people where the keys come from.
         """
         self.is_open = is_open
         self.source = source
-        self.group = ""  # the identity of the one group for which what is derived is good
+        self.group = ""  # the only group for which derived keys are valid
         self._path = path
         self._secrets = (_OPEN,) if is_open else tuple(map(_stretch, keys))
         self._version = _version_of(path) if path else None
 
     @property
     def may_change(self) -> bool:
-        """Whether the keys come from a file, which is read again when it has changed."""
+        """Return True if the keys come from a file, which is read again after changes."""
         return bool(self._path)
 
     def secrets(self) -> tuple[bytes, ...]:
-        """Return 32 bytes for each key; the first is the one to prove with."""
+        """Return 32 bytes for each key; the first authenticates this worker."""
         if self._path:
             version = _version_of(self._path)
             if version is not None and version != self._version:
                 self._version = version
                 try:
                     self._secrets = tuple(map(_stretch, read_keys(self._path)))
-                except UsageError as error:  # it may be written just now; a group that runs shall not end by that
+                # the file may be incomplete while it is written; do not stop a running group
+                except UsageError as error:
                     log.warning("telegrad: the keys stay as they were, until the file changes again: %s", error)
         return self._secrets
 
     def derive(self, purpose: bytes) -> tuple[bytes, ...]:
-        """Return 32 bytes for each key that are good for this purpose alone; the first is the one to prove with."""
+        """Return 32 bytes for each key, valid for this purpose only; the first authenticates this worker."""
         context = b"telegrad " + purpose + b" in " + self.group.encode()
         return tuple(hmac.digest(secret, context, "sha256") for secret in self.secrets())
 
     def within(self, group: str) -> Keyring:
-        """Return the same keys, of which nothing that is derived is good for another group."""
+        """Return the same keys, with derived keys that are valid for this group only."""
         ring = copy.copy(self)
         ring.group = group
         return ring
@@ -129,12 +130,12 @@ class Keyring:
 
 
 def open_ring() -> Keyring:
-    """Return the ring of a group without a key: connections are encrypted, and anyone may make one."""
+    """Return the ring of a group without a key: connections are encrypted, but anyone can connect."""
     return Keyring((), is_open=True, source="key=False")
 
 
 def read_keys(path: str, setting: str = "") -> list[bytes]:
-    """Return the keys in a file, one a line; `setting` says in errors where its path was given.
+    """Return the keys in a file, one per line; `setting` names in errors the setting that gave the path.
 
     Raises:
         UsageError: the file cannot be read, others may read or write it, it has over two keys, or one cannot be used.

@@ -3,18 +3,18 @@
     -> psk, e
     <- e, ee
 
-This is `Noise_NNpsk0_25519_AESGCM_SHA256` of the Noise Protocol Framework, revision 34, and nothing else of it; names
-are those of the specification. Both ends mix the shared secret and the fresh ephemeral keys into all that follows, so
-that nobody without the secret can take part, and so that connections which have ended stay secret when the secret
-becomes known later. The first message can be replayed by an attacker: the responder must believe nothing before it has
-decrypted the first transport message, which proves that the other end holds the ephemeral key of this handshake.
+This module implements only `Noise_NNpsk0_25519_AESGCM_SHA256` of the Noise Protocol Framework, revision 34; names are
+those of the specification. Both ends mix the shared secret and the fresh ephemeral keys into all later keys. So nobody
+can take part without the secret, and ended connections stay confidential if the secret becomes known later. An attacker
+can replay the first message. The responder must trust nothing before it has decrypted the first transport message,
+which proves that the initiator holds the ephemeral key of this handshake.
 
 Two things go beyond the specification. Transport messages may be longer than 65,535 bytes, which AES-GCM allows. And
-each end replaces a key by `rekey` after REKEY_AFTER messages, counted from the first, so that both do it at the same
-message: what one key has encrypted stays far below the limits of AES-GCM (2**36 bytes for messages of 1 MB, an
-advantage of an attacker below 2**-60).
+each end replaces a key by `rekey` after every REKEY_AFTER messages; both count from the first message, and so switch at
+the same one. The data encrypted with one key stays far below the limits of AES-GCM (2**36 bytes for messages of 1 MB,
+an advantage of an attacker below 2**-60).
 
-No nonce is used twice with one key: it is taken away before anything is encrypted, whatever happens then.
+No nonce is used twice with one key: a nonce is consumed before the encryption, even if that fails.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-NAME = b"Noise_NNpsk0_25519_AESGCM_SHA256"  # as long as a hash, so it is the first hash as it stands
+NAME = b"Noise_NNpsk0_25519_AESGCM_SHA256"  # as long as a hash: used directly as the first hash
 KEY = 32
 TAG = 16
 REKEY_AFTER = 1 << 16  # messages
-MAX_NONCE = 2**64 - 1  # is kept for `rekey`
+MAX_NONCE = 2**64 - 1  # reserved for `rekey`
 
 Random = Callable[[int], bytes]
 
@@ -43,11 +43,11 @@ _pack_nonce = _NONCE.pack
 
 
 class DecryptionFailed(Exception):
-    """A message was altered, replayed, reordered, or encrypted with another key."""
+    """Raised for a message that was altered, replayed, reordered, or encrypted with another key."""
 
 
 class CipherState:
-    """One direction of a connection: a key and the nonces of the messages to come. One thread at a time."""
+    """The state of one direction of a connection: a key and its remaining nonces. One thread at a time."""
 
     __slots__ = ("_decrypt", "_decrypt_into", "_encrypt", "_encrypt_into", "_end", "_key", "_nonces")
 
@@ -62,20 +62,21 @@ class CipherState:
         self._decrypt, self._decrypt_into = aead.decrypt, aead.decrypt_into
 
     def _allot(self, first: int) -> None:
-        """Make the nonces of the messages that the present key is for, of which `first` is the first."""
+        """Create the nonces for the messages under the current key, beginning with number `first`."""
         self._end = first + REKEY_AFTER
-        # Built of C iterators: to take a nonce is a single step that no signal interrupts, and the cheapest one.
+        # Made of C iterators: consuming a nonce is one fast step that no signal handler can interrupt.
         self._nonces = map(_pack_nonce, range(first, self._end))
 
-    # Each of these four takes a nonce away before it uses it. They repeat that, since small messages wait for them.
+    # Each of these four methods consumes a nonce before its use. The code is repeated for the latency of small
+    # messages.
 
     def encrypt(self, plaintext: bytes | memoryview, associated: bytes | None = None) -> bytes:
-        """Return the ciphertext and the tag of the next message."""
+        """Return the ciphertext and tag of the next message."""
         nonce = next(self._nonces, None) or self._next_key()
         return self._encrypt(nonce, plaintext, associated)
 
     def encrypt_into(self, plaintext: bytes | memoryview, target: memoryview) -> None:
-        """Write the ciphertext and the tag of the next message to `target`, which has their size."""
+        """Write the ciphertext and tag of the next message to `target`, which has their size."""
         nonce = next(self._nonces, None) or self._next_key()
         self._encrypt_into(nonce, plaintext, None, target)
 
@@ -95,7 +96,7 @@ class CipherState:
         """Write the plaintext of the next message to `target`, which has its size.
 
         Raises:
-            DecryptionFailed: it is not the next message of the other end; `target` holds nothing to be used then.
+            DecryptionFailed: it is not the next message of the other end; the content of `target` must not be used.
         """
         nonce = next(self._nonces, None) or self._next_key()
         try:
@@ -104,7 +105,7 @@ class CipherState:
             raise DecryptionFailed from None
 
     def _next_key(self) -> bytes:
-        """Replace the key, whose messages have all been made; return the nonce of the first message under the next."""
+        """Replace the key, whose nonces are used up; return the first nonce of the new key."""
         if self._end >= MAX_NONCE - REKEY_AFTER:
             raise OverflowError("a connection has sent 2**64 messages")
         self.rekey()
@@ -112,19 +113,19 @@ class CipherState:
         return next(self._nonces)
 
     def rekey(self) -> None:
-        """Replace the key by one that is computed from it; the number of the next message stays."""
+        """Derive the next key from the current one; the message number continues."""
         self._use(self._encrypt(_pack_nonce(MAX_NONCE), bytes(KEY), b"")[:KEY])
 
 
 class Ciphers(NamedTuple):
-    """What both directions of a connection are encrypted with."""
+    """The cipher states of both directions of a connection."""
 
     sending: CipherState
     receiving: CipherState
 
 
 class _SymmetricState:
-    """The hash of all that was said, and the key of the next payload."""
+    """The hash of the handshake transcript, and the key of the next payload."""
 
     def __init__(self, prologue: bytes) -> None:
         self.hash = self._chaining_key = NAME
@@ -170,7 +171,7 @@ class _Handshake(_SymmetricState):
 
     def _mix_ephemeral(self, public: bytes) -> None:
         self._mix_hash(public)
-        self._mix_key(public)  # of patterns with psk only
+        self._mix_key(public)  # required by patterns with psk only
 
     def _make_ephemeral(self) -> tuple[X25519PrivateKey, bytes]:
         private = X25519PrivateKey.from_private_bytes(self._random(KEY))
@@ -181,12 +182,12 @@ class _Handshake(_SymmetricState):
     def _mix_exchange(self, private: X25519PrivateKey, public: bytes) -> None:
         try:
             self._mix_key(private.exchange(X25519PublicKey.from_public_bytes(public)))
-        except ValueError:  # a public key of low order: the exchange is 0 for each private one
+        except ValueError:  # a public key of low order: the exchange would be 0 for any private key
             raise DecryptionFailed from None
 
 
 class InitiatorHandshake(_Handshake):
-    """The end that speaks first: `write_first`, then `read_second`."""
+    """The initiator's handshake: `write_first`, then `read_second`."""
 
     def __init__(self, psk: bytes, prologue: bytes, random: Random = secrets.token_bytes) -> None:
         super().__init__(psk, prologue, random)
@@ -198,10 +199,10 @@ class InitiatorHandshake(_Handshake):
         return public + self._encrypt_and_hash(payload)
 
     def read_second(self, message: bytes) -> tuple[bytes, Ciphers]:
-        """Return the payload of the second message, and what to encrypt with from now on.
+        """Return the payload of the second message, and the ciphers for all later messages.
 
         Raises:
-            DecryptionFailed: it is no answer to the first.
+            DecryptionFailed: it does not answer the first message.
         """
         assert self._private is not None
         public = message[:KEY]
@@ -213,7 +214,7 @@ class InitiatorHandshake(_Handshake):
 
 
 class ResponderHandshake(_Handshake):
-    """The end that answers: `read_first`, then `write_second`."""
+    """The responder's handshake: `read_first`, then `write_second`."""
 
     def __init__(self, psk: bytes, prologue: bytes, random: Random = secrets.token_bytes) -> None:
         super().__init__(psk, prologue, random)
@@ -230,10 +231,10 @@ class ResponderHandshake(_Handshake):
         return self._decrypt_and_hash(message[KEY:])
 
     def write_second(self, payload: bytes = b"") -> tuple[bytes, Ciphers]:
-        """Return the second message, and what to encrypt with from now on.
+        """Return the second message, and the ciphers for all later messages.
 
         Raises:
-            DecryptionFailed: the public key of the initiator is none.
+            DecryptionFailed: the public key of the initiator is invalid.
         """
         private, public = self._make_ephemeral()
         self._mix_exchange(private, self._theirs)

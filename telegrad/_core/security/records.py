@@ -1,15 +1,14 @@
-"""Records: what crosses a connection over TCP behind its handshake, each encrypted and authenticated.
+"""Encrypted and authenticated records, which carry all data of a TCP connection after its handshake.
 
-    length    4 bytes, little-endian, of what follows
+    length    4 bytes, little-endian: the size of the rest
     content   the ciphertext of at most LONGEST bytes, and its tag
 
-Records say nothing about frames: a record may hold several frames, a part of one, or both. The nonce of a record is its
-number, which does not travel. So a record that was altered, replayed, left out or moved cannot be decrypted, and ends
-the connection.
+Records are independent of frames: a record may hold several frames, a part of one, or both. The nonce of a record is
+its number, which is not sent. So a record that was altered, replayed, dropped or reordered cannot be decrypted, and
+ends the connection.
 
-`RecordWriter` encrypts at the moment of writing, once: what waits to be sent is plain, and what the socket has taken in
-part is kept as ciphertext. `RecordReader` decrypts a record at once into the memory that it belongs to, where it fits.
-Neither does any I/O.
+`RecordWriter` encrypts data once, when it is written: queued data is plaintext, and records sent in part are kept as
+ciphertext. `RecordReader` decrypts a record directly into its final memory if it fits. Neither does any I/O.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ from __future__ import annotations
 import struct
 
 from telegrad._core.security.noise import TAG, CipherState, DecryptionFailed
-from telegrad._core.wire.frames import SCRATCH  # bytes that are read at once, where no longer record has begun
+from telegrad._core.wire.frames import SCRATCH  # bytes per read, unless a longer record has begun
 from telegrad.errors import ProtocolViolation
 
-RECORD = 1 << 19  # bytes of content: in the processor's cache as the socket copies it; measured (docs/decisions)
+RECORD = 1 << 19  # bytes of content: still in the CPU cache when the socket copies it; measured (docs/decisions)
 JOINED = 1 << 15  # bytes of small pieces that share a record
-LONGEST = 1 << 20  # bytes of content that are taken
+LONGEST = 1 << 20  # most bytes of content accepted
 _LONGEST = LONGEST + TAG
 OVERHEAD = 4 + TAG
 
@@ -33,28 +32,28 @@ _NOTHING = memoryview(b"")
 
 
 class RecordWriter:
-    """What is sent, for one thread at a time."""
+    """Encrypt sent data; used by one thread at a time."""
 
     def __init__(self, cipher: CipherState) -> None:
-        self.unsent: memoryview = _NOTHING  # records, as far as the socket has not taken them
+        self.unsent: memoryview = _NOTHING  # records that the socket has not accepted yet
         self._encrypt, self._encrypt_into = cipher.encrypt, cipher.encrypt_into
         self._buffer: memoryview | None = None
         self._end = 0
 
     def encrypt(self, data: bytes | memoryview) -> bytes:
-        """Return a record with at most RECORD bytes of content; nothing is unsent."""
+        """Return a record with at most RECORD bytes of content. Call this only if nothing is unsent."""
         return _pack_length(len(data) + TAG) + self._encrypt(data)
 
     def keep(self, unsent: bytes | memoryview) -> None:
-        """Take in what the socket has not taken of records that are not kept here."""
+        """Store the unsent rest of records that were made by `encrypt`."""
         self.unsent = memoryview(unsent)
 
     def room(self) -> int:
-        """Return how many bytes of content the next record may have, so that it is sent together with those unsent."""
+        """Return how many bytes of content the next record may have, to be sent together with the unsent records."""
         return min(RECORD, RECORD + JOINED + OVERHEAD - self._end) if self.unsent else RECORD
 
     def add(self, data: bytes | memoryview) -> None:
-        """Encrypt a record of at most `room()` bytes behind those that are unsent, of which nothing was sent yet."""
+        """Append a record of at most `room()` bytes to the unsent records, of which nothing may have been sent yet."""
         if self._buffer is None:
             self._buffer = memoryview(bytearray(RECORD + JOINED + 2 * OVERHEAD))
         start = self._end if self.unsent else 0
@@ -64,39 +63,39 @@ class RecordWriter:
         self.unsent = self._buffer[:end]
 
     def clear(self) -> None:
-        """Drop what is unsent; no record may follow on this connection."""
+        """Drop the unsent records; no record may follow on this connection."""
         self.unsent = _NOTHING
 
     def sent(self, count: int) -> None:
-        """The socket has taken so many bytes of `unsent`."""
+        """Remove the first `count` bytes of `unsent`, which the socket has accepted."""
         self.unsent = self.unsent[count:]
 
 
 class RecordReader:
-    """What is received, for one thread at a time."""
+    """Decrypt received data; used by one thread at a time."""
 
     def __init__(self, cipher: CipherState) -> None:
         self._cipher = cipher
         self._buffer = memoryview(bytearray(SCRATCH))
         self._scratch = self._buffer[:SCRATCH]
-        self._start = self._end = 0  # the part of the buffer that has come and was not decrypted
-        self._content: memoryview | None = None  # of a record, as far as nobody has taken it
-        self.has_more = False  # behind what was decrypted last, something is here: a record, or a part of one
+        self._start = self._end = 0  # bounds of the received and not yet decrypted part of the buffer
+        self._content: memoryview | None = None  # content of a record that is not consumed yet
+        self.has_more = False  # True if more data follows the last decrypted record: a record or a part of one
 
     def buffer(self, most: int = SCRATCH) -> memoryview:
-        """Return where the next bytes from the socket belong: never empty, and not beyond a long record.
+        """Return the memory for the next bytes from the socket: never empty, and not beyond a long record.
 
-        At most `most` bytes of them, unless a longer record has begun.
+        It has at most `most` bytes, unless a longer record has begun.
         """
         unread = self._end - self._start
         if not unread:
             self._start = self._end = 0
             return self._scratch[:most]
         needed = _HEAD
-        if unread >= _HEAD:  # `decrypt_into` has looked at this length
-            needed += _unpack_length(self._buffer, self._start)[0] + _HEAD  # and the next, so that little is moved
+        if unread >= _HEAD:  # `decrypt_into` has checked this length
+            needed += _unpack_length(self._buffer, self._start)[0] + _HEAD  # and the next length, to move less data
         if needed > len(self._buffer):
-            # Room for what comes before it in the same read, so that later records of this length are not moved.
+            # Add room for data before the record in the same read: then later records of this length are not moved.
             grown = memoryview(bytearray(needed + SCRATCH))
             grown[:unread] = self._buffer[self._start : self._end]
             self._buffer, self._scratch = grown, grown[:SCRATCH]
@@ -107,12 +106,12 @@ class RecordReader:
         return self._buffer[self._end : max(self._start + needed, self._end + most)]
 
     def decrypt(self, came: int = 0) -> bytes:
-        """Return the content of the next record; b"" where it is not whole, longer than SCRATCH, or taken in part.
+        """Return the content of the next record; b"" if it is incomplete, longer than SCRATCH, or partly consumed.
 
         `came` bytes were written to `buffer()`.
 
         Raises:
-            ProtocolViolation: what came is no record.
+            ProtocolViolation: the data is not a record.
             DecryptionFailed: it is not the next record of the other end.
         """
         here = self._end = self._end + came
@@ -132,13 +131,13 @@ class RecordReader:
         return self._cipher.decrypt(self._buffer[start:end])
 
     def decrypt_into(self, target: memoryview, came: int = 0) -> int:
-        """Write what comes next to `target`, which is not empty; return how many bytes, 0 without a whole record.
+        """Write the next content to `target`, which is not empty; return the number of bytes, 0 without a whole record.
 
         `came` bytes were written to `buffer()`.
 
         Raises:
-            ProtocolViolation: what came is no record.
-            DecryptionFailed: it is not the next record of the other end; `target` holds nothing to be used then.
+            ProtocolViolation: the data is not a record.
+            DecryptionFailed: it is not the next record of the other end; the content of `target` must not be used.
         """
         here = self._end = self._end + came
         if self._content is not None:
@@ -170,7 +169,7 @@ class RecordReader:
 
 
 def not_authentic(error: Exception) -> str:
-    """Return what users are told of a record that was refused."""
+    """Return the text for users about a refused record."""
     if isinstance(error, DecryptionFailed):
         return "what came over the connection was not sent so by that worker: it was altered on the way"
     return f"it sent what is no record ({error})"

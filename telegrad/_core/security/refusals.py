@@ -1,4 +1,4 @@
-"""How often the log tells of refused connections: a few lines a minute for each host, and a count of the others."""
+"""Limit log records about refused connections: a few lines a minute for each host, and a count of the others."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 MOST_LINES = 5  # per host, in each PERIOD
 PERIOD = 60.0  # seconds
-MOST_HOSTS = 256  # that are told apart
+MOST_HOSTS = 256  # hosts counted separately
 OTHERS = "other hosts"
 
 
@@ -17,14 +17,14 @@ def host_of(origin: str) -> str:
 
 
 class Refusals:
-    """Counts the refused connections of each host."""
+    """Count the refused connections of each host."""
 
     def __init__(self) -> None:
-        self._since: dict[str, float] = {}  # when the period of a host began
-        self._count: Counter[str] = Counter()  # in it
+        self._since: dict[str, float] = {}  # begin of the period of a host
+        self._count: Counter[str] = Counter()  # refusals in the period
 
     def is_told(self, host: str, now: float) -> bool:
-        """Note a refused connection of a host; return True if the log shall tell of it."""
+        """Count a refused connection of a host; return True if it should be logged."""
         if host not in self._since and len(self._since) >= MOST_HOSTS:
             host = OTHERS
         self._since.setdefault(host, now)
@@ -32,7 +32,7 @@ class Refusals:
         return self._count[host] <= MOST_LINES
 
     def left_out(self, now: float) -> list[tuple[str, int]]:
-        """End the periods that are over; return the hosts of which not all was told, and how much was not."""
+        """End the periods that are over; return the hosts with refusals that were not logged, and their number."""
         over = [host for host, since in self._since.items() if now - since >= PERIOD]
         counts = [(host, self._count.pop(host)) for host in over]
         for host in over:
@@ -41,7 +41,7 @@ class Refusals:
 
 
 def to_give_way(origins: Iterable[str]) -> int:
-    """Return the place of the oldest connection of the host that has the most, given the origins of all in order."""
+    """Return the index of the oldest connection of the host with the most, given the origins of all in order."""
     hosts: Sequence[str] = [host_of(origin) for origin in origins]
     most = Counter(hosts).most_common(1)[0][0]
     return hosts.index(most)

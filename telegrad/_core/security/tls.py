@@ -1,4 +1,4 @@
-"""TLS between workers: both ends show a certificate that the group's authority has signed."""
+"""TLS between workers: both ends present a certificate signed by the group's authority."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from telegrad._core.host.private_files import open_regular, reason
 from telegrad._core.host.secret_files import read_secret
 from telegrad.errors import UsageError
 
-# The fatal alert `inappropriate_fallback`: the answer of a worker without TLS. These workers give it for nothing else.
+# The fatal alert `inappropriate_fallback`: the reply of a worker without TLS. Workers use it for nothing else.
 ALERT_NO_TLS = bytes.fromhex("15 03 01 00 02 02 56")
-HANDSHAKE = b"\x16\x03"  # how each TLS connection begins
+HANDSHAKE = b"\x16\x03"  # first bytes of each TLS connection
 
-LARGEST = 1 << 20  # bytes of the file of a private key
-ALERT_WAIT = 1.0  # seconds for an alert that came before the connection was closed
-_CERTIFICATE = re.compile("-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----", re.DOTALL)  # the first is shown
+LARGEST = 1 << 20  # limit for the file of a private key
+ALERT_WAIT = 1.0  # seconds to wait for an alert sent before the connection was closed
+# the first one is presented
+_CERTIFICATE = re.compile("-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----", re.DOTALL)
 
 
 class TlsFiles(NamedTuple):
@@ -36,7 +37,7 @@ class TlsFiles(NamedTuple):
 
 
 def server_context(files: TlsFiles) -> ssl.SSLContext:
-    """For accepted connections.
+    """Return the context for accepted connections.
 
     Raises:
         UsageError: a file is missing or is no certificate or key, or other users may read or write the key.
@@ -45,7 +46,7 @@ def server_context(files: TlsFiles) -> ssl.SSLContext:
 
 
 def client_context(files: TlsFiles) -> ssl.SSLContext:
-    """For connections that this worker makes; the name is not checked, since the handshake proves who it is.
+    """Return the context for outgoing connections. Host names are not checked: the handshake authenticates the worker.
 
     Raises:
         UsageError: a file is missing or is no certificate or key, or other users may read or write the key.
@@ -54,22 +55,22 @@ def client_context(files: TlsFiles) -> ssl.SSLContext:
 
 
 def load_own(context: ssl.SSLContext, certificate: str, private_key: str) -> None:
-    """Have a context show this certificate.
+    """Make a context present this certificate.
 
     Raises:
         UsageError: the key needs a passphrase.
         OSError: a file is missing or is no certificate or key, or other users may read or write the key.
     """
-    open_regular(certificate).close()  # OpenSSL would wait at a FIFO
+    open_regular(certificate).close()  # OpenSSL would block on a FIFO
     read_secret(private_key, LARGEST)
     context.load_cert_chain(certificate, private_key, partial(_refuse_passphrase, private_key))
 
 
 def own_digest(files: TlsFiles) -> bytes:
-    """Return the hash of this worker's certificate, as the other end computes it by `peer_digest`.
+    """Return the hash of this worker's certificate; the other end computes the same by `peer_digest`.
 
     Raises:
-        UsageError: the file holds no certificate.
+        UsageError: the file contains no certificate.
     """
     try:
         with open_regular(files.certificate) as file:
@@ -82,20 +83,20 @@ def own_digest(files: TlsFiles) -> bytes:
 
 
 def peer_digest(sock: ssl.SSLSocket) -> bytes:
-    """Return the hash of the certificate that the other end has shown."""
+    """Return the hash of the certificate that the other end presented."""
     return hashlib.sha256(sock.getpeercert(binary_form=True) or b"").digest()
 
 
 def is_one_sided(error: ssl.SSLError) -> bool:
-    """Return True if the other end has answered that it does not use TLS."""
+    """Return True if the other end replied that it does not use TLS."""
     return "INAPPROPRIATE_FALLBACK" in (error.reason or "")
 
 
 def alert_of(sock: socket.socket, error: OSError) -> ssl.SSLError | None:
-    """Return what TLS has told of a connection that failed with `error`; None where it has told nothing.
+    """Return the TLS error of a connection that failed with `error`; None if there is none.
 
-    With TLS 1.3 the client's handshake is over before the server has checked its certificate. So the alert may come
-    while the client sends, which then fails since the server has closed the connection.
+    With TLS 1.3 the client completes its handshake before the server has checked the client's certificate. So the alert
+    may arrive while the client is sending, and the send fails because the server has closed the connection.
     """
     if isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError):
         return error
@@ -111,7 +112,7 @@ def alert_of(sock: socket.socket, error: OSError) -> ssl.SSLError | None:
 
 
 def refused_certificate(error: ssl.SSLError, name: str, files: TlsFiles) -> str:
-    """Return whose certificate was refused, why, and what to do; "" where the error tells of none.
+    """Return whose certificate was refused, why, and advice; "" if the error is not about a certificate.
 
     `name` is the worker at the other end, `files` are those of this one.
     """
@@ -141,7 +142,7 @@ def _context(protocol: int, files: TlsFiles) -> ssl.SSLContext:
     context.verify_mode = ssl.CERT_REQUIRED
     try:
         load_own(context, files.certificate, files.private_key)
-    except OSError as error:  # SSLError is one
+    except OSError as error:  # includes SSLError
         raise UsageError(
             f"the TLS certificate {files.certificate!r} with key {files.private_key!r} cannot be used: {reason(error)}"
         ) from error
@@ -154,5 +155,5 @@ def _context(protocol: int, files: TlsFiles) -> ssl.SSLContext:
 
 
 def _refuse_passphrase(private_key: str) -> NoReturn:
-    """Instead of a question on the terminal, at which a worker would stand still."""
+    """Raise, because OpenSSL would ask for the passphrase on the terminal and block the worker."""
     raise UsageError(f"the TLS key {private_key!r} needs a passphrase: give one without (`openssl pkey`)")
