@@ -1,1 +1,1 @@
-"""Memory of tensors that crosses a connection: shared between processes of a host, or received into warm memory."""
+"""Memory of tensors that are sent over a connection: shared memory on one host, or reused receive buffers."""

@@ -1,14 +1,14 @@
-"""How the memory of tensors crosses one connection.
+"""Chooses how the memory of tensors is sent over one connection.
 
-    host to host      between processes of one host by a lent memory file, where large: the one that it lies in, where
-                      that is common memory, or one that it is copied into; else in the stream
-    device to device  between processes of one host by a lent block of the device, where they can share; else as below
-    all others        through page-locked memory of the host, in pieces, in the stream
+    host to host      between processes of one host, if large: in a lent memory file, which is the common block that
+                      contains the tensor, or a file that it is copied into; otherwise in the stream
+    device to device  between processes of one host: in a lent block of the device if they can share; otherwise as below
+    all others        in pieces through page-locked host memory, in the stream
 
-What goes from host to host in the stream of a connection by TCP goes in several, where it is very large (`lanes`).
+Very large tensors from host to host over TCP are sent in several streams (`lanes`).
 
-Whether both ends can share memory of their devices is found out by trying: with the first tensor that could go so, a
-block is offered. Until the other end has opened it, and where it cannot, tensors go through the stream.
+The ends find out by trying if they can share device memory: with the first tensor that could be sent this way, the
+sender offers a block. Tensors are sent in the stream until the other end has opened it, or if it cannot.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from telegrad._core.wire.messages import ENTRY, IN_STREAM, LEND, STRIPED, Messag
 from telegrad._core.wire.tensors import HOST, Blob, Bound, memory
 from telegrad.errors import ProtocolViolation
 
-SHARE_FROM = 1 << 16  # smaller blobs go through the socket even where memory is shared
+SHARE_FROM = 1 << 16  # smaller blobs are sent through the socket even if memory is shared
 
 log = logging.getLogger("telegrad")
 
 
 class MemorySources(NamedTuple):
-    """Where memory for blobs comes from."""
+    """The sources of memory for blobs."""
 
     arena: Arena
-    pool: SharedPool | None  # where both ends share a host
+    pool: SharedPool | None  # if both ends are on one host
     staging: Staging
 
 
 class Chunk(NamedTuple):
-    """One buffer to be sent; descriptors go with its first byte; `keeper` owns the memory."""
+    """One buffer to send. Descriptors are sent with its first byte; `keeper` owns the memory."""
 
     data: bytes | memoryview
     fds: tuple[int, ...] = ()
@@ -53,7 +53,7 @@ class Chunk(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """A blob that is to be sent: a lent block that has it, or what goes through the stream."""
+    """A blob to send: a lent block that contains it, or the data for the stream."""
 
     size: int
     device: int
@@ -62,9 +62,10 @@ class Prepared(NamedTuple):
 
 
 class Outgoing:
-    """What leaves.
+    """The blobs that are sent on one connection.
 
-    `prepare`, `passes_descriptor`, `rollback` and `reclaim` are for any thread, all else under the connection's lock.
+    `prepare`, `passes_descriptor`, `rollback` and `reclaim` may be called from any thread; all other methods only under
+    the connection's lock.
     """
 
     def __init__(self, peer: str, stores: MemorySources, lanes: Lanes) -> None:
@@ -72,17 +73,17 @@ class Outgoing:
         self._lanes = lanes
         self._pool = stores.pool
         self._staging = stores.staging
-        self._known: set[int] = set()  # blocks that the peer can find
-        self._lent: set[int] = set()  # blocks that the peer uses
+        self._known: set[int] = set()  # blocks that the peer has mapped or opened
+        self._lent: set[int] = set()  # blocks that the peer uses now
         self._trial: DeviceBlock | None = None
         self._shares_devices: bool | None = None if stores.pool is not None else False  # None: not known yet
 
     def prepare(self, blob: Blob, shares: bool = True) -> Prepared:
-        """Decide how a blob travels, and copy it into a block where it is by that; no memory file unless `shares`."""
+        """Choose how to send a blob, and copy it into a block if it is sent in one. `shares` permits memory files."""
         if isinstance(blob, Bound):
             return self._prepare_bound(blob, shares)
         size, pool = blob.numel(), self._pool
-        # One peer gets no more than half of the files: the others, and what is lent to all, need some.
+        # One peer gets at most half of the files: other peers and common blocks need some.
         if pool is None or size < SHARE_FROM or not shares or len(self._lent) >= pool.most_files // 2:
             return Prepared(size, HOST, None, blob)
         loan = pool.lend(blob)
@@ -95,7 +96,7 @@ class Outgoing:
         return Prepared(size, HOST, block, None)
 
     def passes_descriptor(self, prepared: Prepared) -> bool:
-        """Return True if a descriptor goes along; also for a block that another message passes in this moment."""
+        """Return True if a descriptor must be sent; also for a block that a concurrent message passes."""
         block = prepared.block
         return isinstance(block, Loan) or (isinstance(block, Block) and block.number not in self._known)
 
@@ -118,7 +119,7 @@ class Outgoing:
             raise
 
     def commit(self, prepared: list[Prepared]) -> tuple[bytes, list[int], list[Chunk], list[Chunk | StagedCopy]]:
-        """The table of a frame, the descriptors that go with it, and what must go before and behind it."""
+        """Return the table of a frame, its descriptors, and the chunks to send before and after it."""
         table, fds, before, behind = b"", [], [], []
         for size, device, block, streamed in prepared:
             striped = device == HOST and block is None and self._lanes.serve(size)
@@ -140,14 +141,13 @@ class Outgoing:
         return table, fds, before, behind
 
     def _stream(self, streamed: Tensor | StagedCopy, striped: bool) -> Chunk | StagedCopy:
-        """What goes into the outbox."""
         if isinstance(streamed, StagedCopy):
             return streamed
         whole = memory(streamed)
         return Chunk(self._lanes.carry(whole, streamed) if striped else whole, (), streamed)
 
     def _offer(self, index: int) -> Iterator[Chunk]:
-        """The first block of a device."""
+        """Offer the first block of a device."""
         self._shares_devices = False
         try:
             block = self._pool.take_on(index, 1) if self._pool is not None else None
@@ -160,7 +160,7 @@ class Outgoing:
             self.opened(str(error))
 
     def opened(self, fault: str) -> None:
-        """The peer has opened the first block, or could not."""
+        """Process the peer's answer to the offered block; an empty `fault` means that the peer opened it."""
         block, self._trial = self._trial, None
         if block is not None:
             self._lent.discard(block.number)
@@ -170,11 +170,11 @@ class Outgoing:
         log.info("telegrad: tensors on accelerators go to worker %r %s", self._peer, way)
 
     def rollback(self, prepared: Iterable[Prepared]) -> None:
-        """What was prepared was not sent."""
+        """Take back the blocks of blobs that were not sent."""
         self.reclaim([each.block.number for each in prepared if each.block and each.block.number not in self._lent])
 
     def returned(self, numbers: Iterable[int]) -> list[int]:
-        """The peer gives blocks back; those that were lent to it, which `reclaim` is for."""
+        """Record that the peer returned blocks; return those that were lent to it, for `reclaim`."""
         found = self._lent.intersection(numbers)
         self._lent -= found
         return list(found)
@@ -184,32 +184,32 @@ class Outgoing:
             self._pool.give_back(numbers)
 
     def forget(self, numbers: Iterable[int]) -> list[int]:
-        """This worker has given blocks up; those that the peer can find."""
+        """Record that this worker dropped blocks; return those that the peer has mapped or opened."""
         known = [number for number in numbers if number in self._known]
         self._known.difference_update(known)
         return known
 
     def abandon(self) -> None:
-        """The connection has ended."""
+        """Give up the lent blocks, because the connection has ended."""
         if self._pool is not None:
             self._pool.abandon(self._lent)
 
 
 class Incoming:
-    """What comes; for the thread that reads."""
+    """The blobs that are received on one connection. Only the reader thread uses it."""
 
     def __init__(self, stores: MemorySources, lanes: Lanes) -> None:
         self._arena = stores.arena
         self._staging = stores.staging
         self._lanes = lanes
         self.maps = SharedMaps(stores.staging.streams)
-        self.attached = 0  # bytes that have come in blocks
+        self.attached = 0  # bytes received in blocks
         self._tried = False
 
     def allocate(
         self, size: int, device: int, striped: bool
     ) -> tuple[Tensor | Arrived | Unreceived, Iterator[memoryview]]:
-        """Where a blob in the stream shall land. Without memory for it, its bytes are received and dropped."""
+        """Return the memory for a blob in the stream. If there is none, the bytes are received and discarded."""
         try:
             if device != HOST and not striped:
                 return self._staging.receive_into(size, device)
@@ -224,7 +224,7 @@ class Incoming:
         return blob, iter((place,))
 
     def attach(self, number: int, size: int, device: int) -> Tensor | Arrived | Unreceived:
-        """A blob that lies in a block that the peer lent. Without memory to use it, the block goes back."""
+        """Return a blob that lies in a block lent by the peer. Without memory to use it, the block is returned."""
         self.attached += size
         try:
             arrived = self.maps.take(number, size, device)
@@ -236,7 +236,7 @@ class Incoming:
             return _unreceived(size, error)
 
     def open(self, number: int, handle: bytes) -> str | None:
-        """Open a block of the peer's accelerator. What to say of the first: why it cannot be opened, if so."""
+        """Open a block of the peer's accelerator. For the first block, return the reason of a failure, or ""."""
         first, self._tried = not self._tried, True
         try:
             self.maps.open(number, handle)
@@ -248,7 +248,7 @@ class Incoming:
 
 
 def _unreceived(size: int, error: Exception) -> Unreceived:
-    """In an `except` block: what stands for a blob without memory; raises `error` where that is not the cause."""
+    """Return the placeholder of a blob without memory. Re-raise `error` if it has another cause."""
     if not out_of_memory.is_out(error):
         raise error
     return Unreceived(size, str(error) or type(error).__name__)

@@ -1,9 +1,9 @@
 """Memory files of this worker, which other processes of the host map.
 
-Block        lent to one peer at a time; its receiver works on that very memory
-CommonBlock  lent to any number at once, each of which has a Loan of it; they map it privately, so that the kernel
-             copies a page for whoever writes to it. It holds what one tensor of this worker holds, while that
-             lives; where that is lent out, nothing may be written to it
+Block        lent to one peer at a time; the receiver works on the same memory
+CommonBlock  lent to any number of peers at once, with one Loan for each. They map it privately: when a process writes
+             to a page, the kernel gives it a copy. It holds one tensor of this worker for as long as the tensor
+             lives; while it is lent, nothing may write to it
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from torch import Tensor
 
 from telegrad._core.wire.tensors import HOST
 
-PARALLEL_FROM = 1 << 21  # below, waking torch's other threads costs more than their help is worth
-_F_SEAL_FUTURE_WRITE = 0x10  # has a name from Python 3.13 on
+PARALLEL_FROM = 1 << 21  # for smaller blobs, waking torch's other threads costs more than they save
+_F_SEAL_FUTURE_WRITE = 0x10  # `fcntl` has the name from Python 3.13 on
 
 
 class Block:
-    """One that has one user at a time."""
+    """A memory file with one user at a time."""
 
     __slots__ = ("capacity", "fd", "idle_since", "memory", "number")
     device = HOST
@@ -47,7 +47,7 @@ class Block:
 
 
 class CommonBlock:
-    """One that has many readers."""
+    """A memory file with many readers."""
 
     __slots__ = ("address", "capacity", "fd", "idle_since", "is_used", "loans", "memory", "number", "spoiled")
     device = HOST
@@ -56,9 +56,9 @@ class CommonBlock:
         self.number = number
         self.capacity = capacity
         self.idle_since = 0.0
-        self.is_used = False  # the tensor of this worker lives
+        self.is_used = False  # the tensor of this worker is alive
         self.loans = 0
-        self.spoiled = False  # somebody may read it who cannot tell any more when that is over
+        self.spoiled = False  # a peer may still read it but can no longer say when it is done
         self.fd, region = _make(capacity, _F_SEAL_FUTURE_WRITE)
         self.memory = memoryview(region)
         self.address = _over(region).data_ptr()
@@ -68,21 +68,21 @@ class CommonBlock:
 
 
 class Loan(NamedTuple):
-    """What one message lends of a common block."""
+    """One message's loan of a common block."""
 
     number: int
     block: CommonBlock
 
 
 def _make(capacity: int, seals: int) -> tuple[int, mmap.mmap]:
-    """A file, mapped; whoever maps it later is kept from what `seals` say, where the kernel knows them."""
+    """Create and map a file, with `seals` for later mappings if the kernel supports them."""
     import fcntl
 
     fd = os.memfd_create("telegrad", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, capacity)
         region = mmap.mmap(fd, capacity)
-        # The receiver need not fear that the file shrinks under its tensor.
+        # The file cannot shrink under the receiver's tensor.
         fixed = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
         try:
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fixed | seals)

@@ -1,12 +1,13 @@
-"""Several streams for one very large tensor.
+"""Additional TCP streams for very large tensors.
 
-One stream of TCP is no faster than what one processor moves, and many networks bound each stream, too. So a connection
-to another host that has carried a tensor of STRIPE_FROM bytes gets LANES further streams for that direction, and from
-then on such tensors are cut into stripes. The first goes through the connection itself, so that frames keep their
-order; each other goes by a lane, which has a thread at either end. Stripes have no header: the table of the frame that
-they belong to says which come.
+One TCP stream is limited by one processor, and many networks limit each stream. When a connection to another host has
+carried a tensor of STRIPE_FROM bytes in one direction, it gets LANES further streams for that direction. From then on,
+such tensors are cut into stripes. The first stripe is sent on the connection itself, which keeps frames in order; each
+other stripe is sent on one lane, with one thread at each end. Stripes have no header: the table of their frame says
+which stripes follow.
 
-The end that connected makes the lanes. The end that receives says READY on each; only then the other may use them.
+The end that opened the connection creates the lanes. The receiving end sends READY on each lane; only then may the
+other end use them.
 """
 
 from __future__ import annotations
@@ -30,53 +31,53 @@ LANES = 3
 READY = b"!"
 _ALIGN = 4096
 
-_Stripe = tuple[Iterable[memoryview], Any]  # its memory, in parts, and what owns that
+_Stripe = tuple[Iterable[memoryview], Any]  # its memory in parts, and the object that owns it
 _Stripes = SimpleQueue[_Stripe | None]
 
 
 def dropped(size: int) -> Iterator[memoryview]:
-    """Places to receive `size` bytes into that nobody needs: the same one over and over, as long as a record."""
+    """Yield buffers to receive and discard `size` bytes: the same buffer each time, at most one record long."""
     place = memoryview(bytearray(min(size, RECORD)))
     for at in range(0, size, RECORD):
         yield place[: size - at]
 
 
 def _cuts(size: int) -> list[slice]:
-    """Where the stripes of `size` bytes lie; the last may be short, or empty."""
+    """Return the slices of the stripes of `size` bytes; the last may be short or empty."""
     step = -(-size // (LANES + 1))
     step += -step % _ALIGN
     return [slice(number * step, (number + 1) * step) for number in range(LANES + 1)]
 
 
 class Lanes:
-    """Those of one direction, at one end."""
+    """The lanes of one direction, at one end of a connection."""
 
     def __init__(self, sends: bool, failed: Callable[[Exception], None], make: Callable[[], None] | None) -> None:
-        """`make` is called once, when there is use for lanes, at the end that makes them."""
+        """`make` creates the lanes on their first use; it is None at the end that does not create them."""
         self.ready = False  # stripes may be sent
-        self.wanted = False  # `make_wanted` is due
+        self.wanted = False  # `make_wanted` must be called
         self._sends = sends
         self._failed = failed
         self._make = make
-        # Guards all below, that `_make` is taken once, and the order of stripes. `is_idle` peeks, and `close` looks at
-        # both lists without, since nothing is added to them any more.
-        self._lock = renewed(threading.Lock())  # since NO_LANES outlives any worker
+        # Guards all below, that `make` is called once, and the order of stripes. `is_idle` reads without the lock.
+        # `close` iterates over both lists without it, because nothing is added to them after `_closed` is set.
+        self._lock = renewed(threading.Lock())  # because NO_LANES outlives any worker
         self._socks: list[socket.socket] = []
         self._stripes: list[_Stripes] = []
         self._greeted = 0
         self._under_way = 0
-        self._then: Callable[[], None] | None = None  # to be called when nothing is under way
+        self._then: Callable[[], None] | None = None  # called when no stripe is in transit
         self._closed = False
 
     def serve(self, size: int) -> bool:
-        """Whether a tensor of that size travels in stripes; if not, the next may, after `make_wanted`."""
+        """Return True if a tensor of `size` bytes is sent in stripes. If not, call `make_wanted` afterwards."""
         if size < STRIPE_FROM:
             return False
         self.wanted = self._make is not None
         return self.ready
 
     def make_wanted(self) -> None:
-        """Have them made, where there was use for them; not under a lock, since this starts a thread."""
+        """Create the lanes if `serve` asked for them. Call it without a lock: it starts a thread."""
         if not self.wanted:
             return
         with self._lock:
@@ -85,7 +86,7 @@ class Lanes:
             make()
 
     def add(self, sock: socket.socket, heard: bytes, ciphers: Ciphers | None = None) -> None:
-        """Take in a further stream, on which the other end has said `heard` already."""
+        """Add a stream, from which the bytes `heard` have been read already."""
         sock.setblocking(True)
         stripes: _Stripes = SimpleQueue()
         with self._lock:
@@ -100,17 +101,17 @@ class Lanes:
         lane = Thread(target=self._run, args=(stream, stripes), name="telegrad-lane")
         try:
             lane.start()
-        except (RuntimeError, MemoryError):  # there is no thread left; and so no stripes
+        except (RuntimeError, MemoryError):  # no thread can be started: no stripes
             sock.close()
 
     def carry(self, memory: memoryview, keeper: Any) -> memoryview:
-        """Have lanes move all stripes of `memory` but the first, which is returned."""
+        """Pass all stripes of `memory` but the first to the lanes; return the first."""
         cuts = _cuts(len(memory))
         self._put([((memory[cut],), keeper) for cut in cuts[1:]])
         return memory[cuts[0]]
 
     def drop(self, size: int) -> Iterator[memoryview]:
-        """Have lanes receive and drop all stripes of `size` bytes but the first, whose places are returned."""
+        """Let the lanes receive and discard all stripes of `size` bytes but the first; return buffers for the first."""
         first, *others = [dropped(len(range(size)[cut])) for cut in _cuts(size)]
         self._put([(parts, None) for parts in others])
         return first
@@ -124,7 +125,7 @@ class Lanes:
                 stripes.put(move)
 
     def afterwards(self, then: Callable[[], None]) -> bool:
-        """Have `then` called as soon as nothing is under way, or all is at its end; False where nothing is."""
+        """Call `then` as soon as no stripe is in transit, or when closed; return False if none is in transit now."""
         with self._lock:
             if not self._under_way or self._closed:
                 return False
@@ -132,7 +133,7 @@ class Lanes:
             return True
 
     def is_idle(self) -> bool:
-        """Whether nothing is under way."""
+        """Return True if no stripe is in transit."""
         return not self._under_way
 
     def _run(self, stream: _Stream, stripes: _Stripes) -> None:
@@ -144,13 +145,13 @@ class Lanes:
                 while (stripe := stripes.get()) is not None:
                     for _ in map(move, stripe[0]):
                         pass
-                    del stripe  # and the memory, before waiting for more
+                    del stripe  # release the memory before waiting for the next stripe
                     self._moved()
             except Exception as error:
                 self._failed(error)
 
     def _greet(self, stream: _Stream) -> bool:
-        """Whether the other end has this stream, too; that it has not harms nobody, while it is not used."""
+        """Return True if the other end has this stream too. Without it, this one is never used."""
         with contextlib.suppress(OSError):
             if not self._sends:
                 stream.send(memoryview(READY))
@@ -172,7 +173,7 @@ class Lanes:
             then()
 
     def close(self) -> None:
-        """End the streams; their threads follow."""
+        """Shut down the streams; their threads end afterwards."""
         with self._lock:
             self._closed = True
             then, self._then = self._then, None
@@ -184,35 +185,35 @@ class Lanes:
             then()
 
     def abandon(self) -> None:
-        """Close the descriptors, and nothing else."""
+        """Only close the descriptors."""
         for sock in self._socks:
             sock.close()
 
 
-NO_LANES = Lanes(False, lambda _: None, None)  # of each connection that shares memory with its other end
+NO_LANES = Lanes(False, lambda _: None, None)  # for connections that use shared memory
 
 
 class _Stream:
-    """A further stream, for its thread."""
+    """One lane's stream, used by the thread of the lane."""
 
     def __init__(self, sock: socket.socket, heard: bytes) -> None:
         self.sock = sock
         self._heard = memoryview(heard)
 
     def send(self, stripe: memoryview) -> None:
-        self.sock.sendall(stripe)  # of the socket's own class: TLS has another
+        self.sock.sendall(stripe)  # `socket.socket.sendall`: TLS sockets override it
 
     def receive(self, stripe: memoryview) -> None:
         """Fill `stripe`.
 
         Raises:
-            OSError: the stream has ended before.
+            OSError: the stream ended first.
         """
         while stripe:
             stripe = stripe[self._receive(stripe) :]
 
     def _receive(self, buffer: memoryview) -> int:
-        """Write to `buffer` what comes next; how many bytes."""
+        """Read the next bytes into `buffer` and return their number."""
         count = min(len(buffer), len(self._heard))
         if count:
             buffer[:count] = self._heard[:count]
@@ -225,7 +226,7 @@ class _Stream:
 
 
 class _EncryptedStream(_Stream):
-    """One whose stripes cross in records."""
+    """A lane's stream that carries stripes in encrypted records."""
 
     def __init__(self, sock: socket.socket, heard: bytes, ciphers: Ciphers) -> None:
         super().__init__(sock, heard)

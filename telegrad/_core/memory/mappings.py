@@ -1,4 +1,4 @@
-"""Shared memory that a peer has lent over one connection: the mappings of its memory files, and who still uses them."""
+"""The mappings of the shared memory that a peer lends over one connection, and which of them are still in use."""
 
 from __future__ import annotations
 
@@ -21,28 +21,29 @@ from telegrad.errors import ProtocolViolation
 
 
 class SharedMaps:
-    """The blocks that one peer lent over one connection."""
+    """Maps the blocks that one peer lends over one connection."""
 
     def __init__(self, streams: Streams) -> None:
-        self.arrived: deque[int] = deque()  # descriptors that came over the socket, not yet mapped
-        self.released: deque[int] = deque()  # blocks that are not needed here any more, to be told to the peer
+        self.arrived: deque[int] = deque()  # descriptors received over the socket, not yet mapped
+        self.released: deque[int] = deque()  # blocks no longer used here; the peer must be notified
         self._streams = streams
-        self._most = 2 * open_files.to_lend() + MOST_UNNAMED  # blocks: each mapping has a descriptor
+        self._most = 2 * open_files.to_lend() + MOST_UNNAMED  # blocks: each mapping keeps a descriptor
         self._bases: dict[int, memoryview] = {}
-        self._unmapped: dict[int, int] = {}  # descriptors of blocks for which there was no memory, by number
+        self._unmapped: dict[int, int] = {}  # descriptors of blocks not mapped for lack of memory, by number
         self._open: dict[int, OpenBlock] = {}
         self._lender = Lender(self.released.append)
 
     def take_descriptors(self, fds: Iterable[int], complete: bool) -> None:
-        """Keep the descriptors that came with what was read, until frames name their blocks.
+        """Keep the descriptors that arrived with a read until frames name their blocks.
 
         Args:
-            fds: the descriptors, which are this object's from here on.
-            complete: False where the kernel left some out.
+            fds: the descriptors; this object owns them from now on.
+            complete: False if the kernel left some out.
 
         Raises:
-            OSError: this process has no more of them. `close` closes those that came.
-            ProtocolViolation: more came at once than a worker sends, or many that no frame names. Likewise.
+            OSError: this process has no free descriptor. `close` closes those that arrived.
+            ProtocolViolation: the peer sent more at once than a worker sends, or too many that no frame names. `close`
+                closes those that arrived.
         """
         known = len(self.arrived)
         self.arrived.extend(fds)
@@ -58,13 +59,13 @@ class SharedMaps:
     def attach(self, number: int, size: int) -> Tensor:
         """Return the tensor that lies in block `number`.
 
-        A block seen for the first time came with a descriptor; a loan of a common one always does.
+        A block that is new here arrived with a descriptor. Each loan of a common block arrives with one.
 
         Raises:
-            ProtocolViolation: there is no such block, it is smaller than `size`, or it is no memory that may be mapped.
-            OSError: this process has no descriptor left to map it, or no memory. Without memory the block goes back to
-                the peer, and is mapped when it is lent again.
-            MemoryError: likewise.
+            ProtocolViolation: the block does not exist, is smaller than `size`, or is not memory that may be mapped.
+            OSError: this process has no descriptor or no memory left to map it. Without memory, the block is returned
+                to the peer, and is mapped when it is lent again.
+            MemoryError: no memory is left, as with `OSError`.
         """
         base = self._bases.get(number)
         if base is None:
@@ -86,7 +87,7 @@ class SharedMaps:
         except (OSError, MemoryError) as error:
             if out_of_memory.is_out(error):
                 self.released.append(number)
-                if not number & COMMON:  # the peer passes its descriptor only once
+                if not number & COMMON:  # the peer passes the descriptor only once
                     self._unmapped[number] = fd
             raise
         finally:
@@ -97,7 +98,7 @@ class SharedMaps:
         return base
 
     def take_released(self) -> list[int]:
-        """Return the numbers of blocks that are not needed any more and were not told to the peer."""
+        """Return and clear the numbers of blocks that are no longer used and that the peer must be notified of."""
         numbers: list[int] = []
         with contextlib.suppress(IndexError):
             while True:
@@ -105,11 +106,11 @@ class SharedMaps:
         return numbers
 
     def open(self, number: int, handle: bytes) -> None:
-        """The peer will lend a block of an accelerator; raises where it cannot be reached from here."""
+        """Open a block of an accelerator that the peer will lend; raises if it cannot be opened here."""
         self._open[number] = open_block(handle)
 
     def take(self, number: int, size: int, device: int) -> Arrived | None:
-        """A copy of what is in a block of an accelerator; None where `number` is none."""
+        """Copy `size` bytes from a block of an accelerator; return None if `number` is not such a block."""
         block = self._open.get(number)
         if block is None:
             return None
@@ -145,11 +146,11 @@ class SharedMaps:
 def _map(fd: int, number: int, size: int) -> memoryview:
     """Map the memory file of block `number`.
 
-    To read a page that a file no longer has kills the process (SIGBUS), so only a file that cannot shrink is mapped:
-    the kernel sees to that, whatever the peer does later. A file of huge pages is not, as these may be used up.
+    Reading a page that a file no longer has kills the process (SIGBUS). So only a file that is sealed against shrinking
+    is mapped; the kernel enforces the seal. A file of huge pages is refused, because the host may run out of them.
 
     Raises:
-        ProtocolViolation: it is no memory file, it may shrink, it is smaller than `size`, or it cannot be mapped.
+        ProtocolViolation: it is not a memory file, may shrink, is smaller than `size`, or cannot be mapped.
         OSError: this process has no memory left, or no descriptor: `mmap` keeps one of its own.
         MemoryError: this process has no memory left.
     """
@@ -158,7 +159,7 @@ def _map(fd: int, number: int, size: int) -> memoryview:
     try:
         is_sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
         has_huge_pages = os.fstatvfs(fd).f_bsize != mmap.PAGESIZE
-        capacity = os.fstat(fd).st_size  # asked for after the seals: from there on it can only grow
+        capacity = os.fstat(fd).st_size  # read after the seals: from then on it can only grow
         if is_sealed and not has_huge_pages and capacity >= size:
             access = mmap.ACCESS_COPY if number & COMMON else mmap.ACCESS_WRITE
             return memoryview(mmap.mmap(fd, capacity, access=access))

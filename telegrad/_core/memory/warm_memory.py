@@ -1,17 +1,17 @@
-"""Warm memory for large storages: kept, lent out as tensors, and taken back when the tensor dies.
+"""Reuses the memory of large storages: it is lent out as tensors, and taken back when the tensor dies.
 
-Touching fresh memory costs ten times a copy (page faults), so what was touched once is used again.
+Writing to fresh memory costs ten times a copy (page faults), so memory that was written once is used again.
 
-    Arena        private memory, for what is received from a stream
+    Arena        private memory for data that is received from a stream
     SharedPool   memory files that this worker fills and lends to workers of the same host, by passing the file
-                 over a Unix socket; nothing is on the file system, so a killed worker leaves nothing behind.
-                 Also common ones (`blocks`), and those of accelerators, which the other end copies from
-                 (`devices.sharing`)
+                 over a Unix socket. No file has a name in the file system, so a killed worker leaves none behind.
+                 Also common blocks (`blocks`), and blocks of accelerators, from which the other end copies
+                 (`device_sharing`)
 
-`maps.SharedMaps` is the other end: the mappings of what one peer has lent.
+`mappings.SharedMaps` is the other end: the mappings of the blocks that one peer lends.
 
-A tensor's death is noticed by a weak reference whose callback may run at any moment in any thread, so it only
-appends to a deque.
+A weak reference reports the death of a tensor. Its callback may run at any moment in any thread, so it only appends to
+a deque.
 """
 
 from __future__ import annotations
@@ -37,35 +37,35 @@ from telegrad._core.memory.blocks import Block, CommonBlock, Loan
 from telegrad._core.wire.messages import COMMON
 from telegrad._core.wire.tensors import HOST, memory
 
-MOST_LENT = 256  # blocks, before those of accelerators are no longer lent
+MOST_LENT = 256  # blocks; above it, no accelerator blocks are lent
 LEAST_ON_DEVICE = 1 << 16  # bytes of a block of an accelerator
-WARM_FROM = 1 << 18  # smaller storages come from torch's own allocator
-KEEP = 10.0  # seconds that memory stays warm without use
-MOST_KEPT = 4 << 30  # bytes of private memory that stay warm, however much may be shared
+WARM_FROM = 1 << 18  # smaller storages come from torch's allocator
+KEEP = 10.0  # seconds that unused memory is kept
+MOST_KEPT = 4 << 30  # bytes of unused private memory that are kept, whatever the limit for shared memory
 SHARING = hasattr(os, "memfd_create") and hasattr(os, "eventfd")
 
 log = logging.getLogger("telegrad")
 
 
 def size_class(size: int) -> int:
-    """`size` rounded up to one of four steps per doubling, so that near sizes reuse one another's memory."""
+    """Round `size` up to one of four steps per doubling: storages of similar size reuse one another's memory."""
     step = max(mmap.PAGESIZE, 1 << max(0, size.bit_length() - 3))
     return -(-size // step) * step
 
 
 class _Lease(weakref.ref[memoryview]):
-    """Watches the buffer under a lent tensor."""
+    """A weak reference to the buffer of a lent tensor."""
 
     __slots__ = ("token",)
     token: Any
 
 
 class Lender:
-    """Makes tensors over given memory and calls `ended(token)` when the last one over it is gone."""
+    """Creates tensors over given memory and calls `ended(token)` when the last tensor over it is gone."""
 
     def __init__(self, ended: Callable[[Any], None]) -> None:
         self._ended = ended
-        self._leases: dict[int, _Lease] = {}  # by their ids: a reference hashes what may be gone
+        self._leases: dict[int, _Lease] = {}  # by id: hashing a reference hashes its referent, which may be gone
 
     def lend(self, base: memoryview, size: int, token: Any) -> Tensor:
         buffer = base[:size]
@@ -81,7 +81,7 @@ class Lender:
 
 
 class Arena:
-    """Private memory to receive into."""
+    """Private memory for received data."""
 
     def __init__(self, limit: int) -> None:
         self._limit = min(limit, MOST_KEPT)
@@ -92,7 +92,7 @@ class Arena:
         self._lender = Lender(self._ended.append)
 
     def allocate(self, size: int) -> tuple[Tensor, memoryview]:
-        """A tensor of `size` bytes and its memory; it goes back to the arena when the tensor dies."""
+        """Return a tensor of `size` bytes and its memory, which the arena reuses when the tensor dies."""
         if size < WARM_FROM:
             with torch.inference_mode(False):
                 tensor = torch.empty(size, dtype=torch.uint8)
@@ -109,7 +109,7 @@ class Arena:
         return self._lender.lend(base, size, base), base[:size]
 
     def trim(self, now: float) -> None:
-        """Let go what nobody used for a while."""
+        """Free memory that was not used for KEEP seconds."""
         with self._lock:
             self._collect()
             for capacity, shelf in self._free.items():
@@ -128,7 +128,7 @@ class Arena:
 def _anonymous(capacity: int) -> memoryview:
     region = mmap.mmap(-1, capacity)
     if hasattr(mmap, "MADV_HUGEPAGE") and capacity >= 1 << 22:
-        with contextlib.suppress(OSError):  # a kernel without huge pages serves small ones
+        with contextlib.suppress(OSError):  # a kernel without huge pages
             region.madvise(mmap.MADV_HUGEPAGE)
     return memoryview(region)
 
@@ -138,27 +138,27 @@ B = TypeVar("B", Block, CommonBlock, DeviceBlock)
 
 
 class SharedPool:
-    """The blocks that this worker lends: memory files, at most `limit` bytes of them, and memory of accelerators."""
+    """The blocks that this worker lends: at most `limit` bytes of memory files, and memory of accelerators."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit if SHARING else 0
-        self._lock = threading.Lock()  # guards all below; what is lent or common is also looked at without
-        self._made = 0  # numbers
-        self._warned = False  # of the bound
+        self._lock = threading.Lock()  # guards all below; `_lent`, `_loans` and `_common` are also read without it
+        self._made = 0  # the last number given to a block or loan
+        self._warned = False  # that the limit was reached
         self._bytes: Counter[int] = Counter()  # by device
-        self.most_files, self._files = open_files.to_lend(), 0  # of this host's memory
+        self.most_files, self._files = open_files.to_lend(), 0  # memory files of the host
         self._free: dict[tuple[type[AnyBlock], int, int], list[AnyBlock]] = {}  # by kind, device and capacity
         self._lent: dict[int, Block | DeviceBlock] = {}
-        self._common: dict[int, CommonBlock] = {}  # those in use, by their addresses
-        self._loans: dict[int, CommonBlock] = {}  # what is lent of these, by number
-        self._ended: deque[CommonBlock] = deque()  # whose tensor here has died
+        self._common: dict[int, CommonBlock] = {}  # in use, by address
+        self._loans: dict[int, CommonBlock] = {}  # current loans, by number
+        self._ended: deque[CommonBlock] = deque()  # their tensor in this process has died
         self._lender = Lender(self._ended.append)
-        self._unviewed: deque[int] = deque()  # loans to this worker itself that have ended
+        self._unviewed: deque[int] = deque()  # ended loans to this worker itself
         self._views = Lender(self._unviewed.append)
-        self._dropped: list[int] = []  # to be told to those who mapped them
+        self._dropped: list[int] = []  # the peers that mapped them must be notified
 
     def take(self, size: int) -> Block | None:
-        """A memory file of at least `size` bytes, or None where the bound is reached, or there is no memory for it."""
+        """Return a memory file of at least `size` bytes, or None if the limit is reached or there is no memory."""
         with self._lock:
             block = self._take(Block, HOST, size_class(size), self._limit, Block)
             if block is not None:
@@ -166,7 +166,7 @@ class SharedPool:
             return block
 
     def take_on(self, device: int, size: int) -> DeviceBlock | None:
-        """The same, of an accelerator that can share."""
+        """Return a block of an accelerator, or None if it cannot share, its limit is reached or it has no memory."""
         shares = sharer()
         if shares is None or not self._limit or len(self._lent) >= MOST_LENT:
             return None
@@ -196,7 +196,7 @@ class SharedPool:
         return block
 
     def give_back(self, numbers: Iterable[int]) -> None:
-        """The receivers are done with these blocks."""
+        """Take back blocks that their receivers no longer use."""
         with self._lock:
             for number in numbers:
                 if number & COMMON:
@@ -205,19 +205,19 @@ class SharedPool:
                     self._keep(block)
 
     def abandon(self, numbers: Iterable[int]) -> None:
-        """Their receiver cannot tell any more when it is done: leave the memory to it."""
+        """Give up blocks whose receiver can no longer say when it is done; their memory is not reused."""
         with self._lock:
             for number in numbers:
                 if number & COMMON:
                     self._end_loan(number, spoiled=True)
                 elif (block := self._lent.pop(number, None)) is not None:
-                    self._dropped.append(number)  # others may have mapped it before
+                    self._dropped.append(number)  # other peers may have mapped it before
                     self._drop(block)
 
     # Common blocks
 
     def common(self, size: int) -> Tensor | None:
-        """A tensor of `size` bytes that is lent without a copy; None where `take` would say so."""
+        """Return a tensor of `size` bytes that can be lent without a copy, or None if the limit is reached."""
         capacity = size_class(size)
         with self._lock:
             self._collect()
@@ -238,7 +238,7 @@ class SharedPool:
         return None if block is None else self._lender.lend(block.memory, size, block)
 
     def lend(self, blob: Tensor) -> Loan | None:
-        """A loan of the common block at whose beginning `blob` lies; None where it lies in none."""
+        """Return a loan of the common block that begins with `blob`, or None if there is none."""
         if not self.is_common(blob):
             return None
         with self._lock:
@@ -252,7 +252,7 @@ class SharedPool:
             return loan
 
     def private(self, blob: Tensor) -> Tensor:
-        """The same bytes as a receiver sees them: what is written to them is its own."""
+        """Return the same bytes as a receiver gets them: as a private copy (copy-on-write if it can be lent)."""
         loan = self.lend(blob)
         if loan is None:
             return blob.clone()
@@ -260,7 +260,7 @@ class SharedPool:
         return self._views.lend(base, blob.numel(), loan.number)
 
     def is_common(self, blob: Tensor) -> bool:
-        """Whether it lies at the beginning of a common block."""
+        """Return True if `blob` lies at the beginning of a common block."""
         return blob.data_ptr() in self._common
 
     def _end_loan(self, number: int, spoiled: bool = False) -> None:
@@ -279,7 +279,7 @@ class SharedPool:
             self._end_loan(self._unviewed.popleft())
 
     def _let_go(self, block: CommonBlock) -> None:
-        """Where a common block has no user left, it is free, unless somebody may still read it."""
+        """Make a common block without users free, or drop it if a peer may still read it."""
         if block.is_used or block.loans or self._common.pop(block.address, None) is None:
             return
         if block.spoiled:
@@ -290,7 +290,7 @@ class SharedPool:
     # The end of blocks
 
     def trim(self, now: float) -> list[int]:
-        """Let go the blocks that nobody used for a while; the numbers of all that went since the last time."""
+        """Drop the blocks that were not used for KEEP seconds; return all numbers dropped since the last call."""
         with self._lock:
             self._collect()
             for block in self._idle():
