@@ -1,1 +1,1 @@
-"""Connections between two workers: made, accepted, read, written, watched, and ended."""
+"""Connections between two workers: connecting, accepting, reading, writing, monitoring and closing."""

@@ -1,4 +1,4 @@
-"""Makes a connection to another worker: the best way there is, then the handshake."""
+"""Connects to another worker by the best transport and performs the handshake."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from telegrad.errors import (
     UsageError,
 )
 
-FULL = 0.01  # seconds until a Unix socket is tried again whose queue is full: the kernel does not tell of room in it
+FULL = 0.01  # seconds until a retry if the queue of a Unix socket is full: the kernel does not report room in it
 
 
 class Target(NamedTuple):
-    """Whom to reach, and where: `unix` is empty where it lives on another host."""
+    """A worker and its addresses; `unix` is empty if it runs on another host."""
 
     name: str
     incarnation: str
@@ -47,12 +47,12 @@ class Target(NamedTuple):
 
 
 class Channel(NamedTuple):
-    """A connection past its handshake."""
+    """A connection after its handshake."""
 
     sock: socket.socket
     shared: bool  # both ends can share memory
-    leftover: bytes  # what came behind the handshake
-    ciphers: Ciphers | None  # what all that follows is encrypted with; None where TLS or the kernel protects it
+    leftover: bytes  # bytes received after the handshake
+    ciphers: Ciphers | None  # encrypt all further data; None if TLS or the kernel protects it
 
     @classmethod
     def behind(cls, sock: socket.socket, end: Initiator | Acceptor) -> Channel:
@@ -69,13 +69,13 @@ def connect(
     timeout: float,
     silence: float,
 ) -> Channel:
-    """Return a connection past its handshake.
+    """Connect and perform the handshake.
 
-    Where the other end does not know this worker's first key, the next one is tried by a new connection.
+    If the other end does not know this worker's first key, try the next one on a new connection.
 
     Raises:
-        PeerUnreachable: nobody answers there, or another worker does.
-        HandshakeError: who answers is not of this group.
+        PeerUnreachable: no process answers at the address, or another worker does.
+        HandshakeError: the process that answers is not of this group.
     """
     attempt = 0
     while True:
@@ -104,7 +104,7 @@ def connect(
 
 
 def _check_certificates(alert: ssl.SSLError | None, target: Target, tls: TlsFiles | None) -> None:
-    """Raise AuthenticationFailed where the alert tells that a certificate was refused."""
+    """Raise AuthenticationFailed if the alert says that a certificate was refused."""
     if alert is not None and tls is not None and (refused := refused_certificate(alert, target.name, tls)):
         raise AuthenticationFailed(f"{refused}; the call has not run") from alert
 
@@ -112,7 +112,7 @@ def _check_certificates(alert: ssl.SSLError | None, target: Target, tls: TlsFile
 def _reach(
     target: Target, tls: TlsFiles | None, transport: str, timeout: float, silence: float
 ) -> tuple[socket.socket, bytes]:
-    """Connect by the best way that both ends have; what carries the connection."""
+    """Connect by the best transport that both ends support. Return the socket and its carrier."""
     if target.unix and HAS_UNIX and transport != "tcp" and tls is None:
         sock = _reach_here(target, transport, timeout)
         if sock is not None:
@@ -135,7 +135,7 @@ def _reach(
 
 
 def _reach_here(target: Target, transport: str, timeout: float) -> socket.socket | None:
-    """Connect to the Unix socket of a worker; None where TCP is to be used instead."""
+    """Connect to the Unix socket of a worker; return None if TCP must be used instead."""
     sock = socket.socket(socket.AF_UNIX)
     try:
         sock.settimeout(timeout)
@@ -166,7 +166,7 @@ def _reach_here(target: Target, transport: str, timeout: float) -> socket.socket
 
 
 def _secure(sock: socket.socket, target: Target, tls: TlsFiles) -> tuple[socket.socket, bytes]:
-    """Make a TLS connection of one by TCP; the certificates of both ends are part of what carries it."""
+    """Wrap a TCP connection in TLS; the digests of both certificates are part of the carrier."""
     try:
         mine = own_digest(tls)
         secured = client_context(tls).wrap_socket(sock)
@@ -194,10 +194,10 @@ def _secure(sock: socket.socket, target: Target, tls: TlsFiles) -> tuple[socket.
 
 
 def _shake_hands(sock: socket.socket, end: Initiator, deadline: float, pid: int, silence: float) -> None:
-    """Bring `end` to its end; PeerSilent where the other's process `pid` is stopped for so many seconds."""
+    """Complete the handshake; raise PeerSilent if the other process `pid` is stopped for `silence` seconds."""
     sock.sendall(end.start())
     silent, process, begun = Silence(silence), Stops(pid), monotonic()
-    stands = bool(silence) and process.look()  # for as long as it does, `silence` is the limit
+    stands = bool(silence) and process.look()  # while the process is stopped, `silence` is the limit
     silent.look(begun, not stands)
     while not end.done:
         now = monotonic()
@@ -216,7 +216,7 @@ def _shake_hands(sock: socket.socket, end: Initiator, deadline: float, pid: int,
         try:
             answer = end.receive(data)
         except (HandshakeError, PeerUnreachable):
-            with contextlib.suppress(OSError):  # it need not hear why
+            with contextlib.suppress(OSError):  # the other end need not learn the reason
                 sock.sendall(end.parting)
             raise
         if answer:

@@ -1,4 +1,4 @@
-"""A connection whose frames cross in records (`records`): those over TCP, unless TLS protects them."""
+"""A connection whose frames are sent in encrypted records (`records`): each TCP connection without TLS."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from telegrad.errors import ProtocolViolation
 
 
 class EncryptedLink(Link):
-    """What comes is decrypted; `Link` and its `Writer` encrypt what leaves."""
+    """Decrypts received records; `Link` and its `Writer` encrypt sent ones."""
 
     def __init__(self, ciphers: Ciphers, *args: Any, **options: Any) -> None:
         options["records"] = RecordWriter(ciphers.sending)
         super().__init__(*args, **options)
-        self._arriving = RecordReader(ciphers.receiving)  # for the thread that reads
+        self._arriving = RecordReader(ciphers.receiving)  # for the reader thread
         self._buffer, self._arrived = self._arriving.buffer, self._decrypt
 
     def _decrypt(self, count: int) -> None:
-        """Decrypt the records that are whole, each to where it belongs, and hand on the frames."""
+        """Decrypt the complete records, each into its destination, and process the frames."""
         reader, records = self.reader, self._arriving
         if reader.awaits_lanes:
             self._take(0)
@@ -29,7 +29,7 @@ class EncryptedLink(Link):
             try:
                 if reader.is_in_part or reader.end:
                     content = None
-                else:  # no frame has begun: what is small need not lie in a buffer
+                else:  # between frames: a small record needs no buffer
                     content, count = records.decrypt(count), 0
                 size = len(content) if content else records.decrypt_into(reader.buffer(), count)
             except (DecryptionFailed, ProtocolViolation) as error:

@@ -11,7 +11,7 @@ from telegrad.errors import GenerationOver, LeftEarly, PeerError, PeerLost, Shut
 
 
 class Ends(Protocol):
-    """A connection that can be ended."""
+    """A connection that can be closed."""
 
     def send(self, message: Message) -> bool: ...
 
@@ -19,14 +19,14 @@ class Ends(Protocol):
 
 
 def part(link: Ends, reason: PeerError, how: str) -> None:
-    """End a connection, and tell the other worker `how` this one left: without that it would take this one for lost."""
+    """Close a connection and send the reason `how`. Without it, the other worker would declare this one lost."""
     with contextlib.suppress(PeerError):
         link.send(Message(BYE, body=how.encode()))
     link.close(reason)
 
 
 def parted(peer: str, how: str) -> ShutDown:
-    """Return the error where the worker `peer` has said that nothing more follows, and `how` it left."""
+    """Return the error for calls to a worker that announced its departure; `how` says how it left."""
     uncertain = "calls in flight to it may or may not have run"
     if how == MOVED:
         return GenerationOver(
@@ -43,7 +43,7 @@ def parted(peer: str, how: str) -> ShutDown:
 
 
 def broken(peer: str, error: Exception, why: str) -> PeerLost:
-    """Return the error where `error` has ended the connection; `why` says so, unless it is this process's own fault."""
+    """Return the error if `error` ended the connection, because of `why` unless this process lacks a resource."""
     cause = error.__cause__ or error
     if open_files.is_out(cause):
         lacks = "file descriptor"
@@ -58,7 +58,7 @@ def broken(peer: str, error: Exception, why: str) -> PeerLost:
 
 
 def lost(peer: str, why: str) -> PeerLost:
-    """Return the error where the connection has ended without a word."""
+    """Return the error if the connection ended without a BYE message."""
     return PeerLost(
         f"worker {peer!r} was lost: {why}; calls in flight to it may or may not have run. "
         "If that worker still lives, the next call connects anew"

@@ -1,7 +1,7 @@
-"""One connection after its handshake: frames go out, frames come in.
+"""One connection after its handshake: sends and receives frames.
 
-Sending never blocks: what the socket does not take stays in the outbox, and the poller sends it on. Who has the right
-to read (`reading`) may read; everything else is for any thread.
+Sending never blocks: data that the socket does not accept stays in the outbox, and the poller sends it later. Only the
+thread that holds the right to read (`reading`) may read; all else may be called from any thread.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ from telegrad._core.wire.messages import (
 )
 from telegrad.errors import PeerError, ProtocolViolation
 
-READ_AT_ONCE = 8  # reads per turn, so that one busy connection does not starve the others
-CALLS_AT_ONCE = 4 << 10  # bytes of small frames per turn, where others call: each frame costs as much as a short call
+READ_AT_ONCE = 8  # reads per turn: a busy connection must not starve the others
+# bytes of small frames per turn, if the peer makes calls: a frame costs as much as a short call
+CALLS_AT_ONCE = 4 << 10
 
 
 class Link:
@@ -63,36 +64,36 @@ class Link:
     ) -> None:
         """`on_messages` runs on the reading thread.
 
-        `prompt`: the other end waits for answers, so that its next frame follows soon. `expected` tells whether
-        anything is awaited from here. `widen` shall make further streams, for what is sent or for what comes. With
-        `records`, what is sent is encrypted.
+        `prompt`: the other end waits for responses, so its next frame follows soon. `expected` returns True if a
+        response is expected here. `widen` makes lanes, for sending if its second argument is True. `records` encrypts
+        sent data.
         """
         sock.setblocking(False)
         self.peer = peer
         self.prompt = prompt
         self.reading = Reading(threading.Lock(), lambda read: poller.watch(self, read=read), expected, self._finish)
         self.closed: PeerError | None = None
-        self.received = 0  # bytes that have come over the socket; for the thread that reads
+        self.received = 0  # bytes received over the socket; for the reader thread
         self._sock = sock
         self._tls = isinstance(sock, ssl.SSLSocket)
-        self._tls_lock = threading.Lock() if self._tls else contextlib.nullcontext()  # TLS state is one for both sides
+        self._tls_lock = threading.Lock() if self._tls else contextlib.nullcontext()  # both directions share it
         self._poller = poller
-        self._shares = stores.pool is not None  # and so descriptors may come
-        self.process = process_at(sock) if self._shares else 0  # of the peer, where it can be seen from here
+        self._shares = stores.pool is not None  # descriptors may be received
+        self.process = process_at(sock) if self._shares else 0  # of the peer, or 0
         self._on_messages = on_messages
         self._on_closed = on_closed
-        self._over: str | None = None  # the peer has said that nothing more follows, and how it left
+        self._over: str | None = None  # set by BYE, the peer's last message: how it left
         self.lanes_in, self.lanes_out = (
             NO_LANES if self._shares else self._make_lanes(sends, widen) for sends in (False, True)
         )
         self._incoming = Incoming(stores, self.lanes_in)
         self._maps = self._incoming.maps
-        # Where it awaits lanes, who reads has nothing to wait for: `stop_reading` is due.
+        # While the frame reader awaits lanes, the reading thread has nothing to read and must call `stop_reading`.
         self.reader = FrameReader(self._incoming.allocate, self._incoming.attach, self._open, self.lanes_in.is_idle)
         self._recv_into = self._recv_tls if self._tls else sock.recv_into
-        self._buffer: Callable[..., memoryview] = self.reader.buffer  # where the next bytes from the socket belong
-        self._arrived: Callable[[int], None] = self._take  # is told how many have come there
-        self._lock = threading.Lock()  # guards all below, that `closed` is set, and writing to the socket
+        self._buffer: Callable[..., memoryview] = self.reader.buffer  # memory for the next bytes from the socket
+        self._arrived: Callable[[int], None] = self._take  # called with the number of bytes received there
+        self._lock = threading.Lock()  # guards all below, setting `closed`, and writing to the socket
         self.sent = 0  # bytes of messages and of their tensors
         self._outgoing = Outgoing(peer, stores, self.lanes_out)
         self._records = records
@@ -105,26 +106,26 @@ class Link:
 
     @property
     def taken(self) -> int:
-        """Bytes that have come, in memory that was lent, too."""
+        """The number of bytes received, including those in shared memory."""
         return self.received + self._incoming.attached
 
     @property
     def written(self) -> int:
-        """Bytes that have left the outbox."""
+        """The number of bytes written to the socket."""
         return self._writer.written
 
     @property
     def is_sending(self) -> bool:
-        """Whether there is something that the socket has not taken."""
+        """Return True if the socket has not accepted all data yet."""
         return self._writer.is_busy
 
     @property
     def is_congested(self) -> bool:
-        """Whether more waits in the outbox than should, since the peer does not read; a look without the lock."""
+        """Return True if the outbox is over its limit because the peer does not read. Takes no lock."""
         return self._writer.waits and self._writer.is_full
 
     def when_drained(self, act: Callable[[], None]) -> None:
-        """Call `act`, and no earlier one, as soon as the connection is not congested, or has ended."""
+        """Call `act` as soon as the connection is not congested or has ended. This replaces an earlier `act`."""
         with self._lock:
             self._writer.drained = act
         self._tell_drained()
@@ -143,9 +144,9 @@ class Link:
     # Sending
 
     def send(self, message: Message, later: bool = False) -> bool:
-        """Send a message, or with `later` leave it in the outbox until `on_writable`; return True if it left at once.
+        """Send a message, or with `later` queue it until `on_writable`. Return True if it was sent directly.
 
-        The blobs are taken one by one, and those that are copied are not kept.
+        Blobs are taken one by one, and those that are copied are released.
 
         Raises:
             PeerError: the connection has ended.
@@ -168,7 +169,7 @@ class Link:
                     try:
                         sent = self._sock.send(record)
                     except OSError:
-                        pass  # the write that follows meets it again
+                        pass  # `_flush` gets the same error
                     if sent < len(record):
                         records.keep(memoryview(record)[sent:])
                         self._flush()
@@ -180,7 +181,7 @@ class Link:
                         return True
                     data = data[sent:]
                 except OSError:
-                    pass  # the write that follows meets it again
+                    pass  # `_flush` gets the same error
             self._outbox.append(Chunk(data))
             if not later:
                 self._flush()
@@ -192,7 +193,7 @@ class Link:
         try:
             for blob in message.blobs:
                 made = self._outgoing.prepare(blob, shares=left > 0)
-                del blob  # what was copied is not kept
+                del blob  # release a blob that was copied
                 prepared.append(made)
                 if made.block is not None:
                     left -= self._outgoing.passes_descriptor(made)
@@ -201,7 +202,7 @@ class Link:
         except BaseException as error:
             self._outgoing.rollback(prepared)
             if are_prepared and not isinstance(error, PeerError):
-                self.fail(error)  # half of it may be in the outbox
+                self.fail(error)  # half of the message may be in the outbox
             raise
 
     def _send_prepared(self, message: Message, prepared: list[Prepared]) -> None:
@@ -214,7 +215,7 @@ class Link:
             self._outbox.extend(before)
             data = encode(message, table)
             self.sent += len(data) + sum(each.size for each in prepared)
-            # More descriptors than one write carries go ahead: the receiver takes them in the order of the table.
+            # Send descriptors above the limit of one write ahead: the receiver takes them in the order of the table.
             while len(fds) > fd_passing.DESCRIPTORS_AT_ONCE:
                 self._outbox.append(Chunk(encode(Message(RELEASE)), tuple(fds[: fd_passing.DESCRIPTORS_AT_ONCE])))
                 del fds[: fd_passing.DESCRIPTORS_AT_ONCE]
@@ -224,7 +225,7 @@ class Link:
         self.lanes_out.make_wanted()
 
     def _flush(self) -> None:
-        """With the lock held: send what is in the outbox, unless the socket takes no more."""
+        """Write the outbox unless the socket is full. Call it with the lock held."""
         if not self._writer.waits:
             self._writer.flush()
 
@@ -237,7 +238,7 @@ class Link:
             raise
 
     def release(self) -> None:
-        """Tell the peer which of its blocks are free again, where any are."""
+        """Notify the peer which of its blocks are free again, if any."""
         if self._maps.released:
             with self._lock:
                 if self.closed is None:
@@ -246,15 +247,15 @@ class Link:
 
     def ask(self) -> None:
         """Ask the peer for a sign of life."""
-        with contextlib.suppress(PeerError):  # which is known by then
+        with contextlib.suppress(PeerError):  # the connection has ended, and this was reported
             self.send(Message(PULSE, 1))
 
     def has_unread(self) -> bool:
-        """Whether something has come that nobody has read yet."""
+        """Return True if received data has not been read yet."""
         return is_readable(self._sock)
 
     def retire(self, numbers: list[int]) -> None:
-        """Tell the peer which blocks this worker gave up."""
+        """Notify the peer which blocks this worker dropped."""
         with self._lock:
             known = self._outgoing.forget(numbers)
             if known and self.closed is None:
@@ -268,7 +269,7 @@ class Link:
         self._tell_drained()
 
     def _resume(self) -> None:
-        """A device has copied what is to be sent next, or has failed."""
+        """Continue writing after a device has copied the next piece, or has failed."""
         try:
             with self._lock:
                 if self.closed is None:
@@ -280,7 +281,7 @@ class Link:
     # Receiving
 
     def feed(self, data: bytes) -> None:
-        """Take in bytes that came with the end of the handshake."""
+        """Process bytes that were received together with the end of the handshake."""
         view = memoryview(data)
         while view and self.closed is None:
             buffer = self._buffer()
@@ -291,7 +292,7 @@ class Link:
             view = view[count:]
 
     def on_readable(self) -> bool:
-        """Read what is there, unless another thread does."""
+        """Read available data unless another thread is reading."""
         if not self.reading.begin():
             return False
         try:
@@ -300,9 +301,9 @@ class Link:
             self.stop_reading()
 
     def stop_reading(self) -> None:
-        """Give `reading` back.
+        """Give back the right to read.
 
-        Where the next frame waits for further streams, it goes to the thread there that brings the last of it.
+        If the next frame waits for lanes, the right goes to the lane thread that receives the last stripe.
         """
         while self.reader.awaits_lanes and self.closed is None:
             self.reading.pass_on()
@@ -312,31 +313,34 @@ class Link:
         self.reading.give_back()
 
     def _go_on(self) -> None:
-        """Nothing is awaited from further streams any more, or the connection has ended."""
+        """Continue reading after the lanes have received all stripes, or the connection has ended."""
         self.read()
         self.stop_reading()
 
     def wait_readable(self, timeout: float | None, waker: Waker | None = None) -> None:
-        """With `reading` held: sleep until bytes come, the connection ends, the time is over, or `waker` is woken."""
+        """Sleep until data is available, the connection ends, the timeout expires, or `waker` is woken.
+
+        The caller must hold `reading`.
+        """
         if self.reader.awaits_lanes:
             return
         wait_readable(self._sock, timeout, waker)
 
     def read(self) -> bool:
-        """With `reading` held: take what has come and hand the frames on; whether there was anything."""
+        """Read available data and process its frames. Return True if there was any. The caller must hold `reading`."""
         if self.closed is not None:
             return False
         reader, sock, shares = self.reader, self._sock, self._shares
         limits = self.prompt and not self._tls
-        if came := reader.awaits_lanes:  # the frame that did may be whole now
+        if came := reader.awaits_lanes:  # the frame that awaited lanes may be complete now
             self._arrived(0)
-        for _ in itertools.count() if self._tls else range(READ_AT_ONCE):  # TLS keeps bytes that no poller sees
+        for _ in itertools.count() if self._tls else range(READ_AT_ONCE):  # TLS buffers bytes that no poller sees
             if reader.awaits_lanes or self.closed is not None:
                 return came
             limited = limits and not reader.is_in_part
             buffer = self._buffer(CALLS_AT_ONCE) if limited else self._buffer()
             try:
-                # In place of a function: two reads belong to each call, on either side.
+                # Inlined, because each call has two reads on either side.
                 if shares:
                     count, ancillary, flags, _ = sock.recvmsg_into(
                         [buffer], fd_passing.ANCILLARY, fd_passing.CLOSE_ON_EXEC
@@ -365,7 +369,7 @@ class Link:
             return self._sock.recv_into(buffer)
 
     def _take(self, count: int, data: bytes | None = None) -> None:
-        """Hand on the frames that these bytes complete; where they make no sense, none that follow would."""
+        """Process the frames that these bytes complete. After an invalid frame, close the connection."""
         try:
             self._on_messages(self, self._wanted(count, data))
         except Exception as error:
@@ -374,13 +378,13 @@ class Link:
             self.close(parted(self.peer, self._over))
 
     def _open(self, number: int, handle: bytes) -> None:
-        """The peer will lend a block of an accelerator."""
+        """Open a block of an accelerator that the peer will lend."""
         said = self._incoming.open(number, handle)
         if said is not None:
             self.send(Message(OPENED, number, body=said.encode()))
 
     def _wanted(self, count: int, data: bytes | None) -> Iterator[Message]:
-        """Those frames that are not for this connection itself."""
+        """Process this connection's own frames and yield all others."""
         for frame in self.reader.advance(count, data):
             if frame.kind < RELEASE:
                 yield frame
@@ -397,13 +401,13 @@ class Link:
                 self._over = bytes(frame.body).decode()
             elif frame.kind != PULSE:
                 yield frame
-            elif frame.id and not self.is_congested:  # else there is enough that tells
+            elif frame.id and not self.is_congested:  # a congested peer gets other frames anyway
                 self.send(Message(PULSE))
 
-    # The end
+    # Closing
 
     def _broke(self, error: Exception | None) -> None:
-        """Close after an error; without one, the other end has closed the socket."""
+        """Close after an error, or with None after the other end has closed the socket."""
         if error is None:
             why = "the connection ended: it died, or its program ended without calling shutdown()"
             self.close(lost(self.peer, why))
@@ -412,7 +416,7 @@ class Link:
             self.close(broken(self.peer, error, f"{did} {error}"))
 
     def close(self, reason: PeerError) -> None:
-        """End the connection; `on_closed` is told once."""
+        """End the connection; `on_closed` is called once."""
         with self._lock:
             if self.closed is not None:
                 return
@@ -428,23 +432,23 @@ class Link:
         self._on_closed(self, reason)
 
     def join(self, sends: bool, channel: Channel) -> None:
-        """Take in a further stream, of which the other end has the other end."""
+        """Add a further stream that the other end has created or accepted, too."""
         (self.lanes_out if sends else self.lanes_in).add(channel.sock, channel.leftover, channel.ciphers)
 
     def fail(self, error: BaseException) -> None:
-        """Something could not be sent, for want of memory or the like: nobody shall wait for it."""
+        """Close the connection because a message could not be sent (no memory, ...): no response will come."""
         self.close(lost(self.peer, f"a message could not be sent ({error or type(error).__name__})"))
 
     def abandon(self) -> None:
-        """In a forked child: close the descriptor without a word to the peer, who talks with the parent."""
+        """Close the descriptors in a forked child. Send nothing, because the peer is connected to the parent."""
         self._sock.close()
         for lanes in (self.lanes_in, self.lanes_out):
             lanes.abandon()
 
     def _finish(self) -> None:
-        """Give the descriptor back; only once nobody reads."""
+        """Close the descriptor, after the last reader has stopped."""
         with self._lock:
             self._maps.close()
-            self._poller.forget(self)  # where who closes it has not come to that yet
-            with contextlib.suppress(OSError):  # the program has closed its descriptor
+            self._poller.forget(self)  # the thread in `close` may not have done this yet
+            with contextlib.suppress(OSError):  # the program has closed the descriptor
                 self._sock.close()

@@ -1,4 +1,4 @@
-"""Accepts connections, and lets none through that has not proved to be of the group."""
+"""Accepts connections, and admits only those that prove to be of the group."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ from telegrad._core.transport.process_state import process_at, stranger_at
 from telegrad.errors import HandshakeError, PeerUnreachable, ProtocolViolation, UsageError
 
 PATIENCE = 5.0  # seconds that a handshake may take
-MOST_STRANGERS = 256  # connections in their handshake at once; above, the oldest of the host with the most goes
-MOST_FOREIGN = 256  # processes of other users that are told apart
+MOST_STRANGERS = 256  # concurrent handshakes; above it, the oldest one of the host with the most is refused
+MOST_FOREIGN = 256  # refused processes of other users that are remembered
 HERE = "this host"
 BACKLOG = 512
-MOST_CONNECTIONS = 4  # of one worker, which needs one, beyond its lanes; above, its oldest goes
+MOST_CONNECTIONS = 4  # of one worker, which needs one, not counting lanes; above it, its oldest is closed
 
 Accepted = Callable[[Channel, Claim, StreamId], None]
 
@@ -50,7 +50,7 @@ log = logging.getLogger("telegrad")
 
 
 class Listener:
-    """The doors of a worker: a TCP port, and a Unix socket where hosts have them and TLS is not asked for."""
+    """The listening sockets of a worker: TCP, and a Unix socket where available and without TLS."""
 
     def __init__(
         self,
@@ -63,10 +63,10 @@ class Listener:
         patience: float = PATIENCE,
         most_strangers: int = MOST_STRANGERS,
     ) -> None:
-        """Listen; nobody is let in before `serve`.
+        """Listen. No connection is accepted before `serve`.
 
         Raises:
-            UsageError: the TLS files cannot be used, or TLS is asked for and only Unix sockets.
+            UsageError: the TLS files cannot be used, or TLS is requested together with only Unix sockets.
         """
         if tls is not None and transport == "unix":
             raise UsageError('tls=... protects TCP connections, and transport="unix" makes none: leave one of them out')
@@ -75,18 +75,18 @@ class Listener:
         self._silence = silence
         self._tls = server_context(tls) if tls is not None else None
         self.digest = own_digest(tls) if tls is not None else b""  # of this worker's certificate
-        self._lock = threading.Lock()  # guards _strangers and that the poller watches these
+        self._lock = threading.Lock()  # guards _strangers, and that the poller watches them
         self._strangers: dict[_Stranger, None] = {}  # oldest first
-        self._refusals = Refusals()  # guarded by _lock, as is _foreign
+        self._refusals = Refusals()  # guarded by _lock, like _foreign
         self._foreign: deque[int] = deque(maxlen=MOST_FOREIGN)  # processes of other users that were refused
         self.patience = patience
         self.most_strangers = most_strangers
-        self._serves: tuple[Keyring, Claim] | None = None  # the group's keys, and what this worker says of itself
-        self._shut = False  # no descriptor is left for those who knock
+        self._serves: tuple[Keyring, Claim] | None = None  # the group's keys, and this worker's claim
+        self._shut = False  # no descriptor is free for new connections
         self._doors: list[_Door] = []
         self.unix = ""
         if HAS_UNIX and transport != "tcp" and tls is None:
-            self.unix = f"telegrad-{os.getpid()}-{secrets.token_hex(8)}"  # insight finds the process by it
+            self.unix = f"telegrad-{os.getpid()}-{secrets.token_hex(8)}"  # insight finds the process by this name
             door = socket.socket(socket.AF_UNIX)
             door.bind(unix_address(self.unix))
             self._doors.append(_Door(door, self, True))
@@ -99,7 +99,7 @@ class Listener:
             each.sock.listen(BACKLOG)
 
     def serve(self, keys: Keyring, mine: Claim) -> None:
-        """Let in who proves to hold one of `keys`; until now connections waited."""
+        """Accept connections that prove to hold one of `keys`. Earlier ones have waited in the kernel's queue."""
         self._serves = keys, mine
         for door in self._doors:
             self._poller.watch(door, read=True)
@@ -125,11 +125,11 @@ class Listener:
             oldest = waiting[to_give_way(each.origin for each in waiting)] if crowded else None
             self._strangers[stranger] = None
             self._poller.watch(stranger, read=True)
-        if oldest is not None:  # a member is through in milliseconds: it is seldom the oldest
+        if oldest is not None:  # a member finishes in milliseconds: it is rarely the oldest
             self.turn_away(oldest, ProtocolViolation("it has not introduced itself, and many wait"))
 
     def _refuse_user(self, sock: socket.socket, user: str) -> None:
-        """Close a Unix socket that another user of this host has connected to; warn once of each of its processes."""
+        """Refuse a Unix connection of another user of this host; log one warning for each process."""
         process = process_at(sock)
         with self._lock:
             is_new = process not in self._foreign
@@ -148,17 +148,17 @@ class Listener:
         sock.close()
 
     def known(self, stranger: _Stranger) -> None:
-        """It has proved who it is."""
+        """Pass on a connection that has completed its handshake."""
         end = stranger.end
         assert end.peer is not None
         if self._dismiss(stranger):
             self._accepted(Channel.behind(stranger.sock, end), end.peer, end.stream_id)
 
     def turn_away(self, stranger: _Stranger, why: Exception) -> None:
-        """It is not of the group: one line in the log, and the door."""
+        """Refuse a connection: log one line and close it."""
         if not self._dismiss(stranger):
             return
-        if isinstance(why, (_Looked, ConnectionResetError, BrokenPipeError)):  # it has gone
+        if isinstance(why, (_Looked, ConnectionResetError, BrokenPipeError)):  # the other end has closed it
             log.debug("telegrad: a connection from %s was refused: %s", stranger.origin, why)
         else:
             with self._lock:
@@ -171,7 +171,7 @@ class Listener:
         stranger.sock.close()
 
     def _dismiss(self, stranger: _Stranger) -> bool:
-        """It is a stranger no longer; False where another thread has seen to it before."""
+        """Remove a connection from the handshakes; return False if another thread has removed it."""
         with self._lock:
             if stranger not in self._strangers:
                 return False
@@ -181,13 +181,13 @@ class Listener:
             return True
 
     def shut(self) -> None:
-        """Leave those who knock in the kernel's queue until the next tick."""
+        """Leave new connections in the kernel's queue until the next tick."""
         self._shut = True
         for door in self._doors:
             self._poller.forget(door)
 
     def tick(self, now: float) -> None:
-        """Turn away who connected and stayed silent."""
+        """Refuse connections whose handshake takes too long."""
         if self._shut:
             self._shut = False
             for door in self._doors:
@@ -208,13 +208,13 @@ class Listener:
         self.abandon([stranger for stranger in strangers if self._dismiss(stranger)])
 
     def abandon(self, strangers: Iterable[_Stranger] = ()) -> None:
-        """Close the descriptors, and nothing else."""
+        """Only close the descriptors."""
         for sock in [door.sock for door in self._doors] + [each.sock for each in strangers or self._strangers]:
             sock.close()
 
 
 class _Looked(ProtocolViolation):
-    """Somebody looked whether this worker is there, as other workers do who wait for it, and load balancers."""
+    """A probe: workers that wait for this one and load balancers connect and close at once."""
 
     def __init__(self) -> None:
         super().__init__("it closed the connection before it said a word")
@@ -241,16 +241,16 @@ class _Door:
         except OSError as error:
             if self.sock.fileno() >= 0:
                 log.warning("telegrad: a connection could not be accepted: %s", said(error))
-                self._listener.shut()  # as a rule no descriptor is left: trying again at once would fail again
+                self._listener.shut()  # as a rule no descriptor is free: an immediate retry would fail again
             return False
         try:
             self._listener.greet(sock, HERE if self._shared else f"{address[0]}:{address[1]}", self._shared)
         except OSError:
-            sock.close()  # it has gone again
+            sock.close()  # the other end has closed it
         return True
 
     def on_writable(self) -> None:
-        """A door sends nothing."""
+        """Do nothing: a listening socket sends nothing."""
 
 
 class _Stranger:
@@ -301,15 +301,15 @@ class _Stranger:
         return True
 
     def _check_uses_tls(self) -> None:
-        """Raise AuthenticationFailed where the other end is a worker that does not use TLS."""
+        """Raise AuthenticationFailed if the other end is a worker that does not use TLS."""
         if is_hello(socket.socket.recv(self.sock, LONGEST, socket.MSG_PEEK)):
-            socket.socket.recv(self.sock, LONGEST)  # or closing the socket would discard the answer
+            socket.socket.recv(self.sock, LONGEST)  # else closing the socket would discard the answer
             raise self.end.refuse_without_tls()
 
     def part(self) -> None:
-        """Tell the other end why it is refused; in clear where there is no TLS yet."""
+        """Send the reason of the refusal; unencrypted before TLS is established."""
         send = self.sock.send if self._tls_done else partial(socket.socket.send, self.sock)
         send(self.end.parting)
 
     def on_writable(self) -> None:
-        """Nothing waits to be sent."""
+        """Do nothing: nothing is queued."""

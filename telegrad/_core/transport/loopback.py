@@ -1,4 +1,4 @@
-"""The connection of a worker to itself: messages pass by value, as over any other."""
+"""The connection of a worker to itself; it passes messages by value, like all others."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from telegrad.errors import PeerError, PeerLost
 
 
 class LoopEnd:
-    """One end, which makes the other. Has the surface of `Link` that agents use.
+    """One end; it creates the other. Has the interface of `Link` that agents use.
 
-    There is nothing to read here: who sends a message delivers it.
+    Nothing is read here: the sending thread delivers the message.
     """
 
     is_congested = False
@@ -27,7 +27,7 @@ class LoopEnd:
         on_closed: Callable[[LoopEnd, PeerError], None],
         other: LoopEnd | None = None,
     ) -> None:
-        """`arrive` takes, at the other end, what is sent at this one; `on_closed` is told of the end of this one."""
+        """`arrive` processes, at the other end, messages sent at this one; `on_closed` is called when this closes."""
         self.peer = peer
         self.closed: PeerError | None = None
         self._arrive = arrive
@@ -35,7 +35,7 @@ class LoopEnd:
         self._other: LoopEnd = other or LoopEnd(peer, arrive_back, arrive, lambda *_: None, self)
 
     def send(self, message: Message, later: bool = False) -> bool:
-        """Deliver a message; there is no `later`, and no outbox."""
+        """Deliver a message now. `later` is ignored: there is no outbox."""
         if self.closed is not None:
             raise fresh(self.closed)
         blobs = [copied(blob) if isinstance(blob, Bound) else blob.clone() for blob in message.blobs]
@@ -44,13 +44,13 @@ class LoopEnd:
         return True
 
     def release(self) -> None:
-        """Nothing is lent."""
+        """Do nothing: no memory is lent."""
 
     def retire(self, numbers: list[int]) -> None:
-        """Nothing is lent."""
+        """Do nothing: no memory is lent."""
 
     def when_drained(self, act: Callable[[], None]) -> None:
-        """Nothing waits to be sent."""
+        """Call `act` now: nothing is queued."""
         act()
 
     def close(self, reason: PeerError) -> None:
@@ -60,5 +60,5 @@ class LoopEnd:
                 end._on_closed(end, reason)
 
     def fail(self, error: BaseException) -> None:
-        """Something could not be sent, for want of memory or the like: nobody shall wait for it."""
+        """Close the connection because a message could not be sent (no memory, ...): no response will come."""
         self.close(PeerLost(f"a message of worker {self.peer!r} to itself failed ({error or type(error).__name__})"))

@@ -1,4 +1,4 @@
-"""Waits until one of many connections can be read or written; one driver for every platform."""
+"""Waits until one of many connections is readable or writable; has one interface for all platforms."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ from typing import Any, Protocol
 
 READ = selectors.EVENT_READ
 WRITE = selectors.EVENT_WRITE
-AT_ONCE = 64  # descriptors told of by one look
+AT_ONCE = 64  # events returned by one call of epoll
 
 
 class Source(Protocol):
-    """What can be waited for."""
+    """An object that can be polled."""
 
-    prompt: bool  # worth looking at again at once: more is likely to come soon
+    prompt: bool  # poll again at once: more data is likely to arrive soon
 
     def fileno(self) -> int: ...
 
     def on_readable(self) -> bool:
-        """Take what has come; whether anything had."""
+        """Process available data; return True if there was any."""
 
     def on_writable(self) -> None:
-        """Send on what had to wait."""
+        """Send queued data."""
 
 
 class _Epoll:
-    """As `selectors.EpollSelector`, whose books take longer than the kernel does."""
+    """A faster `selectors.EpollSelector`, whose bookkeeping takes longer than the system call."""
 
-    sees_changes = True  # that are made while a thread sleeps in it
+    sees_changes = True  # sees changes made while a thread sleeps in it
 
     def __init__(self) -> None:
         self._epoll = select.epoll()
         self._sources: dict[int, tuple[int, Any]] = {}
 
-    # `_sources` says what shall be. Each change can be made again, and by either name: what an exception in between has
-    # left, for want of memory, is mended by the next.
+    # `_sources` holds the wanted state. Each change can be repeated, as `register` or as `modify`: after an exception
+    # for lack of memory, the next change repairs the kernel's state.
 
     def register(self, fd: int, events: int, source: Any) -> None:
         self._sources[fd] = events, source
@@ -56,7 +56,7 @@ class _Epoll:
 
     def unregister(self, fd: int) -> None:
         self._sources.pop(fd, None)
-        with contextlib.suppress(OSError):  # closed by its end
+        with contextlib.suppress(OSError):  # already removed when it was closed
             self._epoll.unregister(fd)
 
     def select(self, timeout: float | None) -> list[tuple[Any, int]]:
@@ -73,7 +73,7 @@ class _Epoll:
 
 
 class _Selector(selectors.DefaultSelector):
-    """Every other platform's way."""
+    """The selector of all other platforms."""
 
     sees_changes = hasattr(select, "kqueue")
 
@@ -81,9 +81,9 @@ class _Selector(selectors.DefaultSelector):
         try:
             return [(key.data, events) for key, events in super().select(timeout)]
         except OSError:
-            if not self.get_map():  # this was closed
+            if not self.get_map():  # this selector was closed
                 raise
-            return []  # a descriptor was forgotten and closed meanwhile
+            return []  # a descriptor was unregistered and closed meanwhile
 
 
 if hasattr(select, "epoll"):
@@ -91,7 +91,7 @@ if hasattr(select, "epoll"):
 
 
 class Poller:
-    """A set of sources and one thread at a time that waits for them."""
+    """A set of sources. At most one thread at a time waits for them."""
 
     def __init__(self) -> None:
         self._selector = _Epoll() if hasattr(select, "epoll") else _Selector()
@@ -103,7 +103,7 @@ class Poller:
         self._selector.register(self._woken.fileno(), READ, None)
 
     def watch(self, source: Source, *, read: bool | None = None, write: bool | None = None) -> None:
-        """Change what is waited for; None leaves that side as it is."""
+        """Change the events to wait for; None leaves that direction unchanged."""
         with self._lock:
             fd, events = self._interest.get(source, (source.fileno(), 0))
             wanted = events
@@ -127,16 +127,16 @@ class Poller:
                 self.wake()
 
     def reads(self, source: Source) -> bool:
-        """Whether it is waited for that this source can be read."""
+        """Return True if the poller waits until this source is readable."""
         with self._lock:
             return bool(self._interest.get(source, (0, 0))[1] & READ)
 
     def forget(self, source: Source) -> None:
-        """Wait for nothing of this source; to be called before its descriptor is closed."""
+        """Stop waiting for this source. Call it before its descriptor is closed."""
         self.watch(source, read=False, write=False)
 
     def poll(self, timeout: float | None) -> list[tuple[Source, int]]:
-        """The sources that are ready, after at most `timeout` seconds (None: until there is one, or `wake`)."""
+        """Return the sources that are ready, after at most `timeout` seconds (None: until one is ready, or `wake`)."""
         ready = []
         for source, events in self._selector.select(timeout):
             if source is None:
@@ -147,8 +147,8 @@ class Poller:
         return ready
 
     def wake(self) -> None:
-        """Make the thread that waits return."""
-        with contextlib.suppress(OSError):  # full: it is awake; closed: it has gone
+        """Make the waiting thread return."""
+        with contextlib.suppress(OSError):  # full: it has been woken; closed: it has returned
             self._waker.send(b"\0")
 
     def close(self) -> None:
@@ -157,7 +157,7 @@ class Poller:
             self.abandon()
 
     def abandon(self) -> None:
-        """Close the descriptors, and change nothing about what they stand for."""
+        """Close the descriptors without changing the registrations."""
         for each in (self._selector, self._waker, self._woken):
-            with contextlib.suppress(OSError):  # the program has closed its descriptor
+            with contextlib.suppress(OSError):  # the program has closed the descriptor
                 each.close()

@@ -1,4 +1,4 @@
-"""What the kernel tells of other processes of this host; nothing where it tells nothing."""
+"""Reads the state of other processes of this host from the kernel, where it supports that."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import os
 import socket
 import struct
 
-STOPPED = "Tt"  # the states of a process that a signal has stopped, or a debugger
+STOPPED = "Tt"  # process states: stopped by a signal, or by a debugger
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
 
 
 def process_at(sock: socket.socket) -> int:
-    """The process that has made the other end of a Unix socket; 0 where it cannot be seen from this one, or is this."""
+    """Return the process at the other end of a Unix socket; 0 if it is not visible from here, or is this process."""
     pid, _ = _credentials(sock)
     return 0 if pid == os.getpid() else pid
 
 
 def stranger_at(sock: socket.socket) -> str:
-    """Return a description of the user at the other end of a Unix socket if that is not the user of this process.
+    """Return a description of the user at the other end of a Unix socket if it is not the user of this process.
 
-    An end whose user the kernel does not tell is a stranger, too. Root is no exception: whoever runs as root is
-    another user to a worker that does not, and a worker of root takes code from nobody else.
+    An unknown user counts as another user, too. Root is no exception: a process of root is another user's to a worker
+    that does not run as root, and a worker of root accepts code from root only.
     """
     _, user = _credentials(sock)
     mine = os.geteuid()
@@ -30,7 +30,7 @@ def stranger_at(sock: socket.socket) -> str:
 
 
 def _credentials(sock: socket.socket) -> tuple[int, int]:
-    """The process and the user of the other end as it connected or began to listen; 0 and -1 where nothing is told."""
+    """Return the process and user of the other end when it connected or began to listen; 0 and -1 if unknown."""
     try:
         said = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     except (AttributeError, OSError):
@@ -40,7 +40,7 @@ def _credentials(sock: socket.socket) -> tuple[int, int]:
 
 
 def state_of(pid: int) -> tuple[str, int] | None:
-    """The state of a process, and the ticks that it has used; None where there is no such process."""
+    """Return the state of a process and the CPU ticks that it has used, or None if it does not exist."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()
@@ -50,14 +50,14 @@ def state_of(pid: int) -> tuple[str, int] | None:
 
 
 class Stops:
-    """Whether a process stands still; it may go on for less than the time between two looks."""
+    """Detects a stopped process. Running for less than the time between two checks may go unnoticed."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
-        self._used = -1  # ticks, where it was stopped at the last look
+        self._used = -1  # ticks, if it was stopped at the last check
 
     def look(self) -> bool:
-        """Whether it is stopped, and has not run since a look that found it stopped, too."""
+        """Return True if the process is stopped and has not run since an earlier check that found it stopped."""
         found = state_of(self._pid) if self._pid else None
         before = self._used
         self._used = found[1] if found is not None and found[0] in STOPPED else -1
@@ -65,5 +65,5 @@ class Stops:
 
 
 def stopped(pid: int) -> str:
-    """What users are told of one that is."""
+    """Return the text for users about a stopped process."""
     return f"its process is stopped (SIGSTOP, or a debugger); kill -CONT {pid} has it go on"

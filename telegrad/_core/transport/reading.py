@@ -1,14 +1,16 @@
-"""Who reads a connection: one thread at a time, and never nobody while something is awaited from it.
+"""Ownership of the right to read a connection.
 
-    NOBODY  --take-->   WAITER    a thread that waits for an answer reads by itself
-    NOBODY  --watch-->  LEADER    the poller tells the leader when something comes
-    LEADER  --take-->   WAITER    unless the leader is at it; the poller is asked no longer
-    LEADER  --begin-->  LEADER    is at it
-    whoever --pass_on-> LANE      what comes next is brought by further streams; one of their threads goes on
-    whoever --give_back-> LEADER  where answers are expected, NOBODY else
+At most one thread reads. While a response is expected, the right always has an owner.
 
-Who expects an answer notes that first and calls `watch` then; who gives the right back looks for such notes. Both hold
-the lock for that, so one of them sees the other. Only here the poller is told whether to look for what comes.
+    NOBODY  --take-->   WAITER    a thread that waits for a response reads by itself
+    NOBODY  --watch-->  LEADER    the poller notifies the leader thread when data is available
+    LEADER  --take-->   WAITER    unless the leader is reading; the poller stops watching
+    LEADER  --begin-->  LEADER    and is reading
+    any     --pass_on-> LANE      the next data arrives on lanes; one of their threads continues
+    any     --give_back-> LEADER  if responses are expected, otherwise NOBODY
+
+A thread that expects a response records that first and then calls `watch`. A thread that gives the right back checks
+for such records. Both hold the lock, so one of them sees the other. Only this class changes what the poller watches.
 """
 
 from __future__ import annotations
@@ -35,21 +37,21 @@ class Reading:
         expected: Callable[[], object],
         finish: Callable[[], None],
     ) -> None:
-        """`arm` tells the poller whether to look for what comes, `expected` whether anything is awaited.
+        """`arm` makes the poller watch for data, or stop. `expected` returns True if a response is expected.
 
-        `finish` is called once, when the connection has ended and nobody reads it any more.
+        `finish` is called once, when the connection has ended and no thread reads it.
         """
-        self._lock = lock  # guards all below; `watch` peeks at the owner without it, see there
+        self._lock = lock  # guards all below; `watch` also reads the owner without it
         self._arm = arm
         self._expected = expected
         self._finish = finish
         self.owner = Owner.NOBODY
-        self._at_it = False  # the leader reads, and does not only wait to be told
-        self._is_held = False  # the leader shall not read
+        self._at_it = False  # the leader is reading, not only waiting for a notification
+        self._is_held = False  # the leader must not read
         self._ended = False
 
     def take(self) -> bool:
-        """Whether the thread that asks, since it waits, may read now; `give_back` must follow then."""
+        """Return True if the calling thread, which waits for a response, may read. `give_back` must follow."""
         with self._lock:
             owner = self.owner
             if owner is Owner.LEADER:
@@ -62,7 +64,7 @@ class Reading:
             return True
 
     def begin(self) -> bool:
-        """Whether the leader, told that something came, may read it; `give_back` must follow then."""
+        """Return True if the leader may read available data and must call `give_back` afterwards."""
         with self._lock:
             if self.owner is not Owner.LEADER or self._at_it or self._is_held:
                 return False
@@ -70,13 +72,13 @@ class Reading:
             return True
 
     def pass_on(self) -> None:
-        """Who reads waits for what further streams bring: the last of these goes on."""
+        """Pass the right to the lanes: the thread that receives the last stripe continues."""
         with self._lock:
             self._put_down()
             self.owner = Owner.LANE
 
     def give_back(self) -> None:
-        """Who has read does so no longer."""
+        """Release the right to read."""
         with self._lock:
             ended = self._ended
             if ended:
@@ -92,10 +94,10 @@ class Reading:
             self._finish()
 
     def watch(self) -> None:
-        """Something may come: the leader shall read it, unless somebody does already.
+        """Make the leader the owner unless there is one, because data may arrive.
 
-        One look at the owner needs no lock: while the leader is that, whoever takes the right sees later what is
-        expected as he gives it back.
+        The first check needs no lock: a thread that takes the right from the leader checks `expected` when it gives it
+        back.
         """
         if self.owner is Owner.LEADER:
             return
@@ -105,14 +107,14 @@ class Reading:
                 self._arm(not self._is_held)
 
     def hold(self, is_held: bool) -> None:
-        """Keep the leader from reading, or let it read again; threads that wait may read in any case."""
+        """Stop the leader from reading, or let it read again. Threads that wait may always read."""
         with self._lock:
             self._is_held = is_held
             if self.owner is Owner.LEADER and not self._ended:
                 self._arm(not is_held)
 
     def end(self) -> None:
-        """The connection has ended; who reads it finishes."""
+        """Mark the connection as ended. `finish` is called now, or when the reading thread gives the right back."""
         with self._lock:
             self._ended = True
             free = self.owner is Owner.NOBODY or (self.owner is Owner.LEADER and not self._at_it)
@@ -123,7 +125,7 @@ class Reading:
             self._finish()
 
     def _put_down(self) -> None:
-        """With the lock held: where the leader has the right, it has it no longer."""
+        """Take the right from the leader if it owns it. Call it with the lock held."""
         if self.owner is Owner.LEADER:
             self._at_it = False
             self._arm(False)

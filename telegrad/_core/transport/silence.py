@@ -1,32 +1,32 @@
-"""When a worker is silent: where every look at it finds no sign of life, for as long as its limit says.
+"""Detects a silent worker: no check finds a sign of life for as long as the limit.
 
-    HEARD   it gave a sign of life at the last look; the next is in a third of the limit
-    QUIET   it gave none; there are more looks then, and the time runs from the first of them
-    SILENT  as long as the limit
+    HEARD   the last check found a sign of life; the next check is after a third of the limit
+    QUIET   the last check found none; checks are more frequent, and the time counts from the first of them
+    SILENT  quiet for as long as the limit
 
-A look that comes late says nothing of the time before it: this worker did not run itself then, as when a terminal has
-stopped all of them together. So the time runs anew from there.
+A late check proves nothing about the time before it: this worker itself did not run then, for example because a
+terminal has stopped all workers together. The time counts from that check.
 """
 
 from __future__ import annotations
 
 from math import inf
 
-WHILE_HEARD, WHILE_QUIET = 1 / 3, 1 / 20  # of the limit: the pause between looks
-LATE = 1 / 2  # of the limit: a longer pause is none that this worker has chosen
+WHILE_HEARD, WHILE_QUIET = 1 / 3, 1 / 20  # of the limit: the pause between checks
+LATE = 1 / 2  # of the limit: this worker never chooses a longer pause
 
 
 class Silence:
-    """That of one worker, as far as this one has looked."""
+    """The silence of one worker, as far as this worker has checked."""
 
     def __init__(self, limit: float) -> None:
-        """`limit` in seconds; 0 for none: it is never silent then."""
+        """Initialise with `limit` in seconds; with 0, the worker is never silent."""
         self._limit = limit or inf
         self._quiet_since = inf
         self._looked = -inf
 
     def look(self, now: float, heard: bool) -> bool:
-        """Whether it is silent, after a look that has found a sign of life or none."""
+        """Record a check and return True if the worker is silent; `heard` says if there was a sign of life."""
         if heard:
             self._quiet_since = inf
         elif self._quiet_since == inf or now - self._looked > LATE * self._limit:
@@ -36,7 +36,7 @@ class Silence:
 
     @property
     def pause(self) -> float:
-        """Seconds until the next look."""
+        """The seconds until the next check."""
         return self._limit * (WHILE_HEARD if self._quiet_since == inf else WHILE_QUIET)
 
     def __repr__(self) -> str:

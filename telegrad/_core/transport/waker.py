@@ -1,4 +1,4 @@
-"""Wakes a thread that sleeps until a connection can be read."""
+"""Wakes a thread that sleeps until a connection is readable."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from telegrad._core.atfork import in_child
 
 
 class Waker:
-    """That of one thread. Woken before it sleeps, it does not."""
+    """The waker of one thread. If it is woken before it sleeps, it does not sleep."""
 
     __slots__ = ("_ear", "_voice", "_woken")
 
@@ -19,20 +19,20 @@ class Waker:
         voice.setblocking(False)
         ear.setblocking(False)
         self._voice, self._ear = voice, ear
-        self._woken = False  # stored after the byte that it tells of was sent
+        self._woken = False  # set after the byte was sent
 
     def fileno(self) -> int:
-        """What can be read once it is woken."""
+        """Return a descriptor that is readable once the waker is woken."""
         return self._ear.fileno()
 
     def wake(self) -> None:
-        """Have the thread return, by any other."""
-        with contextlib.suppress(OSError):  # full: it is awake
+        """Make the thread return from its sleep. Call it from any other thread."""
+        with contextlib.suppress(OSError):  # buffer full: the thread has been woken
             self._voice.send(b"\0")
         self._woken = True
 
     def rest(self) -> None:
-        """The thread has returned."""
+        """Reset the waker after the thread has returned."""
         if self._woken:
             self._woken = False
             with contextlib.suppress(BlockingIOError):
@@ -44,15 +44,15 @@ class Waker:
 
 
 def is_readable(sock: socket.socket) -> bool:
-    """Return True if a socket can be read at once."""
+    """Return True if a socket is readable now."""
     try:
         return bool(select.select([sock], [], [], 0)[0])
-    except (OSError, ValueError):  # it has ended, or its number is too high to be asked
+    except (OSError, ValueError):  # it has ended, or its number is too high for `select`
         return False
 
 
 def wait_readable(sock: socket.socket, timeout: float | None, waker: Waker | None) -> None:
-    """Sleep until a socket can be read, the time is over, or `waker` is woken."""
+    """Sleep until a socket is readable, the timeout expires, or `waker` is woken."""
     if hasattr(select, "poll"):
         poll = select.poll()
         poll.register(sock, select.POLLIN)
@@ -70,7 +70,7 @@ _here = threading.local()  # .waker
 
 
 def waker_here() -> Waker | None:
-    """That of this thread, made when it is first wanted; None where there is no descriptor left for one."""
+    """Return the waker of this thread, created on first use, or None if no descriptor is free."""
     found: Waker | None = getattr(_here, "waker", None)
     if found is None:
         with contextlib.suppress(OSError):
@@ -80,6 +80,6 @@ def waker_here() -> Waker | None:
 
 @in_child
 def _forget_after_fork() -> None:
-    """A forked child would share it with its parent."""
+    """Drop the waker in a forked child, which would share it with its parent."""
     global _here
     _here = threading.local()

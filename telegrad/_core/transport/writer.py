@@ -1,4 +1,4 @@
-"""Writes an outbox to a socket: as much as it takes now, the rest when it can be written again."""
+"""Writes an outbox to a socket: as much as it accepts now, the rest when it is writable again."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from telegrad._core.security.records import JOINED, RecordWriter
 from telegrad._core.sockets import NOT_NOW, shut
 
 BUFFERS_AT_ONCE = 32
-MOST_BUFFERS = 256  # that wait, and as many bytes, until the connection is congested
+MOST_BUFFERS = 256  # a connection with more queued buffers or bytes is congested
 MOST_BYTES = 64 << 20
 GATHERS = hasattr(socket.socket, "sendmsg")  # several buffers in one write; not on Windows
 
 
 class Writer:
-    """For one thread at a time: who holds the lock of the connection."""
+    """Writes to one socket. The calling thread must hold the lock of the connection."""
 
     def __init__(
         self,
@@ -33,14 +33,14 @@ class Writer:
         resume: Callable[[], None],
         records: RecordWriter | None = None,
     ) -> None:
-        """`watch`: whether to be called again when the socket can be written. `resume` must lead to a flush, too.
+        """`watch` turns polling for writability on or off. `resume` is called after a device's copy, and must flush.
 
-        With `records`, what leaves is encrypted at the moment of writing; the outbox is plain.
+        `records` encrypts data when it is written. The outbox is not encrypted.
         """
         self.outbox: deque[Chunk | StagedCopy] = deque()
         self.waits = False  # for the socket
         self.written = 0  # bytes
-        # To be called once it is not full any more. One will do: each releases the queue of the only caller.
+        # Called when the outbox is no longer full. One is enough: each releases the queue of the only caller.
         self.drained: Callable[[], None] | None = None
         self._sock = sock
         self._tls = isinstance(sock, ssl.SSLSocket)
@@ -48,16 +48,16 @@ class Writer:
         self._staging = staging
         self._watch = watch
         self._resume = resume
-        self._watched: StagedCopy | None = None  # what is to be sent next, while its device still copies
+        self._watched: StagedCopy | None = None  # the copy to send next, while its device still copies
         self._records = records
 
     @property
     def is_busy(self) -> bool:
-        """Return True if something waits to be sent."""
+        """Return True if data is queued."""
         return bool(self.outbox) or (self._records is not None and bool(self._records.unsent))
 
     def flush(self) -> None:
-        """Write what the socket takes; leave the rest to the poller, or to who watches devices."""
+        """Write as much as the socket accepts. The poller, or the thread that watches devices, continues later."""
         records = self._records
         waits = False
         try:
@@ -68,14 +68,14 @@ class Writer:
         except NOT_NOW:
             waits = True
         except OSError:
-            self.clear()  # the reading side meets the same end and reports it
+            self.clear()  # the reader thread gets the same error and reports it
             shut(self._sock)
         if waits != self.waits:
             self.waits = waits
             self._watch(waits)
 
     def clear(self) -> None:
-        """Drop what was not sent."""
+        """Drop the queued data."""
         self.outbox.clear()
         if self._records is not None:
             self._records.clear()
@@ -105,12 +105,12 @@ class Writer:
             records.sent(sent)
 
     def _encrypt(self, records: RecordWriter) -> None:
-        """Encrypt what is first in the outbox, as much as leaves in one write.
+        """Encrypt the beginning of the outbox, as much as one write sends.
 
-        What is interrupted in here ends the connection: nobody knows which chunks have become records.
+        An interruption here ends the connection: it is unknown which chunks were encrypted.
         """
         outbox = self.outbox
-        small: list[Chunk] = []  # that share a record; each with its keeper, without which its memory may be freed
+        small: list[Chunk] = []  # share one record; a chunk's keeper owns its memory
         size, most = 0, JOINED
         try:
             while outbox and isinstance(chunk := outbox[0], Chunk):
@@ -144,7 +144,7 @@ class Writer:
             raise
 
     def _has_next(self) -> bool:
-        """Whether the first in the outbox can be sent; of what a device copies, its next piece becomes the first."""
+        """Return True if the first entry can be sent; for a device's copy, insert its next piece before it."""
         first = self.outbox[0]
         if not isinstance(first, StagedCopy):
             return True
@@ -163,19 +163,19 @@ class Writer:
 
     @property
     def is_full(self) -> bool:
-        """Whether so much waits for the socket that nothing should be added; for any thread."""
+        """Return True if nothing should be added because too much is queued. May be called from any thread."""
         if not self.waits:
             return False
         waiting = [len(chunk.data) for chunk in self.outbox.copy() if isinstance(chunk, Chunk)]
         return len(waiting) > MOST_BUFFERS or sum(waiting) > MOST_BYTES
 
     def take_drained(self) -> Callable[[], None]:
-        """Return what to call now that not so much waits any more; it may do nothing."""
+        """Return the function to call because the outbox is not full; it may do nothing."""
         act, self.drained = (_nothing, self.drained) if self.is_full else (self.drained or _nothing, None)
         return act
 
     def resume(self) -> None:
-        """A piece has been copied, or a device has failed."""
+        """Continue after a piece has been copied or a device has failed."""
         self._watched = None
         if not self.waits:
             self.flush()
@@ -204,4 +204,4 @@ def _joined(chunks: Iterable[Chunk]) -> bytes:
 
 
 def _nothing() -> None:
-    """Nobody waits for that."""
+    """Do nothing."""
