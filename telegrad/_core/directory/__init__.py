@@ -1,4 +1,4 @@
-"""The protocol of a directory, which decides who is in a group, and the embedded engine that serves one.
+"""The protocol of a directory, which decides which workers are in a group, and the embedded engine.
 
-Its clients import `protocol`; engines on other servers stand in `telegrad.directories`.
+Clients of a directory import `protocol`. Engines on other servers are in `telegrad.directories`.
 """

@@ -1,7 +1,7 @@
-"""Messages over a connection behind its handshake: each direction is a stream of encrypted records.
+"""Messages over a connection after its handshake: each direction is a stream of encrypted records.
 
-A message is its length in four bytes, and its content. Records (`transport.records`) cut that stream anywhere: a
-message that is longer than a record is in several. Both ends of a connection to the embedded directory use this. Pure.
+A message is its length in four bytes, and its content. Records (`security.records`) split that stream anywhere: a
+message longer than a record is in several. Both ends of a connection to the embedded directory use this module. Pure.
 """
 
 from __future__ import annotations
@@ -10,29 +10,29 @@ import encodings.idna  # noqa: F401 see below
 import hashlib
 import struct
 
-# Else imported at the first connection: by each of many processes that were forked, and connect at one moment.
+# Otherwise imported at the first connection, by many forked processes that connect at the same moment.
 from cryptography.hazmat.backends.openssl import backend as _backend  # noqa: F401
 
 from telegrad._core.security.noise import TAG, Ciphers
 from telegrad._core.security.records import LONGEST, RECORD, RecordWriter
 from telegrad.errors import ProtocolViolation
 
-INCARNATION = "directory"  # which clients want to reach; those of workers are others
+INCARNATION = "directory"  # of directories in handshakes; workers have others
 
 _LENGTH = struct.Struct("<I")
 _HEAD = _LENGTH.size
 
 
 def name_of(path: str) -> str:
-    """Return what the names of all directories begin with that are kept in the file at `path`, one after the other."""
+    """Return the common prefix of the names of all directories that are stored at `path` over time."""
     return f"directory-{hashlib.sha256(path.encode()).hexdigest()[:16]}-"
 
 
 class Channel:
-    """Both directions. `encrypt` and `decrypt` may be called by two threads at once, each of them by one."""
+    """Both directions. One thread may call `encrypt` while another calls `decrypt`."""
 
     def __init__(self, ciphers: Ciphers, longest: int, leftover: bytes = b"") -> None:
-        """`longest` is the longest message that is taken; `leftover` is what came behind the handshake."""
+        """`longest` is the longest message that is accepted; `leftover` was received after the handshake."""
         self._writer = RecordWriter(ciphers.sending)
         self._decrypt = ciphers.receiving.decrypt
         self._longest = longest
@@ -48,11 +48,11 @@ class Channel:
         return b"".join(self._writer.encrypt(pieces[at : at + RECORD]) for at in range(0, len(content), RECORD))
 
     def decrypt(self, data: bytes) -> list[bytes]:
-        """Take in bytes; return the messages that are whole.
+        """Add received bytes; return the complete messages.
 
         Raises:
             ProtocolViolation: a record or a message is too long.
-            DecryptionFailed: what came is not the next record of the other end.
+            DecryptionFailed: the bytes are not the next record of the other end.
         """
         records, content = self._records, self._content
         records += data

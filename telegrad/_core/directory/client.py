@@ -1,7 +1,7 @@
 """A client of the embedded directory.
 
-A handshake that fails ends an operation at once as long as the directory has never answered: the key or the address is
-wrong. Later it counts as a connection that broke, since bytes may have been altered on the way, or another server may
+If a handshake fails before the directory has ever answered, the operation fails at once: the key or the address is
+wrong. Later, it counts as a broken connection, because bytes may have been altered on the way, or another server may
 have the port for a while.
 """
 
@@ -37,9 +37,9 @@ from telegrad._core.security.noise import DecryptionFailed
 from telegrad._core.sockets import shut, tune_tcp
 from telegrad.errors import HandshakeError, InvalidArgument, LimitReached, PeerUnreachable, ProtocolViolation
 
-PATIENCE = 10.0  # seconds for one operation, if nothing else is given
-HANDSHAKE = 10.0  # seconds for a connection and its handshake: a whole group may come at once
-SILENCE = 10.0  # seconds after which the kernel takes the server's host for lost
+PATIENCE = 10.0  # default seconds of one operation
+HANDSHAKE = 10.0  # seconds for connecting and the handshake: all workers of a group may connect at once
+SILENCE = 10.0  # seconds after which the kernel declares the server's host lost
 LONGEST = 1 << 30  # bytes of a reply
 PIECE = 1 << 18
 
@@ -47,17 +47,17 @@ _ERRORS = {requests.LEASE_LOST: LeaseLost, requests.COMPACTED: Compacted, reques
 
 
 class _Peer:
-    """The directory that a client talks to."""
+    """The directory that a client is connected to."""
 
     def __init__(self, address: tuple[str, int], keys: Keyring, path: str) -> None:
         self.address, self.keys = address, keys
         self.at = f"the directory at {bracketed(address[0])}:{address[1]}"
         self.claim = Claim(secrets.token_hex(8), 0, "", "")
-        self.identity = ""  # of the directory that has answered first
+        self.identity = ""  # of the first directory that answered
         self._name = name_of(path) if path else ""
 
     def check(self, name: str) -> None:
-        """Raise an error where another directory than before has this name."""
+        """Raise an error if this name belongs to another directory than before."""
         if not name.startswith(self._name):
             raise HandshakeError(f"{self.at} is that of another group")
         self.identity = self.identity or name
@@ -69,7 +69,7 @@ class _Peer:
 
 
 class EmbeddedSession:
-    """A connection, which carries one request at a time."""
+    """A connection that carries one request at a time."""
 
     def __init__(self, peer: _Peer) -> None:
         self._peer = peer
@@ -77,7 +77,7 @@ class EmbeddedSession:
         self._channel: Channel | None = None
 
     def open(self, deadline: float) -> None:
-        """Connect, and shake hands: with the next key where the directory does not know the first one."""
+        """Connect and perform the handshake; with the next key if the directory does not know the first one."""
         peer, attempt = self._peer, 0
         deadline = min(deadline, monotonic() + HANDSHAKE)
         while True:
@@ -97,7 +97,7 @@ class EmbeddedSession:
                     raise Unsent(str(error)) from None
             except TimeoutError:
                 raise Unsent("its handshake was not over in time") from None
-            except (OSError, ValueError) as error:  # ValueError: the address is none
+            except (OSError, ValueError) as error:  # ValueError: the address is invalid
                 raise Unsent(f"no connection could be made ({error})") from None
         assert end.peer is not None
         assert end.ciphers is not None
@@ -119,8 +119,8 @@ class EmbeddedSession:
         """Send a request, and return its reply.
 
         Raises:
-            OSError: the connection broke, or the deadline came.
-            Unanswered: the other end is no directory, or something was altered on the way.
+            OSError: the connection broke, or the deadline passed.
+            Unanswered: the other end is not a directory, or data was altered on the way.
         """
         sock, channel = self._sock, self._channel
         assert sock is not None
@@ -141,23 +141,23 @@ class EmbeddedSession:
             try:
                 answer = end.receive(data)
             except (HandshakeError, PeerUnreachable):
-                with contextlib.suppress(OSError):  # it need not hear why
+                with contextlib.suppress(OSError):  # the server need not learn the reason
                     sock.sendall(end.parting)
                 raise
             sock.sendall(answer)
 
 
 class EmbeddedDirectory:
-    """A `Directory` that a server of `server.py` keeps. Its methods are documented in `protocol.py`."""
+    """A `Directory` that `server.py` serves. `protocol.py` documents its methods."""
 
     def __init__(self, address: tuple[str, int], keys: Keyring, patience: float = PATIENCE, path: str = "") -> None:
-        """Connect once something is asked.
+        """Initialise. The first operation connects.
 
         Args:
-            address: where the server listens.
-            keys: those of the group.
-            patience: for how many seconds an operation waits for the server.
-            path: of the directory's file: that of another group, which has got the port since, is refused.
+            address: the address of the server.
+            keys: the keys of the group.
+            patience: seconds that an operation waits for the server.
+            path: the directory's file. The directory of another group that has got the port since is refused.
         """
         peer = _Peer(address, keys, path)
         self._sessions = Sessions(
@@ -215,7 +215,7 @@ class EmbeddedDirectory:
 
 
 def _receive(sock: socket.socket, most: int, deadline: float) -> bytes:
-    """Return what has come. Raises OSError where the deadline came, or the connection has ended."""
+    """Return received bytes. Raises OSError if the deadline has passed or the connection has ended."""
     sock.settimeout(left(deadline))
     data = sock.recv(most)
     if not data:

@@ -1,7 +1,8 @@
-"""Keeps the process that serves an embedded directory: starts it, and starts it again when it has ended.
+"""Starts the process that serves an embedded directory, and restarts it when it has ended.
 
-The keeper holds the socket that listens, and hands it to each process that it starts. So the address stays, and clients
-that connect while there is no server wait in the socket's queue. What the directory knows is in a file (`table.py`).
+The keeper owns the listening socket, and passes it to each process that it starts. Therefore the address stays the
+same, and clients that connect while no server runs wait in the socket's queue. The directory's state is in a file
+(`table.py`).
 """
 
 from __future__ import annotations
@@ -25,21 +26,21 @@ from telegrad._core.security.keyring import Keyring
 from telegrad._core.threads import run_beside
 
 PATIENCE = 5.0  # seconds for the process to end by itself
-LAST_WORDS = 500  # bytes of what it has logged
-LONGEST_REASON = 4096  # bytes of what it says as it ends
-FIRST_PAUSE, LONGEST_PAUSE = 0.25, 1.0  # seconds before it is started again that ends for one reason again and again
-STEADY = 60.0  # seconds; one that has run for so long has ended for a new reason
+LAST_WORDS = 500  # bytes of its log
+LONGEST_REASON = 4096  # bytes of the reason that it reports when it ends
+FIRST_PAUSE, LONGEST_PAUSE = 0.25, 1.0  # seconds before a restart, if it ends for the same reason repeatedly
+STEADY = 60.0  # seconds; after running for so long, it has ended for a new reason
 
 log = logging.getLogger("telegrad")
 
 
 class Keeper:
-    """The process that serves, and its address. One thread at a time."""
+    """The serving process and its address. One thread at a time."""
 
     def __init__(
         self, keys: Keyring, host: str = "127.0.0.1", port: int = 0, path: str = "", limits: Limits = DEFAULT
     ) -> None:
-        """Start it. `path` is the file, which may be that of a server that was killed; without it, a new one is made.
+        """Start the process. `path` is its file, which a killed server may have left; by default, a new one is made.
 
         Raises:
             OSError: the port is taken, or the process cannot be started.
@@ -48,9 +49,9 @@ class Keeper:
         self.path = path or _private_path()
         self._listener = socket.create_server((host, port), family=family_of(host), backlog=BACKLOG)
         self.address: tuple[str, int] = (host, self._listener.getsockname()[1])
-        self._has_ended = False  # the process, as was noted
-        self._told = ""  # why it has ended last, if it knew
-        self._pause = self._starts_at = 0.0  # seconds before it is started again, and when it is
+        self._has_ended = False  # the end of the process has been noted
+        self._told = ""  # the reason of its last end, if it reported one
+        self._pause = self._starts_at = 0.0  # seconds before it is restarted, and the time of that
         try:
             self._process = self._start()
         except BaseException:
@@ -59,13 +60,13 @@ class Keeper:
 
     @property
     def pid(self) -> int:
-        """The process that serves now."""
+        """The id of the process that serves now."""
         return self._process.pid
 
     def restart_if_ended(self) -> bool:
-        """Start the process again if it has ended; return True if this was done. Call it now and then.
+        """Restart the process if it has ended; return True if this was done. Call it regularly.
 
-        One that ends for the same reason again and again, such as a full disk, is started less and less often.
+        After repeated ends for the same reason, such as a full disk, restarts are delayed.
 
         Raises:
             OSError: it cannot be started.
@@ -83,7 +84,7 @@ class Keeper:
         return True
 
     def _note_end(self) -> None:
-        """Log how the process has ended, but for a reason that it gave before: then it is started later."""
+        """Log how the process has ended. If it has reported the same reason before, only delay the restart."""
         reason = self._reason()
         if reason and reason == self._told and monotonic() < self._starts_at + STEADY:
             self._pause = min(max(2 * self._pause, FIRST_PAUSE), LONGEST_PAUSE)
@@ -99,20 +100,20 @@ class Keeper:
         self._starts_at = monotonic() + self._pause
 
     def leave(self) -> None:
-        """Leave the process to itself: it ends once no lease is left."""
+        """Let the process run until no lease is left."""
         self._listener.close()
         assert self._process.stdin is not None
-        with contextlib.suppress(OSError, ValueError):  # it has ended, and could not be started again
-            self._process.stdin.write(b"\0")  # since processes that this one has forked may hold the pipe
+        with contextlib.suppress(OSError, ValueError):  # it has ended, and could not be restarted
+            self._process.stdin.write(b"\0")  # closing is not enough: forked processes may hold the pipe
             self._process.stdin.flush()
         self._close_pipe(self._process)
-        run_beside("telegrad-keeper", _reap, self._process)  # else it stays as a zombie
+        run_beside("telegrad-keeper", _reap, self._process)  # otherwise it stays as a zombie
 
     def close(self) -> None:
         """End the process, and with it the directory."""
         self._listener.close()
         self._close_pipe(self._process)
-        self._process.terminate()  # other processes may hold the pipe: those that this one has forked
+        self._process.terminate()  # closing is not enough: forked processes may hold the pipe
         try:
             self._process.wait(PATIENCE)
         except subprocess.TimeoutExpired:
@@ -122,8 +123,8 @@ class Keeper:
 
     def _start(self) -> subprocess.Popen[bytes]:
         listener = self._listener.fileno()
-        # It may outlive this process, so it must not hold the pipes that others read to the end of this one's output.
-        # Its own output is why it ends: a log on a disk that is full would have nothing.
+        # It may outlive this process, so it must not hold pipes from which others read the end of this process's
+        # output. Its output pipe carries the reason of its end, because a log on a full disk would be empty.
         with replacing(self.path + LOG) as output:
             process = subprocess.Popen(
                 [sys.executable, *SAFE_PATH, "-m", "telegrad._core.directory.server", "0"],
@@ -143,9 +144,9 @@ class Keeper:
         return process
 
     def _reason(self) -> str:
-        """Return why the process has ended, if it knew."""
+        """Return why the process has ended, if it reported a reason."""
         assert self._process.stdout is not None
-        os.set_blocking(self._process.stdout.fileno(), False)  # processes that this one has forked may hold the pipe
+        os.set_blocking(self._process.stdout.fileno(), False)  # forked processes may hold the pipe
         with contextlib.suppress(BlockingIOError):
             return os.read(self._process.stdout.fileno(), LONGEST_REASON).decode("utf-8", "replace")
         return ""
@@ -157,9 +158,9 @@ class Keeper:
         return ""
 
     def _close_pipe(self, process: subprocess.Popen[bytes]) -> None:
-        """Close the pipes: a process that still runs ends."""
+        """Close the pipes; a process that still runs ends."""
         assert process.stdin is not None
-        with contextlib.suppress(OSError):  # it has ended, and what was written last cannot be
+        with contextlib.suppress(OSError):  # it has ended, and the last data cannot be written
             process.stdin.close()
         assert process.stdout is not None
         process.stdout.close()
@@ -172,5 +173,5 @@ def _reap(process: subprocess.Popen[bytes]) -> None:
 def _private_path() -> str:
     with private_folder("directory") as folder:
         name = f"{secrets.token_hex(8)}.sqlite"
-        folder.create(name).close()  # for this user alone; SQLite makes the others likewise
+        folder.create(name).close()  # for this user only; SQLite makes its other files likewise
         return os.path.join(folder.path, name)

@@ -1,27 +1,27 @@
 """The directory of a group: a small store with leases, revisions and compare-and-set.
 
-Every decision that must have one answer (who is in the group, who owns a name or a rank, who owns a published value,
-which generation runs, whether the group has ended) is one compare-and-set of one key.
+Every decision that must have one answer (the members of the group, the owner of a name, a rank or a published value,
+the current generation, the end of the group) is one compare-and-set of one key.
 
 Revisions. The directory counts its writes: each write, each deletion and each end of a lease gets a higher revision.
-Revisions never repeat and never go backwards, also after the engine was restarted. The revision of the write that
-created a claim is its fencing token: a later owner of the same key always has a higher one, so a receiver that
-remembers the highest token it has seen can refuse an owner that was replaced.
+Revisions never repeat and never decrease, even after a restart of the engine. The revision of the write that created a
+claim is its fencing token: a later owner of the same key always has a higher one. A receiver that remembers the highest
+token it has seen can refuse an owner that was replaced.
 
-Leases. A key that is written with a lease is deleted when the lease ends, and so is every other key of that lease; an
-engine may do that at one revision or at several. A key that is written without a lease, or with another one, leaves
-the lease that it had. A lease ends when it is revoked, or when it was not renewed for `ttl` seconds *by the engine's
-clock*. Its holder must stop acting as an owner earlier than that, by its own clock: `ttl` seconds after it *sent* the
-last renewal that succeeded (`Lease.ends`), less CLOCK_DRIFT of the ttl. Since the engine starts to count when the
-renewal arrives, the holder stops first, provided that the speeds of the two clocks differ by no more than CLOCK_DRIFT.
-An engine may make the ttl longer than was asked for, never shorter.
+Leases. When a lease ends, all keys that were written with it are deleted; an engine may do that at one revision or at
+several. A key that is written without a lease, or with another one, leaves its earlier lease. A lease ends when it is
+revoked, or when it was not renewed for `ttl` seconds *by the engine's clock*. Its holder must stop acting as an owner
+earlier, by its own clock: `ttl` seconds after it *sent* the last renewal that succeeded (`Lease.ends`), less
+CLOCK_DRIFT of the ttl. The engine starts to count when the renewal arrives, so the holder stops first, provided that
+the speeds of the two clocks differ by no more than CLOCK_DRIFT. An engine may make the ttl longer than requested, never
+shorter.
 
 Errors. `DirectoryLost` means that the outcome is unknown: a compare-and-set may have happened. The caller reads the key
-again and compares the value, which names its writer. So an engine never sends a compare-and-set a second time when the
-first one may have arrived: the second would be told that the key has changed.
+again and compares the value, which names its writer. An engine never sends a compare-and-set a second time if the first
+one may have arrived, because the second would fail with a changed revision.
 
 Keys are text of 1 to KEY_BYTES bytes in UTF-8 without null characters; values are at most VALUE_BYTES bytes.
-`check_key` and `check_value` refuse others, in every engine, as `check_ttl` does for leases.
+`check_key` and `check_value` refuse others in every engine, as `check_ttl` does for leases.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Entry(NamedTuple):
     value: bytes
     revision: int  # of the write that made this value
     created: int  # of the write that created the key: the fencing token of a claim, equal until the key is deleted
-    lease: int = 0  # id of the lease that it hangs on; 0 for none
+    lease: int = 0  # id of its lease; 0 for none
 
 
 class Event(NamedTuple):
@@ -64,7 +64,7 @@ class Event(NamedTuple):
     entry: Entry | None  # None: the key was deleted, or its lease has ended
 
 
-Events = list[Event]  # a name for it, since `list` is a method of what returns it
+Events = list[Event]  # an alias, because `list` is a method of the class that returns it
 
 
 class Listing(NamedTuple):
@@ -86,63 +86,63 @@ class Swap(NamedTuple):
     """The outcome of a compare-and-set."""
 
     done: bool
-    entry: Entry | None  # what stands there now: what was written, or what was there instead; None for nothing
+    entry: Entry | None  # the entry after the operation: the written or the differing one; None without an entry
 
 
 class Directory(Protocol):
     """One client's connection to the directory of one group.
 
-    All methods may be called from any thread, at the same time. None blocks longer than its own limit, which is
-    `timeout` where it takes one and the patience of the connection elsewhere. All raise DirectoryLost, also after
-    `close`; AuthenticationFailed where the engine does not hold the group's key, before it has first answered;
-    LimitReached where the engine is full.
+    All methods may be called from any thread, concurrently. No method blocks longer than its limit, which is `timeout`
+    if it takes one, and otherwise the patience of the connection. All raise DirectoryLost, also after `close`;
+    AuthenticationFailed if the engine does not hold the group's key, before its first answer; and LimitReached if the
+    engine is full.
     """
 
     def grant(self, ttl: float) -> Lease:
-        """Begin a lease. Its ttl may be longer than asked for.
+        """Begin a lease. Its ttl may be longer than requested.
 
         Raises:
             InvalidArgument: `ttl` is not between SHORTEST_TTL and LONGEST_TTL.
         """
 
     def renew(self, lease: Lease) -> Lease:
-        """Return the lease with a new end. Raises LeaseLost where it has ended."""
+        """Return the lease with a new end. Raises LeaseLost if it has ended."""
 
     def revoke(self, lease: Lease) -> None:
-        """End a lease, and delete its keys. Does nothing where it has ended already."""
+        """End a lease, and delete its keys. Does nothing if it has ended already."""
 
     def swap(self, key: str, value: bytes | None, expected: int = ABSENT, lease: Lease | None = None) -> Swap:
-        """Write `value` where the key's revision is `expected`; None deletes it.
+        """Write `value` if the key's revision is `expected`; None deletes the key.
 
         Raises:
-            LeaseLost: the lease has ended; nothing was written. Where the key's revision differs as well, an engine may
+            LeaseLost: the lease has ended; nothing was written. If the key's revision differs as well, an engine may
                 return that instead.
-            InvalidArgument: the key or the value is too long, or the key is no valid text.
+            InvalidArgument: the key or the value is too long, or the key is not valid text.
         """
 
     def list(self, prefix: str) -> Listing:
-        """Return all keys that begin with `prefix`, as they stood at one revision; "" for all. Linearizable."""
+        """Return all keys that begin with `prefix`, as of one revision; "" for all. Linearizable."""
 
     def watch(self, prefix: str, since: int, timeout: float) -> tuple[int, Events]:
         """Wait until a key under `prefix` changes after revision `since`, at most `timeout` seconds.
 
-        Return the revision to watch from next, and the changes in their order, none left out; none at the timeout.
-        The changes of one revision are never parted. A connection that breaks is made again within `timeout` and the
-        patience; after that, the method raises DirectoryLost.
+        Return the revision to watch from next, and all changes in order; none at the timeout. The changes of one
+        revision are never separated. A broken connection is replaced within `timeout` and the patience; after that, the
+        method raises DirectoryLost.
 
         Raises:
             Compacted: the engine has forgotten changes after `since`.
         """
 
     def close(self) -> None:
-        """Let go of the connection; a lease of this client lives on until it ends. A watch that waits raises."""
+        """Close the connection. Leases of this client live until they end; a waiting watch raises DirectoryLost."""
 
 
 def check_key(key: str) -> bytes:
     """Return the key in UTF-8.
 
     Raises:
-        InvalidArgument: it is empty or too long, or UTF-8 cannot write it, or it has a null character.
+        InvalidArgument: it is empty or too long, cannot be encoded in UTF-8, or has a null character.
     """
     try:
         encoded = key.encode()
@@ -157,7 +157,7 @@ def check_key(key: str) -> bytes:
 
 
 def check_value(key: str, value: bytes) -> None:
-    """Raise InvalidArgument where a value is too long."""
+    """Raise InvalidArgument if a value is too long."""
     if len(value) > VALUE_BYTES:
         raise InvalidArgument(
             f"the value of {key!r} has {len(value)} bytes: the directory takes at most {VALUE_BYTES}. Publish "
@@ -166,6 +166,6 @@ def check_value(key: str, value: bytes) -> None:
 
 
 def check_ttl(ttl: float) -> None:
-    """Raise InvalidArgument where a lease cannot have this ttl."""
+    """Raise InvalidArgument if a lease cannot have this ttl."""
     if not (isfinite(ttl) and SHORTEST_TTL <= ttl <= LONGEST_TTL):
         raise InvalidArgument(f"a lease has a ttl of {SHORTEST_TTL:g} to {LONGEST_TTL:g} seconds, not {ttl!r}")

@@ -1,10 +1,10 @@
 """The messages between a client and the server of the embedded directory, as bytes.
 
-A request and its reply have one layout for all operations. The number of a request is the client's own, and the reply
-repeats it: replies come in any order, since a watch waits while other requests are answered.
+All operations have the same layouts of requests and replies. The client chooses the number of a request, and the reply
+repeats it. Replies may arrive in any order, because other requests are answered while a watch waits.
 
     request   number, operation, revision, lease, seconds, length of the key, whether there is a value; key; value
-    reply     number, outcome, revision, number of changes; the changes, or a text where there are none
+    reply     number, outcome, revision, number of changes; the changes, or a text if there are none
     change    length of the key, length of the value, revision, created, lease; key; value
 """
 
@@ -23,13 +23,13 @@ DONE, NOT_DONE, LEASE_LOST, COMPACTED, FULL, REFUSED = range(1, 7)  # outcomes
 _REQUEST = struct.Struct("<IBQQdHB")
 _REPLY = struct.Struct("<IBQI")
 _CHANGE = struct.Struct("<HIQQQ")
-_DELETED = 0xFFFFFFFF  # in the place of a value's length
+_DELETED = 0xFFFFFFFF  # instead of a value's length
 
 LONGEST_REQUEST = _REQUEST.size + KEY_BYTES + VALUE_BYTES
 
 
 class Request(NamedTuple):
-    """A request of a client; each operation looks at some of the fields."""
+    """A request of a client; each operation uses some of the fields."""
 
     operation: int
     key: str = ""  # or a prefix
@@ -40,7 +40,7 @@ class Request(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """An answer of the server."""
+    """A reply of the server."""
 
     outcome: int
     revision: int = 0  # or the id of a lease
@@ -52,7 +52,7 @@ def write_request(number: int, request: Request) -> bytes:
     """Return the request as bytes.
 
     Raises:
-        InvalidArgument: its fields have values that there are none of.
+        InvalidArgument: a field has an invalid value.
     """
     operation, key, value, revision, lease, seconds = request
     try:
@@ -70,7 +70,7 @@ def read_request(data: bytes) -> tuple[int, Request]:
     """Return the number and the request.
 
     Raises:
-        ProtocolViolation: it is none.
+        ProtocolViolation: the data is not a request.
     """
     try:
         number, operation, revision, lease, seconds, size, has_value = _REQUEST.unpack_from(data)
@@ -83,7 +83,7 @@ def read_request(data: bytes) -> tuple[int, Request]:
 
 
 def write_changes(changes: Iterable[Event]) -> bytes:
-    """Return changes as bytes: the end of a reply."""
+    """Return changes as bytes, for the end of a reply."""
     parts: list[bytes] = []
     for revision, key, entry in changes:
         name = key.encode()
@@ -99,7 +99,7 @@ def write_changes(changes: Iterable[Event]) -> bytes:
 
 
 def write_reply(number: int, outcome: int, revision: int, count: int, end: bytes) -> bytes:
-    """Return a reply as bytes: `end` is what `write_changes` made of `count` changes, or a text where `count` is 0."""
+    """Return a reply as bytes. `end` is the output of `write_changes` for `count` changes, or a text if it is 0."""
     return _REPLY.pack(number, outcome, revision, count) + end
 
 
@@ -107,7 +107,7 @@ def read_reply(data: bytes) -> tuple[int, Reply]:
     """Return the number of the request, and the reply.
 
     Raises:
-        ProtocolViolation: it is none.
+        ProtocolViolation: the data is not a reply.
     """
     changes: Events = []
     try:

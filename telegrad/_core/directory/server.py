@@ -1,12 +1,12 @@
-"""The process, or the thread, that serves an embedded directory.
+"""The process or thread that serves an embedded directory.
 
-One thread and one selector for all clients. A turn of the loop reads what has come, answers a few requests of each
-client in turn, stores what they changed, and only then sends: whatever a client was told is in the file. A client that
+One thread and one selector serve all clients. One iteration of the loop reads received data, answers a few requests of
+each client in turn, commits their changes, and only then sends: each fact in a reply is in the file. A client that
 sends faster than others, or does not read its replies, waits; it takes neither memory nor time from the others.
 
-`python -m telegrad._core.directory.server FD` serves what the pipe FD describes (`keeper.py`). When that pipe is
-closed, the keeper has gone; the server goes on until no lease is left, and then removes the file. A server that cannot
-use its file writes why to its output, and ends.
+`python -m telegrad._core.directory.server FD` serves the directory that the pipe FD describes (`keeper.py`). When the
+keeper ends, that pipe is closed. The server then runs until no lease is left, and removes the file. A server that
+cannot use its file writes the reason to its output and ends.
 """
 
 from __future__ import annotations
@@ -34,38 +34,38 @@ from telegrad._core.security.refusals import Refusals, host_of, to_give_way
 from telegrad._core.sockets import NOT_NOW, tune_tcp
 from telegrad.errors import HandshakeError, PeerUnreachable, ProtocolViolation, TelegradError
 
-BACKLOG = 4096  # connections that wait to be accepted; a whole group may come at once
-PIECE = 1 << 16  # bytes that are read of one client in a turn
-REQUESTS = 16  # that are answered for one client in a turn
-REPLIES = 1 << 18  # bytes of replies, after which the next client has its turn
-ACCEPTS = 64  # connections that are accepted in a turn
-QUEUED = 4 << 20  # bytes of replies that wait for one client; above, its requests wait
-MOST_QUEUED = 64 << 20  # above, its connection ends
-MOST_STRANGERS = 1024  # connections in their handshake; above, the oldest of the host with the most ends
-MOST_OF_ONE = 64  # connections of one client, one for each of its requests under way; above, its oldest ends
+BACKLOG = 4096  # connections waiting to be accepted; all workers of a group may connect at once
+PIECE = 1 << 16  # bytes read from one client in an iteration
+REQUESTS = 16  # answered for one client in an iteration
+REPLIES = 1 << 18  # bytes of replies to one client in an iteration
+ACCEPTS = 64  # connections accepted in an iteration
+QUEUED = 4 << 20  # queued bytes of replies to one client; above it, its requests wait
+MOST_QUEUED = 64 << 20  # above it, its connection is closed
+MOST_STRANGERS = 1024  # concurrent handshakes; above it, the oldest one of the host with the most is refused
+MOST_OF_ONE = 64  # connections of one client, one for each request in flight; above it, its oldest is closed
 INTRODUCTION = 10.0  # seconds that a handshake may take
-SILENCE = 30.0  # seconds after which the kernel takes the host of a client for lost
+SILENCE = 30.0  # seconds after which the kernel declares the host of a client lost
 TICK = 0.5  # seconds; the longest sleep
-STOPPED = 1.0  # seconds beyond a tick: then this process did not run, and could take no renewals
-PAUSE = 0.5  # seconds without accepting where no descriptor is left
-SPARE = 64  # descriptors that are not for connections
+STOPPED = 1.0  # seconds beyond a tick: the process did not run, and could take no renewals
+PAUSE = 0.5  # seconds without accepting if no descriptor is free
+SPARE = 64  # descriptors reserved for other uses than connections
 
 log = logging.getLogger("telegrad")
 Closed = (OSError, ProtocolViolation, DecryptionFailed)
 
 
 class Config(NamedTuple):
-    """What a process is told that shall serve."""
+    """The configuration of a serving process."""
 
-    parent: int  # the process that has started it
-    listener: int  # the descriptor of a socket that listens
+    parent: int  # the process that started it
+    listener: int  # the descriptor of a listening socket
     keys: Keyring
     path: str
     limits: Limits
 
 
 class Server:
-    """A directory on a socket that listens. `run` serves in the calling thread; any thread may `stop` it."""
+    """A directory on a listening socket. `run` serves in the calling thread; any thread may call `stop`."""
 
     def __init__(
         self, listener: socket.socket, keys: Keyring, path: str = ":memory:", limits: Limits = DEFAULT
@@ -86,8 +86,8 @@ class Server:
         self._connections: dict[int, _Connection] = {}
         self._strangers: dict[_Connection, None] = {}  # oldest first
         self._clients: dict[str, list[_Connection]] = {}
-        self._busy: dict[_Connection, None] = {}  # have requests that wait
-        self._changed: dict[_Connection, None] = {}  # have replies that were not sent in this turn
+        self._busy: dict[_Connection, None] = {}  # have waiting requests
+        self._changed: dict[_Connection, None] = {}  # have replies not sent in this iteration
         self._count = 0
         self._refusals = Refusals()
         self._accepts_at: float | None = None  # when to accept again
@@ -96,7 +96,7 @@ class Server:
         self._keeper_left = False
 
     def run(self, pipe: int | None = None, parent: int = 0) -> None:
-        """Serve until `stop`. With a pipe: until the keeper has closed it, or has ended, and no lease is left."""
+        """Serve until `stop`. With a pipe: until the keeper has closed it or has ended, and no lease is left."""
         register = self._selector.register
         try:
             register(self._listener, selectors.EVENT_READ, self._accept)
@@ -119,7 +119,7 @@ class Server:
             self._table.file.close()
 
     def stop(self) -> None:
-        """Have `run` return, by any thread."""
+        """Make `run` return. Call it from any thread."""
         with contextlib.suppress(OSError):
             self._voice.send(b"\0")
 
@@ -131,7 +131,7 @@ class Server:
         self._selector.unregister(pipe)
 
     def _turn(self, last: float) -> float:
-        """Do what is to be done now, after waiting for it; return when that was. `last` is that of the last turn."""
+        """Wait for events and process them; return the time. `last` is the time of the last iteration."""
         service = self._service
         wait = 0.0 if self._busy else TICK
         due = service.next_at()
@@ -153,7 +153,7 @@ class Server:
         return now
 
     def _commit(self) -> None:
-        """Store what was done in this turn; then tell the clients."""
+        """Commit the changes of this iteration, then send the replies."""
         self._table.file.commit(self._table.revision)
         changed, self._changed = self._changed, {}
         for connection in changed:
@@ -168,7 +168,7 @@ class Server:
                 sock, address = self._listener.accept()
             except NOT_NOW:
                 return
-            except OSError as error:  # as a rule no descriptor is left: trying again at once would fail again
+            except OSError as error:  # as a rule no descriptor is free: an immediate retry would fail again
                 log.warning("telegrad: the directory cannot accept connections: %s", error)
                 self._selector.unregister(self._listener)
                 self._accepts_at = monotonic() + PAUSE
@@ -184,7 +184,7 @@ class Server:
         self._count += 1
         connection = _Connection(self._count, sock, origin, Acceptor(self._keys, self._claim))
         sock.setblocking(False)
-        with contextlib.suppress(OSError):  # it has gone again, as will be seen; or it is no TCP socket
+        with contextlib.suppress(OSError):  # closed already, which the next read finds; or not a TCP socket
             tune_tcp(sock, SILENCE)
         self._connections[connection.number] = connection
         self._strangers[connection] = None
@@ -205,7 +205,7 @@ class Server:
         except NOT_NOW:
             return
         except (HandshakeError, PeerUnreachable, *Closed) as error:
-            if connection in self._strangers and connection.has_spoken:  # else it was a look whether the port is open
+            if connection in self._strangers and connection.has_spoken:  # otherwise a probe of the port
                 self._refuse(connection, error)
             else:
                 self._drop(connection, error)
@@ -218,7 +218,7 @@ class Server:
             self._busy[connection] = None
 
     def _admit(self, connection: _Connection) -> None:
-        """The other end has proved to be of the group."""
+        """Register a connection that has completed its handshake."""
         del self._strangers[connection]
         own = self._clients.setdefault(connection.client, [])
         own.append(connection)
@@ -226,7 +226,7 @@ class Server:
             self._drop(own[0])
 
     def _answer(self, connection: _Connection, now: float) -> None:
-        """Answer a few of the requests of a client."""
+        """Answer a few requests of a client."""
         requests = connection.requests
         most = min(len(connection.unsent) + REPLIES, QUEUED)
         for _ in range(min(REQUESTS, len(requests))):
@@ -300,20 +300,20 @@ class Server:
 
 
 class _Connection:
-    """A client, or a stranger that may become one."""
+    """A connection of a client, or one in its handshake."""
 
     def __init__(self, number: int, sock: socket.socket, origin: str, acceptor: Acceptor) -> None:
         self.number, self.sock, self.origin, self.acceptor = number, sock, origin, acceptor
         self.since = monotonic()
         self.has_spoken = False
-        self.client = ""  # the name that it has proved
-        self.channel: Channel | None = None  # behind the handshake
+        self.client = ""  # its authenticated name
+        self.channel: Channel | None = None  # after the handshake
         self.requests: deque[bytes] = deque()
         self.unsent = bytearray()
-        self.events = selectors.EVENT_READ  # that the selector looks for
+        self.events = selectors.EVENT_READ  # registered with the selector
 
     def receive(self) -> None:
-        """Read what has come, once. Raises NOT_NOW, or why the connection has to end."""
+        """Read available data once. Raises NOT_NOW, or the reason to close the connection."""
         data = self.sock.recv(PIECE)
         if not data:
             raise ConnectionResetError("it closed the connection")
@@ -331,14 +331,14 @@ class _Connection:
             self.requests.extend(self.channel.decrypt(b""))
 
     def send(self) -> None:
-        """Send what the socket takes."""
+        """Send as much as the socket accepts."""
         with contextlib.suppress(*NOT_NOW):
             while self.unsent:
                 del self.unsent[: self.sock.send(self.unsent)]
 
 
 def _descriptors() -> int:
-    """Return how many descriptors this process may have."""
+    """Return how many descriptors this process may open."""
     try:
         import resource
     except ImportError:  # Windows
@@ -347,7 +347,7 @@ def _descriptors() -> int:
 
 
 def _raise_limit() -> None:
-    """Have this process have as many descriptors as it may."""
+    """Raise the limit of open descriptors as far as permitted."""
     with contextlib.suppress(ImportError, ValueError, OSError):
         import resource
 
@@ -356,18 +356,18 @@ def _raise_limit() -> None:
 
 
 def main(pipe: int) -> None:
-    """Serve what the pipe describes."""
+    """Serve the directory that the pipe describes."""
     _raise_limit()
     size = int.from_bytes(_read_all(pipe, 4), "little")
-    config = Config(*pickle.loads(_read_all(pipe, size)))  # from the process that has started this one
+    config = Config(*pickle.loads(_read_all(pipe, size)))  # written by the process that started this one
     listener = socket.socket(fileno=config.listener)
     try:
         Server(listener, config.keys, config.path, config.limits).run(pipe, config.parent)
-    except TelegradError as error:  # the disk of the file may be that of the log, and be full
-        with contextlib.suppress(OSError):  # the keeper has gone
+    except TelegradError as error:  # the file's disk may be that of the log, and full
+        with contextlib.suppress(OSError):  # the keeper has ended
             os.write(sys.stdout.fileno(), str(error).encode())
         raise
-    remove(config.path)  # no lease is left, so nothing in it matters to a later group
+    remove(config.path)  # no lease is left, so no later group needs the file
 
 
 def _read_all(pipe: int, size: int) -> bytes:
@@ -375,7 +375,7 @@ def _read_all(pipe: int, size: int) -> bytes:
     while len(data) < size:
         piece = os.read(pipe, size - len(data))
         if not piece:
-            raise SystemExit(1)  # the process that has started this one has ended
+            raise SystemExit(1)  # the process that started this one has ended
         data += piece
     return data
 

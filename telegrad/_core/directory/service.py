@@ -1,4 +1,4 @@
-"""The behaviour of the embedded directory: requests in, replies out. Pure: no sockets, and the time is an argument."""
+"""The behaviour of the embedded directory: maps requests to replies. Pure: no sockets, and the time is an argument."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from telegrad.errors import InvalidArgument, LimitReached
 class Service:
     """The directory's behaviour over a table. One thread at a time.
 
-    A connection is a number here. `answer` returns the reply to a request of it, `collect` those to requests that have
-    waited.
+    A connection is a number here. `answer` returns the reply to a request; `collect` returns the replies to requests
+    that have waited.
     """
 
     def __init__(self, table: Table) -> None:
@@ -22,10 +22,10 @@ class Service:
         self._watches = Watches(table)
 
     def answer(self, connection: int, client: str, data: bytes, now: float) -> bytes | None:
-        """Return the reply to a request; None where it waits.
+        """Return the reply to a request, or None if the request waits.
 
         Raises:
-            ProtocolViolation: it is no request.
+            ProtocolViolation: the data is not a request.
         """
         number, request = requests.read_request(data)
         try:
@@ -44,16 +44,16 @@ class Service:
         return write_reply(number, outcome, 0, 0, text.encode())
 
     def leave(self, connection: int) -> None:
-        """The connection has ended."""
+        """Forget a connection that has ended."""
         self._watches.leave(connection)
 
     def collect(self, now: float) -> Replies:
-        """End leases; return the replies to watches, each with its connection."""
+        """End expired leases; return the replies to watches, each with its connection."""
         self.table.expire(now)
         return self._watches.collect(now)
 
     def next_at(self) -> float | None:
-        """Return when to call `collect` next, if nothing comes before; None for never."""
+        """Return when to call `collect` next if no request arrives before, or None for never."""
         times = [self.table.next_end(), self._watches.next_at()]
         return min((each for each in times if each is not None), default=None)
 

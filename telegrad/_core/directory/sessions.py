@@ -1,9 +1,9 @@
-"""Connections of a client to a directory, for many threads: made when needed, kept, tried again, closed together.
+"""A thread-safe pool of a client's connections to a directory: connects on demand, retries, closes all at once.
 
-An attempt of an operation ends in a result or in one of
+An attempt of an operation ends with a result or with one of
 
-- `Unsent`: the engine has not begun with it, so it may be tried again, at the next endpoint where there are several;
-- `Unanswered`, or an OSError: the engine may have done it, so only operations that may be repeated are tried again;
+- `Unsent`: the engine has not begun the operation, so it is retried, at the next endpoint if there are several;
+- `Unanswered`, or an OSError: the engine may have done it, so only repeatable operations are retried;
 - any other error, and each error of this package: it is raised.
 """
 
@@ -25,11 +25,11 @@ from telegrad.errors import TelegradError
 
 KEPT = 4  # idle sessions of one endpoint
 FIRST_PAUSE, LONGEST_PAUSE = 0.025, 0.5  # seconds after a round in which no endpoint answered
-_random = random.SystemRandom()  # processes that were forked have one state of the others
+_random = random.SystemRandom()  # forked processes would share the state of other generators
 
 
 class Unsent(Exception):
-    """The engine has not begun with the operation."""
+    """The engine has not begun the operation."""
 
 
 class Unanswered(Exception):
@@ -37,16 +37,16 @@ class Unanswered(Exception):
 
 
 class Session(Protocol):
-    """One connection, which one thread uses at a time."""
+    """One connection, used by one thread at a time."""
 
     def open(self, deadline: float) -> None:
-        """Connect. Raises OSError, Unsent or Unanswered where the engine does not answer."""
+        """Connect. Raises OSError, Unsent or Unanswered if the engine does not answer."""
 
     def usable(self) -> bool:
-        """Return False if the other end has closed the connection, or has sent bytes that nobody asked for."""
+        """Return False if the other end has closed the connection, or has sent unrequested bytes."""
 
     def interrupt(self) -> None:
-        """Wake the thread that uses the connection, which gets an OSError; by any thread."""
+        """Wake the thread that uses the connection, which gets an OSError. Call it from any thread."""
 
     def close(self) -> None: ...
 
@@ -56,7 +56,7 @@ T = TypeVar("T")
 
 
 class Result(NamedTuple, Generic[T]):
-    """The result of an operation, and a time that is not later than the engine's receipt of it."""
+    """The result of an operation, and a time not later than the engine's receipt of the request."""
 
     sent: float
     value: T
@@ -70,7 +70,7 @@ class Sessions(Generic[S]):
     ) -> None:
         """`make` returns a session of an endpoint, not open yet; `what` and `advice` are for errors."""
         self.patience = patience
-        self.current = _random.randrange(len(endpoints))  # the endpoint that is asked next
+        self.current = _random.randrange(len(endpoints))  # the endpoint to ask next
         self._make, self._endpoints, self._what, self._advice = make, endpoints, what, advice
         self._made_at = forks.depth
         self._closed = threading.Event()
@@ -88,14 +88,14 @@ class Sessions(Generic[S]):
         """Run an operation at one endpoint after the other, until one answers or the time is over.
 
         Args:
-            operation: is called with a session and the time at which the attempt ends.
-            repeat: whether it may be sent again when it may have been done.
-            until: when the last attempt ends; after the patience if it is not given.
+            operation: called with a session and the time at which the attempt ends.
+            repeat: True if it may be sent again when it may have been done.
+            until: when the last attempt ends; after `patience` seconds if not given.
             limit: seconds of one attempt.
 
         Raises:
             DirectoryLost: no endpoint answered, or the operation may have been done and must not be done twice.
-            NotInitialized: this process was forked from the one that has made this client.
+            NotInitialized: this process was forked from the one that made this client.
         """
         begun = monotonic()
         until = begun + self.patience if until is None else until
@@ -140,13 +140,13 @@ class Sessions(Generic[S]):
         return DirectoryLost(f"{self._what} {how} ({why}). {self._advice}" if why else f"{self._what} {how}")
 
     def wait(self, seconds: float) -> None:
-        """Wait. Raises DirectoryLost where the client is closed meanwhile."""
+        """Wait. Raises DirectoryLost if the client is closed meanwhile."""
         self._closed.wait(min(seconds, LONGEST_WAIT))
         self._check_open()
 
     def close(self) -> None:
-        """Close all connections; what waits raises DirectoryLost."""
-        if forks.depth != self._made_at:  # the connections are those of the parent
+        """Close all connections. Waiting operations raise DirectoryLost."""
+        if forks.depth != self._made_at:  # the connections belong to the parent
             return
         self._closed.set()
         with self._lock:
@@ -169,9 +169,9 @@ class Sessions(Generic[S]):
             try:
                 if is_new:
                     session.open(deadline)
-                # An engine that was started again has closed it: a write there would have an unknown outcome.
+                # A restarted engine has closed the session: a write to it would have an unknown outcome.
                 is_usable = is_new or session.usable()
-                self._check_open()  # `close` may have looked before the connection was there
+                self._check_open()  # `close` may have run before the connection was open
             except BaseException as error:
                 self._drop(session)
                 if isinstance(error, (Unanswered, OSError)) and not isinstance(error, TelegradError):
@@ -195,7 +195,7 @@ class Sessions(Generic[S]):
     def _drop(self, session: S) -> None:
         with self._lock:
             self._used.discard(session)
-            session.close()  # under the lock: `close` interrupts no other connection that has got the descriptor
+            session.close()  # under the lock: `close` must not interrupt another connection that got the descriptor
 
     def _mark_failed(self, endpoint: int) -> None:
         if endpoint == self.current:
@@ -209,7 +209,7 @@ class Sessions(Generic[S]):
 
 
 def left(deadline: float) -> float | None:
-    """Return the seconds until a deadline, for `settimeout`. Raises TimeoutError where it has come."""
+    """Return the seconds until a deadline, for `settimeout`. Raises TimeoutError if it has passed."""
     seconds = deadline - monotonic()
     if seconds <= 0:
         raise TimeoutError("no answer in time")
@@ -217,7 +217,7 @@ def left(deadline: float) -> float | None:
 
 
 def is_quiet(sock: socket.socket) -> bool:
-    """Return True if a connection is open, and nothing is to be read from it."""
+    """Return True if a connection is open and has nothing to read."""
     with contextlib.suppress(OSError):
         sock.settimeout(0)
         try:

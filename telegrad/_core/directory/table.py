@@ -1,18 +1,18 @@
 """The state of the embedded directory, in an SQLite file: keys, leases, revisions, and changes for watches.
 
 The time is an argument. The server calls `file.commit` before it sends replies, so a client never knows more than the
-file. All but the changes is in memory as well, and the ends of leases are there alone: after a restart each
-lease has its whole ttl, which is never too short.
+file. All but the changes is in memory as well. The ends of leases are only in memory: after a restart, each lease has
+its whole ttl again, which is never too short.
 
-The file has a write-ahead log and is not written through to the disk: what was committed survives the end of the
-process, however it ends, but perhaps not that of the host. Then revisions would go backwards, and two owners could
-have one token. So the file remembers the boot of the host, and after another boot it is removed: the directory begins
-under a new identity, which clients of the old one refuse (`client.py`).
+The file has a write-ahead log and is not flushed to the disk: committed data survives any end of the process, but
+perhaps not that of the host. Then revisions would decrease, and two owners could have the same token. Therefore the
+file stores the boot id of the host, and is removed after another boot: the directory begins with a new identity, which
+clients of the old one refuse (`client.py`).
 
-The file is locked as long as a server uses it: a second server on the same file cannot start.
+The file is locked while a server uses it: a second server on the same file cannot start.
 
-Limits. All that grows is limited in total, and the keys of each client as well, so that one client that never stops to
-write does not keep the others from doing so. A key counts for the client that wrote it last.
+Limits. Each resource is limited in total. The keys of each client are limited as well: a client that never stops
+writing cannot block the others. A key counts for the client that wrote it last.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from typing import Any, NamedTuple
 from telegrad._core.directory.protocol import ABSENT, Compacted, Entry, Event, Events, LeaseLost, Listing, Swap
 from telegrad.errors import LimitReached, UsageError
 
-OVERHEAD = 200  # bytes that a key or a change is taken to need beside its text
-LOG = ".log"  # the suffix of the file into which the server logs
-SUFFIXES = ("", "-wal", "-journal", "-shm", LOG)  # of SQLite's files, and that one
+OVERHEAD = 200  # assumed bytes of a key or a change in addition to its text
+LOG = ".log"  # the suffix of the server's log
+SUFFIXES = ("", "-wal", "-journal", "-shm", LOG)  # of SQLite's files, and of the log
 _BOOT = "/proc/sys/kernel/random/boot_id"
 _FORMAT = "2"
 _TABLES = """
@@ -44,14 +44,14 @@ CREATE TABLE IF NOT EXISTS leases (lease INTEGER PRIMARY KEY, ttl);
 CREATE TABLE IF NOT EXISTS changes (number INTEGER PRIMARY KEY, revision, key, value BLOB, created, lease);
 CREATE INDEX IF NOT EXISTS changes_by_revision ON changes (revision);
 """
-_UNDER = "key >= ? AND key < CAST(? AS TEXT)"  # with `_under`
-_SIZE = f"length(CAST(key AS BLOB)) + coalesce(length(value), 0) + {OVERHEAD}"  # as `_size` has it
+_UNDER = "key >= ? AND key < CAST(? AS TEXT)"  # with the values of `_under`
+_SIZE = f"length(CAST(key AS BLOB)) + coalesce(length(value), 0) + {OVERHEAD}"  # the same as `_size`
 
 
 class Limits(NamedTuple):
-    """How much is kept."""
+    """The limits of the stored data."""
 
-    changes: int = 10_000  # that watches may ask for
+    changes: int = 10_000  # for watches
     change_bytes: int = 32 << 20
     keys: int = 1 << 16
     keys_of_one: int = 1 << 13  # of one client
@@ -66,7 +66,7 @@ class _File:
     """The database. One thread at a time."""
 
     def __init__(self, path: str) -> None:
-        """Open the file, or make it; ":memory:" for none.
+        """Open or create the file; ":memory:" for none.
 
         Raises:
             UsageError: it cannot be used.
@@ -87,14 +87,14 @@ class _File:
             ) from error
 
     def _open(self) -> None:
-        # Used by the thread that serves, which may not be the one that has opened it.
+        # The serving thread may not be the one that opened it.
         self._database = sqlite3.connect(self._path, timeout=0.0, isolation_level=None, check_same_thread=False)
         for setting in ("locking_mode = EXCLUSIVE", "journal_mode = WAL", "synchronous = OFF"):
             self._database.execute(f"PRAGMA {setting}")
         self._database.executescript(_TABLES)
 
     def fact(self, name: str, default: str | int) -> str | int:
-        """Return what the file says, and have it say `default` where it says nothing."""
+        """Return a stored fact; store `default` if there is none."""
         self._database.execute("INSERT OR IGNORE INTO facts VALUES (?, ?)", (name, default))
         found: str | int = self.one("SELECT value FROM facts WHERE name = ?", name)
         return found
@@ -106,7 +106,7 @@ class _File:
         return self._database.execute(query, values).fetchone()[0]
 
     def write(self, statement: str, *values: object) -> None:
-        """Run a statement that is stored by `commit`. Raises UsageError."""
+        """Run a statement that `commit` will store. Raises UsageError."""
         try:
             if not self._database.in_transaction:
                 self._database.execute("BEGIN")
@@ -118,19 +118,19 @@ class _File:
             ) from error
 
     def commit(self, revision: int) -> None:
-        """Store what was written, all or nothing. Raises UsageError."""
+        """Store all written data, or none. Raises UsageError."""
         if self._database.in_transaction:
             self.write("UPDATE facts SET value = ? WHERE name = 'revision'", revision)
             self.write("COMMIT")
 
     def close(self) -> None:
-        """Close the file, which stays."""
+        """Close the file without removing it."""
         self._database.close()
 
 
 @dataclass
 class _Used:
-    """How much there is."""
+    """The resources in use."""
 
     bytes: int
     changes: int
@@ -141,14 +141,14 @@ class Table:
     """The directory. One thread at a time."""
 
     def __init__(self, path: str = ":memory:", limits: Limits = DEFAULT, now: float = 0.0) -> None:
-        """Open the file. Raises UsageError where it cannot be used."""
+        """Open the file. Raises UsageError if it cannot be used."""
         self.limits = limits
         self.file = _File(path)
         self.identity = str(self.file.fact("identity", secrets.token_hex(8)))
         self.load(now)
 
     def load(self, now: float) -> None:
-        """Read what the file has; each lease begins anew."""
+        """Read the file; each lease begins again."""
         file, total = self.file, f"SELECT coalesce(sum({_SIZE}), 0) FROM"
         self.revision, self.compacted = int(file.fact("revision", 0)), int(file.fact("compacted", 0))
         self._entries = {
@@ -160,7 +160,7 @@ class Table:
             file.one(f"{total} entries"), file.one("SELECT count(*) FROM changes"), file.one(f"{total} changes")
         )
         self._leases = {lease: (now + ttl, ttl) for lease, ttl in file.rows("SELECT lease, ttl FROM leases")}
-        self._ends = [(end, lease) for lease, (end, _) in self._leases.items()]  # a heap; early for what was renewed
+        self._ends = [(end, lease) for lease, (end, _) in self._leases.items()]  # a heap; too early for renewed leases
         heapq.heapify(self._ends)
 
     # Leases
@@ -180,7 +180,7 @@ class Table:
         return self.revision
 
     def renew(self, lease: int, now: float) -> None:
-        """Begin the ttl of a lease anew. Raises LeaseLost."""
+        """Restart the ttl of a lease. Raises LeaseLost."""
         self._check_lease(lease)
         end, ttl = self._leases[lease]
         self._leases[lease] = max(end, now + ttl), ttl
@@ -211,17 +211,17 @@ class Table:
 
     @property
     def has_leases(self) -> bool:
-        """Return True if some lease has not ended."""
+        """True if a lease has not ended."""
         return bool(self._leases)
 
     def extend_leases(self, seconds: float) -> None:
-        """Let all leases end later: for so long the server did not run, and took no renewals."""
+        """Extend all leases by the time in which the server did not run and took no renewals."""
         self._leases = {lease: (end + seconds, ttl) for lease, (end, ttl) in self._leases.items()}
 
     # Keys
 
     def swap(self, key: str, value: bytes | None, expected: int = ABSENT, lease: int = 0, client: str = "") -> Swap:
-        """Write a key, or delete it, where its revision is the expected one.
+        """Write or delete a key if its revision is the expected one.
 
         Raises:
             LeaseLost: the lease has ended.
@@ -263,9 +263,9 @@ class Table:
         return Listing(self.revision, tuple(found))
 
     def changes(self, prefix: str, since: int, most: int = 1 << 20) -> tuple[int, Events]:
-        """Return the changes under `prefix` after a revision, and the revision until which these are all.
+        """Return the changes under `prefix` after a revision, and the last revision that they cover.
 
-        The changes of one revision are not parted; no more are begun once those found have `most` bytes.
+        The changes of one revision are not separated. No further revision is added to `most` bytes or more.
 
         Raises:
             Compacted: some were forgotten, or this directory has never had that revision.
@@ -289,7 +289,7 @@ class Table:
         return self.revision, found
 
     def changed(self, since: int) -> set[str]:
-        """Return the keys that have changed after a revision, as far as these changes are not forgotten."""
+        """Return the keys that have changed after a revision, except for forgotten changes."""
         return {key for (key,) in self.file.rows("SELECT DISTINCT key FROM changes WHERE revision > ?", since)}
 
     # Internal
@@ -302,7 +302,7 @@ class Table:
             )
 
     def _check_room(self, client: str, is_new: bool, is_more: bool, more: int) -> None:
-        """Refuse a key that is new, or that is one more of this client, or that has too many bytes more than before."""
+        """Raise LimitReached if there is no room for a new key, one more key of this client, or more bytes."""
         limits, keys, own = self.limits, len(self._entries), self._clients[client]
         if is_new and keys >= limits.keys:
             full = f"all clients together have {keys} keys"
@@ -332,7 +332,7 @@ class Table:
             self._forget()
 
     def _forget(self) -> None:
-        """Forget the oldest changes, an eighth more than must be, so that this is seldom done; but not the newest."""
+        """Forget the oldest changes, except the newest; an eighth more than necessary, to do this rarely."""
         used, last = self._used, 0
         count, size = self.limits.changes * 7 // 8, self.limits.change_bytes * 7 // 8
         for number, revision, bytes_ in self.file.rows(
@@ -342,13 +342,13 @@ class Table:
                 break
             used.changes -= 1
             used.change_bytes -= bytes_
-            last, self.compacted = number, revision  # of that revision others may be left, which nobody can ask for
+            last, self.compacted = number, revision  # others of that revision may remain, but cannot be requested
         self.file.write("DELETE FROM changes WHERE number <= ?", last)
         self.file.write("UPDATE facts SET value = ? WHERE name = 'compacted'", self.compacted)
 
 
 def remove(path: str) -> None:
-    """Remove the file of a directory that nobody serves any more, and those beside it."""
+    """Remove the files of a directory that is no longer served."""
     for suffix in SUFFIXES:
         with contextlib.suppress(OSError):
             os.unlink(path + suffix)
@@ -359,12 +359,12 @@ def _size(key: str, value: bytes | None) -> int:
 
 
 def _under(prefix: str) -> tuple[str, bytes]:
-    """Return the bounds of the keys that begin with a prefix: no byte of UTF-8 is 255."""
+    """Return the bounds of the keys that begin with a prefix: UTF-8 has no byte 255."""
     return prefix, prefix.encode() + b"\xff"
 
 
 def _boot() -> str:
-    """Return what differs with each boot of this host; "" where the platform does not say."""
+    """Return an id that differs with each boot of this host, or "" if the platform has none."""
     try:
         with open(_BOOT) as file:
             return file.read().strip()

@@ -1,9 +1,10 @@
-"""Watches of the embedded directory: requests that wait until something under their prefix changes. Pure.
+"""Watches of the embedded directory: requests that wait for a change under their prefix. Pure.
 
-All watches of one prefix get the same bytes. To notify n watchers of a change costs n messages, and each watcher about
-0.3 ms of its processor, so a group that starts would pay with the square of its size. So changes are gathered. The
-first change under a prefix is sent at once. The next ones are sent EACH seconds later for every watcher that was
-notified, LONGEST_GATHERING at most. A prefix that one client watches has no delay to speak of, whatever others watch.
+All watches of one prefix get the same bytes. To notify n watchers of a change costs n messages, and about 0.3 ms of
+processor time for each watcher, so the cost of starting a group would grow with the square of its size. Therefore
+changes are batched. The first change under a prefix is sent at once. The next ones are sent EACH seconds later for
+every watcher that was notified, LONGEST_GATHERING at most. With one client, a prefix has almost no delay, whatever
+others watch.
 """
 
 from __future__ import annotations
@@ -17,16 +18,16 @@ from telegrad._core.directory.requests import write_changes, write_reply
 from telegrad._core.directory.table import Table
 from telegrad.errors import LimitReached
 
-EACH = 1e-3  # seconds: telling takes a third of that, on the processors of watchers that share a host
+EACH = 1e-3  # seconds: a notification takes a third of that, on the processors of watchers that share a host
 LONGEST_GATHERING = 0.5  # seconds
 MOST_WATCHES = 64  # of one connection
 LONGEST_WATCH = 3_600.0  # seconds
 
-Replies = list[tuple[int, bytes]]  # each with the connection that it is for
+Replies = list[tuple[int, bytes]]  # each with its connection
 
 
 class _Watch(NamedTuple):
-    """A request that waits."""
+    """A waiting request."""
 
     since: int
     ends: float
@@ -42,14 +43,14 @@ class _Answer(NamedTuple):
 
 
 class _Prefix:
-    """The watches of one prefix. Nothing has changed between the `since` of any that waits, and `notified`."""
+    """The watches of one prefix. No change lies between the `since` of a waiting watch and `notified`."""
 
     __slots__ = ("notified", "notify_at", "watches")
 
     def __init__(self, notified: int) -> None:
         self.watches: dict[tuple[int, int], _Watch] = {}  # by connection and number
         self.notified = notified
-        self.notify_at = 0.0  # not before; 0 until the first time
+        self.notify_at = 0.0  # the earliest time of the next notification; 0 before the first
 
 
 class Watches:
@@ -57,15 +58,15 @@ class Watches:
 
     def __init__(self, table: Table) -> None:
         self._table = table
-        self._seen = table.revision  # it is known until here which prefixes have changed
+        self._seen = table.revision  # changed prefixes are known up to this revision
         self._prefixes: dict[str, _Prefix] = {}
-        self._changed: dict[str, _Prefix] = {}  # those under which something has changed after `notified`
+        self._changed: dict[str, _Prefix] = {}  # prefixes with changes after `notified`
         self._waiting: dict[int, dict[int, str]] = {}  # by connection and number, the prefix
         self._count = 0
-        self._timeouts: list[tuple[float, int, int]] = []  # a heap; watches that were answered may still be in it
+        self._timeouts: list[tuple[float, int, int]] = []  # a heap; may still contain answered watches
 
     def add(self, connection: int, number: int, prefix: str, since: int, seconds: float, now: float) -> bytes | None:
-        """Begin a watch; return its reply where that is known now.
+        """Begin a watch; return its reply if it is known now.
 
         Raises:
             Compacted: changes after `since` are forgotten.
@@ -77,7 +78,7 @@ class Watches:
         revision, changes = self._table.changes(prefix, since)
         watched = self._prefixes.get(prefix)
         notified = watched.notified if watched is not None else self._table.revision
-        # Changes after `notified` are gathered, and sent to all watchers at once.
+        # Changes after `notified` are batched, and sent to all watchers at once.
         if (changes and changes[0].revision <= notified) or not seconds > 0:
             return write_reply(number, requests.DONE, revision, len(changes), write_changes(changes))
         if watched is None:
@@ -109,14 +110,14 @@ class Watches:
         return found + self._end_late(now)
 
     def next_at(self) -> float | None:
-        """Return when to call `collect` next, if nothing happens before; None for never."""
+        """Return when to call `collect` next if no request arrives before, or None for never."""
         times = [each.notify_at for each in self._changed.values()]
         if self._timeouts:
             times.append(self._timeouts[0][0])
         return min(times, default=None)
 
     def _find_changed(self, now: float) -> None:
-        """Find the prefixes under which something has changed; forget those that nobody watches any more."""
+        """Find the prefixes with changes, and forget those without watches."""
         changed = self._table.changed(self._seen)
         is_all = self._table.compacted <= self._seen  # else some changes are forgotten
         self._seen = self._table.revision
@@ -147,7 +148,7 @@ class Watches:
         return found
 
     def _end_late(self, now: float) -> Replies:
-        """Answer the watches that are out of time."""
+        """Answer the watches whose time is over."""
         found = []
         while self._timeouts and self._timeouts[0][0] <= now:
             ends, connection, number = heapq.heappop(self._timeouts)
@@ -167,7 +168,7 @@ class Watches:
         return _Answer(requests.DONE, revision, len(changes), write_changes(changes))
 
     def _stop(self, connection: int, number: int) -> _Watch:
-        """Take a watch away. A prefix that was notified stays for a while, so that its `notify_at` holds."""
+        """Remove a watch. A notified prefix is kept for a while, because its `notify_at` still applies."""
         waiting = self._waiting[connection]
         prefix = waiting.pop(number)
         if not waiting:
