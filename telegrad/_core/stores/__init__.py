@@ -1,1 +1,1 @@
-"""Where workers meet: stores of torch, sealed by the group's key, addresses, and the way to a directory."""
+"""Rendezvous stores: torch's stores, sealed with the group's key; addresses; and finding a directory."""

@@ -1,6 +1,6 @@
-"""Which address a worker tells others, and whether two workers share a host.
+"""Chooses the address that a worker publishes, and finds out if two workers share a host.
 
-To find an address no packet is sent: connecting a datagram socket only asks the routing table.
+No packet is sent for that: connecting a datagram socket only queries the routing table.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from telegrad.errors import UsageError
 
 ADDRESS_VARIABLE = "TELEGRAD_ADDRESS"
 LOOPBACK, LOOPBACK_6 = "127.0.0.1", "::1"
-ANY_PORT = 9  # where a route is asked for, the port does not matter
-IN_A_POD = "KUBERNETES_SERVICE_HOST"  # Kubernetes sets this variable in all of them
-ASK_AGAIN = 0.5  # seconds between two questions for a name that is to come
-ELSEWHERE = "192.0.2.1"  # kept free for documentation (RFC 5737): the way to it is the default route
+ANY_PORT = 9  # the port of a route query does not matter
+IN_A_POD = "KUBERNETES_SERVICE_HOST"  # Kubernetes sets this variable in all pods
+ASK_AGAIN = 0.5  # seconds between two queries for a name that may appear
+ELSEWHERE = "192.0.2.1"  # reserved for documentation (RFC 5737): its route is the default route
 
 
 def host_identity() -> str:
-    """Equal for two processes exactly where they share a kernel and a network: so they reach one another's sockets."""
+    """Return an id that is equal for two processes only if they share a kernel and a network, and so their sockets."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             boot = file.read().strip()
@@ -35,7 +35,7 @@ def host_identity() -> str:
 
 
 def loopback() -> str:
-    """Return the loopback address of this host, which may have IPv6 alone."""
+    """Return the loopback address of this host, which may have only IPv6."""
     try:
         with socket.socket(socket.AF_INET) as probe:
             probe.bind((LOOPBACK, 0))
@@ -54,10 +54,10 @@ def is_address(host: str) -> bool:
 
 
 def own_address(wanted: str | None, store_host: str | None) -> str:
-    """The address to listen on and to publish: the wanted one, else the one that reaches the store's host.
+    """Return the address to listen on and to publish: the wanted one, else the one that reaches the store's host.
 
     Raises:
-        UsageError: the wanted address is none of this host's, or the store's host has none.
+        UsageError: the wanted address does not belong to this host, or the store's host has none.
     """
     wanted = wanted or os.environ.get(ADDRESS_VARIABLE)
     if wanted:
@@ -68,7 +68,7 @@ def own_address(wanted: str | None, store_host: str | None) -> str:
 
 
 def local_address_towards(host: str, port: int = ANY_PORT) -> str:
-    """This machine's address on the way to `host`.
+    """Return this machine's address on the route to `host`.
 
     Raises:
         UsageError: `host` cannot be resolved.
@@ -86,10 +86,11 @@ def local_address_towards(host: str, port: int = ANY_PORT) -> str:
 
 
 def listening_address(host: str) -> str:
-    """Return the address of this machine that `host` means, or one that stands for all.
+    """Return the address of this machine that `host` names, or the unspecified address.
 
-    A name that is not one of loopback may lead to a loopback address here, but not elsewhere: Debian's /etc/hosts gives
-    a machine's own name 127.0.1.1. Behind a NAT or a service of Kubernetes, the host's address is none of this machine.
+    A name other than localhost may resolve to a loopback address here, but not elsewhere: Debian's /etc/hosts gives a
+    machine's own name 127.0.1.1. Behind a NAT or a Kubernetes service, the host's address does not belong to this
+    machine.
     """
     with contextlib.suppress(OSError, ValueError):
         found = socket.getaddrinfo(spelled(host), 0, type=socket.SOCK_STREAM)
@@ -103,12 +104,12 @@ def listening_address(host: str) -> str:
 
 
 def check_resolves(host: str) -> None:
-    """Raise UsageError where the store's host has no address, rather than wait for somebody to serve there."""
+    """Raise UsageError if the store's host has no address, instead of waiting for a server there."""
     _resolved(host, ANY_PORT)
 
 
 def await_name(host: str, timeout: float) -> None:
-    """As `check_resolves`; but a pod of Kubernetes may come before another, which has its name only once it is there.
+    """Wait until a name resolves, in a pod of Kubernetes: another pod has its name only once it exists.
 
     Raises:
         UsageError: the store's host has no address.
@@ -131,7 +132,7 @@ def await_name(host: str, timeout: float) -> None:
 def _resolved(host: str, port: int) -> list[Any]:
     try:
         found = socket.getaddrinfo(spelled(host), port, type=socket.SOCK_DGRAM)
-    except (OSError, ValueError) as error:  # ValueError: a name that no resolver takes
+    except (OSError, ValueError) as error:  # ValueError: a name that no resolver accepts
         raise UsageError(
             f"the store's host {host!r} cannot be resolved ({error}): correct MASTER_ADDR or init_method"
         ) from error
@@ -144,23 +145,23 @@ def _resolved(host: str, port: int) -> list[Any]:
 
 
 def _means_many(address: str) -> bool:
-    """Return True for a multicast address, and for that of all hosts of a network."""
+    """Return True for a multicast address, and for the broadcast address."""
     found = ipaddress.ip_address(address.partition("%")[0])
     return found.is_multicast or str(found) == "255.255.255.255"
 
 
 def spelled(host: str) -> Any:
-    """A host's name for the resolver; as bytes where it can be, for a `str` it loads tables of all scripts (1 ms)."""
+    """Return a host's name for the resolver; as bytes if possible: a `str` makes it load Unicode tables (1 ms)."""
     return host.encode() if host.isascii() else host
 
 
 def answers(address: tuple[str, int], patience: float) -> bool:
-    """Whether somebody listens there."""
+    """Return True if a program listens there."""
     return knock(address, patience) is True
 
 
 def knock(address: tuple[str, int], patience: float) -> bool | None:
-    """Whether somebody listens there; None where that cannot be told, since the host is silent."""
+    """Return True if a program listens there; None if that is unknown because the host does not answer."""
     try:
         socket.create_connection(address, patience).close()
     except ConnectionRefusedError:
@@ -184,7 +185,7 @@ def _is_loopback(address: str) -> bool:
 
 
 def means_loopback(host: str) -> bool:
-    """Return True if a host is given by a loopback address, or by a name that stands for one everywhere."""
+    """Return True if a host is given by a loopback address, or by a name that means loopback everywhere."""
     try:
         return _is_loopback(host)
     except ValueError:  # a name
@@ -198,10 +199,10 @@ def _checked(wanted: str) -> str:
             probe.bind(address)
         found = ipaddress.ip_address(str(address[0]).partition("%")[0])
         found = getattr(found, "ipv4_mapped", None) or found
-        # The kernel lets a datagram socket connect to each of the host's own addresses, and not to one of a broadcast.
+        # The kernel lets a datagram socket connect to each of the host's own addresses, but not to a broadcast address.
         if found.is_unspecified or found.is_multicast or not _source(family, (address[0], ANY_PORT, *address[2:])):
             raise OSError("it stands for several addresses, and others cannot connect to that")
-    except (OSError, ValueError) as error:  # ValueError: a name that no resolver takes, such as a part of over 63 bytes
+    except (OSError, ValueError) as error:  # ValueError: an invalid name, such as a part of over 63 bytes
         raise UsageError(
             f"{wanted!r} is no address of this host ({error}); give one that `ip addr` shows, "
             f"in the option `address` or in {ADDRESS_VARIABLE}"

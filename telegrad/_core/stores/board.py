@@ -1,4 +1,4 @@
-"""A store as this package uses it: never asked to wait, and marked by the process that serves it."""
+"""A store as this package uses it: polled instead of waited on, and marked by the process that serves it."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from time import monotonic, sleep
 from telegrad._core.stores.sealed_store import TERMS, SealedStore, spoiled
 from telegrad.errors import StoreLost, StoreUntrusted, TelegradError
 
-SHORTEST_PAUSE, LONGEST_PAUSE = 5e-4, 5e-2  # seconds between two looks
-FEW = 64  # workers that may look as often as that
+SHORTEST_PAUSE, LONGEST_PAUSE = 5e-4, 5e-2  # seconds between two polls
+FEW = 64  # workers that may poll at that rate
 SERVED, OPEN, OVER = "telegrad/served", "open", "over"
-REFUSED = "telegrad/refused"  # a hint: how many have come with another key
-GONE = "gone"  # what stands for the mark where no store answers, or not yet
+REFUSED = "telegrad/refused"  # a hint: the number of workers refused because of another key
+GONE = "gone"  # returned instead of the mark if no store answers
 
 
 class Board:
-    """Part of a store: the keys behind a prefix. Never asked to wait: torch's own waits cannot be interrupted."""
+    """The keys of a store under a prefix. Polls, because torch's own waits cannot be interrupted."""
 
     def __init__(self, store: SealedStore, prefix: str = "") -> None:
         self._prefix = prefix
-        self.group = ""  # to whose identity all values but the terms are bound; `terms` and `claim_terms` find it
+        self.group = ""  # the group's identity, bound to all values but the terms; set by `terms` and `claim_terms`
         self._store = store
 
     @contextlib.contextmanager
@@ -41,32 +41,32 @@ class Board:
         return f"{self._prefix}/{key}" if self._prefix else key
 
     def swap(self, key: str, expected: str, value: str) -> str:
-        """Write `value` where `expected` is found ("" is nothing); return what is there now.
+        """Write `value` if the current value is `expected` ("" for none); return the value after that.
 
         Raises:
-            StoreLost: the store has gone.
-            StoreUntrusted: what is there was not written with the group's key.
+            StoreLost: the store is gone.
+            StoreUntrusted: the current value was not written with the group's key.
         """
         with self._while_it_lasts() as store:
             return store.swap(self.group, self._place(key), expected, value)
 
     def read(self, key: str) -> str:
-        """Return what is there, "" for nothing; raises as `swap`."""
+        """Return the value, "" for none. Raises the same errors as `swap`."""
         with self._while_it_lasts() as store:
             return store.read(self.group, self._place(key))
 
     def write(self, key: str, value: str) -> None:
-        """Write, whatever is there. Seen by others before whatever this board does next."""
+        """Write unconditionally. Others see it before any later write of this board."""
         with self._while_it_lasts() as store:
             store.write(self.group, self._place(key), value)
 
     def terms(self) -> str:
-        """Return the terms of the group that meets here, "" where there are none; binds this board to that group."""
+        """Return the terms of the group that meets here, "" for none; bind this board to that group."""
         with self._while_it_lasts() as store:
             return self._bind(store.read("", self._place(TERMS)))
 
     def claim_terms(self, terms: str, expected: str = "") -> str:
-        """Lay down terms where `expected` stands; return those that hold, and bind this board to their group."""
+        """Write terms if the current ones are `expected`; return the valid terms and bind this board to their group."""
         with self._while_it_lasts() as store:
             return self._bind(store.swap("", self._place(TERMS), expected, terms))
 
@@ -76,36 +76,36 @@ class Board:
         return terms
 
     def add_hint(self, key: str) -> int:
-        """Add one to a counter in one step; return the sum. It is not authenticated: nothing may rely on it."""
+        """Increment a counter atomically; return the sum. The counter is not authenticated: do not rely on it."""
         with self._while_it_lasts() as store:
             return store.add(self._place(key), 1)
 
     def hint(self, key: str) -> int:
-        """Return a counter that `add_hint` adds to."""
+        """Return a counter that `add_hint` increments."""
         with self._while_it_lasts() as store:
             return store.count(self._place(key))
 
     def has_all(self, keys: list[str]) -> bool:
-        """Return True if there is something under each of these keys, whoever has written it."""
+        """Return True if each of these keys has a value, authenticated or not."""
         with self._while_it_lasts() as store:
             return store.has_all([self._place(key) for key in keys])
 
     def spoiled(self, key: str, how: str) -> StoreUntrusted:
-        """Return the error for a counter that cannot be what it is."""
+        """Return the error for a counter with an impossible value."""
         return spoiled(self._place(key), how)
 
     def renew(self) -> None:
-        """Seal what is in the store anew, where the group's key is being replaced."""
+        """Seal the values in the store again if the group's key is being replaced."""
         with self._while_it_lasts() as store:
             store.renew()
 
     def read_all(self, keys: list[str]) -> list[str]:
-        """Return what is there under keys that are known to be there; raises as `swap`."""
+        """Return the values of keys that are known to exist. Raises the same errors as `swap`."""
         with self._while_it_lasts() as store:
             return store.read_all(self.group, [self._place(key) for key in keys])
 
     def wait(self, key: str, until: float, meanwhile: Callable[[], None] = lambda: None, waiting: int = 1) -> str:
-        """Look until something is there; return "" when `until` came first. `waiting`: how many workers do so."""
+        """Poll until the key has a value, or return "" at `until`. `waiting`: the number of workers that poll."""
         for _ in looks(until, waiting):
             found = self.read(key)
             if found:
@@ -118,17 +118,17 @@ class Board:
 
 
 def mark_of(store: SealedStore) -> str:
-    """Who serves it says so; "" where that is no worker."""
+    """Return the mark set by the worker that serves the store, or "" if no worker does."""
     try:
         return Board(store).read(SERVED)
-    except StoreLost:  # it was taken away in this moment
+    except StoreLost:  # it was removed at this moment
         return GONE
 
 
 def looks(until: float, waiting: int = 1) -> Iterator[float]:
-    """Times to look for something, at first in quick succession; yields the seconds left, at least once.
+    """Pace the polling of a store, fast at first; yield the seconds left, at least once.
 
-    Where many workers wait, each looks more rarely: together they would keep the store and all processors busy.
+    With many waiting workers, each polls more rarely: otherwise they would keep the store and all processors busy.
     """
     pause, longest = SHORTEST_PAUSE, LONGEST_PAUSE * max(1, waiting / FEW)
     while True:
@@ -141,5 +141,5 @@ def looks(until: float, waiting: int = 1) -> Iterator[float]:
 
 
 def short(error: BaseException) -> str:
-    """The first line of what torch says, without its C++ trace."""
+    """Return the first line of torch's message, without its C++ trace."""
     return str(error).partition("\n")[0].partition("Exception raised from")[0].strip()

@@ -1,12 +1,12 @@
-"""A store that is a file, in the format of torch's FileStore, which reads for ever where a file is cut short.
+"""A store in a file, in the format of torch's FileStore, which would read forever if the file is truncated.
 
-The file is a list of entries that only grows: a key and its value, each behind its length; the newest entry of a key
-holds. Keys of users begin with "/", and "-/KEY" removes KEY. Every operation opens the file, reads what is new, and
-writes at most one entry, for which it locks the file. So a file that was replaced, cut short or filled with garbage is
-seen at the next operation, before anything of it is believed, and the error names it.
+The file is an append-only list of entries: a key and its value, each after its length; the newest entry of a key is
+valid. Keys of users begin with "/", and "-/KEY" removes KEY. Each operation opens the file, reads the new entries, and
+writes at most one entry, for which it locks the file. So each operation detects a file that was replaced, truncated or
+overwritten before it uses any content, and the error names the file.
 
-torch's own FileStore can use the same file, such as that of `init_process_group`. It waits for the lock with the
-interpreter's as it is made; so the lock is held here for writes alone, and never by a look at the store.
+torch's own FileStore can use the same file, for example that of `init_process_group`. Its constructor waits for the
+file's lock while it holds the GIL. So this class locks only for writes, and never to read.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ from telegrad._core.host.private_files import UnsafePath, refuse_foreign
 from telegrad.errors import StoreLost, StoreUntrusted
 
 LOCKED = 20.0  # seconds for the lock, which others hold for less than a millisecond
-WAIT = 300.0  # seconds for a key to be there, as torch has it
-SHORTEST_PAUSE, LONGEST_PAUSE = 1e-4, 2e-2  # seconds between two tries
+WAIT = 300.0  # seconds for a key to appear, as in torch
+SHORTEST_PAUSE, LONGEST_PAUSE = 1e-4, 2e-2  # seconds between two attempts
 _LENGTH = struct.Struct("=I")
 _OPEN = os.O_RDWR | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
 _MODE = 0o600
 
 
 class FileStore(dist.Store):
-    """One process's view of the file. For any thread."""
+    """One process's view of the file. Thread-safe."""
 
     def __init__(self, path: str) -> None:
-        """Make the file if it is missing.
+        """Create the file if it is missing.
 
         Raises:
-            OSError: it cannot be opened, is no regular file, or other users may write it.
+            OSError: it cannot be opened, is not a regular file, or other users may write it.
             StoreUntrusted: its content is not that of a store.
         """
         super().__init__()
         self._path = path
-        self._lock = threading.Lock()  # guards what follows; held while the file is locked, for at most LOCKED
+        self._lock = threading.Lock()  # guards all below; held while the file is locked, for at most LOCKED
         self._values: dict[str, bytes] = {}
-        self._end = 0  # how much of the file has been read
-        self._file: tuple[int, int] | None = None  # its device and number
+        self._end = 0  # number of bytes read
+        self._file: tuple[int, int] | None = None  # its device and inode
         os.close(os.open(path, _OPEN | os.O_CREAT, _MODE))
         with self._opened():
             pass
@@ -114,7 +114,7 @@ class FileStore(dist.Store):
 
     @contextlib.contextmanager
     def _opened(self, writes: bool = False) -> Iterator[int]:
-        """Open the file and read what is new in it; lock it where this process `writes`."""
+        """Open the file and read new entries; lock it if this process `writes`."""
         with self._lock:
             try:
                 file = os.open(self._path, _OPEN)
@@ -125,14 +125,14 @@ class FileStore(dist.Store):
                 if not writes:
                     try:
                         self._read(file)
-                    except StoreUntrusted:  # the last entry may just be written: look again once it is
+                    except StoreUntrusted:  # the last entry may be in the middle of a write: read again with the lock
                         writes = True
                 if writes:
                     self._take_lock(file)
                     self._read(file)
                 yield file
             finally:
-                os.close(file)  # which gives the lock back
+                os.close(file)  # releases the lock
 
     def _check(self, found: os.stat_result) -> None:
         if not stat.S_ISREG(found.st_mode):
@@ -163,7 +163,7 @@ class FileStore(dist.Store):
             pause = min(1.5 * pause, LONGEST_PAUSE)
 
     def _read(self, file: int) -> None:
-        """Read the entries behind `_end`."""
+        """Read the entries after `_end`."""
         size = os.fstat(file).st_size
         while self._end < size:
             start = self._end
@@ -179,7 +179,7 @@ class FileStore(dist.Store):
             self._end = start
 
     def _part(self, file: int, start: int, size: int) -> tuple[bytes, int]:
-        """Return what stands behind the length at `start`, and where that ends."""
+        """Return the bytes after the length at `start`, and their end."""
         head = os.pread(file, _LENGTH.size, start)
         start += _LENGTH.size
         length = _LENGTH.unpack(head)[0] if len(head) == _LENGTH.size else size
@@ -195,7 +195,7 @@ class FileStore(dist.Store):
             while entry:
                 entry = entry[os.write(file, entry) :]
         except OSError as error:
-            os.ftruncate(file, self._end)  # others would find half of it
+            os.ftruncate(file, self._end)  # others would find half of the entry
             raise StoreLost(f"the store {self._path!r} cannot be written: {error.strerror}") from error
         self._read(file)
 

@@ -1,15 +1,15 @@
 """How the members of a dynamic or elastic group find their directory.
 
-Workers meet in a store. For such a group it holds one value, POINTER: the address of the group's directory. The
-first worker that may do so starts the directory, in a process of its own (`_core/directory/keeper.py`), and writes the
-address there; all others read it, and need the store no more.
+The store of such a group has one value, POINTER: the address of the group's directory. The first worker that is
+permitted to starts the directory in its own process (`_core/directory/keeper.py`), and writes the address there. All
+others read it, and do not need the store afterwards.
 
-The directory's process outlives the worker that has started it: it ends once no member holds a lease. If it is killed,
-that worker starts it again on the same port, with all that it knew. If the worker and its store have gone, members go
-on with the directory, and those that want to join wait for a worker that serves the store anew. That worker finds the
-directory by a note in the state folder of its user, where the user's key file lies, too. The note is named after the
-host and the port of the store: neither a login nor the name that a program gives to the host changes where it lies.
-Each boot of a host, and each network namespace there, has notes of its own, since hosts may share a home.
+The directory's process outlives the worker that started it: it ends once no member holds a lease. If it is killed, that
+worker restarts it on the same port, with its state. If that worker and its store are gone, members continue to use the
+directory, and joining workers wait for a worker that serves the store again. That worker finds the directory by a note
+in its user's state folder, which also contains the user's key file. The note is named after the host and port of the
+store, so it does not depend on a login or on the name that a program gives to the host. Each boot of a host, and each
+network namespace there, has its own notes, because hosts may share a home.
 """
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ from telegrad._core.threads import Background
 from telegrad.errors import HandshakeError, StoreUnreachable, UsageError
 
 POINTER = "telegrad/directory"
-MACHINE = 32  # characters of a note's name that stand for the host
+MACHINE = 32  # characters of a note's name that identify the host
 LASTS = 365 * 24 * 3600.0  # seconds after which a note of another host, or of another boot, is removed
 KNOCK = 1.0  # seconds for the process to accept a connection
-LOOK = 0.2  # seconds between two looks whether the process that this worker has started still runs
-END = 1.0  # seconds for the thread that looks to end
+LOOK = 0.2  # seconds between two checks of the process that this worker has started
+END = 1.0  # seconds for the checking thread to end
 PATIENCE = 10.0  # seconds for an operation of a directory
 
 log = logging.getLogger("telegrad")
 
 
 class Pointer(NamedTuple):
-    """Where a directory is."""
+    """The location of a directory."""
 
     host: str
     port: int
-    machine: str  # the identity of the host that its process runs on
+    machine: str  # the identity of the host of its process
     path: str  # of its file there
-    launched: bool = False  # a launcher keeps it, and no worker
+    launched: bool = False  # started by a launcher instead of a worker
 
     def to_json(self) -> str:
         return json.dumps(self)
@@ -74,16 +74,16 @@ class Pointer(NamedTuple):
 
 
 class Keeping:
-    """Keeps the process of a directory running, until `leave`: one that it has started, or one that it has found."""
+    """Monitors and restarts the process of a directory until `leave`: its own process or an existing one."""
 
     def __init__(self, keys: Keyring, host: str, before: Pointer | None = None, watches: bool = False) -> None:
-        """Start the process on an address of this host; or use the one to which a pointer leads, if that answers.
+        """Start the process on an address of this host, or use the directory of the pointer `before` if it answers.
 
-        With `watches`, use that in any case: it is started again, from its file, once nobody listens on its port.
+        With `watches`, use that directory in any case, and restart it from its file once its port is closed.
 
         Raises:
             StoreUnreachable: it cannot be started.
-            UsageError: this is Windows, whose processes cannot be given a socket that listens.
+            UsageError: this is Windows, where a listening socket cannot be passed to a process.
         """
         if sys.platform == "win32":
             raise UsageError(
@@ -105,13 +105,13 @@ class Keeping:
         self._thread.want()
 
     def leave(self) -> None:
-        """Look no more; the process ends once no member holds a lease."""
+        """Stop monitoring. The process ends once no member holds a lease."""
         self._stop()
         if self._keeper is not None:
             self._keeper.leave()
 
     def close(self) -> None:
-        """End the process, if this has started it."""
+        """End the process, if this object has started it."""
         self._stop()
         if self._keeper is not None:
             self._keeper.close()
@@ -121,9 +121,9 @@ class Keeping:
         self._thread.join(END)
 
     def _started(self, before: Pointer | None) -> Keeper | None:
-        """Start the process: with the file of an earlier one if its port is free, since members look for it there.
+        """Start the process; with the file of an earlier one if its port is free, because members connect there.
 
-        Return None where that one runs by now, or is stopped: it has its port.
+        Return None if the earlier one is running again or is stopped: then it has its port.
         """
         if before is not None and os.path.exists(before.path):
             with contextlib.suppress(OSError):
@@ -138,7 +138,7 @@ class Keeping:
 
     def _main(self) -> None:
         while not self._over.wait(LOOK):
-            with contextlib.suppress(OSError):  # no memory for a process, or a port that is taken: it is tried again
+            with contextlib.suppress(OSError):  # no memory for a process, or a taken port: retry
                 if self._keeper is not None:
                     self._keeper.restart_if_ended()
                 elif knock(self.pointer.address, KNOCK) is False and os.path.exists(self.pointer.path):
@@ -149,7 +149,7 @@ class Keeping:
 
 
 def connect(pointer: Pointer, keys: Keyring, patience: float = PATIENCE) -> Directory:
-    """Return the directory that a pointer leads to. Nothing is sent yet."""
+    """Return a client of the directory that a pointer names. Nothing is sent yet."""
     return EmbeddedDirectory(pointer.address, keys, patience, pointer.path)
 
 
@@ -157,27 +157,27 @@ class Found(NamedTuple):
     """The directory of a group."""
 
     directory: Directory
-    keeping: Keeping | None = None  # where this worker has started it
-    launched: bool = False  # a launcher keeps it, and no worker
+    keeping: Keeping | None = None  # if this worker has started it
+    launched: bool = False  # started by a launcher instead of a worker
     pointer: Pointer | None = None  # by which it was found
 
 
 def find_directory(
     store: SealedStore, place: str, port: int | None, address: str, until: float, wait: Wait | None = None
 ) -> Found:
-    """Return the directory that the store points to; start it where that is for this worker to do.
+    """Return the directory that the store points to; start it if this worker has to.
 
     Args:
         store: the store in which the group meets.
-        place: where that is, for people.
-        port: the one at which this worker serves it; None where it does not.
-        address: the one at which other workers reach this one.
+        place: its location, for messages.
+        port: the port at which this worker serves it; None if it does not.
+        address: the address at which other workers reach this one.
         until: when to give up.
-        wait: is told to look now and then.
+        wait: polled regularly.
 
     Raises:
         StoreUnreachable: there is none in time.
-        StoreLost: the store has gone.
+        StoreLost: the store is gone.
     """
     board = Board(store)
     for _ in looks(until):
@@ -188,7 +188,7 @@ def find_directory(
             return Found(directory, None, pointer.launched, pointer)
         before = pointer or (noted(port) if port is not None else None)
         if pointer is None and before is not None:
-            is_gone = any(_probe(before, store.keys))  # else it is stopped, or another worker starts it again
+            is_gone = any(_probe(before, store.keys))  # else it is stopped, or another worker restarts it
         if is_gone and _may_start(pointer, store, port is not None):
             keeping = Keeping(store.keys, address, before)
             try:
@@ -196,7 +196,7 @@ def find_directory(
                     if port is not None:
                         note(port, keeping.pointer)
                     return Found(connect(keeping.pointer, store.keys), keeping, pointer=keeping.pointer)
-            except BaseException:  # the store is lost, or a handler of a signal has raised
+            except BaseException:  # the store is lost, or a signal handler has raised
                 keeping.leave()
                 raise
             keeping.leave()  # another worker was faster
@@ -211,20 +211,20 @@ def find_directory(
 
 
 def write_pointer(store: SealedStore, pointer: Pointer, before: str = "") -> bool:
-    """Write the pointer where `before` stands; return False where something else does."""
+    """Write the pointer if the current one is `before`; return False otherwise."""
     text = pointer.to_json()
     return Board(store).swap(POINTER, before, text) == text
 
 
 def _may_start(pointer: Pointer | None, store: SealedStore, serves: bool) -> bool:
-    """Return True if this worker is to start the directory, or to start it again."""
+    """Return True if this worker must start or restart the directory."""
     if pointer is not None:
         return pointer.machine == host_identity() and not pointer.launched
     return serves or not mark_of(store)  # no worker serves a store without a mark, so any may be the first
 
 
 def _probe(pointer: Pointer, keys: Keyring) -> tuple[bool, bool]:
-    """Return whether a directory answers, and whether its process has gone; neither is so for one that is stopped."""
+    """Return whether a directory answers, and whether its process is gone; both are False for a stopped one."""
     directory, has_gone = _open(pointer, keys)
     if directory is not None:
         directory.close()
@@ -232,17 +232,17 @@ def _probe(pointer: Pointer, keys: Keyring) -> tuple[bool, bool]:
 
 
 def _open(pointer: Pointer, keys: Keyring) -> tuple[Directory | None, bool]:
-    """Return the directory that a pointer leads to, if it answers; and whether its process has gone.
+    """Return the directory that a pointer names, if it answers; and whether its process is gone.
 
-    A process that is stopped has its port still, and its file. Another program may have the port of one that has gone.
-    One that has ended in order has removed its file.
+    A stopped process still has its port and its file. Another program may have the port of a process that is gone. A
+    process that has ended normally has removed its file.
     """
     if (listens := knock(pointer.address, KNOCK)) is not True:
         return None, listens is False
     directory = connect(pointer, keys, PATIENCE)
     try:
         directory.list("group")
-    except BaseException as error:  # also what a handler of a signal raises
+    except BaseException as error:  # including errors of signal handlers
         directory.close()
         if isinstance(error, HandshakeError):
             return None, True
@@ -253,7 +253,7 @@ def _open(pointer: Pointer, keys: Keyring) -> tuple[Directory | None, bool]:
 
 
 def noted(store: int | str) -> Pointer | None:
-    """Return where the last directory was of a store that was served on this host: at this port, or by an actor."""
+    """Return the last directory of a store that was served on this host: at this port, or by an actor."""
     with contextlib.suppress(OSError, ValueError):
         pointer = _read_note(_note_path(store))
         if pointer.machine == host_identity():
@@ -262,10 +262,10 @@ def noted(store: int | str) -> Pointer | None:
 
 
 def note(store: int | str, pointer: Pointer) -> None:
-    """Note where the directory of a store is; remove the notes of directories that are over."""
+    """Note the directory of a store; remove the notes of directories that have ended."""
     try:
         path = _note_path(store)
-        with contextlib.suppress(OSError):  # they are removed by the next
+        with contextlib.suppress(OSError):  # the next call removes them
             _remove_notes(os.path.dirname(path))
         with replacing(path) as file:
             file.write(pointer.to_json().encode())
@@ -283,12 +283,12 @@ def _note_path(store: int | str) -> str:
 
 
 def _machine() -> str:
-    """Return what the names of the notes of this boot of this host begin with."""
+    """Return the prefix of the names of the notes of this boot of this host."""
     return hashlib.sha256(host_identity().encode()).hexdigest()[:MACHINE]
 
 
 def _remove_notes(folder: str) -> None:
-    """Remove the notes of directories of this host that are over, and those of others that nobody has renewed."""
+    """Remove the notes of ended directories of this host, and old ones of other hosts."""
     for name in os.listdir(folder):
         path, machine = os.path.join(folder, name), name.partition("-")[0]
         with contextlib.suppress(OSError, ValueError):
@@ -301,7 +301,7 @@ def _remove_notes(folder: str) -> None:
 
 
 def _is_over(pointer: Pointer) -> bool:
-    """Return True if a directory has ended. One that runs may have lost its file, which a logout can remove."""
+    """Return True if a directory has ended. A running one may have lost its file, because a logout can remove it."""
     return not os.path.exists(pointer.path) and not answers(pointer.address, KNOCK)
 
 
@@ -311,11 +311,11 @@ def _read_note(path: str) -> Pointer:
 
 
 def withdraw(store: SealedStore, others: Callable[[], bool]) -> None:
-    """Take the pointer out of a store that outlives the group, such as a file, unless there are other members.
+    """Remove the pointer from a store that outlives the group, such as a file, unless there are other members.
 
-    Else workers of later runs, on other hosts, would wait for a directory that is over. The last member takes the
-    pointer out, and then looks whether another has joined meanwhile; a worker that has joined puts the pointer back if
-    it is missing. So one of them sees the other.
+    Otherwise workers of later runs, on other hosts, would wait for a directory that has ended. The last member removes
+    the pointer, and then checks if another has joined; a joined worker restores a missing pointer. So one of them sees
+    the other.
     """
     board = Board(store)
     text = board.read(POINTER)

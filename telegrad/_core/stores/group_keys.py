@@ -1,14 +1,14 @@
-"""Finds the key of a group: what proves that a process belongs to it.
+"""Finds the key of a group, which proves that a process belongs to it.
 
-From the first of these that says anything:
+The first of these that is set decides:
 
     key=... in the options     a key, or False for a group without one
     TELEGRAD_KEY               a key
     TELEGRAD_KEY_FILE          a file with a key; with a second line while the key is being replaced
     the user's own key file    `key` in the user's state folder, made by the first process that needs it
 
-So processes that one user starts one by one, on one host or on hosts with a shared home, have the same key without
-being told. The key itself is never put into the store where workers meet, nor anything that was made from it alone.
+Therefore processes that one user starts separately, on one host or on hosts with a shared home, have the same key
+without configuration. Neither the key nor data derived only from it is ever put into the rendezvous store.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from telegrad.errors import UsageError
 VARIABLE, FILE_VARIABLE = "TELEGRAD_KEY", "TELEGRAD_KEY_FILE"
 FILE = "key"  # in the user's state folder
 
-Key = str | bytes | bool | None  # as users give it; of the two bool only False has a meaning
+Key = str | bytes | bool | None  # as users give it; of the two bool only False is valid
 
 log = logging.getLogger("telegrad")
 
 
 def find_keys(given: Key = None, environment: Mapping[str, str] = os.environ) -> Keyring:
-    """Return the keys to use where the options say `given`.
+    """Return the keys to use for the option `given`.
 
     Raises:
         UsageError: there is none, or it is too short, or its file is not safe.
@@ -40,7 +40,7 @@ def find_keys(given: Key = None, environment: Mapping[str, str] = os.environ) ->
 
 
 def given_keys(given: Key = None, environment: Mapping[str, str] = os.environ) -> Keyring | None:
-    """Return the keys that the program or its environment says, None where neither says any.
+    """Return the keys given by the program or its environment, or None without any.
 
     Raises:
         UsageError: a key is too short, or its file is not safe.
@@ -57,9 +57,9 @@ def given_keys(given: Key = None, environment: Mapping[str, str] = os.environ) -
 
 
 def of_environment(environment: Mapping[str, str] = os.environ) -> tuple[list[bytes], str, str]:
-    """Return the keys that the environment gives, their file and their source; without any, all three are empty.
+    """Return the keys given by the environment, their file and their source; without keys, all three are empty.
 
-    Programs that make a key of their own call it, too: a setting that cannot be used is an error in each of them.
+    Programs that make their own key call this as well: an invalid setting is an error in each of them.
 
     Raises:
         UsageError: as for `given_keys`.
@@ -75,7 +75,7 @@ def of_environment(environment: Mapping[str, str] = os.environ) -> tuple[list[by
 
 
 def user_keys() -> Keyring:
-    """Return the keys in this user's own file, which is made where it is missing.
+    """Return the keys in this user's own file, which is created if missing.
 
     Raises:
         UsageError: it cannot be made, or is not safe.

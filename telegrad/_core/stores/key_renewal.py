@@ -1,9 +1,8 @@
-"""Has one process seal a store anew while the group's key is replaced, where no other thread looks at that store.
+"""Seals a store again while the group's key is being replaced, if no other thread reads the store.
 
-These are read now and then, also by workers that know the new key alone: the store that points to the directory of a
-dynamic or elastic group, and such a directory itself where its values are sealed; the store of a group of fixed size
-whose server is no worker (a file, the store of torchrun), which is read again when its workers are started again; and
-the one that `telegrad run` keeps.
+Some stores are read rarely, and also by workers that only have the new key: the store that points to the directory of a
+dynamic or elastic group, and such a directory if its values are sealed; the store of a group of fixed size that no
+worker serves (a file, or torchrun's), which restarted workers read again; and the store that `telegrad run` serves.
 """
 
 from __future__ import annotations
@@ -15,17 +14,17 @@ from collections.abc import Callable
 from telegrad._core.threads import Background
 from telegrad.errors import TelegradError
 
-LOOK = 1.0  # seconds between looks at the key file
+LOOK = 1.0  # seconds between checks of the key file
 PATIENCE = 1.0  # seconds for the thread to end
 
 log = logging.getLogger("telegrad")
 
 
 class Renewal:
-    """A thread that renews one store, or one directory."""
+    """A thread that renews one store or directory."""
 
     def __init__(self, renew: Callable[[], None]) -> None:
-        """`renew` seals anew where the key was replaced; it is called once a second."""
+        """`renew` seals the values again if the key was replaced; it is called once a second."""
         self._renew = renew
         self._over = threading.Event()
         self._thread = Background("telegrad-renewal", self._main)

@@ -1,7 +1,7 @@
-"""Seals what a group writes to a directory that other programs can write to, too, such as etcd or Redis.
+"""Seals a group's values in a directory that other programs can write to, too, such as etcd or Redis.
 
-The MAC of a value covers its key and the place of the directory, so a value cannot be made up, nor moved to another key
-or to the directory of another group. A value that was replaced can be put back by a program that can write there.
+The MAC of a value covers its key and the place of the directory, so a value can be neither forged nor moved to another
+key or group. A program that can write there can restore a value that was replaced.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ log = logging.getLogger("telegrad")
 class SealedDirectory:
     """A `Directory` whose values carry a MAC under the group's key, which covers their keys as well.
 
-    A value that another program has written raises StoreUntrusted where it is read. A watch leaves it out,
-    with a warning: it must not stop there, since the changes behind it are authentic.
+    Reading a value that another program has written raises StoreUntrusted. A watch skips it with a warning: it must not
+    stop there, because later changes are authentic.
     """
 
     def __init__(self, directory: Directory, keys: Keyring, place: str) -> None:
-        """`place`: what tells this directory from those of other groups on the same servers."""
+        """`place` distinguishes this directory from those of other groups on the same servers."""
         self._directory, self._keys, self._place = directory, keys, place
         self._sealed_with = keys.secrets()[0]  # at the last renewal of all seals
-        self._renew_at = 0.0  # when the next one is due, while there are two keys
+        self._renew_at = 0.0  # the time of the next one, while there are two keys
         self._sealer = Sealer(keys, secrets.token_hex(8))
-        self._told: set[str] = set()  # keys of which that was said; any thread adds to it
+        self._told: set[str] = set()  # keys with a logged warning; any thread adds to it
 
     def grant(self, ttl: float) -> Lease:
         return self._directory.grant(ttl)
@@ -77,16 +77,16 @@ class SealedDirectory:
         return revision, opened
 
     def renew_seals(self) -> None:
-        """Seal each value with the first key, where another one has become that: later workers know that one alone.
+        """Seal each value with the first key, if another one was first before: later workers have only that one.
 
-        While the file has two keys this is repeated, as for a store (`SealedStore.renew`).
+        While the file has two keys, this is repeated, as for a store (`SealedStore.renew`).
         """
         first, *others = self._keys.secrets()
         if first == self._sealed_with and (not others or monotonic() < self._renew_at):
             return
-        with contextlib.suppress(DirectoryLost, DirectoryRefused, StoreUntrusted):  # it is tried again
+        with contextlib.suppress(DirectoryLost, DirectoryRefused, StoreUntrusted):  # retried later
             for entry in self._directory.list("").entries:
-                with contextlib.suppress(StoreUntrusted, LeaseLost):  # another program's, or of a member that has gone
+                with contextlib.suppress(StoreUntrusted, LeaseLost):  # another program's, or of a member that is gone
                     opened = self._open(entry)
                     if not opened.is_current:
                         sealed = self._sealer.seal(self._place, entry.key, opened.value, 0).encode()

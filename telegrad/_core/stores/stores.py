@@ -1,11 +1,11 @@
-"""Opens the store where workers meet: torch's own stores, by the same URLs as `init_process_group`.
+"""Opens the rendezvous store: torch's own stores, by the same URLs as `init_process_group`.
 
-The worker of rank 0 serves a store over TCP, and takes it away as soon as a group of fixed size has formed. A worker
-that is back at once, for the next group, may still find the old server; so the server carries a mark: OPEN since it is
-served, OVER from before anyone leaves that group. Whoever comes to a store that is OVER waits for the next.
+The worker of rank 0 serves a store over TCP, and removes it as soon as a group of fixed size has formed. A worker that
+joins the next group immediately may still find the old server. Therefore the server has a mark: OPEN while it is
+served, OVER before any worker leaves that group. A worker that finds a store with OVER waits for the next.
 
-The store of a dynamic or elastic group tells where the group's directory is (`finding.py`). A group whose directory is
-etcd or Redis has no store.
+The store of a dynamic or elastic group contains the address of the group's directory (`find_directory.py`). A group
+whose directory is etcd or Redis has no store.
 """
 
 from __future__ import annotations
@@ -53,42 +53,42 @@ from telegrad.errors import (
     UsageError,
 )
 
-LONGEST = 1800.0  # seconds, where a caller sets no limit
-FAR_PROBE = 5.0  # the same, where there is time
-TAKEN = 1.0  # seconds for whoever has the port to prove that it is a store, where others may be looked at
-GOING = 4.0  # seconds for the store of a group that is over to go, and for one on a busy host to answer
-MARKED = 1.0  # seconds for a store that answers to be marked as that of a group, which is done once it is served
-STRANGE = 3.0  # seconds that answers which no store gives are put down to a server that is being taken away
-MOST_WORKERS = 1 << 16  # to look for the absent ones of more takes longer than most time limits
-# The engines of directories, by the schemes of their URLs. Imported where they are used: a program may have no client.
+LONGEST = 1800.0  # seconds, if a caller sets no limit
+FAR_PROBE = 5.0  # seconds for a connection to be accepted, if there is time
+TAKEN = 1.0  # seconds for the program at the port to prove that it is a store, if others may be tried
+GOING = 4.0  # seconds for the store of an ended group to close, and for one on a busy host to answer
+MARKED = 1.0  # seconds for a store that answers to be marked by its server, which does that first
+STRANGE = 3.0  # seconds for which invalid answers are attributed to a server that is closing
+MOST_WORKERS = 1 << 16  # finding the absent ones of more takes longer than most time limits
+# The engines of directories by URL scheme. Imported on use, because a client library may be missing.
 ENGINES = {
     "etcd": "telegrad.directories.etcd",
     "redis": "telegrad.directories.on_redis",
     "rediss": "telegrad.directories.on_redis",
 }
-ENGINE_PATIENCE = 10.0  # seconds for an operation of theirs
+ENGINE_PATIENCE = 10.0  # seconds for an operation of an engine
 
-Place = tuple[str | None, int | None]  # the host that serves a store, and the port; unknown where it is no such store
+Place = tuple[str | None, int | None]  # the host and port that serve a store; None if unknown
 
 
 class Meeting(NamedTuple):
-    """An open store, and what its URL or the environment said."""
+    """An open store, and the parameters from its URL or the environment."""
 
     store: SealedStore
-    host: str | None  # where the store is served, if a host does
+    host: str | None  # the host that serves the store, if any
     rank: int
     world_size: int | None
-    port: int | None = None  # where another store may be served once this one has gone
+    port: int | None = None  # where another store may be served once this one is gone
     serves: bool = False  # the store ends with this process
-    names: Sequence[str] = ()  # of the workers by rank, where they are known beforehand
-    file: str = ""  # where the store is one
-    coming: Any = None  # a `generations.Coming`, where the workers of an elastic group meet
-    directory: Callable[[], Directory] | None = None  # connects to that of the group, where no store points to it
-    launched: bool = False  # a launcher keeps that directory
+    names: Sequence[str] = ()  # of the workers by rank, if known in advance
+    file: str = ""  # the path, if the store is a file
+    coming: Any = None  # a `forming.Coming`, if the workers of an elastic group meet
+    directory: Callable[[], Directory] | None = None  # connects to the group's directory, if no store points to it
+    launched: bool = False  # a launcher started that directory
 
     @property
     def keys(self) -> Keyring:
-        """Those that the store's values are sealed with."""
+        """The keys that seal the store's values."""
         return self.store.keys
 
     @property
@@ -97,22 +97,22 @@ class Meeting(NamedTuple):
 
     @property
     def served(self) -> int | None:
-        """The port at which this process serves the store; None where it does not."""
+        """The port at which this process serves the store, or None."""
         return self.port if self.serves else None
 
     @property
     def where(self) -> str:
-        """The same, for people."""
+        """The location of the store, for messages."""
         return self.file or spot(self.host or "", self.port)
 
 
 def open_store(init_method: str, rank: int, world_size: int | None, keys: Keyring, timeout: float) -> Meeting:
-    """Open or serve the store that `init_method` names; what is in it is sealed with these keys.
+    """Open or serve the store that `init_method` names; its values are sealed with these keys.
 
     Raises:
         UsageError: the URL, the rank or the size is wrong, or a variable of the environment is missing.
         StorePortTaken: this worker should serve the store, but another program has its port.
-        StoreUnreachable: nobody serves the store.
+        StoreUnreachable: no process serves the store.
     """
     url = split(init_method)
     query = parse_qs(url.query)
@@ -139,7 +139,7 @@ def open_store(init_method: str, rank: int, world_size: int | None, keys: Keyrin
 
 
 def _on_engine(url: str, engine: str, rank: int, size: int | None, keys: Keyring, timeout: float) -> Meeting:
-    """A dynamic or elastic group whose directory is a server of etcd or Redis."""
+    """Open a dynamic or elastic group whose directory is a server of etcd or Redis."""
     if size is not None:
         raise UsageError(
             f"{engine}:// keeps the directory of a dynamic or elastic group: leave world_size out; a group of fixed "
@@ -157,7 +157,7 @@ def _on_engine(url: str, engine: str, rank: int, size: int | None, keys: Keyring
 
 
 def _far_host(url: SplitResult) -> str | None:
-    """Return the first host of a server that is not this one: the way to it tells a worker its own address."""
+    """Return the first host in the URL that is not this one: the route to it determines a worker's own address."""
     for text in url.netloc.rpartition("@")[2].split(","):
         host = split(f"//{text}").hostname
         if host and not means_loopback(host):
@@ -168,7 +168,7 @@ def _far_host(url: SplitResult) -> str | None:
 
 
 def check_rank(rank: int, size: int | None) -> None:
-    """Raise UsageError where no group can have that size, or no worker of it that rank."""
+    """Raise UsageError if a group cannot have that size, or its worker that rank."""
     if size is not None and not 1 <= size <= MOST_WORKERS:
         raise UsageError(
             f"world_size must be the number of the group's workers, 1 to {MOST_WORKERS}, not {size}; "
@@ -217,7 +217,7 @@ def _file(init_method: str) -> Any:
 
 
 def _registered(init_method: str, rank: int, size: int | None, timeout: float, keys: Keyring) -> Meeting:
-    """A URL scheme that a program taught torch."""
+    """Open the store of a URL scheme that a program has registered in torch."""
     patience = datetime.timedelta(seconds=timeout)
     try:
         store, rank, found = next(dist.rendezvous(init_method, rank, -1 if size is None else size, timeout=patience))
@@ -242,14 +242,17 @@ def _tcp(place: Spot, rank: int, size: int | None, timeout: float, keys: Keyring
 
 
 def open_dynamic(place: Spot, rank: int, keys: Keyring, timeout: float) -> tuple[SealedStore, bool]:
-    """The store of a dynamic group, and whether this process serves it: where nobody does, if it should."""
+    """Return the store of a dynamic group, and True if this process serves it: if it should, and no other does."""
     if rank == 0 or (rank < 0 and is_here(place[0])):
         return _serve_or_share(place, rank, keys, timeout)
     return join_store(*place, keys, timeout), False
 
 
 def _serve_or_share(place: Spot, rank: int, keys: Keyring, timeout: float) -> tuple[SealedStore, bool]:
-    """A store that this process serves; else, and False, that of whoever was first, so that both hear of each other."""
+    """Serve a store and return it and True. If another process has the port, return its store and False.
+
+    Then the workers of both processes find each other in that store.
+    """
     taken: StorePortTaken | None = None
     rival = _Site(place, keys)
     text = f"port {place[1]}, where this worker should serve the store, is still in use"
@@ -262,7 +265,7 @@ def _serve_or_share(place: Spot, rank: int, keys: Keyring, timeout: float) -> tu
             except StorePortTaken as error:
                 taken = error
             found = rival.look(PROBE, min(left, TAKEN))
-            if found in (OVER, GONE):  # it may be about to be taken away
+            if found in (OVER, GONE):  # it may be about to close
                 continue
             if rival.store is not None and (rank != 0 or found == OPEN):
                 return rival.store, False
@@ -273,7 +276,7 @@ def _serve_or_share(place: Spot, rank: int, keys: Keyring, timeout: float) -> tu
 
 
 def serve(host: str, port: int, keys: Keyring) -> SealedStore:
-    """Serve a store at that place.
+    """Serve a store at that address.
 
     Raises:
         StorePortTaken: another program has the port.
@@ -285,7 +288,7 @@ def serve(host: str, port: int, keys: Keyring) -> SealedStore:
     except (OSError, RuntimeError) as error:
         if isinstance(error, TelegradError):
             raise
-        if any(sign in str(error) for sign in ("EADDRINUSE", "in use", "10048")):  # the last is its number on Windows
+        if any(sign in str(error) for sign in ("EADDRINUSE", "in use", "10048")):  # the last is Windows' error number
             raise StorePortTaken(
                 f"port {port}, where this worker should serve the store, is in use by another program "
                 f"(`ss -ltnp sport = :{port}` shows which): choose another MASTER_PORT, or port in init_method, "
@@ -298,7 +301,7 @@ def serve(host: str, port: int, keys: Keyring) -> SealedStore:
 def join_store(
     host: str, port: int, keys: Keyring, timeout: float, lasting: bool = False, marked: bool = False
 ) -> SealedStore:
-    """Wait for a store that another serves, and connect to it; `marked`: by a process that marks it."""
+    """Wait for a store that another process serves, and connect to it. `marked`: its server sets a mark."""
     place = spot(host, port)
     text = f"nobody serves the store at {place}; is the worker of rank 0 running?"
     with attended(Wait("init_rpc", lambda: text, lambda: ["rank 0"], place)) as wait:
@@ -314,9 +317,9 @@ def find_store(
     meanwhile: Callable[[], None] = lambda: None,
     marked: bool = False,
 ) -> SealedStore:
-    """Connect to a store that another serves; it may not be there yet, and a stranger may listen in its place.
+    """Connect to a store that another process serves; it may not exist yet, and another program may have its port.
 
-    `marked`: it is not used before it has a mark, by which a worker with another key is told so at once.
+    With `marked`, the store is used only once it has a mark, whose seal reveals at once if a worker has another key.
     """
     until = monotonic() + timeout
     site = _Site((host, port), keys)
@@ -342,24 +345,24 @@ def find_store(
 
 
 def spot(host: str, port: int | None) -> str:
-    """A place, for people."""
+    """Return an address for messages."""
     return host if port is None else place(host, port)
 
 
 class _Site:
-    """What is at a place: it is connected to once, since that may take torch seconds, and then looked at."""
+    """The server at an address. Connects once, because that may take torch seconds, and polls afterwards."""
 
     def __init__(self, place: Spot, keys: Keyring) -> None:
         self.place = place
         self.store: SealedStore | None = None
-        self.refused: StoreUntrusted | None = None  # it was not written with the key of this worker
+        self.refused: StoreUntrusted | None = None  # the store was not written with the key of this worker
         self._keys = keys
-        self.why = "it came too late"  # that it is of no use
-        self.until = inf  # when to look no more
+        self.why = "it came too late"  # why it cannot be used
+        self.until = inf  # when to stop polling
 
     def look(self, probe: float, patience: float) -> str:
-        """The store's mark."""
-        if self.store is None and listens(*self.place, probe):  # else torch would look again after half a second
+        """Connect if necessary, and return the store's mark."""
+        if self.store is None and listens(*self.place, probe):  # otherwise torch would retry after half a second
             found = meet_tcp(*self.place, max(patience, PROBE))
             if not isinstance(found, Exception):
                 self.store = SealedStore(found, self._keys)
@@ -386,7 +389,7 @@ class _Site:
             return GONE
 
     def _refuse(self, error: StoreUntrusted) -> None:
-        """Look on for a while: it may be an earlier program's, which is about to go."""
+        """Poll for a while: it may be an earlier program's store that is about to close."""
         self.refused = error
         self.until = min(self.until, monotonic() + STRANGE)
 

@@ -1,4 +1,4 @@
-"""What a process that `telegrad run` has started knows from its environment."""
+"""The environment of a process that `telegrad run` has started."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Mapping
 
 from telegrad._core.addresses import bracketed
 
-NAME, ROLE = "TELEGRAD_NAME", "TELEGRAD_ROLE"  # of the worker; one that is started again has the same
-STORE = "TELEGRAD_STORE"  # where the store is that is kept for it: it never serves one itself
-RESTARTS = "TELEGRAD_RESTARTS"  # how often it was started again
+NAME, ROLE = "TELEGRAD_NAME", "TELEGRAD_ROLE"  # of the worker; a restarted worker has the same
+STORE = "TELEGRAD_STORE"  # the address of the store served for the worker, which never serves one itself
+RESTARTS = "TELEGRAD_RESTARTS"  # the number of its restarts
 
 
 def own_name(name: str | None, role: str, environment: Mapping[str, str]) -> tuple[str | None, str]:
-    """The name and the role with which a worker joins: those of the environment, for who gives no name or that one."""
+    """Return the name and the role of a worker: from the environment, unless the program gives others."""
     own, its_role = environment.get(NAME), environment.get(ROLE, "")
     if not own or name not in (None, own) or role not in ("", its_role):
         return name, role
@@ -20,7 +20,7 @@ def own_name(name: str | None, role: str, environment: Mapping[str, str]) -> tup
 
 
 def variables(name: str, role: str, restarts: int, host: str, port: int) -> dict[str, str]:
-    """Those by which `init_rpc()` needs no argument."""
+    """Return the variables that make `init_rpc()` need no argument."""
     return {
         "MASTER_ADDR": host,
         "MASTER_PORT": str(port),
@@ -32,7 +32,7 @@ def variables(name: str, role: str, restarts: int, host: str, port: int) -> dict
 
 
 def is_kept(host: str, port: int | str, environment: Mapping[str, str]) -> bool:
-    """Whether the store at that place is one which somebody keeps who is no worker."""
+    """Return True if a process that is not a worker serves the store at that address."""
     return environment.get(STORE) == place(host, port)
 
 

@@ -1,4 +1,4 @@
-"""torch's store over TCP, in the form that torch has on this platform, listening no wider than it must."""
+"""torch's TCPStore, with the backend available on this platform, listening on as few addresses as possible."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ from telegrad._core.threads import Thread
 log = logging.getLogger("telegrad")
 
 ANYWHERE = ("0.0.0.0", "::")
-CROWD = 1024  # connections that wait to be accepted
-PROBE = 0.25  # for a connection to be accepted
-LEAST = 1e-3  # seconds for a read; 0 would stand for one that does not wait
-# In torch's protocol, in the byte order of the host: VALIDATE with its magic number, with which each client begins, and
-# GETNUMKEYS, whose answer is an int64.
+CROWD = 1024  # connections waiting to be accepted
+PROBE = 0.25  # seconds for a connection to be accepted
+LEAST = 1e-3  # seconds for a read; 0 would mean non-blocking
+# In torch's protocol, in the host's byte order: VALIDATE with its magic number, the first message of each client, and
+# GETNUMKEYS, whose response is an int64.
 _QUESTION = struct.pack("=BIB", 0, 0x3C85F7CE, 7)
 _ANSWER = struct.Struct("=q")
-_MOST_KEYS = 1 << 40  # text, such as the first 8 bytes of a greeting, is a larger number
+_MOST_KEYS = 1 << 40  # a larger number is text, such as the first 8 bytes of another server's greeting
 _store = partial(dist.TCPStore, wait_for_workers=False, use_libuv=sys.platform != "win32")  # torch has no libuv there
 
 
 def check_is_store(host: str, port: int, patience: float) -> None:
-    """Ask the program that listens at an address for its number of keys, as clients of torch do.
+    """Ask the program that listens at an address for its number of keys, as torch's clients do.
 
-    torch's own client waits without an end where another program accepts its connection and is silent, and a process
-    that ends while a thread is in there is aborted. So it is used only where a store has answered.
+    torch's own client waits forever if another program accepts its connection and sends nothing, and a process that
+    ends while a thread is in that client is aborted. So it is used only after a store has answered.
 
     Raises:
         TimeoutError: it does not answer within `patience` seconds.
-        OSError: it is no store, or nobody listens there.
+        OSError: it is not a store, or no program listens there.
     """
     deadline = monotonic() + patience
     data = b""
@@ -61,13 +61,13 @@ def check_is_store(host: str, port: int, patience: float) -> None:
 def listens(host: str, port: int, patience: float = 0) -> bool:
     try:
         with socket.create_connection((spelled(host), port), max(patience, PROBE)) as probe:
-            return bool(probe.getsockname() != probe.getpeername())  # a free port may be given to its own seeker
+            return bool(probe.getsockname() != probe.getpeername())  # a probe may get a free port as its own
     except OSError:
         return False
 
 
 def meet_tcp(host: str, port: int, patience: float) -> Any:
-    """The store there, or the error. In a thread: where a store is stopped torch waits without end or Ctrl-C."""
+    """Return the store there, or the error. In a thread: for a stopped store, torch waits forever, without Ctrl-C."""
     found: list[Any] = []
     try:
         check_is_store(host, port, patience)
@@ -94,16 +94,16 @@ def reach_tcp(host: str, port: int, timeout: datetime.timedelta) -> Any:
     """Connect to a store that another process serves.
 
     Raises:
-        RuntimeError: nobody serves one there.
+        RuntimeError: no process serves one there.
     """
     return _store(host, port, is_master=False, timeout=timeout)
 
 
 def serve_tcp(host: str, port: int, shared: bool = False) -> tuple[Any, int]:
-    """Serve a store at `host`, and nowhere else where that is an address of this machine; return it and its port.
+    """Serve a store; only at `host`, if that is an address of this machine. Return the store and its port.
 
-    With `shared`, a store that this process serves at that port already, for `torch.distributed` or an earlier group,
-    is used as well.
+    With `shared`, an existing store of this process at that port, for `torch.distributed` or an earlier group, is used
+    as well.
 
     Raises:
         OSError: the port is taken.
@@ -127,12 +127,12 @@ def serve_tcp(host: str, port: int, shared: bool = False) -> tuple[Any, int]:
 
 
 def serve_on(listener: socket.socket, shared: bool = False) -> tuple[Any, int]:
-    """Serve a store on a listening socket, which stays open for its user; return it and its port."""
+    """Serve a store on a listening socket, which stays open for the caller; return the store and its port."""
     host, port = listener.getsockname()[:2]
     served = listener.dup().detach()  # the store closes it
     return _store(_reachable(host), port, is_master=True, master_listen_fd=served, multi_tenant=shared), port
 
 
 def _reachable(address: str) -> str:
-    """Return where this process reaches a socket that is bound to an address."""
+    """Return the address at which this process can connect to a socket that is bound to `address`."""
     return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(address, address)

@@ -1,4 +1,4 @@
-"""Where a group meets: the host and port of a URL, and whether that is this host."""
+"""The host and port of a rendezvous URL, and whether the host is this one."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ def split(url: str) -> SplitResult:
     """Split a URL into its parts.
 
     Raises:
-        UsageError: it is none.
+        UsageError: it is not a URL.
     """
     try:
         return urlsplit(url)
-    except ValueError as error:  # brackets that do not match, or a host that is no Unicode to be normalized
+    except ValueError as error:  # unbalanced brackets, or a host that cannot be normalized
         raise UsageError(
             f"{url!r} is no URL ({error}): write tcp://HOST:PORT, an IPv6 address in brackets, file:///PATH or env://"
         ) from error
 
 
 def spot_of(url: SplitResult) -> Spot:
-    """Return the host and the port that tcp://HOST:PORT names.
+    """Return the host and the port of tcp://HOST:PORT.
 
     Raises:
         UsageError: it names none, or several.
@@ -38,7 +38,7 @@ def spot_of(url: SplitResult) -> Spot:
         )
     try:
         host, port = url.hostname, url.port
-    except ValueError:  # the port is no number, or too large
+    except ValueError:  # the port is not a number, or too large
         host = port = None
     if not host or not port:
         raise UsageError(
@@ -48,7 +48,7 @@ def spot_of(url: SplitResult) -> Spot:
 
 
 def is_here(host: str) -> bool:
-    """Return True if that is an address of this host."""
+    """Return True if `host` is an address of this host."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(spelled(host), 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:
