@@ -1,1 +1,1 @@
-"""Who is in a group that has formed: leases, losses, the shutdown barrier, callbacks."""
+"""The members of a group that has formed: leases, failure detection, the shutdown barrier, callbacks."""

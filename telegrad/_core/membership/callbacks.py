@@ -1,4 +1,4 @@
-"""Calls back those who want to know who comes and who goes."""
+"""Runs the users' callbacks about joining and leaving workers."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ log = logging.getLogger("telegrad")
 
 
 class Teller:
-    """Calls the callbacks of users, one after the other, on a thread of its own.
+    """Calls the users' callbacks, one at a time, on its own thread.
 
-    Its lists are guarded by whoever has it.
+    The owner of this object guards its lists.
     """
 
     def __init__(self, entered: Callable[[], None]) -> None:
@@ -30,12 +30,12 @@ class Teller:
         self._thread = Background("telegrad-members", self._main)
 
     def begin(self) -> None:
-        """There is somebody to be told."""
+        """Start the thread: a callback was added."""
         self._thread.want()
 
     @property
     def hears_of_ends(self) -> bool:
-        """Whether anybody wants to know who goes."""
+        """Return True if there is a callback for leaving or lost workers."""
         return bool(self.of_ends or self.of_losses)
 
     def come(self, member: Member) -> None:
@@ -43,7 +43,7 @@ class Teller:
             self.tell(callback, info(member))
 
     def gone(self, member: Member, lost: Exception | None) -> None:
-        """A member has gone; in order, where there is no reason for its loss."""
+        """Schedule the callbacks for a member that is gone; without a reason of its loss, it has left."""
         for callback in self.of_ends:
             self.tell(callback, info(member), LOST if lost else LEFT)
         for told in self.of_losses if lost else ():
@@ -61,6 +61,6 @@ class Teller:
             callback, args = told
             try:
                 callback(*args)
-            except BaseException:  # sys.exit, too, since it would end this thread alone
+            except BaseException:  # sys.exit too, because it would end only this thread
                 forks.end_if_over()
                 log.exception("telegrad: a callback of on_join, on_leave or on_lost failed for %s", args[0])

@@ -1,4 +1,4 @@
-"""Whether a worker has died whose connection broke: it may live all the same."""
+"""Finds out if a worker is dead whose connection broke: it may be alive."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from telegrad._core.addresses import family_of
 from telegrad._core.membership.members import Member
 from telegrad.errors import PeerError, PeerSilent, PeerUnreachable
 
-PATIENCE = 2.0  # seconds of silence of its host after which a worker in doubt is dead
-AGAIN = 0.5  # seconds for one knock to be answered: kernels repeat a lost packet after 1 s, then only after 3 s
-LOOK = 0.25  # seconds for which answers are waited for at a time: longer, and new doubts would wait as well
-REMEMBERED = 1024  # workers of which something is kept that are no members
-KNOCKS = (0.0, 0.25, 1.0, 4.0)  # seconds before each that is answered: a worker that answers all lives
+PATIENCE = 2.0  # seconds without an answer of its host after which a worker is considered dead
+AGAIN = 0.5  # seconds for one probe: kernels resend a lost packet after 1 s, then only after 3 s
+LOOK = 0.25  # the longest wait for answers in seconds, because it delays new doubts
+REMEMBERED = 1024  # workers that are not members of which something is stored
+KNOCKS = (0.0, 0.25, 1.0, 4.0)  # seconds before each answered probe: a worker that answers all is alive
 _ANSWERS: dict[int | None, bool] = {0: True, ECONNREFUSED: False}
-# It needs no descriptor, unlike epoll: the process may have none left. Windows has `select` alone.
+# Needs no descriptor, unlike epoll, because the process may have none left. Windows only has `select`.
 _Selector = getattr(selectors, "PollSelector", selectors.SelectSelector)
 
 
 class Doubt(NamedTuple):
-    """A worker may have died; since when that is so, when it is looked for next, and how often it answered."""
+    """A worker that may be dead, the begin of the doubt, the time of the next probe, and the number of answers."""
 
     who: Member
-    why: PeerError  # it is doubted
+    why: PeerError  # the cause of the doubt
     begun: float
     due: float
     answered: int = 0
 
     def after(self, answer: bool | None, now: float) -> Doubt | bool:
-        """Return whether the worker has died, given what a knock was answered; the next doubt if that is not known."""
+        """Return True if the worker is dead and False if it is alive, given an answer; otherwise the next doubt."""
         if answer is None:
             return now >= self.begun + PATIENCE or self._replace(due=self.due + AGAIN)
         answered = self.answered + 1
@@ -43,22 +43,22 @@ class Doubt(NamedTuple):
 
 
 class Knocks:
-    """Attempts to connect to workers in doubt: to all at once, so that none waits for another whose host is silent."""
+    """Concurrent connection attempts to doubted workers: a silent host does not delay the others."""
 
     def __init__(self) -> None:
-        self._begun: dict[socket.socket, tuple[Doubt, float]] = {}  # and when each ends
+        self._begun: dict[socket.socket, tuple[Doubt, float]] = {}  # and when each times out
         self._answers: list[tuple[Doubt, bool | None]] = []
 
     def begin(self, doubt: Doubt) -> None:
-        """Knock at a worker, without waiting for the answer."""
-        if isinstance(doubt.why, PeerSilent):  # the kernel would answer in its place
+        """Start a probe of a worker, without waiting for the answer."""
+        if isinstance(doubt.why, PeerSilent):  # the kernel would answer although the process is stopped
             self._answers.append((doubt, False))
             return
         try:
             sock = socket.socket(family_of(doubt.who.tcp[0]))
             sock.setblocking(False)
             code = sock.connect_ex(doubt.who.tcp)
-        except OSError:  # such as no descriptor that is left, which tells nothing of that worker
+        except OSError:  # such as no free descriptor, which says nothing about the worker
             self._answers.append((doubt, True))
             return
         self._begun[sock] = doubt, monotonic() + AGAIN
@@ -94,12 +94,12 @@ class Knocks:
 
 
 def is_broken(reason: PeerError) -> bool:
-    """Return True where no connection could be made to a worker, though nothing refused one."""
+    """Return True if no connection could be made to a worker, but none was refused."""
     return isinstance(reason, PeerUnreachable) and not isinstance(reason.__cause__, ConnectionRefusedError)
 
 
 def remember(table: dict[str, Any], incarnation: str, told: Any) -> None:
-    """Note something of a worker that is no member; only the newest are kept."""
+    """Store a fact about a worker that is not a member; only the newest are kept."""
     table[incarnation] = told
     if len(table) > REMEMBERED:
         del table[next(iter(table))]

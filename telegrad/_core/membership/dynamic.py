@@ -1,12 +1,12 @@
 """One worker's life in a dynamic group, whose members are in a directory (`registry.py`).
 
-The life hangs on a lease. One thread renews it, another watches who comes and goes: a watch may wait for seconds for a
-packet that was lost, and the lease must not end meanwhile. While the directory does not answer, the
-members stay as they are known: they can be called, and they call; what needs a decision (a join, a worker that is not
-known yet, a claim) fails with DirectoryLost. A worker that has not renewed its lease in time by its own clock owns
-nothing any more (`holds` is False), since the directory may have given to others what it owned. Once the directory
-answers again, the lease lives still, or the worker learns that it was declared lost: then its life is over. It does not
-go on under its old name: its program ends, or joins anew.
+The life depends on a lease. One thread renews it, another watches the members: a watch may wait for seconds for a lost
+packet, and the lease must not end meanwhile. While the directory does not answer, the known members stay as they are:
+they can be called, and they call. Operations that need a decision (a join, a worker that is not known yet, a claim)
+fail with DirectoryLost. A worker that has not renewed its lease in time by its own clock owns nothing any more (`holds`
+is False), because the directory may have given its claims to others. Once the directory answers again, the lease is
+still valid, or the worker learns that it was declared lost. Then its life is over. It does not continue under its old
+name: its program ends, or joins again.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ from telegrad._core.stores.sealed_store import SealedStore
 from telegrad._core.threads import LONGEST_WAIT, Background, run_beside
 from telegrad.errors import PeerLost, ShutDown, StoreUntrusted, TelegradError
 
-RENEWALS = 3  # in the time of a lease: two may fail
-SHORTEST_PAUSE, LONGEST_PAUSE = 0.05, 1.0  # seconds between two tries, while the directory does not answer
-UNUSABLE = DirectoryLost, DirectoryRefused, StoreUntrusted  # errors of a directory that may be of use again later
+RENEWALS = 3  # per ttl of a lease: two may fail
+SHORTEST_PAUSE, LONGEST_PAUSE = 0.05, 1.0  # seconds between two attempts while the directory does not answer
+UNUSABLE = DirectoryLost, DirectoryRefused, StoreUntrusted  # errors of a directory that may work again later
 HAS_LEFT = "this worker has left the group"
-PATIENCE = 2.0  # seconds for the directory to be told that this worker leaves, and for a thread to end
+PATIENCE = 2.0  # seconds to notify the directory of leaving, and for a thread to end
 
 log = logging.getLogger("telegrad")
 
 
 class DynamicGroup:
-    """This worker's registration, and the members as they are known here."""
+    """This worker's registration, and the members known here."""
 
     def __init__(
         self,
@@ -67,51 +67,51 @@ class DynamicGroup:
         launched: bool = False,
         clock: Callable[[], float] = monotonic,
     ) -> None:
-        """Use a directory, in which the keys of the group begin with `prefix`.
+        """Use a directory in which the keys of the group begin with `prefix`.
 
         Args:
-            directory: is closed by `leave`.
-            prefix: of the group's keys.
-            ttl: seconds after which the worker is lost that does not renew its lease.
-            launched: a launcher keeps the directory: it has made the group, and starts a worker anew that has failed.
-            clock: the one that `directory` tells the ends of leases by.
+            directory: closed by `leave`.
+            prefix: the prefix of the group's keys.
+            ttl: seconds after which a worker is lost that does not renew its lease.
+            launched: a launcher started the directory: it has made the group, and restarts failed workers.
+            clock: the clock of the lease ends that `directory` returns.
         """
         self.directory = directory
         self.registry = Registry(directory, prefix, clock)
         self.identity = ""
-        self.over = ""  # why this life has ended; stored once
+        self.over = ""  # why this life has ended; set once
         self._ttl, self._clock = ttl, clock
-        self._lease = Lease(0, ttl, 0.0)  # no lock: stored as a whole, by one thread at a time
+        self._lease = Lease(0, ttl, 0.0)  # no lock: replaced as a whole, by one thread at a time
         self._epoch = 0
         self._me: Member | None = None
         self._launched = launched
-        self._founded = False  # this worker has made the group, or was the first of those that live
-        self._store: SealedStore | None = None  # which this worker may serve, for those that come later
+        self._founded = False  # this worker has made the group, or was the first living member
+        self._store: SealedStore | None = None  # the store that this worker may serve for later workers
         self._keeping: Keeping | None = None  # the process of the directory, if this worker has started it
         self._applying = threading.Lock()  # guards changes of these two; changes are applied one at a time
         self._since = 0  # the revision up to which changes were applied
         self._known: dict[str, Registered] = {}  # by life; copied in one step by readers, which take no lock
-        self._gone: set[str] = set()  # names of members that have left, or were lost; likewise read without the lock
+        self._gone: set[str] = set()  # names of members that have left or were lost; also read without the lock
         self._on_change: Callable[[Change], None] = lambda _: None
         self._stands_for: Callable[[], float] = lambda: 0.0
-        self.claims: dict[str, Claim] = {}  # to published values, as they are known here; stored under _applying
-        self.on_claim: Callable[[str], None] = lambda _: None  # called as `on_change`, with the name of the value
+        self.claims: dict[str, Claim] = {}  # to published values, as known here; written under _applying
+        self.on_claim: Callable[[str], None] = lambda _: None  # called like `on_change`, with the name of the value
         self._stopped = threading.Event()
-        self._ending = threading.Lock()  # taken once, without waiting, by the thread that finds this life ended
-        self._renewal_pause = self._watch_pause = SHORTEST_PAUSE  # seconds until the next try, if one fails
-        self._unrenewed = ""  # why the last renewal failed, where the log tells of that; stored by the thread
+        self._ending = threading.Lock()  # acquired once, without waiting, by the thread that finds this life ended
+        self._renewal_pause = self._watch_pause = SHORTEST_PAUSE  # seconds until the retry, if an attempt fails
+        self._unrenewed = ""  # the logged reason of the last failed renewal; set by the renewing thread
         self._thread = Background("telegrad-directory", self._main)
         self._renewing = Background("telegrad-lease", self._renew)
-        self.is_lost = False  # the directory did not answer last, or refused; stored by the thread
+        self.is_lost = False  # the directory did not answer last, or refused; set by the watching thread
 
     # Joining
 
     def join(self, me: Member, is_alive: IsAlive) -> Member:
-        """Register, and read who is there. Raises as `Registry.reserve`, and LifeOver."""
+        """Register, and read the members. Raises the errors of `Registry.reserve`, and LifeOver."""
         self.identity, has_made = self.registry.identify()
         self._lease = self.directory.grant(self._ttl)
         try:
-            roster = self.registry.roster()  # what changes from here on, also of this worker, the watch will tell
+            roster = self.registry.roster()  # the watch reports all later changes, including those of this worker
             members = [each.member for each in roster.members.values()]
             registered = self._publish(self.registry.reserve(me, self._lease, is_alive, members))
         except BaseException:
@@ -125,7 +125,7 @@ class DynamicGroup:
         return registered.member
 
     def _publish(self, me: Member) -> Registered:
-        """Publish this worker; where the outcome is unknown, ask again, since its incarnation is used only once.
+        """Publish this worker; if the outcome is unknown, retry, because its incarnation is used only once.
 
         Raises:
             LeaseLost: it was not published.
@@ -151,16 +151,16 @@ class DynamicGroup:
         ) from unknown
 
     def keeps(self, store: SealedStore | None, keeping: Keeping | None) -> None:
-        """Keep the store, and the process of the directory, until this worker leaves."""
+        """Keep the store and the process of the directory until this worker leaves."""
         self._store, self._keeping = store, keeping
 
     def begin(self, on_change: Callable[[Change], None], stands_for: Callable[[], float] = lambda: 0.0) -> None:
-        """Begin to watch.
+        """Start the threads.
 
         Args:
-            on_change: is called with each change, one at a time; it must not call `refresh`.
-            stands_for: tells for how many seconds this worker has answered nobody. One that stands for longer than the
-                ttl does not renew its lease, so that others learn of it, and so does it.
+            on_change: called with each change, one at a time; it must not call `refresh`.
+            stands_for: returns for how many seconds this worker has not answered. If that is longer than the ttl, the
+                lease is not renewed: then others, and this worker, detect its loss.
         """
         self._on_change, self._stands_for = on_change, stands_for
         self._renewing.want()
@@ -168,13 +168,13 @@ class DynamicGroup:
 
     @property
     def holds(self) -> bool:
-        """Return True while this worker may act as the owner of what it has claimed."""
+        """Return True while this worker may act as the owner of its claims."""
         return not self.over and self._clock() < self._lease.ends - CLOCK_DRIFT * self._lease.ttl
 
     # Published values
 
     def claim(self, name: str) -> Claim:
-        """Claim a published value for this member; return the claim of its owner. Raises as `Registry.claim`."""
+        """Claim a published value for this member; return its owner's claim. Raises the errors of `Registry.claim`."""
         me = self._me
         if me is None:
             raise LeaseLost("this worker has left the group, and owns nothing any more")
@@ -184,11 +184,11 @@ class DynamicGroup:
         return claim
 
     def owns(self, name: str, claim: Claim) -> bool:
-        """Return True while this member, which has made that claim, may act as the owner."""
+        """Return True while this member, which made that claim, may act as the owner."""
         return self.holds and self.claims.get(name, claim).token <= claim.token
 
     def look_for_owner(self, name: str) -> None:
-        """Ask the directory who owns a published value, and take that in. Raises DirectoryLost."""
+        """Read the owner of a published value from the directory. Raises DirectoryLost."""
         claim = self.registry.owner(name)
         if claim is not None:
             with self._applying:
@@ -197,7 +197,7 @@ class DynamicGroup:
     # Looking up
 
     def members(self) -> list[Member]:
-        """Return the members as they are known here, by name."""
+        """Return the members known here, by name."""
         return sorted((each.member for each in self._known.copy().values()), key=lambda member: member.name)
 
     def find(self, to: str | int) -> Member:
@@ -226,9 +226,9 @@ class DynamicGroup:
         raise unknown(to, names, "; with wait_for_worker=True, a call waits until it has", self._gone)
 
     def declare_lost(self, member: Member, why: str, unanswered: Callable[[], None] = lambda: None) -> None:
-        """Have a member taken out that was found dead, unless it is out already; the watch tells which.
+        """Declare a member lost that was found dead, unless it is out already; the watch reports which.
 
-        Where the directory does not answer, `unanswered` is called; the end of the lease takes that member out.
+        If the directory does not answer, `unanswered` is called; the end of the lease removes that member.
         """
         if self.is_lost:
             unanswered()
@@ -244,13 +244,13 @@ class DynamicGroup:
     # The threads
 
     def _renew(self) -> None:
-        """Renew the lease when it is time to."""
+        """Renew the lease whenever it is time."""
         wait = self._until_renewal()
         while not self._stopped.wait(min(wait, LONGEST_WAIT)) and not self.over:
             wait = self.renew_if_due()
 
     def renew_if_due(self) -> float:
-        """Renew the lease if it is time to; return the seconds until this is to be called again."""
+        """Renew the lease if it is time; return the seconds until the next call."""
         if (wait := self._until_renewal()) > 0:
             return wait
         if self._stands_for() >= self._ttl:
@@ -262,7 +262,7 @@ class DynamicGroup:
             self._lease = self.directory.renew(self._lease)
             self._unrenewed = ""
         except UNUSABLE as error:
-            # The watch tells of a server that is down or refuses all; by now it would have met that.
+            # The watch reports a server that is down or refuses all, and would have detected that by now.
             is_late = self._clock() > self._lease.ends - self._ttl / RENEWALS
             is_refused = is_late and not (self.is_lost or isinstance(error, DirectoryLost))
             if is_refused and str(error) != self._unrenewed:
@@ -280,17 +280,17 @@ class DynamicGroup:
         return self._until_renewal()
 
     def _until_renewal(self) -> float:
-        """Return the seconds until the lease is to be renewed."""
+        """Return the seconds until the next renewal."""
         return max(0.0, self._lease.ends - self._ttl * (1 - 1 / RENEWALS) - self._clock())
 
     def _main(self) -> None:
-        """Watch who comes and goes."""
+        """Watch the members."""
         wait = 0.0
         while not self._stopped.wait(wait) and not self.over:
             wait = self.watch_once()
 
     def watch_once(self) -> float:
-        """Wait for changes, and apply them; return the seconds until this is to be called again."""
+        """Wait for changes and apply them; return the seconds until the next call."""
         pause, self._watch_pause = self._watch_pause, SHORTEST_PAUSE
         try:
             self._step()
@@ -310,7 +310,7 @@ class DynamicGroup:
     def _step(self) -> None:
         """Wait for changes, and apply them."""
         try:
-            wait = 0.0 if self.is_lost else self._ttl / RENEWALS  # at once whether the directory answers again
+            wait = 0.0 if self.is_lost else self._ttl / RENEWALS  # at once, to see if it answers again
             since, changes = self.registry.watch(self._since, wait)
         except Compacted:
             self._read_anew()
@@ -322,24 +322,24 @@ class DynamicGroup:
             self._since = max(self._since, since)
 
     def _is_outdated(self, revision: int, change: Change | Claimed) -> bool:
-        """Return True for an end of the group before this worker joined, and for that of a member's earlier try to."""
+        """Return True for an end of the group before this worker joined, or of an earlier attempt of a member."""
         if isinstance(change, Ended):
             return revision < self._epoch
         known = self._known.get(change.life) if isinstance(change, Gone) else None
         return known is not None and revision < known.epoch
 
     def _read_anew(self) -> None:
-        """Catch up where changes were missed: how a member has gone meanwhile is not known."""
+        """Read all members after missed changes: how members have gone meanwhile is not known."""
         roster = self.registry.roster()
         with self._applying:
             for life, registered in self._known.copy().items():
-                if life not in roster.members and registered.epoch <= roster.revision:  # else `refresh` has seen more
+                if life not in roster.members and registered.epoch <= roster.revision:  # else `refresh` was later
                     self._apply(Gone(life, LOST, "it has gone while this worker saw no changes"))
             self._take_in(roster)
             self._since = roster.revision
 
     def refresh(self) -> None:
-        """Take in the members that have joined by now, unless the directory is known not to answer.
+        """Add the members that have joined by now, unless the directory is known not to answer.
 
         Raises:
             DirectoryLost: it does not answer.
@@ -348,7 +348,7 @@ class DynamicGroup:
             return
         roster = self.registry.roster()
         with self._applying:
-            if roster.revision >= self._since:  # else members that have gone meanwhile would come back
+            if roster.revision >= self._since:  # else members that are gone meanwhile would return
                 self._take_in(roster)
 
     def _take_in(self, roster: Roster) -> None:
@@ -361,7 +361,7 @@ class DynamicGroup:
     def _apply(self, change: Change | Claimed) -> None:
         if isinstance(change, Claimed):
             known = self.claims.get(change.name)
-            if known is None or known.token < change.claim.token:  # else a later look has told more already
+            if known is None or known.token < change.claim.token:  # else a later change was applied already
                 self.claims[change.name] = change.claim
                 self.on_claim(change.name)
             return
@@ -387,7 +387,7 @@ class DynamicGroup:
         )
 
     def _end(self, over: str, why: str = "") -> None:
-        """This life is over."""
+        """End this life once."""
         if not self._ending.acquire(blocking=False):
             return
         self.over = over
@@ -399,7 +399,7 @@ class DynamicGroup:
         return self._me.name if self._me is not None else ""
 
     def _say_lost(self, why: str, how: str = "") -> None:
-        """Log, once each, that the directory cannot be used, and that it answers again."""
+        """Log once that the directory cannot be used, and once that it answers again."""
         if why and not self.is_lost:
             log.warning(
                 "telegrad: the directory of the group %s (%s). Workers that know one another go on; those that want to "
@@ -414,7 +414,7 @@ class DynamicGroup:
     # Leaving
 
     def leave(self, in_order: bool = True) -> None:
-        """Free the name and the rank. `in_order`: False where the program has ended without a word."""
+        """Free the name and the rank. `in_order` is False if the program has ended without shutdown."""
         me, self._me = self._me, None
         self._stopped.set()
         if me is not None and not self.over:
@@ -422,8 +422,8 @@ class DynamicGroup:
             ends = f"worker {me.name!r} has left" if self._ends_with(me, in_order) else ""
             done = threading.Event()
             run_beside("telegrad-leave", self._leave, me, ends, done)
-            done.wait(PATIENCE)  # a directory that does not answer ends the lease by itself
-        self.directory.close()  # all that waits raises
+            done.wait(PATIENCE)  # if the directory does not answer, the lease expires
+        self.directory.close()  # makes waiting operations raise
         self._thread.join(PATIENCE)
         self._renewing.join(PATIENCE)
         self._store, keeping, self._keeping = None, self._keeping, None
@@ -432,7 +432,7 @@ class DynamicGroup:
 
     def _leave(self, me: Member, ends: str, done: threading.Event) -> None:
         try:
-            with contextlib.suppress(TelegradError, RuntimeError):  # it is lost, or was lost with its store
+            with contextlib.suppress(TelegradError, RuntimeError):  # the directory is lost, or was lost with its store
                 if self._store is not None and len(self._known) <= 1:
                     withdraw(self._store, lambda: len(self.registry.roster().members) > 1)
                 self.registry.leave(me, self._lease, ends)
@@ -440,7 +440,7 @@ class DynamicGroup:
             done.set()
 
     def _ends_with(self, me: Member, in_order: bool) -> bool:
-        """Return True if the workers that only serve end as `me` leaves: it has rank 0, or has made the group."""
+        """Return True if workers that only serve end when `me` leaves: it has rank 0, or has made the group."""
         return me.id == 0 and in_order if self._launched else me.id == 0 or self._founded
 
     def __repr__(self) -> str:

@@ -1,26 +1,26 @@
-"""Does a generation go on, or end? Decided where all its workers stand between two of their steps.
+"""Decides if a generation continues or ends, when all its workers are between two steps.
 
-One living worker leads (the one with the smallest rank). All tell it where they stand:
+The living worker with the smallest rank leads. All workers report their state to it:
 
     HERE      between two steps: rendezvous_again() was called
-    SERVING   at no step of its own: serve() was called
+    SERVING   without steps of its own: serve() was called
     LEAVING   at its end: shutdown() was called
 
-Who has told nothing is within a step, and waited for. Once nobody is, the leader tells those who wait:
+A worker without a report is within a step, and the leader waits for it. After all reports, the leader answers:
 
     worker                      leader
       | -- Standing(how, step) -> |
-      | <----------- Stay(step) - |     nothing has changed: on with the next step
-      | <----------------- Move - |     to the next generation: somebody has died, leaves, or wants to come in
-      | <--------------- Finish - |     to all: the others leave, and those who serve have nothing left to do
+      | <----------- Stay(step) - |     nothing has changed: continue with the next step
+      | <----------------- Move - |     to the next generation: a worker has died, leaves, or wants to join
+      | <--------------- Finish - |     to all: the others leave, and serving workers have no more work
 
-Those who serve wait without a word for as long as nothing changes. A worker that dies is taken out; if it led, the
-others tell the next leader where they stand. A generation that has lost somebody never stays as it is.
+Serving workers wait without an answer as long as nothing changes. A worker that dies is removed; if it led, the others
+report to the next leader. A generation that has lost a worker never continues.
 
-A worker that was taken out may live: it was stopped, or out of reach. The others do not wait for it, in the directory
-neither, and answer its Standing with Move: it comes to the next generation by itself. After the end of a connection a
-follower says again where it stands, and the leader says where it stands itself: a follower answers that with its own
-Standing, and a worker that has taken the leader out with Move.
+A removed worker may be alive: it was stopped or unreachable. The others do not wait for it, not even in the directory,
+and answer its Standing with Move: it joins the next generation by itself. After the end of a connection, a follower
+reports again, and the leader sends its own state. A follower answers that with its own Standing, and a worker that has
+removed the leader answers with Move.
 """
 
 from __future__ import annotations
@@ -33,57 +33,57 @@ STAY, MOVE, FINISH = "STAY", "MOVE", "FINISH"
 
 
 class Standing(NamedTuple):
-    """Where the sender stands; `step` counts the ones that it has made in this generation."""
+    """The state of the sender; `step` counts its steps in this generation."""
 
-    how: str  # "" within a step, where the leader asks
+    how: str  # "" within a step, if the leader asks
     step: int
-    broken: bool  # it knows of one who has gone
+    broken: bool  # it knows of a worker that is gone
 
 
 class Stay(NamedTuple):
-    """All stood before that step, and nothing has changed."""
+    """All were before that step, and nothing has changed."""
 
     step: int
 
 
 class Move(NamedTuple):
-    """All go to the next generation, but for workers that leave (they are told, too), were lost, or not waited for."""
+    """All go to the next generation, except workers that leave (they get this, too), were lost, or are not awaited."""
 
     without: tuple[int, ...]
 
 
 class Finish(NamedTuple):
-    """All who live serve or leave."""
+    """All living workers serve or leave."""
 
 
 class Impatient(NamedTuple):
-    """The sender, who stands between two steps, waits no longer for those who are within one."""
+    """The sender, between two steps, no longer waits for workers within one."""
 
 
 Message = Standing | Stay | Move | Finish | Impatient
-Letter = tuple[int, Message]  # to whom, what
+Letter = tuple[int, Message]  # the receiver and the message
 
 
 class Steps:
-    """One worker's part. Feed it what happens; it returns the letters to be sent."""
+    """One worker's part of the protocol. Each event returns the messages to send."""
 
     def __init__(self, me: int, members: Iterable[int]) -> None:
         self._me = me
         self._members = frozenset(members)
         self.alive = set(self._members)  # as far as this worker knows
-        self._stands: dict[int, str] = {}  # of those who live: where, as far as this worker was told
-        self._unsure: set[int] = set()  # a connection with them has ended since they told where they stand
-        self._step = 0  # of this worker: how often it was told to stay
-        self._led = 0  # how often this worker, as the leader, has told the others to stay
-        self._how = ""  # where this worker stands; "" within a step
-        self.broken = False  # somebody has gone
-        self._wanted = False  # somebody waits to come in
-        self.told = ""  # what this worker, or whom it leads, is to do: STAY until it stands again, else for good
-        self.without: tuple[int, ...] = ()  # who will not come along, once it is MOVE
+        self._stands: dict[int, str] = {}  # the known states of living workers
+        self._unsure: set[int] = set()  # a connection with them has ended since their last report
+        self._step = 0  # of this worker: how often it got Stay
+        self._led = 0  # how often this worker, as the leader, has sent Stay
+        self._how = ""  # the state of this worker; "" within a step
+        self.broken = False  # a worker is gone
+        self._wanted = False  # a worker waits to join
+        self.told = ""  # the decision for this worker and those it leads: STAY until its next report; others are final
+        self.without: tuple[int, ...] = ()  # the workers that stay behind after MOVE
 
     @property
     def left_behind(self) -> set[int]:
-        """Where this worker leaves: those who have gone on without it."""
+        """The workers that moved on, if this worker leaves."""
         return self.alive - set(self.without) if self.told == MOVE and self._how == LEAVING else set()
 
     @property
@@ -92,16 +92,16 @@ class Steps:
 
     @property
     def missing(self) -> set[int]:
-        """Who is within a step, as far as this worker knows: the leader does."""
+        """The workers within a step, as far as they are known here. Only the leader knows."""
         return self.alive - self._stands.keys() if self.leader == self._me else set()
 
     @property
     def waits(self) -> bool:
-        """Whether this worker is between two steps, and was told nothing yet."""
+        """Return True if this worker is between two steps and has no decision yet."""
         return self._how == HERE and not self.told
 
     def stand(self, how: str) -> list[Letter]:
-        """This worker stands there now."""
+        """Set and report the state of this worker."""
         self._how = how
         if self.told == STAY:
             self.told = ""
@@ -120,7 +120,7 @@ class Steps:
         return Standing(self._how, self._step, self.broken)
 
     def receive(self, sender: int, message: Message) -> list[Letter]:
-        """A letter has come."""
+        """Process a message."""
         if isinstance(message, Standing):
             return self._on_standing(sender, message)
         if sender not in self.alive:
@@ -134,7 +134,7 @@ class Steps:
                 self._stay()
         elif isinstance(message, Move):
             self.told, self.without = MOVE, message.without
-            return self._tell(message) if self.leader == self._me else []  # it was taken out by a worker that it leads
+            return self._tell(message) if self.leader == self._me else []  # it was removed by a worker that it leads
         elif self._how in (SERVING, LEAVING):
             self.told = FINISH
         return []
@@ -145,19 +145,19 @@ class Steps:
         if self.told == MOVE or sender not in self.alive:
             return [(sender, Move(self.without))]
         if message.how == HERE and message.step < self._led:
-            return [(sender, Stay(message.step))]  # the word was lost with its connection
+            return [(sender, Stay(message.step))]  # the first answer was lost with its connection
         if sender == self.leader:
             return self._say()
         if self.told == FINISH or not message.how:
             return []
-        # It may have heard sooner than this worker that this one leads now.
+        # The sender may know earlier than this worker that this worker leads now.
         self._unsure.discard(sender)
         self._stands[sender] = message.how
         self.broken |= message.broken
         return self._conclude()
 
     def lost(self, other: int) -> list[Letter]:
-        """A worker has died or left."""
+        """Remove a worker that has died or left."""
         if other not in self.alive:
             return []
         led = self.leader
@@ -169,8 +169,8 @@ class Steps:
         return self._conclude()
 
     def remind(self, other: int) -> list[Letter]:
-        """A connection with that worker has ended, and with it perhaps what was said."""
-        self._unsure.add(other)  # also for when this worker leads
+        """Resend what may have been lost with a connection that has ended."""
+        self._unsure.add(other)  # also for the time when this worker leads
         if self.told == MOVE or other not in self.alive:
             return [(other, Move(self.without))]
         if self.leader == self._me:
@@ -178,18 +178,18 @@ class Steps:
         return self._say() if other == self.leader and not self.told else []
 
     def want(self, wanted: bool) -> list[Letter]:
-        """Whether somebody waits to come in."""
+        """Record whether a worker waits to join."""
         self._wanted = wanted
         return self._conclude() if wanted else []
 
     def give_up(self) -> list[Letter]:
-        """This worker waits no longer for those who are within a step: the others go on without them."""
+        """Stop waiting for workers within a step: the others move on without them."""
         if self.told or self._how != HERE:
             return []
         return self._move() if self.leader == self._me else [(self.leader, Impatient())]
 
     def move_alone(self) -> list[Letter]:
-        """Nor for the leader."""
+        """Stop waiting for the leader, too."""
         if not self.told:
             self.told = MOVE
         return []

@@ -1,4 +1,4 @@
-"""How a worker leaves its group in order: alone, or together with all others. The rim of farewell.py."""
+"""Leaving a group: alone, or together with all other workers. Does the I/O for `shutdown_barrier.py`."""
 
 from __future__ import annotations
 
@@ -30,26 +30,26 @@ from telegrad._core.membership.shutdown_barrier import (
 from telegrad._core.progress import Wait
 from telegrad.errors import CallTimeout, LeftEarly, PeerError, PeerLost, PeerSilent, ShutDown
 
-BROKEN = 2.0  # seconds for which handshakes with a worker may break off, with no message of it meanwhile
-ASK_AHEAD = 0.2  # seconds before it is said whom this worker waits for, to ask
-FIRST_LOOK, LAST_LOOK = 5e-4, 0.02  # seconds between looks whether this worker is quiet, where that is wanted
+BROKEN = 2.0  # seconds for which handshakes with a worker may fail without any message of it
+ASK_AHEAD = 0.2  # seconds to ask the leader before the awaited workers are printed
+FIRST_LOOK, LAST_LOOK = 5e-4, 0.02  # seconds between checks if this worker is quiet, while that is needed
 
 log = logging.getLogger("telegrad")
 
 
 class Leaving:
-    """How one worker leaves a dynamic group: by itself, once no call of it is in flight."""
+    """How a worker leaves a dynamic group: alone, once it has no call in flight."""
 
-    together = False  # whether all workers of the group leave at once
+    together = False  # True if all workers of the group leave at once
 
     def __init__(self, post: Post, me: Member) -> None:
         self._post = post
         self._me = me
-        self._has_asked = False  # whom this worker waits for, since that was printed last
+        self._has_asked = False  # which workers are missing, since they were last printed
         self._changed = threading.Event()  # wakes the thread in `wait`
 
     def wait(self, timeout: float, serving: bool) -> None:
-        """Wait until this worker may leave; with `serving`, print nothing while that takes long.
+        """Wait until this worker may leave; with `serving`, print nothing meanwhile.
 
         Raises:
             CallTimeout: that took longer than `timeout` seconds (0 for no limit).
@@ -68,7 +68,7 @@ class Leaving:
                 if left <= 0:
                     left_it = f"worker {self._me.name!r} has left the group all the same"
                     raise CallTimeout(f"shutdown waited {timeout:g} s: {self.awaited()}; {left_it}")
-                # A server calls shutdown at once and serves from here for as long as it lives: it must not look then.
+                # A server calls shutdown at once and serves from here until its end: it must not poll then.
                 looks = self.all_leave()
                 if not serving:
                     left = min(left, self._print(wait))
@@ -79,7 +79,7 @@ class Leaving:
                     pause = min(1.5 * pause, LAST_LOOK)
 
     def _print(self, wait: Wait) -> float:
-        """Print whom this worker waits for, when it is time to; return the seconds until the next call of this."""
+        """Print the awaited workers if it is time; return the seconds until the next call."""
         wait.look()
         ahead = wait.left - ASK_AHEAD
         if ahead > 0:
@@ -91,7 +91,7 @@ class Leaving:
         return wait.left
 
     def _begin(self) -> None:
-        """Note that this worker wants to leave."""
+        """Record that this worker wants to leave."""
 
     def _over(self) -> bool:
         """Return True if this worker may leave."""
@@ -100,7 +100,7 @@ class Leaving:
     # Any thread may call the following.
 
     def all_leave(self) -> bool:
-        """Return True if only calls under way are waited for: no other worker is to call `shutdown`."""
+        """Return True if only calls in flight delay the end: no other worker has to call `shutdown`."""
         return True
 
     def awaited(self) -> str:
@@ -112,10 +112,10 @@ class Leaving:
         return []
 
     def ask(self) -> None:
-        """Have `missing` tell all soon, where another worker knows them."""
+        """Ask another worker for the names that `missing` returns, if it knows them."""
 
     def over(self) -> None:
-        """End the wait where the group ends for all: the program that started this worker has ended."""
+        """End the wait, because the group ends: the program that started this worker has ended."""
 
     def required(self, require: bool | Collection[str | int]) -> list[Member]:
         """Return the workers that the group must not lose before its end; a dynamic group has no common end.
@@ -126,26 +126,26 @@ class Leaving:
         return []
 
     def check(self, required: list[Member]) -> None:
-        """Raise PeerLost where one of them was lost."""
+        """Raise PeerLost if one of them was lost."""
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__}: {self._me.name!r}>"
 
 
 class LeavingTogether(Leaving):
-    """How a worker leaves a group of fixed size: with all others, once nothing is in flight anywhere in it."""
+    """How a worker leaves a group of fixed size: with all others, once nothing is in flight in it."""
 
     together = True
 
     def __init__(self, post: Post, me: Member, members: Members) -> None:
         super().__init__(post, me)
         self._members = members
-        self._lock = threading.Lock()  # guards the farewell, _letters and _is_sending
-        self._letters: deque[Letter] = deque()  # to be sent, in the order in which they were decided
+        self._lock = threading.Lock()  # guards _farewell, _letters and _is_sending
+        self._letters: deque[Letter] = deque()  # to send, in the order of their decisions
         self._is_sending = False  # a thread sends them
         self._farewell = Farewell(me.id, {member.id for member in members})
-        self._broken: dict[int, float] = {}  # by rank: when its handshakes began to break off; without the lock
-        self._stories: dict[int, str] = {}  # of those who left early or died; each entered once, by setdefault
+        self._broken: dict[int, float] = {}  # by rank: when its handshakes began to fail; without the lock
+        self._stories: dict[int, str] = {}  # of workers that left early or died; each added once, by setdefault
         for message in (Entered, Ask, Quiet, Leave, Left, Who, Missing):
             post.on(message, self._on_message)
         post.lost.append(self._on_lost)
@@ -163,13 +163,13 @@ class LeavingTogether(Leaving):
             return self._farewell.asked
 
     def _answer(self) -> None:
-        """Tell the leader, if it has asked, once this worker is quiet."""
+        """Answer the leader's question, if any, once this worker is quiet."""
         while self.all_leave() and self._post.idle:
-            # Again, under the lock: what is reported must be seen after the question came.
+            # Check again under the lock: the report must be newer than the question.
             self._act(lambda: self._farewell.quiet(self._post.started) if self._post.idle else [])
 
     def went_on(self, ids: set[int]) -> None:
-        """Those take no part in it: they are in another generation of their group."""
+        """Remove workers that are in another generation of their group."""
         for id_ in ids:
             self._act(partial(self._farewell.lost, id_, False))
         self._changed.set()
@@ -194,7 +194,7 @@ class LeavingTogether(Leaving):
         return "the others have not called shutdown, or calls are under way"
 
     def _waited_for(self) -> tuple[list[str], list[str]]:
-        """Who has not called shutdown, and who has calls under way, by name."""
+        """Return the names of the workers that have not called shutdown, and of those with calls in flight."""
         with self._lock:
             absent, busy = sorted(self._farewell.missing), sorted(self._farewell.busy)
         return [self._members.find(id_).name for id_ in absent], [self._members.find(id_).name for id_ in busy]
@@ -210,13 +210,13 @@ class LeavingTogether(Leaving):
             how = "; ".join(self._stories.get(member.id, f"worker {member.name!r} was lost") for member in missed)
             raise PeerLost(f"the group has ended without a worker that shutdown requires: {how}")
 
-    # What happens
+    # Events
 
     def _act(self, event: Callable[[], list[Letter]]) -> None:
-        """Pass an event to the farewell and send its letters; a thread that is sending already sends these as well.
+        """Pass an event to the barrier and send its messages, unless another thread is already sending.
 
-        Letters leave in the order in which they were decided: one that a slow thread sent after the other worker has
-        left would make a connection to it, and the failure would look like its death.
+        Messages are sent in the order in which they were decided. If a slow thread sent one after the other worker had
+        left, that would open a connection, and its failure would look like the death of that worker.
         """
         with self._lock:
             self._letters.extend(event())
@@ -235,7 +235,7 @@ class LeavingTogether(Leaving):
                 letter = self._next_letter()
 
     def _next_letter(self) -> Letter | None:
-        """With the lock held: return the next letter to send; after None this thread must not send any more."""
+        """Return the next message to send. After None, this thread must not send. Call it with the lock held."""
         self._is_sending = bool(self._letters)
         return self._letters.popleft() if self._is_sending else None
 
@@ -253,14 +253,14 @@ class LeavingTogether(Leaving):
         elif not isinstance(reason, PeerLost) or isinstance(reason, PeerSilent):
             inside = self._farewell.inside
             may_live = _may_live(reason, inside)  # then the membership probes the worker, and reports the result
-            # A proxy may take connections for a worker that has died.
+            # A proxy may accept connections for a worker that has died.
             if not may_live or (inside and monotonic() > self._broken.setdefault(who.id, monotonic()) + BROKEN):
                 self.lose(who, reason)
         else:
             self._act(lambda: self._farewell.remind(who.id))
 
     def lose(self, who: Identity, reason: PeerError) -> None:
-        """A worker has died, or has left; the end of the group does not wait for it."""
+        """Remove a worker that has died or left: the barrier does not wait for it."""
         died = isinstance(reason, LeftEarly) or not isinstance(reason, ShutDown)
         if died:
             early = isinstance(reason, LeftEarly)
@@ -269,11 +269,11 @@ class LeavingTogether(Leaving):
         self._wake()
 
     def remind(self, member: Member) -> None:
-        """A worker in doubt listens: send again what may have been lost with its connection."""
+        """Resend what may have been lost with the connection of a worker that answers again."""
         self._act(lambda: self._farewell.remind(member.id))
 
     def _tell_story(self, who: Identity, story: str) -> None:
-        """Of somebody who will not take part in the end of the group."""
+        """Record and log why a worker will not take part in the barrier."""
         with self._lock:
             waiting = self._farewell.state == WAITING
         if waiting:
@@ -281,7 +281,7 @@ class LeavingTogether(Leaving):
             self._post.warn_lost(who, f"{story}. Its group goes on, and will shut down, without it")
 
     def _wake(self) -> None:
-        """Have the thread in `wait` look, where there is something to see."""
+        """Wake the thread in `wait` if its condition may have changed."""
         with self._lock:
             seen = self._farewell.asked or self._farewell.state == DONE
         if seen:
@@ -292,10 +292,9 @@ class LeavingTogether(Leaving):
 
 
 def _may_live(reason: PeerError, inside: bool) -> bool:
-    """Whether a worker may live to which no connection could be made: none was refused.
+    """Return True if an unreachable worker may be alive, because no connection was refused.
 
-    `inside` of shutdown, a worker that was silent for as long as a handshake may take is waited for no more, nor one
-    whose address another worker has.
+    `inside` shutdown, a worker is not awaited if its handshake timed out, or if another worker has its address.
     """
     cause = reason.__cause__
     return is_broken(reason) and (not inside or (isinstance(cause, OSError) and not isinstance(cause, TimeoutError)))

@@ -1,16 +1,16 @@
-"""Who is in a group, and how each is reached.
+"""The members of a group, and their addresses.
 
-A worker goes by several names, after what is wanted of it:
+Three types describe a worker, for different uses:
 
-    Member      all that it publishes about itself: how it is reached, where it runs, which devices it has
-    Identity    the part of this that tells it from all others, also from those that had or will have its name: what
-                messages, references and contexts remember of a worker
-    WorkerInfo  what users see: a name and a rank, which another may have later, and its role
+    Member      all that it publishes about itself: its addresses, its host, its devices
+    Identity    the part that distinguishes it from all others, including earlier and later owners of its name;
+                messages, references and contexts store this
+    WorkerInfo  what users see: a name and a rank, which another worker may have later, and its role
 
-One that joins by its role alone has no name yet: it gets one from its role and a number as it joins (`named`).
+A worker that joins with only a role has no name yet: it gets a name from its role and a number (`named`).
 
-Others are no names of a worker, but of what one has with it: a `Claim` is what it says at the door, before it is
-believed; a peer the calls from here to it (`Peer`); a `Caller` who makes those from it to here.
+Related types describe connections: a `Claim` is what a worker claims in the handshake, before it is authenticated; a
+`Peer` holds the calls from here to a worker, and a `Caller` those from a worker to here.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
     from typing import Self
 
 LONGEST_NAME = 127
-LONGEST_ROLE = 120  # with a number behind it, it makes a name
+LONGEST_ROLE = 120  # a number after it makes a name
 SHOWN = 16  # names in a message
 _NAME = re.compile(r"[A-Za-z0-9_:-]+")
 
 
 class Identity(NamedTuple):
-    """One worker, and no other that had or will have its name."""
+    """One worker, distinct from earlier and later workers with the same name."""
 
     name: str
     id: int
@@ -44,14 +44,14 @@ class Identity(NamedTuple):
 
 
 class Member(NamedTuple):
-    """What a worker publishes about itself."""
+    """The information that a worker publishes about itself."""
 
     name: str
     id: int
-    incarnation: str  # tells a worker that was started anew from its former self
-    program: str  # equal where the main programs are
-    host: str  # equal where the kernel and the network are the same
-    unix: str  # its Unix socket's name, empty where it has none
+    incarnation: str  # distinguishes a restarted worker from its earlier life
+    program: str  # equal if the main programs are equal
+    host: str  # equal if the kernel and the network are the same
+    unix: str  # the name of its Unix socket, or empty
     tcp: tuple[str, int]
     devices: Devices = Devices()
     role: str = ""
@@ -65,7 +65,7 @@ class Member(NamedTuple):
 
     @classmethod
     def of(cls, told: list[Any]) -> Member:
-        """As JSON gives it; a later version may tell more at the end."""
+        """Return a member from JSON. Later versions may append fields."""
         name, id_, incarnation, program, host, unix, (address, port), (count, maps, allowed), role, *_ = told
         devices = Devices(count, maps, tuple(allowed))
         return cls(name, id_, incarnation, program, host, unix, (address, port), devices, role)
@@ -87,7 +87,7 @@ class _NameAndId(NamedTuple):
 
 
 class WorkerInfo(_NameAndId):
-    """Names a worker of the group; from `get_worker_info`, to be given to calls. A pair, which has a `role`, too.
+    """Names a worker of the group. It comes from `get_worker_info`, and calls accept it. A pair with a `role`.
 
     Example:
         >>> name, rank = rpc.get_worker_info("worker1")
@@ -110,19 +110,19 @@ class WorkerInfo(_NameAndId):
 
 
 class View(NamedTuple):
-    """Who is there, by rank. Two of one worker with the same version are the same."""
+    """The present workers by rank. Two views of one worker with the same version are equal."""
 
     version: int
     workers: tuple[WorkerInfo, ...]
 
 
 def info(member: Member) -> WorkerInfo:
-    """What users see of a member."""
+    """Return the information about a member that users see."""
     return WorkerInfo(member.name, member.id, member.role)
 
 
 def named(members: Iterable[Member]) -> list[Member]:
-    """The members by rank; those without a name get their role and a number: 0, 1, ... within each role."""
+    """Return the members by rank; members without a name get their role and a number: 0, 1, ... within each role."""
     by_rank = sorted(members, key=lambda member: member.id)
     taken = {member.name for member in by_rank}
     numbers = {member.role: itertools.count() for member in by_rank}
@@ -134,7 +134,7 @@ def _free(role: str, numbers: Iterator[int], taken: Collection[str]) -> str:
 
 
 class Members:
-    """A table of members, found by name and by rank; iteration goes by rank."""
+    """A table of members by name and by rank. Iteration is by rank."""
 
     def __init__(self, members: Iterable[Member] = ()) -> None:
         self._by_id: dict[int, Member] = {}
@@ -143,7 +143,7 @@ class Members:
             self.add(member)
 
     def add(self, member: Member) -> None:
-        """Take in a member.
+        """Add a member.
 
         Raises:
             WorkerTaken: another has its name or its rank.
@@ -156,7 +156,7 @@ class Members:
         self._by_id[member.id] = self._by_name[member.name] = member
 
     def find(self, to: str | int) -> Member:
-        """The member of that name or rank.
+        """Return the member with that name or rank.
 
         Raises:
             UnknownWorker: there is none.
@@ -177,7 +177,7 @@ class Members:
 
 
 def unknown(to: str | int, names: list[str], advice: str = "", gone: Collection[str] = ()) -> UnknownWorker:
-    """The error for a worker that is not there, with who is and what the caller may have meant.
+    """Return the error for a missing worker, with the known names and similar ones.
 
     `gone`: names of workers that were there.
     """
@@ -193,13 +193,13 @@ def unknown(to: str | int, names: list[str], advice: str = "", gone: Collection[
 
 
 def listed(names: list[str]) -> str:
-    """So many of them as somebody reads."""
+    """Return the first SHOWN names as text."""
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return ", ".join(names[:SHOWN]) + more or "nobody"
 
 
 def check_role(role: str) -> None:
-    """Raise InvalidName where `role` is none that a worker may have; "" is none at all."""
+    """Raise InvalidName if `role` is not a valid role of a worker; "" means no role."""
     if role != "" and not (isinstance(role, str) and _NAME.fullmatch(role) and len(role) <= LONGEST_ROLE):
         raise InvalidName(
             f"{shown(role)} cannot be a worker's role: a role has letters, digits, _, : and -, and at most "
@@ -208,7 +208,7 @@ def check_role(role: str) -> None:
 
 
 def check_name(name: str) -> None:
-    """Raise InvalidName where `name` is none that a worker may have."""
+    """Raise InvalidName if `name` is not a valid name of a worker."""
     if not isinstance(name, str) or not _NAME.fullmatch(name) or len(name) > LONGEST_NAME:
         raise InvalidName(
             f"{shown(name)} cannot be a worker's name. Worker name must match [A-Za-z0-9_:-]*, must be non-empty and "
@@ -217,7 +217,7 @@ def check_name(name: str) -> None:
 
 
 def missing_names(names: Collection[str], wanted: int | Collection[str]) -> list[str]:
-    """Return the names that are wanted and are not among `names`."""
+    """Return the wanted names that are not among `names`."""
     return [] if isinstance(wanted, int) else [name for name in wanted if name not in names]
 
 

@@ -1,14 +1,13 @@
-"""The members of the group, as one worker sees them, and the callbacks that are told of changes.
+"""The members of the group, as one worker sees them, and callbacks for changes.
 
-A worker hears of the end of another one by its connections. When a connection breaks, it knocks at the other worker,
-which may live all the same.
+A worker detects the end of another one by its connections. When a connection breaks, it probes the other worker, which
+may still be alive.
 
-A dynamic group's directory tells joins and departures (`dynamic.py`), and it alone decides them. A worker that finds
-that nobody listens at a member's address, as the kernel of that host answers, asks the directory to take it out, and
-waits to be told: the member may have left in order. Only where the directory does not answer, it takes the member out
-for itself. A member that is silent or out of reach may live, and be reached by others: the directory decides, when the
-lease of that member ends. Each worker holds a connection to the next one by rank, so that some worker notices at once
-when a process dies.
+In a dynamic group, only the directory decides joins and departures (`dynamic.py`). If the kernel of a member's host
+refuses connections to its port, the worker asks the directory to remove the member, and waits for the result: the
+member may have left normally. Only if the directory does not answer, the worker removes the member from its own view. A
+silent or unreachable member may be alive, and reachable for others: the directory decides, when the lease of that
+member ends. Each worker keeps a connection to the next one by rank, so some worker notices at once when a process dies.
 """
 
 from __future__ import annotations
@@ -40,44 +39,44 @@ from telegrad._core.progress import Wait
 from telegrad._core.threads import Background
 from telegrad.errors import CallTimeout, LeftEarly, PeerError, PeerLost, PeerSilent, ShutDown, TelegradError
 
-LOOK = 0.25  # seconds between looks at what is waited for
-AGAIN = 1.0  # seconds until the next try, where a knock has failed
-PATIENCE = 2.0  # seconds for the thread that knocks to end
+LOOK = 0.25  # seconds between two polls while waiting
+AGAIN = 1.0  # seconds until the retry after a failed probe
+PATIENCE = 2.0  # seconds for the probing thread to end
 
 log = logging.getLogger("telegrad")
 
 
 class Greeting(NamedTuple):
-    """Nothing; but the connection that brings it will tell of the receiver's end."""
+    """An empty message. The connection that carries it will report the receiver's end."""
 
 
 class ServeState:
-    """When a worker of a dynamic group ends that only serves.
+    """Decides when a worker that only serves a dynamic group ends.
 
-    It ends with the group, or where a worker that it requires is lost: itself, too, since nobody calls a worker that
-    others take for dead. All but `ended` is guarded by the lock of its membership.
+    It ends with the group, or when a required worker is lost. That includes itself, because no worker calls one that
+    was declared lost. The lock of its membership guards all but `ended`.
     """
 
     def __init__(self, me: Member) -> None:
         self._me = me
-        self.ended = threading.Event()  # this worker serves no more
-        self.missed: Member | None = None  # which is required and was lost; stored once, before `ended`
+        self.ended = threading.Event()  # this worker no longer serves
+        self.missed: Member | None = None  # a required member that was lost; set once, before `ended`
         self._only_serves = False
         self._required: Sequence[Member] = ()
 
     @property
     def leaves(self) -> bool:
-        """Return True if this worker only served, and serves no more."""
+        """Return True if this worker only served, and no longer does."""
         return self._only_serves and self.ended.is_set()
 
     def begin(self, required: Sequence[Member], gone: Mapping[str, str]) -> None:
-        """Only serve from now on; `gone` tells by incarnation how members have gone before."""
+        """Only serve from now on; `gone` maps the incarnations of former members to how they went."""
         self._required, self._only_serves = required, True
         for member in required:
             self.miss(member, gone.get(member.incarnation, ""))
 
     def miss(self, member: Member, how: str) -> None:
-        """Note that a member has gone, which may be required."""
+        """Record that a member is gone, which may be required."""
         required = member.incarnation == self._me.incarnation or member.name in {each.name for each in self._required}
         if how == LOST and required and self.missed is None:
             self.missed = member
@@ -85,7 +84,7 @@ class ServeState:
 
 
 class Membership:
-    """The members that this worker knows of."""
+    """The members that this worker knows."""
 
     def __init__(
         self,
@@ -98,23 +97,24 @@ class Membership:
         self._post = post
         self._me = me
         self._group = directory if isinstance(directory, DynamicGroup) else None
-        self.none_joins = "nobody joins a group of fixed size once it has formed"  # what is said there
+        self.none_joins = "nobody joins a group of fixed size once it has formed"  # for messages about such groups
         self._teller = Teller(entered)
-        # Guards what follows, up to _closed; this and _view are also loaded without.
+        # Guards all below up to _closed, which is also read without it, like _view.
         self._changed = threading.Condition()
         present = directory if isinstance(directory, Members) else directory.members()
         self._present = {member.incarnation: member for member in present}
-        self._view: View | None = None  # of these, made when it is asked for
+        self._view: View | None = None  # of the present members, created on demand
         self._version = 0  # of the view
-        self.gone: list[Callable[[Member], None]] = []  # called under the lock with who has gone: they just take note
-        self.answered: list[Callable[[Member], None]] = []  # called with a worker in doubt each time that it answers
-        self.on_dead: Callable[[Identity, PeerError], None] = lambda *_: None  # called where no directory decides that
+        # called under the lock with each gone member; may only record it
+        self.gone: list[Callable[[Member], None]] = []
+        self.answered: list[Callable[[Member], None]] = []  # called with a doubted worker each time that it answers
+        self.on_dead: Callable[[Identity, PeerError], None] = lambda *_: None  # called if no directory decides that
         self._doubts: list[Doubt] = []
-        self._knocks = Knocks()  # of the thread that knocks, alone
-        self._gone: dict[str, str] = {}  # how those went that were members, by incarnation
+        self._knocks = Knocks()  # used only by the probing thread
+        self._gone: dict[str, str] = {}  # how former members went, by incarnation
         self._lost_unseen: dict[str, PeerError] = {}  # by the incarnations of workers not seen in the directory yet
-        self._parted: set[str] = set()  # the incarnations of those who have said that they shut down
-        self._next = ""  # the incarnation of the next member by rank, to which this worker holds a connection
+        self._parted: set[str] = set()  # the incarnations of workers that announced their shutdown
+        self._next = ""  # the incarnation of the next member by rank, to which this worker keeps a connection
         self._closed = False
         self.on_declared_lost: Callable[[], None] = lambda: None  # called when this worker is out of the group
         self.serving = ServeState(me)
@@ -124,13 +124,13 @@ class Membership:
         post.lost.append(self._on_lost)
 
     def begin(self) -> None:
-        """The worker has joined."""
+        """Start watching; this worker has joined."""
         if self._group is not None:
             self._group.begin(self._apply, lambda: self._post.stands_for)
             self._watch_next()
 
     def present(self) -> list[Member]:
-        """All who are, by rank."""
+        """Return all members, by rank."""
         with self._changed:
             return sorted(self._present.values(), key=lambda member: member.id)
 
@@ -142,15 +142,15 @@ class Membership:
         self._wake.set()
         self._watch.join(PATIENCE)
 
-    # What users ask
+    # For users
 
     def workers(self) -> list[WorkerInfo]:
-        """Who is there now, by rank."""
+        """Return the present workers, by rank."""
         self.refresh()
         return list(self.view().workers)
 
     def view(self) -> View:
-        """Who was there at the last look."""
+        """Return the workers known since the last refresh or change."""
         view = self._view
         if view is None:
             with self._changed:
@@ -163,17 +163,17 @@ class Membership:
         return self._group is None
 
     def refresh(self) -> None:
-        """See who has joined a dynamic group by now; where its directory does not answer, the members stay known."""
+        """Read the present members of a dynamic group. Without an answer of its directory, the known members stay."""
         if self._group is not None and not (self._group.over or self._group.is_lost):
             with contextlib.suppress(*UNUSABLE):
                 self._group.refresh()
 
     def wait_for(self, wanted: int | Collection[str], timeout: float, role: str = "") -> list[WorkerInfo]:
-        """Wait until so many workers, of that role if one is given, or those of these names, are there.
+        """Wait until as many workers as wanted (of that role if given), or those with the wanted names, are present.
 
         Raises:
-            CallTimeout: they did not come in time.
-            PeerLost: they cannot come any more.
+            CallTimeout: they did not join in time.
+            PeerLost: they cannot join any more.
         """
         until = monotonic() + timeout if timeout > 0 else float("inf")
         self.refresh()
@@ -195,7 +195,7 @@ class Membership:
         return self.workers()
 
     def wait_for_end(self, required: list[Member]) -> None:
-        """Wait until a dynamic group ends, this worker shall serve no more, or one of those who are required dies."""
+        """Wait until a dynamic group ends, this worker must stop serving, or a required worker dies."""
         with self._changed:
             self.serving.begin(required, self._gone)
         self._greet(required)
@@ -212,7 +212,7 @@ class Membership:
         return self._group.over if self._group is not None else self.none_joins
 
     def on_join(self, callback: Callable[[WorkerInfo], Any]) -> None:
-        """Have `callback` called with each other worker: those that are there now, and those that come."""
+        """Call `callback` with each other worker: the present ones now, later ones when they join."""
         self._teller.begin()
         with self._changed:
             self._teller.of_joins.append(callback)
@@ -220,11 +220,11 @@ class Membership:
                 self._teller.tell(callback, info(member))
 
     def on_leave(self, callback: Callable[[WorkerInfo, str], Any]) -> None:
-        """Have `callback` called with each worker that goes, and with "left" or "lost"."""
+        """Call `callback` with each worker that goes, and with "left" or "lost"."""
         self._hear_of_ends(self._teller.of_ends, callback)
 
     def on_lost(self, callback: Callable[[WorkerInfo, Exception], Any]) -> None:
-        """Have `callback` called with each worker that is lost, and with the reason."""
+        """Call `callback` with each worker that is lost, and with the reason."""
         self._hear_of_ends(self._teller.of_losses, callback)
 
     def _hear_of_ends(self, told: list[Any], callback: Callable[..., Any]) -> None:
@@ -237,20 +237,20 @@ class Membership:
         return [member for member in self._present.values() if member.incarnation != self._me.incarnation]
 
     def greet(self) -> None:
-        """Have this worker hear of the end of any other."""
+        """Open connections to all others, whose ends report the end of a worker."""
         with self._changed:
             others = self._others()
         self._greet(others)
 
     def _greet(self, members: list[Member]) -> None:
         for member in members:
-            with contextlib.suppress(TelegradError):  # it has gone, as will be seen; or nobody can call it from here
+            with contextlib.suppress(TelegradError):  # gone, which will be noticed; or this worker cannot call it
                 self._post.notify(member.name, Greeting())
 
-    # What happens
+    # Events
 
     def _on_lost(self, who: Identity, reason: PeerError) -> None:
-        """A connection has ended, or none could be made."""
+        """Process the end of a connection, or a failure to connect."""
         if isinstance(reason.__cause__, PeerSilent):
             reason = reason.__cause__
         with self._changed:
@@ -264,7 +264,7 @@ class Membership:
             if self._group is not None and isinstance(reason, PeerSilent):
                 return  # its lease decides
             if is_broken(reason) and any(doubt.who is member for doubt in self._doubts):
-                return  # it is looked for again anyway, and each answer may lead to one more such connection
+                return  # it is probed again anyway, and each answer may cause one more such connection
             if not parted:
                 self._doubts.append(Doubt(member, reason, monotonic(), monotonic()))
             elif self._group is None:
@@ -274,7 +274,7 @@ class Membership:
         self._wake.set()
 
     def _take_out(self, member: Member, lost: PeerError | None) -> None:
-        """With the lock held: a member has gone; in order, where there is no reason for its loss."""
+        """Remove a member; without a reason of its loss, it has left. Call it with the lock held."""
         if self._present.pop(member.incarnation, None) is not None:
             how = LOST if lost else LEFT
             self.serving.miss(member, how)
@@ -291,7 +291,7 @@ class Membership:
         self._view = None
 
     def _take_in(self, member: Member) -> None:
-        """With the lock held: a member has come; it may have been called, and lost, before it was seen in the store."""
+        """Add a member, which may have been called and lost before it was seen here. Call it with the lock held."""
         self._present[member.incarnation] = member
         if (reason := self._lost_unseen.pop(member.incarnation, None)) is not None:
             self._parted |= {member.incarnation} if isinstance(reason, ShutDown) else set()
@@ -302,7 +302,7 @@ class Membership:
             self._teller.come(member)
         self._changed.notify_all()
 
-    # The thread that knocks
+    # The probing thread
 
     def _main(self) -> None:
         while not (self._closed or self._post.closed):
@@ -316,7 +316,7 @@ class Membership:
         self._knocks.close()
 
     def _settle_doubts(self) -> float | None:
-        """Knock at the workers that are in doubt; return the seconds until the next time, None for no doubt."""
+        """Probe the doubted workers; return the seconds until the next time, or None without doubts."""
         with self._changed:
             now = monotonic()
             due = [doubt for doubt in self._doubts if doubt.due <= now]
@@ -324,7 +324,7 @@ class Membership:
         for doubt in due:
             self._knocks.begin(doubt)
         for doubt, answer in self._knocks.answers():
-            left = [doubt._replace(due=monotonic() + 2 * AGAIN)]  # should this raise: the next look is for the rest
+            left = [doubt._replace(due=monotonic() + 2 * AGAIN)]  # if `_settle` raises, the next call tries again
             try:
                 left = self._settle(doubt, answer)
             finally:
@@ -338,7 +338,7 @@ class Membership:
         return min((max(0.0, min(doubt.due - monotonic(), LOOK)) for doubt in self._doubts), default=None)
 
     def _settle(self, doubt: Doubt, answer: bool | None) -> list[Doubt]:
-        """See what has become of a worker; return what is still in doubt."""
+        """Act on the answer to a probe; return what is still in doubt."""
         fate = doubt.after(answer, monotonic())
         if isinstance(fate, Doubt):
             return [fate]
@@ -347,12 +347,12 @@ class Membership:
             self._group.declare_lost(doubt.who, why, partial(self._find_dead, doubt))
         elif fate and self._group is None:
             self._find_dead(doubt)
-        elif self._hears_of_end(doubt.who):  # it may live, and its next end shall be heard of, too
+        elif self._hears_of_end(doubt.who):  # it may be alive: connect, to notice its next end
             self._greet([doubt.who])
         return []
 
     def _find_dead(self, doubt: Doubt) -> None:
-        """Take a worker out that does not answer, where no directory decides."""
+        """Remove a worker that does not answer, if no directory decides."""
         who = doubt.who
         how = self._gone.get(who.incarnation, LEFT if who.incarnation in self._parted else LOST)
         if self._closed:
@@ -365,11 +365,11 @@ class Membership:
             self.on_dead(who.identity, doubt.why)
 
     def _hears_of_end(self, member: Member) -> bool:
-        """Return True if this worker shall keep a connection to a member, to notice its end."""
+        """Return True if this worker must keep a connection to a member, to notice its end."""
         return self._teller.hears_of_ends or member.incarnation == self._next
 
     def _watch_next(self) -> None:
-        """Hold a connection to the next member of a dynamic group by rank."""
+        """Keep a connection to the next member of a dynamic group by rank."""
         with self._changed:
             others = self._others()
             after = [member for member in others if member.id > self._me.id]
@@ -379,10 +379,10 @@ class Membership:
         if found is not None and is_new:
             self._greet([found])
 
-    # What the directory of a dynamic group says
+    # Changes in the directory of a dynamic group
 
     def _apply(self, change: Change) -> None:
-        """By the thread that watches the directory."""
+        """Apply a change. Runs on the thread that watches the directory."""
         if isinstance(change, Came):
             member = change.registered.member
             with self._changed:

@@ -1,4 +1,4 @@
-"""What a group needs of the agent that it is part of."""
+"""The interface of an agent that its group uses."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from telegrad.errors import PeerError
 
 
 class Post(Protocol):
-    """A worker's control messages, and what it knows of its own calls and connections."""
+    """A worker's control messages, and the state of its calls and connections."""
 
     lost: list[Callable[[Identity, PeerError], None]]  # called when a connection to a worker ended
 
@@ -19,27 +19,27 @@ class Post(Protocol):
 
     @property
     def idle(self) -> bool:
-        """Whether no call of this worker is in flight, and none runs here."""
+        """Return True if no call of this worker is in flight, and none runs here."""
 
     @property
     def started(self) -> int:
-        """How many calls this worker has begun."""
+        """The number of calls that this worker has begun."""
 
     @property
     def stands_for(self) -> float:
-        """For how many seconds no thread of this worker has looked at its connections, though some should have."""
+        """The seconds for which no thread has polled this worker's connections, though one should have."""
 
     def on(self, message: type, handler: Callable[[Identity, Any], None]) -> None:
-        """Have `handler(sender, message)` called for every control message of that class."""
+        """Call `handler(sender, message)` for every control message of that class."""
 
     def notify(self, to: str | int, message: tuple[Any, ...]) -> None:
-        """Send a control message; if it fails, those in `lost` are told."""
+        """Send a control message; on failure, call the functions in `lost`."""
 
     def warn_lost(self, who: Identity, why: str) -> None:
-        """Say that a worker was lost, unless that was said before."""
+        """Log that a worker was lost, unless that was logged before."""
 
     def forget_names(self, but: Collection[str]) -> None:
-        """Call nobody any more by a name that was looked up before, but for the lives that are still there."""
+        """Forget the results of earlier name lookups, except for the lives that are still present."""
 
     def cut(self, who: Identity, reason: PeerError) -> None:
-        """End the connections with a worker that is out of the group, and accept none from it any more."""
+        """Close the connections with a worker that is out of the group, and refuse later ones."""

@@ -1,22 +1,21 @@
-"""The members of a dynamic group, as its directory has them.
+"""The members of a dynamic group in its directory.
 
     group                the identity of the group; the first worker writes it
     name/NAME            LIFE of the member that has this name
     rank/RANK            LIFE of the member that has this rank
     live/member/LIFE     what a member publishes about itself
     live/published/NAME  LIFE of the member that owns the value published under this name
-    live/ended           why the members end that only serve; written each time that they are to, and deleted at once
+    live/ended           why members that only serve must end; written for each such end, and deleted at once
 
-All members watch the keys below `live/`, and no others: with each key that is watched, a start of n workers costs n * n
-events. LIFE is the member's incarnation, which no other process ever has. The three keys of a member hang on its lease,
-so they are deleted together, and others can claim the name and the rank as soon as the lease has ended. The revision
-that created `live/member/LIFE` is the member's epoch: of two workers that had one name, the later one has the higher
-epoch.
+All members watch only the keys below `live/`: with each watched key, a start of n workers costs n * n events. LIFE is
+the member's incarnation, which no other process ever has. The three keys of a member have its lease. They are deleted
+together, and others can claim the name and the rank as soon as the lease has ended. The revision that created
+`live/member/LIFE` is the member's epoch: of two workers with the same name, the later one has the higher epoch.
 
-A member that leaves in order writes LEFT into `live/member/LIFE` before it revokes its lease. A member that finds
-another one dead writes LOST there, with the reason, and revokes that lease. So each watcher sees how a member has gone;
-a lease that ends without either was not renewed in time, which is a loss, too. A member that sees the end of its own
-life must end: another may have its name already.
+A member that leaves normally writes LEFT into `live/member/LIFE` before it revokes its lease. A member that finds
+another one dead writes LOST there, with the reason, and revokes that lease. So each watcher sees how a member has gone.
+A lease that ends without either was not renewed in time, which is a loss, too. A member that sees the end of its own
+life must end, because another may have its name already.
 """
 
 from __future__ import annotations
@@ -37,21 +36,21 @@ from telegrad.errors import RendezvousError, WorkerTaken
 WATCHED = "live/"
 MEMBERS, PUBLISHED, ENDED = f"{WATCHED}member/", f"{WATCHED}published/", f"{WATCHED}ended"
 MOST_RANKS = 1 << 16
-NEAR = 8  # numbers that are tried one after the other, before some are skipped
+NEAR = 8  # numbers tried in sequence before some are skipped
 LEFT, LOST = "left", "lost"
-OVERTIME = 5.0  # seconds for the lease of a member that is out of reach to end, beside one ttl
-LOOK = 1.0  # seconds between looks whether it can be reached
+OVERTIME = 5.0  # seconds, in addition to one ttl, for the lease of an unreachable member to end
+LOOK = 1.0  # seconds between two checks if it is reachable
 EXPIRED = "it did not renew its lease in time"
 
-IsAlive = Callable[[Member], bool | None]  # None: that cannot be told
+IsAlive = Callable[[Member], bool | None]  # None: unknown
 
 
 class LifeOver(RendezvousError):
-    """Others may have seen this incarnation join and go, and refuse it since: it cannot join any more."""
+    """Others may have seen this incarnation join and go, and refuse it: it cannot join any more."""
 
 
 class Registered(NamedTuple):
-    """A member, and the epoch of its life."""
+    """A member and the epoch of its life."""
 
     member: Member
     epoch: int
@@ -60,8 +59,8 @@ class Registered(NamedTuple):
 class Claim(NamedTuple):
     """The owner of a published value. Of two claims to one name, the later one has the higher token."""
 
-    life: str  # of the owner; empty where nobody has owned it since
-    token: int  # the fencing token: the revision that created the key; where nobody owns it, the one that deleted it
+    life: str  # of the owner; empty without an owner
+    token: int  # the fencing token: the revision that created the key; without an owner, the one that deleted it
 
 
 class Came(NamedTuple):
@@ -95,7 +94,7 @@ Change = Came | Gone | Ended
 
 
 class Roster(NamedTuple):
-    """The members at one revision, and who owns which published value."""
+    """The members at one revision, and the owners of published values."""
 
     revision: int  # to watch from
     members: dict[str, Registered]  # by life
@@ -103,12 +102,12 @@ class Roster(NamedTuple):
 
 
 class Registry:
-    """One client's view of a group in a directory. For any thread."""
+    """One client's view of a group in a directory. Thread-safe."""
 
     def __init__(self, directory: Directory, group: str, clock: Callable[[], float] = monotonic) -> None:
         """`group` is the prefix of the group's keys; several groups may share a directory.
 
-        `clock` is the one that `directory` tells the ends of leases by.
+        `clock` is the clock of the lease ends that `directory` returns.
         """
         self._directory, self._clock = directory, clock
         self._prefix = group
@@ -116,24 +115,24 @@ class Registry:
     # Joining and leaving
 
     def identify(self) -> tuple[str, bool]:
-        """Return the identity of the group that meets here, and whether this call has made it, as the first."""
+        """Return the identity of the group that meets here, and True if this call created it."""
         mine = secrets.token_hex(16)
         swap = self._directory.swap(self._key("group"), mine.encode())
         assert swap.entry is not None
         return swap.entry.value.decode(), swap.done
 
     def reserve(self, me: Member, lease: Lease, is_alive: IsAlive, known: Collection[Member] = ()) -> Member:
-        """Claim a name and a rank under a lease; return the member with them, which is to be published.
+        """Claim a name and a rank under a lease; return the member with them, ready for `publish`.
 
-        A member without a rank (-1) gets the lowest free one from 1 on; rank 0 is for the worker that asks for it. A
-        member with a role and no name gets the lowest number with it that makes a free name. Where many workers join
-        at once, it may be a number close to that. The names and ranks of the members that are known are not tried.
+        A member without a rank (-1) gets the lowest free one from 1 on; rank 0 is for a worker that requests it. A
+        member with a role and no name gets its role and the lowest number that makes a free name. If many workers join
+        at once, the number may be slightly higher. Names and ranks of the `known` members are not tried.
 
         Raises:
-            WorkerTaken: a member that lives has the name or the rank.
+            WorkerTaken: a member that is alive has the name or the rank.
             RendezvousError: all ranks are taken.
             LeaseLost: the lease ended meanwhile.
-            DirectoryLost: the outcome is unknown; the lease's end undoes what was claimed.
+            DirectoryLost: the outcome is unknown; the end of the lease undoes the claims.
         """
         if me.id >= 0:
             self._claim(f"rank/{me.id}", f"rank {me.id}", me, lease, is_alive)
@@ -148,11 +147,11 @@ class Registry:
         return me
 
     def publish(self, me: Member, lease: Lease) -> Registered:
-        """Publish a member, which has joined with that.
+        """Publish a member, which completes its join.
 
         Raises:
-            LeaseLost: the lease has ended, or another worker has had it ended.
-            DirectoryLost: the outcome is unknown; calling it again tells.
+            LeaseLost: the lease has ended, or another worker has ended it.
+            DirectoryLost: the outcome is unknown; another call finds it out.
         """
         swap = self._directory.swap(self._key(f"{MEMBERS}{me.incarnation}"), me.to_json().encode(), ABSENT, lease)
         if swap.entry is None or swap.entry.lease != lease.id or _departure(swap.entry.value) is not None:
@@ -160,9 +159,9 @@ class Registry:
         return Registered(me, swap.entry.created)
 
     def leave(self, me: Member, lease: Lease, ends: str = "") -> bool:
-        """Leave in order: others can have the name and the rank. Return False where the member was out before.
+        """Leave normally, and free the name and the rank. Return False if the member was out before.
 
-        With `ends`, which says why, the group ends with this member, unless it was out before.
+        With the reason `ends`, the group ends with this member, unless it was out before.
         """
         marked = self._mark(me.incarnation, LEFT, "")
         if marked is not None and ends:
@@ -171,7 +170,7 @@ class Registry:
         return marked is not None
 
     def declare_lost(self, life: str, why: str) -> bool:
-        """Take a member out that has died; return False where it was out already."""
+        """Remove a member that has died; return False if it was out already."""
         entry = self._mark(life, LOST, why)
         if entry is None:
             return False
@@ -179,18 +178,18 @@ class Registry:
         return True
 
     def end(self, why: str) -> None:
-        """Have the members end that only serve; workers that come later are not concerned."""
+        """End the members that only serve. Later workers are not affected."""
         found = self._read(ENDED)
         swap = self._directory.swap(self._key(ENDED), why.encode(), found.revision if found else ABSENT)
         if swap.entry is not None:  # watchers have seen it
             self._directory.swap(self._key(ENDED), None, swap.entry.revision)
 
     def _mark(self, life: str, how: str, why: str) -> Entry | None:
-        """Write how a member has gone; return its entry, None where the member was out before."""
+        """Write how a member has gone; return its entry, or None if the member was out before."""
         key = f"{MEMBERS}{life}"
         while (found := self._read(key)) is not None and _departure(found.value) is None:
             departure = json.dumps([how, why]).encode()
-            with contextlib.suppress(LeaseLost):  # another worker has taken it out meanwhile
+            with contextlib.suppress(LeaseLost):  # another worker has removed it meanwhile
                 swap = self._directory.swap(self._key(key), departure, found.revision, _holder(found))
                 if swap.done:
                     return swap.entry
@@ -199,7 +198,7 @@ class Registry:
     # Claims
 
     def _claim(self, key: str, what: str, me: Member, lease: Lease, is_alive: IsAlive) -> None:
-        """Claim a key, also from a member that has died; one that is out of reach has it until its lease ends."""
+        """Claim a key, even from a dead member. An unreachable one keeps it until its lease ends."""
         until = self._clock() + lease.ttl + OVERTIME
         while True:
             swap = self._directory.swap(self._key(key), me.incarnation.encode(), ABSENT, lease)
@@ -226,9 +225,9 @@ class Registry:
                 self.declare_lost(life, f"another worker claims its {what}, and it does not answer")
 
     def _end_join(self, claim: Entry) -> None:
-        """End the lease of a worker that has claimed a key, and is no member: it died, or it has gone.
+        """End the lease of a worker that has claimed a key but is not a member: it died, or is gone.
 
-        If it is about to join, one compare-and-set decides whether it is published, or is refused.
+        If it is about to join, one compare-and-set decides whether it is published or refused.
         """
         key = self._key(f"{MEMBERS}{claim.value.decode()}")
         departure = json.dumps([LOST, "another worker claims its name or rank"]).encode()
@@ -238,13 +237,13 @@ class Registry:
                 self._directory.revoke(_holder(claim))
 
     def _claim_free(self, prefix: str, first: int, taken: Collection[str], me: Member, lease: Lease) -> int:
-        """Claim a key that is a prefix with the lowest free number, or with one close to it where many claim at once.
+        """Claim a prefix with the lowest free number, or with one close to it if many workers claim at once.
 
-        The caller knows of some numbers that they are taken; each refusal tells of another one.
+        `taken` are keys known to be taken; each refusal adds one.
         """
         numbers = (number for number in range(first, MOST_RANKS) if f"{prefix}{number}" not in taken)
         for refused in itertools.count():
-            # Workers that come at the same moment would ask for the same numbers, one after the other.
+            # Workers that join at the same moment would try the same numbers in sequence.
             skipped = random.randrange(1 << min(max(refused - NEAR, 0), 12))
             number = next(itertools.islice(numbers, skipped, None), None)
             if number is None:
@@ -258,7 +257,7 @@ class Registry:
 
         Raises:
             LeaseLost: the lease has ended.
-            DirectoryLost: the outcome is unknown; calling it again tells.
+            DirectoryLost: the outcome is unknown; another call finds it out.
             InvalidArgument: the name is too long, or has a null character.
         """
         entry = None
@@ -269,7 +268,7 @@ class Registry:
         return Claim(entry.value.decode(), entry.created)
 
     def release(self, name: str, claim: Claim) -> None:
-        """Give up a published value, if this claim still stands."""
+        """Delete the key of a published value, if this claim is still valid."""
         self._directory.swap(self._key(f"{PUBLISHED}{name}"), None, claim.token)
 
     def owner(self, name: str) -> Claim | None:
@@ -280,7 +279,7 @@ class Registry:
     # Reading
 
     def roster(self) -> Roster:
-        """Return all members, and who owns published values, which may have been asked for later."""
+        """Return all members, and the owners of published values, possibly at a later revision."""
         members = self._directory.list(self._key(MEMBERS))
         published = self._directory.list(self._key(PUBLISHED))
         told = [(entry, json.loads(entry.value.decode())) for entry in members.entries]
@@ -354,12 +353,12 @@ def _registered(entry: Entry) -> Registered:
 
 
 def _holder(entry: Entry) -> Lease:
-    """Return the lease that a key hangs on, for whoever deletes or replaces the key of another."""
+    """Return the lease of a key, to delete or replace another member's key."""
     return Lease(entry.lease, 0.0, 0.0)
 
 
 def _departure(value: bytes) -> tuple[str, str] | None:
-    """Return how and why a member has gone, None for one that is in the group."""
+    """Return how and why a member has gone, or None if it is in the group."""
     return _departed(json.loads(value))
 
 

@@ -1,20 +1,21 @@
-"""When may a group shut down? When every worker wants to, and no call is left anywhere.
+"""The shutdown barrier: a group may shut down when every worker wants to, and no call is in flight.
 
-One living worker leads (the one with the smallest id). It asks all in rounds; each answers as soon as it is quiet,
-with the number of calls it has begun so far. Two rounds with equal answers mean that nothing happened between them,
-so nothing is in flight: the leader says Leave, each confirms with Left, and the leader leaves last. Where all are
-quiet as they enter, and say so, that is the first of the two rounds.
+The living worker with the smallest id leads. It asks all workers in rounds. Each answers as soon as it is quiet, with
+the number of calls it has begun so far. Two rounds with equal answers mean that nothing happened between them, so
+nothing is in flight. Then the leader sends Leave, each worker confirms with Left, and the leader leaves last. If all
+workers are quiet when they enter, and report that, this counts as the first of the two rounds.
 
     worker                      leader
       | -- Entered(begun) --------> |     (shutdown was called here)
-      | <------------- Ask(round) - |     once all have entered, again and again
+      | <------------- Ask(round) - |     repeatedly, once all have entered
       | -- Quiet(round, begun) ---> |
       | <------------------ Leave - |     after two equal rounds
       | -- Left ------------------> |
 
-A worker that dies is taken out; if it led, the others enter anew with the next leader. Leave tells all who was.
+A worker that dies is removed; if it led, the others send Entered to the next leader. Leave lists the removed workers.
 
-Only the leader knows who has entered. Who waits for long may ask it: Who, and the answer is Missing.
+Only the leader knows which workers have entered. A worker that waits for long sends Who, and the leader answers
+Missing.
 """
 
 from __future__ import annotations
@@ -23,19 +24,19 @@ from typing import NamedTuple
 
 
 class Entered(NamedTuple):
-    """The sender wants to shut down; from a leader: it is the one to tell."""
+    """The sender wants to shut down. From a leader: send Entered to it."""
 
-    begun: int | None = None  # calls since its start, where it is quiet
+    begun: int | None = None  # calls since its start, if it is quiet
 
 
 class Ask(NamedTuple):
-    """Say when you are quiet."""
+    """Answer with Quiet as soon as no call is in flight."""
 
     round: int
 
 
 class Quiet(NamedTuple):
-    """The sender has no call in flight and runs none; it has begun so many since its start."""
+    """The sender has no call in flight and runs none; `begun` counts its calls since its start."""
 
     round: int
     begun: int
@@ -44,32 +45,32 @@ class Quiet(NamedTuple):
 class Leave(NamedTuple):
     """Nothing is in flight anywhere."""
 
-    without: tuple[int, ...] = ()  # those that were taken out
+    without: tuple[int, ...] = ()  # the removed workers
 
 
 class Left(NamedTuple):
-    """The sender has taken note of Leave."""
+    """The sender confirms Leave."""
 
 
 class Who(NamedTuple):
-    """Whom does the sender wait for?"""
+    """The sender asks which workers it waits for."""
 
 
 class Missing(NamedTuple):
-    """Those who have not entered; once all have, those who are not quiet yet."""
+    """The workers that have not entered; once all have, those that are not quiet yet."""
 
     ids: tuple[int, ...]
     busy: tuple[int, ...] = ()
 
 
 Message = Entered | Ask | Quiet | Leave | Left | Who | Missing
-Letter = tuple[int, Message]  # to whom, what
+Letter = tuple[int, Message]  # the receiver and the message
 
 WAITING, LEAVING, DONE = "WAITING", "LEAVING", "DONE"
 
 
 class Farewell:
-    """One worker's part. Feed it what happens; it returns the letters to be sent."""
+    """One worker's part of the barrier. Each event returns the messages to send."""
 
     def __init__(self, me: int, members: set[int]) -> None:
         self.state = WAITING
@@ -78,13 +79,13 @@ class Farewell:
         self._entered: set[int] = set()
         self.inside = False  # this worker has called shutdown
         self._round = 0
-        self._asked: int | None = None  # the leader's round that waits for this worker's quiet
-        self._at_entry: dict[int, int] = {}  # calls begun by those that were quiet as they entered
+        self._asked: int | None = None  # the leader's round that waits for this worker to be quiet
+        self._at_entry: dict[int, int] = {}  # calls begun by workers that were quiet when they entered
         self._answers: dict[int, int] = {}
-        self._before: dict[int, int] | None = None  # the answers of the round before
+        self._before: dict[int, int] | None = None  # the answers of the previous round
         self._left: set[int] = set()
-        self.lost_ones: set[int] = set()  # who was taken out
-        self._told = Missing(())  # what the leader answered last
+        self.lost_ones: set[int] = set()  # the removed workers
+        self._told = Missing(())  # the leader's last answer
 
     def __repr__(self) -> str:
         who = f"{len(self._entered)} of {len(self._alive)} are known to have entered"
@@ -96,42 +97,42 @@ class Farewell:
 
     @property
     def missing(self) -> set[int]:
-        """Who has not called shutdown yet, as far as this worker knows: the leader does, others can ask it."""
+        """The workers known not to have called shutdown. The leader knows all, others only after `ask_who`."""
         if self.leader == self._me:
             return self._alive - self._entered
         return self._alive & set(self._told.ids)
 
     @property
     def busy(self) -> set[int]:
-        """Who has calls under way that all wait for, as far as this worker knows."""
+        """The workers with calls in flight that all wait for, as far as they are known here."""
         if self.leader == self._me:
             return self._alive - self._answers.keys() if self._round and self.state == WAITING else set()
         return self._alive & set(self._told.busy)
 
     def ask_who(self) -> list[Letter]:
-        """This worker wants to know who is missing."""
+        """Ask the leader which workers are missing."""
         return [] if self.leader == self._me or self.state == DONE else [(self.leader, Who())]
 
     @property
     def asked(self) -> bool:
-        """Whether the leader waits for this worker to be quiet."""
+        """Return True if the leader waits for this worker to be quiet."""
         return self._asked is not None and self.state == WAITING
 
     def enter(self, begun: int | None = None) -> list[Letter]:
-        """This worker has called shutdown; `begun` as in Entered."""
+        """Enter the barrier: this worker has called shutdown. `begun` as in Entered."""
         self.inside = True
         self._note_entry(self._me, begun)
         if self.leader != self._me:
             return [(self.leader, Entered(begun))]
-        # Its greeting opens the connections by whose end it learns of a death.
+        # The leader's message opens the connections whose end reports its death.
         return [(other, Entered()) for other in sorted(self._alive - {self._me})] + self._ask_all()
 
     def receive(self, sender: int, message: Message) -> list[Letter]:
-        """A letter has come."""
+        """Process a message."""
         if sender not in self._alive or self.state == DONE:
             return []
         if isinstance(message, Entered):
-            self._note_entry(sender, message.begun)  # it may have heard sooner than this worker that this one leads now
+            self._note_entry(sender, message.begun)  # the sender may know before this worker that it leads now
             return self._ask_again(sender) if self.leader == self._me else []
         if isinstance(message, Ask):
             self._asked = message.round
@@ -153,7 +154,7 @@ class Farewell:
         return []
 
     def quiet(self, begun: int) -> list[Letter]:
-        """This worker has no call in flight and runs none, just now."""
+        """Report that this worker has no call in flight and runs none now."""
         if not self.asked:
             return []
         assert self._asked is not None
@@ -163,7 +164,7 @@ class Farewell:
         return [(self.leader, Quiet(number, begun))]
 
     def lost(self, other: int, died: bool = True) -> list[Letter]:
-        """A worker has died, or has left: with the group, whose Leave is on its way, or, as if it had died, early."""
+        """Remove a worker that died or left early. With `died` False, it left with the group, and Leave follows."""
         if other not in self._alive or self.state == DONE:
             return []
         led = other == self.leader
@@ -186,13 +187,13 @@ class Farewell:
         return self._conclude() if self._round else self._ask_all()
 
     def remind(self, other: int) -> list[Letter]:
-        """A letter to a worker that lives may have been lost, which that worker need not have noticed."""
+        """Resend to a living worker what may have been lost with a connection, maybe without that worker noticing."""
         if not self.inside or other not in self._alive or self.state == DONE:
             return []
         return [(other, Entered()), *(self._ask_again(other) if self.leader == self._me else [])]
 
     def over(self) -> list[Letter]:
-        """The group has ended with one of its workers, for whom this one waits no more, nor for any other."""
+        """End the barrier: the group has ended with one of its workers."""
         self.state = DONE
         return []
 
