@@ -1,1 +1,1 @@
-"""How a worker comes into its group: launchers, rendezvous of fixed groups, generations of elastic ones."""
+"""Joining a group: launchers, rendezvous of fixed groups, generations of elastic ones."""

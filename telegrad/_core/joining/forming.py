@@ -1,4 +1,4 @@
-"""How the workers of an elastic group form one generation after the other in its directory: the driver of quorum.py.
+"""Forms the generations of an elastic group, one after the other, in its directory: the I/O of `quorum.py`.
 
 The worker that came first decides, or the next if that one has died. A worker that finds itself among the members of a
 generation is in it; all others wait for the next one. If a member dies before it has found that, the generation has
@@ -24,20 +24,20 @@ from telegrad._core.security.keyring import Keyring
 from telegrad._core.stores.stores import Meeting, open_store
 from telegrad.errors import GroupEnded, GroupIncomplete, RendezvousError, UsageError, WorkerTaken
 
-LAST_CALL = 3.0  # seconds without anybody new after which a first generation is complete that has enough
-KNOCK_AGAIN = 0.5  # seconds between looks whether a worker lives that is awaited, or came first
-LOOK = 1.0  # seconds between looks at all that have come, for workers that do not decide
+LAST_CALL = 3.0  # seconds without a new worker after which a first generation with enough workers is complete
+KNOCK_AGAIN = 0.5  # seconds between two probes of a worker that is awaited, or came first
+LOOK = 1.0  # seconds between two checks of the arrivals, by workers that do not decide
 
 
 class Coming(NamedTuple):
-    """One worker on its way into the next generation."""
+    """A worker's request to join the next generation."""
 
-    held: HeldDirectory | None  # None: a launcher says who is in it
+    held: HeldDirectory | None  # None: a launcher decides the members
     keys: Keyring
     limits: Limits
     before: Before  # the generation that it was in
-    rank: int  # the one that it would like to have
-    timeout: float  # seconds; a worker that waits as a spare, while a generation runs, has no limit
+    rank: int  # the preferred one
+    timeout: float  # seconds; without limit for a spare worker while a generation runs
 
     def meet(self, _: float) -> Meeting:
         """Open the store."""
@@ -51,7 +51,7 @@ class Coming(NamedTuple):
         return self.held.meet(self.timeout)._replace(rank=self.rank, coming=self)
 
     def join(self, held: HeldDirectory, me: Member, is_alive: IsAlive) -> Formed:
-        """Become part of the next generation, as soon as there is one; return it.
+        """Join the next generation, as soon as there is one; return it.
 
         Raises:
             GroupIncomplete: too few workers came in time.
@@ -77,11 +77,11 @@ class _Joining:
         self._until = monotonic() + coming.timeout
         self._state = ElasticState()
         self._quorum = Quorum(coming.limits)
-        self._came = monotonic()  # when the last one did, as this worker saw it
-        self._waits_for = coming.before.number  # the last generation that has run while this worker waited for the next
-        self._lost = ""  # why the directory cannot be asked
+        self._came = monotonic()  # the time of the last arrival, as this worker saw it
+        self._waits_for = coming.before.number  # the last generation that ran while this worker waited for the next
+        self._lost = ""  # why the directory does not answer
         self._dead: set[str] = set()
-        self._knocked: dict[str, float] = {}  # when, by incarnation
+        self._knocked: dict[str, float] = {}  # the time, by incarnation
 
     def join(self) -> Formed:
         with Wait("init_rpc", self._text, lambda: self._quorum.missing(), worker=self._me.name) as self._wait:
@@ -125,11 +125,11 @@ class _Joining:
             if (decides or late) and self._decide(directory, late):
                 continue
             self._wait.look()
-            with contextlib.suppress(Compacted):  # much has changed
+            with contextlib.suppress(Compacted):  # too many changes: read all again
                 directory.watch(PREFIX if decides else GENERATION, self._state.revision, self._pause(decides))
 
     def _look(self, directory: Directory) -> None:
-        """Read who has come, and see who of the last generation lives."""
+        """Read the arrivals, and probe the awaited members of the last generation."""
         known, self._state = self._state, look(directory)
         self._lost = ""
         if max(self._state.came, default=0) > max(known.came, default=0):
@@ -148,7 +148,7 @@ class _Joining:
                 self._until = monotonic() + self._timeout  # it waits as long as that generation lives
 
     def _check(self, mine: int, first: Arrival) -> None:
-        """Raise an error where this worker, which came at the revision `mine`, cannot come into the group."""
+        """Raise an error if this worker, which came at the revision `mine`, cannot join the group."""
         running = self._state.running
         for other in running.members:
             if other.name == self._me.name and self._state.since > mine and not running.has_ended:
@@ -179,13 +179,13 @@ class _Joining:
         return False
 
     def _pause(self, decides: bool) -> float:
-        """Return the seconds until the next look, unless something happens."""
+        """Return the seconds until the next check, unless something changes."""
         quiet = self._came + LAST_CALL - monotonic()
         pause = min(KNOCK_AGAIN, quiet if quiet > 0 else inf) if decides else LOOK
         return max(0.0, min(pause, self._until - monotonic()))
 
     def _lives(self, member: Member, fresh: bool = False) -> bool:
-        """Return True if a worker answers; it is asked again now and then, or now. One that was dead stays so."""
+        """Return True if a worker answers, probed at intervals, or now if `fresh`. A dead worker stays dead."""
         if member.incarnation in self._dead or member.incarnation == self._me.incarnation:
             return member.incarnation not in self._dead
         now = monotonic()

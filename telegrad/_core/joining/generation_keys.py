@@ -1,10 +1,10 @@
 """The keys of an elastic group in its directory.
 
     elastic/generation  the last generation that has formed (`Formed`); whether the group has ended with it
-    elastic/come/LIFE   a worker that wants to be in the next one (`Arrival`); hangs on the lease of its process
+    elastic/come/LIFE   a worker that wants to join the next one (`Arrival`); has the lease of its process
 
-A generation forms by one compare-and-set of `elastic/generation`, which has the number of the one before plus one. So
-there is one generation of each number, whoever decides, and also where several workers do.
+A generation forms by one compare-and-set of `elastic/generation`, with the previous number plus one. Therefore each
+number has one generation, whichever worker decides, even if several do.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ class ElasticState(NamedTuple):
 
     revision: int = 0
     running: Formed = NONE
-    since: int = ABSENT  # the revision at which that was written
-    arrivals: tuple[Arrival, ...] = ()  # in the order in which they came
-    came: tuple[int, ...] = ()  # the revisions at which they did
+    since: int = ABSENT  # the revision of `running`
+    arrivals: tuple[Arrival, ...] = ()  # in order of arrival
+    came: tuple[int, ...] = ()  # the revisions of the arrivals
 
 
 def look(directory: Directory) -> ElasticState:
-    """Read which generation runs, and who has come."""
+    """Read the current generation and the arrivals."""
     revision, entries = directory.list(PREFIX)
     running = [(Formed.from_json(each.value), each.revision) for each in entries if each.key == GENERATION]
     come = sorted((each for each in entries if each.key.startswith(COME)), key=lambda each: each.created)
@@ -47,13 +47,13 @@ def arrivals_in(directory: Directory) -> list[Arrival]:
 
 
 def gone_on(arrivals: Iterable[Arrival], mine: Formed) -> list[int]:
-    """Return the ranks of the workers that have left the generation `mine`, since they wait for the next one."""
+    """Return the ranks of the workers that have left the generation `mine`, because they wait for the next one."""
     lives = {arrival.before.me for arrival in arrivals}
     return [member.id for member in mine.members if member.incarnation in lives]
 
 
 def is_wanted(arrivals: Iterable[Arrival], mine: Formed, most: int, is_alive: IsAlive) -> bool:
-    """Return True if a worker waits that could come into the generation after `mine`."""
+    """Return True if a living worker waits that could join the generation after `mine`."""
     return any(_may_come(arrival, mine, most) and is_alive(arrival.member) for arrival in arrivals)
 
 
@@ -61,7 +61,7 @@ def _may_come(arrival: Arrival, mine: Formed, most: int) -> bool:
     if arrival.member.incarnation in mine.lives:
         return False
     if arrival.before.me in mine.lives:
-        return True  # it has not waited for the others
+        return True  # it has stopped waiting for the others
     has_room = not most or len(mine.members) < most
     return has_room and arrival.member.name not in {member.name for member in mine.members}
 
@@ -74,7 +74,7 @@ def lives_in(directory: Directory, is_alive: IsAlive) -> bool:
 
 
 def end(directory: Directory, mine: Formed) -> bool:
-    """Write that the group has ended in order with this generation; return False where another one has formed since."""
+    """Write that the group has ended normally with this generation; return False if another one has formed since."""
     state = look(directory)
     if state.running.number != mine.number:
         return False

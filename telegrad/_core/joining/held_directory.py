@@ -1,7 +1,7 @@
-"""The directory of an elastic group, which a process holds from one generation of the group to the next.
+"""The directory of an elastic group, which a process keeps from one generation of the group to the next.
 
-The process has a lease there: an embedded directory ends once nobody has one. A worker that waits for the next
-generation hangs its key on that lease, so the key is deleted if the process dies.
+The process has a lease there, because an embedded directory ends without leases. The key of a worker that waits for the
+next generation has that lease, so it is deleted if the process dies.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from telegrad._core.stores.urls import is_here
 from telegrad._core.threads import LONGEST_WAIT, Background, run_beside
 from telegrad.errors import TelegradError
 
-SERVE_AGAIN = 1.0  # seconds for a store to be served where one has gone
+SERVE_AGAIN = 1.0  # seconds to replace a store that is gone
 
 
 class HeldDirectory:
-    """One process's hold. Its methods may be called from any thread."""
+    """One process's directory and lease. Thread-safe."""
 
     def __init__(self, init_method: str, keys: Keyring, ttl: float) -> None:
-        """Hold nothing yet. `ttl`: seconds after which the lease of a process ends that has died."""
+        """Initialise without a directory. `ttl`: seconds after which the lease of a dead process ends."""
         self.keys = keys
         self._init_method = init_method
         self._ttl = ttl
         self._lock = threading.Lock()  # guards changes of these two; held while a store is opened
         self._meeting: Meeting | None = None
         self.found: Found | None = None  # the directory
-        self.lease = Lease(0, ttl, 0.0)  # no lock: stored as a whole
+        self.lease = Lease(0, ttl, 0.0)  # no lock: replaced as a whole
         self._over = threading.Event()
         self._thread = Background("telegrad-lease", self._main)
 
@@ -53,20 +53,20 @@ class HeldDirectory:
 
     @property
     def directory(self) -> Directory:
-        """The directory that is held. Raises DirectoryLost where there is none."""
+        """The current directory. Raises DirectoryLost if there is none."""
         found = self.found
         if found is None:
             raise DirectoryLost("this process has left the directory of its group")
         return found.directory
 
     def hold(self, meeting: Meeting, found: Found) -> None:
-        """Hold this directory from now on, to which that store points. Raises DirectoryLost, and holds nothing."""
+        """Begin a lease in this directory, to which that store points. Raises DirectoryLost, and changes nothing."""
         self.lease = found.directory.grant(self._ttl)
         self._thread.want()
         self._meeting, self.found = meeting, found
 
     def renew(self) -> None:
-        """Renew the lease, or begin another one where it has ended. Raises DirectoryLost."""
+        """Renew the lease, or begin another one if it has ended. Raises DirectoryLost."""
         try:
             self.lease = self.directory.renew(self.lease)
         except LeaseLost:
@@ -74,11 +74,11 @@ class HeldDirectory:
 
     def _main(self) -> None:
         while not self._over.wait(min(self._ttl / RENEWALS, LONGEST_WAIT)):
-            with contextlib.suppress(TelegradError):  # it is tried again
+            with contextlib.suppress(TelegradError):  # retried later
                 self.renew()
 
     def restart(self) -> None:
-        """Have the process of the directory started again, if it ran on this host and was killed with its keeper."""
+        """Monitor and restart the directory's process, if it ran on this host and was killed with its keeper."""
         with self._lock:
             found = self.found
             if found is None or found.keeping is not None or found.pointer is None or found.launched:
@@ -87,7 +87,7 @@ class HeldDirectory:
                 self.found = found._replace(keeping=Keeping(self.keys, found.pointer.host, found.pointer, True))
 
     def serve_again(self) -> None:
-        """Serve the store anew if it has gone and was served on this host: newcomers find the directory by it."""
+        """Serve the store again if it is gone and was served on this host: new workers find the directory by it."""
         with self._lock, contextlib.suppress(TelegradError):
             meeting, found = self._meeting, self.found
             if meeting is None or found is None or found.pointer is None or found.launched or meeting.serves:
@@ -102,7 +102,7 @@ class HeldDirectory:
             self._meeting = meeting._replace(store=store, serves=serves)
 
     def close(self, ended: Formed | None = None) -> None:
-        """Let go of it. `ended`: the generation with which the group has ended in order; workers that wait are told."""
+        """Leave the directory. `ended`: the last generation, if the group ended normally; waiting workers see it."""
         with self._lock:
             meeting, self._meeting = self._meeting, None
             found, self.found = self.found, None
@@ -111,7 +111,7 @@ class HeldDirectory:
             return
         done = threading.Event()
         run_beside("telegrad-leave", self._leave, meeting, found, ended, done)
-        done.wait(PATIENCE)  # a directory that does not answer ends the lease by itself
+        done.wait(PATIENCE)  # if the directory does not answer, the lease expires
         found.directory.close()
         self._thread.join(PATIENCE)
         if found.keeping is not None:
@@ -119,7 +119,7 @@ class HeldDirectory:
 
     def _leave(self, meeting: Meeting, found: Found, ended: Formed | None, done: threading.Event) -> None:
         try:
-            with contextlib.suppress(TelegradError, RuntimeError):  # it is lost, or was lost with its store
+            with contextlib.suppress(TelegradError, RuntimeError):  # the directory is lost, or was lost with its store
                 if ended is not None and end(found.directory, ended) and found.pointer is not None:
                     withdraw(meeting.store, lambda: bool(found.directory.list(COME).entries))
                 found.directory.revoke(self.lease)

@@ -1,4 +1,4 @@
-"""How a worker comes into its group, of whichever kind."""
+"""Joining a group of any kind."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ from telegrad._core.stores.stores import LONGEST, Meeting, join_store, open_dyna
 from telegrad.errors import StoreLost, TelegradError
 
 T = TypeVar("T")
-KNOCK = 2.0  # seconds for a worker whose name or rank is wanted to show that it lives
+KNOCK = 2.0  # seconds for a worker whose name or rank is claimed to answer
 
 
 class Joined(NamedTuple):
-    """What came of it."""
+    """The result of joining."""
 
     me: Member
     directory: Members | DynamicGroup
     keys: Keyring  # bound to this group
     generation: Formed | None = None  # of an elastic group
-    renewal: Renewal | None = None  # of a store that later workers read, where the key may be replaced
+    renewal: Renewal | None = None  # of a store that later workers read, if the key may be replaced
 
 
 def join(meeting: Meeting, me: Member, silence: float, timeout: float) -> Joined:
-    """Take part in the group that meets in a store; in a dynamic one, until a lease of `silence` seconds has ended.
+    """Join the group that meets in a store; in a dynamic one, with a lease of `silence` seconds.
 
     Raises:
         RendezvousError: the group could not be formed, or a group of the other kind meets there.
@@ -87,9 +87,9 @@ def _join_dynamic(meeting: Meeting, me: Member, silence: float, timeout: float) 
 
 
 def _enter_directory(meeting: Meeting, me: Member, timeout: float, enter: Callable[[Meeting, Found], T]) -> T:
-    """Find the directory of the group, and return what `enter` does with it and the store.
+    """Find the directory of the group, and return the result of `enter` with it and the store.
 
-    The directory, or the store that points to it, may be lost meanwhile.
+    Retries if the directory, or the store that points to it, is lost meanwhile.
     """
     until = monotonic() + min(timeout, LONGEST)
     with Wait(
@@ -119,26 +119,26 @@ def _enter_directory(meeting: Meeting, me: Member, timeout: float, enter: Callab
 
 
 def _point(meeting: Meeting, found: Found) -> None:
-    """Have a store that outlives the group lead to the directory: the last member before may have withdrawn that."""
+    """Write the pointer into a store that outlives the group: the last member before may have withdrawn it."""
     if found.pointer is not None and not mark_of(meeting.store):
         write_pointer(meeting.store, found.pointer)
 
 
 def _kept(meeting: Meeting) -> SealedStore | None:
-    """Return the store, if this worker serves it, or no worker does: then it outlives the group."""
+    """Return the store if this worker serves it, or if no worker does: then it outlives the group."""
     stays = meeting.directory is None and not mark_of(meeting.store)
     return meeting.store if meeting.serves or stays else None
 
 
 def _renewal(directory: Directory, store: SealedStore | None) -> Renewal | None:
-    """Return what has seals renewed that later workers of the group need, where its key may be replaced."""
+    """Return the renewal of seals that later workers of the group need, if its key may be replaced."""
     if isinstance(directory, SealedDirectory):
         return Renewal(directory.renew_seals)
     return Renewal(store.renew) if store is not None and store.keys.may_change else None
 
 
 def ttl_of(silence: float) -> float:
-    """Return the ttl of a member's lease, for seconds of silence after which a worker is lost; 0 is never."""
+    """Return the ttl of a member's lease, for `silence` seconds after which a worker is lost; 0 means never."""
     return min(max(silence, SHORTEST_TTL), LONGEST_TTL) if silence else LONGEST_TTL
 
 
@@ -161,7 +161,7 @@ def _reopened(meeting: Meeting, until: float) -> Meeting:
 
 
 def _join_static(meeting: Meeting, me: Member, size: int, timeout: float) -> Roster:
-    """Meet the others in this store, or in the next at its place where this one was still that of another group."""
+    """Meet the others in this store. If it still belonged to another group, use the next one at its place."""
     until = monotonic() + timeout
     store = meeting.store
     while True:
@@ -178,7 +178,7 @@ def _join_static(meeting: Meeting, me: Member, size: int, timeout: float) -> Ros
 
 
 def _join_elastic(meeting: Meeting, coming: Coming, held: HeldDirectory, me: Member, timeout: float) -> Joined:
-    """Form the next generation in the directory, which is found for the first one."""
+    """Form the next generation in the directory; for the first one, find the directory."""
 
     def enter(meeting: Meeting, found: Found) -> tuple[Meeting, Found]:
         if _dynamic_group_lives(found.directory):
@@ -198,7 +198,7 @@ def _join_elastic(meeting: Meeting, coming: Coming, held: HeldDirectory, me: Mem
 
 
 def _directory_is_used(store: SealedStore) -> bool:
-    """Return True if a dynamic group with members, or an elastic one, has its directory where this store points to."""
+    """Return True if this store points to the directory of a dynamic group with members, or of an elastic one."""
     text = Board(store).read(POINTER)
     pointer = Pointer.from_json(text) if text else None
     if pointer is None or not knock(pointer.address, KNOCK):
@@ -206,7 +206,7 @@ def _directory_is_used(store: SealedStore) -> bool:
     directory = connect(pointer, store.keys, KNOCK)
     try:
         return _dynamic_group_lives(directory) or lives_in(directory, is_alive)
-    except TelegradError:  # it does not answer, or is another program's by now
+    except TelegradError:  # it does not answer, or is now another program's
         return False
     finally:
         directory.close()
@@ -217,10 +217,10 @@ def _dynamic_group_lives(directory: Directory) -> bool:
 
 
 def shows_life(member: Member) -> bool | None:
-    """Return True if somebody listens where it did, False if nobody does; None where its host is silent."""
+    """Return True if a program listens at the member's address, False if none does; None if its host is silent."""
     return knock(member.tcp, KNOCK)
 
 
 def is_alive(member: Member) -> bool:
-    """Whether somebody listens where it did."""
+    """Return True if a program listens at the member's address."""
     return answers(member.tcp, KNOCK)

@@ -1,8 +1,8 @@
-"""Where a worker meets the others.
+"""Chooses where a worker meets the others.
 
-What the program says holds: an `init_method`, a rank or a size. If it says nothing, `telegrad run` is believed, then
-Ray, then the variables of a launcher (torchrun, mpirun, srun, ...). Inside of Ray, a framework may have set the
-variables of a launcher as well, for a group of its own: then the program must say which it means.
+The program's arguments have priority: an `init_method`, a rank or a size. Without them, `telegrad run` decides, then
+Ray, then the variables of a launcher (torchrun, mpirun, srun, ...). Inside Ray, a framework may have set the variables
+of a launcher as well, for its own group: then the program must choose.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ log = logging.getLogger("telegrad")
 
 
 def open_meeting(init_method: str, rank: int, world_size: int | None, key: Key, timeout: float) -> Meeting:
-    """Open the store. What the program says holds; a rank without a size is that of a dynamic group.
+    """Open the store. The program's arguments have priority; a rank without a size is that of a dynamic group.
 
     Raises:
-        UsageError: what is said, by the program or by the launcher, cannot be, or is not enough; or there is no key.
+        UsageError: the program or the launcher gives invalid or insufficient data; or there is no key.
         RendezvousError: the store cannot be opened.
     """
     if init_method.partition(":")[0] == "ray":
@@ -47,10 +47,10 @@ def open_meeting(init_method: str, rank: int, world_size: int | None, key: Key, 
 
 
 def find_place(init_method: str, rank: int) -> tuple[str, int]:
-    """Where an elastic group meets, and the rank that this worker would like to have: likewise; its size is its own.
+    """Return where an elastic group meets, and the rank that this worker prefers. The group's size is its own.
 
     Raises:
-        UsageError: what the launcher says cannot be, or is not enough.
+        UsageError: the launcher gives invalid or insufficient data.
     """
     found = look_around(os.environ) if init_method == SAID_BY_ENVIRONMENT else None
     if found is None:
@@ -63,7 +63,7 @@ def _on_ray(rank: int, world_size: int | None, key: Key, timeout: float) -> Meet
     """Find the directory of the group of this job.
 
     Raises:
-        UsageError: this process is none of Ray's, or its program says a rank or a size.
+        UsageError: this process is not one of Ray's, or its program gives a rank or a size.
     """
     if not on_ray.has_started_this_process():
         raise UsageError('init_method="ray://" is for processes of Ray: call ray.init() before')
@@ -74,7 +74,7 @@ def _on_ray(rank: int, world_size: int | None, key: Key, timeout: float) -> Meet
 
 
 def _check_contradiction() -> None:
-    """Raise UsageError where Ray has started this process, and variables name another group."""
+    """Raise UsageError if Ray has started this process, and variables name another group."""
     said = [f"{name}={os.environ[name]}" for name in ("MASTER_ADDR", "RANK", "WORLD_SIZE") if name in os.environ]
     if said:
         raise UsageError(
@@ -85,7 +85,7 @@ def _check_contradiction() -> None:
 
 
 def _check_drivers() -> None:
-    """Raise UsageError where a launcher has started several drivers of Ray: each would have a group of its own."""
+    """Raise UsageError if a launcher has started several drivers of Ray: each would have its own group."""
     launcher = one_of_several(os.environ)
     if launcher and on_ray.is_driver():
         raise UsageError(

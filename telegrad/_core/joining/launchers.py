@@ -1,14 +1,14 @@
-"""What the variables of a launcher say of this process: its rank, the group's size, and where the workers meet.
+"""Reads the rank, the group's size and the meeting place of this process from the variables of a launcher.
 
-A table, without a program to ask or a name to resolve. The innermost launcher is believed: MPI's starts its processes
-with those of Slurm, torchrun runs under all others, and what the outer ones said is still in the environment. So:
+This is a table: it starts no program and resolves no name. The innermost launcher has priority: MPI starts its
+processes by Slurm, torchrun runs under all others, and the variables of the outer ones are still set. The order is:
 
-    1. `telegrad run`: a dynamic group, where its workers were told to meet
-    2. RANK and WORLD_SIZE: torchrun's, Ray Train's, Kubeflow's, or set by hand
-    3. Open MPI, MPICH and its kin, submitit on this host, Slurm, Kubernetes, in this order
+    1. `telegrad run`: a dynamic group, which meets at the place given to its workers
+    2. RANK and WORLD_SIZE: of torchrun, Ray Train or Kubeflow, or set by hand
+    3. Open MPI, MPICH and its relatives, submitit on this host, Slurm, Kubernetes, in this order
 
-MASTER_ADDR and MASTER_PORT hold wherever they are set. Where they are not, the host of rank 0 is the first that the
-launcher names, or this one where it runs no others; the port is made of what tells its run from others.
+MASTER_ADDR and MASTER_PORT always have priority. Without them, the host of rank 0 is the first that the launcher names,
+or this one if it runs no others. The port is computed from the variables that differ between its runs.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from telegrad._core.stores.supervised import is_kept
 from telegrad.errors import UsageError
 
 LOOPBACK = "localhost"
-PORT = 29500  # where nothing tells one run from another
-FIRST_PORT, PORTS = 20000, 10000  # those made of a run's number; the system gives out none of them by itself
+PORT = 29500  # if nothing distinguishes runs
+FIRST_PORT, PORTS = 20000, 10000  # ports computed from a run's id; the system never assigns them itself
 BY_HAND = "set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT by yourself"
 
 Variables = Mapping[str, str]
 
 
 class Surroundings(NamedTuple):
-    """Which launcher started this process, and as what."""
+    """The launcher that started this process, and the process's place in its run."""
 
     launcher: str
     rank: int
@@ -47,19 +47,19 @@ class _Launcher(NamedTuple):
     name: str
     rank: str
     size: str
-    host: Callable[[Variables], str]  # of rank 0; "" where that is not told
-    hint: str  # how to tell it
-    run: tuple[str, ...] = ()  # what tells one run from another: of these variables, all that are set
+    host: Callable[[Variables], str]  # of rank 0; "" if unknown
+    hint: str  # how to set it
+    run: tuple[str, ...] = ()  # identifies a run: those of these variables that are set
 
 
 def look_around(variables: Variables) -> Surroundings | None:
-    """What the launcher says; None where none does: then MASTER_ADDR and MASTER_PORT make a dynamic group.
+    """Return the launcher's data; None without a launcher: then MASTER_ADDR and MASTER_PORT make a dynamic group.
 
     Raises:
-        UsageError: it does not say where, or contradicts itself or other variables, or is no number.
+        UsageError: it gives no host, contradicts itself or other variables, or a value is not a number.
     """
     if is_kept(variables.get("MASTER_ADDR", ""), variables.get("MASTER_PORT", ""), variables):
-        return None  # unless another launcher, that `telegrad run` has started, names another place
+        return None  # unless another launcher, started by `telegrad run`, gives another place
     if "RANK" in variables and "WORLD_SIZE" in variables:
         name = "torchrun" if "TORCHELASTIC_RUN_ID" in variables else "the environment (RANK, WORLD_SIZE)"
         return Surroundings(name, _number(variables, "RANK"), _number(variables, "WORLD_SIZE"), "env://")
@@ -73,7 +73,7 @@ def look_around(variables: Variables) -> Surroundings | None:
 
 
 def one_of_several(variables: Variables) -> str:
-    """The launcher that has started others of this program at the same time; "" where there is none."""
+    """Return the launcher that has started several processes of this program, or ""."""
     launcher = _launcher(variables)
     return "" if launcher is None or variables[launcher.size] == "1" else launcher.name
 
@@ -84,12 +84,12 @@ def _launcher(variables: Variables) -> _Launcher | None:
 
 def _started(launcher: _Launcher, variables: Variables) -> bool:
     if launcher.name == _MPICH and variables.get("PMI_SIZE") == variables.get("SLURM_STEP_NUM_TASKS"):
-        return False  # srun speaks this protocol, too, and tells more by its own variables
+        return False  # srun uses this protocol, too, and has more information in its own variables
     return launcher.rank in variables and launcher.size in variables
 
 
 def _check_alone(variables: Variables) -> None:
-    """Raise UsageError where the variables say half of something."""
+    """Raise UsageError if required variables are missing."""
     if "WORLD_SIZE" in variables:
         raise UsageError(
             f"WORLD_SIZE is {variables['WORLD_SIZE']}, but neither RANK nor a launcher tells this worker's rank: set "
@@ -127,7 +127,7 @@ def _place(launcher: _Launcher, variables: Variables) -> str:
 
 
 def _port(launcher: _Launcher, variables: Variables) -> int:
-    """The same for all workers of a run, and most likely another for other runs."""
+    """Return a port that is equal for all workers of a run, and most likely different for other runs."""
     run = "/".join(variables[name] for name in launcher.run if variables.get(name))
     return FIRST_PORT + zlib.crc32(run.encode()) % PORTS if run else PORT
 
@@ -140,9 +140,9 @@ def _number(variables: Variables, name: str) -> int:
 
 
 def first_host(hosts: str) -> str:
-    """The first of a list as Slurm writes it: node7 of "node[7-9,12],gpu1"."""
+    """Return the first host of a list in Slurm's syntax: node7 of "node[7-9,12],gpu1"."""
     match = re.match(r"(?:[^,\[\]]|\[[^\]]*\])*", hosts)
-    assert match is not None  # it matches nothing at least
+    assert match is not None  # it matches at least the empty string
     return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", match[0])
 
 

@@ -1,9 +1,10 @@
-"""Where the workers of a group meet that run in the processes of a Ray cluster, its driver's among them.
+"""The meeting place of workers in the processes of a Ray cluster, including its driver.
 
-Ray tells a process no rank: the group is dynamic. An actor with a name keeps its directory, one for each job: the first
-worker has Ray start it, on the head node, without which a cluster ends. It ends a minute after the last worker: it is
-detached, since else it would end with the process that happened to start it. Ray starts it again where it was killed;
-its directory is a process that outlives it, and the actor finds that by a note (`finding.py`).
+Ray gives a process no rank, so the group is dynamic. A named actor keeps its directory, one for each job. The first
+worker lets Ray start the actor on the head node, because a cluster ends without that node. The actor ends a minute
+after the last worker: it is detached, because otherwise it would end with the process that happened to start it. Ray
+restarts it if it was killed. Its directory is a process that outlives it, and the actor finds that by a note
+(`find_directory.py`).
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ from telegrad._core.stores.stores import LONGEST, Meeting
 from telegrad._core.threads import Thread
 from telegrad.errors import StoreUnreachable
 
-NAMESPACE = "telegrad"  # of the actors' names, which have the job's number in them
+NAMESPACE = "telegrad"  # of the actors' names, which contain the job's number
 IDLE = 60.0  # seconds without workers until the directory ends
-LOOK = 5.0  # seconds between two looks whether there are any
-HEAD, LITTLE = "node:__internal_head__", 0.001  # what Ray calls its head node, as a resource of 1
+LOOK = 5.0  # seconds between two checks for workers
+HEAD, LITTLE = "node:__internal_head__", 0.001  # Ray's name for its head node, as a resource of 1
 
 
 def has_started_this_process() -> bool:
@@ -39,13 +40,13 @@ def has_started_this_process() -> bool:
 
 
 def is_driver() -> bool:
-    """Whether it is no worker that Ray has started, but a program that is connected to Ray."""
+    """Return True if this process is not a worker that Ray has started, but a program connected to Ray."""
     ray: Any = sys.modules["ray"]
     return bool(ray.get_runtime_context().worker.mode != ray.WORKER_MODE)
 
 
 def meet(timeout: float, given: Keyring | None) -> Meeting:
-    """Find the directory of this job's group, with the keys that are given, else with the one that its keeper has made.
+    """Find the directory of this job's group, with the given keys, or else with the key that the actor has made.
 
     Raises:
         StoreUnreachable: Ray did not start the actor that keeps it, or it cannot be reached from here.
@@ -70,22 +71,22 @@ def meet(timeout: float, given: Keyring | None) -> Meeting:
 
 
 class Keeper:
-    """The actor that keeps the directory, and makes the key of the job's group, which Ray carries to its workers."""
+    """The actor that keeps the directory, and makes the key of the job's group, which Ray sends to its workers."""
 
     def __init__(self, name: str, given: Keyring | None) -> None:
-        """`given` are the keys of the first worker, if its program or its environment says any."""
+        """`given` are the keys of the first worker, if its program or its environment sets any."""
         ray: Any = sys.modules["ray"]
         host = ray.util.get_node_ip_address()
-        self._made = create_once(state_folder() / name, new_key())  # also where this actor is started again
+        self._made = create_once(state_folder() / name, new_key())  # a restarted actor needs the same key
         self._keys = given or Keyring([self._made])
         self._keeping = Keeping(self._keys, host, noted(name))
         note(name, self._keeping.pointer)
-        self._needed = monotonic()  # the last time that it was; no lock: a float is loaded and stored as a whole
+        self._needed = monotonic()  # the last time; no lock: a float is loaded and stored as a whole
         end = lambda: ray.kill(ray.get_actor(name, NAMESPACE))  # noqa: E731 - of itself, which Ray takes for no failure
         Thread(target=self._watch, args=(end,), name="telegrad-keeper").start()
 
     def place(self) -> tuple[str, bytes]:
-        """Return where the directory is, and the key of a group to which none is given."""
+        """Return the directory's address, and the key for a group without a given one."""
         self._needed = monotonic()
         return self._keeping.pointer.to_json(), self._made
 

@@ -1,10 +1,10 @@
-"""The members of the next generation of an elastic group, decided from the workers that have come to its directory.
+"""Decides the members of the next generation of an elastic group, from the workers that have come to its directory.
 
-A generation is a group of fixed size. The next one has its survivors, in the order of their ranks, and then workers
-that are new, as long as there is room. So the worker of rank 0 was in the generation before, unless no worker was.
+A generation is a group of fixed size. The next one has its survivors, in the order of their ranks, and then new
+workers, as long as there is room. So the worker of rank 0 was in the previous generation, unless no worker was.
 
-It is complete once all workers of the last one that live have come, and they are enough. A generation without survivors
-is complete once it is full, or no worker has come for some time.
+It is complete once all living workers of the last one have come, and they are enough. A generation without survivors is
+complete once it is full, or no worker has come for some time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Before(NamedTuple):
 
     number: int = 0  # 0: it was in none
     group: str = ""  # the identity of the group
-    without: tuple[str, ...] = ()  # the incarnations of its members that will not come, though they may live
+    without: tuple[str, ...] = ()  # the incarnations of its members that will not come, though they may be alive
     me: str = ""  # the incarnation that the worker had in it
 
     @classmethod
@@ -31,11 +31,11 @@ class Before(NamedTuple):
 
 
 class Arrival(NamedTuple):
-    """A worker that wants to be in the next generation."""
+    """A worker that wants to join the next generation."""
 
-    member: Member  # its rank is the one that it wants, or -1
+    member: Member  # its rank is the wanted one, or -1
     before: Before = Before()
-    limits: str = ""  # of the group, as it was told
+    limits: str = ""  # the configured limits of the group
 
     def to_json(self) -> str:
         return json.dumps(self)
@@ -51,9 +51,9 @@ class Formed(NamedTuple):
 
     number: int = 0  # 0: none has formed yet
     members: tuple[Member, ...] = ()  # by rank
-    survivors: int = 0  # how many of these, by rank, were in the one before
+    survivors: int = 0  # how many of these, by rank, were in the previous one
     limits: str = ""  # of the group
-    has_ended: bool = False  # the group has ended in order with this generation
+    has_ended: bool = False  # the group has ended normally with this generation
     group: str = ""  # the identity of the group; not part of the JSON
 
     def to_json(self) -> str:
@@ -74,7 +74,7 @@ NONE = Formed()
 
 
 class Limits(NamedTuple):
-    """How many workers a generation has."""
+    """The limits of the number of workers of a generation."""
 
     least: int
     most: int = 0  # 0: any number
@@ -106,7 +106,7 @@ class Quorum:
         self._ranks = {} if running.has_ended else {each.incarnation: each.id for each in running.members}
 
     def awaited(self) -> list[Member]:
-        """Return the members of the last generation that have not come, and may live."""
+        """Return the members of the last generation that have not come, and may be alive."""
         here = self._here()
         gone = {*self._dead, *(each.before.me for each in here)}
         for each in here:
@@ -124,7 +124,7 @@ class Quorum:
         names: set[str] = set()
         members = []
         for member, *_ in (*survivors, *others):
-            if member.name not in names:  # else its worker is refused: it finds its name among the members
+            if member.name not in names:  # else the worker is refused when it finds its name among the members
                 members.append(member)
             names |= {member.name} - {""}
         return members[: self._limits.most or None], len(survivors)
@@ -132,7 +132,7 @@ class Quorum:
     def decide(self, quiet: bool, late: bool) -> Formed | None:
         """Return the next generation, if it is complete.
 
-        `quiet`: no worker has come for some time. `late`: members of the last one are not waited for any longer.
+        `quiet`: no worker has come for some time. `late`: members of the last one are no longer awaited.
         """
         if self.awaited() and not late:
             return None
@@ -145,7 +145,7 @@ class Quorum:
         return Formed(self._running.number + 1, tuple(ranked), survivors, str(self._limits))
 
     def lacks(self) -> str:
-        """Say what it waits for."""
+        """Return what the generation waits for, as text."""
         awaited = self.awaited()
         count = len(self.chosen()[0])
         if awaited:
@@ -162,12 +162,12 @@ class Quorum:
         return [member.name for member in self.awaited()]
 
     def _here(self) -> list[Arrival]:
-        """Return the workers that have come and live, but for those that do not know yet that they are members."""
+        """Return the living workers that have come, except those that do not know yet that they are members."""
         gone = {*self._dead, *self._ranks}
         return [each for each in self._come if each.member.incarnation not in gone]
 
     def _rank(self, arrival: Arrival) -> int:
-        """Return the rank that a worker had in the last generation; -1 where it was not in that."""
+        """Return the rank of a worker in the last generation, or -1 if it was not in that."""
         return self._ranks.get(arrival.before.me, -1)
 
     def __repr__(self) -> str:

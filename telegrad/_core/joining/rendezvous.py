@@ -1,16 +1,16 @@
-"""How the workers of a group of fixed size find each other through a store.
+"""The rendezvous of a group of fixed size: its workers find each other through a store.
 
-Each worker agrees to the group's terms, claims its rank and its name, and the last to come opens the first gate,
-COMPLETE. All read the table, which names those that came without a name, and the last reader opens the second gate,
-READY. Which worker is the last is told by counters that a stranger may change; so a gate is opened only where the
-entry of each rank is there, and a worker that waits for long looks at the entries. Behind the second gate nobody needs
-the store any more, so its server may go. What stands at a gate is OPENED, VOID or a
-fault, decided once and for all: so whoever waits there learns of it by looking at one key.
+Each worker agrees to the group's terms, and claims its rank and its name. The last to arrive opens the first gate,
+COMPLETE. All read the table, which gives names to workers without one, and the last reader opens the second gate,
+READY. Counters tell which worker is the last, but an attacker may change them. Therefore a gate is opened only if the
+entry of each rank is there, and a worker that waits for long checks the entries. After the second gate, no worker needs
+the store, so its server may end. The value of a gate is OPENED, VOID or a fault, and is final: a waiting worker reads
+only one key.
 
-A store that lasts sees one group after the other. Each forms in a round of its own; the store keeps the round's number,
-so workers that met before and workers that were just started find the same one. A round is past once something stands
-at its first gate: whoever comes then goes to the next. It is void where one who claimed a place in it has died before
-it could form; the others go to the next round, too, where whoever replaces the dead one meets them.
+A lasting store serves one group after the other. Each forms in its own round. The store contains the number of the
+round, so earlier workers and new ones find the same one. A round is past once its first gate has a value: later workers
+use the next. It is void if a worker with a place in it has died before it could form. Then the others use the next
+round, too, where the replacement of the dead worker meets them.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from telegrad.errors import (
     WorkerTaken,
 )
 
-LINGER = 2.0  # seconds that the store's server waits for the others to go first
-LONGEST_LOOK = 2.0  # seconds for finding the missing workers of a group of hundreds that does not form
-NEIGHBOURS = 4  # workers, next by rank, that each looks after: of each row of dead ones, the first is found
-DOUBT = 1.0  # seconds at the second gate, which all should reach at once, until the others are looked after
+LINGER = 2.0  # seconds that the store's server waits for the others to leave first
+LONGEST_LOOK = 2.0  # seconds to find the missing workers if a group of hundreds does not form
+NEIGHBOURS = 4  # next workers by rank that each worker checks: the first dead one of each sequence is found
+DOUBT = 1.0  # seconds at the second gate, which all should reach at once, until the others are checked
 STALE = 60.0  # seconds after which a fault is an earlier run's
 OPENED, VOID = "opened", "void"
 COMPLETE, READY = "complete", "ready"
@@ -55,15 +55,15 @@ log = logging.getLogger("telegrad")
 
 
 class Roster(NamedTuple):
-    """The outcome of a rendezvous."""
+    """The result of a rendezvous."""
 
     members: Members
     group: str  # its identity
-    round: int = 0  # of those that met in this store
+    round: int = 0  # in this store
 
 
 class StoreOver(StoreLost):
-    """The store has gone with a group that formed there before: the next one meets at another, in the same place."""
+    """The store closed with an earlier group: the next group meets in another store at the same place."""
 
 
 class _Past(Exception):
@@ -79,9 +79,9 @@ def join_static(
     place: str = "",
     names: Sequence[str] = (),
 ) -> Roster:
-    """Meet the other workers of a group of fixed size. What goes wrong for one is told to all.
+    """Meet the other workers of a group of fixed size. An error of one worker is raised in all.
 
-    `place` is where the store is, for people, and `names` are those of all ranks, where they are known beforehand.
+    `place` is the location of the store, for messages. `names` are those of all ranks, if known in advance.
 
     Raises:
         WorkerTaken: two workers claim one name or one rank.
@@ -113,7 +113,7 @@ class _Static:
         self._names = names
         self._until = monotonic() + timeout
         self._formed_before: Board | None = None  # a group that has formed in this store without this worker
-        self._before = ""  # what became of the last one that met there, where it may have to do with this one
+        self._before = ""  # the outcome of the last group in this store, if it may explain a failure
 
     def join(self) -> Roster:
         try:
@@ -136,7 +136,7 @@ class _Static:
             raise
 
     def _current_round(self) -> Board:
-        """The round to meet in: the first that is not past, or one whose fault this worker should hear of, too."""
+        """Return the round to meet in: the first that is not past, or one whose fault this worker must report, too."""
         while True:
             number = self._root.swap(ROUND, "", "1")
             self._round = int(number)
@@ -148,7 +148,7 @@ class _Static:
             self._root.swap(ROUND, number, str(int(number) + 1))
 
     def _look_back(self, number: int) -> None:
-        """What became of the round before."""
+        """Record the outcome of the previous round."""
         board = Board(self._store, f"telegrad/{number}")
         verdict = board.read(COMPLETE) if number and board.terms() else VOID
         if verdict == OPENED:
@@ -159,7 +159,7 @@ class _Static:
             self._before = f"the last group that met here failed: {json.loads(verdict)[1]}"
 
     def _concerns(self, board: Board, verdict: str) -> bool:
-        """Whether workers of one group contradicted each other, and the one of this rank was not told yet."""
+        """Return True for a recent fault that this worker must report, too: its rank has no entry in that round."""
         if verdict in (OPENED, VOID):
             return False
         kind, _, since, *_ = json.loads(verdict)
@@ -191,18 +191,18 @@ class _Static:
         return Roster(members, self._board.group, self._round)
 
     def _open(self, gate: str) -> None:
-        """Open the gate, if the entries of all ranks that it needs are there."""
+        """Open the gate if the entries of all ranks are there."""
         entry = "rank" if gate == COMPLETE else "read"
         keys = [f"{entry}/{rank}" for rank in range(self._size)]
         if self._board.has_all(keys):
-            self._board.read_all(keys)  # raises where one is forged
+            self._board.read_all(keys)  # raises if one is forged
             if gate == READY:
-                self._root.write(SERVED, OVER)  # before anyone leaves, who could be back at once
+                self._root.write(SERVED, OVER)  # before any worker leaves, because it could return at once
             self._board.swap(gate, "", OPENED)
 
     def _claim(self) -> None:
         me, size = self._me, self._size
-        self._agree()  # first: faults are bound to the group, too
+        self._agree()  # first, because faults are bound to the group, too
         if not 0 <= me.id < size:
             raise RendezvousError(
                 f"worker {me.name!r} has rank {me.id}: in its group of {size}, ranks go from 0 to {size - 1}"
@@ -228,7 +228,7 @@ class _Static:
             raise
 
     def _check_present(self, other: Member) -> None:
-        """Before this worker contradicts another: that one lives, and waits in the same round still."""
+        """Before reporting a conflict, check that the other worker is alive and still waits in the same round."""
         verdict = self._board.read(COMPLETE)
         if not verdict and not self._is_alive(other):
             verdict = self._board.swap(COMPLETE, "", VOID)
@@ -241,7 +241,7 @@ class _Static:
 
     def _pass(self, gate: str, meanwhile: Callable[[], None]) -> None:
         found = self._board.wait(gate, self._until, meanwhile, self._size)
-        if not found:  # too late: unless the gate can be opened in this moment, all give up
+        if not found:  # too late: all give up, unless the gate can be opened now
             self._open(gate)
             found = self._board.read(gate) or self._board.swap(gate, "", _fault(self._incomplete(gate)))
         if found == VOID:
@@ -251,7 +251,7 @@ class _Static:
             raise _FAULTS[kind](text)
 
     def _doubt(self, members: Members, wait: Wait) -> Callable[[], None]:
-        """To be called while this worker waits at the second gate: makes the round void where one has died."""
+        """Return a function to call at the second gate, which makes the round void if a worker has died."""
         since = monotonic()
 
         def look() -> None:
@@ -270,27 +270,27 @@ class _Static:
         return [members.find((self._me.id + step) % self._size) for step in range(1, count + 1)]
 
     def _tell(self, gate: str, error: BaseException) -> None:
-        """Let all know why this worker gives up, unless the gate has been passed already."""
+        """Publish why this worker gives up, unless the gate is decided already."""
         if not isinstance(error, TelegradError):
             error = GroupIncomplete(f"{self._me} gave up while the group formed: {type(error).__name__}")
         try:
             if not self._board.group and not self._board.terms():
-                return  # nobody has come
+                return  # no worker has come
             self._root.write(SERVED, OVER)
             self._board.swap(gate, "", _fault(error))
             self._leave("told", self._board.hint("here"))
         except RendezvousError:
-            pass  # the store was lost, as those who wait will see for themselves
+            pass  # the store was lost, which waiting workers detect themselves
 
     def _leave(self, door: str, count: int) -> None:
-        """Go; the worker of rank 0, who may serve the store, goes last."""
+        """Leave; the worker of rank 0, which may serve the store, leaves last."""
         try:
             if self._board.add_hint(door) >= count:
                 self._board.write(f"{door}/all", OPENED)
             if self._me.id == 0:
                 self._board.wait(f"{door}/all", monotonic() + LINGER)
         except RendezvousError:
-            pass  # whoever served it did not wait any longer
+            pass  # the server of the store did not wait any longer
 
     def _incomplete(self, gate: str) -> GroupIncomplete:
         limit = monotonic() + LONGEST_LOOK
@@ -309,7 +309,7 @@ class _Static:
         )
 
     def _watch(self, wait: Wait) -> Callable[[], None]:
-        """To be called while this worker waits for others to come: keeps the attendance, and says whom it waits for."""
+        """Return a function to call while waiting, which updates the attendance and prints the missing workers."""
         times = Times(wait.begun, lined=True)
 
         def look() -> None:
@@ -319,14 +319,14 @@ class _Static:
                 with contextlib.suppress(StoreUntrusted):  # a spoiled hint, which no worker needs
                     self._look_for_refused()
                 self._open(COMPLETE)
-            if knocks:  # more rarely, since all knock at all
+            if knocks:  # more rarely, because each worker probes all
                 self._attendance.knock(self._is_alive)
             wait.look()
 
         return look
 
     def _look_for_refused(self) -> None:
-        """See who was refused for another key: a hint, since a stranger can count there, so nobody gives up for it."""
+        """Note how many workers were refused for another key: only a hint, as an attacker can change the counter."""
         if refused := self._root.hint(REFUSED) - self._refused:
             self._before = f"{refused} came with another key, and cannot be believed"
 
@@ -338,12 +338,12 @@ class _Static:
         return f"{self._absent() or 'all have come'} ({self._me.name!r} joins a group of {self._size}{where})"
 
     def _absent(self) -> str:
-        """Who has not come, or has died since; and what may have to do with it."""
+        """Return which workers have not come, or have died since, and a possible cause."""
         said = self._attendance.said()
         return "; ".join([*said, self._before] if said and self._before else said)
 
     def _look_for_the_last_group(self) -> None:
-        """Say so where the worker in this one's place still runs, in the group that formed in this store before."""
+        """Warn if the worker of the same rank still runs in the group that formed in this store before."""
         if self._formed_before is None:
             return
         entry = self._formed_before.read(f"rank/{self._me.id}")
@@ -370,11 +370,11 @@ def taken(what: str, first: Member, second: Member) -> WorkerTaken:
 
 
 class Terms(NamedTuple):
-    """What the first worker of a group lays down, for all that come later."""
+    """The terms of a group, written by its first worker for all later ones."""
 
     group: str  # its identity
     size: int
-    first: Member | None  # None where the group was called off before anybody came
+    first: Member | None  # None if the group was cancelled before any worker came
 
     def to_json(self) -> str:
         return json.dumps(self)
@@ -391,7 +391,7 @@ def new_terms(size: int, first: Member | None) -> Terms:
 
 
 def agree(board: Board, me: Member, size: int) -> None:
-    """Take the group's terms, or lay them down as the first to come; the board is bound to the group from then on.
+    """Read the group's terms, or write them as the first worker, and bind the board to the group.
 
     Raises:
         AuthenticationFailed: the first worker has another key.
@@ -415,13 +415,13 @@ def mixed(me: Member) -> RendezvousError:
 
 
 def terms_of(board: Board) -> Terms | None:
-    """Return the terms of the group that meets on a board, None where there are none."""
+    """Return the terms of the group that meets on a board, or None."""
     terms = board.terms()
     return Terms.from_json(terms) if terms else None
 
 
 def call_off(store: SealedStore, size: int, why: str) -> None:
-    """Have the group of that size that forms in this store fail, for all its workers."""
+    """Make the group of that size that forms in this store fail, for all its workers."""
     board = Board(store, f"telegrad/{Board(store).swap(ROUND, '', '1')}")
     board.claim_terms(new_terms(size, None).to_json())
     board.swap(COMPLETE, "", _fault(RendezvousError(why)))

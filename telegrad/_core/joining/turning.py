@@ -1,8 +1,8 @@
-"""How one worker stands in its generation, and hears whether that goes on: the rim of steps.py.
+"""A worker's part in its generation and in the decision if that continues: the I/O of `generation_steps.py`.
 
-A thread reads the directory. The leader's looks for workers that wait to come in. That of any worker that waits for the
-others looks for workers of this generation that wait for the next one: they have left it, as they were told
-to move, or were declared lost, and the message has not arrived here.
+A thread reads the directory. At the leader, it checks for workers that wait to join. At any worker that waits for the
+others, it checks for workers of this generation that wait for the next one: they have left it, because they got Move or
+were declared lost, and the message has not arrived here.
 """
 
 from __future__ import annotations
@@ -36,41 +36,41 @@ from telegrad._core.progress import Wait
 from telegrad._core.threads import Background
 from telegrad.errors import PeerError, PeerLost, RendezvousError
 
-LOOK = 0.25  # seconds between the leader's looks
+LOOK = 0.25  # seconds between the leader's checks
 LOOK_OF_OTHERS = 1.0  # seconds between those of another worker, while it waits for the others
-GRACE = 2.0  # seconds for the leader to answer one who is impatient
-PATIENCE = 2.0  # seconds for a look to end, once nobody wants it any more
+GRACE = 2.0  # seconds for the leader to answer Impatient
+PATIENCE = 2.0  # seconds for a check to end, once it is not needed any more
 
 log = logging.getLogger("telegrad")
 
 
 class Turning:
-    """One worker's, in one generation."""
+    """One worker's part in one generation."""
 
     def __init__(self, post: Post, me: Member, generation: Formed) -> None:
         self.generation = generation
         self._post = post
         self._me = me
-        self._changed = threading.Condition()  # guards _steps; notified when it was told something
+        self._changed = threading.Condition()  # guards _steps; notified when it has a decision
         self._steps = Steps(me.id, [member.id for member in generation.members])
         self._held: tuple[HeldDirectory, int, IsAlive] | None = (
             None  # and the most workers; set before the thread begins
         )
-        self._greet: Callable[[], None] = lambda: None  # have this worker hear of all ends; likewise
+        self._greet: Callable[[], None] = lambda: None  # opens connections whose ends report lost workers; likewise
         self._has_greeted = False
-        self._failed = ""  # why the last look has, as it was logged; of the thread
-        self.went_on: Callable[[set[int]], None] = lambda _: None  # called with those who went on as this worker leaves
-        self._gone: queue.SimpleQueue[Member | None] = queue.SimpleQueue()  # None: look, or end
-        self._closed = False  # stored once
+        self._failed = ""  # the logged error of the last check; used by the thread
+        self.went_on: Callable[[set[int]], None] = lambda _: None  # called with workers that move on as this one leaves
+        self._gone: queue.SimpleQueue[Member | None] = queue.SimpleQueue()  # None: check, or end
+        self._closed = False  # set once
         self._thread = Background("telegrad-generation", self._main)
         for message in (Standing, Stay, Move, Finish, Impatient):
             post.on(message, self._on_message)
         post.lost.append(self._on_lost)
 
     def begin(self, held: HeldDirectory | None, most: int, is_alive: IsAlive, greet: Callable[[], None]) -> None:
-        """The worker has joined. `held` is where the next generation forms, unless that is a launcher's affair.
+        """Start the thread. `held` is where the next generation forms; None if a launcher decides that.
 
-        `greet` has this worker hear of the end of any other, which the leader must.
+        `greet` opens connections to all others, whose ends the leader must detect.
         """
         self._greet = greet
         if held is not None:
@@ -78,7 +78,7 @@ class Turning:
         self._thread.want()
 
     def note(self, member: Member) -> None:
-        """A member has gone; under a lock, so it is seen to later."""
+        """Record that a member is gone. Called under a lock, so the thread processes it later."""
         self._gone.put(member)
 
     def close(self) -> None:
@@ -86,14 +86,14 @@ class Turning:
         self._gone.put(None)
         self._thread.join(PATIENCE)
 
-    # What this worker does
+    # Actions of this worker
 
     def stand(self, how: str) -> None:
-        """From now on this worker stands there."""
+        """Set and report the state of this worker."""
         self._act(lambda: self._steps.stand(how))
 
     def wait(self, timeout: float) -> str:
-        """Until all stand: what to do then. After `timeout` seconds (0: no limit) that is without those who do not."""
+        """Wait for all reports, and return the decision. After `timeout` seconds (0: no limit), move without others."""
         deadline = monotonic() + timeout if timeout else inf
         with Wait("rendezvous_again", self._awaited, self._missing, worker=self._me.name) as wait:
             while (told := self._told(min(wait.left, deadline - monotonic()))) == "":
@@ -103,7 +103,7 @@ class Turning:
         return told
 
     def serve(self) -> str:
-        """Until there is anything else to do: what."""
+        """Wait for a decision, and return it."""
         while (told := self._told(threading.TIMEOUT_MAX)) == "":
             pass
         return told
@@ -124,7 +124,7 @@ class Turning:
 
     @property
     def leads(self) -> bool:
-        """Whether the others tell this worker where they stand."""
+        """Return True if the others report to this worker."""
         with self._changed:
             return self._steps.leader == self._me.id
 
@@ -135,11 +135,11 @@ class Turning:
 
     @property
     def finished(self) -> bool:
-        """Whether all leave together."""
+        """Return True if all leave together."""
         return self._told(0) == FINISH
 
     def before(self) -> Before:
-        """What this worker knows of this generation, as it goes to the next."""
+        """Return what this worker knows of this generation when it moves to the next."""
         with self._changed:
             without = set(self._steps.without)
         left_out = tuple(each.incarnation for each in self.generation.members if each.id in without)
@@ -157,10 +157,10 @@ class Turning:
         who = listed([repr(name) for name in missing]) if missing else "others"
         return f"{who} did not call rendezvous_again() (worker {self._me.name!r} has)"
 
-    # What happens
+    # Events
 
     def _act(self, event: Callable[[], list[Letter]]) -> None:
-        """Feed the machine, and send what it says."""
+        """Pass an event to the protocol, and send its messages."""
         with self._changed:
             letters = event()
             if self._steps.told:
@@ -178,14 +178,14 @@ class Turning:
         self._act(lambda: self._steps.receive(sender.id, message))
 
     def _on_lost(self, who: Identity, reason: PeerError) -> None:
-        if isinstance(reason, PeerLost):  # a connection that broke is no death: that is told by `note`
+        if isinstance(reason, PeerLost):  # a broken connection is not a death, which `note` reports
             self._act(lambda: self._steps.remind(who.id))
 
     def remind(self, member: Member) -> None:
-        """A worker in doubt listens: send again what may have been lost with its connection."""
+        """Resend what may have been lost with the connection of a worker that answers again."""
         self._act(lambda: self._steps.remind(member.id))
 
-    # The thread that looks
+    # The checking thread
 
     def _main(self) -> None:
         while not (self._closed or self._post.closed):
@@ -203,7 +203,7 @@ class Turning:
                 log.exception("telegrad: the look for those who wait to join failed")
 
     def _pause(self) -> float | None:
-        """Return the seconds until the next look."""
+        """Return the seconds until the next check."""
         return None if self._held is None else LOOK if self.leads else LOOK_OF_OTHERS
 
     def _look(self) -> None:
@@ -214,7 +214,7 @@ class Turning:
         try:
             arrivals = arrivals_in(held.directory)
             wanted = self.leads and is_wanted(arrivals, self.generation, most, is_alive)
-        except RendezvousError as error:  # the directory does not answer, or a stranger writes there
+        except RendezvousError as error:  # the directory does not answer, or an attacker writes there
             if (said := str(error)) != self._failed and not self._closed:
                 self._failed = said
                 log.warning("telegrad: worker %r cannot see who waits to join its group: %s", self._me.name, said)
