@@ -1,1 +1,1 @@
-"""Engines that keep the directory of a group on other servers: etcd and Redis. An extension."""
+"""Directory engines that store a group's directory on other servers: etcd and Redis. An extension."""

@@ -1,32 +1,34 @@
 """A directory on etcd v3: `etcd://HOST:PORT[,HOST:PORT...][/PREFIX]`.
 
-Decision: the client is our own, on etcd's JSON gateway. The gateway is part of each etcd server since 3.4 and needs
-nothing but HTTP, so a program that uses etcd installs nothing. A request takes 0.3 to 1 ms there, a renewal 0.7 to 1,
-and an event comes 1.2 to 1.7 ms after its write was begun (etcd 3.4.23, one member on the same host). The alternatives:
-`aetcd` 1.0 and `pyetcd` 0.0.7 bring grpcio, which is compiled and has threads of its own; the two cannot share a
-process, and `aetcd` needs an event loop. `etcd3gw` uses the gateway too, but its watch hangs in silence when the server
-dies. What the gateway cannot do: users by the name in a client's certificate, and a second message in a watch, such as
-a request for progress; so a watch that is silent is opened anew. What would change this: an etcd without the gateway,
-or groups whose requests cost it more than its writes do.
+Decision: Telegrad has its own client, which uses etcd's JSON gateway. Each etcd server since 3.4 has the gateway, and
+the client needs only HTTP, so users install nothing. A request takes 0.3 to 1 ms, a renewal 0.7 to 1, and an event
+arrives 1.2 to 1.7 ms after its write began (etcd 3.4.23, one member on the same host). The alternatives: `aetcd` 1.0
+and `pyetcd` 0.0.7 need grpcio, which is compiled and runs its own threads; the two cannot share a process, and `aetcd`
+needs an event loop. `etcd3gw` uses the gateway too, but its watch hangs silently when the server dies. The gateway does
+not support users named by a client certificate. It also takes no second message in a watch, such as a progress request,
+so a silent watch is reopened. Reconsider if an etcd drops the gateway, or if the gateway's requests cost a group more
+than its writes.
 
-Engine's rules, beside those in `protocol.py`:
+Rules of this engine, in addition to `telegrad/_core/directory/protocol.py`:
 
-- Revisions are those of etcd, which other users of the same cluster raise as well. All keys of one lease are deleted at
-  one revision.
-- Reads are linearizable. A read, a grant, a renewal or a revocation without an answer goes to the next endpoint; the
-  lease of a grant that was lost ends by itself. A compare-and-set goes there only if it was certainly not begun.
-- TTLs are whole seconds, rounded up; etcd makes 1 to 2, and more where its election timeout is long. `Lease.ttl` is
-  what etcd granted. Each new leader counts all leases anew, so keys outlive their owner by up to a ttl and an election.
-- A leader that was stopped for a while and goes on (SIGSTOP, a slow disk) renews leases that another leader has ended
-  (etcd issue 15247). So a renewal counts only if a read behind it shows the same term: see `renew`.
-  Such a leader of etcd before 3.4.31 or 3.5.13 also ends leases that their holders renew elsewhere: 2 of 20 stops of
-  a leader, for up to 4 s each, took a claim from its owner 1.8 s before `Lease.ends`. No client can prevent that. The
-  fencing token of the next owner is higher all the same. Clients with several endpoints warn of these versions.
-- A watch is a stream that is open until it has brought events. One that is silent for SILENCE is opened anew, from the
-  same revision: a stopped member, or one that is cut off from its leader, refuses or does not answer, and the next
-  endpoint is asked. A watch of a prefix that does not change stays at its revision, and ends by Compacted some day.
-- `Continuity` finds a cluster that has lost its data. etcd before 3.4.32 and 3.5.14 has bugs that lose events or go
-  back in revisions after a compaction; use later ones.
+- Revisions are etcd's revisions, which other users of the same cluster increase too. All keys of one lease are deleted
+  at one revision.
+- Reads are linearizable. A read, grant, renewal or revocation without a response is sent to the next endpoint. If the
+  response to a grant is lost, its lease expires. A compare-and-set is sent to the next endpoint only if it certainly
+  did not start.
+- TTLs are whole seconds, rounded up. etcd raises 1 to 2, and raises it further if its election timeout is long.
+  `Lease.ttl` is the TTL that etcd granted. Each new leader restarts the TTL of all leases, so keys outlive their owner
+  by up to one TTL plus an election.
+- A leader that resumes after a stop (SIGSTOP, a slow disk) renews leases that another leader has ended (etcd issue
+  15247). So a renewal counts only if a later read reports the same term: see `renew`.
+  Such a leader of etcd before 3.4.31 or 3.5.13 also ends leases that their holders renew at other members: in 2 of 20
+  stops of a leader, each up to 4 s, an owner lost a claim 1.8 s before `Lease.ends`. No client can prevent that. The
+  fencing token of the next owner is still higher. Clients with several endpoints warn about these versions.
+- A watch is a stream that stays open until it has returned events. A watch that is silent for SILENCE is reopened from
+  the same revision. A member that is stopped or cut off from its leader refuses or does not answer, and then the next
+  endpoint is asked. A watch of a prefix without changes keeps its revision, and eventually ends with Compacted.
+- `Continuity` detects a cluster that has lost its data. etcd before 3.4.32 and 3.5.14 has bugs that lose events or
+  decrease revisions after a compaction; use later versions.
 """
 
 from __future__ import annotations
@@ -62,23 +64,23 @@ from telegrad.ext.texts import hint
 P = ParamSpec("P")
 T = TypeVar("T")
 
-SILENCE = 3.0  # seconds without an event, after which a watch is opened anew: its member may be stopped, or cut off
-OPENING = 0.5  # seconds that a stream may take to open, also in a watch with a shorter timeout
-SHORTEST = 0.01  # seconds for the first event behind that
+SILENCE = 3.0  # seconds without an event before a watch is reopened: its member may be stopped or cut off
+OPENING = 0.5  # seconds that a stream may take to open, also if the watch has a shorter timeout
+SHORTEST = 0.01  # seconds to wait for the first event after opening
 PAUSE = 0.05  # seconds between two renewals while the leader changes
 
 
 def connect(url: str, patience: float = 10.0) -> EtcdDirectory:
-    """Return a directory on the etcd of a URL. Nothing is sent yet.
+    """Return a directory on the etcd cluster of a URL. Nothing is sent yet.
 
     Raises:
-        UsageError: the URL, or a file that it names, is wrong.
+        UsageError: the URL, or a file named in it, is wrong.
     """
     return EtcdDirectory(messages.parse_url(url), patience)
 
 
 def _trusted(method: Callable[Concatenate[EtcdDirectory, P], T]) -> Callable[Concatenate[EtcdDirectory, P], T]:
-    """Have a method raise StoreUntrusted for an answer that etcd cannot have made."""
+    """Make a method raise StoreUntrusted for a response that etcd cannot have sent."""
 
     @functools.wraps(method)
     def trusted(self: EtcdDirectory, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -97,7 +99,7 @@ class EtcdDirectory:
     """The `Directory` of a group on an etcd cluster."""
 
     def __init__(self, settings: Settings, patience: float) -> None:
-        self.scope = settings.prefix  # what tells it from those of other groups
+        self.scope = settings.prefix  # distinguishes this directory from those of other groups
         self._prefix = settings.prefix.encode()
         self._client = EtcdClient(settings, patience)
         self._endpoints = len(settings.endpoints)
@@ -116,13 +118,14 @@ class EtcdDirectory:
     def renew(self, lease: Lease) -> Lease:
         """See `Directory.renew`.
 
-        etcd renews at its leader without asking a majority, so a former leader that does not know of its end accepts a
-        renewal as well. The answer has the term that its member had applied before it passed the renewal on, so the
-        leader that renewed was of that term or of a later one. The read that follows is answered only by a member that
-        has applied all which the present leader had committed, the first entry of its term included. So where both
-        terms are equal, the leader that renewed was the present one. Each later leader begins to count the ttl anew.
+        etcd's leader renews without asking a majority, so a former leader that does not know it was replaced accepts
+        renewals too. The response has the term that the member had applied before it forwarded the renewal, so the
+        leader that renewed was of that term or a later one. The read that follows is answered only by a member that has
+        applied every entry committed by the current leader, including the first one of its term. So if both terms are
+        equal, the current leader did the renewal. Each later leader restarts the TTL.
 
-        Members of etcd that are out of reach, or cannot reach their leader, must not use up the time of the lease.
+        The limit per request ensures that etcd members that are unreachable, or cannot reach their leader, do not use
+        up the lease's time.
         """
         sessions = self._client.sessions
         limit = min(self._client.limit, lease.ttl / (2 * self._endpoints))
@@ -180,7 +183,7 @@ class EtcdDirectory:
             except Refused as error:
                 raise _refused(error) from None
             if events:
-                # Not the header's revision: behind a watch that catches up, etcd has more than these events.
+                # Not the header's revision: when a watch catches up, that one is later than these events.
                 return events[-1].revision, events
             if monotonic() >= ends:
                 return since, []
@@ -189,7 +192,7 @@ class EtcdDirectory:
         self._client.sessions.close()
 
     def _follow(self, name: bytes, since: int, ends: float, session: EtcdSession, opening: float) -> Events:
-        """Open a stream until `opening`; return its next events, or none at the end of the time."""
+        """Open a stream by `opening`; return its next events, or none if `ends` comes first."""
         client = self._client
         lines = session.lines("/v3/watch", messages.watch_request(name, since), client.token(session, opening), opening)
         is_open = False
@@ -207,7 +210,7 @@ class EtcdDirectory:
                 if events := messages.events_of(message, self._prefix):
                     return events
                 if not is_open and header.revision < since:
-                    # The member is behind, or the cluster has lost its data: a linearizable read tells which.
+                    # The member lags behind, or the cluster has lost data: a linearizable read shows which.
                     read = client.ask("/v3/kv/range", messages.confirm_request(self._prefix), opening)
                     client.check(read.header, since, linearizable=True)
                 is_open = True
@@ -226,13 +229,13 @@ class EtcdDirectory:
             raise _refused(error) from None
 
     def _check_version(self, until: float) -> None:
-        """Warn once where a leader that goes on after a stop can end the leases of others."""
+        """Warn once if a leader that resumes after a stop can end leases that are still renewed."""
         if self._is_checked:
             return
         self._is_checked = True
         try:
             version = str(self._client.ask("/v3/maintenance/status", {}, until).content.get("version"))
-        except (DirectoryLost, Refused):  # the user may not know it
+        except (DirectoryLost, Refused):  # the user may have no permission to read it
             return
         if messages.ends_live_leases(version):
             hint(

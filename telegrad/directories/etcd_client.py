@@ -1,4 +1,4 @@
-"""Requests to an etcd cluster over its JSON gateway: HTTP with a limit for each exchange, and the token of a user."""
+"""Requests to an etcd cluster over its JSON gateway: HTTP with a deadline for each exchange, and a user's token."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PASSWORD_BYTES = 4096
 
 
 class Answer(NamedTuple):
-    """An answer of etcd."""
+    """A response of etcd."""
 
     content: Json
     header: Header
@@ -34,10 +34,10 @@ class Answer(NamedTuple):
 
 
 class _Timed(io.RawIOBase):
-    """The socket that http.client is given: each read and write ends at the deadline of its session.
+    """The socket given to http.client: each read and write ends at the deadline of its session.
 
-    A limit of the socket alone would hold for each read, so that a server which sends a byte now and then would hold
-    its caller for ever.
+    The socket's own timeout would apply to each read, so a server that sends one byte now and then would block its
+    caller for ever.
     """
 
     def __init__(self, sock: socket.socket, session: EtcdSession) -> None:
@@ -65,11 +65,11 @@ class EtcdSession:
     """A connection to one member."""
 
     def __init__(self, host: str, port: int, context: ssl.SSLContext | None) -> None:
-        self.deadline = 0.0  # of the exchange
+        self.deadline = 0.0  # of the current exchange
         self._address, self._context = (host, port), context
         self._sock: socket.socket | None = None
         self._http = HTTPConnection(host, port)
-        self._http.auto_open = 0  # it would connect without the limit
+        self._http.auto_open = 0  # automatic opening would connect without the deadline
 
     def open(self, deadline: float) -> None:
         self._sock = sock = socket.create_connection(self._address, left(deadline))
@@ -86,7 +86,7 @@ class EtcdSession:
         self._http.sock = _Timed(sock, self)
 
     def usable(self) -> bool:
-        # http.client lets go of the socket where the server closes the connection after a response.
+        # http.client drops the socket if the server closes the connection after a response.
         return self._sock is not None and self._http.sock is not None and is_quiet(self._sock)
 
     def interrupt(self) -> None:
@@ -98,18 +98,18 @@ class EtcdSession:
             self._sock.close()
 
     def ask(self, path: str, body: Json, token: str, deadline: float) -> tuple[int, bytes]:
-        """Return the status and the body of the response to a request. Raises Unanswered."""
+        """Send a request; return the status and the body of the response. Raises Unanswered."""
         with _broken():
             response = self._post(path, body, token, deadline)
             return response.status, response.read()
 
     def lines(self, path: str, body: Json, token: str, deadline: float) -> Iterator[tuple[int, bytes]]:
-        """Return the lines of a streamed response as they come, each with the status; the last one may be empty.
+        """Yield the lines of a streamed response as they arrive, each with the status. The last line may be empty.
 
         The connection cannot be used for another request.
 
         Raises:
-            TimeoutError: the deadline came.
+            TimeoutError: the deadline passed.
             Unanswered: the connection broke.
         """
         with _broken():
@@ -121,7 +121,7 @@ class EtcdSession:
 
     def _post(self, path: str, body: Json, token: str, deadline: float) -> HTTPResponse:
         self.deadline = deadline
-        headers = {"Grpc-Metadata-hasleader": "true"}  # a member without a leader says so, in place of waiting
+        headers = {"Grpc-Metadata-hasleader": "true"}  # a member without a leader returns an error instead of waiting
         if token:
             headers["Authorization"] = token
         self._http.request("POST", path, json.dumps(body).encode(), headers)
@@ -137,12 +137,13 @@ def _broken() -> Iterator[None]:
 
 
 class EtcdClient:
-    """Ask one cluster. All methods may be called from any thread."""
+    """Client of one cluster. All methods may be called from any thread."""
 
     def __init__(self, settings: Settings, patience: float) -> None:
-        """`patience`: seconds of all attempts of one request together."""
-        # An endpoint that does not answer costs as much of the patience; the others have the rest. A write waits
-        # longer, for a slow disk, because its caller has to read again; one forwarded to a dead leader gets no answer.
+        """`patience`: seconds for all attempts of one request together."""
+        # An endpoint that does not answer uses up to `limit` of the patience; the other endpoints have the rest. A
+        # write waits longer, for a slow disk, because its caller has to read again after a failure. A write forwarded
+        # to a dead leader gets no response.
         self.limit = min(2.0, patience / 2)
         self._write_limit = patience if len(settings.endpoints) == 1 else min(4.0, patience / 2)
         self.name = messages.describe(settings.endpoints)
@@ -157,21 +158,22 @@ class EtcdClient:
             "Is a majority of its members running, can it be reached from here, and does its address say ?ca=FILE if "
             "it uses TLS?",
         )
-        self._lock = threading.Lock()  # guards the next one
+        self._lock = threading.Lock()  # guards `_continuity`
         self._continuity = messages.Continuity()
         self._token = ""
 
     def ask(
         self, path: str, body: Json, until: float | None = None, repeat: bool = True, limit: float | None = None
     ) -> Answer:
-        """Ask one endpoint after the other until one answers, within the patience, or until a time.
+        """Send a request to one endpoint after another until one answers, within the patience or until `until`.
 
-        `repeat`: the request may be done twice. Without it there is no other attempt once etcd may have it.
+        `repeat`: the request may be executed twice. Without it, no other attempt follows once etcd may have received
+        it.
         `limit`: seconds for one endpoint.
 
         Raises:
-            DirectoryLost: none answered, or etcd may have done what must not be done twice.
-            Refused: etcd will not do it, now or later.
+            DirectoryLost: no endpoint answered, or etcd may have executed a request that must not be repeated.
+            Refused: etcd refuses the request, now and later.
         """
         if limit is None:
             limit = self.limit if repeat else self._write_limit
@@ -180,7 +182,7 @@ class EtcdClient:
         ).value
 
     def attempt(self, session: EtcdSession, path: str, body: Json, deadline: float) -> Answer:
-        """Ask one endpoint once. Raises Unsent, Unanswered, Refused, DirectoryReset."""
+        """Send a request to one endpoint once. Raises Unsent, Unanswered, Refused, DirectoryReset."""
         token = self.token(session, deadline)
         floor, sent = self._continuity.revision, monotonic()
         content = self.read(*session.ask(path, body, token, deadline))
@@ -189,7 +191,7 @@ class EtcdClient:
         return Answer(content, header, sent)
 
     def read(self, status: int, body: bytes) -> Json:
-        """Return the content of an answer. Raises Unsent, Unanswered, Refused."""
+        """Return the content of a response. Raises Unsent, Unanswered, Refused."""
         try:
             return messages.answer_of(status, body)
         except Refused as error:
@@ -203,7 +205,7 @@ class EtcdClient:
             raise
 
     def token(self, session: EtcdSession, deadline: float) -> str:
-        """Return the token of the user, a new one where there is none; "" without a user."""
+        """Return the user's token, and request one if there is none; "" without a user."""
         if self._user and not self._token:
             body = {"name": self._user, "password": self._password}
             try:
@@ -232,7 +234,7 @@ def _tls(settings: Settings) -> ssl.SSLContext:
         context = ssl.create_default_context(cafile=None if settings.ca == "system" else settings.ca)
         if settings.cert:
             load_own(context, settings.cert, settings.key)
-    except OSError as error:  # ssl.SSLError is one
+    except OSError as error:  # ssl.SSLError is an OSError
         files = ", ".join(repr(each) for each in (settings.ca, settings.cert, settings.key) if each)
         raise UsageError(f"the certificates for etcd cannot be used ({files}): {error}") from error
     return context

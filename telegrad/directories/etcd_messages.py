@@ -1,6 +1,6 @@
-"""Requests to the JSON gateway of etcd, and the meaning of its answers. No I/O, no clock.
+"""Build requests to etcd's JSON gateway and parse its responses. No I/O, no clock.
 
-The gateway writes 64-bit numbers as strings and bytes in base64, and leaves out fields that are zero.
+The gateway writes 64-bit numbers as strings and bytes in base64, and omits fields that are zero.
 """
 
 from __future__ import annotations
@@ -22,9 +22,16 @@ OPTIONS = {"ca", "cert", "key", "user", "password_file"}
 DEFAULT_PORT = 2379
 DEFAULT_PREFIX = "telegrad"
 
-# Codes of gRPC.
+# gRPC status codes
 NOT_FOUND, RESOURCE_EXHAUSTED, UNAUTHENTICATED = 5, 8, 16
-PASSING = {1, 2, 4, 10, 13, 14}  # cancelled, unknown, deadline, aborted, internal, unavailable: as in an election
+PASSING = {
+    1,
+    2,
+    4,
+    10,
+    13,
+    14,
+}  # cancelled, unknown, deadline, aborted, internal, unavailable: transient, such as during an election
 
 Json = dict[str, Any]
 P = ParamSpec("P")
@@ -35,8 +42,8 @@ class Settings(NamedTuple):
     """The settings in a URL."""
 
     endpoints: tuple[tuple[str, int], ...]
-    prefix: str  # of all keys of the group, with a slash at its end
-    ca: str = ""  # a file with certificates, "system" for those of the host, or "" for no TLS
+    prefix: str  # of all keys of the group, ending with a slash
+    ca: str = ""  # a certificate file, "system" for the host's certificates, or "" for no TLS
     cert: str = ""
     key: str = ""
     user: str = ""
@@ -44,12 +51,12 @@ class Settings(NamedTuple):
 
 
 class Header(NamedTuple):
-    """The part of each answer about the member that gave it."""
+    """The part of each response that describes the member that sent it."""
 
     cluster: int
-    member: int  # its id: an endpoint may be a load balancer in front of several
+    member: int  # its id: an endpoint may be a load balancer in front of several members
     revision: int
-    term: int  # that of the last entry of Raft's log that the member has applied
+    term: int  # that of the last entry of the Raft log that the member has applied
 
 
 class Refused(Exception):
@@ -61,24 +68,24 @@ class Refused(Exception):
         self.message = message
 
     def is_passing(self) -> bool:
-        """Return True if the same request may succeed later, or at another member."""
+        """Return True if the same request may succeed later or at another member."""
         return self.code in PASSING
 
     def was_turned_away(self) -> bool:
-        """Return True if the member did not begin with the request, and may do it later."""
+        """Return True if the member did not start the request, and may accept it later."""
         return self.message.endswith(("too many requests", "no leader"))
 
     def needs_token(self) -> bool:
-        """Return True if the token is too old. The request was not done."""
+        """Return True if the token is outdated. The request was not executed."""
         return self.code == UNAUTHENTICATED or self.message.endswith("revision of auth store is old")
 
 
 class Malformed(Exception):
-    """An answer, or an entry in one, does not have the form that etcd gives it."""
+    """A response, or an entry in one, does not have the form that etcd uses."""
 
 
 def _checked(read: Callable[Concatenate[Json, P], T]) -> Callable[Concatenate[Json, P], T]:
-    """Have a function that reads answers raise Malformed for those of another form."""
+    """Make a function that parses responses raise Malformed for those of another form."""
 
     @functools.wraps(read)
     def checked(answer: Json, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -91,20 +98,20 @@ def _checked(read: Callable[Concatenate[Json, P], T]) -> Callable[Concatenate[Js
 
 
 def parse_url(url: str) -> Settings:
-    """Return what a URL says.
+    """Parse a URL.
 
     Raises:
-        UsageError: it does not have the form.
+        UsageError: the URL does not have the required form.
     """
     try:
         parts = urlsplit(url)
-    except ValueError:  # a bracket without its other
+    except ValueError:  # an unbalanced bracket
         raise UsageError(f"the address of etcd has the form {FORM}") from None
     given = parse_qsl(parts.query, keep_blank_values=True)
     options = dict(given)
     if parts.scheme != "etcd" or not parts.netloc or parts.fragment or len(options) != len(given):
         raise UsageError(f"the address of etcd has the form {FORM}")
-    if "@" in parts.netloc:  # the URL stands in logs and in lists of processes; it is not repeated here either
+    if "@" in parts.netloc:  # URLs appear in logs and process lists; the error message does not repeat it either
         raise UsageError(f"a password does not belong into the address of etcd. Write it into a file: {FORM}")
     if unknown := sorted(options.keys() - OPTIONS):
         raise UsageError(f"the address of etcd has no option {unknown[0]!r}: {FORM}")
@@ -130,7 +137,7 @@ def _endpoint(text: str) -> tuple[str, int]:
 
 
 def swap_request(key: bytes, value: bytes | None, expected: int, lease: int) -> Json:
-    """Compare-and-set as one transaction, whose last answer is the key as it stands after it."""
+    """Return a compare-and-set as one transaction, whose last response is the key's state after it."""
     name = _packed(key)
     read = {"request_range": {"key": name}}
     change: list[Json] = [{"request_delete_range": {"key": name}}]
@@ -145,7 +152,7 @@ def list_request(prefix: bytes) -> Json:
 
 
 def confirm_request(prefix: bytes) -> Json:
-    """A read without entries, which only a member that follows a leader with a majority can answer."""
+    """Return a read without entries, which only a member that follows a leader with a majority can answer."""
     return {**_range(prefix), "count_only": True}
 
 
@@ -182,7 +189,7 @@ def events_of(answer: Json, prefix: bytes) -> list[Event]:
 
 @_checked
 def ttl_of(answer: Json) -> float:
-    """Return the seconds of a lease: 0 where it has ended."""
+    """Return the TTL of a lease in seconds; 0 if the lease has ended."""
     seconds = float(answer.get("TTL", 0))
     if not (seconds >= 0 and math.isfinite(seconds)):
         raise ValueError(f"a lease of {seconds} s")
@@ -202,7 +209,7 @@ def token_of(answer: Json) -> str:
 
 @_checked
 def compacted_of(message: Json) -> int:
-    """Return the revision until which etcd was compacted, where that ended a watch; else 0."""
+    """Return the revision up to which etcd was compacted, if that ended a watch; else 0."""
     return int(message.get("compact_revision", 0))
 
 
@@ -228,7 +235,7 @@ def _entry(found: Json, prefix: bytes) -> Entry:
 
 
 def _name(found: Json, prefix: bytes) -> str:
-    # A key that is no UTF-8 is another program's. It has no seal, so it is left out where it is met.
+    # Another program wrote a key that is not UTF-8. It has no seal, so readers skip it.
     return base64.b64decode(found["key"]).removeprefix(prefix).decode("utf-8", "backslashreplace")
 
 
@@ -237,11 +244,11 @@ def _packed(data: bytes) -> str:
 
 
 def answer_of(status: int, body: bytes) -> Json:
-    """Return an answer, or a line of a streamed one.
+    """Parse a response, or a line of a streamed one.
 
     Raises:
-        Refused: etcd answered with an error.
-        DirectoryRefused: the server is no etcd with a JSON gateway.
+        Refused: etcd returned an error.
+        DirectoryRefused: the server is not an etcd with a JSON gateway.
     """
     try:
         answer = json.loads(body)
@@ -263,7 +270,7 @@ def _code(code: object) -> int:
 
 
 def ends_live_leases(version: str) -> bool:
-    """Return True for a version whose former leaders end leases (etcd issue 15247)."""
+    """Return True if former leaders of this version end leases of other leaders (etcd issue 15247)."""
     try:
         major, minor, patch = (int(part) for part in version.split("-")[0].split("."))
     except ValueError:
@@ -278,26 +285,27 @@ def _misplaced(status: int, body: bytes) -> Exception:
             "the server has no JSON gateway under /v3: etcd 3.4 or newer has, unless it was started with "
             "--enable-grpc-gateway=false, or 3.4 by a configuration file without `enable-grpc-gateway: true`"
         )
-    if status in (400, 421):  # etcd's own checks in front of the gateway, of host names and of certificates
+    if status in (400, 421):  # checks of host names and certificates that etcd does before the gateway
         return DirectoryRefused(f"the server does not take requests to etcd's JSON gateway from here: {text!r}")
-    return Refused(2, f"status {status}: {text!r}")  # as of a proxy in front that has lost the member
+    return Refused(2, f"status {status}: {text!r}")  # such as from a proxy that has lost the member
 
 
 class Continuity:
-    """Find out that etcd has lost its data, was restored from a backup, or is not one cluster.
+    """Detect that etcd has lost its data, was restored from a backup, or is not one cluster.
 
-    Revisions are fencing tokens. A cluster that begins anew, after `etcdctl snapshot restore` or with an empty data
-    directory, gives them out a second time, and nothing that was decided before holds. etcd's answers do not say so.
-    But a linearizable answer never has a lower revision than one that had come before its request was sent.
+    Revisions are fencing tokens. A cluster that starts again, after `etcdctl snapshot restore` or with an empty data
+    directory, issues the same revisions again, which breaks fencing. etcd's responses do not show this directly. But a
+    linearizable response never has a lower revision than a response that arrived before its request was sent.
     """
 
     def __init__(self) -> None:
         self.cluster = 0
-        self.revision = 0  # the highest that a linearizable answer had
+        self.revision = 0  # the highest revision of a linearizable response
         self.broken = ""
 
     def check(self, header: Header, floor: int, linearizable: bool) -> str:
-        """Return what is wrong, now and from now on; "" if nothing is. `floor`: `revision` as the request was sent."""
+        """Return a description of the fault, permanently after the first; "" if none. `floor`: `revision` when the
+        request was sent."""
         if not self.broken and header.cluster:
             if self.cluster not in (0, header.cluster):
                 self.broken = (

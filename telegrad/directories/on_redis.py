@@ -1,36 +1,37 @@
-"""The directory of a group on a Redis server, 6.2 or newer, or on one that speaks as it does.
+"""The directory of a group on a Redis server, 6.2 or newer, or on a compatible one.
 
-Every operation is one Lua script (on_redis.lua), which Redis runs alone and whole. A group has these keys, all under
-`telegrad:GROUP:`, and none has an expiry of Redis's own:
+Every operation is one Lua script (on_redis.lua), which Redis runs atomically. A group has these keys, all under
+`telegrad:GROUP:`. None of them has a Redis expiry:
 
-    state     hash: `revision`, the number of leases so far, `incarnation` (drawn when this key was made), `run`
+    state     hash: `revision`, the number of leases so far, `incarnation` (random, set when this key is made), `run`
     entries   hash: key to record; a record has the revision, the revision of the creation, the lease and the value
-    order     sorted set of the keys, for prefixes
+    order     sorted set of the keys, for prefix queries
     ends      sorted set of the leases by their end, in microseconds of the server's clock
     ttls      hash: lease to microseconds
-    held      sorted set of "LEASE\\0KEY": which keys a lease takes with it
+    held      sorted set of "LEASE\\0KEY": the keys that end with each lease
     history   stream of the changes, whose ids are revisions; the newest HISTORY are kept
 
-Ends of leases. Redis would expire keys in no order, and give a deletion no revision. So each script first deletes the
-keys of leases that are over, oldest end first, each at a revision of its own: no reply shows an entry whose lease has
-ended. A watch waits in XREAD BLOCK until the next end at most, and runs the script again; a new entry wakes all of
-them.
+Ends of leases. Redis would expire keys in no fixed order, and would give a deletion no revision. So each script first
+deletes the keys of expired leases, oldest end first, each at its own revision: no reply shows an entry of an expired
+lease. A watch waits in XREAD BLOCK at most until the next lease ends, and then runs the script again. A new entry wakes
+all watches.
 
-Clocks. All ends are by the server's TIME, which is not monotonic. When it is set forward by J seconds, all leases end
-up to J early, and a holder may act for J seconds beside its successor, until receivers that have seen the successor's
-token refuse it. When it is set back by J, leases that are not renewed last J longer, and a watch that waits at that
-moment raises DirectoryLost once. Have the server's clock slewed, not stepped.
+Clocks. All lease ends use the server's TIME, which is not monotonic. If it is set forward by J seconds, all leases end
+up to J early. A holder may then act for J seconds beside its successor, until receivers that have seen the successor's
+token refuse it. If it is set back by J, leases that are not renewed last J longer, and a watch that waits at that
+moment raises DirectoryLost once. Configure the server's clock to be slewed, not stepped.
 
-A server that was started anew has had nobody renew: the first connection gives every lease its whole time again (`run`
-is INFO's `run_id`; each connection looks at it first). Each connection also refuses a server of which a crash would
-take acknowledged writes (redis_settings.py). Settings that are changed later are noticed by the next connection.
+While a server restarts, no worker can renew. So the first connection to the new process gives every lease its full TTL
+again (`run` is INFO's `run_id`; each connection compares it first). Each connection also refuses a server that would
+lose acknowledged writes in a crash (redis_settings.py). A later change of the settings is noticed by the next
+connection.
 
-What cannot be promised. Redis replicates after it has replied. When a replica takes the master's place, acknowledged
-writes may be missing there: a claim vanishes, a fencing token is given a second time, and for a while both may answer.
-The same holds for a backup that is restored and for FLUSHALL. A client notices this when the revision is lower than one
-it has seen or the incarnation is another (DirectoryReset); one that joins later cannot.
+Limits. Redis replicates after it has replied. When a replica replaces the master, acknowledged writes may be missing
+there: a claim vanishes, a fencing token is issued twice, and for a while both servers may answer. The same holds for a
+restored backup and for FLUSHALL. A client raises DirectoryReset if the revision is lower than one it has seen, or if
+the incarnation differs. A client that joins later cannot detect it.
 
-The keys of a group stay when the group has ended, so that a later group of that name goes on counting. They may be
+The keys of a group stay after the group has ended, so a later group of that name continues the revisions. They may be
 deleted when no worker of that group runs.
 """
 
@@ -67,44 +68,44 @@ from telegrad.ext.directories import (
 T = TypeVar("T")
 
 HISTORY = 10_000  # changes that watches can still get: 80 s of 25 joins a second with 5 writes each
-_BATCH = 100  # changes that one reply has at most
-_SLICE = 1.0  # seconds after which a watch notices that it was closed here
+_BATCH = 100  # maximum number of changes in one reply
+_SLICE = 1.0  # seconds after which a watch notices that `close` was called
 _KEYS = ("state", "entries", "order", "ends", "ttls", "held", "history")
 _SCRIPT = importlib.resources.files(__package__).joinpath("on_redis.lua").read_bytes()
 _SHA = hashlib.sha1(_SCRIPT, usedforsecurity=False).hexdigest()
 
 
 def connect(url: str, patience: float = 10.0) -> RedisDirectory:
-    """Return the directory of the one group that uses this database of a Redis server.
+    """Return the directory of the only group that uses this database of a Redis server.
 
     Raises:
         InvalidArgument: the URL is wrong.
-        DirectoryRefused: the server's settings, its role or its version are not fit, or it refuses the login.
+        DirectoryRefused: the server's settings, role or version are unsuitable, or it refuses the login.
         DirectoryLost: no server answers.
     """
     return RedisDirectory(url, "group", patience)
 
 
 class RedisDirectory:
-    """A client of a directory on a Redis server. Its methods are documented in `protocol.py`."""
+    """A client of a directory on a Redis server. `telegrad/_core/directory/protocol.py` documents its methods."""
 
     def __init__(self, url: str, group: str, patience: float = 10.0) -> None:
         """Connect and check the server.
 
         Args:
             url: `redis://[USER:PASSWORD@]HOST[:PORT][/DB]`, or `rediss://` for TLS.
-            group: Groups of different names see nothing of each other.
-            patience: Seconds that an operation waits for the server at most.
+            group: name of the group; groups of different names are isolated from each other.
+            patience: maximum seconds that an operation waits for the server.
 
-        Raises as `connect`.
+        Raises the same errors as `connect`.
         """
         self._address = parse(url)
         check_own(self._address)
-        self.scope = f"{self._address.db}/{group}"  # what tells it from those of other groups
+        self.scope = f"{self._address.db}/{group}"  # distinguishes this directory from those of other groups
         self._keys = [f"telegrad:{group}:{name}".encode() for name in _KEYS]
         self._slice = min(_SLICE, patience / 2)
-        self._seen = ABSENT  # a revision that the server has had; threads may put a lower one there than it was
-        self._incarnation = b""  # set by the first connection, before other threads know this object
+        self._seen = ABSENT  # a revision that the server has had; racing threads may store a lower one than the last
+        self._incarnation = b""  # set by the first connection, before other threads use this object
         self._sessions = Sessions(
             lambda _: RedisSession(self._address, patience, self._attach),
             [str(self._address)],
@@ -146,10 +147,10 @@ class RedisDirectory:
                 return since, events
 
     def close(self) -> None:
-        self._sessions.close()  # a watch raises within a second
+        self._sessions.close()  # a waiting watch raises within a second
 
     def _run(self, *operation: bytes | str | int, repeat: bool = True, wait_until: float = 0.0) -> tuple[float, Reply]:
-        """Run an operation of the script; return when it was sent, and the reply. Only a watch has a `wait_until`."""
+        """Run an operation of the script; return the time it was sent and the reply. Only a watch has a `wait_until`."""
 
         def ask(session: RedisSession, deadline: float) -> Reply:
             session.deadline = deadline
@@ -166,7 +167,7 @@ class RedisDirectory:
             raise self._sessions.lost("answers with an error", {0: str(error)}) from error
 
     def _ask(self, session: RedisSession, operation: tuple[bytes | str | int, ...], wait_until: float) -> Reply:
-        """Run an operation. Where it is a watch that found nothing, wait for the next change or end of a lease.
+        """Run an operation. If it is a watch without events, wait for the next change or end of a lease.
 
         Raises:
             StoreUntrusted: other programs have written to the group's keys.
@@ -186,7 +187,7 @@ class RedisDirectory:
         command = (len(self._keys), *self._keys, name, self._incarnation, self._seen, HISTORY, *arguments)
         try:
             raw = session.ask("EVALSHA", _SHA, *command)
-        except ScriptUnknown:  # SCRIPT FLUSH; nothing was run
+        except ScriptUnknown:  # after SCRIPT FLUSH; nothing was run
             raw = session.ask("EVAL", _SCRIPT, *command)
         reply = read_reply(str(name), arguments[0], raw)
         if name == "watch" and reply.status == b"done":
@@ -199,7 +200,7 @@ class RedisDirectory:
         return reply
 
     def _attach(self, session: RedisSession, run: str) -> None:
-        """Begin a connection to the server process `run`."""
+        """Initialize a connection to the server process `run`."""
         reply = self._ask(session, ("attach", run, secrets.token_hex(8)), 0.0)
         self._check(reply)
         self._incarnation = reply.content
@@ -212,7 +213,7 @@ class RedisDirectory:
         )
 
     def _check(self, reply: Reply) -> None:
-        """Raise the error that the status of a reply tells of, and keep its revision."""
+        """Raise the error that the status of a reply reports, and store its revision."""
         status, revision, _ = reply
         if status == b"reset":
             raise DirectoryReset(
@@ -232,4 +233,4 @@ class RedisDirectory:
 
 
 def _encode_prefix(prefix: str) -> bytes:
-    return prefix.encode("utf-8", "surrogatepass")  # a prefix that UTF-8 cannot write is one of no key
+    return prefix.encode("utf-8", "surrogatepass")  # a prefix that is not valid UTF-8 matches no key

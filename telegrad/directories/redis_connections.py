@@ -1,8 +1,9 @@
-"""Sessions with one Redis server: each is checked before its first operation, and each operation has a limit.
+"""Sessions with one Redis server. Each session checks the server before its first operation, and each operation has a
+deadline.
 
-redis-py brings the protocol and the sockets. Its pool is not used: its limits are for each step alone, not for an
-operation, and it does not tell whether a command that failed had been sent. Both matter here, since a compare-and-set
-must not be sent twice.
+redis-py provides the protocol and the sockets. Its pool is not used: its timeouts apply to single steps, not to an
+operation, and it does not report whether a failed command was sent. A compare-and-set must not be sent twice, so both
+matter.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ try:
 except ImportError as error:
     raise ImportError("the directory on Redis needs redis-py: pip install 'telegrad[redis]'") from error
 
-ServerError = exceptions.RedisError  # a reply, such as OOM, READONLY or BUSY
+ServerError = exceptions.RedisError  # an error reply, such as OOM, READONLY or BUSY
 ScriptFailed, ScriptUnknown = exceptions.ResponseError, exceptions.NoScriptError
 _BROKEN = (exceptions.ConnectionError, exceptions.TimeoutError, OSError)
 
@@ -33,8 +34,8 @@ class RedisSession:
     """A connection to the server."""
 
     def __init__(self, address: Address, patience: float, attach: Callable[[RedisSession, str], None]) -> None:
-        """`attach` is the first operation, and is given the server's `run_id`."""
-        self.deadline = 0.0  # of the operation
+        """`attach` is the first operation, and gets the server's `run_id`."""
+        self.deadline = 0.0  # of the current operation
         self._address, self._attach = address, attach
         self._is_checked = False
         options: dict[str, Any] = {
@@ -42,7 +43,7 @@ class RedisSession:
             "port": address.port,
             "protocol": 2,
             "socket_timeout": patience,
-            "driver_info": None,  # else redis-py tells it to the server at once, for which the deadline would not hold
+            "driver_info": None,  # otherwise redis-py sends it while connecting, without the deadline
         }
         if address.tls is None:
             self._connection = redis.Connection(**options)
@@ -51,14 +52,14 @@ class RedisSession:
             self._connection = redis.SSLConnection(**options)
 
     def open(self, deadline: float) -> None:
-        """Connect and check the server: it may be another one than before, or have other settings."""
+        """Connect and check the server, which may be another one than before or have other settings."""
         self.deadline = deadline
         self._connection.socket_connect_timeout = max(0.001, deadline - time.monotonic())
         try:
             self._connection.connect()
             self._attach(self, self._check())
             self._is_checked = True
-        except TelegradError:  # some are OSErrors, too
+        except TelegradError:  # before the next clauses: some TelegradErrors are OSErrors
             raise
         except exceptions.AuthenticationError as error:
             raise DirectoryRefused(
@@ -82,7 +83,7 @@ class RedisSession:
             return False
 
     def interrupt(self) -> None:
-        """Do nothing: no command waits for longer than a second."""
+        """Do nothing: no command waits longer than a second."""
 
     def close(self) -> None:
         self._connection.disconnect()
@@ -90,11 +91,11 @@ class RedisSession:
     def ask(self, *command: bytes | str | int) -> Any:
         """Send a command and return its reply: bytes, numbers, None and lists of these.
 
-        The deadline holds for the beginning of the reply. The socket's own limit, which is the patience as well, holds
-        for sending and for gaps in a reply, so a server that stops in the middle of one is noticed a patience later.
+        The deadline applies until the reply begins. The socket's own timeout, which equals the patience, applies to
+        sending and to gaps in a reply. So a server that stops in the middle of a reply is noticed one patience later.
 
         Raises:
-            Unanswered: no reply has come.
+            Unanswered: no reply arrived.
             ServerError: the server refuses the command.
         """
         try:
@@ -102,15 +103,15 @@ class RedisSession:
             if not self._connection.can_read(max(0.0, self.deadline - time.monotonic())):
                 raise Unanswered("no reply")
             return self._connection.read_response()
-        except exceptions.AuthenticationError as error:  # a ConnectionError of redis-py
-            if self._is_checked:  # a password was set since
+        except exceptions.AuthenticationError as error:  # a subclass of redis-py's ConnectionError
+            if self._is_checked:  # a password was set after the login
                 raise Unsent(str(error)) from None
             raise
         except _BROKEN as error:
             raise Unanswered(str(error)) from None
 
     def _check(self) -> str:
-        """Log in, and return the `run_id` of a server that can hold a directory."""
+        """Log in; return the `run_id` of a server that can hold a directory, or raise DirectoryRefused."""
         if self._address.login:
             self.ask("AUTH", *self._address.login)
         if self._address.db:
@@ -123,9 +124,9 @@ class RedisSession:
 
 
 def check_own(address: Address) -> None:
-    """Load the client's certificate as redis-py will.
+    """Load the client's certificate like redis-py does, and check it.
 
-    redis-py does not look who else may read the key, and would ask for a passphrase.
+    redis-py does not check who else may read the key, and would prompt for a passphrase.
     """
     tls = address.tls or {}
     if certificate := tls.get("ssl_certfile"):

@@ -1,7 +1,7 @@
-"""The replies of on_redis.lua, checked and read. Pure.
+"""Check and parse the replies of on_redis.lua. No I/O.
 
-Other programs can write to the keys of a group, so a reply may hold anything. Whatever a worker cannot have written
-raises Malformed, with the key where it stands.
+Other programs can write to the keys of a group, so a reply may contain anything. Content that no worker can have
+written raises Malformed, which names the key.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from typing import Any, NamedTuple
 from telegrad.ext.directories import Entry, Event
 
 _FAILED = (b"reset", b"lease lost", b"compacted")
-_RECORD = re.compile(rb"(\d{1,19}) (\d{1,19}) (\d{1,19}) (.*)", re.DOTALL)  # as write() of on_redis.lua makes it
+_RECORD = re.compile(rb"(\d{1,19}) (\d{1,19}) (\d{1,19}) (.*)", re.DOTALL)  # as written by write() of on_redis.lua
 _FAILURES = re.compile("WRONGTYPE|not an integer|not a valid float|would overflow|attempt to|equal or smaller")
 
 
 class Malformed(Exception):
-    """No worker can have written what a key has."""
+    """A key has a content that no worker can have written."""
 
     def __init__(self, key: str, field: str = "") -> None:
-        """`key`: its last part; `*` where it may be any key of the group."""
+        """`key`: the last part of the key's name; `*` if it may be any key of the group."""
         super().__init__(f"{key} {field}")
         self.key, self.field = key, field
 
@@ -31,7 +31,7 @@ class Changes(NamedTuple):
 
     since: int
     events: list[Event]
-    milliseconds: int  # until the next end of a lease; -1 for never
+    milliseconds: int  # until the next lease ends; -1: no lease
 
 
 class Reply(NamedTuple):
@@ -39,11 +39,11 @@ class Reply(NamedTuple):
 
     status: bytes
     revision: int
-    content: Any = None  # what the operation returns, where it was done
+    content: Any = None  # the result of the operation, if it was executed
 
 
 def read_reply(operation: str, about: object, reply: object) -> Reply:
-    """Read the reply to an operation; `about` is its first argument.
+    """Parse the reply to an operation; `about` is its first argument.
 
     Raises:
         Malformed: other programs have written to the group's keys.
@@ -61,12 +61,12 @@ def read_reply(operation: str, about: object, reply: object) -> Reply:
     read = _READERS.get(operation)
     found = read(content) if read else None
     if isinstance(found, Changes) and found.since > revision:
-        raise Malformed("history")  # each change raises the revision, so another program has written it
+        raise Malformed("history")  # each change raises the revision, so another program wrote this one
     return Reply(status, revision, found)
 
 
 def is_of_malformed_keys(error: str) -> bool:
-    """Return True for an error of Redis, or of Lua, that the script meets only where a key has a wrong content."""
+    """Return True if the script meets this error of Redis or Lua only when a key has a wrong content."""
     return _FAILURES.search(error) is not None
 
 
@@ -137,4 +137,4 @@ def _number(value: object, key: str) -> int:
 def _name(name: object, key: str) -> str:
     if not isinstance(name, bytes):
         raise Malformed(key)
-    return name.decode("utf-8", "backslashreplace")  # what no worker has written has no seal either
+    return name.decode("utf-8", "backslashreplace")  # a key that no worker wrote has no seal either, and is skipped

@@ -1,14 +1,14 @@
-"""The settings in the URL of a Redis server, and those that a server must have to hold a directory.
+"""The settings in the URL of a Redis server, and the settings that a server needs to hold a directory.
 
-Each fault names a way to lose what the server has acknowledged, or to have two servers answer:
+Each fault can lose acknowledged data, or lets two servers answer:
 
-- without an append-only file, or with one that is written to the disk later than the reply is sent, a crash takes the
-  newest writes with it: revisions go backwards and a fencing token is given twice. `no-appendfsync-on-rewrite yes` is
-  the same for as long as the file is rewritten;
-- an eviction policy `allkeys-*` deletes keys of the directory when memory is full. The `volatile-*` ones delete keys
-  that have an expiry alone, and the directory has none;
-- a replica answers with what it has got so far;
-- a node of a Redis Cluster has a part of the keys alone, and which part may change.
+- Without an append-only file, or if it is written to disk after the reply is sent, a crash loses the newest writes:
+  revisions decrease and a fencing token is issued twice. `no-appendfsync-on-rewrite yes` has this effect while the file
+  is rewritten.
+- An eviction policy `allkeys-*` deletes keys of the directory when memory is full. The `volatile-*` policies delete
+  only keys with an expiry, which the directory does not use.
+- A replica answers with the data it has received so far.
+- A node of a Redis Cluster has only some of the keys, and which ones may change.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from typing import NamedTuple
 from telegrad.errors import InvalidArgument
 
 DURABLE = {"appendonly": "yes", "appendfsync": "always", "no-appendfsync-on-rewrite": "no"}
-OLDEST = (6, 2)  # has XRANGE with exclusive bounds and ZADD GT
+OLDEST = (6, 2)  # the first version that has XRANGE with exclusive bounds and ZADD GT
 RIGHTS = "+info +config|get +select +eval +evalsha +time +del +@hash +@sortedset +@stream ~telegrad:*"
-_TLS = {"ssl_ca_certs", "ssl_certfile", "ssl_keyfile"}  # as redis-py names them
+_TLS = {"ssl_ca_certs", "ssl_certfile", "ssl_keyfile"}  # the names of redis-py
 _FORM = "redis://[USER:PASSWORD@]HOST[:PORT][/DB], or rediss:// for TLS"
 
 
 class Address(NamedTuple):
-    """Where a server is, and how a client logs in."""
+    """The address of a server, and the login."""
 
     host: str
     port: int
@@ -42,10 +42,10 @@ class Address(NamedTuple):
 
 
 def parse(url: str) -> Address:
-    """Read a URL, whose query may give `ssl_ca_certs`, `ssl_certfile` and `ssl_keyfile` for `rediss://`.
+    """Parse a URL. With `rediss://` the query may give `ssl_ca_certs`, `ssl_certfile` and `ssl_keyfile`.
 
     Raises:
-        InvalidArgument: it is no such URL. The message does not repeat it, since it may hold a password.
+        InvalidArgument: the URL is wrong. The message does not repeat it, because it may contain a password.
     """
     try:
         parts = urllib.parse.urlsplit(url)
@@ -68,13 +68,13 @@ def parse(url: str) -> Address:
 
 
 def parse_info(text: str) -> dict[str, str]:
-    """Read the reply to INFO."""
+    """Parse the reply to INFO."""
     lines = (line.partition(":") for line in text.splitlines() if not line.startswith("#"))
     return {name: value for name, colon, value in lines if colon}
 
 
 def find_faults(info: Mapping[str, str], config: Mapping[str, str]) -> list[str]:
-    """Return what is wrong with a server, each with what to do; nothing for a server that can hold a directory."""
+    """Return the faults of a server, each with its remedy; none if the server can hold a directory."""
     faults = []
     version = info.get("redis_version", "0")
     if tuple(int(part) for part in version.split(".")[:2] if part.isdigit()) < OLDEST:
