@@ -1,5 +1,5 @@
--- One operation on the directory of one group. Redis runs a script alone and whole, and writes its effects to the AOF as
--- one transaction. on_redis.py tells what the keys hold.
+-- One operation on the directory of one group. Redis runs a script atomically, and writes its effects to the AOF as one
+-- transaction. on_redis.py describes the keys.
 
 local STATE, ENTRIES, ORDER, ENDS, TTLS, HELD, HISTORY = unpack(KEYS)
 local operation, incarnation, seen, kept = ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4]
@@ -15,7 +15,7 @@ end
 
 -- Entries ---------------------------------------------------------------------
 
--- A record is "REVISION CREATED LEASE VALUE", by which on_redis.py reads it as well.
+-- A record is "REVISION CREATED LEASE VALUE"; redis_replies.py parses it too.
 local function parsed(record)
     if not record then
         return '0', nil, '0'
@@ -68,14 +68,14 @@ local function sweep()
     end
 end
 
--- The server has been started anew, and nobody could renew in between: each lease gets its whole time again.
+-- After a restart of the server: no worker could renew meanwhile, so each lease gets its full TTL again.
 local function prolong_all()
     for _, id in ipairs(call('ZRANGE', ENDS, 0, -1)) do
         call('ZADD', ENDS, 'GT', text(now + tonumber(call('HGET', TTLS, id))), id)
     end
 end
 
-local function until_next_end() -- milliseconds, rounded up; -1 for never
+local function until_next_end() -- milliseconds, rounded up; -1: no lease
     local next_end = call('ZRANGE', ENDS, 0, 0, 'WITHSCORES')[2]
     return next_end and math.max(1, math.ceil((tonumber(next_end) - now) / 1000)) or -1
 end
@@ -132,14 +132,14 @@ end
 
 function operations.list(prefix)
     local found = {}
-    for _, key in ipairs(call('ZRANGEBYLEX', ORDER, '[' .. prefix, '(' .. prefix .. '\255')) do -- no UTF-8 has 255
+    for _, key in ipairs(call('ZRANGEBYLEX', ORDER, '[' .. prefix, '(' .. prefix .. '\255')) do -- UTF-8 never has a byte 255
         found[#found + 1] = {key, call('HGET', ENTRIES, key)}
     end
     return {'done', revision, found}
 end
 
--- Each revision has one element of the stream, until MAXLEN drops it. Read up to the end, or until `count` elements have
--- some of the prefix. Return the revision to watch from, the changes, and how long no lease will end.
+-- Each revision has one element of the stream, until MAXLEN drops it. Read to the end, or until `count` elements of the
+-- prefix are found. Return the revision to watch from, the changes, and the time until the next lease ends.
 function operations.watch(prefix, since, count)
     if tonumber(since) > revision then
         return {'reset', revision}
@@ -162,7 +162,7 @@ function operations.watch(prefix, since, count)
     return {'done', revision, tonumber(last), found, until_next_end()}
 end
 
--- What each connection runs first. The first ever makes the state, in the place of what is left of one.
+-- The first operation of each connection. The first connection ever creates the state and deletes remains of an old one.
 if operation == 'attach' then
     local run, fresh = ARGV[5], ARGV[6]
     if incarnation == '' and call('HSETNX', STATE, 'incarnation', fresh) == 1 then
@@ -181,9 +181,9 @@ if operation == 'attach' then
     end
     return {'done', revision, incarnation}
 end
--- A script that fails half-way is not undone. Redis refuses the first write of one where memory or the disk is full, or
--- where this server has become a replica, and refuses nothing behind it. So the first write changes nothing; it also keeps
--- a replica from answering a list.
+-- A failing script is not rolled back. If memory or the disk is full, or this server has become a replica, Redis refuses
+-- the first write of a script, but none after it. So the first write changes nothing. It also stops a replica from
+-- answering a list.
 call('HSETNX', STATE, 'incarnation', '')
 sweep()
 return operations[operation](unpack(ARGV, 5))
