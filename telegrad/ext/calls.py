@@ -1,4 +1,4 @@
-"""Begin calls, run what others call, and follow a call that was made: what `rpc_sync` and its kin are made of."""
+"""Make calls, run incoming calls, and track a call: the parts that `rpc_sync` and similar functions use."""
 
 from telegrad._core.agent import inspection
 from telegrad._core.agent.agent import Agent

@@ -1,4 +1,4 @@
-"""What an engine of a directory implements, and what clients of one ask."""
+"""The protocol that a directory engine implements, and the functions for its clients."""
 
 from telegrad._core.directory.client import EmbeddedDirectory
 from telegrad._core.directory.protocol import (

@@ -1,4 +1,4 @@
-"""What happens on a worker, for those who record it."""
+"""Events of a worker, for recorders."""
 
 from telegrad._core import events
 from telegrad._core.events import (

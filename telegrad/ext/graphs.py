@@ -1,4 +1,4 @@
-"""What workers record of a forward pass, and parts of a backward pass that an extension runs by itself."""
+"""Records of a forward pass, and parts of a backward pass that an extension runs itself."""
 
 from telegrad.autograd.api import Ride, Step, check_context_id, check_root, check_step
 from telegrad.autograd.conductor import Conductor

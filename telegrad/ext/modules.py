@@ -1,4 +1,4 @@
-"""Modules whose parts live on several workers: found, named, and held by their owners."""
+"""Modules whose parts live on several workers: how to find, name and own the parts."""
 
 from telegrad._core.modules.module_host import device_of, moved
 from telegrad._core.modules.module_tree import Branch, Recoverable, branches, joined, restore_model, state_of

@@ -1,4 +1,4 @@
-"""References to values on other workers: the tables that count them, and references whose values come back."""
+"""References to values on other workers: the tables that count them, and references whose values are restored."""
 
 from telegrad._core.references.box import Box, Opening
 from telegrad._core.references.letters import Id

@@ -1,4 +1,4 @@
-"""What is told to users: long waits, hints, and texts of other processes made safe."""
+"""Messages to users: long waits, hints, and sanitized texts of other processes."""
 
 from telegrad._core import progress
 from telegrad._core.hints import did_you_mean, hint

@@ -1,4 +1,4 @@
-"""Values and tensors as bytes, and exceptions on their way."""
+"""Values, tensors and exceptions as bytes."""
 
 from telegrad._core.pickling.exceptions import describe, fresh, kept, rebuild
 from telegrad._core.pickling.pickling import decode, encode

@@ -1,4 +1,4 @@
-"""The worker of this process, the members of its group, and what an extension adds to each worker."""
+"""The worker of this process, the members of its group, and hooks that an extension adds to each worker."""
 
 from telegrad._core.membership.dynamic import UNUSABLE, DynamicGroup
 from telegrad._core.membership.leaving import Leaving
