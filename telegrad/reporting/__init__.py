@@ -1,1 +1,1 @@
-"""What a worker can tell of itself, to those who look on: its state, and what has happened lately. An extension."""
+"""Introspection of a worker: its current state and its recent events. An extension."""

@@ -1,4 +1,4 @@
-"""What a worker can tell of itself at one moment: plain values, which travel as JSON and are read without torch."""
+"""The report of a worker's state at one moment: plain values, sent as JSON and read without torch."""
 
 from __future__ import annotations
 
@@ -7,70 +7,74 @@ from collections.abc import Callable, Iterable
 from typing import TypedDict, TypeVar
 
 JOINING, MEMBER, LEAVING = "joining", "member", "leaving"  # phases of a worker's life in its group
-RUNNING, QUEUED, GOING_ON = "running", "queued", "going on"  # states of a call that has come; the last: it has returned
-# a future or a coroutine, whose end is awaited
-MOST_ALIKE = 256  # calls that are listed of those that are alike
+# States of an incoming call; GOING_ON: the function has returned a future or a coroutine that is not done yet.
+RUNNING, QUEUED, GOING_ON = "running", "queued", "going on"
+MOST_ALIKE = 256  # maximum number of similar calls in a list
 
 
 class Line(TypedDict):
-    """A line of a program that a thread stands at."""
+    """The line of a program that a thread executes."""
 
     file: str
     line: int
     function: str
-    text: str  # the line itself, where it can be read
+    text: str  # the source line, if it can be read
 
 
 class _Alike(TypedDict, total=False):
-    more: int  # how many there are like this one, younger, that are not listed
+    more: int  # number of younger calls like this one that are not listed
 
 
 class CallOut(_Alike):
-    """A call of this worker that was not answered yet."""
+    """An outgoing call of this worker without a response."""
 
     to: str
-    number: int  # with the caller's name it says at the callee which call this is
+    number: int  # identifies the call at the callee, together with the caller's name
     function: str
     age: float  # seconds
     timeout: float  # 0: none
-    thread: int | None  # which waits for it; None where nobody does in place
+    thread: int | None  # the thread that waits for it; None if no thread waits
 
 
 class CallIn(_Alike):
-    """A call of another worker that has come, and was not answered yet."""
+    """An incoming call that was not answered yet."""
 
     caller: str
     number: int
-    function: str  # may be empty where it was not opened yet
-    age: float  # seconds since it began to run; 0 where it waits
+    function: str  # may be empty if the call was not decoded yet
+    age: float  # seconds since it began to run; 0 while it waits
     state: str
-    thread: int | None  # which runs it
+    thread: int | None  # the thread that runs it
 
 
-MEETINGS = ("barrier", "all_reduce", "process_group")  # functions that all workers of a group call, and wait in
+MEETINGS = (
+    "barrier",
+    "all_reduce",
+    "process_group",
+)  # functions that all workers of a group call, and that wait for each other
 
 
 class _Dated(TypedDict, total=False):
-    age: float  # seconds, where it is known
+    age: float  # seconds, if known
 
 
 class Wait(_Dated):
-    """A wait of this package that a thread is in, but for calls, which are told of above."""
+    """A wait of this package that a thread is in, except waits for calls, which `CallOut` lists."""
 
-    what: str  # "shutdown", "serve", "backward", "future", "value", "init_rpc", "room", or what the user has called
+    what: str  # "shutdown", "serve", "backward", "future", "value", "init_rpc", "room", or the called function
     on: list[str]  # workers, by name; or "rank 2"
-    about: str  # the rest, for people
+    about: str  # further text for the user
 
 
 class Thread(TypedDict):
-    """A thread, unless it is one of this package's that has nothing to do."""
+    """A thread, except this package's idle threads."""
 
     number: int
     name: str
-    at: Line | None  # the innermost line of the user's program, None where there is none
-    stack: list[str]  # innermost last, of all code: file:line function
+    at: Line | None  # the innermost line of the user's program; None if there is none
+    stack: list[str]  # all frames as "file:line function", innermost last
     wait: Wait | None
-    asleep: bool | None  # whether the kernel has it asleep, where that is known
+    asleep: bool | None  # True if the kernel has it asleep; None if unknown
 
 
 class PassOut(TypedDict):
@@ -79,29 +83,29 @@ class PassOut(TypedDict):
     context: int
     number: int
     age: float
-    owing: list[str]  # workers that have something to do for it
+    owing: list[str]  # workers that have not finished their part
 
 
 class Account(TypedDict):
-    """What a worker tells of itself."""
+    """The state of a worker."""
 
     worker: str
     rank: int
-    group: str  # the same for all of its members, and for no other group
+    group: str  # the same for all members of the group, and for no other group
     pid: int
     host: str
-    program: str  # what runs, for people
+    program: str  # the program that runs, for users
     clock: float  # `perf_counter` at that moment
-    time: float  # of day, in seconds
+    time: float  # wall-clock time in seconds
     phase: str
     phase_age: float
-    idle: float  # seconds since it has called another worker, or ended a backward pass or a step, as far as it recalls
-    missing: list[str]  # joining or leaving: who is waited for, by name, or "rank 2" where no name is known
-    place: str  # of the store
-    size: int | None  # of the group; None: workers come and go
+    idle: float  # seconds since this worker's last own call, backward pass or step ended, as far as recorded
+    missing: list[str]  # workers it waits for while joining or leaving, by name, or "rank 2" if the name is unknown
+    place: str  # address of the store
+    size: int | None  # of the group; None: membership is dynamic
     generation: int
-    members: dict[str, str]  # all that it knows, by name, and their hosts
-    gone: dict[str, str]  # of the group, who has died or left early, and why
+    members: dict[str, str]  # hosts of the known members, by name
+    gone: dict[str, str]  # members that died or left early, and why
     threads: list[Thread]
     calls_out: list[CallOut]
     calls_in: list[CallIn]
@@ -109,10 +113,10 @@ class Account(TypedDict):
     busy: int
     passes: list[PassOut]
     contexts: int
-    references: dict[str, int]  # as debug_info() has them
+    references: dict[str, int]  # the counts of debug_info()
     bytes_out: dict[str, int]  # of messages and tensors, by worker, since the start
     bytes_in: dict[str, int]
-    calls_done: int  # of other workers, since the start
+    calls_done: int  # calls served for other workers since the start
     memory: int  # resident bytes of the process
     shared: int  # bytes of shared memory that it has lent
 
@@ -121,7 +125,8 @@ C = TypeVar("C", CallOut, CallIn)
 
 
 def listed(calls: Iterable[C], kin: Callable[[C], object]) -> list[C]:
-    """Those that a thread waits for or runs, and some of each kin of the others; the last tells how many more."""
+    """Return the calls that a thread waits for or runs, and up to MOST_ALIKE of each other kind; the last has the
+    number of the rest."""
     found: list[C] = []
     alike: dict[object, list[C]] = defaultdict(list)
     for call in calls:
@@ -137,7 +142,7 @@ def listed(calls: Iterable[C], kin: Callable[[C], object]) -> list[C]:
 
 
 def counts(calls: Iterable[C], by: Callable[[C], str]) -> Counter[str]:
-    """How many there are, with those that are not listed."""
+    """Return the number of calls per key, including those that are not listed."""
     found: Counter[str] = Counter()
     for call in calls:
         found[by(call)] += 1 + call.get("more", 0)

@@ -1,8 +1,8 @@
-"""Decode what workers tell of themselves, and refuse what no worker tells.
+"""Decode the answers of workers, and reject invalid ones.
 
-An answer comes from another process, which may run another version or be no worker at all; a file may be damaged. So
-all answers pass `decode`: it checks their form and sizes, and makes their texts safe. What is behind it can trust the
-types in `reporting/account.py`, and print each text.
+An answer comes from another process, which may run another version or not be a worker at all; a file may be damaged. So
+all answers pass through `decode`, which checks their form and sizes and sanitizes their texts. Code that uses the
+result can rely on the types in `reporting/account.py`, and print each text.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from telegrad.reporting.account import Account
 
 ACCOUNT, GROUP, EVENTS, GROUP_EVENTS, DUMP = "account", "group", "events", "group events", "dump"  # topics
 CALL = "call"
-FILE = "file"  # what `reporting/dump.py` writes
+FILE = "file"  # the content of a file that `reporting/dump.py` writes
 
-LONGEST_TEXT = 4096  # characters; the rest of a longer one is left out
-MOST_ITEMS = 100_000  # of one list or dictionary
+LONGEST_TEXT = 4096  # characters; longer texts are cut
+MOST_ITEMS = 100_000  # in one list or dictionary
 LARGEST_NUMBER = 1 << 64
 
 _Check = Callable[[Any, str], Any]
 
 
 class Malformed(ValueError):
-    """Something that no worker tells."""
+    """An answer that no worker sends."""
 
 
 def decode(topic: str, data: bytes) -> Any:
-    """Return the answer to a question about `topic`.
+    """Decode the answer to a question about `topic`.
 
     Raises:
-        Malformed: it has another form.
+        Malformed: the answer has another form.
     """
     try:
         value = json.loads(data.decode(), parse_constant=_refuse)
@@ -49,12 +49,12 @@ def decode(topic: str, data: bytes) -> Any:
 
 
 def checked(topic: str, value: Any) -> Any:
-    """Return an answer that was decoded, or is this worker's own, with its texts made safe.
+    """Check an answer that is already parsed, or this worker's own; return it with sanitized texts.
 
     Raises:
-        Malformed: it has another form.
+        Malformed: the answer has another form.
     """
-    check: _Check = _CHECKS.get(topic, _none)  # a worker answers null where it does not know a topic
+    check: _Check = _CHECKS.get(topic, _none)  # a worker answers null to an unknown topic
     return check(value, topic)
 
 
@@ -122,7 +122,7 @@ def _one_of(checks: list[_Check]) -> _Check:
 
 
 def _fields(checks: dict[str, _Check], required: frozenset[str]) -> _Check:
-    """Check a TypedDict. Fields that it does not know are left out: a newer version tells more."""
+    """Return a check of a TypedDict. It drops unknown fields, because newer versions send more."""
 
     def checked(value: Any, where: str) -> dict[str, Any]:
         if not isinstance(value, dict):
@@ -138,7 +138,7 @@ _PLAIN: dict[Any, _Check] = {str: _text, int: _integer, float: _number, bool: _t
 
 
 def _check_for(kind: Any) -> _Check:
-    """Return the check of a type of `reporting/account.py`."""
+    """Return the check for a type of `reporting/account.py`."""
     if kind in _PLAIN:
         return _PLAIN[kind]
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
@@ -155,7 +155,7 @@ def _check_for(kind: Any) -> _Check:
 # Events
 
 _SCALAR = _one_of([_number, _none, _text])
-_AFTER_TIMES: dict[str, tuple[_Check, ...]] = {  # as `instruments.py` describes them
+_AFTER_TIMES: dict[str, tuple[_Check, ...]] = {  # the fields after the times, as in `_core/events.py`
     events.CALLED: (_text, _integer, _text, _integer, _text),
     events.RAN: (_text, _integer, _text, _text),
     events.CONNECTED: (_text, _text),
@@ -172,7 +172,7 @@ _AFTER_TIMES: dict[str, tuple[_Check, ...]] = {  # as `instruments.py` describes
 
 
 def _events(value: Any, where: str) -> list[Event]:
-    """Check events. Kinds that are not known are left out."""
+    """Check events; drop unknown kinds."""
     if not isinstance(value, list) or len(value) > MOST_ITEMS:
         raise Malformed(f"{where} are no list, or one of over {MOST_ITEMS}")
     found = []

@@ -1,12 +1,13 @@
-"""Where programs of the same user on the same host may ask a worker, also before it has joined a group.
+"""A debug server in each worker, which programs of the same user on the same host can query, even before the worker
+joins a group.
 
-A Unix socket whose name in the abstract namespace says whose it is, so that nothing is on the file system; elsewhere
-than on Linux workers can be asked from inside of their group only. One line of JSON comes, one goes:
-`{"topic": ..., "after": ...}`.
+It listens on a Unix socket in the abstract namespace, so nothing is left on the file system. The socket's name says
+whose worker it is. On other systems than Linux, workers can be queried only from inside their group. A request is one
+line of JSON, `{"topic": ..., "after": ...}`, and so is the response.
 
-Any user of the host can bind such a name, and connect to it. So each side asks the kernel which user the other one is,
-before it reads or sends anything: a worker answers its own user and root, and a program asks workers of the user whom
-their name says, which is its own user unless that is root. What an answer may be is limited in size and time.
+Any user of the host can bind such a name, and connect to it. So each side asks the kernel for the user of the other
+side before it reads or sends anything. A worker answers its own user and root. A program queries workers of the user in
+their name, which must be its own user unless it runs as root. Responses are limited in size and time.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ __all__ = ["ACCOUNT", "DUMP", "EVENTS", "GROUP", "GROUP_EVENTS", "Desk", "Place"
 
 PREFIX = "telegrad-desk"
 HAS_DESKS = HAS_UNIX
-PATIENCE = 2.0  # seconds for a question to come whole, and for its answer to be taken
+PATIENCE = 2.0  # seconds to receive a question, and to send the answer
 LONGEST = 1 << 16  # bytes of a question
-LARGEST = 16 << 20  # bytes of one worker's answer about itself, and of all answers of another user than this one
-OF_A_GROUP = 256 << 20  # bytes of an answer about a group, and of all answers of this user at once
-MOST_OF_A_USER = 1024  # workers of one user that are asked
-AT_ONCE = 512  # workers that are asked at the same time
-AGAIN = 0.005  # seconds until a worker is tried again whose queue of questions is full
-FINDING = 5.0  # seconds at most to find out whose sockets those are that have names of workers
+LARGEST = 16 << 20  # bytes of one worker's answer about itself, and of all answers of another user
+OF_A_GROUP = 256 << 20  # bytes of an answer about a group, and of all answers of this user together
+MOST_OF_A_USER = 1024  # workers of one user that are queried
+AT_ONCE = 512  # workers that are queried concurrently
+AGAIN = 0.005  # seconds until a retry, if a worker's accept queue is full
+FINDING = 5.0  # maximum seconds to determine the users of all sockets that are named like workers
 SOCKETS = "/proc/net/unix"
 _NAME = re.compile(
     rb"@(" + PREFIX.encode() + rb"/([0-9]{1,10})/([0-9]{1,10})/(-1|[0-9]{1,7})/[0-9a-f]{1,16}/([\w:.#-]{1,255}))"
@@ -53,45 +54,45 @@ _CREDENTIALS = struct.Struct("iII")  # pid, uid, gid
 
 
 class Place(NamedTuple):
-    """A desk as others find it."""
+    """The address of a worker's debug server."""
 
     address: str  # without the leading zero byte
     pid: int
-    stacks: int  # the descriptor of the file to which that process writes its stacks on a signal; -1: none
+    stacks: int  # the file descriptor to which that process writes its stacks on a signal; -1: none
     worker: str
-    user: int  # whose process it is
+    user: int  # the user of the process
 
 
 class Desk:
-    """One worker's; answers on a thread of its own, whatever the worker's other threads are at."""
+    """The debug server of one worker. It answers on its own thread, even if the worker's other threads are blocked."""
 
     def __init__(self, worker: str, stacks: int, answer: Callable[[str, Any], Any]) -> None:
-        """`answer(topic, after)` gives something that JSON can say."""
+        """`answer(topic, after)` returns a value that JSON can encode."""
         self._answer = answer
         self._socket: socket.socket | None = None
         if not HAS_DESKS:
             return
         listening = socket.socket(socket.AF_UNIX)
         try:
-            own = secrets.token_hex(8)  # which nobody can guess, and so bind the name first
+            own = secrets.token_hex(8)  # unguessable, so that no other user can bind the name first
             listening.bind(f"\0{PREFIX}/{os.geteuid()}/{os.getpid()}/{stacks}/{own}/{worker}")
-            listening.listen(128)  # anybody can connect, and is turned away
+            listening.listen(128)  # any user can connect; `_tell` rejects other users
             self._socket = listening
             Thread(target=self._serve, args=(listening,), name="telegrad-desk").start()
-        except (OSError, RuntimeError, MemoryError):  # a worker that nobody can look at works all the same
+        except (OSError, RuntimeError, MemoryError):  # a worker runs without its debug server, too
             self._socket = None
             listening.close()
 
     def close(self) -> None:
-        """No more questions."""
+        """Stop answering."""
         listening, self._socket = self._socket, None
         if listening is not None:
             with contextlib.suppress(OSError):
-                listening.shutdown(socket.SHUT_RDWR)  # which wakes the thread that accepts
+                listening.shutdown(socket.SHUT_RDWR)  # wakes the thread in `accept`
             listening.close()
 
     def abandon(self) -> None:
-        """In a forked child: the parent goes on with it."""
+        """Close the socket in a forked child; the parent keeps using it."""
         listening, self._socket = self._socket, None
         if listening is not None:
             listening.close()
@@ -105,13 +106,13 @@ class Desk:
             try:
                 with asking:
                     self._tell(asking)
-            except OSError:  # who asked has gone
+            except OSError:  # the client has gone
                 pass
-            except Exception:  # the next one shall hear more
+            except Exception:  # keep serving the next clients
                 log.exception("telegrad: a question about this worker could not be answered")
 
     def _tell(self, asking: socket.socket) -> None:
-        """Answer one question, unless a stranger asks."""
+        """Answer one question, unless another user asks."""
         if _peer_at(asking).user in (os.geteuid(), 0):
             asked = json.loads(_question(asking))
             asking.settimeout(PATIENCE)
@@ -119,9 +120,9 @@ class Desk:
 
 
 def places() -> list[Place]:
-    """The desks of this user's workers on this host; root's question is answered by those of all.
+    """Return the debug servers of this user's workers on this host; for root those of all users.
 
-    Sockets that another user has named like a worker's are left out, with a warning.
+    Sockets of other users with names like a worker's are skipped, with a warning.
     """
     if not HAS_DESKS:
         return []
@@ -148,11 +149,11 @@ def places() -> list[Place]:
 
 
 def ask(place: Place, topic: str, after: Any = None, patience: float = PATIENCE) -> Any:
-    """Return what a worker answers within `patience` seconds.
+    """Return the answer of a worker.
 
     Raises:
-        OSError: it does not.
-        Malformed: it answers what no worker tells.
+        OSError: the worker did not answer within `patience` seconds.
+        Malformed: the answer is invalid.
     """
     answer = ask_all([place], topic, after, patience)[place]
     if isinstance(answer, Exception):
@@ -161,7 +162,7 @@ def ask(place: Place, topic: str, after: Any = None, patience: float = PATIENCE)
 
 
 def ask_all(asked: Iterable[Place], topic: str, after: Any = None, patience: float = PATIENCE) -> dict[Place, Any]:
-    """Return what workers answer, or an OSError or Malformed that says why not, within `patience` seconds for all."""
+    """Return the answers of workers within `patience` seconds in all; an OSError or Malformed for each that failed."""
     asked = list(dict.fromkeys(asked))
     question = json.dumps({"topic": topic, "after": after}).encode() + b"\n"
     with _Questions(topic, question) as questions:
@@ -180,7 +181,7 @@ def _decoded(place: Place, topic: str, line: bytes | Exception) -> Any:
 
 
 class _Questions:
-    """The same question to many workers, by one thread. Use it in a `with`."""
+    """One question to many workers, asked by one thread. Use it in a `with`."""
 
     def __init__(self, topic: str, question: bytes) -> None:
         self._is_of_groups = topic in (GROUP, GROUP_EVENTS)
@@ -188,7 +189,7 @@ class _Questions:
         self._selector = selectors.DefaultSelector()
         self._talks: dict[Place, _Talk] = {}
         self._told: dict[Place, bytes | Exception] = {}
-        self._read: Counter[int] = Counter()  # bytes of all answers that are kept, by user
+        self._read: Counter[int] = Counter()  # bytes of all answers kept, by user
 
     def __enter__(self) -> _Questions:  # noqa: PYI034
         return self
@@ -213,12 +214,12 @@ class _Questions:
         return self._told
 
     def _begin(self, place: Place) -> bool:
-        """Return whether a worker has been connected, or cannot be."""
+        """Connect and send the question. Return False if it has to be tried again later."""
         try:
             sock = _connected(place)
         except OSError as error:
             if isinstance(error, BlockingIOError) or (error.errno == EMFILE and self._talks):
-                return False  # its queue is full, or there are no descriptors for more at once
+                return False  # the worker's accept queue is full, or this process is out of descriptors
             self._told[place] = error
             return True
         try:
@@ -263,7 +264,7 @@ class _Questions:
 
 
 class _Talk:
-    """A question that was put, and what has come of its answer."""
+    """A connection with a question sent, and the part of the answer received so far."""
 
     def __init__(self, place: Place, sock: socket.socket) -> None:
         self.place = place
@@ -271,33 +272,33 @@ class _Talk:
         self.answer = bytearray()
 
 
-# Sockets, and whose they are
+# Sockets and their users
 
 
 class _Peer(NamedTuple):
-    pid: int  # 0: it cannot be seen from here
+    pid: int  # 0: the process is in another PID namespace
     user: int
 
 
 def _peer_at(sock: socket.socket) -> _Peer:
-    """Return which process has connected, or listens, at the other end of a Unix socket; the kernel has noted it."""
+    """Return the process at the other end of a Unix socket, as the kernel recorded it."""
     pid, user, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     return _Peer(pid, user)
 
 
 def _peer_of(place: Place, inode: bytes) -> _Peer | None:
-    """Return which process has made a socket; None where it has gone, or cannot be seen."""
+    """Return the process that owns a socket; None if it has gone or cannot be seen."""
     try:
         with _connected(place) as sock:
             return _peer_at(sock)
-    except BlockingIOError:  # its queue is full, which anybody can bring about; the kernel may tell another way
+    except BlockingIOError:  # its queue is full, which any user can cause; /proc may still show the owner
         return _holder_of(place, inode)
     except OSError:
         return None
 
 
 def _holder_of(place: Place, inode: bytes) -> _Peer | None:
-    """Return the process that a name tells of, if that has the socket."""
+    """Return the process that is named in the address, if it has the socket open."""
     with contextlib.suppress(OSError), os.scandir(f"/proc/{place.pid}/fd") as opened:
         if any(os.readlink(each.path) == f"socket:[{inode.decode()}]" for each in opened):
             return _Peer(place.pid, os.stat(f"/proc/{place.pid}").st_uid)
@@ -316,10 +317,10 @@ def _connected(place: Place) -> socket.socket:
 
 
 def _named() -> list[tuple[Place, bytes]]:
-    """Return the sockets that are named like those of workers, whoever has made them, and their inodes."""
+    """Return the sockets of any user that are named like those of workers, and their inodes."""
     found = {}
     with contextlib.suppress(OSError), open(SOCKETS, "rb") as file:
-        for line in file:  # users can bind names with any bytes in them, ends of lines included
+        for line in file:  # names may have any bytes, including line ends
             fields = line.split(None, 7)
             if len(fields) == 8 and fields[3] == b"00010000" and (match := _NAME.fullmatch(fields[7].rstrip(b"\n"))):
                 address, user, pid, stacks, worker = (part.decode() for part in match.groups())

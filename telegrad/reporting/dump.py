@@ -1,8 +1,8 @@
-"""Writes what a worker can tell to a file: when a call of it runs out of time, when it loses another, on SIGUSR2.
+"""Write the state of a worker to a file: when one of its calls times out, when it loses a peer, and on SIGUSR2.
 
-`TELEGRAD_DUMPS` names the folder, or says `off`; without, it is a private one of this user.
-The newest files stay. On SIGUSR2, where the program has no use of its own for that, the stacks of all threads are
-written as well, which works even where the interpreter is held by one of them.
+`TELEGRAD_DUMPS` names the folder, or is `off`; the default is a private folder of this user. Old files are removed. On
+SIGUSR2, unless the program uses that signal, the stacks of all threads are written as well. That works even while a
+thread holds the interpreter.
 """
 
 from __future__ import annotations
@@ -27,21 +27,20 @@ from telegrad.ext.files import Folder, open_folder, private_folder
 from telegrad.ext.processes import Background, Thread, forks, interrupts, said
 
 VARIABLE = "TELEGRAD_DUMPS"
-PAUSE = 60.0  # seconds between two files of one worker that nobody has asked for
-KEPT = 32  # files of this user in the folder
-LARGEST = 16 << 20  # bytes of one file; the oldest events are left out of a larger one
-ALL = 64 << 20  # bytes of this user's files in the folder; the newest stays
-OURS = re.compile(r"[0-9]{8}-[0-9]{6}-[\w-]+\.json")  # the names of these files, among others in the folder
+PAUSE = 60.0  # minimum seconds between two automatic dumps of one worker
+KEPT = 32  # maximum number of files of this user in the folder
+LARGEST = 16 << 20  # bytes of one file; the oldest events are dropped from a larger one
+ALL = 64 << 20  # bytes of this user's files in the folder; the newest is always kept
+OURS = re.compile(r"[0-9]{8}-[0-9]{6}-[\w-]+\.json")  # the names of these files
 
 log = logging.getLogger("telegrad")
 
 
 def write(worker: str, reason: str, content: dict[str, Any]) -> pathlib.Path | None:
-    """Write a new file, which only this user can read, and remove old ones of this user; return None where none are
-    wanted.
+    """Write a new file that only this user can read, and remove old files of this user. Return None if dumps are off.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     named = os.environ.get(VARIABLE, "")
     if named == "off":
@@ -54,7 +53,7 @@ def write(worker: str, reason: str, content: dict[str, Any]) -> pathlib.Path | N
             with folder.create(name) as file:
                 file.write(text)
         except OSError:
-            folder.remove(name)  # a part of it is of no use
+            folder.remove(name)  # an incomplete file is useless
             raise
         _remove_old(folder, name)
         return folder.path / name
@@ -80,34 +79,34 @@ def _remove_old(folder: Folder, newest: str) -> None:
 
 
 class Dumper:
-    """Sees to one worker's files."""
+    """Writes the dump files of one worker."""
 
     def __init__(self, worker: str, tell: Callable[[], dict[str, Any]]) -> None:
-        """`tell` gives what is to be written."""
+        """`tell` returns the content of a dump."""
         self.worker = worker
         self._tell = tell
         self._wanted = threading.Semaphore(0)
-        self._reason = ""  # of the next file; whoever wants it stores it first
-        self._next = 0.0  # when another may be written that nobody has asked for
+        self._reason = ""  # of the next file; set before `_wanted` is released
+        self._next = 0.0  # earliest time of the next automatic dump
         self._closed = False
-        self.failure = ""  # why the last one could not be written
+        self.failure = ""  # why the last dump could not be written
         self._thread = Background("telegrad-dump", self._main)
         self._alarm = self._alarmed
         instruments.alarms.append(self._alarm)
 
     def want(self, reason: str) -> None:
-        """Have a file written soon, by another thread."""
+        """Request a dump, which another thread writes soon."""
         self._reason = reason
         with contextlib.suppress(RuntimeError):
             self._thread.want()
         self._wanted.release()
 
     def write(self, reason: str) -> pathlib.Path | None:
-        """Write one now; None where none are wanted, or none can be, which is told to the log."""
+        """Write a dump now; return None if dumps are off, or if it failed, which is logged."""
         try:
             path = write(self.worker, reason, self._tell())
         except OSError as error:
-            level = logging.INFO if self.failure else logging.WARNING  # once is enough
+            level = logging.INFO if self.failure else logging.WARNING  # warn only once
             self.failure = f"what worker {self.worker!r} was at could not be written ({VARIABLE}): {said(error)}"
             log.log(level, "telegrad: %s", self.failure)
             return None
@@ -133,19 +132,20 @@ class Dumper:
 
 
 class Signalled:
-    """SIGUSR2: stacks to a file of the process, and `act` called on a thread of its own; where nobody uses it."""
+    """Handle SIGUSR2, unless the program uses it: write stacks to a file of the process, and call `act` on a new
+    thread."""
 
     def __init__(self, act: Callable[[], None]) -> None:
         self._act = act
         self._depth = forks.depth
-        self.file = -1  # the descriptor of that file; -1: there is none
+        self.file = -1  # the descriptor of that file; -1: none
         if not hasattr(signal, "SIGUSR2") or not hasattr(os, "memfd_create"):
             return
         found = signal.getsignal(signal.SIGUSR2)
         if found is not signal.SIG_DFL and not _is_inherited(found):
             return
-        chain = False  # what the signal does otherwise is to end the process
-        with contextlib.suppress(ValueError):  # this is not the main thread: the stacks have to do
+        chain = False  # chaining to the default action would end the process
+        with contextlib.suppress(ValueError):  # not on the main thread: only the stacks are written
             signal.signal(signal.SIGUSR2, self._came)
             chain = True
         self.file = os.memfd_create("stacks-of-telegrad", os.MFD_CLOEXEC)
@@ -153,24 +153,24 @@ class Signalled:
         interrupts.replaced[signal.SIGUSR2] = self._release
 
     def _came(self, *_: object) -> None:
-        if self._depth == forks.depth:  # else this is a forked child that is no worker
+        if self._depth == forks.depth:  # else this is a forked child without a worker
             Thread(target=self._act, name="telegrad-dump").start()
 
     def _release(self) -> None:
-        """Write no stacks any more. Without the file, no other process sends the signal."""
+        """Stop writing stacks. Other processes send the signal only if the file exists."""
         faulthandler.unregister(signal.SIGUSR2)
         os.close(self.file)
         self.file = -1
 
     def close(self) -> None:
-        """As it was before, unless the program has set a handler of its own meanwhile."""
+        """Restore the default action, unless the program has set its own handler meanwhile."""
         if self.file >= 0 and interrupts.replaced.pop(signal.SIGUSR2, None) is not None:
-            self._release()  # before the signal ends the process again
+            self._release()  # first, because afterwards the signal ends the process
             with contextlib.suppress(ValueError):
                 signal.signal(signal.SIGUSR2, signal.SIG_DFL)
 
 
 def _is_inherited(handler: Any) -> bool:
-    """Return True if this process was forked from a worker that has set this handler."""
+    """Return True if this process was forked from a worker that set this handler."""
     owner = getattr(handler, "__self__", None)
     return isinstance(owner, Signalled) and owner._depth != forks.depth

@@ -1,4 +1,4 @@
-"""Workers ask each other what they are at. Nothing of it waits for a slot, or for a function of the user to end."""
+"""Queries between workers about their state. They wait neither for a slot nor for a user function to end."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from telegrad.ext.workers import Identity
 from telegrad.reporting.decoding import CALL, Malformed, decode
 
 PATIENCE = 1.5  # seconds
-AT_ONCE = 0.1  # seconds, for the word on a call whose time is over
-BETWEEN = 0.1  # seconds between two such questions
+AT_ONCE = 0.1  # seconds, for the question about a call that timed out
+BETWEEN = 0.1  # minimum seconds between two such questions to one callee
 SILENT = "it did not answer within {:g} s, though its connection stands"
 
 
 class Inspect(NamedTuple):
-    """What are you at? `topic` says what the answer shall be about."""
+    """A query of a worker's state; `topic` says which part."""
 
     number: int
     topic: str
@@ -32,27 +32,29 @@ class Inspect(NamedTuple):
 
 
 class Inspected(NamedTuple):
-    """The answer, as JSON."""
+    """The answer to an Inspect, as JSON."""
 
     number: int
     text: bytes
 
 
 class _Round(NamedTuple):
-    """A question to several workers."""
+    """A query sent to several workers."""
 
     answers: dict[str, bytes]
     came: threading.Event
 
 
 class Inquiry:
-    """One worker's questions and answers."""
+    """Sends and answers the queries of one worker."""
 
     def __init__(self, agent: Agent, answer: Callable[[str, Any], Any]) -> None:
-        """`answer(topic, after)` gives something that JSON can say; it is called on a thread of its own."""
+        """`answer(topic, after)` returns a value that JSON can encode; it is called on its own thread."""
         self._agent = agent
         self._answer = answer
-        self._next_word: dict[str, float] = {}  # when a callee may be asked again; unlocked: one more is no harm
+        self._next_word: dict[
+            str, float
+        ] = {}  # when a callee may be asked again; unlocked, since an extra question is harmless
         self._numbers = itertools.count(1)  # `next` is atomic
         self._rounds: dict[int, _Round] = {}  # no lock: each use is one operation of a dict
         agent.on(Inspect, self._on_ask)
@@ -66,7 +68,8 @@ class Inquiry:
         after: Callable[[str], float] = lambda _: 0.0,
         patience: float = PATIENCE,
     ) -> tuple[dict[str, Any], dict[str, str]]:
-        """The answers of those workers, and why the others gave none; takes as long as the slowest, or `patience`."""
+        """Return the answers of the workers, and why the others gave none. Block until all answered, for `patience` at
+        most."""
         until = monotonic() + patience
         number = next(self._numbers)
         answers: dict[str, bytes] = {}
@@ -96,22 +99,23 @@ class Inquiry:
         return told, {name: safe(why) for name, why in silent.items() if name not in told}
 
     def last_word(self, callee: Identity, number: int) -> str:
-        """What a worker is at with a call from here, for the end of a sentence; empty where it does not say so soon."""
+        """Return the callee's state of a call from here, to append to a message; empty if it does not answer within
+        AT_ONCE."""
         now = monotonic()
         if now < self._next_word.get(callee.name, 0.0):
-            return ""  # many calls end at once: the first of them tells
+            return ""  # many calls time out at once: only the first asks
         self._next_word[callee.name] = now + BETWEEN
         answers, _ = self.ask([callee.name], CALL, lambda _: number, AT_ONCE)
         return str(answers.get(callee.name) or "")
 
     def _on_ask(self, sender: Identity, message: Inspect) -> None:
-        with contextlib.suppress(RuntimeError, MemoryError):  # there is no thread left: it stays silent
+        with contextlib.suppress(RuntimeError, MemoryError):  # no thread can be started: do not answer
             Thread(target=self._tell, args=(sender, message), name="telegrad-witness").start()
 
     def _tell(self, sender: Identity, message: Inspect) -> None:
         about = (sender.name, message.after) if message.topic == CALL else message.after
         text = json.dumps(self._answer(message.topic, about)).encode()
-        with contextlib.suppress(TelegradError):  # who asked has gone
+        with contextlib.suppress(TelegradError):  # the asking worker has gone
             self._agent.notify(sender.name, Inspected(message.number, text), sender.incarnation)
 
     def _on_told(self, sender: Identity, message: Inspected) -> None:

@@ -1,4 +1,4 @@
-"""What one worker tells of itself, taken from all of its parts."""
+"""Collect the state of one worker from its parts."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
 
 
 class Parts(NamedTuple):
-    """Of a worker that has been made."""
+    """The parts of a worker that was created."""
 
     agent: Agent
     references: ReferenceTable
     conductor: Conductor
     rank: int
-    size: int | None  # of the group that it wants to join
-    place: str  # of that group's store
+    size: int | None  # of the group that it joins
+    place: str  # address of that group's store
 
 
 class Observer:
-    """Looks at one worker, from any thread."""
+    """Observes one worker. All methods may be called from any thread."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -59,33 +59,35 @@ class Observer:
         self._rank = -1
         self._begun = self._since = perf_counter()
         self.phase = JOINING
-        self.missing: Callable[[], list[str]] = self._missing_here  # who is waited for, while joining or leaving
-        self.members: Callable[[], list[Member]] = list  # of the group, once it has joined that
-        self.gone: dict[str, str] = {}  # why; the last of each name
+        self.missing: Callable[[], list[str]] = (
+            self._missing_here
+        )  # returns the workers it waits for while joining or leaving
+        self.members: Callable[[], list[Member]] = list  # of the group, after joining
+        self.gone: dict[str, str] = {}  # the latest reason, by name
 
     def _joining(self) -> list[progress.Wait]:
-        """The waits of this process in which the worker may be that joins."""
+        """Return the waits of this process that may be those of this worker, which is joining."""
         return [wait for wait in progress.under_way() if wait.what == "init_rpc" and wait.worker in ("", self._name)]
 
     def _missing_here(self) -> list[str]:
         return [who for wait in self._joining() for who in wait.missing()]
 
     def watch(self, parts: Parts) -> None:
-        """The worker has been made, and is about to join."""
+        """Begin to observe a worker that was created and is about to join."""
         self._rank, self._parts = parts.rank, parts
         parts.agent.lost.append(lambda who, reason: self.gone.update({who.name: str(reason)}))
 
     def enter(self, phase: str, missing: Callable[[], list[str]] = list) -> None:
-        """From now on the worker is in that phase of its life."""
+        """Set the phase of the worker's life."""
         self.phase, self._since, self.missing = phase, perf_counter(), missing
 
     def joined(self, name: str, rank: int, members: Callable[[], list[Member]]) -> None:
-        """The worker is in its group, and has its name there."""
+        """Enter the phase MEMBER, with the worker's name and rank in its group."""
         self._name, self._rank, self.members = name, rank, members
         self.enter(MEMBER)
 
     def account(self) -> Account:
-        """All of it, now."""
+        """Return the current state of the worker."""
         now = perf_counter()
         threads, calls_in, waiting = self._threads(now)
         told = Account(
@@ -125,11 +127,11 @@ class Observer:
         return told
 
     def _tell_of(self, parts: Parts, told: Account, now: float, waiting: dict[int, int]) -> None:
-        """What there is to tell of a worker that has been made; `waiting`: by ids of calls, who waits for them."""
+        """Add the state of the worker's parts. `waiting` maps ids of calls to the threads that wait for them."""
         agent, calls_in = parts.agent, told["calls_in"]
         others = [_call_in(call, GOING_ON, now, None) for call in inspection.calls_going_on(agent)]
         others += [_call_in(call, QUEUED, now, None) for call in inspection.calls_queued(agent)]
-        # By its first state, since it may change that meanwhile.
+        # Keep the first state seen, because a call may change its state meanwhile.
         first = {(call["caller"], call["number"]): call for call in reversed([*calls_in, *others])}
         unlisted = [call for call in others if call is first[call["caller"], call["number"]]]
         calls_in += listed(unlisted, lambda call: (call["caller"], call["function"], call["state"]))
@@ -159,7 +161,7 @@ class Observer:
             told["references"] = parts.references.counts()
 
     def word_on(self, caller: str, number: int) -> str:
-        """What has become of a call that has come, for the end of a sentence; empty where it is not known here."""
+        """Return the state of an incoming call, to append to a message; empty if the call is unknown."""
         told = self.account()
         call = next((each for each in told["calls_in"] if (each["caller"], each["number"]) == (caller, number)), None)
         if call is None:
@@ -168,7 +170,7 @@ class Observer:
             return f": it waits for its turn, {told['busy']} of {told['slots']} slots are taken"
         if call["state"] == RUNNING:
             threads = [each for each in told["threads"] if each["number"] == call["thread"]]
-        else:  # as those of a pipeline's batch: a thread that runs user code, and no call
+        else:  # such as those of a pipeline's batch, whose user code runs on a thread that serves no call
             serving = {each["thread"] for each in told["calls_in"]}
             own = (each for each in told["threads"] if each["name"].startswith("telegrad-") and each["wait"] is None)
             threads = [each for each in own if each["number"] not in serving]
@@ -180,10 +182,10 @@ class Observer:
         return f": for {call['age']:.1f} s by now{where[0] if len(where) == 1 else ''}"
 
     def _threads(self, now: float) -> tuple[list[Thread], list[CallIn], dict[int, int]]:
-        """The threads, the calls that they run, and by ids of calls which waits for them."""
+        """Return the threads, the calls that they run, and the waiting threads by id of the call."""
         found = stacks.all_stacks()
         mine = found[threading.get_ident()]
-        del mine[mine.index(sys._getframe()) :]  # this frame would hold all these, and itself
+        del mine[mine.index(sys._getframe()) :]  # otherwise this frame would reference itself and all others
         threads: list[Thread] = []
         calls_in: list[CallIn] = []
         waiting: dict[int, int] = {}
@@ -228,13 +230,13 @@ def _call_in(call: Incoming, state: str, now: float, thread: int | None) -> Call
 
 
 def _program() -> str:
-    """What runs, for people."""
+    """Return the name of the program, for users."""
     path = sys.argv[0] if sys.argv else ""
     return os.path.basename(path.removesuffix(f"{os.sep}__main__.py")) or "python"
 
 
 def _resident() -> int:
-    """Bytes of memory that the process has, where the platform tells."""
+    """Return the resident bytes of the process; 0 if unknown."""
     try:
         with open("/proc/self/statm") as file:
             return int(file.read().split()[1]) * PAGE

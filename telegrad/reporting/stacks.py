@@ -1,4 +1,4 @@
-"""Threads of this process, and where in the user's program they stand."""
+"""The threads of this process, and the lines of the user's program that they execute."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ _OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _STANDARD = os.path.dirname(os.__file__) + os.sep
 _INSTALLED = tuple(f"{os.sep}{folder}{os.sep}" for folder in ("site-packages", "dist-packages"))
 MOST_FRAMES = 60
-SWITCH = sys.getswitchinterval()  # seconds, of the program
-LONG = 10.0  # seconds of a switch interval
-HANDOVER = 100  # steps in which the interpreter is handed over if that was asked for
+SWITCH = sys.getswitchinterval()  # seconds, as set by the program
+LONG = 10.0  # seconds, set during a walk so that no other thread runs
+HANDOVER = 100  # iterations after which a pending request to release the interpreter has been served
 
 
-_no_collection = renewed(threading.Lock())  # one at a time: guards that the garbage collector is off
-_turned_off = False  # the collector, by the thread that holds the lock
+_no_collection = renewed(threading.Lock())  # serializes walks, during which the garbage collector is off
+_turned_off = False  # True if the holder of the lock turned the collector off
 
 
 @in_child
 def _collect_again() -> None:
-    """The thread that would turn the collector on again is not in a forked child."""
+    """Turn the collector on in a forked child, which lacks the thread that would do it."""
     global _turned_off
     if _turned_off:
         _turned_off = False
@@ -36,15 +36,15 @@ def _collect_again() -> None:
 
 
 def all_stacks() -> dict[int, list[FrameType]]:
-    """The stack of each thread, the outermost frame first.
+    """Return the stack of each thread, outermost frame first.
 
-    The interpreter holds a lock of its own while it collects the innermost frames, which each new thread needs. Did the
-    garbage collector run a finalizer there that lets others run, one that starts a thread would wait for that lock, and
-    all others for it.
+    The interpreter holds an internal lock while it collects the innermost frames, and each new thread needs that lock.
+    If the garbage collector ran a finalizer there that releases the interpreter, a thread that starts another one would
+    wait for the lock, and all others for that thread. So the collector is turned off.
 
-    The stacks are walked while no other thread runs: CPython 3.11 has crashed where `f_back` of a frame was read while
-    the thread of that frame returned from it. A thread hands the interpreter over when another has waited for it for as
-    long as the switch interval, which is set to longer than this takes.
+    The stacks are walked while no other thread runs: CPython 3.11 has crashed when `f_back` of a frame was read while
+    the frame's thread returned from it. A thread releases the interpreter when another thread has waited for a switch
+    interval. So the interval is set longer than the walk takes.
     """
     global _turned_off
     with _no_collection:
@@ -52,7 +52,7 @@ def all_stacks() -> dict[int, list[FrameType]]:
         gc.disable()
         sys.setswitchinterval(LONG)
         try:
-            for _ in range(HANDOVER):  # to a thread that has asked before
+            for _ in range(HANDOVER):  # release the interpreter to a thread that has already requested it
                 pass
             return {thread: _stack_of(frame) for thread, frame in sys._current_frames().items()}
         finally:
@@ -71,14 +71,14 @@ def _stack_of(frame: FrameType | None) -> list[FrameType]:
 
 
 def line_of(frame: FrameType) -> Line:
-    """The line that a frame is at."""
+    """Return the current line of a frame."""
     file, number = frame.f_code.co_filename, frame.f_lineno
     text = linecache.getline(file, number).strip()
     return Line(file=_short(file), line=number, function=frame.f_code.co_name, text=text)
 
 
 def user_line(frames: list[FrameType]) -> Line | None:
-    """The innermost line that is neither of this package nor of a library, or else of what was installed."""
+    """Return the innermost line that is not in a library, or else the innermost one not in Python or this package."""
     for is_foreign in (is_library, _is_pythons):
         for frame in reversed(frames):
             if not is_foreign(frame.f_code.co_filename):
@@ -87,7 +87,7 @@ def user_line(frames: list[FrameType]) -> Line | None:
 
 
 def stack_lines(frames: list[FrameType]) -> list[str]:
-    """All of a stack, as text; of a very deep one the ends."""
+    """Return a stack as text; a very deep stack is cut in the middle."""
     lines = [f"{_short(frame.f_code.co_filename)}:{frame.f_lineno} {frame.f_code.co_name}" for frame in frames]
     if len(lines) > MOST_FRAMES:
         left_out = len(lines) - MOST_FRAMES
@@ -96,7 +96,7 @@ def stack_lines(frames: list[FrameType]) -> list[str]:
 
 
 def is_asleep(thread: threading.Thread) -> bool | None:
-    """Whether the kernel has a thread asleep, where that is known."""
+    """Return True if the kernel has a thread asleep; None if unknown."""
     try:
         with open(f"/proc/self/task/{thread.native_id}/stat") as file:
             return file.read().rpartition(")")[2].split()[0] != "R"
@@ -105,7 +105,7 @@ def is_asleep(thread: threading.Thread) -> bool | None:
 
 
 def is_users(frame: FrameType) -> bool:
-    """Whether a frame is of the user's program."""
+    """Return True if a frame belongs to the user's program."""
     return not is_library(frame.f_code.co_filename)
 
 
@@ -118,16 +118,16 @@ def _is_installed(file: str) -> bool:
 
 
 def _is_pythons(file: str) -> bool:
-    """Of Python itself, or of this package."""
+    """Return True for a file of Python itself or of this package."""
     return _is_own(file) or (file.startswith(_STANDARD) and not _is_installed(file))
 
 
 def is_library(file: str) -> bool:
-    """Whether a file is of this package, of Python or of something that was installed."""
+    """Return True for a file of this package, of Python or of an installed package."""
     return _is_pythons(file) or _is_installed(file)
 
 
 def _short(file: str) -> str:
-    """A path as the user knows it: from where the program was started, where it is there."""
+    """Return a path relative to the current directory, if it is below it."""
     here = os.getcwd() + os.sep
     return file[len(here) :] if file.startswith(here) else file

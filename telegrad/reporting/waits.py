@@ -1,4 +1,4 @@
-"""Which wait of this package a thread is in, but for those for calls; read from its stack."""
+"""Find the wait of this package that a thread is in, except waits for calls, from its stack."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ Names = dict[str, Any]
 
 
 def wait_on(frames: Sequence[FrameType], missing: Missing) -> Wait | None:
-    """That of the innermost code of a user; `missing` tells whom the worker waits for that joins or leaves.
+    """Return the wait below the innermost user code. `missing` returns the workers that a joining or leaving worker
+    waits for.
 
-    Of several that were found, the outermost says most.
+    If several waits are found, the outermost is returned, because it is the most specific.
     """
     last = None
     for frame in reversed(frames):
@@ -36,12 +37,12 @@ def wait_on(frames: Sequence[FrameType], missing: Missing) -> Wait | None:
 
 
 def wait_of(thread: int | None) -> Wait | None:
-    """A wait of that thread of which people are told, whatever has been called."""
+    """Return the wait of that thread that is announced to users, whatever function it is in."""
     told = next((each for each in reversed(progress.under_way()) if each.thread == thread), None)
     if told is None:
         return None
     text = told.text()
-    about = text.partition(":")[0] if told.what in MEETINGS else text  # the rest tells who is missing
+    about = text.partition(":")[0] if told.what in MEETINGS else text  # the rest names the missing workers
     return Wait(what=told.what, on=list(told.missing()), about=about, age=monotonic() - told.begun)
 
 
@@ -56,7 +57,7 @@ def _parting(names: Names, missing: Missing) -> Wait | None:
 
 
 def _serving(*_: object) -> Wait:
-    return Wait(what="serve", on=[], about="what others call")  # for as long as these want
+    return Wait(what="serve", on=[], about="what others call")  # blocks for as long as other workers need this one
 
 
 def _meeting(names: Names, _: Missing) -> Wait:
@@ -83,7 +84,7 @@ def _future(names: Names, _: Missing) -> Wait | None:
         about = "the value of a reference of this worker, which is not made yet"
         return Wait(what="value", on=[], about=about, age=age)
     if isinstance(getattr(future, "call", None), PendingCall):
-        return None  # that call is told of itself
+        return None  # the list of calls has this one
     return Wait(what="future", on=[], about=getattr(future, "about", "") or "a future that is not done", age=age)
 
 

@@ -1,4 +1,4 @@
-"""What looks on at one worker: records, answers those who ask, and writes files when something went wrong."""
+"""The introspection of one worker: record events, answer queries, and write dumps when something fails."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from telegrad.reporting.recorder import recorder
 
 
 class Witness(WorkerExtension):
-    """The witness of one worker."""
+    """The introspection of one worker."""
 
     def __init__(self, name: str) -> None:
         self.observer = Observer(name)
         self._name = name
-        self._inquiry: Inquiry | None = None  # once there is an agent
+        self._inquiry: Inquiry | None = None  # None until there is an agent
         recorder.begin()
         self._dumper = Dumper(name, self._tell)
         self._signalled = Signalled(lambda: self._dumper.want("SIGUSR2 came"))
@@ -42,14 +42,14 @@ class Witness(WorkerExtension):
         if name != self._name:
             self._name = self._dumper.worker = name
             before, self._desk = self._desk, Desk(name, self._signalled.file, self._answer)
-            before.close()  # only now, so that programs of this host find the worker at any moment
+            before.close()  # closed after the new one is open, so that programs of this host always find the worker
 
     def account(self) -> Account:
-        """What this worker is at."""
+        """Return the state of this worker."""
         return self.observer.account()
 
     def look(self) -> tuple[list[Account], dict[str, str]]:
-        """What all workers are at, and why some do not say."""
+        """Return the state of all workers that answer, and why the others do not."""
         own: Account = checked(ACCOUNT, self.account())
         others = [name for name in own["members"] if name != self._name]
         if self._inquiry is None or not others:
@@ -58,7 +58,7 @@ class Witness(WorkerExtension):
         return [own, *answers.values()], silent
 
     def events(self, after: Mapping[str, float]) -> dict[str, list[Event]]:
-        """By worker, what was recorded since those times of their own clocks."""
+        """Return the events of each worker since the given time of its own clock."""
         others = [member.name for member in self.observer.members() if member.name != self._name]
         answers: dict[str, Any] = {}
         if self._inquiry is not None:
@@ -66,7 +66,7 @@ class Witness(WorkerExtension):
         return {self._name: checked(EVENTS, recorder.events(after.get(self._name, 0.0))), **answers}
 
     def dump(self, reason: str = "somebody asked") -> pathlib.Path | None:
-        """Write a file now; None where none are wanted."""
+        """Write a dump now; return None if dumps are off or it failed."""
         return self._dumper.write(reason)
 
     def on_leave(self, worker: Worker) -> None:
@@ -106,7 +106,7 @@ class Witness(WorkerExtension):
 
 
 def witness_of(worker: Worker) -> Witness:
-    """Return the witness of a worker of this process."""
+    """Return the introspection of a worker of this process."""
     return worker.extensions.of_kind(Witness)
 
 
