@@ -1,6 +1,6 @@
-"""What a group does: why it waits, where the time goes, what it costs.
+"""Debugging and monitoring of a group: why it waits, where the time goes, and what it costs.
 
-Imports stand inside of the functions: the commands look at groups from outside, and need no torch for that.
+Imports are inside the functions, because the commands inspect groups from outside without importing torch.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def __getattr__(name: str) -> Any:
 
 
 def group() -> OwnGroup:
-    """The group of this process, to be looked at: `look()` asks all workers, `events()` gives what they have recorded.
+    """Return the group of this process: `look()` queries all workers, `events()` returns their recorded events.
 
     Raises:
         NotInitialized: this process is in no group.
@@ -46,10 +46,10 @@ def group() -> OwnGroup:
 
 
 def why() -> str:
-    """What keeps the group from going on, in words; asks all workers, also those that are stuck.
+    """Explain what keeps the group waiting. All workers are asked, including blocked ones.
 
     Returns:
-        A text of some lines: who waits for whom and what, and what to look at.
+        A text of some lines: which workers wait for which, for what, and where to look.
 
     Raises:
         NotInitialized: this process is in no group.
@@ -65,10 +65,10 @@ def why() -> str:
 
 
 def dump() -> pathlib.Path | None:
-    """Write down what this worker is at, and what has happened lately.
+    """Write the state and the latest events of this worker to a file.
 
     Returns:
-        The file; None where none are wanted (`TELEGRAD_DUMPS`).
+        The file; None if dumps are off (`TELEGRAD_DUMPS`) or it failed.
 
     Raises:
         NotInitialized: this process is in no group.
@@ -86,11 +86,11 @@ def dashboard(host: str | None = None, port: int = 0) -> Dashboard:
     """Serve a live view of the group for browsers.
 
     Args:
-        host: at which address of this host, else the loopback address; who can reach it sees the group.
-        port: at which port; 0 for a free one.
+        host: the address of this host to listen on, by default the loopback address; the token in `url` gives access.
+        port: the port; 0 for a free one.
 
     Returns:
-        What has the address, `url`, and `close()`.
+        The server, with its address `url` and `close()`.
 
     Raises:
         NotInitialized: this process is in no group.

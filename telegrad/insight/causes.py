@@ -1,6 +1,6 @@
-"""The rules that find causes in the graph of waits, and the text of each. Pure.
+"""The rules that find causes in the graph of waits, and the text of each. No I/O.
 
-"It seems" stands where a cause is concluded from how a line of the program reads, and not from what Telegrad knows.
+A text says "it seems" if the cause was inferred from a line of the program, not from state that Telegrad has.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from telegrad.insight.wait_graph import (
 )
 from telegrad.reporting.account import LEAVING, MEETINGS, QUEUED, RUNNING, Thread, counts
 
-LULL = 60.0  # seconds for which a worker may be idle, and count as being at work
+LULL = 60.0  # seconds that a worker may be idle and still counts as busy
 
-# The title, and the lines below it, by kind of node and of finding.
+# The title and the detail lines, by kind of node and of finding.
 TEXTS = {
     (CALL, "underway"): (
         "{to} knows nothing of a call of {function} that {worker} made {ago} ago.",
@@ -72,7 +72,7 @@ _MEETS = re.compile(
 
 
 class Causes:
-    """The rules, in their order: a node that is the cause of one finding is no cause of a later one."""
+    """The rules, in their order: a node that is the cause of one finding cannot cause a later one."""
 
     def __init__(self, graph: WaitGraph) -> None:
         self._graph = graph
@@ -112,8 +112,8 @@ class Causes:
             yield self._finding(kind, workers, title, details, circle=nodes)
 
     def _link(self, node: Node, edge: Edge) -> list[str]:
-        """Return the lines for one part of a cycle."""
-        if node.kind in (WORKER, WORK) or (node.kind == THREAD and edge.why == "call"):  # the call itself says it
+        """Return the lines for one edge of a cycle."""
+        if node.kind in (WORKER, WORK) or (node.kind == THREAD and edge.why == "call"):  # the call's own line says it
             return []
         sentence, *lines = waiting(self._graph, node)
         if node.kind == THREAD and edge.why == "lock":
@@ -126,10 +126,11 @@ class Causes:
         }
         return [sentence + seems.get(edge.why, ""), *lines]
 
-    # Workers that have not come to where the others wait
+    # Workers that are missing where the others wait
 
     def _barriers(self) -> Iterator[Finding]:
-        """Look for threads in a meeting of a group, which knows who is missing, and for threads at one line."""
+        """Find threads that wait in a meeting, which knows the missing workers, and threads that wait at the same
+        line."""
         graph = self._graph
         meetings: dict[str, list[Node]] = defaultdict(list)
         lines: dict[tuple[str, int], list[Node]] = defaultdict(list)
@@ -151,7 +152,7 @@ class Causes:
 
     def _at_one_line(self, nodes: list[Node]) -> Iterator[Finding]:
         graph, hosts = self._graph, {node.worker for node in nodes}
-        arrived = hosts  # of threads that serve calls on one worker: the callers
+        arrived = hosts  # if all threads serve calls on one worker, the callers
         if len(hosts) == 1:
             arrived = {graph.serves[node].worker if node in graph.serves else node.worker for node in nodes}
         held_up = {node.worker for node in graph.waiting_for(nodes)}
@@ -182,7 +183,7 @@ class Causes:
                 details += self._main_of(name) or [f"{name} stands at no line of the program: it is idle"]
         return self._finding("barrier", missing, title, details, nodes, weight=weight)
 
-    # Slots, and room for calls
+    # Slots, and limits of calls in flight
 
     def _slots(self) -> Iterator[Finding]:
         graph = self._graph
@@ -245,7 +246,7 @@ class Causes:
             yield self._finding(kind, workers, title, details, nodes, weight=weight)
 
     def _alike(self, nodes: Iterable[Node]) -> dict[tuple[str, str], list[Node]]:
-        """Return the nodes by the kind of finding, and by what makes them one finding."""
+        """Group the nodes by kind of finding, and by what makes them one finding."""
         lots: dict[tuple[str, str], list[Node]] = defaultdict(list)
         for node in nodes:
             at = self._graph.threads[node]["at"] if node.kind == THREAD else None
@@ -280,7 +281,7 @@ class Causes:
         return {LOCKED: "lock", BUSY: "busy"}.get(standing(graph.threads[node]), "asleep")
 
     def _words(self, node: Node, count: int) -> dict[str, object]:
-        """Return the words for `TEXTS`."""
+        """Return the values for the placeholders in `TEXTS`."""
         graph, age, function = self._graph, self._graph.age(node), self._graph.function(node)
         calls = f"{count} calls of {function} on {node.to} have" if count > 1 else f"{function} on {node.to} has"
         return {
@@ -296,7 +297,7 @@ class Causes:
         }
 
     def _thread(self, kind: str, first: Node, nodes: list[Node]) -> tuple[str, list[str], int | None]:
-        """Return the text of threads that are at one line, and a weight that is not that of the kind."""
+        """Return the title and details for threads at the same line, and a weight if it differs from the kind's."""
         graph, thread = self._graph, self._graph.threads[first]
         at, age, does = thread["at"], lasting(graph.age(first)), doing(thread)
         details = lines_of(thread)
@@ -329,7 +330,8 @@ class Causes:
         return title, details, None
 
     def _late(self, main: Node) -> tuple[str, list[str], int | None]:
-        """A worker has not called shutdown. If it is at work, the others may well be its servers: no hang."""
+        """Describe a worker that has not called shutdown. If it is busy, the others may just serve it, which is no
+        hang."""
         graph, thread, account = self._graph, self._graph.threads[main], self._graph.accounts[main.worker]
         parting = [node for node in graph.threads if graph.wait(node) in ("shutdown", GATHER)]
         since = max(map(graph.age, parting), default=0.0)
@@ -378,7 +380,7 @@ class Causes:
         )
 
     def _told(self, waiters: Sequence[Node]) -> list[str]:
-        """Return a few of the waits in full, alike ones once, and the workers of the others by name."""
+        """Describe a few of the waits in full, similar ones once, and name the workers of the others."""
         graph, alike = self._graph, defaultdict[object, list[Node]](list)
         for node in waiters:
             alike[self._key(node)].append(node)
@@ -395,7 +397,8 @@ class Causes:
         return details + ([f"and {len(rest):,} more wait for it: {counted(rest)}"] if rest else [])
 
     def _key(self, node: Node) -> object:
-        """Waits are alike that are for the same, at one line of any worker, or at none of one worker."""
+        """Return the key of similar waits: the same target from one line of any worker, or from one worker without a
+        line."""
         graph = self._graph
         waiter = node if node.kind == THREAD else graph.waiter(node)
         at = graph.threads[waiter]["at"] if waiter is not None else None
@@ -409,7 +412,7 @@ class Causes:
 
 
 def _meets(thread: Thread) -> bool:
-    """Return True for a thread that seems to wait at a line where several workers meet."""
+    """Return True if a thread seems to wait at a line where several workers synchronize."""
     at = thread["at"]
     if at is None or thread["wait"] is not None or standing(thread) == BUSY:
         return False

@@ -1,4 +1,4 @@
-"""The trace of a group: what all workers have recorded, their clocks and, where wanted, torch's profiler on each."""
+"""Collect the trace of a group: the recorded events of all workers, their clock offsets and optional torch profiles."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from telegrad.insight.reading.source import Source
 from telegrad.insight.seen_groups import own_group
 from telegrad.rpc import rpc_async, rpc_sync, workers
 
-EXCHANGES = 50  # with a worker of each other clock, whenever clocks are compared
-PATIENCE = 10.0  # seconds that a worker has for an answer, and a minute for its profile
-MARKS = 20  # in a profile, when it begins and when it ends
+EXCHANGES = 50  # with one worker of each other clock, in each comparison
+PATIENCE = 10.0  # seconds for a worker's answer; profiles have 60
+MARKS = 20  # markers at each end of a profile, which relate the profiler's clock to perf_counter
 
 if TYPE_CHECKING:
     from typing import Self
@@ -46,37 +46,37 @@ Names = Iterable[str]
 
 
 def clock_reading() -> tuple[float, str]:
-    """Return what this worker's perf_counter shows, and which clock that is; for remote calls."""
+    """Return this worker's perf_counter, and the id of its clock. Called remotely."""
     return perf_counter(), _which_clock()
 
 
 def _which_clock() -> str:
-    """Return the same text in all processes whose perf_counter reads the same clock.
+    """Return an id of the clock that perf_counter reads, which is equal in all processes that share it.
 
-    On Linux it is the kernel's, the same for all processes of a boot and of a time namespace. Else it may be the
-    process's own.
+    On Linux the kernel's clock is shared by all processes of a boot and of a time namespace. On other systems each
+    process may have its own clock.
     """
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             boot = file.read().strip()
     except OSError:
         return f"{platform.node()}/{os.getpid()}"
-    with contextlib.suppress(OSError):  # Linux has had namespaces of time since 5.6
+    with contextlib.suppress(OSError):  # Linux has time namespaces since 5.6
         return f"{boot}/{os.stat('/proc/self/ns/time').st_ino}"
     return boot
 
 
 class ClockComparison:
-    """The clocks of all workers beside this one's. To look twice, far apart, tells of their drift."""
+    """Compares the clocks of all workers with this one's. Two looks, far apart, also give the drift."""
 
     def __init__(self) -> None:
         self.names = [worker.name for worker in workers()]
-        self.times: dict[str, float] = {}  # by worker, what its clock showed at the latest look
+        self.times: dict[str, float] = {}  # the latest readings, by worker
         self._clocks: dict[str, str] = {}  # by worker
         self._exchanges: dict[str, list[Exchange]] = {}  # by clock
 
     def look(self) -> None:
-        """Read all clocks, and ask one worker of each clock that is not this worker's repeatedly."""
+        """Read all clocks, and repeatedly exchange times with one worker of each other clock."""
         readings = _from_all(self.names, clock_reading)
         self.times = {name: time for name, (time, _) in readings.items()}
         self._clocks |= {name: clock for name, (_, clock) in readings.items()}
@@ -92,7 +92,7 @@ class ClockComparison:
                     compared.add(clock)
 
     def offset(self, name: str) -> ClockOffset:
-        """Return the offset of a worker's clock from this worker's."""
+        """Return the offset of a worker's clock relative to this worker's."""
         clock = self._clocks.get(name)
         if clock in self._exchanges:
             return clock_offsets.estimate(self._exchanges[clock])
@@ -103,7 +103,7 @@ class ClockComparison:
 
 
 def _from_all(names: Names, function: Callable[..., Any], patience: float = PATIENCE) -> dict[str, Any]:
-    """Call a function on all workers; return the values of those that answer."""
+    """Call a function on all workers; return the results of those that answer."""
     calls = {}
     for name in names:
         with contextlib.suppress(TelegradError):
@@ -123,12 +123,12 @@ _running: profiler.profile | None = None
 
 
 def begin_profile() -> bool:
-    """Have torch's profiler watch this worker, for remote calls; return False where a profiler runs already."""
+    """Start torch's profiler on this worker; return False if a profiler runs already. Called remotely."""
     global _running
     with _lock:
         if _running is not None or profiling.enabled():
             return False
-        # Of all threads, since calls run on any.
+        # all threads, because calls run on any of them
         running = profiler.profile(experimental_config=_ExperimentalConfig(profile_all_threads=True))
         running.start()
         _running = running
@@ -137,7 +137,7 @@ def begin_profile() -> bool:
 
 
 def end_profile() -> bytes:
-    """Return what torch's profiler has seen, packed by gzip, or nothing where it did not run; for remote calls."""
+    """Return the profile of torch's profiler, compressed by gzip; empty if it did not run. Called remotely."""
     global _running
     _make_marks()
     with _lock:
@@ -158,20 +158,20 @@ def _make_marks() -> None:
             pass
 
 
-OWN = frozenset(map(user_name, (clock_reading, begin_profile, end_profile)))  # calls that no trace shows
+OWN = frozenset(map(user_name, (clock_reading, begin_profile, end_profile)))  # calls to omit from traces
 
 
 # Traces
 
 
 class tracing:  # noqa: N801 - used like a function
-    """`with tracing(path):` writes what all workers do meanwhile to a file for Perfetto (ui.perfetto.dev).
+    """`with tracing(path):` records all workers during the block, in a file for Perfetto (ui.perfetto.dev).
 
-    As a text it tells what was written, and how exact the clocks are.
+    After the block, `str()` of the object summarizes the file and the accuracy of the clocks.
 
     Args:
-        path: the file; one that ends with .gz is packed.
-        profile: have torch's profiler run on all workers, too; what it sees stands in the file.
+        path: the file; it is compressed if its name ends with .gz.
+        profile: also run torch's profiler on all workers, and include its events.
 
     Raises:
         NotInitialized: this process is in no group.
@@ -206,19 +206,19 @@ class tracing:  # noqa: N801 - used like a function
 
 
 def trace(path: str | os.PathLike[str], seconds: float | None = None, profile: bool = False) -> str:
-    """Write what all workers have recorded lately to a file for Perfetto, or what they do in the next seconds.
+    """Write a trace for Perfetto: the latest events of all workers, or their events in the next seconds.
 
     Args:
-        path: the file; one that ends with .gz is packed.
-        seconds: how long to watch; left out, what has been recorded until now is written.
-        profile: have torch's profiler watch, too, which needs `seconds`.
+        path: the file; it is compressed if its name ends with .gz.
+        seconds: how long to record; if not given, the events recorded so far are written.
+        profile: also run torch's profiler, which needs `seconds`.
 
     Returns:
-        What was written, in words.
+        A summary of the file.
 
     Raises:
         NotInitialized: this process is in no group.
-        UsageError: `profile` without `seconds`, or less than none.
+        UsageError: `profile` without `seconds`, or negative `seconds`.
 
     Example:
         >>> told = telegrad.insight.trace("group.json")
@@ -236,7 +236,7 @@ def trace(path: str | os.PathLike[str], seconds: float | None = None, profile: b
 
 
 def trace_from_outside(path: str | os.PathLike[str], source: Source, seconds: float | None = None) -> str:
-    """As `trace`, from a process in no group: clocks of other hosts are compared by the calls that were recorded."""
+    """Do the same as `trace`, from a process in no group. Clocks of other hosts are compared by the recorded calls."""
     path = _place_for(path)
     accounts, silent = source.look()
     after: dict[str, float] = {}
@@ -254,10 +254,10 @@ def trace_from_outside(path: str | os.PathLike[str], source: Source, seconds: fl
 
 
 def _place_for(path: str | os.PathLike[str]) -> str:
-    """Return a path whose folder exists, before the trace takes any time.
+    """Return the path as text. Check its folder first, before the trace takes time.
 
     Raises:
-        FileNotFoundError: there is no such folder.
+        FileNotFoundError: the folder does not exist.
     """
     folder = os.path.dirname(os.path.abspath(checks.path("path", path)))
     if not os.path.isdir(folder):
@@ -268,8 +268,8 @@ def _place_for(path: str | os.PathLike[str]) -> str:
 def _record(
     path: str, source: Source, comparison: ClockComparison, after: Mapping[str, float], profiles: Mapping[str, bytes]
 ) -> str:
-    """Write what all workers have recorded since `after`, and return a summary."""
-    events = source.events(after)  # before the exchanges, which are events as well
+    """Write the events of all workers since `after`, and return a summary."""
+    events = source.events(after)  # first, because the exchanges are events as well
     comparison.look()
     opened = {name: json.loads(gzip.decompress(packed)) for name, packed in profiles.items() if packed}
     names = comparison.names

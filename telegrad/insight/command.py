@@ -1,11 +1,11 @@
-"""The commands that look at groups of this host.
+"""The commands that inspect groups of this host.
 
-python -m telegrad why                what keeps groups of this host from going on; exit code 0: nothing, 1: something,
+python -m telegrad why                what keeps groups of this host waiting; exit code 0: nothing, 1: something,
                                       2: a worker does not answer, or there is none
 python -m telegrad top                a live view in the terminal
 python -m telegrad dashboard          a live view in the browser
-python -m telegrad trace FILE         what has happened lately, on all workers, for ui.perfetto.dev
-python -m telegrad dump               have each worker write down what it is at, and what has happened lately
+python -m telegrad trace FILE         the latest events of all workers, for ui.perfetto.dev
+python -m telegrad dump               have each worker write its state and latest events to a file
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from telegrad.insight.reading.source import Source
 from telegrad.insight.seen_groups import DumpFiles, HostGroup, groups_here
 from telegrad.reporting.desk import HAS_DESKS
 
-LONGEST = 20.0  # seconds, after which no further group is looked at
-NONE_HERE = 2  # an exit code: there is no worker to look at
+LONGEST = 20.0  # seconds, after which no further group is queried
+NONE_HERE = 2  # the exit code if there is no worker
 
 
 def main(arguments: list[str]) -> int:
-    """Run one of the commands; return its exit code."""
+    """Run a command; return its exit code."""
     parser = _parser()
     given = parser.parse_args(arguments)
     if given.group and vars(given).get("files"):
@@ -85,7 +85,7 @@ def _seconds(text: str) -> float:
     return seconds
 
 
-_seconds.__name__ = "number of seconds"  # as argparse calls it
+_seconds.__name__ = "number of seconds"  # the name in argparse's error messages
 
 
 def _why(given: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""The rules that look at the group as a whole. Pure."""
+"""The rules about the group as a whole. No I/O."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _STORE = re.compile(r"the store at (\S+?),")
 
 
 def joining(graph: WaitGraph) -> Iterator[Finding]:
-    """Look at the workers that want to meet at one place."""
+    """Find workers that join at the same store and have waited for long."""
     places: dict[str, list[Account]] = defaultdict(list)
     for account in graph.accounts.values():
         if account["phase"] == JOINING:
-            # Before the store was found, the wait for it tells where it should be.
+            # Until the store is found, only the text of the wait has its address.
             found = _STORE.search((_join_wait(account) or {"about": ""})["about"])
             places[account["place"] or (found[1] if found else "")].append(account)
     for place, accounts in places.items():
@@ -67,7 +67,7 @@ def _join(graph: WaitGraph, place: str, accounts: list[Account]) -> Finding:
 
 
 def unanswered(graph: WaitGraph, found: Sequence[Finding]) -> Iterator[Finding]:
-    """Look for silent and lost workers that no other finding names."""
+    """Find silent and lost workers that no other finding names."""
     known = {name for finding in found if finding.kind in ("silent", "gone") for name in finding.workers}
     if not graph.accounts and not graph.sight.silent:
         yield _noted("nobody", [], "No worker could be asked: none was found.")
@@ -81,7 +81,7 @@ def unanswered(graph: WaitGraph, found: Sequence[Finding]) -> Iterator[Finding]:
 
 
 def generations(graph: WaitGraph, found: Sequence[Finding]) -> Iterator[Finding]:
-    """Look for workers that are not of one group; a note where they are not seen to wait."""
+    """Find workers of different groups or generations; a note if no other finding exists."""
     lots: dict[tuple[str, int], list[str]] = defaultdict(list)
     for account in graph.accounts.values():
         if account["phase"] != JOINING:
@@ -98,5 +98,5 @@ def generations(graph: WaitGraph, found: Sequence[Finding]) -> Iterator[Finding]
 
 
 def _noted(kind: str, workers: list[str], title: str, weight: int | None = None, *details: str) -> Finding:
-    """Return a finding for which no wait is known."""
+    """Return a finding that has no waits."""
     return Finding(kind, WEIGHTS[kind] if weight is None else weight, workers, [], 0.0, title, list(details), {})

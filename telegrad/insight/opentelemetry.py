@@ -1,9 +1,9 @@
 """Traces and metrics of calls, for OpenTelemetry.
 
-`instrument()` makes a client span around each call that this worker makes, and a server span around each that it runs.
-The context of the first travels with the call, so the spans of one request make one trace over all workers, and spans
-that a function makes by itself are inside of its server span. Names follow the conventions for remote calls:
-`rpc.method` is the function, `server.address` the worker that runs it.
+`instrument()` makes a client span around each outgoing call of this worker, and a server span around each function that
+it serves. The client span's context is sent with the call, so the spans of one request form one trace over all workers.
+Spans that a function makes itself are children of its server span. Names follow the conventions for RPC: `rpc.method`
+is the function, `server.address` the worker that runs it.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ T = TypeVar("T")
 Attributes = tuple[dict[str, str], dict[str, str]]
 
 SYSTEM = "telegrad"
-# The bounds that the conventions advise, in seconds, and finer ones below, since calls take some 30 microseconds.
+# The bounds of the conventions, in seconds, and finer ones below, because calls take about 30 microseconds.
 BOUNDS = (0.00005, 0.0001, 0.0005, 0.001, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10)
 
 
 def instrument(tracer_provider: TracerProvider | None = None, meter_provider: MeterProvider | None = None) -> None:
-    """From now on, make spans and metrics of this process's calls.
+    """Start making spans and metrics of this process's calls.
 
-    It may come before or after `init_rpc`. Workers that are not instrumented pass on what they get.
+    It may be called before or after `init_rpc`. Workers that are not instrumented forward the context they receive.
 
     Args:
-        tracer_provider: what makes the spans; left out, the one that the program has set.
-        meter_provider: what makes the metrics; left out, the one that the program has set.
+        tracer_provider: the provider of spans; by default the one that the program has set.
+        meter_provider: the provider of metrics; by default the one that the program has set.
     """
     profiling.follow(CallTracer(tracer_provider, meter_provider))
 
 
 def uninstrument() -> None:
-    """No longer; spans that have begun still end."""
+    """Stop making spans and metrics; spans that have begun still end."""
     profiling.follow(None)
 
 
@@ -131,16 +131,16 @@ class CallTracer:
 
 @lru_cache(4096)
 def _attributes(method: str, server: str, here: str, caller: str) -> Attributes:
-    """Return the attributes of an entry in a histogram, and those of a span; `caller` is empty at the caller."""
+    """Return the attributes for a histogram entry, and those for a span; `caller` is empty on the caller's side."""
     common = {"rpc.system.name": SYSTEM, "rpc.method": method, "server.address": server}
-    # Their older names, for what reads only those.
+    # The older names, for tools that read only those.
     older = {"rpc.system": SYSTEM, "rpc.service": method.rpartition(".")[0] or SYSTEM}
     client = {"client.address": caller} if caller else {}
     return common, {**common, **older, "telegrad.worker": here, **client}
 
 
 class Attached:
-    """Inside, a context is the current one of this thread."""
+    """A context manager that makes an OpenTelemetry context current in this thread."""
 
     def __init__(self, inside: Context) -> None:
         self._inside = inside
@@ -153,9 +153,10 @@ class Attached:
 
 
 class CallSpan(Attached):
-    """One side of a call, as a span and an entry in a histogram.
+    """One side of a call, as a span and a histogram entry.
 
-    Inside, it is the current span of this thread. An exception that leaves it ends it; else `end` or `end_with` does.
+    Inside its `with` block it is the current span of this thread. An exception that leaves the block ends it; otherwise
+    `end` or `end_with` does.
     """
 
     def __init__(self, span: Any, inside: Context, lasted: Histogram, attributes: dict[str, str]) -> None:
@@ -173,24 +174,26 @@ class CallSpan(Attached):
             self.end()
 
     async def _awaited(self, inner: Coroutine[Any, Any, Any]) -> Any:
-        # Attached once, as this runs in a task of its own: spans that the function holds across waits stay current.
+        # Attached once, because this runs in its own task: spans that the function holds across waits stay current.
         with self:
             value = await inner
         self.end()
         return value
 
     def around(self, inner: CoroutineType[Any, Any, Any]) -> Coroutine[Any, Any, Any]:
-        """Return a coroutine that runs another one inside."""
+        """Return a coroutine that runs another one inside the span."""
         made: Any = self._awaited(inner)
-        made.__qualname__ = inner.__qualname__  # by which errors name the function
+        made.__qualname__ = inner.__qualname__  # errors name the function by it
         return made  # type: ignore[no-any-return]
 
     def end_with(self, future: torch._C.Future[Any] | Signal) -> None:
-        """Have it end when a future is done."""
+        """End the span when a future is done."""
         if isinstance(future, Signal):
             future.add_done_callback(self._done)
         else:
-            torch._C.Future.add_done_callback(future, self._done)  # with torch's own, a failure counts as unseen still
+            torch._C.Future.add_done_callback(
+                future, self._done
+            )  # torch's own method, so that a failure still counts as unretrieved
 
     def _done(self, future: Any) -> None:
         failure = getattr(future, "failure", None)

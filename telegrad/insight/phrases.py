@@ -1,4 +1,4 @@
-"""The words for times, names, lines of programs, and for the waits of threads and calls. Pure."""
+"""Phrases for times, names, lines of programs, and waits of threads and calls. No I/O."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from math import isinf
 from telegrad.insight.wait_graph import CALL, GATHER, PASS, SLOTS, THREAD, WORK, GroupIndex, Node, is_innermost, lock_of
 from telegrad.reporting.account import QUEUED, Line, Thread
 
-FEW = 4  # waits or names that are listed one by one
-INDENT = "    "  # of a line of a program, below what stands at it
-_MAY_SLEEP = re.compile(r"\(|^$|\b(with|await|import|for|yield)\b|[\[.]")  # else it waits for the interpreter at most
+FEW = 4  # waits or names that are listed individually
+INDENT = "    "  # of a source line below the sentence about it
+_MAY_SLEEP = re.compile(
+    r"\(|^$|\b(with|await|import|for|yield)\b|[\[.]"
+)  # other lines wait at most for the interpreter's lock
 _SLEEPS = re.compile(r"\bsleep\(")
 _INNER = (
     "/threading.py:",
@@ -38,7 +40,7 @@ def seconds(age: float) -> str:
 
 
 def lasting(age: float) -> str:
-    """ ", for 3 s"; nothing where it is not known."""
+    """Return text such as ", for 3 s"; empty if the age is unknown."""
     return "" if isinf(age) or age <= 0 else f", for {seconds(age)}"
 
 
@@ -50,7 +52,7 @@ def several(names: Iterable[str], most: int = 2 * FEW) -> str:
 
 
 def counted(names: Iterable[str]) -> str:
-    """ "worker1 (3), worker2"."""
+    """Return text such as "worker1 (3), worker2"."""
     return several(f"{name} ({count})" if count > 1 else name for name, count in Counter(names).most_common())
 
 
@@ -63,12 +65,12 @@ def line(at: Line) -> str:
 
 
 def lines_of(thread: Thread | None) -> list[str]:
-    """Return the line that a thread is at, if that is known."""
+    """Return the line that a thread executes, if it is known."""
     return [line(thread["at"])] if thread is not None and thread["at"] is not None else []
 
 
 def standing(thread: Thread) -> str:
-    """Return what a thread does that is in no wait of this package."""
+    """Return the state of a thread that is in no wait of this package."""
     text = thread["at"]["text"] if thread["at"] is not None else ""
     innermost = thread["stack"][-1] if thread["stack"] else ""
     if lock_of(thread) is not None:
@@ -100,7 +102,7 @@ def who(group: GroupIndex, thread: Node) -> str:
 
 
 def doing(thread: Thread) -> str:
-    """Return what a thread waits for, or does otherwise."""
+    """Return what a thread waits for, or else does."""
     wait = thread["wait"]
     if wait is None:
         lock = lock_of(thread)
@@ -122,7 +124,7 @@ def doing(thread: Thread) -> str:
 
 
 def waiting(group: GroupIndex, node: Node) -> list[str]:
-    """Return a sentence about a node that waits, and the line of the user's program at which it does."""
+    """Return a sentence about a node that waits, and the line of the user's program."""
     age, queued = group.age(node), group.queued(node.worker) if node.kind == SLOTS else 0
     if node.kind == THREAD:
         thread = group.threads[node]

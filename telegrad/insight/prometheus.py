@@ -1,6 +1,6 @@
-"""Metrics of one worker, for Prometheus: of what it tells of itself at a scrape, and of what has happened since.
+"""Metrics of one worker for Prometheus: its state at a scrape, and counts of its events.
 
-Events are counted as they happen, by `EventCounters`; all else is looked up at a scrape.
+Events are counted as they happen, by `EventCounters`; everything else is read at a scrape.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ except ImportError as error:
 CALL = ("function", "peer", "outcome")
 COUNT, SUM, SIZE, DURATION = "count", "sum", "size", "duration"
 
-# What is told of events: name, text, kind of event, labels, and which figure of them.
+# Metrics of events: name, text, kind of event, labels, and the figure that is reported.
 OF_EVENTS = (
     ("calls", "Calls of this worker that have ended", CALLED, CALL, COUNT),
     ("call_duration_seconds", "How long they took", CALLED, ("function",), DURATION),
@@ -57,19 +57,19 @@ OF_EVENTS = (
 
 
 def own_account() -> Account:
-    """What this process's worker tells of itself.
+    """Return the state of this process's worker.
 
     Raises:
-        NotInitialized: it is none.
+        NotInitialized: this process has no worker.
     """
     return witness_of(current.joined()).account()
 
 
 class Metrics(Collector):
-    """A collector for one worker."""
+    """A Prometheus collector for one worker."""
 
     def __init__(self, account: Callable[[], Account]) -> None:
-        """`account` is called at each scrape; it may raise a TelegradError where this process is in no group."""
+        """`account` is called at each scrape; it may raise a TelegradError if this process is in no group."""
         self.counters = EventCounters()
         self._account = account
 
@@ -157,7 +157,7 @@ def _counter(name: str, text: str, values: Mapping[Any, float], labels: Sequence
 
 
 class Registered:
-    """Metrics that a registry has, until `close`."""
+    """Metrics in a registry, until `close`."""
 
     def __init__(self, account: Callable[[], Account], registry: CollectorRegistry) -> None:
         self._registry = registry
@@ -177,14 +177,14 @@ class Registered:
 
 
 def register(registry: CollectorRegistry = REGISTRY, account: Callable[[], Account] = own_account) -> Registered:
-    """Have a registry, which the program serves by itself, give this worker's metrics, too.
+    """Add this worker's metrics to a registry that the program serves itself.
 
     Args:
-        registry: one of `prometheus_client`; left out, its default.
-        account: what tells of this worker.
+        registry: a registry of `prometheus_client`; by default its default registry.
+        account: returns the worker's state.
 
     Returns:
-        What has `close()`, which takes them out again.
+        The registration; its `close()` removes the metrics.
 
     Raises:
         UsageError: this registry has these metrics already.
@@ -194,11 +194,11 @@ def register(registry: CollectorRegistry = REGISTRY, account: Callable[[], Accou
 
 class _Handler(MetricsHandler):
     server_version, sys_version = "telegrad", ""
-    timeout = 10.0  # seconds, for a request to come
+    timeout = 10.0  # seconds to receive a request
 
 
 class Served(Registered):
-    """Metrics under an address, until `close`."""
+    """Metrics served at an address, until `close`."""
 
     def __init__(self, account: Callable[[], Account], registry: CollectorRegistry, host: str, port: int) -> None:
         super().__init__(account, registry)
@@ -232,18 +232,18 @@ def serve_metrics(
     registry: CollectorRegistry = REGISTRY,
     account: Callable[[], Account] = own_account,
 ) -> Served:
-    """Serve this worker's metrics and all others of the registry at `http://host:port/metrics`, on a thread of its own.
+    """Serve this worker's metrics and all others of the registry at `http://host:port/metrics`, on its own thread.
 
-    It may begin before `init_rpc`, and outlasts the group.
+    It may be called before `init_rpc`, and continues after the group ends.
 
     Args:
-        port: at which port; 0 for a free one, which is `port` of what is returned.
-        host: at which address of this host, else the loopback address.
-        registry: one of `prometheus_client`; left out, its default.
-        account: what tells of this worker.
+        port: the port; 0 for a free one, which is `port` of the result.
+        host: the address of this host to listen on; by default the loopback address.
+        registry: a registry of `prometheus_client`; by default its default registry.
+        account: returns the worker's state.
 
     Returns:
-        What has the address, `host` and `port`, and `close()`.
+        The server, with `host`, `port` and `close()`.
 
     Raises:
         UsageError: the port is taken, or this registry has these metrics already.

@@ -1,6 +1,6 @@
-"""Why a group waits: the findings, and a line about each worker, as text for a terminal and as JSON. Pure.
+"""Why a group waits: the findings, and a line about each worker, as text for a terminal and as JSON. No I/O.
 
-Ages are those that the workers tell; nothing here looks at a clock, so kept accounts can be explained, too.
+Ages are those that the workers report; no clock is read here, so saved states can be explained, too.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from telegrad.insight.reading.source import Sight
 from telegrad.insight.wait_graph import Node, WaitGraph
 from telegrad.reporting.account import JOINING, LEAVING, QUEUED, RUNNING, Account, counts
 
-LONG = 1.0  # seconds from which on a wait counts as long
+LONG = 1.0  # seconds from which a wait counts as long
 COLUMNS = 100
 
 
 class Report:
-    """All that can be said about the waits of a group.
+    """The report on the waits of a group.
 
     Attributes:
-        findings: the causes of its waits, the most important first; empty where nothing waits for `long` seconds.
-        status: the exit code: 0 where nothing waits for long, 1 where something does, 2 where workers do not answer.
+        findings: the causes of waits, the most important first; empty if nothing waits for `long` seconds.
+        status: the exit code: 0 if nothing waits for long, 1 if something does, 2 if workers do not answer.
     """
 
     def __init__(self, sight: Sight, long: float = LONG) -> None:
@@ -82,7 +82,7 @@ class Report:
         return f"Nothing waits for long. {asked}; {plural(many, 'call')} in flight, {ages}{at_work}."
 
     def _each_worker(self) -> list[str]:
-        """Return a line for all workers that do the same."""
+        """Return one line for all workers that do the same."""
         alike: dict[str, list[tuple[str, str]]] = defaultdict(list)
         for account in sorted(self._sight.accounts, key=lambda each: (each["rank"], each["worker"])):
             key, said = self._doing(account)
@@ -95,7 +95,7 @@ class Report:
         return lines + ([f"  {several(self._sight.silent)}: no answer"] if self._sight.silent else [])
 
     def _doing(self, account: Account) -> tuple[str, str]:
-        """Return what a worker does, without its times and with them."""
+        """Return what a worker does, without times and with them."""
         main = self._graph.mains.get(account["worker"])
         parts = [self._thread(main)] if main is not None else []
         states = counts(account["calls_in"], lambda call: call["state"])
@@ -142,7 +142,7 @@ def _told(finding: Finding, mark: str, stacks: bool) -> list[str]:
 
 
 def _common_folder(sight: Sight) -> str:
-    """Return the folder of all of the user's files, with a slash; empty where it would not shorten much."""
+    """Return the common folder of the user's files, with a slash; empty if it would not shorten much."""
     files = {
         thread["at"]["file"] for account in sight.accounts for thread in account["threads"] if thread["at"] is not None
     }

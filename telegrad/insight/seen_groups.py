@@ -1,4 +1,4 @@
-"""Groups to look at: that of this process, those of this user on this host, and what workers have written to files."""
+"""Groups to inspect: that of this process, those of this user on this host, and those in dump files."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ from telegrad.reporting.dump import LARGEST
 if TYPE_CHECKING:
     from telegrad.reporting.witness import Witness
 
-AT_ONCE = 32  # silent workers that are looked at at the same time
-MOST_LOOKED_AT = 256  # silent workers that are looked at from outside; that takes half a second for each
+AT_ONCE = 32  # silent processes that are inspected concurrently
+MOST_LOOKED_AT = 256  # silent processes that are inspected, which takes half a second for each
 PATIENCE = 1.0  # seconds for all workers of a group
-SOON = 0.3  # the same, where they are asked once more anyway
-OF_ALL = 5.0  # the same, for what one of them asks others about
-MOST = 2 * LARGEST  # bytes of a file: one with no events may have some more
+SOON = 0.3  # the same, if they are asked again anyway
+OF_ALL = 5.0  # the same, if one worker asks the others
+MOST = 2 * LARGEST  # bytes of a file: the state alone may exceed LARGEST
 
 
 class OwnGroup:
     """The group of this process."""
 
     def __init__(self, witness: Any) -> None:
-        self._witness: Witness = witness  # whose type is no part of the interface
+        self._witness: Witness = witness  # its type is not part of the interface
 
     def look(self) -> Sight:
         accounts, silent = self._witness.look()
         if not silent:
             return Sight(accounts, silent)
-        # The name of a worker's socket has its process in it: "telegrad-PID-...".
+        # A member's Unix socket has its process in its name: "telegrad-PID-...".
         places = {(place.worker, f"telegrad-{place.pid}"): place for place in desk.places()}
         processes = ((member.name, member.unix.rpartition("-")[0]) for member in self._witness.observer.members())
         here = {known[0]: places[known] for known in processes if known[0] in silent and known in places}
@@ -59,31 +59,31 @@ def own_group() -> OwnGroup:
     Raises:
         NotInitialized: this process is in no group.
     """
-    from telegrad.ext.workers import current  # not above: commands look from outside, without torch
+    from telegrad.ext.workers import current  # not at the top: the commands inspect without torch
     from telegrad.reporting.witness import witness_of
 
     return OwnGroup(witness_of(current.here()))
 
 
 class HostGroup:
-    """A group with workers on this host, seen from outside."""
+    """A group with workers on this host, inspected from outside."""
 
     def __init__(self, places: Iterable[Place], programs: Iterable[str] = ()) -> None:
         self._places = list(places)
         self._programs = sorted(programs)
-        self._silent: set[Place] = set()  # when the group was asked last; replaced as a whole
+        self._silent: set[Place] = set()  # at the last query; replaced as a whole
 
     def __str__(self) -> str:
-        """Return the program and the workers on this host, for people."""
+        """Return the program and the workers on this host, for users."""
         program = f"{', '.join(self._programs)}: " if self._programs else ""
         return program + several(sorted(place.worker for place in self._places))
 
     def is_called(self, name: str) -> bool:
-        """Return whether that is its program, or one of its workers."""
+        """Return True if that is the name of its program, or of one of its workers."""
         return name in self._programs or any(place.worker == name for place in self._places)
 
     def dump(self) -> dict[str, str]:
-        """Have the workers of this host write down their states; return by worker the file, or why there is none."""
+        """Have the workers of this host write dumps; return the file of each, or why there is none."""
         told = ask_all(self._places, DUMP, None, PATIENCE)
         silent = "nothing was written, it did not answer: {}"
         return {
@@ -118,10 +118,10 @@ class HostGroup:
 
 
 class DumpFiles:
-    """Files of `telegrad.reporting.dump`, as a group; of a worker with several, the newest counts."""
+    """Dump files, as a group; of several files of a worker, the newest is used."""
 
     def __init__(self, paths: Iterable[str | pathlib.Path]) -> None:
-        """Raises UsageError where one is no such file."""
+        """Raise UsageError if a file is not a dump."""
         self._told: dict[str, dict[str, Any]] = {}
         for path in map(pathlib.Path, paths):
             try:
@@ -151,13 +151,13 @@ class DumpFiles:
 
 
 def groups_here() -> dict[str, HostGroup]:
-    """Return all groups of this user with workers on this host, by their ids; those that form yet, by their place.
+    """Return all groups of this user with workers on this host, by id; groups that are still forming, by store address.
 
-    Root has those of all users. A worker is taken for one of a group of its own user only.
+    Root gets those of all users. A worker is assigned only to a group of its own user.
     """
     told = ask_all(desk.places(), ACCOUNT, None, SOON)
     found: dict[tuple[int, str], list[Place]] = {}
-    known: dict[tuple[int, str], list[Any]] = {}  # what the others tell
+    known: dict[tuple[int, str], list[Any]] = {}  # answers of the other workers
     silent: list[Place] = []
     for place, account in told.items():
         if isinstance(account, dict):
@@ -178,20 +178,20 @@ def groups_here() -> dict[str, HostGroup]:
 
 
 def others_of(accounts: Iterable[Account]) -> set[str]:
-    """Return the members that these workers know, without these workers."""
+    """Return the members known to these workers, except these workers."""
     accounts = list(accounts)
     known = {name for account in accounts for name in account["members"]}
     return known - {account["worker"] for account in accounts}
 
 
 def _sight(accounts: Sequence[Account], silent: Mapping[str, str], here: Collection[str]) -> Sight:
-    """Leave out silent workers that others have lost, unless their processes run here."""
+    """Drop silent workers that others declared lost, unless their processes are on this host."""
     gone = {name for account in accounts for name in account["gone"]}
     return Sight(accounts, {name: why for name, why in silent.items() if name in here or name not in gone})
 
 
 def _group_of(place: Place, known: Mapping[tuple[int, str], list[Account]]) -> str:
-    """Return the one group whose members miss a silent worker's name, or the only group there is; else nothing."""
+    """Return the only group that misses a silent worker's name, or else the only group of its user; else ""."""
     own = {name: accounts for (user, name), accounts in known.items() if user == place.user}
     missing = [group for group, accounts in own.items() if place.worker in others_of(accounts)]
     groups = missing if missing else list(own)
@@ -199,7 +199,7 @@ def _group_of(place: Place, known: Mapping[tuple[int, str], list[Account]]) -> s
 
 
 def _states(silent: Mapping[str, Place]) -> dict[str, str]:
-    """Return why workers do not answer, as far as it can be seen; of many, some are not looked at."""
+    """Return why workers do not answer, as far as visible; only the first MOST_LOOKED_AT are inspected."""
     if not silent:
         return {}
     looked = dict(islice(silent.items(), MOST_LOOKED_AT))

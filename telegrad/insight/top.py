@@ -1,4 +1,4 @@
-"""`telegrad top`: what the workers of a group do right now, in a terminal."""
+"""`telegrad top`: the current state of a group's workers, in a terminal."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from telegrad.insight.reading import tables
 from telegrad.insight.reading.history import GroupHistory
 from telegrad.insight.reading.source import Source
 
-LEAST = 0.2  # seconds from one time of asking to the next
-NOTES = 3  # lines of what is wrong, at most
+LEAST = 0.2  # minimum seconds between two queries
+NOTES = 3  # maximum number of lines with problems
 HOME, END_OF_LINE, END = "\x1b[H", "\x1b[K\n", "\x1b[J"  # control sequences: to the top; clear the rest of line, screen
 
 
 class View(NamedTuple):
-    """What is shown of a group."""
+    """The settings of the view of a group."""
 
-    sort: str = ""  # the column by which the tables are sorted that have it
-    words: str = ""  # only rows with all of these
-    worker: str = ""  # what this worker is at, and not the whole group
-    stacks: bool = False  # of that worker's threads
+    sort: str = ""  # the column by which tables are sorted, if they have it
+    words: str = ""  # show only rows with all of these
+    worker: str = ""  # show this worker instead of the whole group
+    stacks: bool = False  # also show that worker's stacks
 
     def text(self, history: GroupHistory, height: int = 0) -> str:
-        """Return the group as a text, with tables that fit into `height` lines, if given.
+        """Return the group as text, with tables that fit into `height` lines, if given.
 
         Raises:
-            UsageError: there is no such column, or no such worker.
+            UsageError: there is no such column or worker.
         """
         columns = list(dict.fromkeys(column for table in tables.ALL for column in table))
         if self.sort and self.sort not in columns:
@@ -52,7 +52,7 @@ class View(NamedTuple):
         shown = [table for table in shown if table.rows]
         for left, table in zip(range(len(shown), 0, -1), shown, strict=True):
             lines = tables.lines(table.columns, tables.texts(table, self.sort, self.words))
-            room = max(4, (height - len(found)) // left - 2)  # an equal part of the lines that are left
+            room = max(4, (height - len(found)) // left - 2)  # an equal part of the remaining lines
             if height and len(lines) > room:
                 lines[room - 1 :] = [f"... and {len(lines) - room + 1} more"]
             found += [f"{table.name}:", *lines, ""]
@@ -63,10 +63,10 @@ GROUP = View()
 
 
 def run(source: Source, interval: float = 1.0, view: View = GROUP) -> None:
-    """Show a group, and ask it anew every `interval` seconds, until Ctrl-C.
+    """Show a group, and query it every `interval` seconds, until Ctrl-C.
 
     Raises:
-        UsageError: there is no such column, or no such worker.
+        UsageError: there is no such column or worker.
     """
     history = GroupHistory()
     while True:
@@ -82,7 +82,7 @@ def run(source: Source, interval: float = 1.0, view: View = GROUP) -> None:
 
 
 def once(source: Source, between: float = 1.0, view: View = GROUP) -> str:
-    """Return the same once, as a text with all lines; rates are those of `between` seconds."""
+    """Return one view as text with all lines; rates are over `between` seconds."""
     history = GroupHistory()
     history.update(source)
     time.sleep(between)

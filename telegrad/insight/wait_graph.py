@@ -1,7 +1,7 @@
-"""Which call, thread or worker of a group waits for which, as a graph. Pure.
+"""The graph of waits of a group: which call, thread or worker waits for which. No I/O.
 
-An edge leads from a node to what it waits for; some edges are guesses, from the line that a thread is at. A node
-without edges is the cause of all waits that lead to it, and a cycle is a deadlock.
+An edge points from a node to the node it waits for. Some edges are guesses, from the line that a thread executes. A
+node without edges is the cause of all waits that lead to it, and a cycle is a deadlock.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ from telegrad.reporting.account import (
 )
 
 CALL, THREAD = "call", "thread"
-SLOTS = "slots"  # that one of a worker's slots becomes free
+SLOTS = "slots"  # the wait until one of a worker's slots is free
 PASS = "pass"  # a backward pass that a worker drives
-WORK = "work"  # the part of a worker in backward passes
-WORKER = "worker"  # that a worker joins, answers or leaves; or "rank 2", where no name is known
+WORK = "work"  # a worker's part in backward passes
+WORKER = "worker"  # the wait until a worker joins, answers or leaves; its name may be "rank 2" if unknown
 
-GATHER = "_all_gather"  # a program for torch.distributed.rpc calls it before shutdown
-MOST_GUESSES = 16  # edges from one node that are guesses
+GATHER = "_all_gather"  # programs for torch.distributed.rpc call it before shutdown
+MOST_GUESSES = 16  # maximum number of guessed edges of one node
 AT_REST = ("shutdown", "serve", "init_rpc", "store")  # waits in which a thread holds neither a lock nor a slot
 _FOR_WORKERS = ("shutdown", "rendezvous_again", "workers", "value", GATHER)  # waits that name the missing workers
 _LOCK = re.compile(r"\bwith (?P<with>[\w.\[\]'\"]+)(?: as \w+)?\s*[:,]|(?P<name>[\w.\[\]'\"]+)\.acquire\(")
 _WAITS_FOR_FUTURES = re.compile(r"wait_all|\.wait\(|\.result\(|\.done\(|\bawait\b|collect_all")
 _AUTOGRAD = re.compile(r"(^|/)(torch|telegrad)/autograd/")
 _PIPELINE = re.compile(r"(^|/)telegrad/pipeline/")
-_OF_PIPELINE = " of a Pipeline"  # in the names of calls that go through a batch
+_OF_PIPELINE = " of a Pipeline"  # in the names of calls that run a batch
 _OF_VALUES = re.compile(r"^(to_here|future)\(\) of a reference")
 
 
 class Node(NamedTuple):
     kind: str
-    worker: str  # where it waits: of a call the caller
+    worker: str  # the worker that waits; for a call the caller
     number: int = 0  # of a call, a thread or a pass
-    to: str = ""  # of a call the callee
-    context: int = 0  # of a pass
+    to: str = ""  # for a call: the callee
+    context: int = 0  # for a pass: the autograd context
 
 
 class Edge(NamedTuple):
@@ -58,7 +58,7 @@ class Edge(NamedTuple):
 
 
 def search(starts: Iterable[Node], following: Callable[[Node], Iterable[Node]]) -> dict[Node, Node | None]:
-    """Return all that follows the starts, they included and nearest first, each with the node before it."""
+    """Return all nodes reachable from the starts, including them, nearest first, each with its predecessor."""
     found: dict[Node, Node | None] = dict.fromkeys(starts)
     ahead = list(found)
     for node in ahead:
@@ -70,7 +70,7 @@ def search(starts: Iterable[Node], following: Callable[[Node], Iterable[Node]]) 
 
 
 class GroupIndex:
-    """The threads and calls of a group, by their nodes."""
+    """The threads and calls of a group, by node."""
 
     def __init__(self, sight: Sight) -> None:
         self.sight = sight
@@ -79,7 +79,7 @@ class GroupIndex:
             name: why.removeprefix(f"worker {name!r} ")
             for account in sight.accounts
             for name, why in account["gone"].items()
-            if name not in self.accounts  # else it was started anew
+            if name not in self.accounts  # else it was restarted
         }
         self.threads: dict[Node, Thread] = {}
         self.mains: dict[str, Node] = {}
@@ -108,7 +108,7 @@ class GroupIndex:
             self.unattended[me] = sorted(alone, key=self.age, reverse=True)
 
     def calls(self, caller: str, to: str | None = None) -> list[Node]:
-        """Return the calls that a worker made, or those to one other worker."""
+        """Return the calls that a worker made, or those to one callee."""
         calls = (Node(CALL, caller, out["number"], out["to"]) for out in self.accounts[caller]["calls_out"])
         return [call for call in calls if to in (None, call.to)]
 
@@ -117,7 +117,7 @@ class GroupIndex:
         return [Node(THREAD, name, thread["number"]) for thread in account["threads"]] if account is not None else []
 
     def came(self, name: str, *states: str) -> list[Node]:
-        """Return the calls that came to a worker and are in one of these states."""
+        """Return the incoming calls of a worker that are in one of these states."""
         calls = self.accounts[name]["calls_in"]
         return [Node(CALL, call["caller"], call["number"], name) for call in calls if call["state"] in states]
 
@@ -125,23 +125,23 @@ class GroupIndex:
         return sum(1 + call.get("more", 0) for call in self.accounts[name]["calls_in"] if call["state"] == QUEUED)
 
     def holders(self, name: str) -> list[Node]:
-        """Return the threads that have a slot: a thread that waits for a call has given its slot back."""
+        """Return the threads that hold a slot; a thread that waits for a call has released its slot."""
         runs = (Node(THREAD, name, self.calls_in[call]["thread"] or 0) for call in self.came(name, RUNNING))
         return [each for each in runs if each in self.threads and not self.awaits[each] and not self.wait(each)]
 
     def wait(self, thread: Node | None) -> str:
-        """Return the kind of a thread's wait, but for those for calls; empty where it is in none."""
+        """Return the kind of a thread's wait, except waits for calls; empty if there is none."""
         wait = self.threads[thread]["wait"] if thread is not None else None
         return wait["what"] if wait is not None else ""
 
     def waiter(self, call: Node) -> Node | None:
-        """Return the thread that waits for a call, if that is known."""
+        """Return the thread that waits for a call, if known."""
         out = self.calls_out.get(call)
         thread = Node(THREAD, call.worker, out["thread"]) if out is not None and out["thread"] is not None else None
         return thread if thread in self.threads else None
 
     def age(self, node: Node) -> float:
-        """Return for how many seconds a node waits; 0 where that is not known."""
+        """Return the seconds that a node has waited; 0 if unknown."""
         if node.kind == CALL:
             call = self.calls_out.get(node) or self.calls_in.get(node)
             return call["age"] if call is not None else 0.0
@@ -160,16 +160,16 @@ class GroupIndex:
         return self.calls_in[self.serves[node]]["age"] if node in self.serves else 0.0
 
     def function(self, call: Node) -> str:
-        """Return the function of a call; the callee's name for it says more, once the callee has decoded the call."""
+        """Return the function of a call. The callee's name is preferred, because it is more specific after decoding."""
         known = (self.calls_in.get(call), self.calls_out.get(call))
         names = [each["function"] for each in known if each is not None and each["function"]]
         return next((name for name in names if not name.startswith("telegrad.")), names[0] if names else "a call")
 
 
 class WaitGraph(GroupIndex):
-    """The nodes that have waited for `long` seconds, and all that these wait for.
+    """The nodes that have waited for `long` seconds, and all nodes they wait for.
 
-    A wait of less than half that time is no edge: it comes and goes.
+    A wait shorter than half that time is ignored, because it is probably temporary.
     """
 
     def __init__(self, sight: Sight, long: float) -> None:
@@ -185,7 +185,7 @@ class WaitGraph(GroupIndex):
                 self.into[edge.to].append((node, edge))
 
     def edges(self, node: Node) -> list[Edge]:
-        """Return the edges to all that a node waits for."""
+        """Return the edges to all nodes that a node waits for."""
         found = self._edges.get(node)
         if found is None:
             found = self._edges[node] = self._direct(node) or self._to_holders(node)
@@ -198,9 +198,9 @@ class WaitGraph(GroupIndex):
         return [node for node in found if node in long or (node.kind == CALL and self.age(node))]
 
     def cycles(self) -> list[list[Node]]:
-        """Return the nodes that wait for each other, each lot by its shortest way round.
+        """Return the cycles of nodes that wait for each other, each by its shortest path.
 
-        One free slot would do, so a worker's slots are blocked only if all threads that hold them are.
+        One free slot is enough, so a worker's slots are blocked only if all threads that hold them are.
         """
         blocked = dict.fromkeys(self.nodes)
 
@@ -251,7 +251,7 @@ class WaitGraph(GroupIndex):
         return [*calls, *threads, *passes]
 
     def _is_long(self, node: Node) -> bool:
-        """Return True for a thread that waits for long, also where the age of its wait cannot be known."""
+        """Return True if a thread has waited for long, or if the age of its wait cannot be known."""
         thread, age = self.threads[node], self.age(node)
         wait = thread["wait"]
         if wait is not None:
@@ -266,7 +266,7 @@ class WaitGraph(GroupIndex):
     # Edges
 
     def _direct(self, node: Node) -> list[Edge]:
-        """Return the edges of a node, but for those to threads that hold a lock."""
+        """Return the edges of a node, except those to lock holders."""
         if node.kind == CALL:
             return self._of_call(node)
         if node.kind == THREAD:
@@ -291,7 +291,7 @@ class WaitGraph(GroupIndex):
             return [Edge(Node(SLOTS, call.to), "slots")] if is_full else _guesses("turn", self._ahead_of(call))
         if came["thread"] is not None and (thread := Node(THREAD, call.to, came["thread"])) in self.threads:
             return [Edge(thread, "runs")]
-        for thread in self.threads_of(call.worker):  # of a meeting of a group, of which the caller knows who is missing
+        for thread in self.threads_of(call.worker):  # in a meeting the caller knows the missing workers
             wait = self.threads[thread]["wait"]
             if wait is not None and wait["what"] in MEETINGS and wait["about"] == came["function"]:
                 return [Edge(thread, "meeting")]
@@ -305,7 +305,7 @@ class WaitGraph(GroupIndex):
         thread, me = self.threads[node], node.worker
         wait, at, what = thread["wait"], thread["at"], self.wait(node)
         if what in MEETINGS:
-            return []  # a rule looks at the threads of all workers together
+            return []  # a rule examines the threads of all workers together
         if calls := [call for call in self.awaits[node] if self.age(call) >= self._young]:
             return [Edge(call, "call") for call in calls]
         since = self.calls_in[self.serves[node]]["age"] if node in self.serves else float("inf")
@@ -327,7 +327,7 @@ class WaitGraph(GroupIndex):
         return [Edge(Node(WORKER, name), what) for name in on if name != me]
 
     def _of_pass(self, node: Node) -> list[Edge]:
-        """A pass waits for the workers that are at it; the others that owe something may well wait for these."""
+        """Return the edges of a pass to the workers that run code in it; the others may be waiting for these."""
         passes = self.accounts[node.worker]["passes"]
         owing = next(
             each["owing"] for each in passes if (each["context"], each["number"]) == (node.context, node.number)
@@ -338,7 +338,8 @@ class WaitGraph(GroupIndex):
         return [Edge(each, "pass") for each in nodes + [Node(WORK, each) for each in busy or ([] if silent else owing)]]
 
     def _of_worker(self, name: str) -> list[Edge]:
-        """A worker that is to leave waits for its calls, once it is in shutdown, or else for its main thread."""
+        """Return the edges of a worker that should leave: its calls once it is in shutdown, before that its main
+        thread."""
         account = self.accounts.get(name)
         if account is None:
             return []
@@ -363,7 +364,7 @@ class WaitGraph(GroupIndex):
     # Guesses
 
     def _ahead_of(self, call: Node) -> list[Node]:
-        """Return the calls of methods that began: one that waits though slots are free waits for its actor's turn."""
+        """Return the method calls that began: a call that waits despite free slots waits for its actor."""
         owner = _class_of(self.calls_in[call])
         begun = list(filter(self._is_old, self.came(call.to, RUNNING, GOING_ON)))
         methods = [other for other in begun if _class_of(self.calls_in[other]).rpartition(".")[2][:1].isupper()]
@@ -371,7 +372,7 @@ class WaitGraph(GroupIndex):
         return alike or methods or begun
 
     def _makers(self, fetch: Node) -> list[Node]:
-        """Return the calls that may make a value; a caller fetches mostly values that calls of its own make."""
+        """Return the calls that may make a value; mostly the fetching worker has made that call."""
         running = list(filter(self._is_old, self.came(fetch.to, RUNNING)))
         return [call for call in (*running, *self.came(fetch.to, QUEUED)) if call.worker == fetch.worker] or running
 
@@ -379,17 +380,18 @@ class WaitGraph(GroupIndex):
         return self.calls_in[came]["age"] >= self._young
 
     def _unattended(self, name: str, since: float) -> list[Node]:
-        """Return a worker's calls for which no thread waits, but a coroutine or a future may."""
+        """Return a worker's calls for which no thread waits; a coroutine or a future may."""
         return [call for call in self.unattended[name] if self._young <= self.calls_out[call]["age"] <= since + 0.1]
 
     def _to_stages(self, call: Node) -> list[Edge]:
-        """A batch waits for the stages that are at work, on any of its workers."""
+        """Return the edges of a batch to the threads of busy stages, on any of its workers."""
         batch = {o for o, came in self.calls_in.items() if o.worker == call.worker and _OF_PIPELINE in came["function"]}
         at_it = [thread for name in sorted({other.to for other in batch}) for thread in self._inside(name, _PIPELINE)]
         return [Edge(thread, "stage") for thread in at_it if not batch & set(self.awaits[thread])]
 
     def _to_holders(self, node: Node) -> list[Edge]:
-        """A thread that takes a lock waits for a thread that may hold it, at best one that waits for this one."""
+        """Return guessed edges from a thread that takes a lock to possible holders, preferably ones that wait for
+        it."""
         lock, at = (lock_of(self.threads[node]), self.threads[node]["at"]) if node.kind == THREAD else (None, None)
         if lock is None or at is None:
             return []
@@ -407,7 +409,7 @@ class WaitGraph(GroupIndex):
         return thread["at"] is not None and lock_of(thread) != lock and self.wait(other) not in AT_REST
 
     def _inside(self, name: str, code: re.Pattern[str]) -> list[Node]:
-        """Return the threads of a worker that run the user's functions, called from code of that kind."""
+        """Return the threads of a worker that run user functions called from code that matches a pattern."""
         return [
             node
             for node in self.threads_of(name)
@@ -417,7 +419,7 @@ class WaitGraph(GroupIndex):
         ]
 
     def is_fetch(self, call: Node) -> bool:
-        """Return True for a call that wants the value of a reference."""
+        """Return True if a call fetches the value of a reference."""
         known = (self.calls_in.get(call), self.calls_out.get(call))
         return any(each is not None and _OF_VALUES.match(each["function"]) for each in known)
 
@@ -432,7 +434,7 @@ def _class_of(came: CallIn) -> str:
 
 
 def lock_of(thread: Thread) -> str | None:
-    """Return the lock that a thread waits for, as its line names it; None where it takes none."""
+    """Return the lock that a thread waits for, as its line names it; None if it takes none."""
     at = thread["at"]
     if at is None or thread["wait"] is not None or thread["asleep"] is False:
         return None
@@ -442,6 +444,6 @@ def lock_of(thread: Thread) -> str | None:
 
 
 def is_innermost(thread: Thread) -> bool:
-    """Return True if no Python code runs inside of the line of the user's program that a thread is at."""
+    """Return True if no Python code runs below the line of the user's program."""
     at = thread["at"]
     return at is not None and bool(thread["stack"]) and thread["stack"][-1].startswith(f"{at['file']}:{at['line']} ")

@@ -1,7 +1,6 @@
-"""A group in a browser: the HTTP server of the pages in `pages/`, and of the data that they show.
+"""The dashboard's HTTP server: it serves the pages in `pages/`, and their data.
 
-Each request needs the token, which stands in the address at first, and then in a cookie of the browser. None changes
-anything.
+Each request needs the token, first in the address, and then in a cookie of the browser. No request changes anything.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ from telegrad.insight.reading.history import GroupHistory
 from telegrad.insight.reading.snapshot import detail, snapshot
 from telegrad.insight.reading.source import Sight, Source
 
-PAUSE = 1.0  # seconds at least from one look at the group to the next
-SPANS = (2.0, 5.0, 15.0, 60.0)  # seconds that can be shown, as the page offers them: each is computed once in PAUSE
+PAUSE = 1.0  # minimum seconds between two queries of the group
+SPANS = (2.0, 5.0, 15.0, 60.0)  # the spans in seconds that the page offers; each is computed once in PAUSE
 KINDS = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 HEADERS = {
     "Cache-Control": "no-store",
@@ -36,16 +35,16 @@ HEADERS = {
     "img-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
-    "Referrer-Policy": "no-referrer",  # the address has the token in it at first
+    "Referrer-Policy": "no-referrer",  # the first address contains the token
     "X-Content-Type-Options": "nosniff",
 }
 
 
 class Dashboard:
-    """Serves until `close()`, by threads of its own, at `url`.
+    """A dashboard, served at `url` by its own threads until `close()`.
 
-    The group is asked when a page asks, and at most once a second however many pages do. `why` says in words why the
-    group waits.
+    The group is queried when a page asks, at most once a second for any number of pages. `why` explains why the group
+    waits.
 
     Raises:
         OSError: this process cannot listen at that host and port.
@@ -61,13 +60,13 @@ class Dashboard:
     ) -> None:
         self.token: str = token or secrets.token_urlsafe(24)
         self._source, self._why = source, why
-        # Guards the three below; its holder asks the source, which takes up to two seconds, while other viewers wait.
+        # Guards the three below. It is held while the source is queried, up to two seconds; other viewers wait.
         self._lock = threading.Lock()
         self._history = GroupHistory()
-        self._shown: dict[float, dict[str, Any]] = {}  # since the group was asked, by how many seconds
-        self._next = 0.0  # when the group may be asked again
+        self._shown: dict[float, dict[str, Any]] = {}  # snapshots since the last query, by span
+        self._next = 0.0  # when the group may be queried again
         digest = hashlib.sha256(f"cookie {self.token}".encode()).hexdigest()
-        # browsers do not tell apart the ports of a host
+        # Browsers share cookies between the ports of a host.
         self.cookie: tuple[str, str] = (f"telegrad-{digest[:12]}", digest)
         self._host = host
         try:
@@ -80,7 +79,7 @@ class Dashboard:
 
     @property
     def url(self) -> str:
-        """Return the address, with the token: a secret."""
+        """Return the address with the token, which is a secret."""
         return f"http://{bracketed(self._host)}:{self.port}/?token={quote(self.token)}"
 
     @property
@@ -88,7 +87,7 @@ class Dashboard:
         return self._server.port
 
     def data(self, seconds: float, worker: str = "") -> dict[str, Any]:
-        """Return what is shown of the last `seconds`, and the tables of one worker."""
+        """Return the data of the last `seconds`, and the tables of one worker."""
         with self._lock:
             self._ask()
             if seconds not in self._shown:
@@ -96,7 +95,7 @@ class Dashboard:
             return self._shown[seconds] | ({"worker": detail(self._history, worker)} if worker else {})
 
     def why(self) -> str:
-        """Return in words why the group waits."""
+        """Return an explanation why the group waits."""
         with self._lock:
             self._ask()
             sight = self._history.sight
@@ -112,7 +111,7 @@ class Dashboard:
             self._history.update(self._source)
 
     def lets_in(self, token: str, cookies: str) -> bool:
-        """Return whether the token or a cookie is right, in the same time for all wrong ones."""
+        """Return True if the token or a cookie is right. Compare in constant time."""
         try:
             kept = SimpleCookie(cookies).get(self.cookie[0])
         except CookieError:
@@ -122,7 +121,7 @@ class Dashboard:
         return secrets.compare_digest(token.encode(), self.token.encode()) or known
 
     def is_called(self, host: str) -> bool:
-        """Return whether a `Host` means this server: no name of another site that leads here (DNS rebinding)."""
+        """Return True if a `Host` names this server, not another site whose name resolves to it (DNS rebinding)."""
         try:
             name = urlsplit(f"//{host}").hostname or ""
             own = {"localhost", self._host.lower(), socket.gethostname().lower()}
@@ -151,7 +150,7 @@ class _Server(BoundedServer):
 class _Handler(BaseHTTPRequestHandler):
     server: _Server
     server_version, sys_version = "telegrad", ""
-    timeout = 10.0  # seconds, for a request to come
+    timeout = 10.0  # seconds to receive a request
 
     def do_GET(self) -> None:
         dashboard = self.server.dashboard
@@ -202,7 +201,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _number(text: str) -> float:
-    """Return the seconds of a query, or the nearest that are served."""
+    """Return the seconds of a query, rounded to a supported span."""
     try:
         wanted = min(SPANS[-1], float(text))
     except ValueError:
