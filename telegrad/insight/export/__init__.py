@@ -1,1 +1,1 @@
-"""What other tools read: traces, metrics, events, graphs."""
+"""Data for other tools: traces, metrics, events, graphs."""

@@ -1,6 +1,6 @@
 """The autograd graph of a context, across all workers that take part in it.
 
-Edges lead forward, as values went; gradients take them back.
+Edges point forward, in the direction of the values; gradients go backward.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from telegrad.ext.workers import current
 from telegrad.rpc import RRef, rpc_async
 
 PATIENCE = 30.0  # seconds for a worker to answer
-SHAPES = 3  # shapes of one node that are shown
-MOST = 2000  # nodes of one worker that are shown
+SHAPES = 3  # maximum number of shapes shown for one node
+MOST = 2000  # maximum number of nodes shown for one worker
 
 OPERATION, LEAF, ROOT, SEND, RECEIVE = "operation", "leaf", "root", "send", "receive"
 COLOURS = {OPERATION: "#ffffff", LEAF: "#ddf4ff", ROOT: "#dafbe1", SEND: "#fff8c5", RECEIVE: "#fff8c5"}
@@ -42,18 +42,18 @@ class Node(NamedTuple):
     """A node of one worker."""
 
     kind: str
-    name: str  # as torch names it; of a leaf that of the parameter, of a send or receive that of the function
+    name: str  # torch's name of the operation; of a leaf the parameter's name, of a send or receive the function
     detail: str = ""  # shapes; of a send or receive the other worker
 
 
 class Part(NamedTuple):
-    """The nodes of one worker. An edge names its nodes by their places in the list."""
+    """The nodes of one worker. Edges refer to nodes by their indices in the list."""
 
     nodes: list[Node]
     edges: list[tuple[int, int]]  # forward: from a node to one that uses its value
-    sends: dict[int, int]  # the nodes of messages that left, by their numbers
-    receives: dict[tuple[str, int], int]  # the nodes of messages that came, by sender and number
-    left_out: int = 0  # nodes above `MOST`
+    sends: dict[int, int]  # the node of each sent message, by message number
+    receives: dict[tuple[str, int], int]  # the node of each received message, by sender and number
+    left_out: int = 0  # number of nodes omitted because of `MOST`
 
 
 class Message(NamedTuple):
@@ -68,9 +68,9 @@ class Message(NamedTuple):
 
 
 class GradientGraph:
-    """The nodes that a context recorded on each worker, and the messages between them; from `graph`.
+    """The nodes that a context recorded on each worker, and the messages between them, as returned by `graph`.
 
-    A notebook shows a picture.
+    A notebook displays it as a picture.
 
     Example:
         >>> with telegrad.autograd.context() as context_id:
@@ -96,7 +96,7 @@ class GradientGraph:
         return f"<GradientGraph of {self}>"
 
     def dot(self) -> str:
-        """Return the graph in the language of Graphviz."""
+        """Return the graph in the DOT language of Graphviz."""
         lines = [f"digraph {_quoted(str(self))} {{", '  node [shape=box, style=filled, fontname="sans-serif"];']
         for at, (worker, part) in enumerate(self.parts.items()):
             lines += [f"  subgraph cluster_{at} {{", f"    label={_quoted(_title(worker, part))};"]
@@ -109,7 +109,7 @@ class GradientGraph:
         return "\n".join([*lines, "}", ""])
 
     def svg(self) -> str:
-        """Return a picture, drawn by Graphviz.
+        """Return the graph as SVG, drawn by Graphviz.
 
         Raises:
             UsageError: Graphviz is not installed.
@@ -133,7 +133,7 @@ class GradientGraph:
         return "\n".join([*lines, ""])
 
     def _links(self) -> list[tuple[str, str, str]]:
-        """Return both ends and the name of each message."""
+        """Return both ends and the label of each message."""
         place = {worker: at for at, worker in enumerate(self.parts)}
         return [
             (
@@ -150,7 +150,7 @@ class GradientGraph:
         return {"text/plain": repr(self), **picture}
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write it to a file.
+        """Write the graph to a file.
 
         Args:
             path: its suffix chooses the format: .svg (drawn by Graphviz) or .dot.
@@ -170,7 +170,7 @@ class GradientGraph:
 
 
 def _words(node: Node) -> tuple[str, str]:
-    """Return the two lines of a node."""
+    """Return the two text lines of a node."""
     if node.kind == SEND:
         return f"send {node.name}", f"to {node.detail}"
     if node.kind == RECEIVE:
@@ -193,8 +193,8 @@ def _escaped(text: str) -> str:
 def joined(parts: Mapping[str, Part]) -> tuple[dict[str, Part], list[Message]]:
     """Return the parts, and the messages between them.
 
-    The receiver's node of a message is added where the receiver does not know it: autograd finds a `Recv` only from the
-    tensors that were made of it. Texts of nodes come from other processes, and are made safe here.
+    If the receiver does not know a message's node, it is added: autograd finds a `RecvNode` only from tensors computed
+    from it. Texts of nodes come from other processes, and are sanitized here.
     """
     found = {
         name: part._replace(
@@ -215,7 +215,7 @@ def joined(parts: Mapping[str, Part]) -> tuple[dict[str, Part], list[Message]]:
 
 
 def limited(part: Part, most: int = MOST) -> Part:
-    """Return the part with at most that many nodes; of operations and leaves the last ones are left out."""
+    """Return the part with at most that many nodes; the last operations and leaves are dropped."""
     loose = [index for index, node in enumerate(part.nodes) if node.kind in (OPERATION, LEAF)]
     gone = set(loose[-(len(part.nodes) - most) :]) if len(part.nodes) > most else set[int]()
     kept = [index for index in range(len(part.nodes)) if index not in gone]
@@ -230,20 +230,20 @@ def limited(part: Part, most: int = MOST) -> Part:
 
 
 def graph(context_id: int, roots: Root | Sequence[Root] = ()) -> GradientGraph:
-    """The autograd graph of a context, across all workers that take part in it.
+    """Return the autograd graph of a context, across all workers that take part in it.
 
-    A worker with more than 2,000 nodes leaves out the operations and leaves that are farthest from sends and roots.
+    A worker with more than 2,000 nodes omits the operations and leaves that are farthest from sends and roots.
 
     Args:
-        context_id: the id that `with context() as context_id` gives.
-        roots: tensors of this worker, or references to others: their history is shown, too, besides that of tensors
-            that were sent.
+        context_id: the id from `with context() as context_id`.
+        roots: tensors of this worker, or references to tensors of others; their history is shown in addition to that
+            of sent tensors.
 
     Returns:
         A `GradientGraph`.
 
     Raises:
-        ContextEnded: there is no such context here.
+        ContextEnded: this worker has no such context.
         UsageError: a root is neither a tensor nor a reference.
 
     Example:
@@ -260,7 +260,7 @@ def graph(context_id: int, roots: Root | Sequence[Root] = ()) -> GradientGraph:
     silent: dict[str, str] = {}
     parts[here.agent.name], known = look(context_id, own)
     ahead = known | set(elsewhere)
-    with Inside(None):  # these calls are no part of it
+    with Inside(None):  # these calls must not be recorded in the context
         while wave := sorted(ahead - parts.keys() - silent.keys()):
             for name, found in _asked(wave, context_id, elsewhere).items():
                 if isinstance(found, str):
@@ -284,7 +284,7 @@ def _roots(here: str, roots: Root | Sequence[Root]) -> tuple[list[Root], dict[st
 def _asked(
     workers: Sequence[str], context_id: int, roots: Mapping[str, list[Root]]
 ) -> dict[str, tuple[Part, set[str]] | str]:
-    """Return the parts of workers and the workers that they know, or why a worker did not answer."""
+    """Return the parts of workers with the workers they know, or why a worker did not answer."""
     found: dict[str, tuple[Part, set[str]] | str] = {}
     calls: dict[str, Future[tuple[Part, set[str]]]] = {}
     for name in workers:
@@ -301,7 +301,7 @@ def _asked(
 
 
 def look(context_id: int, roots: Sequence[Root]) -> tuple[Part, set[str]]:
-    """Return this worker's part of a context, and the workers that it knows to take part; for remote calls."""
+    """Return this worker's part of a context, and the participants that it knows. Called remotely."""
     context = current.conductor().contexts.get(context_id)
     walk = GraphWalk()
     for root in roots:
@@ -315,14 +315,16 @@ def look(context_id: int, roots: Sequence[Root]) -> tuple[Part, set[str]]:
 
 
 class GraphWalk:
-    """A walk through the graph of one worker: from sends and roots back to leaves and receives."""
+    """Walks the graph of one worker backward, from sends and roots to leaves and receives."""
 
     def __init__(self) -> None:
         self._nodes: list[Node] = []
         self._edges: dict[tuple[int, int], None] = {}
         self._sends: dict[int, int] = {}
         self._receives: dict[tuple[str, int], int] = {}
-        self._places: dict[Any, int] = {}  # of torch's nodes; torch makes a new object for a node that nobody keeps
+        self._places: dict[
+            Any, int
+        ] = {}  # of torch's nodes; the keys keep them alive, or else torch would make new objects for the same nodes
         self._ahead: deque[Any] = deque()
         self._names: dict[int, str] | None = None
 
@@ -335,13 +337,13 @@ class GraphWalk:
             self._lead(edge_of(value).node, end)
 
     def send(self, number: int, send: Send) -> None:
-        """Add a message that left with tensors."""
+        """Add a sent message."""
         end = self._sends[number] = self._add(Node(SEND, _short(user_name(send.what)), send.to))
         for edge in send.edges:
             self._lead(edge_of(edge).node if isinstance(edge, Tensor) else edge.node, end)
 
     def go(self) -> None:
-        """Walk back to all nodes that led to the added ones."""
+        """Walk back to all nodes that the added ones depend on."""
         while self._ahead:
             node = self._ahead.popleft()
             for before, _ in node.next_functions if _origin(node) is None else ():
@@ -356,7 +358,7 @@ class GraphWalk:
         return len(self._nodes) - 1
 
     def _lead(self, node: Any, end: int) -> None:
-        """Add an edge that comes from a node of torch's."""
+        """Add an edge that starts at a node of torch."""
         if node not in self._places:
             place = self._places[node] = self._add(self._described(node))
             self._ahead.append(node)
@@ -378,16 +380,18 @@ class GraphWalk:
 
 
 def _origin(node: Any) -> Origin | None:
-    """Return the message with which the tensor of a node came; None for other nodes."""
+    """Return the message that brought the tensor of a node; None for other nodes."""
     return getattr(node, "origin", None) if isinstance(node, RecvNode) else None
 
 
 def _names_of_parameters() -> dict[int, str]:
-    """Return, by the ids of parameters, the class of the outermost module of each and the name in it."""
+    """Return the names of parameters by id: the class of the outermost module, and the name in it."""
     modules = instances(nn.Module)
     inner = {id(part) for module in modules for part in _held(module, "_modules").values()}
     names: dict[int, str] = {}
-    for module in sorted(modules, key=lambda module: id(module) in inner):  # one that holds itself is inner, too
+    for module in sorted(
+        modules, key=lambda module: id(module) in inner
+    ):  # a module that contains itself counts as inner
         _name_parameters(module, type(module).__name__, names, set())
     return names
 
@@ -402,8 +406,8 @@ def _name_parameters(module: nn.Module, prefix: str, names: dict[int, str], seen
 
 
 def _held(module: nn.Module, what: str) -> Mapping[str, Any]:
-    """Return `vars`, without a call of a method, which may be the program's own or that of a remote module."""
-    held: Mapping[str, Any] = vars(module).get(what) or {}  # it may be half built
+    """Return an attribute from `vars`, because methods may be overridden by the program or by a remote module."""
+    held: Mapping[str, Any] = vars(module).get(what) or {}  # it may be partly constructed
     return held
 
 

@@ -1,12 +1,12 @@
-"""What all workers have recorded, as one file in Chrome's trace format, for Perfetto (ui.perfetto.dev).
+"""Convert the recorded events of all workers to one file in Chrome's trace format, for Perfetto (ui.perfetto.dev).
 
-Each worker is a process in the file, and has tracks: of the calls it made and of those it ran, of backward passes,
-stages of pipelines, steps of optimizers, connections and references. Events at the same time on one track go into
-lanes, since slices of one lane may not overlap. Arrows join what belongs together. What torch's profiler saw stands
-below, as torch wrote it, on the common clock.
+Each worker is a process in the file. It has tracks of outgoing and served calls, backward passes, pipeline stages,
+optimizer steps, connections and references. Events at the same time on one track go into separate lanes, because slices
+of one lane may not overlap. Arrows connect related events. The events of torch's profiler are below, as torch wrote
+them, on the common clock.
 
-Times are whole nanoseconds since the earliest event until all is written, so that no rounding moves an arrow out of its
-slice.
+Times are integers of nanoseconds since the earliest event until the end, because rounding could move an arrow out of
+its slice.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from telegrad.insight.export import clock_offsets
 from telegrad.insight.export.clock_offsets import ClockOffset, Exchange
 from telegrad.pipeline.pipeline_schedule import FORWARD, WEIGHTS
 
-MOST_LANES = 64  # of one track; further events at the same time are shown as moments, without arrows
-VALUES = ("Concrete Inputs",)  # what torch's profiler tells of a program's values, where it was asked to
+MOST_LANES = 64  # lanes of one track; further simultaneous events become instants without arrows
+VALUES = ("Concrete Inputs",)  # values of the program that torch's profiler records if asked to; they are removed
 
 # By kind of event: its track, its title, and the names of its values.
 KINDS = {
@@ -54,9 +54,9 @@ KINDS = {
     MADE: ("references", "made", "owner number"),
     FREED: ("references", "freed", "number"),
 }
-OTHERS = ("others", "", "")  # a newer worker may record more kinds
-LASTING = (CALLED, RAN, PASSED, TOOK_PART, STAGED, STEPPED)  # are slices, however short; others may be moments
-FROM_END = ("answer", "step", "activation", "gradient", "its gradient")  # arrows from the end of a slice, not its begin
+OTHERS = ("others", "", "")  # for kinds that a newer worker may record
+LASTING = (CALLED, RAN, PASSED, TOOK_PART, STAGED, STEPPED)  # always slices, however short; the others may be instants
+FROM_END = ("answer", "step", "activation", "gradient", "its gradient")  # arrows that start at the end of a slice
 TO_END = ("answer",)
 
 Written = dict[str, Any]  # an event of the file, with times in nanoseconds
@@ -66,15 +66,15 @@ Placed = tuple[
 
 
 class WorkerTrace(NamedTuple):
-    """What is known of one worker."""
+    """The data of one worker."""
 
     events: Sequence[Event]
     clock: ClockOffset
-    profile: Mapping[str, Any] | None = None  # what `torch.profiler.profile.export_chrome_trace` wrote
+    profile: Mapping[str, Any] | None = None  # the output of `torch.profiler.profile.export_chrome_trace`
 
 
 def merge(workers: Mapping[str, WorkerTrace], hidden: Collection[str] = ()) -> dict[str, Any]:
-    """Return the content of the file, to be written as JSON, without the calls of the functions `hidden`."""
+    """Return the content of the file, for JSON, without the calls of the functions `hidden`."""
     profiles = {name: _place(one.profile, one.clock) for name, one in workers.items() if one.profile is not None}
     begins = [one.clock.to_reference(event[1]) for one in workers.values() for event in one.events]
     begins += [begun for profile in profiles.values() for event, begun, _ in profile if event.get("ph") == "X"]
@@ -107,7 +107,7 @@ def merge(workers: Mapping[str, WorkerTrace], hidden: Collection[str] = ()) -> d
 
 
 def summary(file: Mapping[str, Any]) -> str:
-    """Return what is in the file, for people."""
+    """Return a summary of the file, for users."""
     workers = file["otherData"]["workers"]
     arrows = sum(event["ph"] == "s" and event.get("cat") == "telegrad" for event in file["traceEvents"])
     width = max(map(len, workers), default=0)
@@ -123,9 +123,10 @@ def summary(file: Mapping[str, Any]) -> str:
 def clocks_of(
     events: Mapping[str, Sequence[Event]], reference: str, hosts: Mapping[str, str] = MappingProxyType({})
 ) -> dict[str, ClockOffset]:
-    """Return the offsets of workers that cannot be asked: one clock per host, others by the calls that were recorded.
+    """Return the clock offsets of workers that cannot be queried, from recorded calls. Workers of one host share a
+    clock.
 
-    `hosts` are those of workers, as far as they are known.
+    `hosts` has the known hosts of workers.
     """
     clocks = {name: hosts.get(name, f"worker {name}") for name in {**hosts, **events}}
     ran = {(event[3], name, event[4]): event for name, own in events.items() for event in own if event[0] == RAN}
@@ -133,7 +134,7 @@ def clocks_of(
     for name, own in events.items():
         for event in own:
             run = ran.get((name, event[3], event[4])) if event[0] == CALLED else None
-            if run is not None and run[2] - run[1] <= event[2] - event[1]:  # else the caller's timeout ended first
+            if run is not None and run[2] - run[1] <= event[2] - event[1]:  # else the caller timed out first
                 pair = clocks[name], clocks[event[3]]
                 exchanges.setdefault(pair, []).append(Exchange(event[1], run[1], run[2], event[2]))
     found = clock_offsets.offsets_from(clocks[reference], exchanges)
@@ -145,7 +146,7 @@ def clocks_of(
 def _place(profile: Mapping[str, Any], clock: ClockOffset) -> list[Placed]:
     """Return the events of a profile on the reference clock, without its marks; none if the marks are missing.
 
-    torch's profiler drops events, and so perhaps the marks, once its buffers are full.
+    torch's profiler drops events once its buffers are full, which may include the marks.
     """
     events = profile["traceEvents"]
     spans = [(each.get("ts", 0.0) * 1e-6, (each.get("ts", 0.0) + each.get("dur", 0.0)) * 1e-6) for each in events]
@@ -161,13 +162,13 @@ def _place(profile: Mapping[str, Any], clock: ClockOffset) -> list[Placed]:
     ]
 
 
-# What belongs together
+# Related events
 
 Arrow = tuple[str, Written, Written]
 
 
 def _by(events: Mapping[str, Sequence[Written]], kind: str, *keys: str) -> dict[tuple[Any, ...], list[Written]]:
-    """Return the events of a kind by their worker and some of their values."""
+    """Group the events of a kind by their worker and some of their values."""
     found: dict[tuple[Any, ...], list[Written]] = {}
     for name, own in events.items():
         for each in own:
@@ -183,12 +184,14 @@ def _of_calls(events: Mapping[str, Sequence[Written]]) -> Iterator[Arrow]:
         for call in calls if runs else ():
             run = min(runs, key=lambda run: abs(run["ts"] - call["ts"]))  # type: ignore[arg-type]
             yield "call", call, run
-            if not call["args"].get("failure") or run["args"].get("failure"):  # else the caller took no answer of it
+            if not call["args"].get("failure") or run["args"].get(
+                "failure"
+            ):  # else the caller did not get this response
                 yield "answer", run, call
 
 
 def _of_passes(events: Mapping[str, Sequence[Written]]) -> Iterator[Arrow]:
-    """From a pass to the first part of each worker in it, and to the steps with its gradients."""
+    """Yield arrows from a pass to the first part of each worker in it, and to the steps with its gradients."""
     passes = _by(events, PASSED, "context", "number")
     for (_, driver, context, number), parts in _by(events, TOOK_PART, "driver", "context", "number").items():
         for passed in passes.get((driver, context, number), ()):
@@ -201,7 +204,7 @@ def _of_passes(events: Mapping[str, Sequence[Written]]) -> Iterator[Arrow]:
 
 
 def _of_stages(events: Mapping[str, Sequence[Written]]) -> Iterator[Arrow]:
-    """From stage to stage, and from a forward to its backward."""
+    """Yield arrows from stage to stage, and from a forward to its backward."""
     found = {}
     for own in events.values():
         for each in own:
@@ -217,7 +220,7 @@ def _of_stages(events: Mapping[str, Sequence[Written]]) -> Iterator[Arrow]:
 
 
 class _Writer:
-    """The events of the file, as they are written."""
+    """Collects the events of the file."""
 
     def __init__(self, zero: float) -> None:
         self.written: list[Written] = []
@@ -229,7 +232,7 @@ class _Writer:
         self.written.append({"ph": "M", "name": name, "pid": pid, "tid": tid, "args": args})
 
     def events(self, pid: int, one: WorkerTrace, hidden: Collection[str]) -> list[Written]:
-        """Write the events of a worker, track by track, each track in the order of time."""
+        """Write the events of a worker, track by track, each in order of time."""
         tracks: dict[str, list[Written]] = {track: [] for track, *_ in [*KINDS.values(), OTHERS]}
         for kind, begun, ended, *values in one.events:
             track, title, names = KINDS.get(kind, OTHERS)
@@ -246,7 +249,7 @@ class _Writer:
         return [event for own in tracks.values() for event in own]
 
     def _into_lanes(self, pid: int, track: str, own: Sequence[Written]) -> None:
-        free: list[int] = []  # when each lane is
+        free: list[int] = []  # the time from which each lane is free
         tids: list[int] = []
         for event in own:
             begun, length = event["ts"], event["dur"]
@@ -263,7 +266,7 @@ class _Writer:
             self.written.append(event)
 
     def arrow(self, name: str, start: Written, end: Written) -> None:
-        """Write an arrow, never back in time: where clocks are not that exact, move it within its slices."""
+        """Write an arrow that does not go back in time: if the clocks disagree, move it within its slices."""
         if start["ph"] != "X" or end["ph"] != "X":
             return
         at = start["ts"] + (start["dur"] - 1 if name in FROM_END else 0)
@@ -280,7 +283,7 @@ class _Writer:
         self.written.append({**flow, "ph": "f", "bp": "e", "pid": end["pid"], "tid": end["tid"], "ts": to})
 
     def profile(self, pid: int, events: Sequence[Placed]) -> None:
-        """Write what torch's profiler saw, with threads and arrows of its own."""
+        """Write the events of torch's profiler, with their own threads and arrows."""
         metadata = [event for event, *_ in events if event.get("ph") == "M" and event.get("name") == "thread_name"]
         names = {(event.get("pid"), event.get("tid")): event["args"]["name"] for event in metadata}
         tids: dict[Any, int] = {}

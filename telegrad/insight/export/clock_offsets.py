@@ -1,9 +1,10 @@
-"""Offsets between the clocks of workers, from pairs of readings. Reads no clock itself.
+"""Estimate offsets between the clocks of workers from pairs of readings. No clock is read here.
 
-In one exchange, a worker reads its clock, asks another worker, which reads its own when the question comes and when the
-answer leaves, and the first worker reads its clock again. How the time on the way splits between the two directions is
-not known, so the other clock is ahead by something between (left - received) and (came - sent). The offset is their
-middle, its uncertainty half of their distance, and the exchange with the shortest way counts most.
+In one exchange, a worker reads its clock and asks another worker. The other worker reads its clock when the question
+arrives and when the answer leaves. Then the first worker reads its clock again. The split of the transfer time between
+the two directions is unknown, so the other clock is ahead by a value between (left - received) and (came - sent). The
+offset is their middle, and the uncertainty is half their difference. The exchange with the least uncertainty counts
+most.
 
 A call that both workers recorded is such an exchange, and so is a mark in a profile.
 """
@@ -16,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import NamedTuple
 
-FAR = 1.0  # seconds between exchanges from which on they can tell of drift
+FAR = 1.0  # minimum seconds between exchanges to estimate drift
 REFERENCE, SAME, MEASURED, CALLS, UNKNOWN = (
     "the reference",
     "the same clock as the reference",
@@ -29,10 +30,10 @@ REFERENCE, SAME, MEASURED, CALLS, UNKNOWN = (
 class Exchange(NamedTuple):
     """A question and its answer."""
 
-    sent: float  # on the clock of the asking worker
+    sent: float  # on the asking worker's clock
     came: float  # on the other clock
     left: float
-    received: float  # on the clock of the asking worker
+    received: float  # on the asking worker's clock
 
     @property
     def offset(self) -> float:
@@ -44,16 +45,16 @@ class Exchange(NamedTuple):
 
 
 class ClockOffset(NamedTuple):
-    """What another clock shows less what the reference shows."""
+    """The other clock's reading minus the reference's."""
 
     offset: float  # at the time `at` of the reference
     uncertainty: float
-    drift: float = 0.0  # seconds that it gains in one of the reference
+    drift: float = 0.0  # seconds gained per second of the reference
     at: float = 0.0
     how: str = MEASURED
 
     def to_reference(self, there: float) -> float:
-        """Return what the reference shows when the other clock shows `there`."""
+        """Return the reference's reading when the other clock reads `there`."""
         return self.at + (there - self.at - self.offset) / (1 + self.drift)
 
     def __str__(self) -> str:
@@ -64,23 +65,23 @@ class ClockOffset(NamedTuple):
 
 
 def estimate(exchanges: Sequence[Exchange], how: str = MEASURED) -> ClockOffset:
-    """Return the offset of the other clock from the asking worker's, from at least one exchange."""
+    """Return the offset of the other clock from the asking worker's clock. At least one exchange is needed."""
     sent = [each.sent for each in exchanges]
     middle = (min(sent) + max(sent)) / 2
     uncertainty = attrgetter("uncertainty")
     early = min((each for each in exchanges if each.sent <= middle), key=uncertainty)
     late = min((each for each in exchanges if each.sent >= middle), key=uncertainty)
     best, apart, gained = min(early, late, key=uncertainty), late.sent - early.sent, late.offset - early.offset
-    if apart >= FAR and abs(gained) > early.uncertainty + late.uncertainty:  # a smaller difference may be no drift
+    if apart >= FAR and abs(gained) > early.uncertainty + late.uncertainty:  # a smaller difference may not be drift
         worse = max(early.uncertainty, late.uncertainty)
         return ClockOffset(early.offset, worse, gained / apart, (early.sent + early.received) / 2, how)
     return ClockOffset(best.offset, best.uncertainty, 0.0, (best.sent + best.received) / 2, how)
 
 
 def offsets_from(reference: str, exchanges: Mapping[tuple[str, str], Sequence[Exchange]]) -> dict[str, ClockOffset]:
-    """Return the offsets of all clocks that exchanges lead to, by way of as few clocks between as possible.
+    """Return the offsets of all clocks that are connected by exchanges, each through as few other clocks as possible.
 
-    `exchanges` has those of each pair of clocks, the asking worker's first. The uncertainties along a way add up.
+    `exchanges` is keyed by pairs of clocks, the asking worker's first. The uncertainties along a path add up.
     """
     known: dict[str, dict[str, list[Exchange]]] = defaultdict(lambda: defaultdict(list))
     for (asking, asked), own in exchanges.items():
@@ -103,7 +104,7 @@ def offsets_from(reference: str, exchanges: Mapping[tuple[str, str], Sequence[Ex
     return found
 
 
-# Marks in a profile: regions whose names tell what the worker's clock showed right before they began
+# Marks in a profile: regions whose names have the worker's clock reading from right before they began
 
 MARK = "telegrad clock "
 
@@ -114,9 +115,10 @@ def mark(time: float) -> str:
 
 
 def offset_of_profile(regions: Iterable[tuple[str, float, float]]) -> ClockOffset | None:
-    """Return the offset of a profile's clock from its worker's, by the marks among its regions: names, begins and ends.
+    """Return the offset of a profile's clock from its worker's clock, from the marks among its regions (name, begin,
+    end).
 
-    A mark lies between its own time and that of the next one. None if there are not two marks.
+    A mark lies between its own time and that of the next mark. Return None if there are fewer than two marks.
     """
     marks = sorted((float(name[len(MARK) :]), begun, ended) for name, begun, ended in regions if name.startswith(MARK))
     pairs = itertools.pairwise(marks)

@@ -1,6 +1,6 @@
-"""Counts of events by few labels: a listener for `instruments.add`.
+"""Counts of events by a few labels: a listener for `events.add` (`telegrad.ext.events`).
 
-Labels grow no further than MOST names of each: each further name is "other".
+Each label has at most MOST different names: further names become "other".
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from telegrad.ext.events import CALLED, CONNECTED, FREED, LOST, MADE, PASSED, RA
 from telegrad.ext.processes import renewed
 
 OTHER = "other"
-OK = "ok"  # the outcome where nothing failed
+OK = "ok"  # the outcome of a successful event
 MOST = {"function": 100, "peer": 256, "outcome": 32, "optimizer": 100}
 MOST_FOUND = 10_000
 BOUNDS = (50e-6, 100e-6, 250e-6, 500e-6, 1e-3, 2.5e-3, 5e-3, 10e-3, 25e-3, 50e-3, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
-# By kind of event: its labels, and what gives its kind and their values.
+# By kind of event: its labels, and the getter of its kind and of their values.
 KINDS: dict[str, tuple[tuple[str, ...], Any]] = {
     CALLED: (("function", "peer", "outcome"), itemgetter(0, 5, 3, 7)),
     RAN: (("function", "peer", "outcome"), itemgetter(0, 5, 3, 6)),
@@ -37,12 +37,12 @@ KINDS: dict[str, tuple[tuple[str, ...], Any]] = {
 
 
 class Histogram:
-    """How long events took, and how many bytes they had."""
+    """The durations and sizes of events."""
 
     __slots__ = ("counts", "size", "sum")
 
     def __init__(self) -> None:
-        self.counts = [0] * (len(BOUNDS) + 1)  # up to each bound and above the one before, the last without a bound
+        self.counts = [0] * (len(BOUNDS) + 1)  # up to each bound and above the previous one; the last has no bound
         self.sum = 0.0
         self.size = 0
 
@@ -56,26 +56,28 @@ class Histogram:
         self.size += size
 
     def join(self, other: Histogram) -> None:
-        """Add the events of another one."""
+        """Add the events of another histogram."""
         self.counts = [mine + theirs for mine, theirs in zip(self.counts, other.counts, strict=True)]
         self.sum += other.sum
         self.size += other.size
 
     def buckets(self) -> list[tuple[str, float]]:
-        """Return by bound how many events took at most so long."""
+        """Return the cumulative number of events for each bound."""
         return list(zip((*map(str, BOUNDS), "+Inf"), map(float, accumulate(self.counts)), strict=True))
 
 
 class EventCounters:
-    """Histograms of events, by their kinds and labels."""
+    """Histograms of events, by kind and labels."""
 
     def __init__(self) -> None:
-        # Guards all below. A thread that holds it may be interrupted by a signal, whose handler may make calls.
+        # Guards all below. Reentrant: a signal handler that makes calls may interrupt a thread that holds it.
         self.lock = renewed(threading.RLock())
         self.events: dict[str, defaultdict[tuple[str, ...], Histogram]] = {
             kind: defaultdict(Histogram) for kind in KINDS
         }
-        self._found: dict[tuple[Any, ...], Histogram] = {}  # the same, by what the events say
+        self._found: dict[
+            tuple[Any, ...], Histogram
+        ] = {}  # a cache of the same histograms, by the raw values of events
         self._known: defaultdict[str, set[str]] = defaultdict(set)  # by label, the names that are not "other"
 
     def __call__(self, event: Event) -> None:
@@ -87,7 +89,7 @@ class EventCounters:
                 found.add(event[2] - event[1], event[6] if kind == CALLED else 0)
 
     def by(self, kind: str, names: Sequence[str]) -> dict[tuple[str, ...], Histogram]:
-        """Join the events of a kind that have the same values of some labels."""
+        """Merge the histograms of a kind that have the same values of some labels."""
         places = [KINDS[kind][0].index(name) for name in names]
         found: defaultdict[tuple[str, ...], Histogram] = defaultdict(Histogram)
         for labels, each in self.events[kind].items():

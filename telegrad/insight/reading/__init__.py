@@ -1,1 +1,1 @@
-"""The states of all workers of a group, as a command or a page looks at them."""
+"""The states of a group's workers, prepared for commands and pages."""

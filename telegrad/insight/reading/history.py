@@ -1,6 +1,6 @@
-"""What was seen of a group in the last minute: its two latest states, and events of all workers on one clock.
+"""The history of a group: its two latest snapshots, and a minute of events of all workers on one clock.
 
-Pure: a `Source` does the asking, and times come with what it finds.
+No I/O: a `Source` queries the group, and times are part of its results.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from telegrad.reporting.account import Account, counts
 
 Events = Mapping[str, Sequence[Event]]  # by worker
 
-SECONDS = 60.0  # at most, of which something is shown
-KEPT = 6000  # events of a kind, for each worker: many calls do not drive out few steps
-MOST = 16_000  # events of a kind that are given at once, of all workers together: it is done each second
-LOOKS = 600  # of which the memory is kept
+SECONDS = 60.0  # the longest span that can be shown
+KEPT = 6000  # events of a kind per worker; the limit is per kind, because many calls must not evict few steps
+MOST = 16_000  # events of a kind that `recent` returns for all workers together; it is called every second
+LOOKS = 600  # snapshots whose memory figures are kept
 
-# Seconds, of a histogram's buckets.
+# Upper bounds of the histogram's buckets, in seconds.
 BOUNDS = tuple(digit * 10.0**power for power in range(-5, 2) for digit in (1, 2, 5))
 
 
 class Memory(NamedTuple):
-    """Of a worker at one moment, in bytes."""
+    """The memory of a worker at one moment, in bytes."""
 
     time: float
     resident: int
@@ -35,59 +35,59 @@ class Memory(NamedTuple):
 
 
 class Recent(NamedTuple):
-    """By worker, what was recorded lately."""
+    """The recent events, by worker."""
 
     events: dict[str, list[Event]]
-    window: float  # seconds of which all is there; fewer than asked for if more was recorded than is kept or given
+    window: float  # seconds without a gap; fewer than requested if events were dropped or left out
 
 
 class Flow(NamedTuple):
-    """What goes from a worker to another."""
+    """The traffic from one worker to another."""
 
     source: str
     target: str
     calls: int  # in flight
     total: int  # bytes since the start
-    rate: float  # bytes per second, since the state before
+    rate: float  # bytes per second, since the previous snapshot
 
 
 class Rate(NamedTuple):
-    """Of a worker, per second."""
+    """The rates of a worker, per second."""
 
-    calls: float  # of others, done
+    calls: float  # calls served for other workers
     sent: float  # bytes
     received: float
 
 
 class Function(NamedTuple):
-    """Calls of one function."""
+    """The calls of one function."""
 
     name: str
     calls: int
     failures: int
-    p50: float  # seconds, from the call to its answer
+    p50: float  # seconds, from the call to its response
     p99: float
-    running: float | None  # the median of the time that it ran, where that was told
-    histogram: tuple[int, ...]  # how many were at most each of BOUNDS, above the one before; last, how many took longer
+    running: float | None  # the median run time at the callee; None if unknown
+    histogram: tuple[int, ...]  # number of calls per bucket of BOUNDS; the last bucket has the longer ones
 
 
 class GroupHistory:
-    """Times are seconds since `epoch`, a time of day: that of the first account."""
+    """The history of a group. Times are seconds since `epoch`, the wall-clock time of the first state."""
 
     def __init__(self) -> None:
         self.epoch = 0.0
-        self.now = 0.0  # when the workers were asked, the latest time
+        self.now = 0.0  # the time of the latest query
         self.before: Sight | None = None
         self.sight = Sight((), {})
-        self.last: dict[str, Account] = {}  # what each worker told last, those that are silent now included
+        self.last: dict[str, Account] = {}  # the latest state of each worker, including silent ones
         self.memory: dict[str, deque[Memory]] = defaultdict(lambda: deque(maxlen=LOOKS))
-        self.trouble = ""  # why the group could not be asked the latest time
+        self.trouble = ""  # why the latest query failed; "" if it did not
         self._events: dict[str, dict[str, deque[Event]]] = defaultdict(lambda: defaultdict(lambda: deque(maxlen=KEPT)))
-        self._shifts: dict[str, tuple[object, float]] = {}  # by worker: which process, and its clock's zero on ours
-        self._after: dict[str, float] = {}  # on the workers' clocks
+        self._shifts: dict[str, tuple[object, float]] = {}  # by worker: its process, and its clock's zero on our clock
+        self._after: dict[str, float] = {}  # the end of the latest event, on the workers' clocks
 
     def update(self, source: Source) -> None:
-        """Ask a group, and keep what it tells, or why it cannot be asked."""
+        """Query a group and store the result, or the error."""
         try:
             self.add_events(source.events(self.add(source.look())))
             self.trouble = ""
@@ -95,17 +95,17 @@ class GroupHistory:
             self.trouble = f"{type(error).__name__}: {error}"
 
     def add(self, sight: Sight) -> dict[str, float]:
-        """Add a state of the group; return the times after which events are wanted, by worker, on its clock."""
+        """Add a snapshot; return the times after which events are wanted, by worker, on the worker's clock."""
         if sight.accounts:
             self.epoch = self.epoch or sight.accounts[0]["time"]
             times = sorted(account["time"] for account in sight.accounts)
-            self.now = times[len(times) // 2] - self.epoch  # one clock that is far off moves nothing
+            self.now = times[len(times) // 2] - self.epoch  # the median: one wrong clock has no effect
             self.before = self.sight
         self.sight = sight
         accounts = {account["worker"]: account for account in sight.accounts}
         for name, account in accounts.items():
             process = account["host"], account["pid"]
-            if self._shifts.get(name, ("",))[0] != process:  # which has a clock of its own
+            if self._shifts.get(name, ("",))[0] != process:  # a new process has a new clock
                 self._shifts[name] = process, account["time"] - account["clock"] - self.epoch
                 self._after[name] = account["clock"] - SECONDS
             self.memory[name].append(Memory(self.now, account["memory"], account["shared"]))
@@ -113,7 +113,7 @@ class GroupHistory:
         return dict(self._after)
 
     def add_events(self, events: Events) -> None:
-        """Add what was recorded since, oldest first; of workers that were never seen, nothing."""
+        """Add new events, oldest first; ignore those of unknown workers."""
         for worker, own in events.items():
             if own and worker in self._shifts:
                 _, shift = self._shifts[worker]
@@ -123,13 +123,13 @@ class GroupHistory:
                 self._after[worker] = max(event[2] for event in own)
 
     def recent(self, seconds: float) -> Recent:
-        """Return the events that ended in the last `seconds`, of each kind the latest first."""
+        """Return the events that ended in the last `seconds`, the latest of each kind first."""
         most = min(KEPT, MOST // max(1, len(self._events)))
         answering = {account["worker"]: account["clock"] for account in self.sight.accounts}
         events: dict[str, list[Event]] = {}
         window = seconds
         for worker, kinds in self._events.items():
-            # By the worker's own clock, where it answers: its time of day may be far off.
+            # Use the worker's own clock if it answers: its wall clock may be wrong.
             now = answering[worker] + self._shifts[worker][1] if worker in answering else self.now
             events[worker] = []
             for own in kinds.values():
@@ -141,7 +141,7 @@ class GroupHistory:
         return Recent(events, window)
 
     def rates(self) -> dict[str, Rate]:
-        """Return the rates of each worker that has answered twice, since the state before."""
+        """Return the rates since the previous snapshot, of each worker that is in both."""
         return {
             new["worker"]: Rate(
                 _grown(old["calls_done"], new["calls_done"]) / seconds,
@@ -152,7 +152,7 @@ class GroupHistory:
         }
 
     def flows(self) -> list[Flow]:
-        """Return what goes between each two workers, by what either of them tells."""
+        """Return the traffic between each two workers, as reported by either of them."""
         total: dict[tuple[str, str], int] = defaultdict(int)
         calls: dict[tuple[str, str], int] = defaultdict(int)
         rate: dict[tuple[str, str], float] = defaultdict(float)
@@ -174,13 +174,13 @@ class GroupHistory:
         return [Flow(*edge, calls[edge], total[edge], rate[edge]) for edge in edges if edge[0] != edge[1]]
 
     def lost(self) -> dict[str, str]:
-        """Return the workers that have died or left early, and why, but for names that are in use again."""
+        """Return the workers that died or left early, and why, except names that are in use again."""
         known = {account["worker"] for account in self.sight.accounts} | self.sight.silent.keys()
         gone = {name: why for account in self.sight.accounts for name, why in account["gone"].items()}
         return {name: why for name, why in gone.items() if name not in known}
 
     def _pairs(self) -> Iterator[tuple[Account, Account, float]]:
-        """Yield what each process told before and tells now, and how many seconds lie between."""
+        """Yield the previous and the current state of each process, and the seconds between them."""
         told = self.before.accounts if self.before else ()
         known = {(account["worker"], account["host"], account["pid"]): account for account in told}
         for new in self.sight.accounts:
@@ -190,7 +190,8 @@ class GroupHistory:
 
 
 def functions(events: Events) -> list[Function]:
-    """Return what was called, the most time-consuming first; of functions that were only run, their runs."""
+    """Return statistics of functions, the most time-consuming first; only the runs of a function that was not called
+    here."""
     called: dict[str, list[float]] = defaultdict(list)
     ran: dict[str, list[float]] = defaultdict(list)
     failed: Counter[tuple[str, str]] = Counter()
@@ -209,7 +210,7 @@ def functions(events: Events) -> list[Function]:
 
 
 def percentile(ordered: Sequence[float], share: float) -> float:
-    """Return the value that this share of them does not exceed; of at least one."""
+    """Return the value that this share of them does not exceed. `ordered` must not be empty."""
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
@@ -223,7 +224,7 @@ def _grown(old: int, new: int) -> int:
 
 
 def _edges(account: Account) -> dict[tuple[str, str], int]:
-    """Return the bytes that a worker knows of, by sender and receiver."""
+    """Return the bytes that a worker counted, by sender and receiver."""
     name = account["worker"]
     out = {(name, other): count for other, count in account["bytes_out"].items()}
     return out | {(other, name): count for other, count in account["bytes_in"].items()}

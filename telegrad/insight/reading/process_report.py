@@ -1,4 +1,4 @@
-"""The state of a process of this host that does not answer, as far as it can be seen from outside."""
+"""Inspect a process of this host that does not answer, from outside."""
 
 from __future__ import annotations
 
@@ -12,22 +12,28 @@ from typing import NamedTuple
 from telegrad.ext.processes import STOPPED, state_of, stopped
 from telegrad.reporting.stacks import is_library
 
-WATCH = 0.1  # seconds of which the use of the processor is seen
-WRITING = 0.5  # seconds at most for a process to write its stacks
-LARGEST = 1 << 18  # bytes of written stacks that are read
-LONGEST_LINE = 1000  # characters of a line of them that is looked at
+WATCH = 0.1  # seconds over which CPU use is measured
+WRITING = 0.5  # maximum seconds for a process to write its stacks
+LARGEST = 1 << 18  # maximum bytes of stacks that are read
+LONGEST_LINE = 1000  # characters; longer lines are skipped
 _STACKS = "/memfd:stacks-of-telegrad (deleted)"
-_WAITING = ("threading.py", "connection.py", "selectors.py", "socket.py", "queue.py")  # innermost where a thread waits
+_WAITING = (
+    "threading.py",
+    "connection.py",
+    "selectors.py",
+    "socket.py",
+    "queue.py",
+)  # the innermost file of a waiting thread
 _FRAME = re.compile(r'File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')
 
 
 class ProcessState(NamedTuple):
-    state: str  # in words
-    stacks: str  # of all threads, as Python's faulthandler writes them; empty where that could not be had
+    state: str  # for users
+    stacks: str  # of all threads, as Python's faulthandler writes them; empty if unavailable
 
 
 def inspect(pid: int, stacks: int) -> ProcessState:
-    """Watch a process for a moment; `stacks` is its descriptor of the file to which it writes its stacks, or -1."""
+    """Inspect a process for WATCH seconds. `stacks` is its descriptor of the file for its stacks, or -1."""
     first = state_of(pid)
     if first is None:
         return ProcessState("its process has ended", "")
@@ -47,7 +53,7 @@ def inspect(pid: int, stacks: int) -> ProcessState:
 
 
 def _where(stacks: str) -> str:
-    """Return the line of the program where a thread stands that waits for nothing, and so may hold the interpreter."""
+    """Return the line of the user's program of a thread that does not wait, and so may hold the interpreter."""
     for thread in stacks.split("\n\n"):
         lines = (line for line in thread.splitlines() if len(line) <= LONGEST_LINE)
         frames = [match.groupdict() for line in lines if (match := _FRAME.search(line))]  # innermost first
@@ -58,12 +64,12 @@ def _where(stacks: str) -> str:
 
 
 def _stacks_of(pid: int, descriptor: int) -> str:
-    """Have a process write its stacks, and return them; that works while its interpreter is held. Empty if it fails."""
+    """Make a process write its stacks; return them, or "" if it fails. This works while its interpreter is held."""
     path = f"/proc/{pid}/fd/{descriptor}"
     try:
         found = os.stat(path)
         if os.readlink(path) != _STACKS or not stat.S_ISREG(found.st_mode):
-            return ""  # that program does something else on this signal by now
+            return ""  # the program no longer handles this signal with Telegrad
         before = found.st_size
         os.kill(pid, signal.SIGUSR2)
         until = time.monotonic() + WRITING

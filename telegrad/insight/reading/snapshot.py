@@ -1,4 +1,4 @@
-"""What the dashboard's pages draw, as plain values that become JSON. Pure."""
+"""The data that the dashboard's pages draw, as plain values for JSON. No I/O."""
 
 from __future__ import annotations
 
@@ -13,13 +13,18 @@ from telegrad.insight.reading import tables
 from telegrad.insight.reading.history import BOUNDS, Events, GroupHistory, Rate, functions, percentile
 from telegrad.reporting.account import QUEUED, Account, counts
 
-PARTS = 300  # a call that is shorter than such a part of the time may be shown together with others
-FUNCTIONS = 60  # at most
-ROWS = 3  # for calls at once, in a worker's lane
+PARTS = 300  # calls shorter than one such part of the span may be merged
+FUNCTIONS = 60  # maximum number of functions
+ROWS = 3  # rows of simultaneous calls in a worker's lane
 
-SHARES = ("optimizer", "backward", "forward", "waits", "calls")  # what a moment counts as: the first that holds
+SHARES = ("optimizer", "backward", "forward", "waits", "calls")  # categories of time, in order of precedence
 _SHARE = {STEPPED: "optimizer", PASSED: "backward", TOOK_PART: "backward", CALLED: "waits", RAN: "calls"}
-_ACTION = {"forward": "forward", "backward": "backward", "input": "backward", "weights": "backward"}  # of pipelines
+_ACTION = {
+    "forward": "forward",
+    "backward": "backward",
+    "input": "backward",
+    "weights": "backward",
+}  # of pipeline actions
 _SAME = (
     "worker", "rank", "host", "pid", "phase", "phase_age", "missing", "generation", "slots", "busy", "contexts",
     "references", "memory", "shared",
@@ -27,19 +32,19 @@ _SAME = (
 
 
 class Span(NamedTuple):
-    """A call in a worker's lane, or several side by side that are too short to be told apart."""
+    """A call in a worker's lane, or several merged calls that are too short to show separately."""
 
     row: int
     begun: float
     ended: float
     calls: int
-    function: str  # of the longest of them
+    function: str  # of the longest call
     peer: str
-    failure: str  # of any of them
+    failure: str  # of any of the calls
 
 
 def snapshot(history: GroupHistory, seconds: float) -> dict[str, Any]:
-    """Return all that is shown, of the last `seconds` where it is about a time."""
+    """Return all data of the dashboard; time-dependent parts cover the last `seconds`."""
     sight, now = history.sight, history.now
     accounts = sorted(sight.accounts, key=lambda account: (account["rank"], account["worker"]))
     recent, window = history.recent(seconds)
@@ -72,7 +77,7 @@ def snapshot(history: GroupHistory, seconds: float) -> dict[str, Any]:
 
 
 def detail(history: GroupHistory, worker: str) -> dict[str, Any]:
-    """Return the tables of one worker: their names, their columns and whether these are numbers, and texts."""
+    """Return the tables of one worker: for each its name, its columns (name, and True if numeric) and its texts."""
     try:
         about, found = tables.of_worker(history, worker)
     except UsageError as error:
@@ -85,9 +90,10 @@ def detail(history: GroupHistory, worker: str) -> dict[str, Any]:
 
 
 def lanes(events: Events, begun: float, ended: float, parts: int = 800, rows: int = 4) -> list[dict[str, Any]]:
-    """Return the calls between two times, side by side in rows; calls shorter than one of `parts` may become one span.
+    """Return the calls between two times, arranged in rows. Calls shorter than one of `parts` may be merged into one
+    span.
 
-    A call that has not ended may be among the events, as one that ends infinitely late; it gets a row below the others.
+    An unfinished call is an event with an infinite end; it gets a row below the others.
     """
     least = (ended - begun) / parts
     found = []
@@ -105,12 +111,12 @@ def lanes(events: Events, begun: float, ended: float, parts: int = 800, rows: in
 
 
 def gantt(events: Events) -> dict[str, Any] | None:
-    """Return the latest batch of a pipeline that seems whole: with as many actions as any other of the latest."""
+    """Return the latest pipeline batch that seems complete: of the latest three, the one with the most actions."""
     batches: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for worker, own in events.items():
         for event in own:
             if event[0] == STAGED:
-                _, begun, ended, batch, kind, stage, number = event  # kinds as in pipeline_schedule.py
+                _, begun, ended, batch, kind, stage, number = event  # the kinds of pipeline_schedule.py
                 name = " ".join(map(str, batch)) if isinstance(batch, tuple | list) else str(batch)
                 bar = {"worker": worker, "kind": kind, "stage": stage, "number": number, "begun": begun, "ended": ended}
                 batches[name].append(bar)
@@ -122,14 +128,15 @@ def gantt(events: Events) -> dict[str, Any] | None:
     begun, ended = bars[0]["begun"], max(bar["ended"] for bar in bars)
     busy = sum(bar["ended"] - bar["begun"] for bar in bars)
     whole = (ended - begun) * len({bar["worker"] for bar in bars})
-    idle = max(0.0, 1 - busy / whole) if whole else 0.0  # which share of that time its workers waited
+    idle = max(0.0, 1 - busy / whole) if whole else 0.0  # the share of that time in which the batch's workers waited
     return {"batch": batch, "begun": begun, "ended": ended, "idle": idle, "bars": bars}
 
 
 def training(events: Events, begun: float, ended: float, parts: int = 30) -> dict[str, Any]:
-    """Return what was trained between two times, and where the time went, in seconds of each of SHARES by worker.
+    """Return the training steps between two times, and the seconds that each worker spent on each of SHARES.
 
-    A step is a context in which optimizers stepped; `series` has the steps in each of equal parts of the time.
+    A step is a context in which optimizers stepped; `series` has the number of steps in each of `parts` equal
+    intervals.
     """
     steps: dict[object, float] = {}
     passes = []
@@ -155,7 +162,7 @@ def training(events: Events, begun: float, ended: float, parts: int = 30) -> dic
 
 
 def spend(spans: Iterable[tuple[float, float, str]], begun: float, ended: float) -> dict[str, float]:
-    """Return how long each of SHARES lasted between two times, where each moment counts once."""
+    """Return how long each of SHARES lasted between two times. Each moment counts for one share only."""
     changes = []
     for start, end, share in spans:
         if end > begun and start < ended:
@@ -175,7 +182,7 @@ def spend(spans: Iterable[tuple[float, float, str]], begun: float, ended: float)
 
 
 def _with_going(events: Events, accounts: Sequence[Account], epoch: float) -> Events:
-    """Return the events, and the calls that have not ended, with an end infinitely late."""
+    """Return the events and the unfinished calls, which get an infinite end."""
     found = {account["worker"]: list[Event]() for account in accounts}
     found |= {name: list(own) for name, own in events.items()}
     for account in accounts:
@@ -190,8 +197,8 @@ def _with_going(events: Events, accounts: Sequence[Account], epoch: float) -> Ev
 
 
 def _packed(own: Sequence[Event], least: float, rows: int) -> list[Span]:
-    """Put each call into the first row that is free, or else the last; short calls join the one before them there."""
-    last: list[Span | None] = [None] * rows  # of each row
+    """Put each call into the first free row, or else the last; merge short calls with the previous one in the row."""
+    last: list[Span | None] = [None] * rows  # the last span of each row
     spans: list[Span] = []
     for event in own:
         begun, ended = event[1], event[2]
@@ -208,7 +215,7 @@ def _packed(own: Sequence[Event], least: float, rows: int) -> list[Span]:
 
 
 def _are_short(before: Span, span: Span, least: float) -> bool:
-    """Return whether two spans of a row are too short, and too near, to be told apart."""
+    """Return True if two spans of a row are too short and too close to show separately."""
     short = before.calls > 1 or before.ended - before.begun < least
     return short and span.ended - span.begun < least and span.begun - before.ended < least
 
@@ -225,7 +232,7 @@ def _worker(account: Account, rate: Rate) -> dict[str, Any]:
 
 
 def _rounded(rows: Iterable[tuple[Any, ...]]) -> list[list[Any]]:
-    """Return rows with times to the microsecond, as they make up most of what is sent; None: never."""
+    """Return rows with times rounded to microseconds, since times are most of the data; infinite times become None."""
     return [[_short(value) for value in row] for row in rows]
 
 

@@ -1,4 +1,4 @@
-"""Tables of what a group does, for `telegrad top` and the dashboard: their columns, their rows, and these as text."""
+"""Tables of a group's state, for `telegrad top` and the dashboard: their columns, rows and texts."""
 
 from __future__ import annotations
 
@@ -14,15 +14,17 @@ from telegrad.ext.texts import safe
 from telegrad.insight.reading.history import GroupHistory, functions
 from telegrad.reporting.account import MEMBER, QUEUED, RUNNING, Account, Line, Thread, counts
 
-SILENT, GONE = "silent", "gone"  # phases of workers that give no account
-WINDOW = 10.0  # seconds whose calls make the figures of functions
+SILENT, GONE = "silent", "gone"  # phases of workers without a state report
+WINDOW = 10.0  # seconds over which the statistics of functions are taken
 
 
-Columns = dict[str, Callable[[Any], str]]  # how values are shown: texts by `str`, at the left; others at the right
+Columns = dict[
+    str, Callable[[Any], str]
+]  # formatters of the values; `str` marks left-aligned text columns, the others are right-aligned
 
 
 class Row(NamedTuple):
-    values: tuple[Any, ...]  # one for each column; None: not known
+    values: tuple[Any, ...]  # one for each column; None: unknown
     trouble: bool = False
 
 
@@ -33,14 +35,14 @@ class Table(NamedTuple):
 
 
 def count(number: float) -> str:
-    """In at most 5 characters."""
+    """Format a number in at most 5 characters."""
     if number < 10_000:
         return f"{number:.1f}" if number < 10 and number != int(number) else f"{number:.0f}"
     return _scaled(number, 1000, "kMGT")
 
 
 def amount(size: float) -> str:
-    """Bytes, in at most 5 characters."""
+    """Format bytes in at most 5 characters."""
     return f"{size:.0f}" if size < 1000 else _scaled(size, 1024, "KMGTP")
 
 
@@ -53,7 +55,7 @@ def _scaled(number: float, step: int, letters: str) -> str:
 
 
 def duration(seconds: float) -> str:
-    """In at most 6 characters."""
+    """Format seconds in at most 6 characters."""
     if seconds < 0.9995:
         value, unit = (seconds * 1e3, "ms") if seconds >= 0.9995e-3 else (seconds * 1e6, "us")
         return f"{value:.1f}{unit}" if value < 9.95 else f"{value:.0f}{unit}"
@@ -92,9 +94,9 @@ ALL = (WORKERS, FUNCTIONS, CALLS_OUT, CALLS_IN, THREADS, PEERS, PASSES)
 
 
 def of_group(history: GroupHistory) -> list[Table]:
-    """Return the tables of workers, and of the functions that they called lately."""
+    """Return the tables of workers and of their recently called functions."""
     _, window = history.recent(WINDOW)
-    recent, _ = history.recent(window)  # of all workers the same time, where it is shorter
+    recent, _ = history.recent(window)  # the same span for all workers, if events were left out
     accounts, rates = history.sight.accounts, history.rates()
     rows = []
     for account in accounts:
@@ -125,7 +127,7 @@ def of_group(history: GroupHistory) -> list[Table]:
 
 
 def of_worker(history: GroupHistory, name: str, stacks: bool = False) -> tuple[str, list[Table]]:
-    """Return a text about a worker, and tables of what it told last, with the threads' stacks if asked for.
+    """Return a text about a worker, and the tables of its latest state, optionally with the threads' stacks.
 
     Raises:
         UsageError: there is no such worker.
@@ -185,7 +187,7 @@ def _threads(account: Account) -> Table:
 
 
 def doing(account: Account, thread: Thread) -> str:
-    """Return which call a thread runs, and what it waits for."""
+    """Return the call that a thread runs, and what it waits for."""
     number = thread["number"]
     runs = [
         f"runs {call['function'] or 'call ' + str(call['number'])} for {call['caller']}"
@@ -227,16 +229,16 @@ def _passes(account: Account) -> Table:
 
 
 def _place(line: Line | None) -> str | None:
-    """Return a line of the user's program, short."""
+    """Return a short form of a line of the user's program."""
     if line is None:
         return None
     return f"{os.path.basename(line['file'])}:{line['line']} {line['function']}: {line['text'].strip()}"
 
 
 def texts(table: Table, by: str = "", words: str = "") -> list[list[str]]:
-    """Return the texts of the rows that show all `words`, sorted by a column, or by the first.
+    """Return the texts of the rows that contain all `words`, sorted by a column, or by the first one.
 
-    The highest numbers come first. Of texts, "w2" comes before "w10". Values that are not known come last.
+    The highest numbers come first. Texts are sorted naturally: "w2" before "w10". Unknown values come last.
     """
     column = by if by in table.columns else next(iter(table.columns))
     index = list(table.columns).index(column)
@@ -254,7 +256,7 @@ def texts(table: Table, by: str = "", words: str = "") -> list[list[str]]:
 
 
 def lines(columns: Columns, rows: Iterable[Sequence[str]]) -> list[str]:
-    """Return a table as lines, each column as wide as it needs."""
+    """Return a table as lines, with columns as wide as needed."""
     found = [list(columns), *rows]
     widths = [max(map(len, column)) for column in zip(*found, strict=True)]
     return [
