@@ -125,9 +125,9 @@ def init_rpc(
     world_size: int | None = None,
     rpc_backend_options: RpcBackendOptions | None = None,
 ) -> None:
-    """Join the group under `name`; returns once every worker of it can be called.
+    """Join the group under `name`. Block until every worker of the group can be called.
 
-    Raises as `telegrad.rpc.init_rpc`.
+    Raises the same errors as `telegrad.rpc.init_rpc`.
     """
     if backend is not None and not isinstance(backend, backend_registry.BackendType):
         raise TypeError(f"Argument backend must be a member of BackendType, not {backend!r}")
@@ -152,7 +152,7 @@ def init_rpc(
 
 
 def _missing_rank(init_method: str) -> int:
-    """The rank for a group without a size, where the call has none."""
+    """Return the rank for a group without a size, if the call gives none."""
     url = split(init_method)
     if url.scheme == "env":
         if "RANK" not in os.environ:
@@ -164,7 +164,7 @@ def _missing_rank(init_method: str) -> int:
 
 
 def _backend_of(given: RpcBackendOptions | None) -> Any:
-    """The backend whose options these are."""
+    """Return the backend of these options."""
     if given is None:
         return backend_registry.BackendType.TENSORPIPE
     for backend in backend_registry.BackendType:
@@ -215,13 +215,13 @@ def _validate_rpc_args(
 
 
 def _get_debug_info() -> dict[str, str]:
-    """All that can be told of references, of the agent and of contexts."""
+    """Return the debug values of references, of the agent and of contexts."""
     references = _rref_context_get_debug_info()
     return {**references, **_get_current_rpc_agent().get_debug_info(), **dist_autograd._get_debug_info()}
 
 
 def _set_profiler_node_id(node_id: int) -> None:
-    """Nothing: events carry the rank of the group that this process is in."""
+    """Do nothing: events have the rank of the group that this process is in."""
 
 
 __getattr__ = missing_from("torch.distributed.rpc")

@@ -29,7 +29,7 @@ __all__ = [
 
 
 class BackendValue(NamedTuple):
-    """How a backend makes its options, and its agent."""
+    """The functions that make a backend's options and its agent."""
 
     construct_rpc_backend_options_handler: Callable[..., RpcBackendOptions]
     init_backend_handler: Callable[..., Any]
@@ -55,7 +55,7 @@ def register_backend(
     construct_rpc_backend_options_handler: Callable[..., RpcBackendOptions],
     init_backend_handler: Callable[..., Any],
 ) -> Any:
-    """Add a backend to `BackendType`, which is a new type from then on; the new member."""
+    """Add a backend to `BackendType`, which becomes a new type; return the new member."""
     global BackendType
     if backend_registered(backend_name):
         raise RuntimeError(f"RPC backend {backend_name}: already registered")
@@ -74,7 +74,7 @@ def construct_rpc_backend_options(
 
 
 def init_backend(backend: Any, *args: Any, **kwargs: Any) -> Any:
-    """The agent of a backend, which has joined its group."""
+    """Return the agent of a backend, which has joined its group."""
     return backend.value.init_backend_handler(*args, **kwargs)
 
 
@@ -90,7 +90,7 @@ def _join_group(
     rpc_backend_options: RpcBackendOptions,
     met: Meeting | None = None,
 ) -> TensorPipeAgent:
-    """`met` tells more of the store, where it was opened here."""
+    """`met` has more details of the store, if Telegrad opened it."""
     if not isinstance(rpc_backend_options, TensorPipeRpcBackendOptions):
         raise TypeError(
             f"`rpc_backend_options` must be a `TensorPipeRpcBackendOptions`, not {type(rpc_backend_options).__name__}"

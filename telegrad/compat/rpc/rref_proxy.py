@@ -16,7 +16,7 @@ __all__ = ["RRefProxy"]
 
 
 def RRefProxy(rref: RRef[Any], rpc_api: Callable[..., Any], timeout: float = UNSET_RPC_TIMEOUT) -> Proxy:  # noqa: N802
-    """Makes `proxy.method(*args)` a call of that method at the owner, by way of one of the API's three functions."""
+    """Return a proxy whose `proxy.method(*args)` calls that method at the owner, by one of the three call functions."""
     ways = {api.rpc_sync: rref.rpc_sync, api.rpc_async: rref.rpc_async, api.remote: rref.remote}
     return ways[rpc_api](timeout)
 

@@ -23,7 +23,7 @@ _WAITING = (
     "selectors.py",
     "socket.py",
     "queue.py",
-)  # the innermost file of a waiting thread
+)  # innermost files of waiting threads
 _FRAME = re.compile(r'File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')
 
 
