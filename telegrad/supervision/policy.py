@@ -1,15 +1,17 @@
-"""Decides what becomes of workers: who is started again and when, and how the group ends.
+"""The restart policy: which workers are restarted and when, and how the group ends.
 
-A worker WAITS for its start, RUNS, is ENDING once it was asked to, and has ENDED. One that fails (its exit code is not
-0) is started again, alone or with its whole role, at most `restarts` times `within` a time; or the group ends. A start
-follows the one before by at least PAUSES, so that one which fails at once is not started in a circle; one that has run
-for LONG comes back at once.
+A worker WAITS for its start, RUNS, is ENDING after it was asked to end, and has ENDED. A worker fails if its exit code
+is not 0. It is then restarted, alone or with its whole role, at most `restarts` times `within` a time; otherwise the
+group ends. Starts are at least PAUSES apart, which prevents a tight loop if a worker fails at once. A worker that has
+run for LONG is restarted at once.
 
-The group ends in order when the workers of all roles have ended with 0, but for those that serve until then: these are
-told by the store (`EndServing`), then asked by SIGTERM, then killed, with `grace` between. A signal of the user is for
-those that do not serve; the others are told after them. A second one kills. On a failure all are asked at once.
+The group ends normally when all workers have ended with 0, except those that serve until then. Those are ended through
+the store (`EndServing`), then by SIGTERM, then by SIGKILL, with `grace` between. A signal of the user is forwarded to
+the workers that do not serve; the others end after them. A second signal kills all. On a failure all workers are asked
+to end at once.
 
-Events come with the time, and give what to do. `due` is when to call `look`, `code` the exit code, once all is over.
+Events take the current time and return actions. `due` is when to call `look`; `code` is the exit code once all have
+ended.
 """
 
 from __future__ import annotations
@@ -23,32 +25,32 @@ from telegrad.ext.processes import named
 from telegrad.supervision.roles import END, RESTART_ROLE, Role, WorkerSlot
 
 WAITS, RUNS, ENDING, ENDED = "waits", "runs", "is ending", "has ended"
-PAUSES = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)  # seconds from start to start, after so many quick failures
-LONG = 5.0  # seconds of a run that did not fail quickly
-NOT_FOUND = 127  # the exit code where a command could not be started, as shells have it
+PAUSES = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)  # minimum seconds between two starts, by quick failures in a row
+LONG = 5.0  # seconds; a shorter run is a quick failure
+NOT_FOUND = 127  # the exit code if a command could not be started, as in shells
 SIGINT, SIGKILL, SIGTERM = 2, 9, 15  # of POSIX
 
 
 class Start(NamedTuple):
-    """Start a worker, which was started again so often."""
+    """Start a worker; `restarts` counts its earlier starts."""
 
     name: str
     restarts: int
 
 
 class Signal(NamedTuple):
-    """Send a worker, and what it has started, a signal."""
+    """Send a signal to a worker's process group."""
 
     name: str
     number: int
 
 
 class EndServing(NamedTuple):
-    """Tell the workers that serve that the group has ended."""
+    """Notify the serving workers that the group has ended."""
 
 
 class Log(NamedTuple):
-    """Tell the user."""
+    """Show a text to the user."""
 
     text: str
 
@@ -66,15 +68,16 @@ class WorkerStatus(NamedTuple):
 
 
 class _RestartBudget:
-    """How often a worker, or a role, may still fail, and how long its next start waits."""
+    """The number of failures that a worker or a role may still have, and the delay of its next start."""
 
     def __init__(self, role: Role) -> None:
         self._role = role
         self._failures: deque[float] = deque()
-        self._quick = 0  # failures in a row, where runs were not long
+        self._quick = 0  # quick failures in a row
 
     def spend(self, begun: float, now: float) -> float | None:
-        """Note a failure of a run that began at `begun`; return when the next may begin, None where none may."""
+        """Record a failure of a run that began at `begun`; return when the next start may be, or None if no restart is
+        left."""
         while self._failures and self._failures[0] <= now - self._role.within:
             self._failures.popleft()
         if len(self._failures) >= self._role.restarts:
@@ -88,17 +91,17 @@ class _RestartBudget:
 
 
 class _WorkerState:
-    """A worker."""
+    """The state of one worker."""
 
     def __init__(self, slot: WorkerSlot, budget: _RestartBudget) -> None:
         self.name = slot.name
         self.role = slot.role
-        self.budget = budget  # of its own, or of its role
+        self.budget = budget  # of the worker, or shared by its role
         self.state = WAITS
-        self.since = 0.0  # when it came into this state
+        self.since = 0.0  # when it entered this state
         self.begun = 0.0
         self.starts = 0
-        self.due = inf  # when it is to be started, or is asked again to end
+        self.due = inf  # when it is to be started, or the next step to end it is due
 
     def become(self, state: str, now: float, due: float = inf) -> None:
         self.state, self.since, self.due = state, now, due
@@ -117,12 +120,12 @@ class Policy:
                 slot, of_role if role.on_failure == RESTART_ROLE else _RestartBudget(role)
             )
         self._grace = grace
-        self._due: dict[str, float] = {}  # when roles that are restarted may begin again
-        self._ending: int | None = None  # the exit code to come, once the group ends
-        self._told = False  # those that serve, that the group has ended
-        self.failed = ""  # the worker that ended it
+        self._due: dict[str, float] = {}  # when roles that restart together may start
+        self._ending: int | None = None  # the exit code, once the group is ending
+        self._told = False  # True once EndServing was issued
+        self.failed = ""  # the worker whose failure ended the group
 
-    # What is known
+    # State
 
     @property
     def code(self) -> int | None:
@@ -142,12 +145,12 @@ class Policy:
     # Events
 
     def begin(self, now: float) -> None:
-        """Start all workers."""
+        """Schedule the start of all workers."""
         for one in self._all.values():
             one.become(WAITS, now, now)
 
     def look(self, now: float) -> list[Action]:
-        """Do what is due; start at most one worker, since that may fail and end all."""
+        """Do what is due. Start at most one worker, because its start may fail and end the group."""
         actions: list[Action] = []
         for one in self._all.values():
             if one.due > now:
@@ -157,7 +160,7 @@ class Policy:
                 one.begun = now
                 one.starts += 1
                 return [*actions, Start(one.name, one.starts - 1)]
-            if one.state == RUNS:  # it should have ended by itself
+            if one.state == RUNS:  # it has not ended after EndServing
                 actions += self._ask(one, SIGTERM, now)
             elif one.state == ENDING:
                 one.due = inf
@@ -168,7 +171,7 @@ class Policy:
         return actions
 
     def could_not_start(self, name: str, why: str, now: float) -> list[Action]:
-        """The command of a worker cannot be run, now or later."""
+        """Handle that a worker's command cannot be run, now or later."""
         one = self._all[name]
         one.become(ENDED, now)
         if self._ending is not None:
@@ -176,7 +179,7 @@ class Policy:
         return self._fail(f"{name} could not be started: {why}", NOT_FOUND, now, name)
 
     def ended(self, name: str, code: int, now: float) -> list[Action]:
-        """The process of a worker has ended; `code` is negative for a signal."""
+        """Handle the end of a worker's process; `code` is negative for a signal."""
         one = self._all[name]
         asked = one.state == ENDING
         one.become(ENDED, now)
@@ -189,7 +192,7 @@ class Policy:
         return self._after_failure(one, code, now)
 
     def signalled(self, number: int, now: float) -> list[Action]:
-        """The user has sent a signal: end the group, and at the second one kill it."""
+        """Handle a signal of the user: end the group; at the second signal kill it."""
         if self._ending is not None:
             living = self._in(RUNS, ENDING)
             for one in living:
@@ -201,10 +204,10 @@ class Policy:
         return [action for one in self._in(RUNS) if not one.role.serves for action in self._ask(one, number, now)]
 
     def abort(self, why: str, now: float) -> list[Action]:
-        """End the group, which cannot run."""
+        """End the group because it cannot run."""
         return [] if self._ending is not None else self._fail(why, 1, now)
 
-    # What follows
+    # Reactions
 
     def _ask(self, one: _WorkerState, number: int, now: float) -> list[Action]:
         one.become(ENDING, now, now + self._grace)
@@ -238,7 +241,7 @@ class Policy:
         return actions + self._begin_together(failed.role, now)
 
     def _begin_together(self, role: Role, now: float) -> list[Action]:
-        """Once no worker of a role runs, start all of them again."""
+        """Restart all workers of a role once none of them runs."""
         all_of_it = self._of(role)
         if all(one.state == ENDED for one in all_of_it):
             due = max(now, self._due.pop(role.name))
@@ -261,7 +264,7 @@ class Policy:
         return [*([Log(text)] if living else []), *self._end_serving(now)]
 
     def _end_serving(self, now: float) -> list[Action]:
-        """Tell the workers that serve to end, once, when no other lives."""
+        """Issue EndServing once, when only serving workers are left."""
         if self._told or any(not one.role.serves for one in self._in(RUNS, ENDING)):
             return []
         self._told = True
@@ -270,7 +273,7 @@ class Policy:
         return [EndServing()]
 
     def _begin_to_end(self, code: int, now: float) -> None:
-        """Start no more workers; `code` is the exit code to come."""
+        """Start no more workers; `code` is the future exit code."""
         self._ending = code
         for one in self._in(WAITS):
             one.become(ENDED, now)

@@ -1,6 +1,6 @@
-"""What `telegrad run` is to start: roles, as a file or options name them.
+"""The configuration of `telegrad run`: roles, from a file or from options.
 
-grace = 10                       # options of the whole: LOGS and GRACE
+grace = 10                       # options of the run: logs and grace
 [learner]                        # each table is a role
 command = "python learner.py"
 [actor]
@@ -21,7 +21,7 @@ from telegrad.ext.workers import check_name, check_role
 
 RESTART, RESTART_ROLE, END = "restart", "restart-role", "end"
 POLICIES = (RESTART, RESTART_ROLE, END)
-SERVE = ("python", "-m", "telegrad", "worker")  # of a role without a command of its own
+SERVE = ("python", "-m", "telegrad", "worker")  # the default command
 
 
 @dataclass(frozen=True)
@@ -32,18 +32,18 @@ class Role:
     command: tuple[str, ...] = SERVE
     count: int = 1
     env: Mapping[str, str] = field(default_factory=dict)
-    restarts: int = 3  # of each worker, or of the role as a whole where it is restarted so
+    restarts: int = 3  # of each worker, or of the whole role if it restarts together
     within: float = 300.0  # seconds
     on_failure: str = RESTART
-    serves: bool = True  # until the others are done
-    node: int | None = None  # the host where it runs, of several; None is each
+    serves: bool = True  # until the others have ended
+    node: int | None = None  # the host that runs the role, of several; None: each host
 
 
 KEYS = tuple(each.name for each in fields(Role))[1:]
 
 
 class WorkerSlot(NamedTuple):
-    """A worker that is to run here, whichever process it is."""
+    """A worker of this host, across the restarts of its process."""
 
     name: str
     number: int
@@ -54,14 +54,14 @@ class WorkerSlot(NamedTuple):
 
 
 class RunConfig(NamedTuple):
-    """All that is to be started."""
+    """The configuration of a run."""
 
     roles: tuple[Role, ...]
     logs: str = "logs"
-    grace: float = 10.0  # seconds for workers to end, once they were asked to
+    grace: float = 10.0  # seconds for workers to end after they were asked to
 
     def slots(self, node: int) -> list[WorkerSlot]:
-        """Those of the host of that number: names go on from host to host."""
+        """Return the workers of the host of that number. Numbers in names continue from host to host."""
         return [
             WorkerSlot(f"{role.name}{number}", number, role) for role in self.roles for number in _numbers(role, node)
         ]
@@ -74,10 +74,10 @@ def _numbers(role: Role, node: int) -> range:
 
 
 def read(text: str, changes: Mapping[str, Any]) -> RunConfig:
-    """The plan of a file, with what options change in it or add: tables as those of the file.
+    """Parse a file, apply the changes of the options, and return the configuration. `changes` has the form of the file.
 
     Raises:
-        UsageError: it is no such file, or says what cannot be.
+        UsageError: the file is invalid or inconsistent.
     """
     told = _changed(_parsed(text), changes)
     tables = {key: value for key, value in told.items() if isinstance(value, Mapping)}
@@ -109,7 +109,7 @@ def _parsed(text: str) -> dict[str, Any]:
 
 
 def _role(name: str, table: Mapping[str, Any]) -> Role:
-    check_role(name or " ")  # "" would be none at all
+    check_role(name or " ")  # the empty name would mean no role
     of = f"role {name!r}"
     _check_keys(table, KEYS, of)
     given = dict(table)

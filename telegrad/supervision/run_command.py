@@ -14,8 +14,8 @@ from telegrad.supervision.output import Output
 from telegrad.supervision.roles import POLICIES, read
 from telegrad.supervision.supervisor import Supervisor
 
-WRONG = 2  # an exit code: arguments, or a place that cannot be listened at
-DEFAULT = "worker"  # the role of options that stand before any --role
+WRONG = 2  # the exit code for wrong arguments, or an address that cannot be used
+DEFAULT = "worker"  # the role of options before the first --role
 
 USAGE = "python -m telegrad run [FILE] [options] [--role NAME [options of that role]]... [-- COMMAND ...]"
 EPILOG = """\
@@ -37,7 +37,7 @@ exit codes:
 
 
 def main(arguments: list[str]) -> int:
-    """Run; the exit code."""
+    """Run the command; return its exit code."""
     options, command = _split(arguments)
     given = _parser().parse_args(options)
     if command:
@@ -118,7 +118,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """What stands before -- and behind it."""
+    """Return the arguments before `--`, and those after it."""
     at = list(arguments).index("--") if "--" in arguments else len(arguments)
     return list(arguments[:at]), list(arguments[at + 1 :])
 

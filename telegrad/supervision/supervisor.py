@@ -1,7 +1,7 @@
-"""The rim of `policy`: one thread that starts processes, reads what they print, and hears of signals and ends.
+"""The I/O of `policy`: one thread that starts processes, reads their output, and handles signals and exits.
 
-One thread, so that what a child does before it becomes another program is safe, and so that its end is that of all
-children. The store is kept by a process of its own (`storekeeper`): it needs torch, which takes seconds to import.
+There is only one thread, which makes it safe to run code in the child before exec. Its end is also the end of all
+children. The store is served by a separate process (`storekeeper`), because it needs torch, whose import takes seconds.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ from telegrad.supervision.policy import Action, EndServing, Log, Policy, Signal,
 from telegrad.supervision.roles import RunConfig, WorkerSlot
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-FORWARDED = signal.SIGUSR2  # has a worker write down what it is at
+FORWARDED = signal.SIGUSR2  # makes a worker write its state to a file
 STATUS = signal.SIGUSR1
 LAST_WORDS = 1.0  # seconds for the storekeeper to end
-MOST_PIECES = 16  # to read of a worker that has ended: Linux lets a pipe hold 1 MiB (fs.pipe-max-size)
-CROWD = 1024  # connections that wait for the store to be served
-_FOREIGN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK", "TORCHELASTIC_USE_AGENT_STORE")  # of who started us
+MOST_PIECES = 16  # maximum number of reads from an ended worker: Linux lets a pipe hold 1 MiB (fs.pipe-max-size)
+CROWD = 1024  # connections that wait until the store is served
+_FOREIGN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK", "TORCHELASTIC_USE_AGENT_STORE")  # of our launcher
 
 Source = tuple[str, str]  # a process and one of its streams
 
 
 class Supervisor:
-    """One run."""
+    """Supervises one run."""
 
     def __init__(self, plan: RunConfig, host: str, port: int, node: int, output: Output) -> None:
-        """Listen where the store is to be, on the first host.
+        """On the first host, listen at the store's address.
 
         Raises:
-            OSError: that cannot be.
+            OSError: this process cannot listen there.
         """
         self._seats = {slot.name: slot for slot in plan.slots(node)}
         self._plan = plan
@@ -71,7 +71,7 @@ class Supervisor:
         self._storekeeper: subprocess.Popen[bytes] | None = None
 
     def run(self) -> int:
-        """Until all is over; the exit code."""
+        """Run until all workers have ended; return the exit code."""
         try:
             with self._hears_signals():
                 self._begin_storekeeper()
@@ -94,7 +94,7 @@ class Supervisor:
         place = supervised.place(self._host, self._port)
         self._output.say(f"starts {roles}; the group meets at {place}, its logs are in {self._output.folder}")
 
-    # What happens
+    # Events
 
     def _turn(self) -> None:
         due = min([self._policy.due, *(lines.due for lines in self._lines.values())])
@@ -176,7 +176,7 @@ class Supervisor:
         return child_environment({**given, **named_so, **own})
 
     def _read(self, source: Source) -> bool:
-        """Whether there was something; at the end of a stream it is watched no more."""
+        """Read a stream; return True if it had data. At its end, stop watching it."""
         name, stream = source
         pipe = self._children[name].pipes[stream]
         data = children.read(pipe)
@@ -193,10 +193,10 @@ class Supervisor:
             self._output.lines(name, stream, lines)
 
     def _bury(self, name: str, child: Child) -> None:
-        """A process has ended: what it printed last is in its pipes."""
-        child.signal(signal.SIGKILL)  # what it has left behind, which may print without an end
+        """Handle the end of a process: read the rest of its output from the pipes."""
+        child.signal(signal.SIGKILL)  # its remaining children might print for ever
         for stream in STREAMS:
-            for _ in range(MOST_PIECES):  # a process that has left its group may print on without end
+            for _ in range(MOST_PIECES):  # a process that has left the group may print for ever
                 if stream not in child.pipes or not self._read((name, stream)):
                     break
             if stream in child.pipes:
@@ -209,7 +209,7 @@ class Supervisor:
     # The storekeeper
 
     def _begin_storekeeper(self) -> None:
-        """Start it, for the first time or again."""
+        """Start the storekeeper, for the first time or again."""
         self._ready = False
         self._storekeeper = self._start_storekeeper()
         if self._key_folder:
@@ -278,7 +278,7 @@ class Supervisor:
 
     @contextlib.contextmanager
     def _hears_signals(self) -> Iterator[None]:
-        """Those that come wake `select` up. Those that whoever started this wants to be ignored stay so."""
+        """Make signals wake `select`. Signals that the parent process made this one ignore stay ignored."""
         ours, theirs = socket.socketpair()
         with ours, theirs:
             ours.setblocking(False)
@@ -309,13 +309,13 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _key_for_children(is_alone: bool) -> str:
-    """Return a private folder with a new key for all that this starts; "" where each finds the group's key by itself.
+    """Return a private folder with a new key for all child processes; "" if each finds the group's key itself.
 
-    A variable would not do, since programs print their environment, nor a pipe, since processes that a worker starts
-    need the key as well.
+    An environment variable is unsafe, because programs print their environment. A pipe does not suffice, because the
+    children of workers need the key as well.
 
     Raises:
-        UsageError: there is no key, and this host is not alone; or the one that is given cannot be used.
+        UsageError: there is no key, and this host is not alone; or the given key cannot be used.
         OSError: there is no folder for temporary files.
     """
     if given_keys() is not None:
