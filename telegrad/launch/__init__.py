@@ -1,1 +1,1 @@
-"""Workers that this program starts (`telegrad.local`), and the program of those without one. An extension."""
+"""Workers started by this program (`telegrad.local`), and the program of workers without their own. An extension."""

@@ -1,4 +1,4 @@
-"""`telegrad.local`: workers on this host that live and end with the program that starts them."""
+"""`telegrad.local`: workers on this host that end with the program that starts them."""
 
 from __future__ import annotations
 
@@ -45,23 +45,23 @@ from telegrad.supervision.lines import LONGEST, Lines
 if TYPE_CHECKING:
     from typing import Self
 
-MOST = 10_000  # workers of one host: each is a process
+MOST = 10_000  # maximum workers on one host; each is a process
 _WORKERS = (
     f'the number of workers, from 1 to {MOST}, a list of their names, or the number for each role ({{"actor": 4}})'
 )
 LAST_LINES = 20  # of a worker's output, in an error message
-GRACE = 5.0  # seconds for a worker to end by itself, and for its last output to come
+GRACE = 5.0  # seconds for a worker to end by itself, and to read its last output
 
 log = logging.getLogger("telegrad")
 
 
 class LocalGroup:
-    """A group of this process and of workers that it has started; made by `telegrad.local`."""
+    """A group of this process and the workers that it started; made by `telegrad.local`."""
 
     def __init__(self, workers: int | Sequence[str] | Mapping[str, int], driver: str, rpc_timeout: float) -> None:
         install()
         seconds("rpc_timeout", rpc_timeout)
-        of_environment()  # a key there that cannot be used is an error here, too, although this group makes its own
+        of_environment()  # raise for an unusable key there, although this group makes its own key
         roles = _roles(workers, driver)
         programs.check_not_imported("telegrad.local")
         _check_free()
@@ -92,14 +92,14 @@ class LocalGroup:
             os.register_at_fork(after_in_child=self._forget)
 
     def _forget(self) -> None:
-        """In a forked child: the workers are not its own, and must not wait for its end."""
+        """Disown the workers in a forked child, because they must not wait for its end."""
         atexit.unregister(self._at_exit)
         self._closed = True
         for worker in self._workers:
             worker.begin_end()
 
     def _join(self, listener: socket.socket, rpc_timeout: float) -> None:
-        """While the workers start, since to import torch takes this process as long."""
+        """Join the group while the workers start, because the import of torch takes this process as long as them."""
         with self._wait(lambda: f"telegrad.local: {quoted(self.names)} start up"):
             from telegrad import rpc
             from telegrad.ext.joining import Meeting, SealedStore, call_off, enter_group, serve_on
@@ -123,7 +123,7 @@ class LocalGroup:
             self._formed, self._store = True, None
 
     def ended(self, worker: _Worker, code: int) -> None:
-        """A worker's process has ended."""
+        """Handle the end of a worker's process."""
         if self._closed:
             return
         how = f"ended with {named(code)}"
@@ -139,10 +139,10 @@ class LocalGroup:
         log.warning("telegrad: the process of worker %r %s", worker.name, how)
 
     def shutdown(self, graceful: bool = True) -> None:
-        """End the group. Again does nothing.
+        """End the group. A second call does nothing.
 
         Args:
-            graceful: wait until no call is in flight; else end the workers at once.
+            graceful: wait until no call is in flight; otherwise end the workers at once.
         """
         flag("graceful", graceful)
         if self._closed:
@@ -158,7 +158,7 @@ class LocalGroup:
         from telegrad import rpc
         from telegrad.ext.workers import current
 
-        if current.worker is not None and current.worker.me.name == self.driver:  # else the program has left by itself
+        if current.worker is not None and current.worker.me.name == self.driver:  # else the program has left itself
             rpc.shutdown(graceful)
 
     @uninterrupted
@@ -178,7 +178,7 @@ class LocalGroup:
         return attended(Wait("telegrad.local", text, self._living, worker=self.driver))
 
     def _at_exit(self) -> None:
-        self.shutdown(graceful=not hasattr(sys, "last_type"))  # of an error that nobody caught
+        self.shutdown(graceful=not hasattr(sys, "last_type"))  # `last_type` is set by an uncaught exception
 
     def __enter__(self) -> Self:
         return self
@@ -204,7 +204,7 @@ class LocalGroup:
 
 
 class _Worker:
-    """A worker's process, and what it prints."""
+    """A worker's process and its output."""
 
     @uninterrupted
     def __init__(
@@ -243,7 +243,7 @@ class _Worker:
             env=_environment(len(group.names)),
             **own_session(),
         )
-        with contextlib.suppress(OSError):  # it has ended at once, as is seen below
+        with contextlib.suppress(OSError):  # it has ended at once; `_watch` reports it
             assert self._process.stdin is not None
             self._process.stdin.write(key + b"\n")
             self._process.stdin.flush()
@@ -261,10 +261,10 @@ class _Worker:
 
     @property
     def lives(self) -> bool:
-        return self._process.returncode is None  # which is set by who waits for its end
+        return self._process.returncode is None  # set by the thread that waits for its end
 
     def begin_end(self) -> None:
-        """Have it end by itself, if it has not yet; also one that is stopped."""
+        """Ask the process to end, and resume it if it is stopped."""
         with contextlib.suppress(OSError):
             assert self._process.stdin is not None
             self._process.stdin.close()
@@ -299,7 +299,7 @@ class _Worker:
         encoding = locale.getpreferredencoding(False)
         for line in (each.decode(encoding, "replace") for each in lines):
             self.last_lines.append(line)
-            with contextlib.suppress(Exception):  # the stream is the program's, which may have closed it
+            with contextlib.suppress(Exception):  # the stream belongs to the program, which may have closed it
                 make_room()
                 out = getattr(sys, stream)
                 out.write(f"[{self.name}] {line.rstrip()}\n")
@@ -317,17 +317,18 @@ def _listen(host: str) -> socket.socket:
 
 
 def _check_free() -> None:
-    """Raise AlreadyInitialized where this process is in a group, before anything is started."""
-    if "telegrad._core.start.life" in sys.modules:  # else it is in none, and imports torch while the workers do
+    """Raise AlreadyInitialized if this process is in a group, before anything is started."""
+    if "telegrad._core.start.life" in sys.modules:  # else no group; torch is imported while the workers start
         from telegrad.ext.joining import check_free
 
         check_free()
 
 
 def _wake_at_interrupts() -> None:
-    """A kernel of Jupyter does not wake its loop as it is interrupted, so a cell that awaits a call would go on.
+    """Make interrupts wake the event loop of a Jupyter kernel, which they do not do by default.
 
-    Who handles any signal on a loop has all signals wake it, so this one does that nobody sends.
+    Otherwise a cell that awaits a call would continue to wait. Adding a handler for any signal to a loop makes all
+    signals wake it, so this adds one for SIGURG, which is not used.
     """
     if "ipykernel" in sys.modules:
         with contextlib.suppress(RuntimeError, NotImplementedError, AttributeError):  # no loop runs here; Windows
@@ -335,10 +336,10 @@ def _wake_at_interrupts() -> None:
 
 
 def _roles(workers: int | Sequence[str] | Mapping[str, int], driver: str) -> dict[str, str]:
-    """The roles of the workers, by their names."""
+    """Return the roles of the workers, by name."""
     if isinstance(workers, Mapping):
         for role, number in workers.items():
-            check_role(role or " ")  # "" would stand for workers without a role
+            check_role(role or " ")  # "" would mean workers without a role
             count(f"workers: the number of {role}", number, 1, MOST)
         roles = {f"{role}{number}": role for role, several in workers.items() for number in range(several)}
         names = [f"{role}{number}" for role, several in workers.items() for number in range(several)]
@@ -358,10 +359,10 @@ def _roles(workers: int | Sequence[str] | Mapping[str, int], driver: str) -> dic
 
 
 def _environment(workers: int) -> dict[str, str]:
-    """What this process can import, its workers can, too; and they share its cores."""
+    """Return the workers' environment: they can import what this process can, and share its cores."""
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     return child_environment({**shared_cores(workers), **os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"})
 
 
 def _nothing() -> None:
-    """It ends by itself."""
+    """Do nothing; used where the worker is expected to end by itself."""

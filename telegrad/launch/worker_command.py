@@ -1,4 +1,4 @@
-"""`python -m telegrad worker`: the program of a worker that has none of its own. It joins a group, and serves."""
+"""`python -m telegrad worker`: the program of a worker without its own. It joins a group and serves calls."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from telegrad.ext.joining import supervised
 from telegrad.ext.processes import Thread, renewed, signal_at_parents_end
 
 ENDED, JOINED_NOT, LOST, INTERRUPTED = 0, 3, 4, 130
-GRACE = 1.0  # seconds for a worker to leave in order, once its parent has gone
-MOMENT = 0.1  # seconds to see that the parent has ended, if that is why the group has not formed
+GRACE = 1.0  # seconds for a worker to leave normally after its parent has ended
+MOMENT = 0.1  # seconds to detect the end of the parent, which may be why the group has not formed
 
 _parent_ended = renewed(threading.Event())
 
@@ -34,7 +34,7 @@ where this is started, among others.
 
 
 def main(arguments: list[str]) -> int:
-    """Live; the exit code."""
+    """Run the worker; return the exit code."""
     parser = _parser()
     given = parser.parse_args(arguments)
     if given.name is None and not given.role and supervised.NAME not in os.environ:
@@ -42,7 +42,8 @@ def main(arguments: list[str]) -> int:
     key = _key_from_parent() if given.key_from_parent else None
     if given.with_parent:
         if hasattr(signal, "SIGCONT"):
-            # One that is stopped would stay. Not SIGKILL: the thread that started this process may end first.
+            # Otherwise a stopped process would stay. SIGKILL is wrong: the signal is also sent when the thread that
+            # started this process ends.
             signal_at_parents_end(signal.SIGCONT)
         Thread(target=_end_with_parent, name="telegrad-parent").start()
     import torch  # noqa: F401 - here, since `--help` needs none; first, since the compatibility mode takes effect with it
@@ -70,7 +71,7 @@ def main(arguments: list[str]) -> int:
             max_workers=given.max_workers,
         )
     except errors.TelegradError as error:
-        if given.with_parent and _parent_ended.wait(MOMENT):  # which is why
+        if given.with_parent and _parent_ended.wait(MOMENT):  # the parent's end is the reason
             return JOINED_NOT
         return _say(f"worker {given.name or given.role!r} could not join: {error}", JOINED_NOT)
     except KeyboardInterrupt:
@@ -125,7 +126,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _key_from_parent() -> bytes:
-    """Return the first line of the standard input; nothing behind it is read."""
+    """Return the first line of the standard input, and leave the rest unread."""
     line = b""
     while (byte := os.read(0, 1)) not in (b"", b"\n"):
         line += byte
@@ -139,13 +140,13 @@ def _meeting_place(given: argparse.Namespace) -> str:
 
 
 def _end_with_parent() -> None:
-    """However the parent ends, its end of this pipe is closed then."""
-    while os.read(0, 1 << 10):  # not by sys.stdin, whose lock a thread must not hold when the interpreter ends
+    """End this process when the parent ends, which closes its end of the input pipe in any case."""
+    while os.read(0, 1 << 10):  # not through sys.stdin, whose lock a thread must not hold when the interpreter exits
         pass
     _parent_ended.set()
     if (
         own := getattr(sys.modules.get("telegrad._core.worker.current"), "worker", None)
-    ) is not None:  # else it only starts
+    ) is not None:  # else it has not joined
         own.parting.over()
     time.sleep(GRACE)
     os._exit(LOST)
