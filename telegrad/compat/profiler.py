@@ -73,9 +73,8 @@ class Session:
             "node_id": _rank(),
         }
         lasted = max((event["end_us"] for event in there), default=0.0)
-        shift = (
-            began + max(ended - began - lasted, 0.0) / 2
-        )  # centred in the call, because the two hosts' clocks are unrelated
+        # Centred in the call, because the two hosts' clocks are unrelated.
+        shift = began + max(ended - began - lasted, 0.0) / 2
         self.events.append(call)
         for event in there:
             times = {key: event[key] + shift for key in ("start_us", "end_us")}

@@ -24,14 +24,8 @@ DEFAULT_PREFIX = "telegrad"
 
 # gRPC status codes
 NOT_FOUND, RESOURCE_EXHAUSTED, UNAUTHENTICATED = 5, 8, 16
-PASSING = {
-    1,
-    2,
-    4,
-    10,
-    13,
-    14,
-}  # cancelled, unknown, deadline, aborted, internal, unavailable: transient, such as during an election
+# Cancelled, unknown, deadline, aborted, internal, unavailable: transient, such as during an election.
+PASSING = {1, 2, 4, 10, 13, 14}
 
 Json = dict[str, Any]
 P = ParamSpec("P")

@@ -191,9 +191,8 @@ class CallSpan(Attached):
         if isinstance(future, Signal):
             future.add_done_callback(self._done)
         else:
-            torch._C.Future.add_done_callback(
-                future, self._done
-            )  # torch's own method, so that a failure still counts as unretrieved
+            # Use torch's own method: the failure then still counts as unretrieved.
+            torch._C.Future.add_done_callback(future, self._done)
 
     def _done(self, future: Any) -> None:
         failure = getattr(future, "failure", None)

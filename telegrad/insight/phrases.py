@@ -12,9 +12,8 @@ from telegrad.reporting.account import QUEUED, Line, Thread
 
 FEW = 4  # waits or names that are listed individually
 INDENT = "    "  # of a source line below the sentence about it
-_MAY_SLEEP = re.compile(
-    r"\(|^$|\b(with|await|import|for|yield)\b|[\[.]"
-)  # other lines wait at most for the interpreter's lock
+# Matches lines that may block; other lines wait at most for the interpreter's lock.
+_MAY_SLEEP = re.compile(r"\(|^$|\b(with|await|import|for|yield)\b|[\[.]")
 _SLEEPS = re.compile(r"\bsleep\(")
 _INNER = (
     "/threading.py:",

@@ -47,11 +47,8 @@ class CallIn(_Alike):
     thread: int | None  # the thread that runs it
 
 
-MEETINGS = (
-    "barrier",
-    "all_reduce",
-    "process_group",
-)  # functions that all workers of a group call, and that wait for each other
+# Functions that all workers of a group call, and that wait for each other.
+MEETINGS = ("barrier", "all_reduce", "process_group")
 
 
 class _Dated(TypedDict, total=False):

@@ -52,9 +52,8 @@ class Inquiry:
         """`answer(topic, after)` returns a value that JSON can encode; it is called on its own thread."""
         self._agent = agent
         self._answer = answer
-        self._next_word: dict[
-            str, float
-        ] = {}  # when a callee may be asked again; unlocked, since an extra question is harmless
+        # When a callee may be asked again; unlocked, since an extra question is harmless.
+        self._next_word: dict[str, float] = {}
         self._numbers = itertools.count(1)  # `next` is atomic
         self._rounds: dict[int, _Round] = {}  # no lock: each use is one operation of a dict
         agent.on(Inspect, self._on_ask)

@@ -59,9 +59,8 @@ class Observer:
         self._rank = -1
         self._begun = self._since = perf_counter()
         self.phase = JOINING
-        self.missing: Callable[[], list[str]] = (
-            self._missing_here
-        )  # returns the workers it waits for while joining or leaving
+        # Returns the workers it waits for while joining or leaving.
+        self.missing: Callable[[], list[str]] = self._missing_here
         self.members: Callable[[], list[Member]] = list  # of the group, after joining
         self.gone: dict[str, str] = {}  # the latest reason, by name
 

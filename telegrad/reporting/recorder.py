@@ -17,9 +17,8 @@ class Recorder:
 
     def __init__(self) -> None:
         self._ring: deque[Event] = deque(maxlen=LAST)
-        self._note = (
-            self._ring.append
-        )  # one bound method, because each access would make a new one, which `remove` would not find
+        # One bound method, because each access would make a new one, which `remove` would not find.
+        self._note = self._ring.append
         self._lock = renewed(threading.Lock())  # guards _users
         self._users = 0
 

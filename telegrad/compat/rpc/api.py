@@ -323,9 +323,8 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
             _delete_all_user_and_unforked_owner_rrefs()
             if not (_ignore_rref_leak or lost):
                 leaks = _count_leaks()
-                _wait_all_workers(
-                    timeout
-                )  # all must count before any worker leaves, because its references end with it
+                # All must count before any worker leaves, because its references end with it.
+                _wait_all_workers(timeout)
         ready = True
     finally:
         life.shutdown(graceful and ready, timeout)

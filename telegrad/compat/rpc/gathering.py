@@ -15,9 +15,8 @@ class AllGatherStates:
     """One gathering on one worker. Programs create instances for their own gatherings, too."""
 
     def __init__(self) -> None:
-        self.gathered_objects: dict[
-            str, Any
-        ] = {}  # at the leader the objects received so far, at the others the leader's result
+        # At the leader the objects received so far, at the others the leader's result.
+        self.gathered_objects: dict[str, Any] = {}
         self.proceed_signal = threading.Event()  # set when all objects are there
 
 

@@ -322,9 +322,8 @@ class GraphWalk:
         self._edges: dict[tuple[int, int], None] = {}
         self._sends: dict[int, int] = {}
         self._receives: dict[tuple[str, int], int] = {}
-        self._places: dict[
-            Any, int
-        ] = {}  # of torch's nodes; the keys keep them alive, or else torch would make new objects for the same nodes
+        # Of torch's nodes; the keys keep them alive, or else torch would make new objects for the same nodes.
+        self._places: dict[Any, int] = {}
         self._ahead: deque[Any] = deque()
         self._names: dict[int, str] | None = None
 
@@ -389,9 +388,8 @@ def _names_of_parameters() -> dict[int, str]:
     modules = instances(nn.Module)
     inner = {id(part) for module in modules for part in _held(module, "_modules").values()}
     names: dict[int, str] = {}
-    for module in sorted(
-        modules, key=lambda module: id(module) in inner
-    ):  # a module that contains itself counts as inner
+    # A module that contains itself counts as inner.
+    for module in sorted(modules, key=lambda module: id(module) in inner):
         _name_parameters(module, type(module).__name__, names, set())
     return names
 

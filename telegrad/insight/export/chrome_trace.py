@@ -184,9 +184,8 @@ def _of_calls(events: Mapping[str, Sequence[Written]]) -> Iterator[Arrow]:
         for call in calls if runs else ():
             run = min(runs, key=lambda run: abs(run["ts"] - call["ts"]))  # type: ignore[arg-type]
             yield "call", call, run
-            if not call["args"].get("failure") or run["args"].get(
-                "failure"
-            ):  # else the caller did not get this response
+            # Not if only the caller has a failure: it did not get this response.
+            if not call["args"].get("failure") or run["args"].get("failure"):
                 yield "answer", run, call
 
 

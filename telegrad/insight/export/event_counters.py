@@ -75,9 +75,8 @@ class EventCounters:
         self.events: dict[str, defaultdict[tuple[str, ...], Histogram]] = {
             kind: defaultdict(Histogram) for kind in KINDS
         }
-        self._found: dict[
-            tuple[Any, ...], Histogram
-        ] = {}  # a cache of the same histograms, by the raw values of events
+        # A cache of the same histograms, by the raw values of events.
+        self._found: dict[tuple[Any, ...], Histogram] = {}
         self._known: defaultdict[str, set[str]] = defaultdict(set)  # by label, the names that are not "other"
 
     def __call__(self, event: Event) -> None:

@@ -54,9 +54,8 @@ class BoundedServer(ThreadingHTTPServer):
         self.server_close()
 
     def server_bind(self) -> None:
-        socketserver.TCPServer.server_bind(
-            self
-        )  # HTTPServer's method looks up the host's name, which may block for long
+        # HTTPServer's method looks up the host's name, which may block for long.
+        socketserver.TCPServer.server_bind(self)
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Serve a connection; if there are too many, end the oldest, which is most likely idle."""

@@ -17,13 +17,8 @@ WRITING = 0.5  # maximum seconds for a process to write its stacks
 LARGEST = 1 << 18  # maximum bytes of stacks that are read
 LONGEST_LINE = 1000  # characters; longer lines are skipped
 _STACKS = "/memfd:stacks-of-telegrad (deleted)"
-_WAITING = (
-    "threading.py",
-    "connection.py",
-    "selectors.py",
-    "socket.py",
-    "queue.py",
-)  # innermost files of waiting threads
+# Innermost files of waiting threads.
+_WAITING = ("threading.py", "connection.py", "selectors.py", "socket.py", "queue.py")
 _FRAME = re.compile(r'File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')
 
 

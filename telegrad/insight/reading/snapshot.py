@@ -19,12 +19,8 @@ ROWS = 3  # rows of simultaneous calls in a worker's lane
 
 SHARES = ("optimizer", "backward", "forward", "waits", "calls")  # categories of time, in order of precedence
 _SHARE = {STEPPED: "optimizer", PASSED: "backward", TOOK_PART: "backward", CALLED: "waits", RAN: "calls"}
-_ACTION = {
-    "forward": "forward",
-    "backward": "backward",
-    "input": "backward",
-    "weights": "backward",
-}  # of pipeline actions
+# Categories of pipeline actions.
+_ACTION = {"forward": "forward", "backward": "backward", "input": "backward", "weights": "backward"}
 _SAME = (
     "worker", "rank", "host", "pid", "phase", "phase_age", "missing", "generation", "slots", "busy", "contexts",
     "references", "memory", "shared",

@@ -18,9 +18,8 @@ SILENT, GONE = "silent", "gone"  # phases of workers without a state report
 WINDOW = 10.0  # seconds over which the statistics of functions are taken
 
 
-Columns = dict[
-    str, Callable[[Any], str]
-]  # formatters of the values; `str` marks left-aligned text columns, the others are right-aligned
+# Formatters of the values; `str` marks left-aligned text columns, the others are right-aligned.
+Columns = dict[str, Callable[[Any], str]]
 
 
 class Row(NamedTuple):
