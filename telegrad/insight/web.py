@@ -60,7 +60,7 @@ class Dashboard:
     ) -> None:
         self.token: str = token or secrets.token_urlsafe(24)
         self._source, self._why = source, why
-        # Guards the three below. It is held while the source is queried, up to two seconds; other viewers wait.
+        # Guards the three below. It is held while the source is queried, which may take seconds; other viewers wait.
         self._lock = threading.Lock()
         self._history = GroupHistory()
         self._shown: dict[float, dict[str, Any]] = {}  # snapshots since the last query, by span

@@ -20,7 +20,7 @@ class Source(Protocol):
     """Queries one group, from inside or outside of it. Its methods may be called from any thread."""
 
     def look(self) -> Sight:
-        """Query all workers. This blocks for the slowest, at most 1.5 seconds."""
+        """Query all workers. Block until all have answered, for a few seconds at most."""
 
     def events(self, after: Mapping[str, float]) -> dict[str, list[Event]]:
         """Return the events of each worker after its time in `after`, on the worker's own clock; oldest first."""
