@@ -1,1 +1,1 @@
-"""What every call has, whoever runs it: futures, deadlines, cancelling, context, names, profiling."""
+"""Features common to all calls: futures, deadlines, cancelling, call context, names, profiling."""

@@ -1,4 +1,4 @@
-"""What the layers above send along with calls and answers, behind their bodies."""
+"""Data that higher layers append to the bodies of requests and responses."""
 
 from __future__ import annotations
 
@@ -16,79 +16,79 @@ from telegrad.errors import LimitReached, PeerError
 
 
 class Destination(Protocol):
-    """Where the value of a call goes that stays on the callee."""
+    """Stores the result of a call whose value stays on the callee."""
 
     def fulfil(self, value: Any) -> None: ...
 
     def fail(self, failure: bytes) -> None:
-        """There is an exception in its place, as `wire.failures` describes it."""
+        """Store an exception instead of a value, in the format of `wire.failures`."""
 
     def receipt(self) -> bytes:
-        """What the answer carries."""
+        """Return the data that the response carries."""
 
 
 class Attachments(NamedTuple):
-    """What came along with a message."""
+    """Data that came with a message."""
 
-    references: list[Any]  # for the slots of its body
+    references: list[Any]  # for the slots of the message's body
     destination: Destination | None
-    refusal: LimitReached | None = None  # why the call must not run
+    refusal: LimitReached | None = None  # reason why the call must not run
 
 
 class ReferenceLayer(Protocol):
-    """That of references, which uses messages so. What one connection brings is received in the order of sending."""
+    """Interface of the reference layer. Data from one connection is received in the order of sending."""
 
     def pack(self, references: Sequence[Any], to: Identity, creation: Any) -> bytes:
-        """References are about to leave, and perhaps a call that creates one."""
+        """Serialise references that are about to be sent; `creation` is set for a call that creates a reference."""
 
     def receive(self, data: bytes, sender: Identity) -> Attachments: ...
 
     def excess(self, holder: Identity) -> LimitReached | None:
-        """Why no further value is kept for a worker, if so."""
+        """Return an error if the worker keeps too many values for `holder`."""
 
     def close(self) -> None:
-        """The worker leaves."""
+        """Release resources when the worker leaves the group."""
 
 
 class GraphContext(Protocol):
-    """In which calls run and tensors cross."""
+    """The autograd context in which calls run and tensors are sent."""
 
     def sent(self, tensors: Sequence[Tensor], to: Identity, what: Any, graph: bool) -> bytes:
-        """Tensors are about to leave; what the frame shall say of that. Without `graph` nothing is recorded."""
+        """Record tensors that are about to be sent, and return data for the frame. Without `graph`, record nothing."""
 
     def entered(self) -> AbstractContextManager[None]:
-        """What runs inside of it belongs to this context."""
+        """Return a context manager: code inside its block belongs to this context."""
 
 
 class GraphLayer(Protocol):
-    """That of gradients, which follows tensors from worker to worker."""
+    """Interface of the autograd layer, which follows tensors from worker to worker."""
 
     def current(self) -> GraphContext | None:
-        """The context in which this thread's code runs."""
+        """Return the context in which this thread's code runs."""
 
     def received(
         self, data: bytes, tensors: list[Tensor], sender: Identity
     ) -> tuple[GraphContext | None, Sequence[Tensor]]:
-        """Tensors have come: their context, if it has not ended, and what to put in their places."""
+        """Return the context of received tensors, unless the context has ended, and the tensors that replace them."""
 
     def close(self, reason: PeerError) -> None:
-        """The worker leaves."""
+        """Release resources when the worker leaves the group."""
 
 
 class Layers:
-    """The layers above that send something along, as far as there are such, by which it is packed and received."""
+    """The optional layers that append data to messages."""
 
     def __init__(self) -> None:
         self.references: ReferenceLayer | None = None
         self.graphs: GraphLayer | None = None
-        self.tells_times = ""  # by which name this worker's calls tell how long they have, if they do
-        # What a worker says at once that it is at with a call of that number from here, for the end of a sentence.
+        self.tells_times = ""  # this worker's name if its calls send their deadlines, else empty
+        # Ask a callee what it is doing for a call, given by its id. Return the end of a sentence, or "".
         self.last_word: Callable[[Identity, int], str] = lambda callee, number: ""
 
     def take_tensors(
         self, message: Message, sender: Identity, receiver: str
     ) -> tuple[GraphContext | None, Sequence[Tensor]]:
-        """The tensors of a message; what recorded them is taken from behind its body, and its context, too."""
+        """Remove the autograd data from a message's body, and return the context and the tensors."""
         tensors: list[Tensor] = []
         if message.meta:
             for blob in message.blobs:
@@ -103,7 +103,7 @@ class Layers:
         return self.graphs.received(bytes(data), tensors, sender)
 
     def take_attachments(self, message: Message, sender: Identity) -> Attachments:
-        """What a message carries, taken from behind its body."""
+        """Remove the reference data from a message's body, and return what it contains."""
         assert self.references is not None
         message.flags &= ~HAS_REFERENCES
         message.body, data = split(message.body)

@@ -1,4 +1,4 @@
-"""How asyncio waits for what other threads end: on whichever loop runs the code that awaits it."""
+"""Awaiting results that other threads set, on any asyncio event loop."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from telegrad._core.pickling.exceptions import ORIGINAL
 from telegrad._core.pickling.remote_text import story_of
 from telegrad.errors import CallCancelled, GroupError
 
-_CANCELLING: dict[type, type] = {  # what stands for such an error where asyncio shall know it
+_CANCELLING: dict[type, type] = {  # replacements that asyncio recognises as cancellation
     kind: type(kind.__name__, (kind, asyncio.CancelledError), {"__module__": kind.__module__, ORIGINAL: kind})
     for kind in (CallCancelled, GroupError)
 }
 
 
 class Awaited(Protocol):
-    """What is done once."""
+    """An object that completes once."""
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> object: ...
 
 
 def run_on(loop: asyncio.AbstractEventLoop, callback: Callable[[], object]) -> None:
-    """Have the loop run it, soon; by any thread. Where the loop is closed, nobody waits for it."""
+    """Schedule `callback` on the loop, from any thread. Do nothing if the loop is closed: nobody awaits the result."""
     with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(callback)
 
 
 def happening(awaited: Awaited) -> asyncio.Future[None]:
-    """A future of the loop that runs this code: done once `awaited` is."""
+    """Return a future of the running loop that completes when `awaited` does."""
     loop = asyncio.get_running_loop()
     waiter: asyncio.Future[None] = loop.create_future()
 
@@ -43,13 +43,13 @@ def happening(awaited: Awaited) -> asyncio.Future[None]:
 
 
 def check_knows_threads(callback: Callable[..., Any]) -> None:
-    """Raise TypeError for a callback by which asyncio waits for futures of its own, which no other thread may end."""
+    """Raise TypeError if `callback` comes from `asyncio.wait`, whose futures no other thread may complete."""
     if getattr(callback, "__module__", None) == "asyncio.tasks":
         raise TypeError("asyncio.wait takes tasks, not futures of calls: give it asyncio.ensure_future(future)")
 
 
 def make_known_to_asyncio(error: BaseException) -> None:
-    """Where it tells that a call was cancelled, raising it cancels the task that awaits the call."""
+    """Turn a cancellation error into an `asyncio.CancelledError`, which cancels the task that awaits the call."""
     if _tells_of_cancelling(error):
         error.__class__ = _CANCELLING.get(type(error), type(error))
 
@@ -57,4 +57,4 @@ def make_known_to_asyncio(error: BaseException) -> None:
 def _tells_of_cancelling(error: BaseException) -> bool:
     if isinstance(error, GroupError):
         return all(map(_tells_of_cancelling, error.errors.values()))
-    return isinstance(error, CallCancelled) and not story_of(error)  # else another worker's call was
+    return isinstance(error, CallCancelled) and not story_of(error)  # otherwise another worker's call was cancelled

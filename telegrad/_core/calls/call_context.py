@@ -1,13 +1,14 @@
-"""What surrounds a call and holds in its function, too: the caller's autocast, its baggage, its time, who waits for it.
+"""The caller's context that also applies on the callee: autocast, baggage, deadline, and the methods that wait.
 
-A method of an actor has its turn while it runs. Each call that it makes is a hop, and so is named what is done for the
-sake of that call, wherever: a call back to the actor would wait for the turn, and the turn for it. While the method
-waits for a hop, such calls are refused.
+A method of an actor holds the actor's turn while it runs. Each call that it makes is a hop with a unique id. Nested
+calls carry the ids of all hops above them. A nested call back to the actor would wait for the turn, which the method
+holds while it waits for the hop: a deadlock. The actor refuses such calls.
 
-Baggage are named strings of who follows calls (see `profiling`). A worker where nobody does passes on what came to it.
+Baggage is a dictionary of strings for call followers such as tracers (see `profiling`). A worker without a follower
+forwards the baggage that it received.
 
-Time is told as what is left of it, since the clocks of two workers know nothing of each other. The one that calls in
-this scene have ends at the same moment, whatever their own limits are.
+Deadlines travel as the time that is left, since the clocks of two workers are not synchronised. All calls made within
+one call share its deadline, even if their own timeouts are longer.
 """
 
 from __future__ import annotations
@@ -36,16 +37,16 @@ from telegrad.errors import CallTimeout
 if TYPE_CHECKING:
     import asyncio
 
-_is_autocast_on = torch._C._is_any_autocast_enabled  # for a device, whichever: the fastest way to ask
+_is_autocast_on = torch._C._is_any_autocast_enabled  # for any device type: the fastest query
 
 Hops = tuple[tuple[str, int], ...]
 
 
 class Turn:
-    """The time in which one method of an actor runs."""
+    """The period in which one method of an actor runs."""
 
     def __init__(self, key: str, on_wait: Callable[[Turn, tuple[str, int]], None]) -> None:
-        """`on_wait` is called with each hop that the method begins to wait for."""
+        """`on_wait` is called with each hop that the method starts to wait for."""
         self.key = key
         self.awaited: set[tuple[str, int]] = set()
         self.on_wait = on_wait
@@ -53,14 +54,14 @@ class Turn:
 
 
 class InTurn(NamedTuple):
-    """By which method of an actor a call was made."""
+    """The actor method by which a call was made."""
 
     turn: Turn
     hop: tuple[str, int]
 
     @contextmanager
     def waited_for(self) -> Iterator[None]:
-        """Inside, the method waits for the call."""
+        """Mark the method as waiting for the call while the block runs."""
         self.turn.awaited.add(self.hop)
         try:
             self.turn.on_wait(self.turn, self.hop)
@@ -69,33 +70,33 @@ class InTurn(NamedTuple):
             self.turn.awaited.discard(self.hop)
 
     def awaiting(self, waiter: asyncio.Future[Any]) -> Generator[Any, None, Any]:
-        """Await a future so."""
+        """Await a future and mark the method as waiting meanwhile."""
         with self.waited_for():
             return (yield from waiter.__await__())
 
 
 class Scene(NamedTuple):
-    """Where some code runs."""
+    """The context in which code runs."""
 
-    hops: Hops = ()  # for whose sake
-    turn: Turn | None = None  # in which
+    hops: Hops = ()  # the calls of actors for which this code runs
+    turn: Turn | None = None  # the actor's turn that this code holds
     baggage: dict[str, str] | None = None
-    until: float = inf  # by this worker's `monotonic`: when nobody waits for it any more
-    whose: str = ""  # limit that is
+    until: float = inf  # deadline, on this worker's `monotonic` clock
+    whose: str = ""  # name of the deadline's origin
 
 
 class Described(Protocol):
-    """A call."""
+    """A call with a description."""
 
     @property
     def described(self) -> str:
-        """What was called, and where."""
+        """The function that was called, and the worker."""
 
 
 class Share(float):
-    """The time of a call that has at most what is left of another's."""
+    """A call's timeout that is bounded by the time left of another call."""
 
-    whose: str = ""  # limit that is, where it is not its own
+    whose: str = ""  # name of the limit's origin, if it is not the call's own
 
     @classmethod
     def of(cls, left: float, whose: str) -> Share:
@@ -105,23 +106,23 @@ class Share(float):
 
 
 _current: ContextVar[Scene | None] = ContextVar("telegrad_scene", default=None)
-_entered = False  # whether there was ever a scene in this process
-limits = False  # whether there was ever one whose time is limited
+_entered = False  # True once a scene was entered in this process
+limits = False  # True once a scene had a deadline
 
 
 @in_child
 def _leave() -> None:
-    """The call that the forking thread serves, whose time may be limited, is the parent's."""
+    """Reset the context: the call that the forking thread serves belongs to the parent."""
     _current.set(None)
 
 
 def matters() -> bool:
-    """Whether there may be something to tell of this thread."""
+    """Return True if this thread may have context to send."""
     return _entered or profiling.follower is not None or _is_autocast_on()
 
 
 def within(limit: float, call: Described) -> float:
-    """The time of a call that begins here, whose own limit is that (0 for none).
+    """Return the timeout of a call that starts here and has the timeout `limit` (0 for none).
 
     Raises:
         CallTimeout: there is none left.
@@ -136,9 +137,9 @@ def within(limit: float, call: Described) -> float:
 
 
 def time_left() -> float | None:
-    """Seconds that this code has by the limits of those who wait for it; None where none was told.
+    """Return the seconds until the deadline of the call that this code serves; None where no deadline was sent.
 
-    Callers tell it where their options have `pass_deadlines=True`.
+    Callers send it where their options have `pass_deadlines=True`.
 
     Example:
         >>> rpc.rpc_sync("worker1", rpc.time_left) is None
@@ -149,9 +150,10 @@ def time_left() -> float | None:
 
 
 def described(left: float = 0.0, whose: str = "") -> tuple[bytes, InTurn | None]:
-    """What to tell of this thread, which makes a call, empty where there is nothing; and the actor that makes it.
+    """Return this thread's context for a call that it makes (empty if there is none), and the actor method that makes
+    it.
 
-    The call has so much time `left`, by a limit of that name; 0 where that is not told.
+    `left` is the time left for the call, limited by `whose`; 0 if no deadline is sent.
     """
     here = _current.get()
     follower = profiling.follower
@@ -179,7 +181,7 @@ def described_autocast() -> bytes:
 
 
 def under_autocast(description: bytes) -> AbstractContextManager[None]:
-    """Run the block with the autocast that another thread or worker has described, and with no other."""
+    """Run the block with exactly the autocast state in `description`, from another thread or worker."""
     return _under_autocast(description) if description or _is_autocast_on() else nullcontext()
 
 
@@ -195,12 +197,12 @@ def _under_autocast(description: bytes) -> Iterator[None]:
 
 
 def _autocast_kinds() -> list[str]:
-    """Return the types of devices of this worker that have an autocast of their own."""
+    """Return the device types of this worker that support autocast."""
     return [kind for kind in ("cpu", streams.kind()) if kind]
 
 
 def _autocast_types() -> dict[str, str]:
-    """Return the dtypes of this thread's autocast, by the type of device, where it is on."""
+    """Return the dtypes of this thread's enabled autocast modes by device type."""
     return {
         kind: NAMES[torch.get_autocast_dtype(kind)] for kind in _autocast_kinds() if torch.is_autocast_enabled(kind)
     }
@@ -208,7 +210,7 @@ def _autocast_types() -> dict[str, str]:
 
 @contextmanager
 def holding(description: bytes | memoryview, came: float) -> Iterator[None]:
-    """Inside, what was told of the caller as the call `came` holds here; autocast for the devices of this worker."""
+    """Apply the caller's context in the block; `came` is the call's arrival time. Skip autocast of absent devices."""
     types, cached, hops, baggage, *time = pickle.loads(description)
     with ExitStack() as stack:
         for kind, name in types.items():
@@ -222,21 +224,21 @@ def holding(description: bytes | memoryview, came: float) -> Iterator[None]:
 
 
 def _limit(came: float, left: float, whose: str) -> tuple[float, str]:
-    """Until when there is time, and by whose limit."""
+    """Return the deadline and the name of its origin."""
     global limits
     limits = True
     return came + left, whose
 
 
 def unlimited() -> AbstractContextManager[None]:
-    """Inside, this thread's code has all the time."""
+    """Run the block without a deadline."""
     here = _current.get()
     return entered(None if here is None or here.until == inf else here._replace(until=inf, whose=""))
 
 
 @contextmanager
 def entered(scene: Scene | None) -> Iterator[None]:
-    """Inside, this thread's code runs in that scene."""
+    """Run the block in that scene."""
     if scene is None:
         yield
         return
@@ -250,31 +252,31 @@ def entered(scene: Scene | None) -> Iterator[None]:
 
 
 def baggage() -> dict[str, str]:
-    """What came with the call that this thread's code runs in."""
+    """Return the baggage of the call that this thread's code serves."""
     here = _current.get()
     return here.baggage or {} if here is not None else {}
 
 
 def hops() -> Hops:
-    """For whose sake this thread's code runs."""
+    """Return the hops for which this thread's code runs."""
     here = _current.get()
     return here.hops if here is not None else ()
 
 
 def hops_of(description: bytes | memoryview) -> Hops:
-    """For whose sake a call was made."""
+    """Return the hops for which a call was made."""
     hops: Hops = pickle.loads(description)[2]
     return hops
 
 
-# All that surrounds a call
+# The complete context of a call
 
 
 @contextmanager
 def setting(
     flags: int, scene: bytes | memoryview, context: GraphContext | None, came: float = 0.0
 ) -> Generator[None, None, None]:
-    """The grad mode, the context and the scene that the caller was in as its call `came`."""
+    """Apply the caller's grad mode, autograd context and scene in the block; `came` is when the call arrived."""
     with ExitStack() as stack:
         if flags:
             stack.enter_context(torch.inference_mode(bool(flags & INFERENCE)))
@@ -288,7 +290,7 @@ def setting(
 
 @contextmanager
 def resumed(flags: int, scene: bytes | memoryview, context: GraphContext | None) -> Generator[None, None, None]:
-    """As `setting`, for a thread that goes on with a call after its function has returned."""
+    """Apply `setting` on a thread that continues a call after the call's function has returned."""
     with setting(flags, scene, context):
         carried, follower = baggage(), profiling.follower
         if carried and follower is not None:
@@ -302,10 +304,10 @@ def resumed(flags: int, scene: bytes | memoryview, context: GraphContext | None)
 def in_setting(
     inner: Coroutine[Any, Any, Any], setting: Callable[[], AbstractContextManager[None]], streams: Streams
 ) -> Generator[Any, None, Any]:
-    """Drive `inner` with the caller's setting in each of its steps, and not in those of others between them.
+    """Drive `inner` with the caller's setting in each of its steps, but not in steps of other coroutines between them.
 
-    A coroutine that waits inside of `torch.no_grad()` or `torch.autocast()` has left the thread in that mode. The mode
-    is kept for its next step, and the steps of other coroutines meanwhile run without it.
+    A coroutine that waits inside of `torch.no_grad()` or `torch.autocast()` leaves the thread in that mode. Save the
+    mode for the coroutine's next step, and run the steps of other coroutines without it.
     """
     kept, plain = ExitStack(), None
     step: Any
@@ -313,7 +315,7 @@ def in_setting(
     step, value = inner.send, None
     try:
         while True:
-            ensure_grad()  # a task that the program has made on this loop may wait inside of torch.no_grad()
+            ensure_grad()  # a task of the program on this loop may wait inside of torch.no_grad()
             try:
                 with streams.turn(), setting():
                     plain = _has_no_mode() if plain is None else plain
@@ -329,12 +331,12 @@ def in_setting(
                 step = inner.send
             except BaseException as error:
                 step, value = inner.throw, error
-    finally:  # else an error would keep the coroutine by its traceback, which has this frame, in a cycle
+    finally:  # otherwise an error's traceback, which has this frame, would keep the coroutine alive in a cycle
         step = value = waited = inner = None  # type: ignore[assignment]
 
 
 def ensure_grad() -> None:
-    """Have this thread record gradients: a function may have called `torch.set_grad_enabled(False)`."""
+    """Enable recording of gradients: a function may have called `torch.set_grad_enabled(False)`."""
     if not torch.is_grad_enabled():
         torch.set_grad_enabled(True)
 
@@ -344,7 +346,7 @@ def _has_no_mode() -> bool:
 
 
 def _without_modes() -> ExitStack:
-    """Leave the grad mode and the autocast that this thread is in; closing the stack enters them again."""
+    """Leave this thread's grad mode and autocast; closing the returned stack enters them again."""
     stack = ExitStack()
     stack.enter_context(torch.inference_mode(False))
     stack.enter_context(torch.enable_grad())

@@ -1,4 +1,4 @@
-"""What users call the functions that run: for errors, timeouts and the log."""
+"""Names of functions as users know them, for errors, timeouts and the log."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from telegrad._core.pickling.remote_text import short
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_KNOWN_AS = "_telegrad_known_as"  # of a function of this package: what the user called
-NOTED_AS = "_telegrad_noted_as"  # of an object of this package: a shorter name, of all of its kind
-OWN_ARGUMENTS = "_telegrad_own_arguments"  # of one: how many arguments stand before the user's
-RUNS = "_telegrad_runs"  # of one whose arguments tell more, on the callee; or of an object: (method) -> name
+_KNOWN_AS = "_telegrad_known_as"  # attribute of a function of this package: the user's name for it
+NOTED_AS = "_telegrad_noted_as"  # attribute of a class of this package: a shorter name for its instances
+OWN_ARGUMENTS = "_telegrad_own_arguments"  # of such a function: number of arguments before the user's
+RUNS = "_telegrad_runs"  # of a function or object: computes the name from arguments, or from a method's name
 _PLAIN = (FunctionType, BuiltinFunctionType)
 _CACHED = 4096
-_names: dict[Any, str] = {}  # of functions that are found by a name anyway, and whose arguments tell nothing
+_names: dict[Any, str] = {}  # of importable functions whose arguments do not affect the name
 
 
 def known_as(name: str) -> Callable[[F], F]:
-    """Mark a function of this package: users know it by that name."""
+    """Mark a function of this package with the name that users know."""
 
     def mark(function: F) -> F:
         setattr(function, _KNOWN_AS, name)
@@ -31,12 +31,12 @@ def known_as(name: str) -> Callable[[F], F]:
 
 
 def runs_as(function: Callable[..., Any], name: Callable[..., str]) -> None:
-    """Have a function of this package named after its arguments on the callee."""
+    """Name a function of this package after its arguments on the callee."""
     setattr(function, RUNS, name)
 
 
 def user_name(function: Any, args: Sequence[Any] | None = None) -> str:
-    """The name of a function, as a user knows it; never raises. The callee may look at the arguments, too."""
+    """Return the user's name for a function; never raise. The callee can pass the arguments for a more precise name."""
     try:
         known = _names.get(function) if type(function) in _PLAIN else None
         return known or short(_name(function, args))
@@ -45,7 +45,7 @@ def user_name(function: Any, args: Sequence[Any] | None = None) -> str:
 
 
 def noted_name(asked: Any) -> str:
-    """The name of what was called, as it is recorded; at the least cost for functions that were called before."""
+    """Return the name to record for what was called. Fast for functions that were called before."""
     if type(asked) in _PLAIN:
         known = _names.get(asked)
         if known is not None:

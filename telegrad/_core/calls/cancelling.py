@@ -1,11 +1,11 @@
-"""Calls that have come and are not wanted any more: what is known of that here, and what follows from it.
+"""Cancelling calls that this worker serves.
 
-A call is unwanted once its caller has cancelled it, was interrupted, gave up at its timeout, or has gone. What has not
-begun does not begin then, what can be ended is ended, and the calls that were made for its sake are cancelled in turn.
-A plain function goes on, and may look whether it is worth the while.
+A call is cancelled if its caller cancels it, is interrupted, times out, or leaves the group. A call that has not begun
+is then dropped, a running call is stopped if that is possible, and the nested calls that it made are cancelled. A plain
+function continues, and can check `cancelled()`.
 
-No lock is needed between who cancels and who goes on: each stores first and then looks. `cancelled` is set, then looked
-at what there is to end; what there is to end is stored, then `cancelled` looked at.
+The cancelling thread and the serving thread need no lock: each stores first and then looks. The former sets `cancelled`
+and then looks for work to stop; the latter stores its work and then checks `cancelled`.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from telegrad._core.atfork import in_child, renewed
 from telegrad._core.calls import call_context
 from telegrad.errors import CallCancelled
 
-MUST_FINISH = "_telegrad_must_finish"  # of a function that is not to be cancelled; or what tells it from the arguments
+MUST_FINISH = "_telegrad_must_finish"  # of functions that must not be cancelled: True, or a test of the arguments
 
-FINISHING: set[CodeType] = set()  # of coroutines that are not to be cancelled
+FINISHING: set[CodeType] = set()  # code of coroutines that must not be cancelled
 
-_lock = renewed(threading.Lock())  # guards that `Served.nested` is made once
+_lock = renewed(threading.Lock())  # guards the creation of `Served.nested`
 
 
 class Nested(call_context.Described, Protocol):
-    """A call of this worker."""
+    """A call that this worker makes."""
 
     done: bool
     parent: Served | None
@@ -43,31 +43,31 @@ class Nested(call_context.Described, Protocol):
 
 
 class Served:
-    """A call that has come, as far as it may be cancelled."""
+    """A call that this worker serves; the part that concerns cancelling."""
 
-    # Set by who makes one, since they are many: not cancelled, nothing nested, nothing to stop.
+    # The creator sets these fields without an `__init__`, for speed: calls are many. Initially False, None and None.
     __slots__ = ("cancelled", "nested", "stop")
 
     cancelled: bool
-    nested: set[Nested] | None  # calls that were made for its sake; no lock: each use is one operation of a set
-    stop: Callable[[], Any] | None  # ends what runs, by asking it to
+    nested: set[Nested] | None  # calls made for this one; no lock: each use is one set operation
+    stop: Callable[[], Any] | None  # asks the running function to stop
 
     @property
     def described(self) -> str:
-        """Which call it is, in the midst of a sentence."""
+        """A description of the call for the middle of a sentence."""
         raise NotImplementedError
 
     def check_begins(self, finishes: bool) -> None:
-        """Raise CallCancelled for a call that is cancelled and has not begun, unless it is one that `finishes`."""
+        """Raise CallCancelled for a call that was cancelled before it began, unless it must finish."""
         if not finishes:
             raise CallCancelled(f"{self.described} was cancelled before it began")
 
     def admit(self, call: Nested) -> None:
-        """A call is about to begin for its sake: it has no more time than this one.
+        """Check a nested call that is about to begin, and limit its timeout to the time left of this call.
 
         Raises:
-            CallCancelled: this one is not wanted any more.
-            CallTimeout: it has no time left.
+            CallCancelled: this call was cancelled.
+            CallTimeout: no time is left.
         """
         if self.cancelled:
             raise CallCancelled(f"{call.described} was not called: {self._reason}")
@@ -79,7 +79,7 @@ class Served:
         return f"{self.described}, for which it was, is not wanted any more: it was cancelled, or its caller gave up"
 
     def hold(self, call: Nested) -> None:
-        """A call was begun for its sake."""
+        """Register a nested call that has begun."""
         if self.nested is None:
             with _lock:
                 if self.nested is None:
@@ -92,15 +92,15 @@ class Served:
             call.cancel(self._reason)
 
     def ended(self, call: Nested) -> None:
-        """A call that was begun for its sake is over."""
+        """Remove a nested call that has ended."""
         if self.nested is not None:
             self.nested.discard(call)
 
     def end(self) -> None:
-        """It is cancelled: end what there is of it. By a thread that may run code of users."""
+        """Stop a cancelled call and its nested calls. Call this on a thread that may run user code."""
         stop, nested = self.stop, self.nested
         if stop is not None:
-            stop()  # before what it waits for ends, since it shall not see that
+            stop()  # before its nested calls end: the function must not see their errors
         for call in nested.copy() if nested is not None else ():
             call.cancel(self._reason)
 
@@ -110,14 +110,14 @@ serving: ContextVar[Served | None] = ContextVar("telegrad_serving", default=None
 
 @in_child
 def _serve_none() -> None:
-    """The call that the forking thread serves is the parent's."""
+    """Reset the call that the forking thread serves: it belongs to the parent."""
     serving.set(None)
 
 
 def cancelled() -> bool:
-    """Whether the call that this code serves is not wanted any more; False where it serves none.
+    """Return True if the call that this code serves was cancelled; False if the code serves none.
 
-    For long functions, which look at it now and then. What is marked with `functions.must_finish` need not.
+    Long functions can check this periodically. Functions marked with `functions.must_finish` need not.
 
     Example:
         >>> def search(steps):
@@ -133,7 +133,7 @@ def cancelled() -> bool:
 
 
 def finishes(function: Any, args: Any) -> bool:
-    """Whether a function is not to be cancelled."""
+    """Return True if a function must not be cancelled."""
     mark = getattr(function, MUST_FINISH, False)
     return bool(mark(*args) if callable(mark) else mark)
 
@@ -142,7 +142,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def finishing(function: F) -> F:
-    """The function, to be run to its end in any case."""
+    """Return a wrapper of the function that always runs to its end."""
     if iscoroutinefunction(function):
 
         @functools.wraps(function)
@@ -164,7 +164,7 @@ def finishing(function: F) -> F:
 
 @contextmanager
 def _apart() -> Iterator[None]:
-    """Inside, this code serves no call that may be cancelled or run out of time."""
+    """Run the block as if it served no call: without cancellation or deadline."""
     call = serving.get()
     if call is None:
         with call_context.unlimited():

@@ -1,4 +1,4 @@
-"""The timeouts that users give."""
+"""Validation of timeouts from users."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from typing import Any
 
 from telegrad._core import checks
 
-DEFAULT = -1.0  # a call's timeout: that of the options
+DEFAULT = -1.0  # timeout of a call that uses the timeout of the options
 _HINT = "; leave it out for the rpc_timeout of the options"
 
 
 def limit_of(timeout: Any, default: float) -> float:
-    """Return a timeout that a user gave, or the default where it was left out.
+    """Return the user's timeout, or the default where it was left out.
 
     Raises:
         InvalidArgument: it is no number of seconds.
@@ -23,6 +23,6 @@ def limit_of(timeout: Any, default: float) -> float:
 
 
 def check_timeout(timeout: Any) -> None:
-    """Raise InvalidArgument for a timeout that no call could have; for what is given now and used later."""
+    """Raise InvalidArgument for an invalid timeout that is given now and used later."""
     if timeout is not DEFAULT:
         limit_of(timeout, DEFAULT)

@@ -1,4 +1,4 @@
-"""The future that an asynchronous call returns: torch's own, which can also be interrupted and awaited."""
+"""The future that an asynchronous call returns: a torch future that can also be interrupted and awaited."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ T = TypeVar("T")
 S = TypeVar("S")
 
 
-_devices: list[torch.device] = []  # on which values of futures may lie; of the process: a future knows no worker
+_devices: list[torch.device] = []  # that values of futures may use; per process, since a future knows no worker
 
 
 def may_lie_on(device: torch.device) -> None:
-    """From now on the values of new futures may have tensors on that device; who waits for one waits for these, too."""
+    """Let values of new futures have tensors on that device. Waiting for such a future also waits for the device."""
     if device not in _devices:
         _devices.append(device)
 
 
 class Outcome(Protocol):
-    """What becomes of a call: a future, or what keeps the books of the layer above."""
+    """Receives the result of a call: a future, or bookkeeping of a higher layer."""
 
-    quick: bool  # telling it runs nobody else's code, so that the thread that reads the answer does it
+    quick: bool  # no user code runs on completion, so the thread that reads the response completes it
     call: Any
-    about: str  # of a call that failed: which one
+    about: str  # description of the call if it failed
 
     def set_result(self, result: Any) -> None: ...
 
@@ -46,17 +46,17 @@ class Outcome(Protocol):
 
 
 class Helper(Protocol):
-    """Whose work a waiting thread can do."""
+    """A call for which a waiting thread can do the work."""
 
     def help(self) -> None:
         """Wait until the future is done."""
 
     def cancel(self) -> bool:
-        """End it now, and tell the callee; False where it is over."""
+        """Cancel the call and notify the callee; return False if the call is over."""
 
 
 class Cancels(Protocol):
-    """What ends with its cause."""
+    """An object that can be cancelled."""
 
     def cancel(self) -> bool: ...
 
@@ -64,7 +64,7 @@ class Cancels(Protocol):
 class Future(torch.futures.Future[T]):
     """A `torch.futures.Future` whose `wait` may be interrupted by Ctrl-C, and that asyncio can await.
 
-    One that fails, and is dropped before anybody has waited for it or asked to be told, leaves an error in the log.
+    A future that fails, and is dropped without a wait or a callback, leaves an error in the log.
 
     Args:
         devices: for a future of one's own: on which devices its value may lie.
@@ -80,9 +80,9 @@ class Future(torch.futures.Future[T]):
         64
     """
 
-    # In a dictionary they would be one more object for the garbage collector to visit. All but `call` and `depth`,
-    # which a forked child compares with its own, are set where they are needed: `about` says whose future this is,
-    # `heeded` that somebody is told of its end, `follows` with what it ends, where that is not its own call.
+    # Slots, since a dictionary is one more object for the garbage collector to visit. Only `call` and `depth`, which a
+    # forked child compares with its own depth, are always set. `about` describes the call, `heeded` means that somebody
+    # is notified of the end, and `follows` is the object to cancel if that is not the future's own call.
     __slots__ = ("about", "call", "depth", "failure", "follows", "heeded")
 
     quick = False
@@ -92,10 +92,10 @@ class Future(torch.futures.Future[T]):
     heeded: bool
 
     def __init__(self, *, devices: Any = None) -> None:
-        self.call: Helper | None = None  # while the call is under way
+        self.call: Helper | None = None  # set while the call is in flight
         self.depth: int = forks.depth
         if devices is None:
-            torch._C.Future.__init__(self, _devices)  # what torch's own comes to, without looking at each device
+            torch._C.Future.__init__(self, _devices)  # as torch's own constructor, without its check of each device
         else:
             super().__init__(devices=devices)
 
@@ -109,26 +109,26 @@ class Future(torch.futures.Future[T]):
 
     @not_compiled
     def wait(self) -> T:
-        """Wait for the value.
+        """Wait for the value and return it.
 
         Raises:
-            Exception: what the call has failed with.
+            Exception: the error of the call, if it failed.
         """
         if not self.done():
             forks.check(self.depth)
-            call = self.call  # loaded once: another thread may end it
+            call = self.call  # loaded once: another thread may clear it
             if call is not None:
-                call.help()  # the waiting thread fetches the answer by itself, where it can
+                call.help()  # the waiting thread reads the response itself, where it can
             else:
                 wait_for(self)
         value: T = _uncovered(super().wait())
         return value
 
     def cancel(self) -> bool:
-        """End its call now, with CallCancelled; whether that could be done. Its callbacks run before this returns.
+        """Cancel the call, with CallCancelled; return True if it was cancelled. Callbacks run before this returns.
 
-        The callee is told: what has not begun there does not begin, an `async def` function is cancelled, and so are
-        the calls that were made for the sake of this one. Of a future that `then` gave, the call it follows is ended.
+        The callee is notified: a call that has not begun there is dropped, an `async def` function is cancelled, and so
+        are the calls that this one made. Cancelling a future returned by `then` cancels the original call.
         """
         if not self.done():
             forks.check(self.depth)
@@ -136,20 +136,20 @@ class Future(torch.futures.Future[T]):
         return cause is not None and cause.cancel()
 
     def set_result(self, result: T) -> None:
-        """End with a value. Where values may lie on devices, torch looks for its tensors, by pickling it.
+        """Complete the future with a value. Where values may be on devices, torch finds its tensors by pickling it.
 
         Args:
-            result: the value; who waits gets it.
+            result: the value that waiting threads get.
         """
         if _devices and not isinstance(result, torch.Tensor) and not _can_be_searched(result):
             result = _Covered(result)  # type: ignore[assignment]
         torch._C.Future.set_result(self, result)
 
     def set_exception(self, result: T) -> None:
-        """End with an error, which each wait raises anew.
+        """Complete the future with an error; each wait raises a fresh copy of the error.
 
-        torch holds it where the garbage collector cannot look: with frames in it that hold the future, none of them
-        would ever be collected. So those where it was raised stay as text.
+        The garbage collector cannot see the error inside torch's future, so frames in the traceback that refer to the
+        future would never be collected. The traceback is therefore kept as text.
 
         Args:
             result: an exception.
@@ -158,22 +158,22 @@ class Future(torch.futures.Future[T]):
         failure = self.failure = Unseen(getattr(self, "about", "what a future stands for"), result)
         self._set_unwrap_func(lambda error: failure.raise_fresh(_uncovered(error)))
         self.set_result(kept(result))  # type: ignore[arg-type]
-        if hasattr(self, "heeded"):  # only now: whoever asks to be told from here on finds the failure
+        if hasattr(self, "heeded"):  # checked last: a callback that is added after this finds the failure
             failure.seen = True
 
     def _another(self) -> Future[Any]:
-        """One that follows from this."""
+        """Return a new future for `then`."""
         return type(self)()
 
     @not_compiled
     def then(self, callback: Callable[[torch.futures.Future[T]], S]) -> Future[S]:
-        """Go on with the value.
+        """Call a function when this future is done, and return a future of the function's result.
 
         Args:
-            callback: a function of this future, done, which is called then.
+            callback: a function that is called with this completed future.
 
         Returns:
-            A future of what `callback` returns; it fails with what that raises.
+            A future of the result of `callback`; it fails with the exception of `callback`.
         """
         if not callable(callback):
             raise TypeError(f"then(): incompatible function arguments. {callback!r} is no function of the future")
@@ -199,7 +199,7 @@ class Future(torch.futures.Future[T]):
 
     @not_compiled
     def add_done_callback(self, callback: Callable[[torch.futures.Future[T]], None]) -> None:
-        """Have a function called once this is done, in the context variables of this moment.
+        """Add a function to be called once this is done, in the current context variables.
 
         Args:
             callback: a function of this future.
@@ -222,7 +222,7 @@ class Future(torch.futures.Future[T]):
         super().add_done_callback(run)
 
     def heed(self) -> None:
-        """Somebody else sees to it, should this fail."""
+        """Declare that a failure of this future is handled elsewhere and needs no log message."""
         self.heeded = True
         if hasattr(self, "failure"):
             self.failure.seen = True
@@ -238,7 +238,7 @@ class Future(torch.futures.Future[T]):
             raise error
 
     def _until_done(self) -> Generator[Any, None, None]:
-        """Let the loop go on; where it cancels this, the call is cancelled, too."""
+        """Yield to the event loop until this is done; cancel the call if asyncio cancels the wait."""
         in_turn = getattr(self.call, "in_turn", None)
         waiter = happening(self)
         try:
@@ -249,7 +249,7 @@ class Future(torch.futures.Future[T]):
 
     @not_compiled
     def value(self) -> T:
-        """The value of a future that is done."""
+        """Return the value of a future that is done."""
         if not self.done():
             forks.check(self.depth)
         value: T = _uncovered(super().wait() if self.done() else super().value())
@@ -259,13 +259,13 @@ class Future(torch.futures.Future[T]):
 def _can_be_searched(value: Any) -> bool:
     try:
         torch._jit_internal._extract_tensors(value)  # type: ignore[no-untyped-call]
-    except Exception:  # something without a name, most likely
+    except Exception:  # most likely an object without a name
         return False
     return True
 
 
 class _Covered:
-    """A value that torch cannot pickle, with its tensors as all that torch sees of it."""
+    """Wraps a value that torch cannot pickle, and shows torch only its tensors."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -279,14 +279,14 @@ def _uncovered(value: Any) -> Any:
 
 
 class Signal:
-    """Something that happens once, or fails: a future without a value, for what this package waits for by itself."""
+    """An internal future without a value: completes once, or fails."""
 
     __slots__ = ("_callbacks", "_error", "_happened", "_lock")
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # guards _callbacks, and that _happened is set, which is loaded without it
+        self._lock = threading.Lock()  # guards _callbacks and changes of _happened; _happened is read without it
         self._happened = False
-        self._error: BaseException | None = None  # stored before it happens
+        self._error: BaseException | None = None  # stored before _happened is set
         self._callbacks: list[Callable[[Any], None]] = []
 
     def done(self) -> bool:
@@ -313,15 +313,15 @@ class Signal:
 
     @not_compiled
     def wait(self) -> Any:
-        """Raise the error, if it ended so; it must be done."""
+        """Raise the error, if the signal failed; the signal must be done."""
         if self._error is not None:
             raise fresh(self._error)
 
 
 def wait_for(future: torch.futures.Future[Any] | Signal, timeout: float = -1) -> bool:
-    """Wait until `future` is done, interruptibly; whether it is."""
+    """Wait until `future` is done or the timeout expires; return True if it is done. A signal can interrupt the wait."""
     if not future.done():
-        begun = perf_counter()  # noqa: F841  # who looks on sees it on the stack
+        begun = perf_counter()  # noqa: F841  # shown in stack dumps
         told = threading.Lock()
         told.acquire()
         future.add_done_callback(lambda _: told.release())

@@ -1,7 +1,7 @@
-"""Notices tensors that are written to before the call that sends them is done.
+"""Detects writes to tensors while the call that sends them is in flight.
 
-What is large leaves from the tensor's own memory, sooner or later: it depends on the transport, so the same is asked
-of a program on all of them.
+Large tensors are sent from their own memory, at a time that depends on the transport. Programs must not write to them
+meanwhile, on any transport.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ _PLAIN = frozenset({Tensor, torch.nn.Parameter})
 
 
 class Underway:
-    """The tensors of one call, as they were when it began."""
+    """The tensors of one call, with their version counters at its start."""
 
     __slots__ = ("_counters", "_line")
 
     def __init__(self, tensors: Sequence[Tensor], waits: bool) -> None:
-        """`waits`: the thread that calls will check it, too."""
+        """`waits`: the calling thread itself runs the check."""
         self._line: Line | None = None if waits else users_line()
         self._counters = [_counter_of(each) for each in tensors if _is_watched(each)]
 
     def check(self, asked: Any, worker: str) -> None:
-        """The call is done: warn where one was changed meanwhile."""
+        """Warn if a tensor was changed while the call was in flight."""
         shape = next((shape for counter, before, shape in self._counters if counter._version != before), None)
         if shape is not None:
             hint(
@@ -44,13 +44,13 @@ class Underway:
 
 
 def _is_watched(tensor: Tensor) -> bool:
-    """Whether it is carried from its own memory, and torch counts what is written to it."""
+    """Return True if the tensor is sent from its own memory and torch counts writes to it."""
     plain = type(tensor) in _PLAIN and tensor.layout is torch.strided
     return plain and tensor.nbytes >= SMALL and not tensor.is_meta and not tensor.is_inference()
 
 
 def _counter_of(tensor: Tensor) -> tuple[Tensor, int, torch.Size]:
-    """A tensor that shares the counter of writes, but not the memory; the count; and the shape."""
+    """Return a tensor that shares the version counter but not the memory, the version, and the shape."""
     counter = tensor.detach()
     counter.data = _empty if tensor.is_cpu else _empty.to(tensor.device)
     return counter, counter._version, tensor.shape

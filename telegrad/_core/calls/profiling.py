@@ -1,7 +1,7 @@
-"""Remote calls as events: of `torch.profiler`, such as `rpc_sync#add(worker0 -> worker1)`, and for who follows them.
+"""Events of remote calls, for `torch.profiler` (such as `rpc_sync#add(worker0 -> worker1)`) and for followers.
 
-A follower, such as a tracer, surrounds calls at the caller and at the callee. It has named strings travel with them
-(see `scene`), by which it knows there what belongs together.
+A follower, such as a tracer, wraps calls at the caller and at the callee. Its named strings (baggage) travel with the
+calls (see `call_context`) and let it connect the two sides.
 """
 
 from __future__ import annotations
@@ -22,40 +22,40 @@ T = TypeVar("T")
 class Event(NamedTuple):
     """A call that is made."""
 
-    name: str  # in a profiler
-    function: Any  # what the user has called, or its name
+    name: str  # as the profiler shows it
+    function: Any  # the function that the user called, or its name
     here: str
     there: str
 
 
 class Follower(Protocol):
-    """Who follows calls. What it does must be quick and not raise."""
+    """Wraps calls, for tracing. The methods must be quick and must not raise."""
 
     def called(self, event: Event, call: Callable[[], T]) -> T:
-        """What `call()` returns, which makes a call and waits for its value."""
+        """Run `call()`, which makes a call and waits for its value, and return that."""
 
     def begun(self, event: Event, call: Callable[[], tuple[T, Future[Any]]]) -> T:
-        """The first of what `call()` returns, which begins a call; the second is done when that has ended."""
+        """Run `call()`, which begins a call, and return its first result. Its second is done when the call ends."""
 
     def in_place_of(
         self, function: Callable[..., Any], args: Sequence[Any], here: str, caller: str
     ) -> Callable[..., Any]:
-        """What to run where another worker has called `function` with `args`, which are not to be kept."""
+        """Return a replacement for `function`, which another worker called with `args`. Do not keep `args`."""
 
     def baggage(self) -> dict[str, str]:
-        """What travels with a call that this thread makes."""
+        """Return the strings to send with a call of this thread."""
 
     def resumed(self, baggage: dict[str, str]) -> AbstractContextManager[Any]:
-        """Inside, this thread goes on with a call that had this with it."""
+        """Return a context manager in whose block this thread continues a call that carried `baggage`."""
 
 
 enabled: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
-wanted = enabled  # whether calls shall be events
+wanted = enabled  # returns True if calls shall be events
 follower: Follower | None = None
 
 
 def follow(by: Follower | None) -> None:
-    """Have calls followed, in this process, in the place of who does so now."""
+    """Set the follower of this process, or remove it with None."""
     global follower, wanted
     follower, wanted = by, enabled if by is None else lambda: True
 
@@ -64,12 +64,12 @@ def follow(by: Follower | None) -> None:
 
 
 def event_name(kind: str, function: Any, here: str, there: str) -> str:
-    """The name of the event of one call; `kind` is that of the API's functions: "sync", "async" or "remote"."""
+    """Return the name of a call's event; `kind` is "sync", "async" or "remote", as in the API's functions."""
     return f"rpc_{kind}#{function_name(function)}({here} -> {there})"
 
 
 def function_name(function: Any) -> str:
-    """That of torch's own operators is the profiler's, such as `aten::add`; a name stands for itself."""
+    """Return a function's name; for torch operators the profiler's name, such as `aten::add`. Keep strings."""
     if isinstance(function, str):
         return function
     builtin: str | None = torch.jit._builtins._find_builtin(function)  # type: ignore[no-untyped-call]
@@ -84,13 +84,13 @@ def function_name(function: Any) -> str:
 
 
 def called(event: Event, call: Callable[..., T], *args: Any) -> T:
-    """The value of `call(*args)`, which makes a call and waits for it."""
+    """Return the value of `call(*args)`, which makes a call and waits for it."""
     act = partial(recorded, event.name, call, *args) if enabled() else partial(call, *args)
     return act() if follower is None else follower.called(event, act)
 
 
 def called_async(event: Event, call: Callable[..., Future[T]], *args: Any) -> Future[T]:
-    """The future that `call(*args)` gives, whose event ends with it."""
+    """Return the future of `call(*args)`; the event ends with the future."""
 
     def begin() -> tuple[Future[T], Future[Any]]:
         future = _recorded_until_done(event.name, call, args)[1] if enabled() else call(*args)
@@ -100,7 +100,7 @@ def called_async(event: Event, call: Callable[..., Future[T]], *args: Any) -> Fu
 
 
 def called_creation(event: Event, call: Callable[..., T], *args: Any) -> T:
-    """The reference that `call(*args)` gives, whose event ends when its value exists."""
+    """Return the reference that `call(*args)` creates; the event ends when the value exists."""
 
     def begin() -> tuple[T, Future[Any]]:
         made: Any
@@ -109,7 +109,7 @@ def called_creation(event: Event, call: Callable[..., T], *args: Any) -> T:
         else:
             made = call(*args)
             ended = made.future()
-        ended.heed()  # nobody needs to look at the future of something else
+        ended.heed()  # an internal future: its failure needs no log message
         return made, ended
 
     return begin()[0] if follower is None else follower.begun(event, begin)
@@ -119,7 +119,7 @@ def called_creation(event: Event, call: Callable[..., T], *args: Any) -> T:
 
 
 def recorded(name: str, act: Callable[..., T], *args: Any) -> T:
-    """The value of `act(*args)`, as one event."""
+    """Return the value of `act(*args)`, recorded as one event."""
     with record_function(name):
         return act(*args)
 
@@ -127,7 +127,7 @@ def recorded(name: str, act: Callable[..., T], *args: Any) -> T:
 def _recorded_until_done(
     name: str, call: Callable[..., Any], args: Any, ending: Callable[[Any], Future[Any]] = lambda future: future
 ) -> tuple[Any, Future[Any]]:
-    """The value of `call(*args)`, as an event that ends with a future; and one that is done once that is complete."""
+    """Return the value of `call(*args)`, and a future that is done once the value's future and the event have ended."""
     with record_function(name) as record:
         value = call(*args)
         future = ending(value)

@@ -1,4 +1,4 @@
-"""What can be chosen about the agent of a worker."""
+"""Settings of a worker's agent."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from telegrad._core.security.tls import TlsFiles
 
 
 class Settings(NamedTuple):
-    """What can be chosen about an agent; see `telegrad._core.worker.options` for the meaning."""
+    """Settings of an agent; see `telegrad._core.worker.options` for the meaning."""
 
     threads: int
     timeout: float
@@ -20,8 +20,8 @@ class Settings(NamedTuple):
     devices: Devices
     pass_deadlines: bool = False
     wait_for_worker: bool = False
-    most_calls: int = 1 << 15  # in flight to one worker; who would begin another waits, unless it serves a call
+    most_calls: int = 1 << 15  # in flight to one worker; further calls block, unless the thread serves a call
     most_bytes: int = 1 << 30  # of the tensors in them
     heartbeat: float = 0.0
-    most_waiting: int = 40_000  # calls of one worker that are not answered; above, its connection is read slowly
+    most_waiting: int = 40_000  # unanswered calls of one worker; above, its connection is read slowly
     most_waiting_bytes: int = 1 << 28  # of its calls and control messages that have not begun

@@ -1,4 +1,4 @@
-"""Failures that nobody has looked at: the log tells of them, as nobody else will."""
+"""Logs failures of futures that the program never looked at."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from typing import Any, NoReturn
 from telegrad._core.pickling.exceptions import fresh
 from telegrad.errors import CallCancelled, ShutDown
 
-QUIET = 5.0  # seconds in which the like of a failure that was seen is not told: `collect_all` shows one of several
+QUIET = 5.0  # seconds in which similar failures are not logged again: `collect_all` shows only one of several
 REMEMBERED = 256
 
 log = logging.getLogger("telegrad")
 
-_seen: dict[tuple[str, str], float] = {}  # when the program, or the log, was last told of such a failure
+_seen: dict[tuple[str, str], float] = {}  # when the program or the log last saw such a failure
 
 
 class Unseen:
-    """The failure of a future; where it is dropped before it was `seen`, the log tells of it."""
+    """The failure of a future. Logged if the failure is dropped before it was `seen`."""
 
     __slots__ = ("_about", "kind", "seen", "text")
 
     def __init__(self, about: str, error: BaseException) -> None:
-        """`about` is what has failed, as users know it."""
-        self.seen: bool = isinstance(error, ShutDown | CallCancelled)  # which this program has asked for
+        """`about` describes the failed operation, as users know it."""
+        self.seen: bool = isinstance(error, ShutDown | CallCancelled)  # the program itself asked for these
         self._about = about
         self.kind: str = type(error).__name__
         try:
@@ -37,13 +37,13 @@ class Unseen:
         return f"{self.kind} of {self._about}"
 
     def raise_fresh(self, error: Any) -> NoReturn:
-        """Raise the error of the future anew; from here on it is seen."""
+        """Mark the failure as seen, and raise a fresh copy of the future's error."""
         self.seen = True
         self._note()
         raise fresh(error)
 
     def _note(self) -> bool:
-        """Whether the like of it was not seen lately."""
+        """Record the failure; return True if no similar one was seen lately."""
         now, key = monotonic(), (self.kind, self._about.partition(" on worker ")[0])
         before = _seen.get(key, -QUIET)
         if len(_seen) >= REMEMBERED:
