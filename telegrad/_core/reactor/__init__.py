@@ -1,1 +1,1 @@
-"""The threads of a worker: one reads the connections and runs short work, others run the rest."""
+"""The threads of a worker: a leader reads the connections and runs short work, other threads run the rest."""

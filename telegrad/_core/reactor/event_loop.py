@@ -1,4 +1,4 @@
-"""The event loop of one worker, on which the `async def` functions run that others call."""
+"""The asyncio event loop of one worker, which runs the `async def` functions that other workers call."""
 
 from __future__ import annotations
 
@@ -19,31 +19,30 @@ log = logging.getLogger("telegrad")
 
 
 class EventLoop:
-    """It begins with the first use, on a thread of its own."""
+    """An asyncio event loop that starts on first use, on its own thread."""
 
     def __init__(self, entered: Callable[[], None]) -> None:
-        """`entered` is called first on that thread."""
+        """`entered` is the first function called on that thread."""
         self._entered = entered
-        self._lock = threading.Lock()  # guards _begun; `runs_here` peeks at it
+        self._lock = threading.Lock()  # guards _begun; `runs_here` reads it without the lock
         self._begun: tuple[asyncio.AbstractEventLoop, Background] | None = None
-        # What runs: asyncio itself does not keep what waits for something that nobody else holds. No lock: each use is
-        # one operation of a set.
+        # Strong references to running coroutines: asyncio keeps only weak ones. No lock: each use is one set operation.
         self._running: set[Future[None]] = set()
 
     def run(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        """Have it run."""
+        """Start a coroutine on the loop."""
         with self._lock:
             if self._begun is None:
                 loop = asyncio.new_event_loop()
                 self._begun = loop, Background("telegrad-asyncio", partial(self._main, loop))
             loop, thread = self._begun
-        thread.want()  # where there is no thread left, the next call tries again, and what others gave the loop waits
+        thread.want()  # without a free thread this raises, the next call retries, and earlier coroutines wait
         running = asyncio.run_coroutine_threadsafe(coroutine, loop)
         self._running.add(running)
         running.add_done_callback(self._running.discard)
 
     def stopper(self, may: Callable[[], bool]) -> Callable[[], None]:
-        """What cancels the task that this code runs in, if it `may` then; for any thread."""
+        """Return a function for any thread that cancels the current task, if `may()` then returns True."""
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert task is not None
 
@@ -65,7 +64,7 @@ class EventLoop:
         loop.close()
 
     def _has_run(self, loop: asyncio.AbstractEventLoop) -> bool:
-        """Run the loop; False where a task or a callback has ended it by SystemExit, of which its caller is told."""
+        """Run the loop. Return False if SystemExit or KeyboardInterrupt ended it; its caller receives that exception."""
         try:
             loop.run_forever()
         except (SystemExit, KeyboardInterrupt) as error:
@@ -73,11 +72,11 @@ class EventLoop:
             log.warning(
                 "telegrad: %s was raised in a task or a callback of asyncio; the event loop goes on", repr(error)
             )
-            return self._begun is None  # asyncio may have forgotten that it was to stop
+            return self._begun is None  # asyncio may have lost the request to stop
         return True
 
     def runs_here(self) -> bool:
-        """Whether this thread is the loop's."""
+        """Return True if this thread runs the loop."""
         begun = self._begun
         try:
             return begun is not None and asyncio.get_running_loop() is begun[0]
@@ -88,5 +87,5 @@ class EventLoop:
         with self._lock:
             begun, self._begun = self._begun, None
         if begun is not None:
-            with contextlib.suppress(RuntimeError):  # it is closed, having ended by an exception just now
+            with contextlib.suppress(RuntimeError):  # the loop is closed: an exception has just ended it
                 begun[0].call_soon_threadsafe(begun[0].stop)

@@ -1,7 +1,7 @@
-"""What a thread that waits for the work of other workers does itself: it reads what they send, and handles it.
+"""Lets a thread that waits for other workers read and handle their messages itself.
 
-So an answer need not wake the leader first, and then the thread that waits. The thread does this for a moment only, as
-long as no other thread wants the processor, and for notices; calls are left to the reactor.
+An answer then need not wake first the leader and then the waiting thread. The thread reads only for a moment, only
+while no other thread wants the processor, and only notices; calls are left to the reactor.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from telegrad._core.reactor.scheduler import Work, WorkQueue
 from telegrad._core.reactor.spinning import Spin
 from telegrad._core.transport.link import Link
 
-MOMENT = 1e-3  # seconds without anything, after which it sleeps
+MOMENT = 1e-3  # seconds without messages, after which the thread sleeps
 
 log = logging.getLogger("telegrad")
-_here = threading.local()  # .own: works that this thread has read and not run yet
+_here = threading.local()  # .own: works that this thread has read but not run yet
 
 
 @in_child
@@ -34,7 +34,7 @@ def _help_nobody() -> None:
 
 
 def submit(reactor: Reactor, work: Work, queue: WorkQueue | None = None) -> None:
-    """Have this thread run the work if it has read it in `run_for`, and else the reactor in the turn of `queue`."""
+    """Run the work on this thread if `run_for` has read it; otherwise submit it to the reactor in `queue`."""
     own: deque[Work] | None = getattr(_here, "own", None)
     if own is None:
         reactor.submit(work, queue)
@@ -43,10 +43,10 @@ def submit(reactor: Reactor, work: Work, queue: WorkQueue | None = None) -> None
 
 
 def run_for(future: Any, links: Sequence[Link], reactor: Reactor) -> None:
-    """Until `future` is done or nothing comes for a moment, read these connections and run the works that come."""
+    """Read these connections and run their works until `future` is done or nothing arrives for a moment."""
     own: deque[Work] = deque()
     before, _here.own = getattr(_here, "own", None), own
-    token = serving.set(None)  # the works are not for the sake of the call that this thread serves
+    token = serving.set(None)  # the works do not belong to the call that this thread serves
     try:
         while not future.done():
             _read(future, links, own)
@@ -55,7 +55,7 @@ def run_for(future: Any, links: Sequence[Link], reactor: Reactor) -> None:
             while own:
                 work = own.popleft()
                 while own:
-                    reactor.submit(own.popleft())  # by other threads, since this work may wait for them
+                    reactor.submit(own.popleft())  # on other threads, since this work may wait for them
                 work.run(work.argument)
     except Exception as error:
         if raised_by_handler(error):
@@ -69,7 +69,7 @@ def run_for(future: Any, links: Sequence[Link], reactor: Reactor) -> None:
 
 
 def _read(future: Any, links: Sequence[Link], own: deque[Work]) -> None:
-    """Read until something has come that this thread shall run."""
+    """Read until work for this thread has arrived."""
     taken = [link for link in links if link.reading.take()]
     spin = Spin(perf_counter(), MOMENT, gives_way=True)
     try:

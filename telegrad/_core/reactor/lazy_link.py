@@ -1,11 +1,12 @@
-"""The connection to one worker, made when the first message is sent, and again after it has ended.
+"""The connection to one worker, made for the first message, and made again after a connection has ended.
 
     not connected   `link` is None; the next message starts a thread that connects
     connecting      `link` is None; messages wait in a queue, and the thread sends them once it has a connection
-    connected       `link` is set, and the queue is empty; each thread writes its messages by itself
-    closed          for good; messages are dropped
+    connected       `link` is set, and the queue is empty; each thread writes its messages itself
+    closed          permanently; messages are dropped
 
-`link` is set by the same step that finds the queue empty, so no message overtakes an earlier one of its thread.
+The thread that connects sets `link` in the same step in which it finds the queue empty. No message therefore overtakes
+an earlier one of the same thread.
 """
 
 from __future__ import annotations
@@ -27,33 +28,33 @@ AnyLink = Link | LoopEnd
 
 
 class Call(Protocol):
-    """What is needed of a call whose message is sent."""
+    """The part of a call that sending its message needs."""
 
     id: int
-    link: AnyLink | None  # which carries it
+    link: AnyLink | None  # the connection that carries the call
     done: bool
     abandoned: bool  # it ended before its answer came
 
 
 class LinkOwner(Protocol):
-    """The side that sends messages."""
+    """The sender of the messages."""
 
     name: str
 
     def fail(self, calls: Iterable[Any], error: Exception) -> None:
-        """End those of the calls that are in flight."""
+        """Fail the calls that are in flight."""
 
     def link_closed(self, link: AnyLink, reason: PeerError) -> None: ...
 
     def lost(self, reason: PeerError) -> None:
-        """No connection could be made, so messages were dropped."""
+        """Handle a failed connection attempt: messages were dropped."""
 
 
 class LazyLink:
     """Sends messages to one worker."""
 
     def __init__(self, owner: LinkOwner, connect: Callable[[], AnyLink], reactor: Reactor, lock: Any) -> None:
-        """`lock` guards all that is set here; `link` and `closed` are read without it."""
+        """`lock` guards all fields; `link` and `closed` are also read without it."""
         self.link: AnyLink | None = None
         self.closed: PeerError | None = None  # never reset
         self.is_prompt = False  # the last answer came soon: a guess, set by any thread without the lock
@@ -66,19 +67,19 @@ class LazyLink:
         self._queue: list[tuple[Message, Call | None]] = []
 
     def send(self, message: Message, call: Call | None = None, later: bool = False) -> None:
-        """Send a message, of a call or of none, or queue it until there is a connection.
+        """Send a message, with its call if it has one, or queue it until there is a connection.
 
-        With `later` it is left in the outbox, and the reactor sends it soon, together with others.
+        With `later`, leave the message in the outbox: the reactor sends it soon, together with others.
         """
         is_apart = not message.blobs
         while True:
             link = self.link
             if link is not None:
                 if call is not None:
-                    call.link = link  # before it is written: the end of the link from now on fails the call
+                    call.link = link  # set before the write: from now on the end of the link fails the call
                 try:
                     link.send(message, later)
-                except PeerError:  # the link had ended before, so the message goes over the next one
+                except PeerError:  # the link had already ended: send the message over the next one
                     self._forget(link)
                     if _is_obsolete(message, call):
                         return
@@ -86,7 +87,7 @@ class LazyLink:
                 if later and isinstance(link, Link):
                     self._reactor.sent_later(link)
                 return
-            if not is_apart:  # another thread will send it: tensors on an accelerator belong to this thread's stream
+            if not is_apart:  # another thread sends it, but tensors on an accelerator belong to this thread's stream
                 message.blobs = set_apart(list(message.blobs))
                 is_apart = True
             with self._lock:
@@ -102,17 +103,17 @@ class LazyLink:
             return
 
     def read_in_background(self) -> None:
-        """Have the leader read what comes, unless a thread reads the connection already."""
+        """Let the leader read the connection, unless a thread reads it already."""
         if isinstance(link := self.link, Link):
             link.reading.watch()
 
     def link_closed(self, link: AnyLink) -> None:
-        """With the lock held: a connection has ended."""
+        """Handle the end of a connection, with the lock held."""
         if self.link is link:
             self.link = None
 
     def close(self, reason: PeerError, how: str) -> AnyLink | None:
-        """With the lock held: send nothing any more; return the link, which is to be parted from."""
+        """Stop sending, with the lock held. Return the link: the caller must end it."""
         self._how, self.closed = how, reason
         link, self.link = self.link, None
         self._queue = []
@@ -127,7 +128,7 @@ class LazyLink:
     def _start(self) -> None:
         try:
             run_beside("telegrad-connect", self._connect)
-        except (RuntimeError, MemoryError) as error:  # the process has no memory, or no thread left
+        except (RuntimeError, MemoryError) as error:  # the process has no memory or no free thread
             unable = PeerUnreachable(f"worker {self._owner.name!r} was not called: {error}")
             if self._abort((), unable, keeps_notices=True):  # calls may have carried references
                 self._owner.lost(PeerLost(str(unable)))
@@ -143,13 +144,13 @@ class LazyLink:
             return
         if self.closed is not None:
             part(link, self.closed, self._how)
-        elif link.closed is not None:  # its end was told before `link` was set
+        elif link.closed is not None:  # it ended before `link` was set
             self._owner.link_closed(link, link.closed)
         else:
             self.read_in_background()
 
     def _drain(self, link: AnyLink) -> bool:
-        """Send what is queued over a new connection; return False if it ended meanwhile."""
+        """Send the queue over a new connection; return False if the connection ended meanwhile."""
         while batch := self._next_batch(link):
             try:
                 while batch:
@@ -158,7 +159,7 @@ class LazyLink:
                     if call is not None and call.abandoned:
                         link.send(Message(CANCEL, call.id))
                     batch.popleft()
-            except Exception as error:  # it has ended, or there is no memory
+            except Exception as error:  # the connection has ended, or there is no memory
                 link.fail(error)
                 self._abort(batch, link.closed or PeerError("the connection ended"))
                 return False
@@ -178,7 +179,7 @@ class LazyLink:
     def _abort(
         self, unsent: Iterable[tuple[Message, Call | None]], error: Exception, keeps_notices: bool = False
     ) -> bool:
-        """Drop the messages that are queued or unsent, and fail their calls; return True if there were any calls."""
+        """Drop queued and unsent messages and fail their calls; return True if there were any calls."""
         with self._lock:
             waiting = [*unsent, *self._queue]
             self._is_connecting = False
@@ -196,12 +197,12 @@ class LazyLink:
 
 
 def _is_obsolete(message: Message, call: Call | None) -> bool:
-    """Whether a message need not be sent: its call has ended. References in it must arrive all the same."""
+    """Return True if the message need not be sent: its call has ended, and it carries no references."""
     return call is not None and (call.abandoned or call.done) and not message.flags & HAS_REFERENCES
 
 
 def _with_advice(error: Exception) -> Exception:
-    """Return the error of calls that could not be sent; where no worker answered, it names another way to call."""
+    """Return the error of calls that could not be sent; if no worker answered, with advice on another way to call."""
     if type(error) is not PeerUnreachable:
         return error
     kind = PeerStopped if isinstance(error.__cause__, PeerSilent) else PeerUnreachable

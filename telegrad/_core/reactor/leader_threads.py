@@ -1,4 +1,4 @@
-"""The threads of a reactor, of which one leads: it runs the loop; the others run long work or wait for the lead."""
+"""The threads of a reactor. One thread leads and runs the loop; the others run long work or wait to lead."""
 
 from __future__ import annotations
 
@@ -10,36 +10,37 @@ from typing import Any
 from telegrad._core.reactor.scheduler import WorkQueue
 from telegrad._core.threads import Thread, processor_time, program_has_ended
 
-STANDBY = 16  # idle threads that are kept: to make one costs more than most calls
+STANDBY = 16  # idle threads that are kept: creating one costs more than most calls
 
 log = logging.getLogger("telegrad")
 
 
 class Runner:
-    """A thread of the reactor; only it changes its fields, `since` to 0 and `counted` under the lock."""
+    """The state of one thread. Only that thread writes it; it writes `since` = 0 and `counted` under the lock."""
 
     __slots__ = ("began", "counted", "since", "waited", "wakeup")
 
     def __init__(self) -> None:
         self.wakeup = threading.Lock()  # held while the thread waits for the lead; released to wake it
         self.wakeup.acquire()
-        self.began = self.since = 0.0  # when it began its last work, and the one that it runs now
-        self.waited = 0.0  # when the work that it runs first waited for something
-        self.counted: WorkQueue | None = None  # of which it runs a call
+        self.began = self.since = 0.0  # when its last work began, and when the work that it runs now began
+        self.waited = 0.0  # when its current work first waited for something
+        self.counted: WorkQueue | None = None  # the queue of the call that it runs
 
 
 class LeaderThreads:
-    """Hands the lead from thread to thread."""
+    """Passes the lead from thread to thread."""
 
     def __init__(
         self, lock: Any, entered: Callable[[], None], lead: Callable[[Runner], None], ended: Callable[[], None]
     ) -> None:
-        """`entered` is called first on each thread, `lead` when it leads, `ended` by the last one once this is closed.
+        """`entered` is the first function called on each thread; a leading thread calls `lead`; the last thread calls
+        `ended`.
 
-        `lock` guards `leader`, `closed` and all below, and is not held as these are called.
+        `lock` guards `leader`, `closed` and all fields below. It is not held during these calls.
         """
         self.lock = lock
-        self.leader: Runner | None = None  # a thread may ask without the lock whether it leads
+        self.leader: Runner | None = None  # a thread may check without the lock if it leads
         self.closed = False
         self._entered = entered
         self._lead = lead
@@ -57,7 +58,7 @@ class LeaderThreads:
         self._spawn(leader)
 
     def close(self, wake: Callable[[], None]) -> None:
-        """End the threads; `wake` wakes the leader. A thread in code of the user ends when that code does."""
+        """End the threads; `wake` wakes the leader. A thread in user code ends after that code returns."""
         with self.lock:
             self.closed = True
             while self._standby:
@@ -65,23 +66,23 @@ class LeaderThreads:
             threads = list(self._threads.values())
         wake()
         for thread in threads:
-            if thread.is_alive() and thread is not threading.current_thread():  # else it ends as it begins
+            if thread.is_alive() and thread is not threading.current_thread():  # an unstarted thread ends by itself
                 thread.join(0.2)
 
     def here(self) -> Runner | None:
-        """Return this thread's record, if it is one of these."""
+        """Return this thread's record, or None on a foreign thread."""
         return getattr(self.local, "runner", None)
 
     def is_member(self) -> bool:
-        """Return True if this thread is one of these."""
+        """Return True if this is a thread of the reactor."""
         return hasattr(self.local, "runner")
 
     def processor_time(self) -> float | None:
-        """With the lock held, return the time used by the threads that run calls: they cannot end meanwhile."""
+        """Return the processor time of the threads that run calls. Hold the lock, which keeps these threads alive."""
         return processor_time([thread for runner, thread in self._threads.items() if runner.counted is not None])
 
     def hand_over(self, runner: Runner, since: float | None = None) -> None:
-        """Make another thread lead, if `runner` still does (and still runs the work that it began at `since`)."""
+        """Pass the lead to another thread, if `runner` still leads (and still runs the work that it began at `since`)."""
         with self.lock:
             if self.leader is not runner or self.closed or (since is not None and runner.since != since):
                 return
@@ -108,7 +109,7 @@ class LeaderThreads:
             self._threads[runner] = thread
         try:
             thread.start()
-        except (RuntimeError, MemoryError):  # the process has no memory, or no thread left
+        except (RuntimeError, MemoryError):  # the process has no memory or no free thread
             with self.lock:
                 del self._threads[runner]
             raise
@@ -127,7 +128,7 @@ class LeaderThreads:
                 self._ended()
 
     def _wait_for_lead(self, runner: Runner) -> bool:
-        """Return False if the thread shall end instead."""
+        """Wait for the lead; return False if the thread must end instead."""
         with self.lock:
             if self.leader is runner:
                 return True

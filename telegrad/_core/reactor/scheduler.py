@@ -1,15 +1,15 @@
-"""Which work runs next: whose turn it is, and how many calls may run at once. The reactor's lock guards all of it.
+"""Chooses the next work, and limits how many calls run at once. The reactor's lock guards everything here.
 
 Each caller has a queue of works that have not begun. The queues are served in turn, one work each, so a caller that
 sends a thousand calls at once does not delay the one call of another. Rules for slots:
 
 1. At most `count` works of such queues run at once. A work that waits for something releases its slot meanwhile.
-2. A queue that finds no slot waits for one; the queues that wait are served in turn, too.
-3. Where a queue holds several slots, a queue that holds none gets a slot beyond `count` at once. So no caller can take
-   all slots for as long as it likes. With one slot this does not apply: no queue holds several.
-4. Where works wait, and all that run only sleep, one more begins every STALLED_AFTER seconds, at most MOST_LENT in
-   all: those that sleep may wait for the very calls that they keep from running.
-5. A queue that is held up gets no slot, because its caller does not read the answers to the calls that have run.
+2. A queue that finds no slot waits for one; the waiting queues are served in turn, too.
+3. If a queue holds several slots, a queue that holds none gets a slot beyond `count` at once. No caller can therefore
+   hold all slots for long. With one slot the rule does not apply: no queue holds several.
+4. If works wait, and all running works sleep, one more work begins every STALLED_AFTER seconds, at most MOST_LENT in
+   all: the sleeping works may wait for the very calls that they block.
+5. A queue that is held up gets no slot, because its caller does not read the answers to earlier calls.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from collections.abc import Callable
 from typing import Any
 
 STALLED_AFTER = 0.25  # seconds
-ASLEEP_BELOW = 0.01  # share of the time that running calls use a processor
+ASLEEP_BELOW = 0.01  # the threads of running calls sleep if they use less than this share of a processor
 MOST_LENT = 256  # slots
 
 
 class Work:
-    """A function to be run once: `run(argument)`. No NamedTuple, of which one takes twice as long to make."""
+    """A function to run once: `run(argument)`. Not a NamedTuple, which takes twice as long to create."""
 
     __slots__ = ("argument", "is_long", "run", "size")
 
     def __init__(self, run: Callable[[Any], None], argument: Any, is_long: bool = False, size: int = 0) -> None:
-        """The leader hands over the lead before work that `is_long`; `size` are the bytes that it keeps as it waits."""
+        """The leader passes the lead before work that `is_long`; the waiting work holds `size` bytes of memory."""
         self.run = run
         self.argument = argument
         self.is_long = is_long
@@ -37,7 +37,7 @@ class Work:
 
 
 class WorkQueue:
-    """The works of one caller that have not begun. Threads may look at the length and `size` without a lock."""
+    """The works of one caller that have not begun. Threads may read the length and `size` without a lock."""
 
     __slots__ = ("has_slots", "held", "is_held_up", "is_listed", "size", "works")
 
@@ -48,32 +48,32 @@ class WorkQueue:
         self.size = 0  # bytes of the works
         self.held = 0  # slots
         self.is_held_up = False
-        self.is_listed = False  # in one of the scheduler's lists
+        self.is_listed = False  # is in one of the scheduler's lists
 
     def __len__(self) -> int:
         return len(self.works)
 
 
 class Scheduler:
-    """The works that have not begun, and the slots of those that run."""
+    """The works that have not begun, and the slots of running works."""
 
     def __init__(self, count: int) -> None:
-        self.ready: deque[Work | WorkQueue] = deque()  # to be looked at, in turn; works of no queue are short
+        self.ready: deque[Work | WorkQueue] = deque()  # to be served in turn; works without a queue are short
         self.waiting: deque[WorkQueue] = deque()  # for a slot
         self.held_up: set[WorkQueue] = set()
-        self.busy = 0  # slots
+        self.busy = 0  # number of slots in use
         self.count = count
-        self._holders_of_several = 0  # queues
-        self._lent = 0  # slots of `count` that were added by `lend`; each goes with the next call that ends
-        self._ended = 0  # calls, so far
-        self._progress = 0.0, -1, 0.0  # as `lend` last found any: when, _ended, processor time
+        self._holders_of_several = 0  # number of queues
+        self._lent = 0  # slots of `count` that `lend` added; the next call that ends removes one
+        self._ended = 0  # number of calls so far
+        self._progress = 0.0, -1, 0.0  # the last progress that `lend` saw: time, _ended, processor time
 
     def __repr__(self) -> str:
         waiting = sum(map(len, self.waiting.copy()))
         return f"<Scheduler: {self.busy} of {self.count} slots busy, {waiting} works wait for one>"
 
     def add(self, work: Work, queue: WorkQueue | None) -> None:
-        """Add a work to a queue, or one that is short and needs no slot."""
+        """Add a work to a queue, or without one if the work is short and needs no slot."""
         if queue is None:
             self.ready.append(work)
             return
@@ -84,7 +84,7 @@ class Scheduler:
             self.ready.append(queue)
 
     def next(self, queues: deque[Any]) -> tuple[Work | None, WorkQueue | None]:
-        """Take the next work of `ready` or of `waiting`, and the queue that holds a slot for it, if it needs one."""
+        """Take the next work of `ready` or `waiting`; also return the queue that holds its slot, if it needs one."""
         for _ in range(len(queues)):
             queue = queues.popleft()
             if type(queue) is Work:
@@ -100,7 +100,7 @@ class Scheduler:
                 if self.busy >= self.count and (queue.held or not self._holders_of_several):
                     self.waiting.append(queue)
                     continue
-                self.busy += 1  # as `resume`, in place, since this is done for each call
+                self.busy += 1  # `resume`, inlined, since this runs for each call
                 queue.held += 1
                 if queue.held == 2:
                     self._hold_several()
@@ -114,7 +114,7 @@ class Scheduler:
         return None, None
 
     def end(self, queue: WorkQueue, is_over: bool = True) -> None:
-        """Release the slot of a call that has ended, or begins to wait for something; `retry` or `next` must follow."""
+        """Release the slot of a call that has ended or starts to wait; `retry` or `next` must follow."""
         self.busy -= 1
         queue.held -= 1
         if queue.held == 1:
@@ -126,19 +126,19 @@ class Scheduler:
                 self.count -= 1
 
     def resume(self, queue: WorkQueue) -> None:
-        """Give a call that has waited its slot again; there may be more for a while than there are slots."""
+        """Return its slot to a call that has waited; slots in use may exceed the count for a while."""
         self.busy += 1
         queue.held += 1
         if queue.held == 2:
             self._hold_several()
 
     def retry(self) -> None:
-        """Let queues that wait for a slot try again, as many as may get one."""
+        """Let waiting queues try again, as many as may get a slot."""
         most = len(self.waiting) if self._holders_of_several else min(self.count - self.busy, len(self.waiting))
         self.ready.extendleft(reversed([self.waiting.popleft() for _ in range(most)]))
 
     def hold_up(self, queue: WorkQueue, is_held_up: bool) -> None:
-        """Let no further work of a queue begin, or let them begin again."""
+        """Block or unblock a queue: no work of a blocked queue begins."""
         queue.is_held_up = is_held_up
         if is_held_up and queue in self.waiting:
             self.waiting.remove(queue)
@@ -148,7 +148,7 @@ class Scheduler:
             self.ready.append(queue)
 
     def drop(self, queue: WorkQueue, unwanted: set[int]) -> list[Work]:
-        """Remove the works with these ids (of `id`) from a queue; return those that were there."""
+        """Remove the works with these ids (of `id`) from a queue and return them."""
         dropped = [work for work in queue.works if id(work) in unwanted]
         queue.works = deque(work for work in queue.works if id(work) not in unwanted)
         queue.size -= sum(work.size for work in dropped)
@@ -158,16 +158,16 @@ class Scheduler:
         return dropped
 
     def clear(self) -> list[Work]:
-        """Forget all that has not begun; return the works that need no slot and are in no queue."""
+        """Drop everything that has not begun; return the works that have no queue and need no slot."""
         works = [each for each in self.ready if isinstance(each, Work)]
         for queues in (self.ready, self.waiting, self.held_up):
             queues.clear()
         return works
 
     def lend(self, now: float, used: float | None) -> bool:
-        """Add a slot if all running calls sleep in waits that this package does not see (rule 4); return True if so.
+        """Add a slot if all running calls sleep in waits unknown to this package (rule 4); return True if so.
 
-        `used` is the processor time of the threads that run them, where it is known.
+        `used` is the processor time of the threads that run them, or None if unknown.
         """
         since, ended_then, used_then = self._progress
         if used is None or self._ended != ended_then or used - used_then > ASLEEP_BELOW * (now - since):

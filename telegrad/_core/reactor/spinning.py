@@ -1,4 +1,4 @@
-"""How long a thread looks again before it sleeps."""
+"""The duration of a busy wait before a thread sleeps."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import os
 from time import perf_counter
 
 SPIN = 250e-6  # seconds
-SOON = 400e-6  # worth it only where the last wait was shorter than this
-DISTURBED = 50e-6  # where one look takes as long, another thread has the interpreter
+SOON = 400e-6  # busy waiting pays off only if the last wait was shorter
+DISTURBED = 50e-6  # a loop that takes this long shows that another thread has the interpreter
 
 _yield = getattr(os, "sched_yield", lambda: None)
 
 
 class Spin:
-    """Busy-wait before sleeping, because waking a thread that sleeps costs as much as the wait."""
+    """Busy-wait before sleeping, because waking a sleeping thread costs as much as the wait."""
 
     __slots__ = ("_gives_way", "_last", "_until")
 
@@ -24,7 +24,7 @@ class Spin:
         self._gives_way = gives_way
 
     def again(self) -> bool:
-        """Let other threads use the processor; return True to look again at once, False to sleep."""
+        """Yield the processor to other threads; return True to poll again, False to sleep."""
         before, now = self._last, perf_counter()
         if now > self._until or (self._gives_way and now - before > DISTURBED):
             return False

@@ -1,4 +1,4 @@
-"""The thread of a worker that knows the time: it watches the leader, and ends calls that have run out of time."""
+"""The timer thread of a worker: it watches the leader, and ends calls that have timed out."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from telegrad._core.threads import Thread
 
 WATCH_EVERY = 5e-3
 LONGEST_PAUSE = 1.0  # between ticks
-QUIET_AFTER = 40  # looks without new work, then the watch sleeps
+QUIET_AFTER = 40  # calls of `watch` without new work until the thread stops watching
 
 log = logging.getLogger("telegrad")
 
 
 class TimerThread:
-    """Calls `tick(now)` when the time comes that it last returned, and `watch(now)` every 5 ms while works run."""
+    """Calls `tick(now)` when its last result is due, and `watch(now)` every 5 ms while works run."""
 
     def __init__(self, tick: Callable[[float], float]) -> None:
         self._tick = tick
@@ -31,17 +31,17 @@ class TimerThread:
         self._thread: threading.Thread | None = None
 
     def start(self, watch: Callable[[float], float]) -> None:
-        """`watch` returns a time that is another one where anything has happened since its last call."""
+        """Start the thread; `watch` returns a value that changes if anything has happened since its last call."""
         self._thread = Thread(target=self._main, args=(watch,), name="telegrad-clock")
         self._thread.start()
 
     def wake(self) -> None:
         """Call `watch` now, and then regularly."""
-        with contextlib.suppress(RuntimeError):  # awake already
+        with contextlib.suppress(RuntimeError):  # already awake
             self._alarm.release()
 
     def wake_by(self, when: float, rough: bool = False) -> None:
-        """Have `tick` called at `when` at the latest; if `rough`, milliseconds later where that saves a wake-up."""
+        """Call `tick` at `when` at the latest; if `rough`, up to milliseconds later, which can save a wake-up."""
         if when < self._due:
             with self._lock:
                 self._due = min(self._due, when)
@@ -58,7 +58,7 @@ class TimerThread:
         while not self._closed:
             try:
                 self._run(watch)
-            except MemoryError:  # this thread must go on: it ends what waits in vain
+            except MemoryError:  # this thread must survive: it ends calls that would wait forever
                 sleep(WATCH_EVERY)
 
     def _run(self, watch: Callable[[float], float]) -> None:
@@ -67,7 +67,7 @@ class TimerThread:
             now = monotonic()
             if now >= self._due:
                 with self._lock:
-                    self._due = now + LONGEST_PAUSE  # so that `wake_by` can bring it forward while the tick runs
+                    self._due = now + LONGEST_PAUSE  # lets `wake_by` set an earlier time while the tick runs
                 try:
                     upcoming = self._tick(now)
                 except Exception:
