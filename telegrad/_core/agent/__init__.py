@@ -1,1 +1,1 @@
-"""Remote calls: made and answered by the agent of a worker, over the connections that it keeps."""
+"""The agent of a worker: makes and serves remote calls over its connections."""

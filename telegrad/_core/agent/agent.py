@@ -1,7 +1,7 @@
-"""One worker: what it offers to the layers above, put together from the parts of this layer.
+"""The agent of one worker: the interface that this layer offers to the layers above.
 
-An agent is an object; several can live in one process. It listens from the start, then joins a group (it knows the
-others and can be called), and is closed in the end.
+Several agents can exist in one process. An agent listens from its creation on. `join` makes it a member of a group: it
+then knows the other workers and accepts calls. `close` ends it.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ BUSY_TICK = 0.02
 
 
 class Agent:
-    """A worker's calls to others, and its service to their calls."""
+    """Makes the calls of a worker, and serves the calls of other workers."""
 
     def __init__(self, name: str, settings: Settings, address: str, entered: Callable[[Agent], None]) -> None:
-        """Listen, on a Unix socket where hosts have them and on a free TCP port of `address`.
+        """Listen on a Unix socket, where the host supports them, and on a free TCP port of `address`.
 
         `entered` is called with this agent first on each thread that will run user code.
         """
@@ -62,8 +62,8 @@ class Agent:
         self.timeout = settings.timeout
         self.incarnation = secrets.token_hex(8)
         self.program = program()
-        self.ticking: list[Callable[[float], float]] = []  # called now and then; each tells when it wants to be next
-        self.busy: list[Callable[[], bool]] = []  # whether a layer above has calls that are not made now
+        self.ticking: list[Callable[[float], float]] = []  # called periodically; each returns the time of its next call
+        self.busy: list[Callable[[], bool]] = []  # each returns True if its layer has calls that are not yet sent
         self.layers = Layers()
         self.layers.tells_times = name if settings.pass_deadlines else ""
         self.streams = Streams(may_lie_on)
@@ -71,7 +71,7 @@ class Agent:
         self._timer = TimerThread(self._tick)
 
         def enter() -> None:
-            torch.get_num_threads()  # else torch uses as many as there are cores here, whatever set_num_threads said
+            torch.get_num_threads()  # otherwise torch ignores set_num_threads and uses one thread per core
             entered(self)
 
         self._reactor = Reactor(settings.threads, settings.most_calls, enter, self._timer)
@@ -88,25 +88,25 @@ class Agent:
             self._complete,
             self._timer.wake_by,
         )
-        self.memory = self._connections.memory  # which workers of this host have in common
+        self.memory = self._connections.memory  # shared with other workers of this host
         self._fanout = Fanout(self._connections, self._reactor, self.layers)
-        self.lost = self._connections.lost  # called when a connection to a worker ended
+        self.lost = self._connections.lost  # callbacks for the end of a connection
         self._timer.start(lambda now: self._reactor.watch(now))
         self._reactor.start()
 
     def __repr__(self) -> str:
         return f"<Agent {self.name!r}{', closed' * self.closed}: {self._connections!r}; {self._reactor!r}>"
 
-    # Life
+    # Lifecycle
 
     def describe(self, id_: int, host: str) -> Member:
-        """What others must know to reach this worker."""
+        """Return the data that other workers need to reach this worker."""
         listener = self._connections.listener
         reached = listener.unix, listener.tcp
         return Member(self.name, id_, self.incarnation, self.program, host, *reached, self.settings.devices)
 
     def join(self, me: Member, keys: Keyring, directory: Directory, used: Iterable[int] = ()) -> None:
-        """Take part in a group: from now on calls are accepted, which may touch the accelerators that are `used`."""
+        """Join a group and accept calls from now on. Calls may use the accelerators in `used`."""
         self.name = me.name
         self._server.name_is(me.name)
         for index in used:
@@ -115,7 +115,7 @@ class Agent:
 
     @uninterrupted
     def close(self, reason: PeerError | None = None, how: str = "") -> None:
-        """Leave: calls in flight fail, here and at those who called; `how` is for these, where it is not in order."""
+        """Leave the group. Calls in flight fail, here and at their callers. `how` tells those of an irregular end."""
         reason = reason or ShutDown(f"worker {self.name!r} shut down")
         if not self._connections.begin_close(reason):
             return
@@ -130,13 +130,13 @@ class Agent:
         self._connections.release_memory()
 
     def abandon(self) -> None:
-        """In a forked child: give back the descriptors, so that their other ends hear of the parent's death."""
+        """In a forked child: close the descriptors, since only then the other ends notice the parent's death."""
         self._connections.abandon()
         self._reactor.poller.abandon()
 
     @property
     def me(self) -> Member:
-        """What others know of this worker, once it has joined a group."""
+        """This worker's member record, once it has joined a group."""
         return self._connections.joined.me
 
     @property
@@ -145,31 +145,31 @@ class Agent:
 
     @property
     def idle(self) -> bool:
-        """Whether no call of this worker is in flight, and none runs here."""
+        """Return True if no call of this worker is in flight or runs here."""
         return self._server.idle and not self._connections.outstanding and not any(busy() for busy in self.busy)
 
     @property
     def stands_for(self) -> float:
-        """For how many seconds no thread of this worker has looked at its connections, though some should have."""
+        """Seconds for which no thread has polled the connections, although one should have."""
         return self._reactor.stands_for(perf_counter())
 
     def serves_here(self) -> bool:
-        """Whether this thread runs what others called, or callbacks of what this worker called."""
+        """Return True if this thread runs calls of other workers, or callbacks of this worker's calls."""
         return self._reactor.on_worker() or self._server.on_loop()
 
     @property
     def served(self) -> int:
-        """About how many calls of others have begun to run here."""
+        """Approximate number of calls that have started to run here."""
         return self._server.served
 
     @property
     def keys(self) -> Keyring:
-        """The keys of its group."""
+        """The keys of the group."""
         return self._connections.joined.keys
 
     @property
     def started(self) -> int:
-        """How many calls this worker has begun."""
+        """The number of calls that this worker has begun."""
         return self._connections.begun
 
     # Calls
@@ -183,9 +183,9 @@ class Agent:
         timeout: float = DEFAULT,
         asked: Any = None,
     ) -> Any:
-        """Run `function(*args, **kwargs)` on another worker and wait for its value.
+        """Run `function(*args, **kwargs)` on another worker, wait, and return its value.
 
-        `asked` is what the user has called, where that is not `function`: `naming.user_name` knows its name.
+        `asked` is what the user called, if not `function`; `call_names.user_name` knows its name.
         """
         peer = self._connections.peer(to)
         limit = self.timeout if timeout is DEFAULT else limit_of(timeout, self.timeout)
@@ -214,7 +214,7 @@ class Agent:
         keeps: Any = None,
         asked: Any = None,
     ) -> Future[Any]:
-        """Run `function(*args, **kwargs)` on another worker; a future of its value. `keeps` lives until it is done."""
+        """Run `function(*args, **kwargs)` on another worker; return a future. `keeps` lives until it is done."""
         future: Future[Any] = Future()
         self.call_for(future, to, function, args, kwargs, timeout, keeps, asked=asked)
         return future
@@ -231,12 +231,12 @@ class Agent:
         creation: Any = None,
         asked: Any = None,
     ) -> None:
-        """As `call_async`, but `outcome` is told. After one that is quick `expect` must follow.
+        """As `call_async`, but complete `outcome`. If `outcome.quick`, a call of `expect` must follow.
 
-        With a `creation`, which the layer of references understands, the value stays there.
+        With a `creation` (see the reference layer), the value stays on the callee.
         """
         peer = self._connections.peer(to)
-        if peer.is_full and not self._reactor.on_worker():  # a thread that serves a call goes on: others wait for it
+        if peer.is_full and not self._reactor.on_worker():  # a thread that serves a call must not block
             peer.wait_for_capacity()
         limit = self.timeout if timeout is DEFAULT else limit_of(timeout, self.timeout)
         pending = PendingCall(peer, function if asked is None else asked, limit, outcome, keeps)
@@ -259,24 +259,24 @@ class Agent:
         timeout: float = DEFAULT,
         asked: Any = None,
     ) -> None:
-        """As `call_for` to each of many workers, with one encoding for all: see `fanout`.
+        """Call each of many workers as `call_for` does, and encode the arguments once (see `fanout`).
 
-        Raises what fails for all, before anything is sent; what fails for one is told to its outcome.
+        Raise errors that affect all calls before anything is sent; report errors of single calls to their outcomes.
         """
         limit = self.timeout if timeout is DEFAULT else limit_of(timeout, self.timeout)
         self._fanout.call(calls, function, args, kwargs, limit, asked, self.program)
 
     def give_back(self, to: str) -> None:
-        """Tell a worker at once which of the memory that it has lent is free; else that goes with what is said next."""
+        """Notify a worker now of free memory that it has lent, instead of with the next message."""
         for link in self._connections.accepted_from((to,)):
             link.release()
 
     def expect(self, to: str | int) -> None:
-        """Have the answers of a worker read as they come, if nobody does."""
+        """Let the reactor read the answers of a worker, unless a thread reads them already."""
         self._connections.peer(to).connection.read_in_background()
 
     def _complete(self, pending: PendingCall) -> None:
-        """Tell the outcome of a call, and so whoever has callbacks there."""
+        """Complete the outcome of a call, which runs its callbacks."""
         outcome = pending.outcome
         assert outcome is not None
         outcome.call = pending.outcome = pending.keep_alive = None
@@ -289,7 +289,7 @@ class Agent:
     def _tell(self, outcome: Outcome, pending: PendingCall) -> None:
         try:
             value = self._open(pending)
-        except BaseException as error:  # of code of the user that opens the value, too: who waits must not wait on
+        except BaseException as error:  # also of user code that unpickles the value: the waiting thread must wake up
             outcome.about = f"{user_name(pending.label)} on worker {pending.peer.name!r}"
             outcome.set_exception(error.with_traceback(None))
             if not isinstance(error, Exception):
@@ -300,7 +300,7 @@ class Agent:
     def _message(
         self, peer: Peer, pending: PendingCall, function: Any, args: Any, kwargs: Any, creation: Any = None
     ) -> Message:
-        """Return the message of a call, whose weight is known then."""
+        """Return the message of a call, and set the call's weight."""
         name, arguments = encoded(function, args, kwargs, peer.member.program == self.program != "")
         body, tensors, references, buffers = arguments
         message = Message(CALL, 0, 0, name)
@@ -314,7 +314,7 @@ class Agent:
         return message
 
     def _open(self, pending: PendingCall) -> Any:
-        """The value of a call that is done, or its error raised."""
+        """Return the value of a call that is done, or raise its error."""
         if pending.error is not None:
             raise fresh(pending.error)
         if pending.underway is not None:
@@ -328,22 +328,22 @@ class Agent:
         return decode(answer.body, tensors, attachments.references if attachments is not None else ())
 
     def wrap_calls(self, wrap: Callable[[Callable[..., Any]], Callable[..., Any]] | None) -> None:
-        """Have `wrap(function)` run in place of each function that others call; None ends it."""
+        """Run `wrap(function)` instead of each function that others call; None removes the wrapper."""
         self._server.wrap = wrap
 
     def keep_door(self, doorkeeper: Doorkeeper) -> Server:
-        """Have `doorkeeper` say when calls run whose order counts; what runs them."""
+        """Let `doorkeeper` decide when ordered calls run; return the server, which runs them."""
         self._server.doorkeeper = doorkeeper
         return self._server
 
     def run_at_once(self, function: Callable[..., Any]) -> None:
-        """Let calls of a function of this package, which never waits, need no slot."""
+        """Run calls of a function of this package, which never waits, without a slot."""
         self._server.at_once.add((name_of(function, True) or "").encode())
 
     def run(self, act: Callable[[Any], None], argument: Any, short: bool, by_who_waits: bool = False) -> None:
-        """Have `act(argument)`, which may be user code, run on a thread for that, as a call would.
+        """Run `act(argument)`, possibly user code, on a reactor thread, with a slot as for a call.
 
-        With `by_who_waits`, it follows from a message, and a thread that waits for such may do it.
+        With `by_who_waits`, a thread that waits for messages, and has read the one behind this, may run it.
         """
         work = Work(act, argument, is_long=not short)
         if by_who_waits:
@@ -352,17 +352,17 @@ class Agent:
             self._reactor.submit(work, self._reactor.calls)
 
     def wake_at(self, when: float, rough: bool = False) -> None:
-        """Have those in `ticking` called at that time, or if `rough` some milliseconds later, at no cost."""
+        """Call the functions in `ticking` at that time. With `rough`, a delay of milliseconds may save a wake-up."""
         self._timer.wake_by(when, rough)
 
     def later(self, act: Callable[[Any], None], argument: Any, queue: WorkQueue | None = None) -> None:
-        """Have `act(argument)` run soon, or in a queue's turn, by a thread for anybody's code, even if this closes."""
+        """Run `act(argument)` soon, or in a queue's turn, on a reactor thread, even if the agent closes."""
         self._reactor.submit(Work(act, argument), queue)
 
     def wait_for(self, future: Future[Any] | Signal, timeout: float = -1, senders: Iterable[str] = ()) -> bool:
-        """Wait until `future` is done; whether it is. A thread of the reactor lets others run calls meanwhile.
+        """Wait until `future` is done; return True if it is. A reactor thread releases its slot meanwhile.
 
-        Where messages of certain workers will complete it, this thread can see to them itself.
+        If messages of the workers `senders` will complete the future, this thread may handle them itself.
         """
         with self._reactor.waiting() if self._reactor.on_worker() else nullcontext():
             links = self._connections.accepted_from(senders)
@@ -371,51 +371,51 @@ class Agent:
             return wait_for(future, timeout)
 
     def waiting(self) -> AbstractContextManager[None]:
-        """Inside, this thread waits, and does not count as one that runs a call."""
+        """Return a context manager: in its block this thread waits and does not count as one that runs a call."""
         return self._reactor.waiting()
 
     def handle_notices(self, timeout: float) -> bool:
-        """Wait until the control messages that have come so far have been handled; False where the time was over."""
+        """Wait until all control messages that have arrived so far are handled; return False on a timeout."""
         return self._server.handle_notices(timeout)
 
     # The group
 
     def find(self, to: str | int) -> Member:
-        """The member of that name or rank."""
+        """Return the member of that name or rank."""
         return self._connections.joined.directory.find(to)
 
     def warn_lost(self, who: Identity, why: str) -> None:
-        """Say that a worker was lost, unless that was said before."""
+        """Log the loss of a worker, unless it was logged before."""
         self._connections.warn_lost(who, why)
 
     def forget_names(self, but: Collection[str]) -> None:
-        """Look up again who goes by which name, but for those of these incarnations."""
+        """Forget which worker has which name, except for workers of these incarnations."""
         self._connections.forget_names(but)
 
     def cut(self, who: Identity, reason: PeerError) -> None:
-        """End the connections with a worker that is out of the group, and accept none from it any more."""
+        """End the connections with a worker that is out of the group, and accept no new ones from it."""
         self._connections.cut(who, reason)
 
     def identify(self, to: str | int | Identity) -> Identity:
-        """Who has that name or rank; looked up once only."""
+        """Return the worker of that name or rank, which is looked up only once."""
         return self._connections.peer(to).identity
 
     def is_connected(self, to: Identity) -> bool:
-        """Whether there is a connection from here to a worker."""
+        """Return True if this worker has a connection to that one."""
         return self._connections.peer(to).link is not None
 
     def shares_program(self, to: str) -> bool:
-        """Whether that worker runs the same main program."""
+        """Return True if that worker runs the same main program."""
         return self._connections.peer(to).member.program == self.program != ""
 
     def maps_devices_to(self, name: str) -> bool:
-        """Whether this worker has a device map to that one."""
+        """Return True if this worker has a device map for that one."""
         return bool(self.settings.devices.maps.get(name))
 
     # Control messages of the layers above
 
     def on(self, message: type, handler: Callable[[Identity, Any], None]) -> None:
-        """Have `handler(sender, message)` called for every control message of that class, a `NamedTuple`."""
+        """Call `handler(sender, message)` for every control message of that class, a `NamedTuple`."""
         self._handlers.add(message, handler)
 
     def notify(
@@ -428,11 +428,11 @@ class Agent:
         patient: bool = False,
         as_arguments: bool = False,
     ) -> None:
-        """Send a control message, where an incarnation is given to no other; if it fails, those in `lost` are told.
+        """Send a control message, if an incarnation is given only to that one. On failure, the callbacks in `lost` run.
 
-        It is made of plain things; `tensors` arrive in its last field, recorded in the `context`, if any.
-        A patient one leaves with the next message that goes there, or within a moment, and is taken in after it.
-        Tensors on accelerators go where gradients do, or `as_arguments` do.
+        The message consists of plain values; `tensors` arrive in its last field, recorded in the `context`, if any. A
+        `patient` message leaves with the next message to that worker, or soon, and is handled after it. Tensors on
+        accelerators go to the devices of gradients, or with `as_arguments` to those of arguments.
         """
         peer = self._connections.of_life(to, incarnation)
         peer.notify(notice_to(peer, message, tensors, context, patient, as_arguments), patient)

@@ -1,4 +1,4 @@
-"""Answers to calls that have come: made of a value or an error, and sent."""
+"""Creates and sends responses to calls, from a value or an error."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from telegrad.errors import CallCancelled, CannotEncode, LimitReached, PeerError
 
 _NOTHING = encode(None, False)
 
-SMALL = 1 << 14  # bytes of an answer that may wait for others to leave with it
+SMALL = 1 << 14  # bytes; smaller answers may wait and leave together
 
 log = logging.getLogger("telegrad")
 
 
 class Answers:
-    """What the worker `name` answers."""
+    """Sends the responses of the worker `name`."""
 
     def __init__(
         self,
@@ -45,26 +45,26 @@ class Answers:
         streams: Streams,
         undelivered: Callable[[Identity, PeerError], None],
     ) -> None:
-        """`undelivered` is told where an answer that carries something finds no connection any more."""
+        """`undelivered` is called if an answer with references finds its connection closed."""
         self.name = name
         self._reactor = reactor
         self._layers = layers
         self._streams = streams
         self._undelivered = undelivered
-        self._refusal = "", b""  # the text of the last refusal, and its description: many in a row are the same
-        self.sent_memory: Callable[[Caller, Link | LoopEnd], None] = lambda *_: None  # called after each such answer
+        self._refusal = "", b""  # text and encoding of the last refusal: many in a row are equal
+        self.sent_memory: Callable[[Caller, Link | LoopEnd], None] = lambda *_: None  # called after answers with memory
 
     def made_of(self, call: Incoming, result: Any, function: Any) -> Message:
-        """The answer of a function that has returned; where its value cannot be sent, an error."""
+        """Return the response for a function's result; if the result cannot be sent, the response is an error."""
         if self._streams.used:
-            self._streams.publish()  # whoever hears of the end may go on with what the function has left here
+            self._streams.publish()  # code that learns of the end may use device results of the function
         caller, asked = call.caller, call.message
         destination = call.attachments.destination if call.attachments is not None else None
         if destination is not None:
             destination.fulfil(result)
             return Message(RESULT, asked.id, HAS_REFERENCES, body=append(_NOTHING.body, destination.receipt()))
         if call.cancelled:
-            return Message(RESULT, asked.id)  # nobody takes it
+            return Message(RESULT, asked.id)  # the caller ignores it
         flags = 0
         try:
             if result is None:
@@ -72,7 +72,7 @@ class Answers:
             elif call.context is None or type(result) is Tensor or asked.flags & NO_GRAD:
                 encoded = encode(result, caller.same_program)
             else:
-                with call.context.entered():  # where tensors that lose their history on the way are refused
+                with call.context.entered():  # refuses tensors that would lose their history on the way
                     encoded = encode(result, caller.same_program)
             body, tensors, references, buffers = encoded
             meta, blobs = pack(tensors, caller.place, buffers) if tensors else (b"", [])
@@ -93,7 +93,7 @@ class Answers:
         return Message(RESULT, asked.id, flags, b"", meta, body, _handed_over(blobs) if blobs else ())
 
     def fail(self, call: Incoming, error: BaseException, name: str) -> None:
-        """Answer with an error; `name` is that of the function, or empty where it was not even found."""
+        """Send an error as the response; `name` is that of the function, or empty if the function was not found."""
         error = readable(error)
         if call.cancelled:
             if call.destination is None:
@@ -107,7 +107,7 @@ class Answers:
         self.send(call, self._failure(call, describe(error, self.name, name)))
 
     def refuse(self, error: LimitReached, call: Incoming) -> None:
-        """Answer a call that shall not run; without a line in the log, since there may be many."""
+        """Respond to a call that must not run. Do not log this, since there may be many."""
         text, body = self._refusal
         if text != str(error):
             body = describe(error, self.name)
@@ -115,7 +115,7 @@ class Answers:
         self.send(call, self._failure(call, body))
 
     def _failure(self, call: Incoming, body: bytes) -> Message:
-        """Return the answer of a call that has failed; `body` describes the error."""
+        """Return the response of a failed call; `body` describes the error."""
         flags = 0
         if call.destination is not None:
             call.destination.fail(body)
@@ -124,25 +124,25 @@ class Answers:
 
     def _note_failure(self, call: Incoming, error: BaseException, name: str) -> None:
         if isinstance(error, LimitReached) or told_before(error, self.name):
-            return  # there may be many, as in `refuse`; or it was raised here by an earlier call, which has noted it
+            return  # refusals may be many; the other errors were raised here by an earlier call, which logged them
         if isinstance(error, ShutDown) and isinstance(call.link.closed, ShutDown):
-            return  # the call has failed since this worker, or the caller, has left
+            return  # the call failed since this worker or the caller has left
         log.warning(
             "telegrad: worker %r: %s, called by worker %r, raised %s: %s",
             *(self.name, name or "a call", call.caller.name, type(error).__name__, first_line(error)),
         )
 
     def send(self, call: Incoming, answer: Message) -> None:
-        """End a call. If it is cancelled, its answer is sent only for what that carries."""
+        """Send the response and end the call. A cancelled call gets a response only if that carries references."""
         if not call.cancelled or answer.flags & HAS_REFERENCES:
             link, queue = call.link, call.caller.queue
-            later = False  # as long as there is nothing to send it with, or nothing is gained by that
+            later = False  # stays False if there is nothing to send it with, or no gain
             if queue.works and len(answer.body) < SMALL:
                 later = self._reactor.batches()
             try:
-                if not link.send(answer, later):  # else nothing waits
+                if not link.send(answer, later):  # otherwise nothing waits
                     self._look_at_outbox(call, answer, later)
-            except PeerError as error:  # the caller has gone: nobody waits for the answer
+            except PeerError as error:  # the caller has gone
                 if answer.flags & HAS_REFERENCES:
                     self._undelivered(call.caller.identity, error)
             except Exception as error:
@@ -151,7 +151,7 @@ class Answers:
         del call.caller.calls[answer.id]
 
     def _look_at_outbox(self, call: Incoming, answer: Message, later: bool) -> None:
-        """After a message was not sent as a whole: see that the rest leaves, and that not too much waits."""
+        """Have the rest of an incompletely sent message sent, and limit the amount of unsent data."""
         link, queue = call.link, call.caller.queue
         if later and isinstance(link, Link):
             self._reactor.sent_later(link)
@@ -163,14 +163,14 @@ class Answers:
 
 
 def _handed_over(blobs: list[Blob]) -> Iterator[Blob]:
-    """One by one, and held here no longer: what lies in a lent block frees it as soon as it is copied."""
+    """Yield the blobs one by one and drop each reference: a copied blob frees its lent block immediately."""
     blobs.reverse()
     while blobs:
         yield blobs.pop()
 
 
 def its_future(function: Any, result: Any) -> Any:
-    """The future that a function marked with async_execution returned, or the error that it is none."""
+    """Return the future that an async_execution function returned, or an error if it returned something else."""
     if isinstance(result, torch._C.Future):
         return result
     name = getattr(function, "__qualname__", repr(function))
@@ -184,7 +184,7 @@ def its_future(function: Any, result: Any) -> Any:
 
 
 def _is_end(error: BaseException) -> bool:
-    """Whether an error is what a cancelled function ends with."""
+    """Return True if an error is the normal end of a cancelled function."""
     return isinstance(error, CallCancelled | CancelledError)
 
 

@@ -1,23 +1,23 @@
-"""What of each caller waits here: how much that may be, and what becomes of a caller that sends more.
+"""Limits the waiting work of each caller, by back-pressure on its connection.
 
-A caller limits itself to 32,768 calls in flight, unless it makes them while it serves others. The limits here stand
-above that, and hold for any caller, so that a well-behaved program meets none of them:
+A caller limits itself to 32,768 calls in flight, except for calls that it makes while it serves others. The limits here
+are higher and hold for any caller, so a well-behaved program never meets them:
 
-1. Where `most_calls` of its calls are not answered, or `most_bytes` of what it sent have not begun, its connection is
-   not read. What it sends further waits at its end, so it is slowed down and meets no error.
-2. Where AHEAD of its calls have not begun, its connection is not read until half of them have, or for READ_ON seconds.
-   Quick calls end sooner than that, so few of them wait here at a time. Else tens of thousands would come and go again
-   and again, and each time the garbage collector would visit all objects of the process (0.1 s), while the other
-   callers wait. Calls that are slow are read as soon as they come: AHEAD more of them after each READ_ON.
-3. Its connection may bring what those calls wait for: a CANCEL, a control message, a call that opens a gate. So where
-   nothing of it has begun or ended for STALLED_AFTER seconds, one read is made. Meanwhile it is sent a PULSE at each
-   look, since it may ask in vain for a sign of life.
-4. Where MOST_UNREAD bytes were sent to a caller since it had last read all, no further call of it begins until it has.
-   The connection cannot tell by itself: memory that is lent leaves at once, in a frame of a few bytes.
-5. Twice `most_calls` can so come together in minutes in which nothing ends. Further calls are refused.
+1. If `most_calls` calls of a caller are unanswered, or `most_bytes` of its data have not begun, its connection is not
+   read. Its further messages wait on its side, which slows it down without an error.
+2. If AHEAD of its calls have not begun, its connection is not read until half of them have, or for READ_ON seconds.
+   Quick calls end sooner than that, so few of them wait here at a time. Otherwise tens of thousands of calls would be
+   created and freed repeatedly. Each time the garbage collector would visit all objects of the process (0.1 s), while
+   the other callers wait. Slow calls are read as they come: AHEAD more of them after each READ_ON.
+3. The connection may bring what the waiting calls need: a CANCEL, a control message, a call that opens a gate. So if
+   none of its calls has begun or ended for STALLED_AFTER seconds, the connection is read once. At each check the caller
+   also gets a PULSE, since its own requests for a sign of life are not read.
+4. If MOST_UNREAD bytes were sent to a caller since it had last read everything, no further call of it begins until it
+   has. The connection alone cannot show this: lent memory leaves at once, as a frame of a few bytes.
+5. Through rule 3, twice `most_calls` can accumulate in minutes in which nothing ends. Further calls are refused.
 
-Only connections over which others call are read slowly. Answers to calls of this worker come over others, so two
-workers that call each other cannot wait for each other here.
+Only connections over which other workers call are read slowly. Answers to this worker's calls arrive over other
+connections, so two workers that call each other cannot deadlock here.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from telegrad._core.transport.loopback import LoopEnd
 from telegrad._core.wire.messages import PULSE, Message
 from telegrad.errors import LimitReached, PeerError
 
-AHEAD = 64  # calls of one caller that are read before it is seen how long they take
-READ_ON = 0.05  # seconds: that many quick calls take 10 to 30 ms
-FEW = 16  # calls, or messages, that are not worth a closer look
+AHEAD = 64  # calls of one caller that are read before their duration is known
+READ_ON = 0.05  # seconds: AHEAD quick calls take 10 to 30 ms
+FEW = 16  # number of calls or messages below which no check is made
 MOST_NAMES = 4096
 MOST_UNREAD = 1 << 28  # bytes of answers and of the memory in them
 LOOK_AGAIN = 0.01  # seconds
@@ -52,11 +52,11 @@ class _Stopped:
     def __init__(self, link: Link) -> None:
         self.link = link
         self.since = monotonic()
-        self._seen: tuple[int, ...] = ()  # what of it was here at the last look that found a change
+        self._seen: tuple[int, ...] = ()  # the counts at the last check that found a change
         self._since = 0.0
 
     def stalls(self, has: tuple[int, ...], now: float) -> bool:
-        """Return True if nothing has changed for a while; the next while begins then."""
+        """Return True if nothing has changed for a while, and start the next period."""
         stalled = has == self._seen
         if stalled and now - self._since < STALLED_AFTER:
             return False
@@ -65,23 +65,23 @@ class _Stopped:
 
 
 class Intake:
-    """Slows callers down, and forgets what is not wanted any more."""
+    """Slows callers down, and drops cancelled calls."""
 
     def __init__(
         self, reactor: Reactor, most_calls: int, most_bytes: int, before: Callable[[float, bool], None]
     ) -> None:
-        """`before` has `tick` called at a time at the latest."""
+        """`before` schedules `tick` for a time at the latest."""
         self._before = before
         self._reactor = reactor
         self._most_calls = most_calls
         self._most_bytes = most_bytes
-        # No lock: each use is one operation of a dict, or of a set.
+        # No lock: each use is one operation of a dict or of a set.
         self.stopped: dict[Caller, _Stopped] = {}
         self._unread: dict[Caller, Link] = {}  # held up, since they do not read
-        self.may_drop: set[bytes] = set()  # names of functions that need not run once their calls are cancelled
+        self.may_drop: set[bytes] = set()  # names of functions whose cancelled calls need not run
 
     def excess(self, caller: Caller) -> LimitReached | None:
-        """Return why the latest call of a caller is to be refused, if it is."""
+        """Return the error for the latest call of a caller if it must be refused."""
         most = 2 * self._most_calls
         if len(caller.calls) <= most:
             return None
@@ -91,18 +91,18 @@ class Intake:
         )
 
     def check(self, caller: Caller, link: Link | LoopEnd) -> None:
-        """Stop reading the connection of a caller of which too much waits; after each read of it."""
+        """After each read of a connection: stop reading if too much work of the caller waits."""
         waits = _waiting(caller)
         if waits <= AHEAD // 2:
             caller.slow = 0
         if (waits >= caller.slow + AHEAD or self._has_too_much(caller)) and isinstance(link, Link):
             stopped = self.stopped.setdefault(caller, _Stopped(link))
             link.reading.hold(True)
-            self.look(caller)  # it may have got room meanwhile
+            self.look(caller)  # meanwhile enough work may have begun
             self._before(stopped.since + READ_ON, True)
 
     def look(self, caller: Caller) -> bool:
-        """Read the connection of a caller again if it has room; return True if it has."""
+        """Read the connection of a caller again if its work is below the limits; return True if so."""
         if _waiting(caller) > caller.slow + AHEAD // 2 or self._has_too_much(caller):
             return False
         stopped = self.stopped.pop(caller, None)
@@ -111,7 +111,7 @@ class Intake:
         return True
 
     def tick(self, now: float) -> float:
-        """Look at those whose connections are not read; when to look again."""
+        """Check the connections that are not read; return the time of the next check."""
         upcoming = self._look_at_unread(now)
         for caller, stopped in list(self.stopped.items()):
             if self.look(caller):
@@ -132,7 +132,7 @@ class Intake:
         return upcoming
 
     def sent(self, caller: Caller, link: Link | LoopEnd) -> None:
-        """Hold a caller up that does not read its answers; after each answer with memory."""
+        """After each answer with memory: hold up a caller that does not read its answers."""
         if isinstance(link, Link) and link.sent - caller.read > MOST_UNREAD and not _has_read(caller, link):
             self._reactor.hold_up(caller.queue, True)
             self._unread[caller] = link
@@ -151,23 +151,23 @@ class Intake:
             or caller.queue.size + caller.control.size >= self._most_bytes
         )
 
-    # Calls that are not wanted any more
+    # Cancelled calls
 
     def note(self, name: bytes, must_finish: bool) -> None:
-        """A function was found by its name: whether it must run even if its call is cancelled."""
+        """Record a resolved function: `must_finish` if it must run even after its call was cancelled."""
         if not must_finish:
             if len(self.may_drop) >= MOST_NAMES:
                 self.may_drop.clear()
             self.may_drop.add(name)
 
     def cancelled(self, caller: Caller) -> None:
-        """A call of a caller was cancelled; where that is said of many, forget those that have not begun."""
+        """Count a cancelled call; if many were cancelled, drop those that have not begun."""
         caller.cancelled += 1
         if caller.cancelled > max(FEW, len(caller.queue) // 2):
             self._drop_cancelled(caller)
 
     def lost(self, caller: Caller) -> None:
-        """A caller has gone, and its calls were cancelled."""
+        """Clean up after a caller that has gone; its calls are already cancelled."""
         self.stopped.pop(caller, None)
         self._drop_cancelled(caller)
         if self._unread.pop(caller, None) is not None:
@@ -187,12 +187,12 @@ class Intake:
 
 
 def _waiting(caller: Caller) -> int:
-    """Return how many of its calls, or of its messages and calls to be refused, have not begun."""
+    """Return the number of the caller's calls, or of its control messages and calls to refuse, that have not begun."""
     return max(len(caller.queue.works), len(caller.control.works))
 
 
 def _has_read(caller: Caller, link: Link) -> bool:
-    """Return True if a caller has read all that was sent to it, or will read no more."""
+    """Return True if a caller has read everything sent to it, or will read no more."""
     sent = link.sent
     if link.is_sending or unread(link):
         return False

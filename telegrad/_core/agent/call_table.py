@@ -1,4 +1,4 @@
-"""The calls in flight to one worker: how many and how large they are, and when they run out of time."""
+"""The calls in flight to one worker: their number, size, and deadlines."""
 
 from __future__ import annotations
 
@@ -6,35 +6,35 @@ from collections.abc import Callable
 from math import inf
 from typing import Any, Generic, Protocol, TypeVar
 
-SEARCH_PAUSE = 0.02  # seconds between two searches for calls out of time: one takes 1.6 ms for 32,768 calls
+SEARCH_PAUSE = 0.02  # seconds between two searches for expired calls: one search takes 1.6 ms for 32,768 calls
 
 
 class Call(Protocol):
-    """What the table needs of a call."""
+    """The part of a call that the table needs."""
 
     id: int
     weight: int  # bytes of its tensors
     deadline: float
-    outcome: Any  # None where a thread waits for the call, which then watches its deadline itself
+    outcome: Any  # None if a thread waits for the call, which then checks the deadline itself
 
 
 C = TypeVar("C", bound=Call)
 
 
 class CallTable(Generic[C]):
-    """Guarded by the lock of the peer."""
+    """The calls in flight. The peer's lock guards it."""
 
     def __init__(self, most_calls: int, most_bytes: int) -> None:
         self.in_flight: dict[int, C] = {}
         self.begun = 0  # calls so far; the number of each is its id
-        # A lower bound of the deadlines. To keep them in order would cost each call more than a search costs all.
+        # A lower bound of the deadlines. A sorted structure would cost more for each call than a search costs for all.
         self.next_due = inf
         self._most_calls = most_calls
         self._most_bytes = most_bytes
         self._weight = 0
 
     def add(self, call: C) -> bool:
-        """Give a call its id and put it in flight; return True if its deadline is now the next to look at."""
+        """Give a call its id and put it in flight; return True if its deadline is now the earliest."""
         self.begun += 1
         call.id = self.begun
         self.in_flight[call.id] = call
@@ -45,7 +45,7 @@ class CallTable(Generic[C]):
         return True
 
     def pop(self, id_: int) -> C | None:
-        """Remove a call that has ended; return None if it had been removed before."""
+        """Remove a call that has ended; return None if it was removed before."""
         call = self.in_flight.pop(id_, None)
         if call is not None:
             self._weight -= call.weight
@@ -59,7 +59,7 @@ class CallTable(Generic[C]):
         return found
 
     def pop_expired(self, now: float) -> list[C]:
-        """Remove the calls out of time; set `next_due` to the time of the next search."""
+        """Remove and return the expired calls; set `next_due` to the time of the next search."""
         if now < self.next_due:
             return []
         expired = self.pop_all(lambda call: call.outcome is not None and call.deadline <= now)
@@ -69,7 +69,7 @@ class CallTable(Generic[C]):
 
     @property
     def is_full(self) -> bool:
-        """Whether so much is in flight that no call should be added."""
+        """Return True if too much is in flight to add a call."""
         return len(self.in_flight) >= self._most_calls or self._weight >= self._most_bytes
 
     def __repr__(self) -> str:

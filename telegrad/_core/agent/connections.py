@@ -1,4 +1,4 @@
-"""The connections of one worker: those it makes to call others, and those that others made to call it."""
+"""The connections of one worker: outgoing ones for its calls, and accepted ones for calls of other workers."""
 
 from __future__ import annotations
 
@@ -52,23 +52,23 @@ log = logging.getLogger("telegrad")
 
 
 class Directory(Protocol):
-    """Who is in the group."""
+    """Lists the members of the group."""
 
     def find(self, to: str | int) -> Member: ...
 
 
 class Service(Protocol):
-    """What serves the callers."""
+    """Serves the callers."""
 
     def on_messages(self, caller: Caller, link: AnyLink, messages: Iterable[Message]) -> None:
-        """Something has come."""
+        """Handle messages that have arrived."""
 
     def lost(self, caller: Caller) -> None:
-        """Its connection has ended."""
+        """Handle the end of a caller's connection."""
 
 
 class _Joined(NamedTuple):
-    """A group, as one of its workers sees it."""
+    """The group, as seen by one of its workers."""
 
     me: Member
     keys: Keyring
@@ -77,7 +77,7 @@ class _Joined(NamedTuple):
 
 
 class Connections:
-    """To each other worker one from here, where there are calls, and one to here."""
+    """Up to two connections with each worker: an outgoing one for calls to it, and an accepted one for its calls."""
 
     def __init__(
         self,
@@ -90,10 +90,10 @@ class Connections:
         complete: Callable[[PendingCall], None],
         wake_at: Callable[[float, bool], None],
     ) -> None:
-        """Listen, on a Unix socket where hosts have them and on a free TCP port of `address`.
+        """Listen on a Unix socket, where the host supports them, and on a free TCP port of `address`.
 
-        `service` is for what others send, `complete` is called once for each asynchronous call that has ended,
-        `wake_at` has `tick` called at a time.
+        `service` handles messages from other workers, `complete` is called once for each asynchronous call that has
+        ended, `wake_at` schedules `tick`.
         """
         self.lost: list[Callable[[Identity, PeerError], None]] = []
         self.settings = settings
@@ -106,11 +106,12 @@ class Connections:
         self._heap = Heap()
         self._pool = SharedPool(settings.shared_memory)
         self.staging = Staging(streams)
-        # Guards _peers, _accepted, _warned, `closed`, _left, and that _names is replaced; single looks go without.
+        # Guards _peers, _accepted, _warned, `closed`, _left, and the replacement of _names; single reads do not need
+        # it.
         self._lock = threading.Lock()
         self._peers: dict[str, Peer] = {}  # by incarnation
-        self._accepted: dict[Link, tuple[str, str]] = {}  # and whose connection it is, and which
-        self._cut: dict[str, PeerError] = {}  # incarnations of workers that are out of the group; the newest of them
+        self._accepted: dict[Link, tuple[str, str]] = {}  # each with its worker's incarnation and its connection id
+        self._cut: dict[str, PeerError] = {}  # the most recent incarnations of workers that are out of the group
         self._warned: set[str] = set()  # incarnations of workers whose loss was logged, or that left in order
         self._health = Health(
             settings.silence,
@@ -118,24 +119,24 @@ class Connections:
             lambda link, why: reactor.submit(Work(link.close, why)),
         )
         self.closed = False
-        self._over: PeerError | None = None  # why nobody can be called any more; stored with `closed`
-        self._left: tuple[PeerError, str] | None = None  # and how this worker did, once all connections are ended
+        self._over: PeerError | None = None  # why calls can no longer be made; stored with `closed`
+        self._left: tuple[PeerError, str] | None = None  # why and how this worker left, once its connections have ended
         self._joined: _Joined | None = None  # set once
-        self._names: dict[str | int, Peer] = {}  # found before; `get` and stores go without the lock
+        self._names: dict[str | int, Peer] = {}  # cache of lookups; `get` and stores need no lock
         self.listener = Listener(
             address, settings.tls, settings.transport, settings.silence, reactor.poller, self._accept
         )
         self.memory = CommonMemory(self._pool, bool(self.listener.unix))
 
     def join(self, me: Member, keys: Keyring, directory: Directory) -> None:
-        """From now on connections are accepted."""
+        """Accept connections from now on."""
         claim = Claim(me.name, me.id, me.incarnation, me.program)
         self._joined = _Joined(me, keys, directory, claim)
         self.listener.serve(keys, claim)
 
     @property
     def joined(self) -> _Joined:
-        """The group that this worker is in."""
+        """The group of this worker."""
         assert self._joined is not None, "it has not joined one yet"
         return self._joined
 
@@ -148,18 +149,18 @@ class Connections:
 
     @property
     def outstanding(self) -> bool:
-        """Whether a call to another worker was not answered yet."""
+        """Return True if a call to another worker is unanswered."""
         return any(peer.calls.in_flight for peer in list(self._peers.values()))
 
     @property
     def begun(self) -> int:
-        """How many calls were begun from here."""
+        """The number of calls begun by this worker."""
         return sum(peer.calls.begun for peer in list(self._peers.values()))
 
-    # From here
+    # Outgoing
 
     def peer(self, to: str | int | Identity) -> Peer:
-        """The calling side towards a worker."""
+        """Return the peer for calls to a worker."""
         if isinstance(to, Identity):
             try:
                 return self.of_life(to.name, to.incarnation)
@@ -172,17 +173,17 @@ class Connections:
         return peer
 
     def of_life(self, to: str | int, incarnation: str) -> Peer:
-        """The calling side towards a worker in that life, if one is given.
+        """Return the peer for calls to a worker, of that incarnation if one is given.
 
         Raises:
             UnknownWorker: it has gone.
-            PeerUnreachable: it is connected to here, and in another store of the group for a moment.
+            PeerUnreachable: it has a connection to this worker, but the directory does not list it yet.
         """
         try:
             found = self.peer(to)
             if incarnation in ("", found.identity.incarnation):
                 return found
-            found = self._names[to] = self._peer_of(self.joined.directory.find(to))  # it may be the next of that name
+            found = self._names[to] = self._peer_of(self.joined.directory.find(to))  # perhaps a new worker has the name
             if found.identity.incarnation == incarnation:
                 return found
             raise UnknownWorker(f"the worker named {to!r} is not the one that it was")
@@ -204,7 +205,7 @@ class Connections:
         return peer
 
     def _is_near(self, member: Member) -> bool:
-        """Whether memory can be lent to it, as far as is known before there is a connection."""
+        """Return True if memory can probably be lent to the worker, before a connection shows it."""
         ways = member.unix and self.listener.unix and self.settings.transport != "tcp"
         return bool(ways) and member.host == self._me.host and member.incarnation != self._me.incarnation
 
@@ -257,11 +258,11 @@ class Connections:
             )
 
     def _begin_widen(self, target: Target, link: Link, sends: bool) -> None:
-        with contextlib.suppress(RuntimeError, MemoryError):  # there is no thread left: one stream does, too
+        with contextlib.suppress(RuntimeError, MemoryError):  # there is no free thread; one stream suffices
             Thread(target=self._widen, args=(target, link, sends), name="telegrad-connect").start()
 
     def _widen(self, target: Target, link: Link, sends: bool) -> None:
-        """Make further streams for one direction of a connection."""
+        """Add further streams for one direction of a connection."""
         stream_id = StreamId(target.stream_id.connection, 1 if sends else -1)
         try:
             for _ in range(LANES):
@@ -283,23 +284,23 @@ class Connections:
         return LoopEnd(self._me.name, arrive, peer.on_messages, peer.link_closed)
 
     def peer_lost(self, who: Identity, reason: PeerError) -> None:
-        self._forget_names(lambda incarnation: incarnation != who.incarnation)  # its name may now be another's
+        self._forget_names(lambda incarnation: incarnation != who.incarnation)  # another worker may now have its name
         self.tell_lost(who, reason)
 
     def forget_names(self, but: Collection[str]) -> None:
-        """Look up again who goes by which name, but for those of these incarnations."""
+        """Forget which worker has which name, except for workers of these incarnations."""
         self._forget_names(lambda incarnation: incarnation in but)
 
     def _forget_names(self, stays: Callable[[str], bool]) -> None:
-        """Also one that is being looked up now: what is found then is noted in the old table."""
+        """Replace the table: a lookup that runs now stores its result in the old one."""
         with self._lock:
             known = self._names.copy()
             self._names = {to: peer for to, peer in known.items() if stays(peer.identity.incarnation)}
 
-    # To here
+    # Accepted
 
     def _accept(self, channel: Channel, claim: Claim, stream_id: StreamId) -> None:
-        """A worker has connected and has proved who it is."""
+        """Accept the connection of an authenticated worker."""
         if claim.incarnation in self._cut:
             channel.sock.close()
             return
@@ -323,22 +324,22 @@ class Connections:
             same[0].close(lost(who.name, f"it has made more than {MOST_CONNECTIONS} connections at a time"))
         if left is not None:
             part(link, *left)
-        elif not closed:  # else it is about to be ended with the others
+        elif not closed:  # otherwise `close` is about to end it
             link.feed(channel.leftover)
             link.reading.watch()
 
     def _join(self, channel: Channel, claim: Claim, stream_id: StreamId) -> None:
-        """A further stream of a connection has come."""
+        """Add a further stream to its connection."""
         with self._lock:
             wanted = claim.incarnation, stream_id.connection
             link = next((link for link, connection in self._accepted.items() if connection == wanted), None)
         if link is None:
-            channel.sock.close()  # it has ended
+            channel.sock.close()  # the connection has ended
         else:
             link.join(stream_id.lane < 0, channel)
 
     def accepted_from(self, names: Iterable[str]) -> list[Link]:
-        """The connections that these workers have made."""
+        """Return the connections that these workers have made."""
         wanted = set(names)
         if not wanted:
             return []
@@ -351,10 +352,10 @@ class Connections:
         self._service.lost(caller)
         self.tell_lost(caller.identity, reason)
 
-    # Both
+    # Both directions
 
     def cut(self, who: Identity, reason: PeerError) -> None:
-        """End the connections with a worker that is out of the group, and accept none from it any more."""
+        """End the connections with a worker that is out of the group, and accept no new ones from it."""
         with self._lock:
             remember(self._cut, who.incarnation, reason)
             peer = self._peers.get(who.incarnation)
@@ -365,7 +366,7 @@ class Connections:
             link.close(reason)
 
     def tell_lost(self, who: Identity, reason: PeerError) -> None:
-        """A connection has ended, or could not be made."""
+        """Report the end of a connection, or a failed attempt to connect."""
         if not self.closed:
             if (note := events.note) is not None:
                 note((events.LOST, now := perf_counter(), now, who.name, str(reason)))
@@ -373,12 +374,12 @@ class Connections:
                 self.warn_lost(who, str(reason))
             elif isinstance(reason, ShutDown) and not isinstance(reason, LeftEarly):
                 with self._lock:
-                    self._warned.add(who.incarnation)  # it leaves in order: no other end of it is a loss
+                    self._warned.add(who.incarnation)  # it leaves in order: the end of its other connection is no loss
             for told in self.lost:
                 told(who, reason)
 
     def warn_lost(self, who: Identity, why: str) -> None:
-        """Say that a worker was lost, once."""
+        """Log a warning about a lost worker, once."""
         with self._lock:
             known = who.incarnation in self._warned
             self._warned.add(who.incarnation)
@@ -387,12 +388,12 @@ class Connections:
         log.log(logging.INFO if known else logging.WARNING, "telegrad: %s", why)
 
     def tick(self, now: float) -> float:
-        """Now and then: end calls, give back what was lent, hear of ends of idle connections; when to look again."""
+        """Expire calls, return lent memory, and notice ends of idle connections; return the time of the next tick."""
         with self._lock:
             peers, accepted = list(self._peers.values()), list(self._accepted)
         links = [link for peer in peers if isinstance(link := peer.link, Link)]
         for peer in peers:
-            peer.connection.read_in_background()  # to hear of the end of an idle connection
+            peer.connection.read_in_background()  # to notice the end of an idle connection
         upcoming = min([self._health.tick(now, links), *(peer.expire(now) for peer in peers)])
         for link in [*accepted, *links]:
             link.release()
@@ -406,13 +407,13 @@ class Connections:
         return upcoming
 
     def begin_close(self, reason: PeerError) -> bool:
-        """No new connections from here on; False where that was so already."""
+        """Refuse new connections from now on; return False if this was called before."""
         with self._lock:
             closed, self.closed, self._over = self.closed, True, self._over or reason
         return not closed
 
     def close(self, reason: PeerError, how: str) -> None:
-        """End them all: calls in flight fail, here and at those who called, who are told `how` this worker left."""
+        """End all connections. Calls in flight fail, here and at their callers, which learn `how` this worker left."""
         with self._lock:
             self._left = reason, how
             peers, accepted = list(self._peers.values()), list(self._accepted)
@@ -423,15 +424,15 @@ class Connections:
         self.listener.close()  # last: a worker that connects before it has read its BYE gets another one
 
     def release_memory(self) -> None:
-        """Once nothing uses it any more."""
+        """Release the memory once nothing uses it."""
         self._pool.close()
         self.staging.close()
 
     def abandon(self) -> None:
-        """In a forked child: give back the descriptors, so that their other ends hear of the parent's death."""
+        """In a forked child: close the descriptors, since only then the other ends notice the parent's death."""
         for link in [*self._accepted, *(peer.link for peer in self._peers.values())]:
             if isinstance(link, Link):
                 link.abandon()
         self.listener.abandon()
-        for peer in self._peers.values():  # which futures hold that wait for a call
+        for peer in self._peers.values():  # futures that wait for a call refer to the peers
             forks.disable(peer)

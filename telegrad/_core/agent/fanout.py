@@ -1,11 +1,10 @@
 """One call to many workers.
 
-Its arguments are pickled once for the workers that run this one's main program, and once for all others. Their tensors
-are described once, unless devices count, and what is large is copied once into common memory for those of this host.
-What a worker has alone is made for each: references, what is recorded of tensors, what surrounds the call.
+Arguments are pickled once for all workers that run this worker's main program, and once for all others. Tensor metadata
+is encoded once, unless it depends on devices. Large tensors are copied once into common memory for the workers of this
+host. Data that is specific to a worker is made for each: references, autograd records, the call context.
 
-All is sent before anything is waited for, and each call has its own outcome: a worker that cannot be called keeps no
-other from it.
+All messages are sent before any wait. Each call has its own outcome: an unreachable worker does not affect the others.
 """
 
 from __future__ import annotations
@@ -44,8 +43,8 @@ class EachCall(NamedTuple):
 
     outcome: Outcome
     to: str | int | Identity
-    keeps: Any = None  # lives until it is done
-    creation: Any = None  # as `Agent.call_for` has it
+    keeps: Any = None  # stays alive until the call is done
+    creation: Any = None  # as in `Agent.call_for`
 
 
 @dataclass(slots=True)
@@ -56,11 +55,11 @@ class _Packed:
     blobs: Sequence[Blob] = ()
     weight: int = 0
     underway: Underway | None = None
-    near: int = 0  # workers of this host among those who get them
+    near: int = 0  # receivers on this host
 
 
 class _Said(NamedTuple):
-    """What is said to some of the workers."""
+    """The encoded call for some of the workers."""
 
     name: bytes
     encoded: Encoded
@@ -71,15 +70,15 @@ _Ready = tuple[EachCall, Peer, _Said]
 
 
 class _Wording:
-    """What is said to each, made once for all for whom it is the same."""
+    """Encodes a call, once for all workers that get the same data."""
 
     def __init__(self, function: Any, args: Any, kwargs: Any, program: str) -> None:
         self._call = function, args, kwargs
         self._program = program
-        self._made: dict[Any, Any] = {}  # or why it cannot be
+        self._made: dict[Any, Any] = {}  # encoded data, or the error of encoding it
         self.encodings = 0
         self.packed: list[_Packed] = []
-        self._plain: dict[str, _Said] = {}  # by program, what is the same wherever tensors arrive
+        self._plain: dict[str, _Said] = {}  # by program: data that does not depend on the receiver's devices
 
     def to(self, peer: Peer) -> _Said:
         said = self._plain.get(peer.member.program)
@@ -95,7 +94,7 @@ class _Wording:
         return said
 
     def failed_for_all(self, error: Exception) -> bool:
-        """Whether it has nothing to do with the worker that is called."""
+        """Return True if the error does not depend on the callee."""
         return any(error is made for key, made in self._made.items() if isinstance(key, bool) or key[1] is None)
 
     def _once(self, key: Any, make: Callable[..., Any], *args: Any) -> Any:
@@ -105,7 +104,7 @@ class _Wording:
             except Exception as error:
                 if raised_by_handler(error):
                     raise
-                self._made[key] = error.with_traceback(None)  # whose frames hold this
+                self._made[key] = error.with_traceback(None)  # the frames of a traceback would refer to this object
         made = self._made[key]
         if isinstance(made, Exception):
             raise made
@@ -125,18 +124,18 @@ class _Wording:
 
 
 class Fanout:
-    """The calls of one worker to many at once."""
+    """Makes calls of one worker to many at once."""
 
     def __init__(self, connections: Connections, reactor: Reactor, layers: Layers) -> None:
         self._connections = connections
         self._reactor = reactor
         self._layers = layers
-        self.encodings = 0  # how often arguments were pickled; for people, since threads may miscount it
+        self.encodings = 0  # how often arguments were pickled; approximate, since threads may miscount it
 
     def call(
         self, calls: Iterable[EachCall], function: Any, args: Any, kwargs: Any, timeout: float, asked: Any, program: str
     ) -> None:
-        """Raises what would keep any worker from being called; all else is told to the outcomes."""
+        """Call the workers. Raise errors that would affect every worker; report all others to the outcomes."""
         wording = _Wording(function, args, kwargs, program)
         asked = function if asked is None else asked
         ready: list[_Ready] = []
@@ -158,7 +157,7 @@ class Fanout:
         for packed in wording.packed:
             if packed.near > 1:
                 packed.blobs = list(map(self._in_common, packed.blobs))
-        may_wait = not self._reactor.on_worker()  # who serves a call must go on: others may wait for it
+        may_wait = not self._reactor.on_worker()  # a thread that serves a call must not block: others may wait for it
         has_room = [not (peer.is_full and may_wait) for _, peer, _ in ready]
         self._send(list(compress(ready, has_room)), function, timeout, asked)
         for each, why in failed:
@@ -173,7 +172,7 @@ class Fanout:
         return self._connections.memory.in_common(blob)
 
     def _send(self, ready: list[_Ready], function: Any, timeout: float, asked: Any) -> None:
-        """Make all messages, then write them, then have the answers read: else the threads would take turns."""
+        """Create all messages, then write them, then let the answers be read; otherwise the threads would alternate."""
         made = [self._made(*one, function, timeout, asked) for one in ready]
         parent = serving.get()
         for each, peer, pending, message in filter(None, made):
@@ -193,7 +192,7 @@ class Fanout:
     def _made(
         self, each: EachCall, peer: Peer, said: _Said, function: Any, timeout: float, asked: Any
     ) -> tuple[EachCall, Peer, PendingCall, Message] | None:
-        """A call that can be sent."""
+        """Return a call that is ready to be sent, or None after a failure."""
         name, (body, tensors, references, _), packed = said
         pending = PendingCall(peer, asked, timeout, each.outcome, each.keeps)
         pending.underway = packed.underway
@@ -213,7 +212,7 @@ class Fanout:
 
 
 def _tell(each: EachCall, asked: Any, error: Exception) -> None:
-    """A call was not made."""
+    """Report a call that could not be made."""
     each.outcome.call = None
     each.outcome.about = f"{user_name(asked)} on worker {getattr(each.to, 'name', each.to)!r}"
     each.outcome.set_exception(error.with_traceback(None))

@@ -1,8 +1,8 @@
-"""Finds workers that live and do not run: the rim of `silence`.
+"""Finds processes that are alive but do not run; applies `transport.silence` to connections.
 
-A process that was stopped keeps its connections, and so nothing tells of it. On this host the kernel knows its state,
-so that one which is only busy is never taken for silent. Of all others only what they say can be seen: a heartbeat is
-asked for where the user wants that, and one that is busy for longer, and lets no other thread run, is silent then, too.
+The connections of a stopped process stay open, so nothing reports the stop. On the same host the kernel knows a
+process's state, so a busy process is never considered silent. From other hosts only messages can be seen, so the
+`heartbeat` option requests them. A process that is busy for longer and lets no other thread run also counts as silent.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from telegrad._core.transport.process_state import Stops, stopped
 from telegrad._core.transport.silence import Silence
 from telegrad.errors import PeerSilent
 
-TICKS = 1.0  # seconds at most between two ticks of a worker that runs
-LATEST = 20  # times the interval of the interpreter (0.1 s by default): on a crowded machine a thread may wake so late
+TICKS = 1.0  # maximal seconds between two ticks of a running worker
+LATEST = 20  # switch intervals of the interpreter (0.1 s by default): the latest wake-up of a thread on a busy machine
 
 log = logging.getLogger("telegrad")
 
 try:
     from resource import RUSAGE_THREAD, getrusage
-except ImportError:  # not on macOS and Windows
+except ImportError:  # not available on macOS and Windows
 
     def _woken() -> int:
         return 0
@@ -33,27 +33,27 @@ except ImportError:  # not on macOS and Windows
 else:
 
     def _woken() -> int:
-        """How often this thread has gone to sleep, and so woken, until now."""
+        """Return how often this thread has gone to sleep, and so was woken."""
         return getrusage(RUSAGE_THREAD).ru_nvcsw
 
 
 class Health:
-    """Whether those run whom this worker calls; for the clock's thread alone."""
+    """Checks the workers that this worker calls; only the timer thread may use it."""
 
     def __init__(self, silence: float, heartbeat: float, end: Callable[[Link, PeerSilent], None]) -> None:
-        """After `silence` seconds a stopped process is told of, after `heartbeat` who does not answer; 0 for never.
+        """Report stopped processes after `silence` seconds, and missing heartbeats after `heartbeat`; 0 for never.
 
-        `end` is called with the connection of a worker that is silent.
+        `end` is called with the connection of a silent worker.
         """
         self._silence = silence
         self._heartbeat = heartbeat
         self._end = end
         self._watched: dict[Link, _Watched] = {}
         self._next = 0.0
-        self._ticked, self._used, self._woken = inf, 0.0, 0  # when, and the processor time and wakings until then
+        self._ticked, self._used, self._woken = inf, 0.0, 0  # at the last tick: time, processor time, wake-ups
 
     def tick(self, now: float, links: Iterable[Link]) -> float:
-        """Look at whom it is time to look at; when to look again."""
+        """Check the links that are due; return the time of the next check."""
         self._look_at_itself(now)
         if now < self._next:
             return self._next
@@ -61,7 +61,7 @@ class Health:
         for link, watched in self._watched.items():
             if watched.due <= now and (why := watched.look(now)):
                 self._end(link, PeerSilent(f"worker {link.peer!r} is silent: {why}"))
-        soonest = Silence(min(self._silence or inf, self._heartbeat or inf)).pause  # for those that come meanwhile
+        soonest = Silence(min(self._silence or inf, self._heartbeat or inf)).pause  # for links that are added meanwhile
         self._next = min([now + soonest, *(watched.due for watched in self._watched.values())])
         return self._next
 
@@ -69,10 +69,11 @@ class Health:
         return _Watched(link, self._silence if link.process else 0.0, self._heartbeat)
 
     def _look_at_itself(self, now: float) -> None:
-        """Say so where this worker has been stopped, as others may have taken it for lost.
+        """Log a warning if this worker has been stopped, as other workers may have declared it lost.
 
-        A thread that waits for the interpreter wakes after each of its intervals (5 ms) to ask for it, one that is
-        stopped does not. So a thread that holds the interpreter for seconds, asleep or not, is no stop.
+        A thread that waits for the interpreter wakes up after each switch interval (5 ms) to request it; a stopped
+        thread does not. A thread that holds the interpreter for seconds, asleep or not, is therefore not mistaken for a
+        stop.
         """
         used, woken = process_time(), _woken()
         stood = now - self._ticked
@@ -88,7 +89,7 @@ class Health:
 
 
 class _Watched:
-    """One worker, by the connection to it."""
+    """One worker, seen through the connection to it."""
 
     def __init__(self, link: Link, silence: float, heartbeat: float) -> None:
         self.due = 0.0
@@ -96,11 +97,11 @@ class _Watched:
         self._limits = silence, heartbeat
         self._process, self._voice = Silence(silence), Silence(heartbeat)
         self._stops = Stops(link.process)
-        self._taken = -1  # bytes from it until the last look, before which it was asked
-        self._sending, self._written = False, 0  # bytes to it likewise, where they had to wait for it
+        self._taken = -1  # bytes received until the last check, which sent a request
+        self._sending, self._written = False, 0  # likewise for sending, if bytes had to wait
 
     def look(self, now: float) -> str:
-        """Why it is silent, or an empty text."""
+        """Return why the worker is silent, or an empty text."""
         silence, heartbeat = self._limits
         why = ""
         if silence and self._process.look(now, not self._stops.look()):
@@ -116,7 +117,7 @@ class _Watched:
         )
 
     def _is_heard(self) -> bool:
-        """Whether it gave a sign of life since the last look; if so, it is asked for the next."""
+        """Return True if the worker gave a sign of life since the last check; if so, request the next one."""
         link, taken = self._link, self._link.taken
         heard = taken != self._taken or (self._sending and link.written != self._written)
         self._taken, self._sending = taken, link.is_sending

@@ -1,8 +1,8 @@
-"""Calls that have come, and their callers.
+"""Incoming calls and their callers.
 
-Calls of actors are ordered: those of one caller are opened one after the other, in the order in which they came.
-Opening a call can take long, since it rebuilds the arguments; so it is done by a thread that may run user code, and not
-by the one that reads. The latter adds the call to `Caller.ordered`, and a work that opens the first call there.
+Calls of actors are ordered: the calls of one caller are opened one after the other, in the order of arrival. Opening
+unpickles the arguments and can take long. A thread that may run user code does it, not the reader thread. The reader
+adds the call to `Caller.ordered`, and submits a work that opens the first call there.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from telegrad._core.transport.link import Link
 from telegrad._core.transport.loopback import LoopEnd
 from telegrad._core.wire.messages import SCENE, Message, split
 
-Opened = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]  # the function and the arguments of a call
+Opened = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]  # function and arguments of a call
 
 
 class Caller:
@@ -35,72 +35,72 @@ class Caller:
     )
 
     def __init__(self, identity: Identity, same_program: bool, map_: Iterable[tuple[str, str]]) -> None:
-        """`map_` leads from its devices to those of this worker."""
+        """`map_` maps devices of the caller to those of this worker."""
         self.identity = identity
         self.name = identity.name
         self.same_program = same_program
         self.place = for_answers(identity.name, dict(map_))
-        self.ordered: deque[Incoming] = deque()  # to be opened; taken by the thread that has `opening`
+        self.ordered: deque[Incoming] = deque()  # to be opened by the thread that holds `opening`
         self.opening = threading.Lock()
-        self.queue: WorkQueue = WorkQueue()  # of its calls
-        self.control: WorkQueue = WorkQueue(has_slots=False)  # of its control messages
-        self.read = 0  # bytes that had been sent to it when it was last seen to have read all
-        self.slow = 0  # calls that waited when they were found to be slow: that many more may (`Intake`)
-        self.cancelled = 0  # calls, since the queue was last searched for such
-        # By their numbers those that were not answered yet; no lock: each use is one operation of a dict.
+        self.queue: WorkQueue = WorkQueue()  # for its calls
+        self.control: WorkQueue = WorkQueue(has_slots=False)  # for its control messages
+        self.read = 0  # bytes sent to it when it was last seen to have read everything
+        self.slow = 0  # waiting calls when they were found to be slow; as many more may wait (`Intake`)
+        self.cancelled = 0  # cancelled calls since the queue was last searched for them
+        # Unanswered calls by their ids; no lock: each use is one operation of a dict.
         self.calls: dict[int, Incoming] = {}
 
 
 class Incoming(Served):
-    """A message that has come, mostly a call."""
+    """A received message, usually a call."""
 
     __slots__ = (
         *("args", "attachments", "begun", "caller", "came", "context", "function", "kwargs", "link", "message", "name"),
         *("on_end", "scene"),
     )
 
-    came: float  # when, if it has a scene
-    # Of an ordered call, once it is opened:
+    came: float  # time of arrival, set if the message has flags
+    # Fields of an ordered call after it was opened:
     function: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    scene: Scene | None  # in which it runs
-    on_end: Callable[[], None] | None  # called once, after its answer was sent
+    scene: Scene | None  # scene in which it runs
+    on_end: Callable[[], None] | None  # called once, after the answer was sent
 
     def __init__(self, caller: Caller, link: Link | LoopEnd, message: Message) -> None:
         self.caller = caller
         self.link = link
         self.message = message
         self.begun = 0.0  # when it began to run
-        self.name = ""  # of its function, for people; known once it was opened, if anybody listens
-        self.attachments: Attachments | None = None  # what came along with it
-        self.context: GraphContext | None = None  # in which it runs; known once its tensors were taken
+        self.name = ""  # function name for events; set after opening if there are listeners
+        self.attachments: Attachments | None = None  # data that came with it
+        self.context: GraphContext | None = None  # autograd context; known after its tensors were taken
         self.cancelled = False
         self.nested = None
         self.stop = None
 
     @property
     def destination(self) -> Destination | None:
-        """Where its value goes, if that stays here."""
+        """The place for the value, if that stays on this worker."""
         return self.attachments.destination if self.attachments is not None else None
 
     @property
     def callers_scene(self) -> bytes | memoryview:
-        """The description of the scene that the caller was in."""
+        """The serialised scene of the caller."""
         return split(self.message.body)[1] if self.message.flags & SCENE else b""
 
     def setting(self) -> AbstractContextManager[None]:
-        """Inside, the caller's grad mode, context and scene hold."""
+        """Return a context manager that applies the caller's grad mode, context and scene."""
         flags = self.message.flags
         return setting(flags, self.callers_scene, self.context, self.came if flags & SCENE else 0.0)
 
     def opened(self, opened: Opened) -> None:
-        """Keep the function and the arguments of an ordered call until it runs."""
+        """Store the function and the arguments of an ordered call until it runs."""
         self.function, self.args, self.kwargs = opened
         self.scene = self.on_end = None
 
     def take(self) -> Opened:
-        """Return what to run; it is not kept here any longer."""
+        """Return and clear the function and the arguments."""
         opened = self.function, self.args, self.kwargs
         del self.function, self.args, self.kwargs
         if self.cancelled:
@@ -108,13 +108,13 @@ class Incoming(Served):
         return opened
 
     def take_end(self) -> Callable[[], None] | None:
-        """Return what to call at the end of an ordered call; it is not kept here any longer."""
+        """Return and clear the end callback of an ordered call."""
         on_end, self.on_end = self.on_end, None
         return on_end
 
     @property
     def hops(self) -> Hops:
-        """Return for the sake of which calls of actors this one was made."""
+        """The actor hops for which this call was made."""
         scene = self.callers_scene
         return hops_of(scene) if scene else ()
 
@@ -125,13 +125,13 @@ class Incoming(Served):
 
 
 class Doorkeeper(Protocol):
-    """The layer above that says when ordered calls run."""
+    """The layer above that decides when ordered calls run."""
 
     def heeds(self, name: bytes) -> bool:
         """Return True if calls of a function are ordered."""
 
     def admit(self, call: Incoming) -> bool:
-        """Return True if a call may run at once; else `Server.perform` or `refuse` will be called for it.
+        """Return True if a call may run at once; otherwise call `Server.perform` or `refuse` for it later.
 
         Raises:
             UsageError: it must not run at all.

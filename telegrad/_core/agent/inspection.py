@@ -1,7 +1,7 @@
-"""What an agent is at, for those who look on: taken at one moment, without holding anybody up for long.
+"""Snapshots of an agent's state, for introspection; they block other threads only briefly.
 
-Which thread waits for what, and which runs what, stands nowhere but on the stacks of the threads; so nothing is counted
-for it as calls come and go.
+Which thread waits for which call, and which runs which, is read from the stacks of the threads. Calls need no
+bookkeeping for it.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from telegrad._core.reactor.scheduler import Work
 
 
 class Traffic(NamedTuple):
-    """Bytes to and from each worker, over the connections that there are."""
+    """Bytes to and from each worker, over the current connections."""
 
     sent: dict[str, int]
     received: dict[str, int]
 
 
 def calls_out(agent: Agent) -> list[PendingCall]:
-    """Calls of this worker that were not answered yet, but for those that are a part of another."""
+    """Return the unanswered calls of this worker, except calls that are parts of others."""
     peers = list(agent._connections._peers.values())
     calls = [pending for peer in peers for pending in peer.calls.in_flight.copy().values()]
     return [pending for pending in calls if not hasattr(pending.outcome, "behind")]
 
 
 def calls_going_on(agent: Agent) -> list[Incoming]:
-    """Calls of others whose functions have returned a future or a coroutine, whose end is awaited."""
+    """Return calls of others whose functions returned a future or a coroutine that has not ended."""
     server = agent._server
     return [call for call in server.going_on.copy() if call.message.head not in server.at_once]
 
 
 def calls_queued(agent: Agent) -> list[Incoming]:
-    """Calls of others that wait for their turn, or for a slot."""
+    """Return calls of others that wait for their turn or for a slot."""
     scheduler = agent._reactor._scheduler
     queues = [each for each in scheduler.ready.copy() if not isinstance(each, Work)]
     queues += [*scheduler.waiting.copy(), *scheduler.held_up.copy()]
@@ -54,38 +54,38 @@ def calls_queued(agent: Agent) -> list[Incoming]:
 
 
 def slots(agent: Agent) -> tuple[int, int]:
-    """How many calls may run at once, and how many do."""
+    """Return the number of slots, and of those in use."""
     counted = agent._reactor._scheduler
     return counted.count, counted.busy
 
 
 def traffic(agent: Agent) -> Traffic:
-    """Counted by whoever is at the other end."""
+    """Return the traffic per worker."""
     connections = agent._connections
     links: list[Any] = [peer.link for peer in list(connections._peers.values())]
     links += list(connections._accepted.copy())
     found = Traffic({}, {})
     for link in links:
-        if hasattr(link, "taken"):  # that of a worker to itself carries nothing
+        if hasattr(link, "taken"):  # a worker's link to itself carries no bytes
             found.sent[link.peer] = found.sent.get(link.peer, 0) + link.sent
             found.received[link.peer] = found.received.get(link.peer, 0) + link.taken
     return found
 
 
 def shared(agent: Agent) -> int:
-    """Bytes of shared memory that it has made."""
+    """Return the bytes of shared memory that the agent has created."""
     return sum(agent._connections._pool._bytes.values())
 
 
-# On the stack of a thread
+# Stacks of threads
 
 
 class Stands(NamedTuple):
-    """What the stack of a thread says of its part in calls."""
+    """The role of a thread in calls, as its stack shows it."""
 
     serves: list[Incoming]  # the calls that it runs, the innermost last
-    waits: PendingCall | None  # for the end of which call
-    room: Peer | None  # it waits until fewer calls are in flight to that worker
+    waits: PendingCall | None  # the call whose end it waits for
+    room: Peer | None  # the worker for which it waits until fewer calls are in flight
 
 
 NOWHERE = Stands([], None, None)
@@ -100,7 +100,7 @@ _ROOM: CodeType = Peer.wait_for_capacity.__code__
 
 
 def stands(stack: Sequence[FrameType], agent: Agent) -> Stands:
-    """Read a stack, whose outermost frame comes first; a process may have threads of other agents, too."""
+    """Read a stack, outermost frame first. The process may also have threads of other agents."""
     peers: list[Any] = list(agent._connections._peers.values())
     serves: list[Incoming] = []
     waits: PendingCall | None = None

@@ -1,4 +1,4 @@
-"""Control messages of the layers above: of which classes there are, what they say on the wire, and who takes them."""
+"""Control messages of the layers above: their classes, encoding and handlers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from telegrad._core.wire.packing import pack
 
 
 class Handlers:
-    """Those of one worker. They are given before anything can come."""
+    """The handlers of one worker, added before the first message can arrive."""
 
     def __init__(self) -> None:
         self._of: dict[str, tuple[Callable[..., Any], Callable[[Identity, Any], None]]] = {}  # by class
@@ -26,7 +26,7 @@ class Handlers:
         self._of[message.__name__] = message, handler
 
     def take(self, sender: Identity, message: tuple[Any, ...], tensors: Sequence[Tensor]) -> None:
-        """One has come."""
+        """Call the handler for a control message."""
         kind, *fields = message
         if tensors:
             fields[-1] = tensors
@@ -42,8 +42,8 @@ def notice_to(
     patient: bool,
     as_arguments: bool,
 ) -> Message:
-    """What goes to a worker: see `Agent.notify`."""
-    body = pickle.dumps((type(message).__name__, *message), 5)  # a class takes longer than all its fields
+    """Return the message for a worker: see `Agent.notify`."""
+    body = pickle.dumps((type(message).__name__, *message), 5)  # to pickle the class takes longer than all its fields
     notice = Message(NOTICE, 0, PATIENT if patient else 0)
     if tensors:
         notice.meta, notice.blobs = pack(tensors, peer.places.calls if as_arguments else peer.places.gradients)

@@ -1,4 +1,4 @@
-"""What a call says: what is the same to all workers, and what stands behind it for the one that is called."""
+"""Encodes calls: a part that is common to all callees, and data appended for a single callee."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from telegrad.errors import CannotEncode
 
 
 def encoded(function: Any, args: Any, kwargs: Any, same_program: bool) -> tuple[bytes, Encoded]:
-    """The name of a function, empty where it has none and is encoded, too; and its arguments."""
+    """Return a function's name, or an empty name if the function itself must be pickled; and the encoded arguments."""
     name = name_of(function, same_program)
     args, kwargs = args or (), kwargs or {}
     try:
@@ -41,7 +41,7 @@ def attach(
     references: Sequence[Any],
     creation: Any,
 ) -> None:
-    """Give a message its body, behind which stands what surrounds its call, and what the layers above send along."""
+    """Set a message's body, and append the call context and the data of the layers above."""
     flags = 0 if torch.is_grad_enabled() else NO_GRAD | (INFERENCE if torch.is_inference_mode_enabled() else 0)
     if layers.tells_times or call_context.matters():
         said, pending.in_turn = call_context.described(*pending.time(layers.tells_times))
@@ -52,7 +52,7 @@ def attach(
     if context is not None:
         flags |= HAS_GRAPH
         body = append(body, context.sent(tensors, pending.peer.identity, function, not flags & NO_GRAD))
-    if references or creation is not None:  # last, since nothing can fail from here on
+    if references or creation is not None:  # last, since from here on nothing can fail
         assert layers.references is not None
         flags |= HAS_REFERENCES
         body = append(body, layers.references.pack(references, pending.peer.identity, creation))

@@ -1,8 +1,9 @@
 """The calls of this worker to one other worker.
 
-A call fails with the link that carried it, since it may have run, and with no other. It is removed from the table once,
-by the thread that finds its end: an answer, the end of its link, its deadline, a caller that gives up, the close of
-this worker. If the link has not ended, and no answer has come, a CANCEL follows the call.
+A call fails if the link that carried it ends, since the call may have run. The ends of other links do not affect it.
+Exactly one thread removes a call from the table: the one that finds its end. The end is an answer, the end of the link,
+the deadline, a caller that gives up, or the close of this worker. A CANCEL follows the call unless the link has ended
+or an answer has come.
 """
 
 from __future__ import annotations
@@ -31,19 +32,19 @@ from telegrad._core.transport.link import Link
 from telegrad._core.wire.messages import ANSWERS, HAS_REFERENCES, Message, unexpected
 from telegrad.errors import CallCancelled, CallTimeout, PeerError
 
-CAPACITY_LOOK = 0.1  # seconds between two looks for capacity, since some changes of it are not notified
-BATCH = 16  # with more calls in flight, the next ones are sent so many at a time
-BATCH_WAIT = 1e-3  # seconds, about, until a call that waits for its batch is sent at the latest
+CAPACITY_LOOK = 0.1  # seconds between two checks for capacity, since some changes of it are not notified
+BATCH = 16  # if more calls are in flight, the next ones are sent in batches of this size
+BATCH_WAIT = 1e-3  # seconds, approximately, that a call waits for its batch at most
 
 
 class PeerHost(Protocol):
-    """What the peers of one worker have in common."""
+    """What the peers of one worker share."""
 
     reactor: Reactor
     layers: Layers
     settings: Settings
     complete: Callable[[PendingCall], None]  # called once for each asynchronous call
-    wake_at: Callable[[float, bool], None]  # has `expire` called at that time; if True, a little later is as good
+    wake_at: Callable[[float, bool], None]  # schedules `expire`; True allows a small delay
 
     def connect_to(self, peer: Peer) -> AnyLink: ...
 
@@ -61,13 +62,13 @@ class Peer:
         self.places = places
         self.is_near = is_near
         self.reactor = host.reactor
-        self.lock = new_lock()  # guards `calls`, `connection`, `_waiting`, and who completes a call
+        self.lock = new_lock()  # guards `calls`, `connection`, `_waiting`; decides which thread completes a call
         table: CallTable[PendingCall] = CallTable(host.settings.most_calls, host.settings.most_bytes)
         self.calls = guarded(table, self.lock, ("begun", "in_flight", "is_full", "next_due"))
         self.connection = LazyLink(self, partial(host.connect_to, self), host.reactor, self.lock)
         self.host = host
-        self._capacity = threading.Condition(self.lock)  # there are fewer calls in flight
-        self._waiting = 0  # threads that wait for that
+        self._capacity = threading.Condition(self.lock)  # notified when fewer calls are in flight
+        self._waiting = 0  # threads that wait for capacity
 
     @property
     def link(self) -> AnyLink | None:
@@ -77,7 +78,7 @@ class Peer:
         """Send a call; `connection.read_in_background` must follow if no thread waits for it.
 
         Raises:
-            Exception: the call could not be sent. Where another thread has ended it meanwhile, its outcome tells so.
+            Exception: the call could not be sent. If another thread has ended it meanwhile, its outcome has the error.
         """
         with self.lock:
             if self.connection.closed is not None:
@@ -90,7 +91,7 @@ class Peer:
         except BaseException as error:
             with self.lock:
                 was_in_flight = self._pop(call.id) is not None
-            if call.link is not None and message.flags & HAS_REFERENCES:  # the other side waits for them in vain
+            if call.link is not None and message.flags & HAS_REFERENCES:  # the callee would wait for them forever
                 call.link.fail(error)
             if was_in_flight or not isinstance(error, Exception) or raised_by_handler(error):
                 raise
@@ -107,7 +108,7 @@ class Peer:
             self.connection.send(message, None, later)
         except Exception as error:
             if (link := self.connection.link) is not None:
-                link.fail(error)  # the other side waits for it in vain
+                link.fail(error)  # the other side would wait for it forever
             raise
 
     def forget(self, call: PendingCall) -> None:
@@ -119,7 +120,7 @@ class Peer:
                 call.parent.ended(call)
 
     def cancel(self, call: PendingCall, why: str) -> bool:
-        """End a call before its answer has come; return False if it has ended before."""
+        """End a call before its answer has come; return False if it has already ended."""
         if not self._abandon(call):
             return False
         call.error = CallCancelled(f"{call.described} was cancelled{why and ': '}{why}")
@@ -134,13 +135,13 @@ class Peer:
         return True
 
     def expire(self, now: float) -> float:
-        """End the asynchronous calls out of time; return when to do so again."""
+        """End the expired asynchronous calls; return the time of the next check."""
         if now < self.calls.next_due:
             return self.calls.next_due
         with self.lock:
             expired = self.calls.pop_expired(now)
             self._capacity.notify_all()
-        if expired:  # not here, since the callee is asked for its state
+        if expired:  # on another thread, since this asks the callee for its state
             self.reactor.submit(Work(self._fail_expired, expired))
         return self.calls.next_due
 
@@ -151,7 +152,7 @@ class Peer:
             self._end(call)
 
     def timeout_error(self, call: PendingCall) -> CallTimeout:
-        """Return the error of a call out of time, with the state of the callee if that answers at once."""
+        """Return the timeout error of a call, with the state of the callee if that answers quickly."""
         events.alarm(f"a call of {call.described} ran out of time")
         return call.timeout_error(self.host.layers.last_word(self.identity, call.id))
 
@@ -159,7 +160,7 @@ class Peer:
 
     @property
     def is_full(self) -> bool:
-        """Whether no call should be added: too much is in flight, or answers come faster than they are passed on."""
+        """Return True if no call should be added: too much is in flight, or too many answers wait for processing."""
         return self.calls.is_full or self.reactor.is_behind
 
     def wait_for_capacity(self) -> None:
@@ -187,14 +188,14 @@ class Peer:
     # Ends of calls
 
     def on_messages(self, _: AnyLink, messages: Iterable[Message]) -> None:
-        """Take in the answers that a link brings."""
+        """Process the answers that a link brings."""
         for message in messages:
             if message.kind not in ANSWERS:
                 raise unexpected(message.kind)
             attachments = None
-            if message.flags & HAS_REFERENCES:  # also where the call has ended
+            if message.flags & HAS_REFERENCES:  # even if the call has ended
                 attachments = self.host.layers.take_attachments(message, self.identity)
-            with self.lock:  # as `_pop`, in place, since this is done for each call
+            with self.lock:  # `_pop`, inlined, since this runs for each call
                 call = self.calls.pop(message.id)
                 if self._waiting:
                     self._capacity.notify()
@@ -205,7 +206,7 @@ class Peer:
                 self._end(call)
 
     def _end(self, call: PendingCall, complete: Callable[[PendingCall], None] | None = None) -> None:
-        """Mark a call as done, and have its outcome told: by `complete`, or where it may run users' code, later."""
+        """Mark a call as done, and complete its outcome, with `complete` or on a reactor thread if user code may run."""
         if (note := events.note) is not None:
             note(call.event("" if call.error is None else type(call.error).__name__))
         call.done = True
@@ -221,7 +222,7 @@ class Peer:
         call.notify_waiter()
 
     def fail(self, calls: Iterable[PendingCall], error: Exception) -> None:
-        """End those of the calls that are in flight."""
+        """Fail those of the calls that are in flight."""
         with self.lock:
             failed = [call for call in calls if self._pop(call.id) is not None]
         for call in failed:
@@ -231,16 +232,16 @@ class Peer:
     # The connection
 
     def lost(self, reason: PeerError) -> None:
-        """Tell the layers above that messages may have been lost."""
+        """Notify the layers above that messages may have been lost."""
         self.host.peer_lost(self.identity, reason)
 
     def link_closed(self, link: AnyLink, reason: PeerError) -> None:
-        """Fail the calls that a link has carried, which has ended."""
+        """Fail the calls that an ended link has carried."""
         with self.lock:
             self.connection.link_closed(link)
             failed = self.calls.pop_all(lambda call: call.link is link)
             for call in failed:
-                call.abandoned = True  # a thread that has just found the link closed does not send it over another
+                call.abandoned = True  # a thread that has just found the link closed must not use another one
             self._capacity.notify_all()
         for call in failed:
             call.error = call.connection_lost_error(reason)
@@ -248,7 +249,7 @@ class Peer:
         self.lost(reason)
 
     def close(self, reason: PeerError, how: str = "") -> None:
-        """End the connection and all calls; the other worker is told `how` this one left."""
+        """End the connection and all calls; send the other worker `how` this one left."""
         with self.lock:
             link = self.connection.close(reason, how)
             failed = self.calls.pop_all()
@@ -265,7 +266,7 @@ class Peer:
 
 @gives_back(give_back_read)
 def _read_once(link: Link, timeout: float) -> None:
-    """With the right to read, which is given back: read what has come, or wait until something comes."""
+    """Read available data, or wait for some. The caller holds the right to read; this releases it."""
     held = [link]
     try:
         if not link.read():

@@ -1,7 +1,7 @@
-"""A call that has no answer yet, and how a thread waits for it.
+"""A call without an answer so far, and how a thread waits for it.
 
-The thread reads the connection itself where it gets the right to, so that no other thread must wake it. Otherwise the
-leader reads the answer, and wakes the thread.
+The thread reads the connection itself if it gets the right to, which saves a wake-up. Otherwise the leader reads the
+answer and wakes the thread.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from telegrad._core.transport.waker import Waker, waker_here
 from telegrad._core.wire.messages import CANCEL, FAILURE, Message
 from telegrad.errors import CallTimeout, PeerError, PeerLost
 
-RAISED, GAVE_UP = "raised", "gave up"  # what became of a call: its function raised; its caller was interrupted
+RAISED, GAVE_UP = "raised", "gave up"  # results of a call: its function raised; its caller was interrupted
 _UNWATCHED = contextlib.nullcontext()
 
 
 class CallerHost(Protocol):
     @property
     def complete(self) -> Callable[[PendingCall], None]:
-        """Tells the outcome of a call."""
+        """Completes the outcome of a call."""
 
 
 class Caller(Protocol):
-    """The side that calls a worker, as its calls see it."""
+    """The calling side, as its calls see it."""
 
     identity: Identity
     name: str
@@ -58,10 +58,11 @@ class Caller(Protocol):
 
 
 def give_back_read(local: dict[str, Any]) -> bool:
-    """Give back the right to read of a waiting function with these local variables: a signal handler runs on top of it.
+    """Release the right to read of a waiting function with these local variables, before a signal handler runs on top
+    of it.
 
-    The handler may make calls. It runs on the thread that it has interrupted, so with the right still here no thread
-    could read their answers. `held` has the link while the function may read it.
+    The handler may make calls. It runs on the interrupted thread. If that thread kept the right, no thread could read
+    the answers. `held` contains the link while the function may read it.
     """
     if not local["held"]:
         return False
@@ -73,8 +74,8 @@ def give_back_read(local: dict[str, Any]) -> bool:
 class PendingCall:
     """A call to another worker.
 
-    Many may be in flight, and the garbage collector visits each object of each. So a call is one object, beside its
-    future; and a lock only where a thread waits for another one.
+    Many may be in flight, and the garbage collector visits each object of each. A call is therefore one object besides
+    its future, and has a lock only if a thread waits for another one.
     """
 
     __slots__ = (
@@ -99,18 +100,18 @@ class PendingCall:
         self.keep_alive = keep_alive
         self.id = 0
         self.weight = 0  # bytes of its tensors
-        self.in_turn: InTurn | None = None  # of the actor whose method makes the call
-        self.underway: Underway | None = None  # its tensors, where they are sent from their own memory
-        self.link: AnyLink | None = None  # which carries it
+        self.in_turn: InTurn | None = None  # the actor method that makes the call
+        self.underway: Underway | None = None  # its tensors, if they are sent from their own memory
+        self.link: AnyLink | None = None  # the link that carries it
         self.answer: Message | None = None
-        self.attachments: Attachments | None = None  # which came with the answer
+        self.attachments: Attachments | None = None  # data that came with the answer
         self.error: BaseException | None = None
         self.done = False
         self.awaited = False  # the thread that reads the link waits for this call
-        self.reader_completes = False  # that thread has read the answer, and will tell the outcome
-        self.done_lock: threading.Lock | None = None  # held until the call is done; made by a thread that waits
+        self.reader_completes = False  # that thread has read the answer, and will complete the outcome
+        self.done_lock: threading.Lock | None = None  # held until the call is done; created by a thread that waits
         self.waker: Waker | None = None  # of the thread that reads the link, if other threads may cancel the call
-        self.parent: Served | None = None  # the served call for whose sake this one was made
+        self.parent: Served | None = None  # the served call that made this one
         self.abandoned = False  # it ended before its answer came
 
     @property
@@ -125,7 +126,7 @@ class PendingCall:
     # Waiting
 
     def help(self) -> None:
-        """Wait until the outcome is told; this thread reads the answer if it can."""
+        """Wait until the outcome is complete; this thread reads the answer if it can."""
         try:
             self.wait()
         finally:
@@ -163,7 +164,7 @@ class PendingCall:
     @gives_back(give_back_read)
     @waiting_loop
     def _read(self, link: Link) -> None:
-        """Read with the right that this thread has taken, until the call is done; then give the right back."""
+        """Read until the call is done, then release the right to read, which the calling method has acquired."""
         held = [link]
         connection = self.peer.connection
         self.awaited = True
@@ -183,13 +184,13 @@ class PendingCall:
         finally:
             self.awaited = False
             connection.is_prompt = perf_counter() - start < SOON
-            if held:  # else a signal handler has run
+            if held:  # otherwise a signal handler has run, which released the right
                 link.stop_reading()
 
     def _use_waker(self) -> bool:
         """Let threads that may cancel the call wake this one from now on.
 
-        True only the first time: the call may have been cancelled before, so look again before sleeping.
+        Return True only the first time: the call may have been cancelled before, so check again before sleeping.
         """
         if self.waker is not None or (self.outcome is None and self.parent is None):
             return False
@@ -198,7 +199,7 @@ class PendingCall:
 
     def _wait_done(self, limit: float) -> None:
         """Wait until another thread has ended the call."""
-        with self.peer.lock:  # so that the lock is made once
+        with self.peer.lock:  # ensures that only one lock is created
             if self.done_lock is None:
                 self.done_lock = threading.Lock()
                 self.done_lock.acquire()
@@ -207,33 +208,33 @@ class PendingCall:
             return
         got: list[bool] = []
         try:
-            got.extend(map(lock.acquire, (True,), (limit,)))  # all of it in C: no interrupt can lose the lock
+            got.extend(map(lock.acquire, (True,), (limit,)))  # entirely in C: no interrupt can lose the lock
         finally:
             if any(got):
                 lock.release()  # for the next thread that waits
 
     def notify_waiter(self) -> None:
-        """Wake the thread that waits, after `done` was set."""
+        """Wake the waiting thread, after `done` was set."""
         if self.done_lock is not None:
             self.done_lock.release()
         if self.waker is not None:
             self.waker.wake()
 
     def cancel(self, why: str = "") -> bool:
-        """End the call now, and tell the callee; return False if it has ended before."""
+        """Cancel the call and notify the callee; return False if the call has already ended."""
         return self.peer.cancel(self, why)
 
     def send_cancel(self) -> None:
-        """Tell the callee that the call has ended, if it was sent."""
-        self.abandoned = True  # first: the thread that sends the call looks at this behind it, and sends another CANCEL
+        """Notify the callee that the call has ended, if it was sent."""
+        self.abandoned = True  # first: the sending thread checks this after the call, and then sends CANCEL itself
         if self.link is not None:
-            with contextlib.suppress(PeerError):  # the end of the link tells the callee, too
+            with contextlib.suppress(PeerError):  # the end of the link also notifies the callee
                 self.link.send(Message(CANCEL, self.id))
 
     # Texts
 
     def time(self, caller: str) -> tuple[float, str]:
-        """Return the time to send along, or 0, and whose limit it is: that of this call if there is a `caller`."""
+        """Return the timeout to send (0 for none) and its origin; send the call's own if `caller` is set."""
         if not self.timeout or not (caller or isinstance(self.timeout, Share)):
             return 0.0, ""
         own = f"the {self.timeout:g} s of the call of {user_name(self.label)} by worker {caller!r}"
@@ -259,14 +260,14 @@ class PendingCall:
         )
 
     def event(self, failure: str) -> events.Event:
-        """Return the event of the end of the call."""
+        """Return the event for the end of the call."""
         if not failure and self.answer is not None and self.answer.kind == FAILURE:
             failure = RAISED
         name = noted_name(self.label)
         return (CALLED, self.begun, perf_counter(), self.peer.name, self.id, name, self.weight, failure)
 
     def give_up_event(self) -> events.Event:
-        """Return the event where the caller waits no longer."""
+        """Return the event for a caller that stopped waiting."""
         is_late = 0 < self.timeout <= perf_counter() - self.begun
         return self.event(CallTimeout.__name__ if is_late else GAVE_UP)
 

@@ -1,4 +1,4 @@
-"""Runs the calls that arrive: finds the function, sets the scene, has the answer sent."""
+"""Serves incoming calls: finds the function, restores the caller's context, sends the answer."""
 
 from __future__ import annotations
 
@@ -52,19 +52,19 @@ from telegrad._core.wire.messages import (
 )
 from telegrad.errors import CallCancelled, PeerError, ProtocolViolation
 
-SHORT = 300e-6  # a function that took less last time, until it waited for something, is expected to be short again
-HANDING_OVER = 300e-6  # what giving the lead away may add to the time that a function seems to take
-REFERENCE = 1 << 10  # bytes that a reference among the arguments keeps
+SHORT = 300e-6  # seconds; a function that took less last time, until its first wait, is expected to be short again
+HANDING_OVER = 300e-6  # seconds that a hand-over of the lead may add to the measured time of a function
+REFERENCE = 1 << 10  # bytes that a reference among the arguments is assumed to hold
 ASYNC_MARK = "_telegrad_async_execution"
 log = logging.getLogger("telegrad")
-CANCELLED = CallCancelled.__name__  # what became of a call, whatever its function has made of that
+CANCELLED = CallCancelled.__name__  # result of a cancelled call, however its function ended
 
 
 class Later(NamedTuple):
-    """What a function of this package returns whose value will be that of a future, or of a box."""
+    """Returned by functions of this package whose value is that of a future or of a box."""
 
     future: torch.futures.Future[Any] | Signal
-    function: Any  # which made that future, or its name
+    function: Any  # the function that made the future, or its name
 
 
 class Server:
@@ -83,9 +83,9 @@ class Server:
     ) -> None:
         """`entered` is called on each new thread that runs user code, `on_notice` with each control message.
 
-        `undelivered` is told where an answer that carries something finds no connection any more. `most_waiting`:
-        calls of one caller that are not answered, bytes of what it sent that has not begun, and how to have
-        `Intake.tick` called at a time.
+        `undelivered` is called if an answer with references finds its connection closed. `most_waiting` has the limit
+        of unanswered calls of a caller, the limit of its bytes that have not begun, and a function that schedules
+        `Intake.tick`.
         """
         self.name = name
         self._reactor = reactor
@@ -93,28 +93,28 @@ class Server:
         self._streams = streams
         self._on_notice = on_notice
         self._answers = Answers(name, reactor, layers, streams, undelivered)
-        self._runs = self._run  # made once: each call that waits would keep one for the garbage collector to visit
+        self._runs = self._run  # one bound method for all calls: fewer objects for the garbage collector
         self.intake = Intake(reactor, *most_waiting)
         self._answers.sent_memory = self.intake.sent
         self._loop = EventLoop(entered)
         self.doorkeeper: Doorkeeper | None = None
-        self.orders = False  # the doorkeeper is asked for functions that are known to be short, too
-        self.wrap: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None  # what to call instead
-        self._short: dict[bytes, bool] = {}  # by the function's name; a guess: single reads and writes of any thread
-        self._short_in_order: dict[bytes, bool] = {}  # of those that the doorkeeper heeds
-        self.at_once: set[bytes] = set()  # names of functions that need no slot; filled before anything is called
-        self.served = 0  # calls that have begun to run; for people, since threads may miscount it
+        self.orders = False  # also ask the doorkeeper about functions that are known to be short
+        self.wrap: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None  # returns the function to run
+        self._short: dict[bytes, bool] = {}  # by function name; a guess: single reads and writes of any thread
+        self._short_in_order: dict[bytes, bool] = {}  # the same for ordered functions
+        self.at_once: set[bytes] = set()  # names of functions that need no slot; filled before the first call
+        self.served = 0  # number of calls that have begun; approximate, since threads may miscount it
         # No lock: each use is one operation of a set.
         self.going_on: set[Incoming] = set()  # calls whose functions returned a future or a coroutine
         self.in_turn: set[Incoming] = set()  # ordered calls that wait for their turn, or run
-        self._notices: set[Incoming] = set()  # control messages that were not handled yet, but for patient ones
+        self._notices: set[Incoming] = set()  # unhandled control messages, except patient ones
 
     @property
     def idle(self) -> bool:
         return not (self.going_on or self.in_turn) and self._reactor.idle
 
     def on_messages(self, caller: Caller, link: Link | LoopEnd, messages: Iterable[Message]) -> None:
-        """Take in what a caller has sent.
+        """Handle messages of a caller.
 
         Raises:
             ProtocolViolation: two calls have one number.
@@ -140,7 +140,8 @@ class Server:
             if (come.attachments is not None and (excess := come.attachments.refusal) is not None) or (
                 len(calls) > FEW and (excess := self.intake.excess(caller)) is not None
             ):
-                # Not here: to describe an error takes longer than to read a call, and others wait for this thread.
+                # On another thread: describing an error takes longer than reading a call, and others wait for the
+                # reader thread.
                 self._reactor.submit(Work(partial(self._answers.refuse, excess), come, size=size), caller.control)
                 continue
             head = message.head
@@ -159,7 +160,7 @@ class Server:
             self.intake.check(caller, link)
 
     def _take_other(self, caller: Caller, link: Link | LoopEnd, come: Incoming, size: int, patient: list[Work]) -> None:
-        """Take in what is no call; what may wait for the calls that came with it is added to `patient`."""
+        """Handle a message that is no call; add it to `patient` if it may wait for the calls that came with it."""
         message = come.message
         if message.kind == NOTICE:
             work = Work(self._notice, come, size=size)
@@ -178,7 +179,7 @@ class Server:
         """Answer a request of a kind that this version does not know.
 
         Raises:
-            ProtocolViolation: it is no request; the connection must end, since nobody knows what was meant.
+            ProtocolViolation: it is no request; the connection must end, since the message has no known meaning.
         """
         if message.kind < len(KINDS) or not message.id:
             raise unexpected(message.kind)
@@ -186,17 +187,17 @@ class Server:
         link.send(Message(REFUSAL, message.id, head=unknown(message.kind).encode()))
 
     def lost(self, caller: Caller) -> None:
-        """Who called has gone: nobody takes its answers. Values that others may hold references to are made still."""
+        """Cancel the calls of a caller that has gone, except those whose values others may hold references to."""
         for call in list(caller.calls.values()):
             if call.destination is None:
                 self._cancel(call)
         self.intake.lost(caller)
 
     def _cancel(self, call: Incoming | None) -> None:
-        """A call is not wanted any more, unless it is over: if it has not begun, it never will."""
+        """Cancel a call unless it has ended; if it has not begun, it will not run."""
         if call is not None:
             call.cancelled = True
-            if call.message.id not in call.caller.calls:  # over meanwhile
+            if call.message.id not in call.caller.calls:  # it has ended meanwhile
                 call.cancelled = False
             elif call.stop is not None or call.nested:
                 self._reactor.submit(Work(Incoming.end, call))
@@ -213,10 +214,10 @@ class Server:
             self.intake.look(come.caller)
 
     def handle_notices(self, timeout: float) -> bool:
-        """Wait until the control messages that have come so far have been handled; False where the time was over."""
-        # A call may end before a control message that was sent before it was handled, since threads take turns.
+        """Wait until all control messages that have arrived so far are handled; return False on a timeout."""
+        # A call may end before an earlier control message was handled, since threads take turns.
         until, come = monotonic() + timeout, self._notices.copy()
-        if come:  # else the thread keeps its lead and its slot
+        if come:  # otherwise the thread keeps its lead and its slot
             with self._reactor.waiting():
                 while not come.isdisjoint(self._notices) and monotonic() < until:
                     sleep(1e-4)
@@ -256,7 +257,7 @@ class Server:
             finally:
                 serving.reset(token)
                 ensure_grad()
-            args = None  # memory that was lent for them goes back together with the answer
+            args = None  # memory lent for the arguments is then released together with the answer
             del kwargs
             if message.head:
                 known = self._short_in_order if ordered else self._short
@@ -281,7 +282,7 @@ class Server:
                 self._answers.send(call, answer)
 
     def _fail(self, call: Incoming, name: str, error: BaseException | None = None) -> None:
-        """Answer with an error: that one, or the one that is being handled.
+        """Answer with an error: the given one, or the one that is being handled.
 
         The `except` blocks that call this have no variable for the error. Their frame is in its traceback, and keeps a
         copy of its variables once a debugger or `why()` has read them. With the error in that copy, the two would be a
@@ -293,14 +294,14 @@ class Server:
         self._answers.fail(call, error, name)
 
     def _open(self, call: Incoming) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-        """The function and the arguments of a call."""
+        """Return the function and the arguments of a call."""
         message, attachments = call.message, call.attachments
         call.context, tensors = self._layers.take_tensors(message, call.caller.identity, self.name)
         body = split(message.body)[0] if message.flags & SCENE else message.body
         value = decode(body, tensors, attachments.references if attachments is not None else ())
-        message.blobs = ()  # the tensors keep what they need
+        message.blobs = ()  # the tensors keep the memory that they need
         if attachments is not None:
-            attachments.references.clear()  # as do their handles
+            attachments.references.clear()  # their handles keep what they need
         if message.head:
             args, kwargs = value
             function = resolve(message.head.decode())
@@ -315,7 +316,7 @@ class Server:
     # Ordered calls
 
     def name_is(self, name: str) -> None:
-        """The worker has its name, which it may have got as it joined."""
+        """Set the worker's name, which may be assigned when it joins."""
         self.name = self._answers.name = name
 
     def _heeds(self, name: bytes) -> bool:
@@ -323,7 +324,7 @@ class Server:
 
     def _run_in_order(self, caller: Caller) -> None:
         if not caller.opening.acquire(blocking=False):
-            return  # the thread that has it looks for more calls after it has released it
+            return  # the thread that holds it checks for more calls after releasing it
         call = None
         try:
             if caller.ordered:
@@ -353,7 +354,7 @@ class Server:
             return False
 
     def perform(self, call: Incoming) -> None:
-        """Have a call run that was not admitted at once."""
+        """Run a call that was not admitted at once."""
         is_long = not self._short_in_order.get(call.message.head)
         self._reactor.submit(Work(self._perform, call, is_long), call.caller.queue)
 
@@ -371,7 +372,7 @@ class Server:
         self.in_turn.discard(call)
         self._answers.fail(call, error, user_name(call.function, call.args))
 
-    # Functions that go on after they returned
+    # Functions that continue after they return
 
     def _when_done(self, call: Incoming, future: Any, function: Any) -> None:
         if not isinstance(future, torch._C.Future | Signal):
@@ -435,7 +436,7 @@ class Server:
 
 
 def _note(call: Incoming, error: Any = None) -> None:
-    """Tell that a call that has come has ended."""
+    """Emit the event that an incoming call has ended."""
     if (note := events.note) is not None:
         number = call.message.id
         failure = CANCELLED * call.cancelled or ("" if error is None else type(readable(error)).__name__)
