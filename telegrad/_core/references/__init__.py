@@ -1,1 +1,1 @@
-"""Distributed reference counting: a pure protocol, and the table of one worker that runs it."""
+"""Distributed reference counting: a protocol without I/O, and the table of one worker that runs it."""

@@ -1,4 +1,4 @@
-"""A value at its owner: there, still to come, or an error in its place."""
+"""The slot for a value at its owner: filled with the value or an error, or still empty."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ class Opening(Signal):
 
 
 class Box:
-    """Filled once; others may wait for that."""
+    """A slot that is filled once; other threads may wait for it."""
 
     __slots__ = ("_lock", "_opening", "failure", "full", "value")
 
     def __init__(self) -> None:
         self.full = False
         self.value: Any = None
-        self.failure = b""  # the description: an exception would keep alive the frames where it was raised
-        self._lock = threading.Lock()  # guards _opening, and that `full` is set, which is loaded without it
-        self._opening: Opening | None = None  # so value and failure are stored before, and not changed after
+        self.failure = b""  # serialised: an exception would keep alive the frames where it was raised
+        self._lock = threading.Lock()  # guards _opening and changes of `full`; `full` is read without it
+        self._opening: Opening | None = None  # value and failure are stored before `full` is set
 
     @classmethod
     def of(cls, value: Any) -> Box:
@@ -54,7 +54,7 @@ class Box:
             opening.set_result()
 
     def opening(self) -> Signal:
-        """Happens once it is full; what waiting for it gives is what is inside."""
+        """Return a signal for the filling of the box; waiting for it returns the value or raises the error."""
         with self._lock:
             if not self.full:
                 if self._opening is None:
@@ -65,7 +65,7 @@ class Box:
         return opening
 
     def open(self) -> Any:
-        """What is inside a box that is full."""
+        """Return the value of a full box, or raise its error."""
         if self.failure:
             raise rebuild(self.failure)
         return self.value

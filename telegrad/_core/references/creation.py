@@ -1,4 +1,4 @@
-"""Calls whose values stay at the callee: the maker's side, and the owner's."""
+"""Calls whose values stay at the callee: the state at the caller and at the owner."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from telegrad.errors import CallCancelled, CallTimeout, PeerError
 
 
 class Landing(NamedTuple):
-    """Where the value of a creating call goes, and what to answer."""
+    """The box for the value of a creating call, and the data for the response."""
 
     box: Box
     answer: bytes
@@ -30,7 +30,7 @@ class Landing(NamedTuple):
 
 
 class Creation:
-    """A call of this worker that makes the value of a reference: the outcome of that call."""
+    """A call of this worker that creates the value of a reference; the outcome of that call."""
 
     __slots__ = ("_told", "about", "call", "cut_off", "done", "error", "fork", "future", "owner", "ref", "used")
 
@@ -42,11 +42,11 @@ class Creation:
         self.owner = owner
         self.call: Any = None
         self.error: BaseException | None = None
-        self.cut_off = False  # it ended without an answer, and one may still come
+        self.cut_off = False  # it ended without an answer, which may still come
         self.done = False
-        self.used = False  # somebody has asked for the value, or will be told that there is none
+        self.used = False  # the program has requested the value, or learns of a failure otherwise
         self.about = ""
-        self.future: Future[None] | None = None  # for the user, where one was asked for
+        self.future: Future[None] | None = None  # for the user, if one was requested
         self._told = told
 
     def set_result(self, result: Any) -> None:
@@ -58,12 +58,12 @@ class Creation:
         self._told(self)
 
     def cancel(self) -> bool:
-        """End the call now; False where it is over."""
+        """Cancel the call; return False if it is over."""
         call = self.call
         return call is not None and bool(call.cancel())
 
     def dropped(self) -> None:
-        """The last handle has ended."""
+        """Handle the end of the last handle: log an error that the program has not seen."""
         if self.error is not None and not self.used:
             Unseen(self.about, self.error)
 
@@ -79,7 +79,7 @@ def tell_user(creation: Creation) -> None:
 
 
 def failed(error: BaseException) -> BaseException:
-    """Why a value was never made: what its maker raised, or that the call itself failed."""
+    """Return the error for a value that was not created: the exception of the function, or the failure of the call."""
     again = fresh(error)
     if isinstance(again, (CallCancelled, CallTimeout, PeerError)):
         again.args = (f"RRef creation failed, the value may not exist: {error}",)

@@ -1,8 +1,8 @@
-"""Letters that arrive once each, over a network that may lose, double, delay and reorder what it carries.
+"""Exactly-once delivery of letters over a network that may lose, duplicate, delay and reorder.
 
-Letters to one worker are sent in numbered batches. A batch is sent again, ever more rarely, until its number comes
-back; the receiver passes on each number once. To a worker that is taken for dead go empty batches only: its receipt
-tells that it lives. Pure: the driver tells the time and does the sending.
+Letters (control messages) to one worker are sent in numbered batches. A batch is resent, at growing intervals, until a
+receipt for its number arrives. The receiver accepts each number once. A worker that was declared dead gets only empty
+batches: its receipt shows that it is alive. There is no I/O and no clock here: the driver passes the time and sends.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from telegrad._core.references.records import remember
 L = TypeVar("L")
 
 RESEND_AFTER, RESEND_AT_MOST = 1.0, 30.0  # seconds: the first pause, which doubles, and the longest
-ACKNOWLEDGE_WITHIN = 0.05  # seconds that a receipt may wait for a batch to travel with
-MOST_REMEMBERED = 1 << 10  # workers that have left, whose numbers are kept
+ACKNOWLEDGE_WITHIN = 0.05  # seconds that a receipt may wait to be sent with a batch
+MOST_REMEMBERED = 1 << 10  # workers that have left, and whose numbers are kept
 
 
 class Batch(NamedTuple):
@@ -35,25 +35,25 @@ class _Sent(Generic[L]):
 
 
 class _Line(Generic[L]):
-    """What there is between this worker and another."""
+    """The state between this worker and another one."""
 
     def __init__(self) -> None:
         self.fresh: list[L] = []
         self.number = 0
-        self.sent: dict[int, _Sent[L]] = {}  # without a receipt yet
-        self.receipts: list[int] = []  # owed
+        self.sent: dict[int, _Sent[L]] = {}  # without a receipt so far
+        self.receipts: list[int] = []  # not yet sent
         self.owed_by = inf
-        self.complete = 0  # all batches up to this number have come
-        self.ahead: set[int] = set()  # and these
+        self.complete = 0  # all batches up to this number have arrived
+        self.ahead: set[int] = set()  # later batches that have arrived
 
     def enter(self, letters: list[L], now: float) -> int:
-        """The number of a batch that leaves now."""
+        """Store a batch that leaves now; return its number."""
         self.number += 1
         self.sent[self.number] = _Sent(letters, RESEND_AFTER, now + RESEND_AFTER)
         return self.number
 
     def take(self, number: int) -> bool:
-        """Note a batch; whether it is new."""
+        """Record the arrival of a batch; return True if it is new."""
         if number <= self.complete or number in self.ahead:
             return False
         self.ahead.add(number)
@@ -67,17 +67,17 @@ class _Line(Generic[L]):
 
 
 class Courier(Generic[L]):
-    """One worker's post."""
+    """Delivers the letters of one worker exactly once."""
 
     def __init__(self) -> None:
-        self._lines: dict[str, _Line[L]] = {}  # all are looked at in each turn
-        self._buried: dict[str, _Line[L]] = {}  # of the workers that have left last
+        self._lines: dict[str, _Line[L]] = {}  # `outgoing` iterates over all of them each time
+        self._buried: dict[str, _Line[L]] = {}  # of the workers that have left most recently
 
     def post(self, to: str, letter: L) -> None:
         self._line(to).fresh.append(letter)
 
     def outgoing(self, now: float) -> list[tuple[str, Batch]]:
-        """What is to be sent now."""
+        """Return the batches that are due."""
         out: list[tuple[str, Batch]] = []
         for to, line in self._lines.items():
             if line.fresh:
@@ -97,11 +97,11 @@ class Courier(Generic[L]):
         return receipts
 
     def next(self) -> float:
-        """When something will be due, if nothing happens before."""
+        """Return the time when the next batch or receipt is due, if nothing happens before."""
         return min((line.due() for line in self._lines.values()), default=inf)
 
     def receive(self, sender: str, batch: Batch, now: float) -> list[L]:
-        """The letters that have not come before."""
+        """Process a batch; return its letters unless it has arrived before."""
         line = self._line(sender)
         for number in batch.receipts:
             line.sent.pop(number, None)
@@ -112,14 +112,14 @@ class Courier(Generic[L]):
         return batch.letters if line.take(batch.number) else []
 
     def hurry(self, to: str, now: float) -> None:
-        """The way to a worker is open again: what it has not receipted is due."""
+        """Make all batches without a receipt due now: the connection to the worker works again."""
         for sent in self._line(to).sent.values():
             sent.due = now
 
     def forget(self, worker: str, now: float) -> None:
-        """It is taken for dead: nothing more is to be delivered, but it is asked for a sign, should it live.
+        """Drop the letters to a worker that was declared dead, and send an empty batch in case it is alive.
 
-        The numbers stay, and those without a receipt are sent on: the receiver must not wait for them for ever.
+        Keep the numbers, and resend batches without a receipt as empty ones: the receiver waits for each number.
         """
         line = self._line(worker)
         line.fresh = []
@@ -130,7 +130,7 @@ class Courier(Generic[L]):
         self._receipts(line)
 
     def bury(self, worker: str) -> None:
-        """It has left for good. The numbers stay for a while, for what it has said before."""
+        """Remove a worker that has left permanently. Keep the numbers for a while, for batches that arrive late."""
         line = self._line(worker)
         line.fresh = []
         line.sent.clear()
@@ -139,7 +139,7 @@ class Courier(Generic[L]):
 
     @property
     def unsettled(self) -> int:
-        """Letters that have not been receipted."""
+        """The number of letters without a receipt."""
         return sum(
             len(line.fresh) + sum(len(sent.letters) for sent in line.sent.values()) for line in self._lines.values()
         )

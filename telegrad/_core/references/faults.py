@@ -1,4 +1,4 @@
-"""Why a reference cannot be used, as its user is told."""
+"""Error messages for references that cannot be used."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from telegrad._core.references.letters import number
 from telegrad._core.references.protocol import OWNER_DIED
 from telegrad.errors import OwnerLost, RRefError, RRefLost
 
-DELETED = "deleted"  # the fault of a handle that was given up
+DELETED = "deleted"  # fault of a handle that the program has released
 
 
 def error_for(fault: str, handle: Handle, made: str) -> RRefError:
-    """`made` says where the reference was made, where that is known."""
+    """Return the error for a fault; `made` is the place where the reference was created, or empty."""
     about = f"the reference {number(handle.id)} to a value of worker {handle.owner.name!r}"
     about += f", made at {made}," if made else ""
     if fault == OWNER_DIED:

@@ -1,4 +1,4 @@
-"""One handle of a reference in this process; while it lives, so does the value."""
+"""A handle of a reference in this process; the value lives at least as long as the handle."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from telegrad._core.references.letters import Id, number
 
 
 class Handle:
-    """What a table gives out; the references that users see hold one each."""
+    """A reference count held by a Python object; each reference that a user sees holds one handle."""
 
     __slots__ = ("box", "ended", "fault", "id", "owner")
 
     def __init__(self, ended: SimpleQueue[Any], id_: Id, owner: Identity, box: Box | None, fault: str = "") -> None:
-        """Its id goes into `ended` at its end."""
+        """The handle's end puts its id into `ended`."""
         self.ended = ended
         self.id = id_
         self.owner = owner
-        self.box = box  # on the owner
-        self.fault = fault  # why this one never was one, or is none any more; its end then counts no more
+        self.box = box  # only on the owner
+        self.fault = fault  # why the handle is unusable; its end is then not counted
 
     def __del__(self) -> None:
-        # On any thread, even inside of the garbage collector under somebody's lock: this queue takes none.
+        # Any thread may run this, even in the garbage collector while a lock is held: SimpleQueue takes no lock.
         if not self.fault:
             self.ended.put(self.id)
 

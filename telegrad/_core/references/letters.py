@@ -1,4 +1,4 @@
-"""What workers write to one another about references: see protocol.py, which says when."""
+"""Control messages ("letters") of the reference protocol; protocol.py defines when they are sent."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ from typing import NamedTuple
 
 from telegrad._core.membership.members import Identity
 
-Id = tuple[str, int]  # who made it, and that worker's number for it
+Id = tuple[str, int]  # the worker that created it, and its number there
 
 CONFIRM = "confirm"  # user to owner: I hold this fork
 CONFIRMED = "confirmed"  # owner to user: I know it
-SETTLED = "settled"  # child to parent: you need not hold on for this fork any longer
+SETTLED = "settled"  # child to parent: you need not keep your fork for this one any longer
 DROPPED = "dropped"  # user to owner: this fork has ended
-ASK = "ask"  # sender to receiver: the connection broke; did this fork come?
-MISSING = "missing"  # receiver to sender: it did not, and will be refused
-STILLBORN = "stillborn"  # creator to owner: the creating call will not come, if it has not
-WANTED = "wanted"  # owner to creator: does the creating call come?
-GONE = "gone"  # owner to user: there is no value for this fork
-FORGOT = "forgot"  # I took you for dead, and let go of all that there was between us; with my last fork before that
+ASK = "ask"  # sender to receiver: the connection broke; did this fork arrive?
+MISSING = "missing"  # receiver to sender: it did not, and I will refuse it
+STILLBORN = "stillborn"  # creator to owner: the creating call will not arrive, if it has not
+WANTED = "wanted"  # owner to creator: will the creating call arrive?
+GONE = "gone"  # owner to user: this fork has no value
+FORGOT = "forgot"  # I declared you dead and dropped all shared state; contains my last fork number before that
 
-NOTHING: Id = ("", 0)  # in a letter that is about no reference
+NOTHING: Id = ("", 0)  # in a letter without a reference
 
 
 def number(ref: Id) -> str:
-    """A reference as people read it."""
+    """Return a reference's id as shown to users."""
     return f"{ref[0].rpartition('#')[0]}/{ref[1]}"
 
 
@@ -36,5 +36,5 @@ class Letter(NamedTuple):
 
 
 def key_of(who: Identity) -> str:
-    """A worker in this life: one of its name that comes later has another."""
+    """Return a key for this incarnation of a worker: a later worker of the same name has another key."""
     return f"{who.name}#{who.incarnation}"

@@ -1,4 +1,4 @@
-"""Making references to what calls will return: to one worker, or to many at once."""
+"""Creates references to results of calls, on one worker or on many at once."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from telegrad._core.references.protocol import References
 from telegrad._core.threads import Background
 from telegrad.errors import PeerError
 
-CREATE, CREATED, HERE = range(3)  # a call whose value stays, the answer to it, one whose maker is the owner
+CREATE, CREATED, HERE = range(3)  # kinds: a creating call, the answer to it, a creating call to the worker itself
 
 Target = tuple[int, Id, Id]
 
 
 class Maker:
-    """That part of a table of references; what stands here is the table's."""
+    """A part of `ReferenceTable`, which defines these attributes."""
 
     agent: Agent
     _thread: Background
@@ -47,9 +47,9 @@ class Maker:
         asked: Any = None,
         heeded: bool = False,
     ) -> Any:
-        """Have a worker make a value that stays there; a reference to it, as users see them.
+        """Create a value on a worker, where it stays; return a reference to it for users.
 
-        `heeded`: the caller learns of a failure in another way, so the log does not tell of it.
+        With `heeded`, a failure is not logged: the caller learns of it in another way.
         """
         handle, creation, target = self._begin(self.agent.identify(to))
         creation.used = heeded
@@ -64,7 +64,7 @@ class Maker:
     def create_each(
         self, owners: Iterable[Identity], function: Any, args: Any, kwargs: Any, timeout: float, keeps: Any, asked: Any
     ) -> list[Any]:
-        """As `create` on each of many workers, with one encoding; where that fails for one, its reference does."""
+        """As `create` on each of many workers, with one encoding. An error of one worker affects only its reference."""
         made = [self._begin(owner) for owner in owners]
         calls = [EachCall(creation, handle.owner, keeps, target) for handle, creation, target in made]
         try:
@@ -92,7 +92,7 @@ class Maker:
         return handle, creation, (kind, handle.id, fork)
 
     def _unmake(self, handle: Handle, target: Target) -> None:
-        """The call was never sent."""
+        """Undo `_begin`: the call was never sent."""
         handle.fault = "never made"
         with self._lock:
             del self._creations[handle.id]
@@ -102,7 +102,7 @@ class Maker:
         with self._lock:
             self._expected.update(handle.owner.name for handle in handles)
             for each in creations:
-                if each.error is not None and not each.cut_off:  # it may not have been sent
+                if each.error is not None and not each.cut_off:  # the call may not have been sent
                     self._machine.stillborn(each.ref, each.fork, each.owner)
             self._wake()
 
@@ -118,7 +118,7 @@ class Maker:
             self.agent.later(self._told, creation)
 
     def _told(self, creation: Creation) -> None:
-        """Who asks for its future until then gets the one that others wait for."""
+        """Complete the future; until then a second request for it gets the same future."""
         tell_user(creation)
         if creation.error is None:
             with self._lock:

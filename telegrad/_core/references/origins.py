@@ -1,4 +1,4 @@
-"""Where references were made: kept in debug mode only, for the list of those that outlive their group."""
+"""Places where references were created. Recorded in debug mode only, to list references that outlive their group."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from telegrad._core.importing import PACKAGE
 from telegrad._core.pickling.remote_text import debugging
 from telegrad._core.references.letters import Id
 
-SHOWN = 20  # of the places where leaked references were made
+SHOWN = 20  # maximal number of places to log
+PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 log = logging.getLogger("telegrad")
 
 
 class Origins:
-    """Remembers, if asked to by the environment."""
+    """Records places, if the environment enables debugging."""
 
     def __init__(self) -> None:
         self._places: dict[Id, str] | None = {} if debugging() else None
@@ -29,7 +30,7 @@ class Origins:
             self._places.pop(ref, None)
 
     def of(self, ref: Id) -> str:
-        """Empty where it is not known."""
+        """Return the place, or ""."""
         return (self._places or {}).get(ref, "")
 
     def warn_of_leaks(self, refs: list[Id]) -> None:
@@ -41,7 +42,7 @@ class Origins:
 
 
 def _caller() -> str:
-    """The first line outside of this package."""
+    """Return the first line outside of this package."""
     frame = sys._getframe()
     while frame.f_code.co_filename.startswith(PACKAGE) and frame.f_back is not None:
         frame = frame.f_back

@@ -1,35 +1,36 @@
-"""Who holds which reference: one worker's part of the reference protocol, as a pure state machine.
+"""Distributed reference counting: one worker's part of the protocol, as a state machine without I/O.
 
-A reference is named by its creator and a number, and so is a fork: one worker's share in a reference. Workers are
-named by keys that are never used twice. The owner keeps the value while any fork is known to it (or a handle of its
-own lives); a user keeps its fork while a handle lives or the fork has children that have not settled.
+A reference is named by its creator and a number. So is a fork: one worker's share in a reference. Workers are named by
+keys that are never reused. The owner keeps the value while it knows any fork or has a live handle itself. A user keeps
+its fork while a handle lives or the fork has unsettled children.
 
-    G1  the owner hears of the end of every fork                              DROPPED
+    G1  the owner learns of the end of every fork                             DROPPED
     G2  a parent outlives its child until the owner knows the child           CONFIRM, CONFIRMED, SETTLED
 
-The paths by which a reference reaches a worker, and the letters that each takes beside the user's own message:
+The paths by which a reference reaches a worker, and the letters that each needs besides the user's own message:
 
     created on a user, value at the owner   none: the answer to the creating call confirms it
     user to owner                           SETTLED
     owner to user                           none: the owner counts the child before it sends it
     user to user                            CONFIRM to the owner, CONFIRMED, SETTLED to the parent
-                                            (and WANTED to the creator where they outrun the creating call, which
-                                            answers STILLBORN once that is over: it will not come any more)
+                                            (and WANTED to the creator if they overtake the creating call; it answers
+                                            STILLBORN after that call: the call will not arrive any more)
     the end of a fork                       DROPPED
 
-A worker that receives a reference it holds already adds to its fork instead of beginning another. Letters are
-delivered once each, in any order (see courier.py). The user's own messages may be lost with their connection: then the
-sender ASKs for the forks it sent, and those that never came are MISSING, and refused should they still come.
+A worker that receives a reference it already holds adds to its fork instead of starting another. Each letter is
+delivered once, in any order (see delivery.py). The user's own messages may be lost with their connection. The sender
+then ASKs for the forks it sent. Those that did not arrive are MISSING, and are refused if they arrive later.
 
-A worker that is taken for dead may live, and only be out of reach. Who took it for dead has let go of its forks, of
-what was sent to it and of what it owned, and says FORGOT once it speaks again. Upon that the other side
+A worker that was declared dead may only be unreachable. The declaring worker has released the other's forks, the forks
+sent to it, and the references that it owned. It sends FORGOT when it hears from that worker again. The other side then
 
-    ASKs for all that it has sent there     MISSING ends what was let go of, SETTLED what waits for nothing more
-    confirms its shares anew                under new forks, since letters about the old ones may still be on their way;
-                                            the owner knows them again, or the value is GONE
-    asks for values still to come           the word that they will not may be among what was let go of
+    ASKs for all forks it sent there        MISSING ends what was released, SETTLED what no longer waits
+    confirms its shares again               under new forks, since letters about the old ones may still be in transit;
+                                            the owner then knows them again, or the value is GONE
+    asks for values not yet created         the letter that they will not come may be among those dropped
 
-What one side let go of stays lost for its own handles; handles of the other side can be used again, or tell why not.
+References that one side has released stay lost for its own handles. Handles of the other side become usable again, or
+report an error.
 """
 
 from __future__ import annotations
@@ -53,17 +54,17 @@ from telegrad._core.references.letters import (
 )
 from telegrad._core.references.records import Holders, Owned, Share, remember
 
-# Why a reference cannot be used.
+# Faults: why a reference cannot be used.
 OWNER_DIED, VALUE_GONE, CAME_LATE = "owner died", "value gone", "came late"
 
-MOST_REMEMBERED = 1 << 14  # of the references and forks that were refused, and of workers that have died
+MOST_REMEMBERED = 1 << 14  # number of refused references and forks, and of dead workers
 
 
 class References:
     """All references that one worker owns or uses.
 
-    Every event may add to `letters` (to whom, what), to `freed` (references that ended here) and to
-    `hopeless` (owned references whose value will never come); the driver empties them.
+    Every event may add to `letters` (receiver, letter), to `freed` (references that ended here) and to `hopeless`
+    (owned references whose value will never come); the driver empties these lists.
     """
 
     def __init__(self, me: str) -> None:
@@ -75,10 +76,10 @@ class References:
         self.freed: list[Id] = []
         self.hopeless: list[Id] = []
         self._numbers = 0
-        self._creating: dict[Id, bool] = {}  # whose creating call may still come; whether its owner asks for that
-        self._dead: dict[str, int] = {}  # and the last number that was given before the death
-        self._forgotten: dict[str, int] = {}  # by workers that live: their forks up to that number
-        self._refused: dict[Id, None] = {}  # references and forks of which a message may still come
+        self._creating: dict[Id, bool] = {}  # creating calls that may still arrive; True if the owner has asked
+        self._dead: dict[str, int] = {}  # each with the last number issued before the death
+        self._forgotten: dict[str, int] = {}  # by live workers: they do not know forks up to this number
+        self._refused: dict[Id, None] = {}  # references and forks that may still arrive in a message
 
     def _new_id(self) -> Id:
         self._numbers += 1
@@ -90,23 +91,23 @@ class References:
     def _refuse(self, id_: Id) -> None:
         remember(self._refused, id_, None, MOST_REMEMBERED)
 
-    # Making references
+    # Creating references
 
     def own(self) -> Id:
-        """A reference to a value of this worker, with one handle."""
+        """Create a reference to a value of this worker, with one handle."""
         ref = self._new_id()
         self.owned[ref] = Owned(made=True, handles=1)
         return ref
 
     def create(self, owner: str) -> tuple[Id, Id]:
-        """A reference to what a call to `owner` will return, with one handle, and the fork to tell the owner of."""
+        """Create a reference to the result of a call to `owner`, with one handle; return it and the fork to send."""
         ref, fork = self._new_id(), self._new_id()
         self.shares[ref] = Share(owner, fork, confirmed=False)
         self._creating[ref] = False
         return ref, fork
 
     def expect(self, ref: Id, fork: Id, creator: str) -> bool:
-        """A creating call has come to the owner; False where it must not run."""
+        """Handle a creating call on the owner; return False if it must not run."""
         if ref in self._refused:
             self._post(creator, GONE, ref, fork)
             return False
@@ -116,24 +117,24 @@ class References:
         return True
 
     def created(self, ref: Id, fork: Id, owner: str) -> None:
-        """The creating call was answered: the owner knows the fork."""
+        """Handle the answer to the creating call: the owner knows the fork."""
         if self._creating.pop(ref, False):
             self._post(owner, STILLBORN, ref, ref)
         self._on_confirmed(owner, ref, fork)
 
     def cancel(self, ref: Id) -> None:
-        """The creating call was never sent."""
+        """Remove a reference whose creating call was never sent."""
         del self._creating[ref], self.shares[ref]
 
     def stillborn(self, ref: Id, fork: Id, owner: str) -> None:
-        """The creating call was cut off: whether it came, the owner must say."""
+        """Handle the loss of the creating call; only the owner knows if it arrived."""
         if self._creating.pop(ref, None) is not None:
             self._post(owner, STILLBORN, ref, fork)
 
-    # Passing them on
+    # Sending and receiving references
 
     def fork(self, ref: Id, to: str) -> Id:
-        """A reference is about to be sent; the fork to be sent with it."""
+        """Return the fork to send with a reference."""
         child = self._new_id()
         owned = self.owned.get(ref)
         if owned is not None:
@@ -143,7 +144,7 @@ class References:
         return child
 
     def arrive(self, ref: Id, fork: Id, owner: str, sender: str) -> str:
-        """A reference has come: one more handle here; or else why there is none."""
+        """Add a handle for a received reference; return a fault if that is impossible."""
         if fork in self._refused:
             return CAME_LATE
         if owner == self.me:
@@ -199,10 +200,10 @@ class References:
         else:
             self._settle(sender, share, ref, fork)
 
-    # Letting them go
+    # Releasing references
 
     def drop(self, ref: Id) -> None:
-        """A handle has ended."""
+        """Handle the end of a handle."""
         owned = self.owned.get(ref)
         if owned is not None:
             owned.handles -= 1
@@ -221,7 +222,7 @@ class References:
         self.freed.append(ref)
 
     def _free_if_unused(self, ref: Id, owned: Owned) -> None:
-        if owned.made and not owned.handles and not owned.forks:  # else the call may come, and somebody may wait for it
+        if owned.made and not owned.handles and not owned.forks:  # otherwise the call may still arrive, with waiters
             del self.owned[ref]
             self.freed.append(ref)
 
@@ -232,9 +233,9 @@ class References:
             self._end_if_unused(ref)
 
     def seek(self, ref: Id) -> bool:
-        """Somebody wants the value from its owner; False where there is none and none will come.
+        """Prepare for a request of a value on its owner; return False if the value does not exist and never will.
 
-        The request may outrun the creating call, and the user's CONFIRM, which holds what is made here.
+        The request may overtake the creating call, and the user's CONFIRM, which keeps alive the record made here.
         """
         if ref not in self.owned:
             if self._never_comes(ref):
@@ -243,14 +244,14 @@ class References:
         return True
 
     def fault(self, ref: Id) -> str:
-        """Why a reference cannot be used here; empty where it can."""
+        """Return why a reference cannot be used here; empty if it can be used."""
         share = self.shares.get(ref)
         return share.fault if share is not None else ""
 
     # Letters
 
     def receive(self, sender: str, letter: Letter) -> None:
-        """Take in a letter; each comes once."""
+        """Handle a letter; each arrives once."""
         kind, ref, fork = letter
         _TAKE[kind](self, sender, ref, fork)
 
@@ -265,14 +266,15 @@ class References:
         self._post(sender, CONFIRMED, ref, fork)
 
     def _want(self, ref: Id, fork: Id) -> Owned:
-        """Of a reference nothing is known: its creating call is on its way, unless all was over before a death."""
+        """Record an unknown reference and ask its creator: its creating call is in transit, unless all ended before a
+        death."""
         self._post(ref[0], WANTED, ref, fork)
         owned = self.owned[ref] = Owned(made=False)
         return owned
 
     def _on_wanted(self, sender: str, ref: Id, fork: Id) -> None:
         if ref in self._creating:
-            self._creating[ref] = True  # the answer comes when the call is over
+            self._creating[ref] = True  # the answer follows when the call is over
         else:
             self._post(sender, STILLBORN, ref, fork)
 
@@ -282,14 +284,14 @@ class References:
     def _on_confirmed(self, sender: str, ref: Id, fork: Id) -> None:
         share = self.shares.get(ref)
         if share is None or share.fault or (share.confirmed and share.fork != fork):
-            self._post(sender, DROPPED, ref, fork)  # given up, or confirmed anew, while this was on its way
+            self._post(sender, DROPPED, ref, fork)  # released, or confirmed again, while this was in transit
         elif share.fork != fork:
             share.extras.append(fork)
         elif not share.confirmed:
             self._conclude(ref, share)
 
     def _conclude(self, ref: Id, share: Share) -> None:
-        """The owner knows the fork, or it has failed: either way nobody need wait for it any longer."""
+        """Settle with the parents: the owner knows the fork, or it has failed. Either way no worker needs to wait."""
         share.confirmed = True
         for parent, fork in share.parents:
             self._post(parent, SETTLED, ref, fork)
@@ -319,10 +321,10 @@ class References:
         share.fault = fault
         self._conclude(ref, share)
 
-    # Connections that broke, workers that died
+    # Broken connections and dead workers
 
     def ask(self, receiver: str) -> None:
-        """The connection to `receiver` broke, and with it messages may be lost."""
+        """Handle a broken connection to `receiver`: messages may be lost."""
         for ref, fork in list(self._sent_to(receiver)):
             self._post(receiver, ASK, ref, fork)
 
@@ -335,19 +337,19 @@ class References:
     def _on_ask(self, sender: str, ref: Id, fork: Id) -> None:
         share = self.shares.get(ref)
         if share is not None and (sender, fork) in share.parents:
-            return  # it came; SETTLED follows
+            return  # it arrived; SETTLED follows
         if share is not None and not share.fault and (fork == share.fork or fork in share.extras):
-            if sender != share.owner:  # else DROPPED will follow
+            if sender != share.owner:  # otherwise DROPPED will follow
                 self._settle(sender, share, ref, fork)
             return
         self._refuse(fork)
         if share is not None and sender == share.owner and not share.confirmed:
-            share.extras.append(fork)  # given back once the owner knows the one in its place
+            share.extras.append(fork)  # dropped once the owner knows the fork that replaced it
         else:
             self._post(sender, MISSING, ref, fork)
 
     def _settle(self, parent: str, share: Share, ref: Id, fork: Id) -> None:
-        """A parent need not hold on once the owner knows this worker's fork."""
+        """Release a parent once the owner knows this worker's fork."""
         if share.confirmed:
             self._post(parent, SETTLED, ref, fork)
         else:
@@ -378,7 +380,7 @@ class References:
         self.hopeless.append(ref)
 
     def _give_up(self, ref: Id, owned: Owned) -> None:
-        """The value of a reference will never come."""
+        """Mark an owned reference whose value will never come."""
         for fork, holder in list(owned.forks.items()):
             if holder != self.me:
                 self._post(holder, GONE, ref, fork)
@@ -388,7 +390,7 @@ class References:
         self._free_if_unused(ref, owned)
 
     def dead(self, worker: str) -> None:
-        """A worker has died or left: what it owned is lost, what it used is released."""
+        """Handle the death or leaving of a worker: its own values are lost, and its forks are released."""
         remember(self._dead, worker, self._numbers, MOST_REMEMBERED)
         for ref, share in list(self.shares.items()):
             share.parents = [parent for parent in share.parents if parent[0] != worker]
@@ -407,7 +409,7 @@ class References:
                 self._free_if_unused(ref, owned)
 
     def alive(self, worker: str) -> bool:
-        """A worker speaks; whether it had been taken for dead, of which it is told."""
+        """Handle a sign of life. If the worker was declared dead, notify it and return True."""
         if worker not in self._dead:
             return False
         self._post(worker, FORGOT, NOTHING, (self.me, self._dead.pop(worker)))
@@ -426,7 +428,7 @@ class References:
 
     def _confirm_anew(self, ref: Id, share: Share) -> None:
         if share.confirmed:
-            share.extras.append(share.fork)  # the owner may know it again: it was confirmed after the forgetting
+            share.extras.append(share.fork)  # the owner may know it again: it was confirmed after FORGOT
         share.fork, share.confirmed = self._new_id(), False
         self._post(share.owner, CONFIRM, ref, share.fork)
 

@@ -1,7 +1,7 @@
-"""The rim of the reference protocol: the handles, values and letters of one worker.
+"""The driver of the reference protocol: the handles, values and letters of one worker.
 
-Letters and handles that ended are gathered for a moment and seen to by one thread, so that many together cost little.
-Values are freed there too, outside of the lock.
+One thread processes letters and ended handles in groups, so that many together cost little. It also frees values,
+without holding the lock.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ from telegrad.errors import (
     UsageError,
 )
 
-GATHER = 1e-3  # seconds that letters and ended handles are gathered
-MOST_HELD = 1 << 16  # references of one worker to values of this one, until no more are made for it
+GATHER = 1e-3  # seconds for which letters and ended handles are collected
+MOST_HELD = 1 << 16  # limit of references held by one worker to values of this one; no more are created for it
 MOST_REFUSED = 1 << 10
-TRY_AGAIN = 0.1  # seconds after something failed that should not
+TRY_AGAIN = 0.1  # seconds after an unexpected failure
 
 log = logging.getLogger("telegrad")
 
@@ -56,45 +56,45 @@ class ReferenceTable(Maker):
     """All references of one worker.
 
     Uses of a reference take no lock. They rely on each of these being one step of the interpreter: `get` of the
-    dictionaries of shares, creations and origins, which change under the lock; to load or store one attribute of what
-    is found there, or of a handle; to load `_closed`.
+    dictionaries of shares, creations and origins, which change under the lock; to load or store one attribute of an
+    object found there, or of a handle; to load `_closed`.
     """
 
     def __init__(self, agent: Agent, wrap: Callable[[ReferenceTable, Handle], Any]) -> None:
-        """`wrap` makes what users see of a handle."""
+        """`wrap` creates the object for users from a handle."""
         self.agent = agent
         self._wrap = wrap
-        self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()  # ids of ended handles; None to wake; things to do
+        self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()  # ids of ended handles, None (to wake up), functions
         self._thread = Background("telegrad-references", self._serve)
-        self._lock = threading.Lock()  # guards all below, and the fields `done` and `future` of creations
+        self._lock = threading.Lock()  # guards all fields below, and `done` and `future` of creations
         self._origins = Origins()
         self.name_is(agent.name)
         self._courier: Courier[Letter] = Courier()
         self._boxes: dict[Id, Box] = {}  # of owned references
-        self._creations: dict[Id, Creation] = {}  # while the reference lives
-        self._refused: dict[Id, LimitReached] = {}  # the latest whose values were not made, for who asks for them
-        self._expected: set[str] = set()  # whose answers to creating calls nobody may be reading
-        self._woken = False  # since the thread last looked
+        self._creations: dict[Id, Creation] = {}  # kept while the reference lives
+        self._refused: dict[Id, LimitReached] = {}  # the latest refused creations, for requests of their values
+        self._expected: set[str] = set()  # owners whose answers to creating calls may have no reader
+        self._woken = False  # since the thread last checked
         self._closed = False
-        self.over: PeerError | None = None  # why no other worker can be reached from here any more; stored once
+        self.over: PeerError | None = None  # why no other worker can be reached any more; stored once
         agent.layers.references = self
         agent.on(Batch, self._on_batch)
         agent.lost.append(lambda who, reason: self._events.put(lambda: self._on_lost(who, reason)))
 
     def name_is(self, name: str) -> None:
-        """The worker has its name, which it may have got as it joined: before there were any references."""
+        """Set the worker's name, which may be assigned when it joins, before the first reference."""
         self._me = f"{name}#{self.agent.incarnation}"
         self._machine = References(self._me)
 
     def for_finalisers(self) -> Callable[[Callable[[], object]], None]:
-        """Return a function that has the thread of this table call another soon; it takes no lock and sends nothing."""
+        """Return a function that runs a given function on this table's thread; it takes no lock and sends nothing."""
         self._thread.want()
         return self._events.put
 
-    # Making references
+    # Creating references
 
     def own(self, box: Box) -> Handle:
-        """Make a reference to what is, or will be, in `box`."""
+        """Create a reference to the value that is, or will be, in `box`."""
         self._thread.want()
         with self._lock:
             ref = self._machine.own()
@@ -102,28 +102,28 @@ class ReferenceTable(Maker):
             return self._new_handle(ref, self.agent.me.identity, box)
 
     def _new_handle(self, ref: Id, owner: Identity, box: Box | None, fault: str = "") -> Handle:
-        """With the lock held."""
+        """Create a handle, with the lock held."""
         self._origins.note(ref)
         if (note := events.note) is not None:
             note((events.MADE, now := perf_counter(), now, owner.name, number(ref)))
         return Handle(self._events, ref, owner, box, fault)
 
-    # Using them
+    # Using references
 
     def reach(self, handle: Handle) -> Identity:
-        """The owner, who is to be called; raises as `check`."""
+        """Return the owner to call; raises as `check`."""
         if self.over is not None:
             raise fresh(self.over)
         self.check(handle)
         try:
             return self.agent.identify(handle.owner)
-        except PeerLost:  # it has left, and this worker has not heard of it yet
+        except PeerLost:  # it has left, and this worker does not know that yet
             self._on_death(key_of(handle.owner))
             self.check(handle)
             raise
 
     def check(self, handle: Handle) -> None:
-        """Raise why a reference cannot be used, if so."""
+        """Raise an error if a reference cannot be used."""
         creation = self._creations.get(handle.id)
         error = None
         if creation is not None:
@@ -136,7 +136,7 @@ class ReferenceTable(Maker):
             raise error_for(fault, handle, self._origins.of(handle.id))
 
     def creation(self, handle: Handle) -> Future[None] | None:
-        """A future of the creating call, where this worker made it and it has not succeeded yet."""
+        """Return a future of the creating call, if this worker made it and it has not succeeded yet."""
         with self._lock:
             creation = self._creations.get(handle.id)
             if creation is None:
@@ -148,26 +148,26 @@ class ReferenceTable(Maker):
                 creation.future.follows = creation
         if late:
             self.agent.later(tell_user, creation)
-        with contextlib.suppress(TelegradError):  # the owner has left: the call is told so
+        with contextlib.suppress(TelegradError):  # the owner has left: the call gets that error
             self.agent.expect(handle.owner.name)
         return creation.future
 
     def made_here(self, handle: Handle) -> bool:
-        """Whether the reference was made by this worker."""
+        """Return True if this worker created the reference."""
         return handle.id[0] == self._me
 
     def fork_of(self, handle: Handle) -> Id | None:
-        """Under which number the owner knows this worker's share; None on the owner."""
+        """Return the owner's id of this worker's share; None on the owner."""
         share = self._machine.shares.get(handle.id)
         return share.fork if share is not None else None
 
     def confirmed(self, handle: Handle) -> bool:
-        """Whether the owner knows of this worker's fork."""
+        """Return True if the owner knows this worker's fork."""
         share = self._machine.shares.get(handle.id)
         return handle.box is not None or (share is not None and share.confirmed and not share.fault)
 
     def box(self, ref: Id) -> Box:
-        """Where the value is, or will be, on its owner.
+        """Return the box of a value on its owner.
 
         Raises:
             RRefLost: there is none, and none will come.
@@ -189,11 +189,11 @@ class ReferenceTable(Maker):
         return box
 
     def known(self, ref: Id) -> Box | None:
-        """As `box`, where there is one already."""
+        """Return the box if it already exists."""
         return self._boxes.get(ref)
 
     def give_up(self, handle: Handle) -> None:
-        """End a handle that the program still holds."""
+        """Release a handle that the program still holds."""
         with self._lock:
             first, handle.fault = not handle.fault, handle.fault or DELETED
         if first:
@@ -203,10 +203,10 @@ class ReferenceTable(Maker):
     def closed(self) -> bool:
         return self._closed
 
-    # With the user's messages
+    # Data in messages of users
 
     def pack(self, references: Sequence[Handle], to: Identity, creation: Any) -> bytes:
-        """References are about to leave, and perhaps a call that creates one."""
+        """Serialise references for a message, and the data of a creating call if there is one."""
         for handle in references:
             if handle.ended is not self._events:
                 raise UsageError(
@@ -219,14 +219,14 @@ class ReferenceTable(Maker):
             with self._lock:
                 forks = [(each.id, self._machine.fork(each.id, key), tuple(each.owner)) for each in references]
             return pickle.dumps((forks, creation), 5)
-        except BaseException:  # without memory; forks that were made will not come
+        except BaseException:  # no memory; the forks will not be sent
             with self._lock:
                 self._machine.ask(key)
                 self._wake()
             raise
 
     def receive(self, data: bytes, sender: Identity) -> Attachments:
-        """References have come, and perhaps a call that creates one, or the answer to such."""
+        """Handle references in a message, and the data of a creating call or of the answer to one."""
         forks, creation = pickle.loads(data)
         key = key_of(sender)
         self._thread.want()
@@ -239,7 +239,7 @@ class ReferenceTable(Maker):
         return Attachments([self._wrap(self, handle) for handle in handles], landing, refusal)
 
     def excess(self, holder: Identity) -> LimitReached | None:
-        """Return why no further value of this worker is kept for another, if so."""
+        """Return an error if this worker keeps too many values for another."""
         count = self._machine.holders.counts.get(key_of(holder), 0)
         if count < MOST_HELD:
             return None
@@ -264,13 +264,13 @@ class ReferenceTable(Maker):
             if len(self._refused) > MOST_REFUSED:
                 del self._refused[next(iter(self._refused))]
         elif kind == CREATE and self._machine.expect(ref, fork, sender):
-            self._boxes[ref] = box  # else nobody wants the value
+            self._boxes[ref] = box  # otherwise nothing refers to the value
         return Landing(box, pickle.dumps(((), (CREATED, ref, fork)), 5))
 
-    # The thread that sees to letters and ends
+    # The thread for letters and ended handles
 
     def _wake(self) -> None:
-        """With the lock held: have the thread look. That there is one is seen to outside of the lock."""
+        """With the lock held: wake the thread. The caller starts the thread outside of the lock."""
         if not self._woken:
             self._woken = True
             self._events.put(None)
@@ -286,7 +286,7 @@ class ReferenceTable(Maker):
                 while acts:
                     acts.popleft()()
                 wait = self._step(ended)
-            except Exception:  # without memory, most likely: what was not seen to yet is tried again
+            except Exception:  # most likely without memory; try again
                 log.exception("telegrad: seeing to references failed")
                 wait = TRY_AGAIN
 
@@ -302,7 +302,7 @@ class ReferenceTable(Maker):
                 event = self._events.get_nowait()
 
     def _step(self, ended: deque[Id]) -> float:
-        """Drop handles, free values, send letters; the time until something is due."""
+        """Drop handles, free values, send letters; return the time until more is due."""
         now = monotonic()
         machine, courier = self._machine, self._courier
         with self._lock:
@@ -315,7 +315,7 @@ class ReferenceTable(Maker):
             machine.letters.reverse()
             while machine.letters:
                 courier.post(*machine.letters[-1])
-                machine.letters.pop()  # now, since all that is left here is posted again if a later one fails
+                machine.letters.pop()  # one by one: letters that remain here after an error are posted again
             hopeless = [(ref, self._boxes.setdefault(ref, Box())) for ref in machine.hopeless]
             machine.hopeless.clear()
             freed = [self._forget(ref) for ref in machine.freed]
@@ -349,7 +349,7 @@ class ReferenceTable(Maker):
             self._on_death(to)
             with self._lock:
                 self._courier.bury(to)
-        except TelegradError as error:  # this worker leaves, or cannot look the other up: the courier tries again
+        except TelegradError as error:  # this worker is leaving, or cannot look up the other; `Courier` tries again
             log.debug("telegrad: no letter to %r now: %s", name, error)
 
     def _on_batch(self, sender: Identity, batch: Batch) -> None:
@@ -361,17 +361,17 @@ class ReferenceTable(Maker):
                 self._machine.receive(key, letter)
             self._wake()
 
-    # Connections that broke, workers that died
+    # Broken connections and dead workers
 
     def _heard_from(self, key: str) -> None:
-        """With the lock held: a worker speaks. Had it been taken for dead, there is something to tell it."""
+        """With the lock held: handle a sign of life of a worker, which may have been declared dead."""
         if self._machine.alive(key):
             self._courier.hurry(key, monotonic())
 
     def _on_lost(self, who: Identity, reason: PeerError) -> None:
         key = key_of(who)
         if isinstance(reason, GenerationOver):
-            return  # this worker goes on, too, in a moment
+            return  # this worker moves on as well in a moment
         if not isinstance(reason, PeerLost):
             self._on_death(key)
             return
@@ -381,7 +381,7 @@ class ReferenceTable(Maker):
                 if creation.cut_off and creation.owner == key:
                     self._machine.stillborn(ref, creation.fork, key)
             self._courier.hurry(key, monotonic())
-        self._send(key, Batch(0, [], []))  # a connection that broke is no death: that no new one can be made is
+        self._send(key, Batch(0, [], []))  # a broken connection is no death, but a failed attempt to reconnect is
 
     def _on_death(self, key: str) -> None:
         with self._lock:
@@ -389,19 +389,19 @@ class ReferenceTable(Maker):
             self._courier.forget(key, monotonic())
             self._wake()
 
-    # The end, and the view from outside
+    # Shutdown and introspection
 
     def flush(self, timeout: float = 5.0) -> None:
-        """Wait until what ended before this call is seen to here."""
+        """Wait until everything that ended before this call is processed."""
         if not self._thread.begun:  # nothing has ended yet
             return
         done = threading.Event()
-        self._events.put(lambda: self._events.put(done.set))  # a second round: the first has dropped the handles
+        self._events.put(lambda: self._events.put(done.set))  # queued twice: the first round drops the handles
         if not self._closed:
             done.wait(timeout)
 
     def counts(self) -> dict[str, int]:
-        """How much there is of what."""
+        """Return counts of the table's objects."""
         self.flush()
         with self._lock:
             shares, owned = self._machine.shares.values(), self._machine.owned.values()
@@ -418,7 +418,7 @@ class ReferenceTable(Maker):
             }
 
     def close(self) -> None:
-        """Release everything; handles that live on cannot be used any more, but for values in this process."""
+        """Release everything; remaining handles cannot be used any more, except for values in this process."""
         with self._lock:
             if self._closed:
                 return
