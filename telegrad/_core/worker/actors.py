@@ -1,7 +1,7 @@
-"""Actors: objects whose methods, called from elsewhere, run one after the other.
+"""Actors: objects whose methods run one after the other when other workers call them.
 
-Whose turn it is is decided as calls are opened, which happens for each caller in the order in which its calls came. A
-call that has to wait is a heap of opened arguments, and no thread. Of several callers, each in turn gets a call in.
+The order is decided when calls are opened, which happens for each caller in the order of arrival. A waiting call keeps
+its opened arguments, but no thread. Callers are served in turn, one call each.
 """
 
 from __future__ import annotations
@@ -31,30 +31,30 @@ C = TypeVar("C", bound=type)
 
 _MARK = "_telegrad_actor"
 
-_lock = renewed(threading.Lock())  # guards both below
-_used = False  # there is a class of actors in this process
+_lock = renewed(threading.Lock())  # guards _used and _all
+_used = False  # this process has an actor class
 _all: weakref.WeakSet[Actors] = weakref.WeakSet()
-in_child(_all.clear)  # those of the parent's workers
+in_child(_all.clear)  # these belong to the parent's workers
 
 
 def actor(cls: C) -> C:
     """Mark a class: methods of one object that are called through references run one after the other.
 
-    Each caller's calls run in the order in which it made them; of several callers none waits for all calls of
-    another. Calls that wait hold no thread. A method that is an `async def` has its turn until it ends. One that is
-    marked with `functions.async_execution` has its turn until it returns its future, and one in batches has none.
-    A method that yields (`rpc_stream`) has a turn for each item: others may run while it stands at a `yield`.
+    Each caller's calls run in the order in which it made them. Callers are served in turn, one call each. Calls that
+    wait hold no thread. An `async def` method keeps its turn until it ends. A method marked with
+    `functions.async_execution` keeps its turn until it returns its future. A method in batches needs no turn. A method
+    that yields (`rpc_stream`) has a turn for each item: others may run while it is suspended at a `yield`.
 
     A method must not wait for a call that comes back to its own object: that call is refused with a UsageError.
 
     Args:
-        cls: the class; objects of it that nobody calls from elsewhere are as before.
+        cls: the class; objects of it that no other worker calls behave as before.
 
     Returns:
         The same class.
 
     Raises:
-        UsageError: it is no class, or one that cannot be changed, as those of Python itself.
+        UsageError: it is no class, or one that cannot be changed, such as a built-in class.
 
     Example:
         >>> @rpc.actor
@@ -73,7 +73,7 @@ def actor(cls: C) -> C:
         )
     try:
         setattr(cls, _MARK, _mark())
-    except TypeError as error:  # a class of C
+    except TypeError as error:  # a class implemented in C
         raise UsageError(
             f"cls: {cls.__name__} cannot be changed, so not marked either: derive a class of your own from it"
         ) from error
@@ -81,7 +81,7 @@ def actor(cls: C) -> C:
 
 
 class _Mark:
-    """Arms the process to which a class comes by value, too."""
+    """Enables actors also in processes that receive the class by value."""
 
     def __reduce__(self) -> Any:
         return _mark, ()
@@ -98,7 +98,7 @@ def _mark() -> _Mark:
 
 
 def steps_of(agent: Agent, value: Any, stream: Hashable, method: str) -> Callable[[], Step] | None:
-    """What gives a stream of a method its turns, where the value is an actor."""
+    """Return a function that creates the turns for a stream of a method; None if the value is no actor."""
     if not hasattr(type(value), _MARK):
         return None
     with _lock:
@@ -107,7 +107,7 @@ def steps_of(agent: Agent, value: Any, stream: Hashable, method: str) -> Callabl
 
 
 def serve(agent: Agent, references: ReferenceTable) -> None:
-    """Have the actors of a worker take turns."""
+    """Enable actors on a worker."""
     made = Actors(agent, references)
     with _lock:
         _all.add(made)
@@ -116,7 +116,7 @@ def serve(agent: Agent, references: ReferenceTable) -> None:
 
 
 class Step:
-    """What a method that yields runs from one item to the next: it has turns as calls have, and waits in its thread."""
+    """The part of a generator method up to its next item. It takes turns like a call, but waits on its own thread."""
 
     def __init__(self, stream: Hashable, method: str) -> None:
         self.key = stream
@@ -124,11 +124,11 @@ class Step:
         self.hops: Hops = hops()
         self.scene: Scene | None = None
         self.on_end: Callable[[], None] = lambda: None
-        self.begins = Signal()  # or is refused
+        self.begins = Signal()  # done when the step may run, or fails if it is refused
 
     @contextmanager
     def taken(self) -> Iterator[None]:
-        """Inside, it runs; once it has begun."""
+        """Wait for the turn, and hold it in the block."""
         self.begins.wait()
         try:
             with entered(self.scene):
@@ -141,17 +141,17 @@ class _Queue:
     """The calls of one busy actor."""
 
     def __init__(self, value: Any) -> None:
-        self.value = value  # so that its id remains its own
-        self.turn: Turn | None = None  # of the method that runs
+        self.value = value  # keeps the id in use
+        self.turn: Turn | None = None  # turn of the running method
         self.method = ""
-        self._waiting: dict[Hashable, deque[Incoming | Step]] = {}  # by caller; whose turn is next comes first
+        self._waiting: dict[Hashable, deque[Incoming | Step]] = {}  # by caller; the next caller comes first
 
     def add(self, arrival: Incoming | Step) -> None:
         caller = arrival.key if isinstance(arrival, Step) else arrival.caller.identity
         self._waiting.setdefault(caller, deque()).append(arrival)
 
     def next(self) -> Incoming | Step | None:
-        """The first call of the caller who has waited for longest."""
+        """Remove and return the first call of the caller that has waited longest."""
         caller = next(iter(self._waiting), None)
         if caller is None:
             return None
@@ -162,7 +162,7 @@ class _Queue:
         return arrival
 
     def take_for(self, hop: tuple[str, int]) -> list[Incoming | Step]:
-        """Those for the sake of a hop, which wait no longer."""
+        """Remove and return the calls that were made for a hop."""
         found: list[Incoming | Step] = []
         for caller, calls in list(self._waiting.items()):
             found += [each for each in calls if hop in each.hops]
@@ -175,24 +175,24 @@ class _Queue:
 
 
 class Actors:
-    """Those of one worker."""
+    """The actors of one worker."""
 
     def __init__(self, agent: Agent, references: ReferenceTable) -> None:
         self.agent = agent
         self._references = references
         self._numbers = itertools.count()
-        self._lock = threading.Lock()  # guards both below, and the queues in them
-        self._queues: dict[int, _Queue] = {}  # of actors that are busy, by the ids of the objects
-        self._coming: dict[Id, deque[Incoming]] = {}  # calls of values that are not made yet
+        self._lock = threading.Lock()  # guards _queues with its values, and _coming
+        self._queues: dict[int, _Queue] = {}  # of busy actors, by the object's id
+        self._coming: dict[Id, deque[Incoming]] = {}  # calls of values that do not exist so far
         self._heeded = TURNS
         self._server = agent.keep_door(self)
 
     def arm(self) -> None:
-        """There are actors in this process: heed also the calls of those who know of none."""
+        """Order also the calls of callers that know of no actors: this process has some."""
         self._heeded = METHODS
         self._server.orders = True
 
-    # What the server asks
+    # Interface for the server
 
     def heeds(self, name: bytes) -> bool:
         return name.startswith(self._heeded)
@@ -222,14 +222,14 @@ class Actors:
         return True
 
     def _may_run(self, value: Any, arrival: Incoming) -> bool:
-        """Whether a call may run now; else its turn will come."""
+        """Return True if a call may run now; otherwise it is queued."""
         if not _takes_turns(value, arrival):
             return True
         with self._lock:
             return self._enqueue(value, arrival)
 
     def step(self, value: Any, stream: Hashable, method: str) -> Step:
-        """The next of a stream of an actor's method."""
+        """Return the next step of a stream of an actor's method."""
         step = Step(stream, method)
         try:
             with self._lock:
@@ -261,10 +261,10 @@ class Actors:
         arrival.scene = Scene(arrival.hops, queue.turn)
         arrival.on_end = lambda: self._end(queue)
 
-    # As things happen
+    # Events
 
     def _has_come(self, ref: Id, box: Box) -> None:
-        """The value of a reference was made, or failed: who waited for it goes on, before others that still come."""
+        """Admit the calls that wait for a value, which was made or failed, before calls that arrive later."""
         while (arrival := self._next_coming(ref)) is not None:
             try:
                 if self._may_run(box.value, arrival):
@@ -281,7 +281,7 @@ class Actors:
             return None
 
     def _end(self, queue: _Queue) -> None:
-        """A turn is over: the next."""
+        """End a turn and start the next one."""
         with self._lock:
             queue.turn = None
             arrival = queue.next()
@@ -295,9 +295,9 @@ class Actors:
             self._server.perform(arrival)
 
     def _refuse(self, queue: _Queue, turn: Turn, hop: tuple[str, int]) -> None:
-        """A method begins to wait for a hop: what waits for that method for the sake of the hop would never run."""
+        """A method starts to wait for a hop: refuse queued calls made for this hop, which would deadlock."""
         with self._lock:
-            still = queue.turn is turn  # else what it left behind, such as a callback, waits
+            still = queue.turn is turn  # otherwise leftovers of the method wait, such as a callback
             refused = [(each, _deadlock(queue, each)) for each in queue.take_for(hop)] if still else []
         for arrival, error in refused:
             if isinstance(arrival, Step):

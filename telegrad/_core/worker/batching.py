@@ -1,4 +1,4 @@
-"""Calls that arrive at about the same time, answered by one call of the function."""
+"""Batching: one call of a function answers calls that arrive at about the same time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Calls = list[tuple[tuple[Any, ...], asyncio.Future[Any]]]  # arguments and resul
 
 
 class Batched:
-    """An async function of lists, called with single values. As a method, each object has batches of its own."""
+    """An async function of lists, called with single values. As a method, it has separate batches for each object."""
 
     def __init__(self, function: Function, max_size: int, max_wait: float, home: Any = None) -> None:
         plain = function.func if isinstance(function, functools.partial) else function
@@ -30,10 +30,10 @@ class Batched:
         self._max_size = max_size
         self._max_wait = max_wait
         self._name = ""  # in its class
-        self._home = home  # the object whose method this is, and under which name
-        # By its event loop, the batch that waits for more calls, and the timer that begins it: a loop may end before.
+        self._home = home  # the object and the name of a bound method
+        # By event loop: the batch that waits for more calls, and the timer that starts it. A loop may end before.
         self._waiting: dict[asyncio.AbstractEventLoop, tuple[Calls, asyncio.TimerHandle]] = {}
-        self._running: set[asyncio.Task[None]] = set()  # the loop itself would forget them
+        self._running: set[asyncio.Task[None]] = set()  # strong references, since the loop keeps weak ones
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -43,11 +43,12 @@ class Batched:
             return self
         method = functools.partial(self._function, instance)
         bound = Batched(method, self._max_size, self._max_wait, home=(instance, self._name))
-        instance.__dict__[self._name] = bound  # where Python finds it from now on
+        instance.__dict__[self._name] = bound  # Python finds it there from now on
         return bound
 
     def __reduce__(self) -> Any:
-        """A function goes by its name, one of a class that travels by its code by its own; a method with its object."""
+        """Pickle a function by name, a method of a class that is sent by value by its code, a bound method by its
+        object."""
         if self._home is not None:
             return getattr, self._home
         if self._name and (self.__module__ in _MAINS or "<locals>" in self._path):
@@ -75,7 +76,7 @@ class Batched:
         calls = [each for each in waiting if not each[1].done()]  # the others are cancelled
         if not calls:
             return
-        task = Context().run(loop.create_task, self._run(calls))  # it belongs to no caller's context
+        task = Context().run(loop.create_task, self._run(calls))  # in an empty context: it has no single caller
         self._running.add(task)
         task.add_done_callback(self._running.discard)
 
@@ -88,7 +89,7 @@ class Batched:
         except BaseException as error:
             for result in waiting:
                 if not result.done():
-                    result.set_exception(kept(error))  # each raises its own
+                    result.set_exception(kept(error))  # each raises its own copy
             if not isinstance(error, Exception):
                 raise
         else:
@@ -106,17 +107,17 @@ def _of_class(function: Function, max_size: int, max_wait: float, name: str) -> 
 def batch(max_size: int, max_wait: float) -> Callable[[Function], Batched]:
     """Collect concurrent calls of an async function, and run it once for all of them.
 
-    The function gets a list in the place of each argument, and gives a sequence with the result for each call. It runs
-    once `max_size` calls are there, or `max_wait` seconds after the first. Meant for serving, as a method of an object
-    that others call by `policy_rref.rpc_sync().act(state)`: it runs outside of the autograd contexts of its callers, so
-    no gradient goes through it.
+    The function gets a list for each argument, and returns a sequence with the result of each call. It runs once
+    `max_size` calls have arrived, or `max_wait` seconds after the first. Meant for serving, as a method of an object
+    that other workers call with `policy_rref.rpc_sync().act(state)`. The function runs outside of the autograd contexts
+    of its callers, so no gradient passes through it.
 
     Args:
-        max_size: how many calls it takes at most.
+        max_size: the maximal number of calls in a batch.
         max_wait: how many seconds the first call waits for others.
 
     Returns:
-        A decorator of an `async def`, which may be a method; each object has batches of its own then.
+        A decorator of an `async def`. For a method, each object has its own batches.
 
     Raises:
         UsageError: the numbers make no sense; the function is no `async def`, or has arguments by name only.

@@ -1,4 +1,4 @@
-"""The setting of code that begins something which other threads go on with."""
+"""The thread-local context of code that starts an operation which other threads continue."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class CallerContext:
-    """The context variables, the grad mode and the autocast of the thread that makes this object."""
+    """The context variables, grad mode and autocast of the thread that creates this object."""
 
     __slots__ = ("_autocast", "_inference", "_records", "_variables")
 
@@ -25,7 +25,7 @@ class CallerContext:
         self._autocast = call_context.described_autocast()
 
     def run(self, act: Callable[..., T], *args: Any) -> T:
-        """Return `act(*args)`, called in that setting; on any thread, also on several at once."""
+        """Return `act(*args)`, called in that context. Any thread may do so, also several at once."""
         with (
             torch.inference_mode(self._inference),
             torch.set_grad_enabled(self._records),

@@ -1,4 +1,4 @@
-"""Which worker a thread speaks for."""
+"""The current worker of a thread."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from telegrad.autograd import api
 from telegrad.autograd.conductor import Conductor
 from telegrad.errors import NotInitialized, PeerLost, StoreUntrusted
 
-worker: Worker | None = None  # of this process: init_rpc stores it, one at a time, others load it as it is
+worker: Worker | None = None  # of this process; init_rpc stores it, one at a time; read without a lock
 ended_by: BaseException | None = (
-    None  # the error with which the process left its last group, until shutdown or init_rpc
+    None  # error that ended this process's membership in its last group, until shutdown or init_rpc
 )
-_has_left = False  # this process, which is no fork of that one, was in a group before
-_here = threading.local()  # .worker: whose thread this is; in a process with several the calls go out from it
+_has_left = False  # this process was in a group before; reset in a forked child
+_here = threading.local()  # .worker: the worker whose thread this is, if a process has several
 
 
 def here() -> Worker:
-    """The worker of this thread.
+    """Return the worker of this thread.
 
     Raises:
         NotInitialized: this process is in no group.
@@ -32,7 +32,7 @@ def here() -> Worker:
 
 
 def agent() -> Agent:
-    """The agent of this thread; raises as `here`, and takes no second call, since each remote call asks for it."""
+    """Return the agent of this thread; raises as `here`. Inlined for speed, since each remote call needs it."""
     own: Worker | None = getattr(_here, "worker", None)
     if own is not None:
         return own.agent
@@ -40,7 +40,7 @@ def agent() -> Agent:
 
 
 def joined() -> Worker:
-    """The worker that this process is.
+    """Return the worker of this process.
 
     Raises:
         NotInitialized: it is in no group.
@@ -64,43 +64,43 @@ def _hint() -> str:
 
 
 def references() -> ReferenceTable:
-    """The references of this thread's worker."""
+    """Return the references of this thread's worker."""
     return here().references
 
 
 def conductor() -> Conductor:
-    """The conductor of this thread's backward passes."""
+    """Return the conductor of this thread's backward passes."""
     return here().conductor
 
 
 def enter(own: Worker | None) -> None:
-    """From now on this thread runs user code for `own`, or for the worker of this process."""
+    """Make this thread run user code for `own`, or with None for the worker of this process."""
     _here.worker = own
 
 
 def replace(own: Worker, by: Worker) -> None:
-    """This process goes on as another worker: in the next generation of its group."""
+    """Replace the worker of this process, for the next generation of its group."""
     global worker
     if worker is own:
         worker = by
 
 
 def leave(own: Worker, because: BaseException | None = None) -> None:
-    """This process is that worker no more. No other can be set while it is, so nothing comes between look and store."""
+    """Unset the worker of this process. No other can be set before, so the check and the store need no lock."""
     global worker, ended_by, _has_left
     if worker is own:
         _has_left = True
-        ended_by = because  # before the other, which says that there is none
+        ended_by = because  # before `worker` is unset, which readers check first
         worker = None
 
 
 def forget() -> None:
-    """In a forked child: it is none of the workers that its parent is."""
+    """In a forked child: disable the parent's workers."""
     global worker, ended_by, _has_left
     worker, ended_by, _has_left = None, None, False
     for own in list(made):
         own.abandon()
-    made.clear()  # else a child of this child would do so again
+    made.clear()  # otherwise a child of this child would do so again
     forks.disable_stack()
     _here.__dict__.clear()
 

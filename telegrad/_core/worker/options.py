@@ -20,11 +20,11 @@ from telegrad.errors import DeviceError, InvalidArgument
 DEFAULT_RPC_TIMEOUT = 60.0
 DEFAULT_INIT_METHOD = "env://"
 DEFAULT_NUM_WORKER_THREADS = 16
-SHARED_MEMORY = 0.5  # of the memory that a process may use, where nothing is said
-MOST_THREADS = 1 << 16  # beyond what any system gives a process
+SHARED_MEMORY = 0.5  # default, as a share of the memory that a process may use
+MOST_THREADS = 1 << 16  # more than any system gives a process
 
 TRANSPORTS = ("auto", "unix", "tcp")
-# Names of the reference's transports that say which way the bytes go; its channels say nothing that applies here.
+# Transport names of torch.distributed.rpc that choose a transport; its channel names have no meaning here.
 _HINTS = {"uv": "tcp", "ibv": "tcp", "shm": "unix"}
 
 DeviceMap = Mapping[Any, Any]
@@ -33,16 +33,16 @@ _DEVICE_MAPS = "a dictionary of such maps by the names of workers, such as {'wor
 
 
 class BackendType(enum.Enum):
-    """The backends that `init_rpc` accepts; there is one, under the name that programs use."""
+    """The backends that `init_rpc` accepts: only one, under the name that existing programs use."""
 
     TENSORPIPE = "TENSORPIPE"
 
 
 class RpcBackendOptions:
-    """What every backend has: for programs that use this name. `TelegradOptions` has the rest.
+    """Options of every backend, for programs that use this name. `TelegradOptions` has more.
 
     Args:
-        rpc_timeout: seconds that a call may take where it names no time itself; 0 for no limit.
+        rpc_timeout: seconds that a call may take if it has no timeout of its own; 0 for no limit.
         init_method: where the workers meet.
     """
 
@@ -55,7 +55,7 @@ class RpcBackendOptions:
 
 
 class TelegradOptions(RpcBackendOptions):
-    """How this worker meets the others, and how bytes cross; for `init_rpc`.
+    """Options for `init_rpc`: how this worker joins its group, and how data is sent.
 
     Example:
         >>> options = rpc.TelegradOptions(rpc_timeout=10, init_method="env://", num_worker_threads=4)
@@ -82,33 +82,35 @@ class TelegradOptions(RpcBackendOptions):
         wait_for_worker: bool = False,
         dashboard: int | None = None,
     ) -> None:
-        """
-        Args:
-            num_worker_threads: how many calls run at once on this worker; calls that wait do not count.
-            rpc_timeout: seconds that a call may take where it names no time itself; 0 for no limit.
-            init_method: where the workers meet: `env://`, `tcp://host:port`, `file:///path`; or the server that keeps
-                the directory of a dynamic group: `etcd://host:2379/prefix`, `redis://host:6379/0`.
-            device_maps: for each callee, on which of its devices the tensors of each device here arrive; results come
-                back the other way round. A device is an index, a name or a `torch.device`.
-            devices: the devices that calls may use; else those that the maps name.
-            transport: "auto", or "unix" or "tcp" to force one.
-            address: the address of this host under which others reach it; else the one that reaches the store.
-            key: the secret of the group, of at least 16 bytes; else it is read from `TELEGRAD_KEY`, from the file that
-                `TELEGRAD_KEY_FILE` names, or from a file that each user has. False for a group without one, in which
-                anyone who reaches a worker can run code.
-            tls: certificate files, for encrypted and mutually authenticated TCP; not together with `key=False`.
-            shared_memory: bytes of memory files that this worker may lend to others of its host; else half of the
-                memory of the machine, or of the container.
-            silence: seconds after which another host that gives no sign of life, or a process of this host that is
-                stopped, is taken for lost; 0 for never. In a dynamic group also the time of this worker's lease in the
-                directory: without a renewal for so long it is out of the group.
-            heartbeat: seconds after which a worker that does not answer heartbeats is taken for lost, on whatever host,
-                also where its interpreter is busy; 0 for none.
-            pass_deadlines: whether what is called for the sake of a call of this worker, on whatever worker, has at
-                most what is left of that call's time.
-            wait_for_worker: whether calls of this worker that do not say so wait while theirs is not there.
-            dashboard: the port of this host at which this worker shows the group to browsers (0: a free one), as
-                `telegrad.insight.dashboard` does; the log tells the address, or why there is none.
+        """Args:
+        num_worker_threads: how many calls run at once on this worker; calls that wait do not count.
+        rpc_timeout: seconds that a call may take if it has no timeout of its own; 0 for no limit.
+        init_method: where the workers meet: `env://`, `tcp://host:port`, `file:///path`; or the server with the
+            directory of a dynamic group: `etcd://host:2379/prefix`, `redis://host:6379/0`.
+        device_maps: for each callee, a map from devices of this worker to those on which its tensors arrive;
+            results
+            use the reverse map. A device is an index, a name or a `torch.device`.
+        devices: the devices that calls may use; by default those in the maps.
+        transport: "auto", or "unix" or "tcp" to force one.
+        address: the address of this host under which others reach it; by default the one that reaches the store.
+        key: the secret of the group, of at least 16 bytes. By default it is read from `TELEGRAD_KEY`, from the file
+            named by `TELEGRAD_KEY_FILE`, or from a file that each user has. False for a group without one, in which
+            anyone who reaches a worker can run code.
+        tls: certificate files, for encrypted and mutually authenticated TCP; not together with `key=False`.
+        shared_memory: bytes of memory files that this worker may lend to others of its host; by default half of the
+            memory of the machine, or of the container.
+        silence: seconds after which another host that gives no sign of life, or a stopped process of this host, is
+            declared lost; 0 for never. In a dynamic group also the duration of this worker's lease in the
+            directory: a
+            worker that does not renew its lease in that time is removed from the group.
+        heartbeat: seconds after which a worker on any host that does not answer heartbeats is declared lost, even
+            if
+            only its interpreter is busy; 0 for none.
+        pass_deadlines: whether nested calls, on any worker, are limited to the time left of the call of this worker
+            that caused them.
+        wait_for_worker: the default of calls of this worker: whether they wait while the callee is absent.
+        dashboard: the port of this host at which this worker shows the group to browsers (0: a free one), as
+            `telegrad.insight.dashboard` does; the log shows the address, or why there is none.
         """
         super().__init__(rpc_timeout, init_method)
         self.num_worker_threads: int = checks.count("num_worker_threads", num_worker_threads, 1, MOST_THREADS)
@@ -142,10 +144,10 @@ class TelegradOptions(RpcBackendOptions):
 
         Args:
             to: the name of the other worker.
-            device_map: on which of its devices the tensors of each device here arrive.
+            device_map: a map from each device here to the one there on which its tensors arrive.
 
         Raises:
-            DeviceError: a device would be sent to two. That no two are sent to one is checked when the workers meet.
+            DeviceError: a device would be sent to two. That no two are sent to one is checked when the workers connect.
         """
         checks.text("to", to, "the name of a worker")
         pairs = as_devices(checks.mapping("device_map", device_map, _DEVICE_MAP))
@@ -158,7 +160,7 @@ class TelegradOptions(RpcBackendOptions):
                 )
 
     def set_devices(self, devices: Sequence[int | str | torch.device]) -> None:
-        """Name the devices that calls may use.
+        """Set the devices that calls may use.
 
         Args:
             devices: indexes of accelerators, names, or devices of torch.
@@ -167,7 +169,7 @@ class TelegradOptions(RpcBackendOptions):
         self.devices: list[torch.device] = [as_device(device) for device in listed]
 
     def published(self) -> Devices:
-        """What the other workers must know of this one's devices.
+        """Return the device data that other workers need.
 
         Raises:
             DeviceError: this process has no accelerator of such a type.
@@ -182,7 +184,7 @@ class TelegradOptions(RpcBackendOptions):
 
 
 def _check_own(devices: Iterable[torch.device], name: str) -> None:
-    """Raise DeviceError for an accelerator of another type than this process has; `maps.faults` checks the numbers."""
+    """Raise DeviceError for accelerators of a foreign type; `device_maps.faults` checks the indexes."""
     own = device_streams.kind()
     for device in devices:
         if own is not None and device.type not in ("cpu", own):
@@ -214,12 +216,12 @@ class TensorPipeRpcBackendOptions(TelegradOptions):
 
         Args:
             num_worker_threads: how many calls run at once on this worker.
-            rpc_timeout: seconds that a call may take where it names no time itself; 0 for no limit.
+            rpc_timeout: seconds that a call may take if it has no timeout of its own; 0 for no limit.
             init_method: where the workers meet.
-            device_maps: for each callee, on which of its devices the tensors of each device here arrive.
+            device_maps: for each callee, a map from devices of this worker to those on which its tensors arrive.
             devices: the devices that calls may use.
-            _transports: a hint which way bytes cross.
-            _channels: needs no heeding.
+            _transports: a hint which transport to use.
+            _channels: ignored.
             **own: the other options of `TelegradOptions`.
         """
         names = [] if _transports is None else checks.several("_transports", _transports, "a list of names")
@@ -244,7 +246,7 @@ def _tls(given: Any) -> TlsFiles:
 
 
 def as_device(device: int | str | torch.device) -> torch.device:
-    """A device as the API names it: an index is one of the accelerators."""
+    """Convert a device as users give it; an index means an accelerator."""
     if isinstance(device, bool) or not isinstance(device, int | str | torch.device):
         checks.wrong("a device", "the index of an accelerator, a name such as 'cuda:0', or a torch.device", device)
     try:

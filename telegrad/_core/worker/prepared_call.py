@@ -1,4 +1,4 @@
-"""A call whose arguments are what the callee's annotations ask for."""
+"""A call with arguments converted to the callee's annotations."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 
 
 class Call(NamedTuple):
-    """A function with its arguments, and what must live until the call is answered."""
+    """A function with its arguments, and an object that must live until the call is answered."""
 
     function: Any
     args: Any
     kwargs: Any
     keeps: Any = None
-    asked: Any = None  # the function that was asked for, where another is sent
+    asked: Any = None  # the function that the user called, if another is sent

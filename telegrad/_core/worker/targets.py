@@ -1,4 +1,4 @@
-"""Which worker an argument means: by its name, its rank, or its `WorkerInfo`."""
+"""Resolves an argument to a worker, by its name, its rank, or its `WorkerInfo`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def target(to: Any, parameter: str = "to") -> str | int:
     """Return the name or the rank by which an agent finds a worker.
 
     Raises:
-        InvalidArgument: it is neither of the three.
+        InvalidArgument: it is none of the three.
         UnknownWorker: name and rank of a `WorkerInfo` are not those of one worker.
     """
     if type(to) is str:
@@ -28,7 +28,7 @@ def target(to: Any, parameter: str = "to") -> str | int:
 
 
 def named(to: Any, parameter: str = "to") -> str | int:
-    """As `target`, but of a `WorkerInfo` the name alone counts: of a worker that may come back, with another rank."""
+    """As `target`, but ignore the rank of a `WorkerInfo`: the worker may return with another rank."""
     if isinstance(to, WorkerInfo):
         to = to.name
     if isinstance(to, str):

@@ -1,4 +1,4 @@
-"""One after the other, without a lock around what they do."""
+"""Mutual exclusion in order of arrival, without holding a lock during the work."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from telegrad._core.worker import current
 
 
 class Turns:
-    """Lets in one at a time, in the order in which they came. Who waits leaves its place to other calls meanwhile."""
+    """Admits one thread at a time, in order of arrival. A waiting thread releases its slot to other calls."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # guards _last
-        self._last: Signal | None = None  # happens when whoever came last is through
+        self._last: Signal | None = None  # happens when the last thread in line is done
 
     @contextlib.contextmanager
     def taken(self) -> Iterator[None]:
-        """`with turns.taken():` what runs inside runs alone."""
+        """Run the block of `with turns.taken():` exclusively."""
         through = Signal()
         with self._lock:
             before, self._last = self._last, through

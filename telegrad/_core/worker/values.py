@@ -1,6 +1,6 @@
-"""What runs at a reference's owner, or where its value is wanted.
+"""Functions that run at a reference's owner, or where its value is needed.
 
-A call that uses a reference names it by its id; the caller holds the handle until the answer, so nothing is counted.
+A call that uses a reference sends its id only; the caller holds the handle until the answer, so nothing is counted.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from telegrad.errors import ClaimLost
 
 
 class Borrowed(NamedTuple):
-    """In the place of a reference whose value is wanted."""
+    """A placeholder for a reference whose value is needed."""
 
     id: Id
     owner: tuple[str, int, str]  # its identity, as a plain tuple: a class takes longer to send
@@ -37,19 +37,19 @@ class Borrowed(NamedTuple):
 
 @known_as("to_here() of a reference")
 def fetch(maker: str, number: int) -> Any:
-    """The value of a reference that this worker owns."""
+    """Return the value of a reference that this worker owns."""
     box = current.references().box((maker, number))
     return box.open() if box.full else Later(box.opening(), fetch)
 
 
 @known_as("future() of a reference")
 def created(maker: str, number: int) -> Any:
-    """None, once the value of a reference that this worker owns exists."""
+    """Return None once the value of a reference that this worker owns exists."""
     return Later(when_full(current.references().box((maker, number))), created)
 
 
 def when_full(box: Box) -> Future[None]:
-    """A future of nothing but success."""
+    """Return a future that completes with None once the box is full, or fails with its error."""
     future: Future[None] = Future()
 
     def tell(opening: Signal) -> None:
@@ -65,7 +65,7 @@ def when_full(box: Box) -> Future[None]:
 
 
 class Method:
-    """Calls a method of a value that this worker owns, or the value itself where the name is empty."""
+    """Calls a method of a value that this worker owns, or the value itself if the name is empty."""
 
     def __init__(self, attribute: str) -> None:
         self.__name__ = name = attribute[len(_CALL) :]
@@ -79,7 +79,7 @@ class Method:
         try:
             return _finish(getattr(value, name) if name else value, args, kwargs)
         except ClaimLost as error:
-            error.claim = None  # it has run
+            error.claim = None  # the method has run
             raise
 
     def __reduce__(self) -> str:
@@ -95,7 +95,7 @@ class Method:
 
 
 class MethodOfEach(Method):
-    """The same, called on many workers: each picks its own value."""
+    """As `Method`, called on many workers: each picks its own value."""
 
     def __init__(self, attribute: str) -> None:
         super().__init__(attribute)
@@ -112,7 +112,7 @@ class MethodOfEach(Method):
 
 
 class _Methods:
-    """A function for each method: the callee learns of each function by its name how long it takes."""
+    """One function for each method: the callee measures the duration of each function by name."""
 
     def __init__(self) -> None:
         self._kind = _CALL
@@ -123,7 +123,7 @@ class _Methods:
         return made
 
     def of_each(self, name: str) -> MethodOfEach:
-        """The one that takes, in the place of a reference's id, those of several by the names of their owners."""
+        """Return the method that takes ids of several references, by the names of their owners, instead of one id."""
         warn_of_rebound()
         made: MethodOfEach = getattr(self, self._kind + _EACH + name)
         return made
@@ -136,14 +136,14 @@ class _Methods:
         return made
 
     def may_take_turns(self) -> None:
-        """From now on what this process calls may be actors, so that the callee must heed the order."""
+        """From now on callees of this process may be actors, so they must keep the order of calls."""
         self._kind = _TURN
 
 
-_CALL = "call_"  # before a method's name, which may be that of any attribute
+_CALL = "call_"  # prefix of a method's name, which may be that of any attribute
 _TURN = "turn_"
-_EACH = "*"  # behind these, where many are called
-METHODS = f"{__name__}:methods.".encode()  # with what their names begin on the way
+_EACH = "*"  # follows the prefix if many are called
+METHODS = f"{__name__}:methods.".encode()  # prefix of their names in messages
 TURNS = METHODS + _TURN.encode()
 methods = _Methods()
 
@@ -154,7 +154,7 @@ def call_method(value: Any, method: str, /, *args: Any, **kwargs: Any) -> Any:
 
 
 def with_values(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Call `function` with the values of what is borrowed, each straight from its owner."""
+    """Call `function` with the values of borrowed references, each fetched directly from its owner."""
     agent = current.agent()
     here = agent.me.identity
     wanted = [each for each in (*args, *kwargs.values()) if type(each) is Borrowed]
@@ -170,7 +170,7 @@ def with_values(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> A
 
 
 def opened(box: Box, agent: Agent, timeout: float = 0) -> Any:
-    """What is in a box of this agent's worker, once it is full.
+    """Return the value in a box of this agent's worker, once it is full.
 
     Raises:
         TimeoutError: it was not after so many seconds (0 for no limit).
@@ -183,9 +183,9 @@ def opened(box: Box, agent: Agent, timeout: float = 0) -> Any:
 
 
 def open_roots(table: ReferenceTable, values: Sequence[Any]) -> Future[list[Tensor]]:
-    """The tensors from which a backward pass shall begin here: some are there, of others `values` has the references.
+    """Return the root tensors of a backward pass that starts here; `values` has tensors and references.
 
-    Fails where one cannot be a root.
+    The future fails if one of them cannot be a root.
     """
     found: Future[list[Tensor]] = Future()
     coming = [table.box(value).opening() if not isinstance(value, Tensor) else None for value in values]
@@ -197,9 +197,10 @@ def open_roots(table: ReferenceTable, values: Sequence[Any]) -> Future[list[Tens
 def _look_at_roots(
     found: Future[list[Tensor]], values: Sequence[Any], coming: Sequence[Signal | None], _: Any = None
 ) -> None:
-    """Give `found` its result if all values are there, else look again as soon as one more is.
+    """Complete `found` if all values are there; otherwise check again when the next one is.
 
-    A closure that passes itself on would be a reference cycle, in which the graphs of the roots would live on.
+    This is no closure that passes itself on: that would be a reference cycle, which keeps the graphs of the roots
+    alive.
     """
     missing = next((each for each in coming if each is not None and not each.done()), None)
     if missing is not None:
@@ -224,7 +225,7 @@ runs_as(call_method, lambda value, method, *_: _method_name(value, method))
 
 
 def _method_name(value: Any, method: str) -> str:
-    """Of a method of a value, or of a call of the value itself, as users know it."""
+    """Return the user's name for a method of a value, or for a call of the value itself."""
     said = getattr(type(value), RUNS, None)
     if said is not None:
         return str(said(value, method))
@@ -232,6 +233,6 @@ def _method_name(value: Any, method: str) -> str:
 
 
 def _finish(function: Any, args: Any, kwargs: Any) -> Any:
-    """Call a function as the server would, had it been called directly."""
+    """Call a function as the server does for direct calls."""
     result = function(*args, **kwargs)
     return Later(its_future(function, result), function) if hasattr(function, ASYNC_MARK) else result

@@ -1,4 +1,4 @@
-"""A worker: what speaks for a thread, and what `init_rpc` makes of a process."""
+"""A worker: the object behind each thread's calls, which `init_rpc` creates for a process."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from telegrad.autograd.conductor import Conductor
 from telegrad.errors import PeerError, PeerLost, UsageError
 
 T = TypeVar("T")
-made: weakref.WeakSet[Worker] = weakref.WeakSet()  # of this process; what a forked child must not use
+made: weakref.WeakSet[Worker] = weakref.WeakSet()  # of this process; a forked child must not use them
 OpenRoots = Callable[[ReferenceTable, Sequence[Any]], Future[list[Tensor]]]
 
 
 class Worker:
-    """An agent with the references and the backward passes that it keeps; once it has joined, with its group."""
+    """An agent with its references and backward passes and, after joining, its group."""
 
     def __init__(
         self,
@@ -45,9 +45,9 @@ class Worker:
         open_roots: OpenRoots,
         extensions: WorkerExtensions,
     ) -> None:
-        """Listen. `entered` is called with this worker first on each thread that will run user code.
+        """Start to listen. `entered` is called with this worker first on each thread that will run user code.
 
-        `wrap` makes what users see of a reference.
+        `wrap` creates the object for users from a handle of a reference.
         """
         self._entered = partial(entered, self)
         self.agent = Agent(name, settings, address, lambda _: entered(self))
@@ -55,18 +55,18 @@ class Worker:
         self.conductor = Conductor(self.agent, partial(open_roots, self.references))
         self.extensions = extensions
         self.at_gone: list[Callable[[Member], None]] = []  # as `Membership.gone`; filled before the worker joins
-        self.at_end: list[Callable[[], None]] = []  # called as this worker leaves; `append` by any thread
-        self.before_end: list[Callable[[float], None]] = []  # likewise, before it says so: each waits for something
+        self.at_end: list[Callable[[], None]] = []  # called when this worker leaves; any thread may `append`
+        self.before_end: list[Callable[[float], None]] = []  # the same, before it announces that; each may block
         self.at_declared_lost: Callable[[PeerLost], None] = lambda _: None  # called once it has ended
-        self.group_ends = False  # with this worker, however it leaves: its program has started the others
+        self.group_ends = False  # the group ends with this worker: its program has started the others
         self.turning: Turning | None = None  # of an elastic group
-        self.elastic: Any = None  # the same: an `elastic.Elastic`, which makes its next generations
+        self.elastic: Any = None  # the same: an `elastic.Elastic`, which creates its next generations
         self._lock = threading.Lock()  # guards changes of _attached
         self._attached: dict[Callable[[Agent], Any], Any] = {}
         made.add(self)
 
     def attached(self, make: Callable[[Agent], T]) -> T:
-        """What a layer above keeps at this worker: made once, when it is first wanted."""
+        """Return a higher layer's object for this worker, created on first use."""
         with self._lock:
             if make not in self._attached:
                 self._attached[make] = make(self.agent)
@@ -74,11 +74,11 @@ class Worker:
         return found
 
     def join(self, joined: Joined, used: Iterable[int]) -> None:
-        """Take part in a group; calls may touch the accelerators that are `used`."""
+        """Join a group; calls may use the accelerators in `used`."""
         self.me, self.directory, keys, generation, renewal = joined
         directory = self.directory
         self.references.name_is(self.me.name)
-        # Before the agent joins, since the others may say farewell from that moment on.
+        # Before the agent joins: from then on the others may send messages of the shutdown barrier.
         self.parting: Leaving = (
             LeavingTogether(self.agent, self.me, directory)
             if isinstance(directory, Members)
@@ -107,7 +107,7 @@ class Worker:
     def shutdown(
         self, graceful: bool, timeout: float, require: bool | Collection[str | int] = (), serving: bool = False
     ) -> None:
-        """Leave the group; graceful: once nothing is in flight, for a group of fixed size anywhere in it.
+        """Leave the group. With `graceful`, first wait until no call is in flight, in a fixed group on any worker.
 
         Raises:
             CallTimeout: the others did not want to shut down in time; this worker has left all the same.
@@ -131,7 +131,7 @@ class Worker:
             self.parting.check(required)
 
     def serve(self, require: bool | Collection[str | int]) -> None:
-        """Serve until the group ends, or until told to stop; then leave.
+        """Serve until the group ends or `stop_serving` is called; then leave.
 
         Raises:
             PeerLost: a required worker died, or left a group of fixed size early; this one was declared lost.
@@ -149,7 +149,7 @@ class Worker:
             )
 
     def stop_serving(self) -> None:
-        """Have `serve` end.
+        """Make `serve` return.
 
         Raises:
             UsageError: the group is of fixed size.
@@ -163,9 +163,9 @@ class Worker:
 
     @uninterrupted
     def end(self, how: str, *, reason: PeerError | None = None, in_order: bool = True) -> None:
-        """Leave now; a group whose workers leave together is told `how`, where that is not in order.
+        """Leave now. A fixed group gets `how`, unless this worker leaves in order.
 
-        What is in flight here, and what is begun later, fails for that `reason`. Not `in_order`: the program has ended.
+        Calls in flight here, and later calls, fail for that `reason`. `in_order` is False if the program has ended.
         """
         for act in self.at_end:
             act()
@@ -182,18 +182,18 @@ class Worker:
             self.extensions.close()
 
     def _declared_lost(self) -> None:
-        """The group goes on without this worker, and may have given its name to another: it must not go on, either."""
+        """Stop this worker: the group continues without it, and may have given its name to another worker."""
         assert isinstance(self.directory, DynamicGroup)
         error = PeerLost(self.directory.over)
         self.end(str(error), reason=error)
         self.at_declared_lost(error)
 
     def end_with_the_program(self) -> None:
-        """Its program has ended without `shutdown`."""
+        """Leave when the program ends without `shutdown`."""
         self.end("its program ended without rpc.shutdown()", in_order=False)
 
     def abandon(self) -> None:
-        """In a forked child: give back the descriptors, and have each use of this worker raise NotInitialized."""
+        """In a forked child: close the descriptors, and let each use of this worker raise NotInitialized."""
         self.agent.abandon()
         self.extensions.abandon()
         for attached in self._attached.values():
@@ -207,14 +207,14 @@ class Worker:
 
 
 class WorkerExtension:
-    """An object beside each worker, from before it looks for its group until it has left.
+    """An object beside each worker, from before the worker looks for its group until the worker has left.
 
-    Subclass it, overwrite the methods that are needed, and pass the class to `register`. An exception that `__init__`
-    or `on_start` raises ends the start of the worker.
+    Subclass it, override methods, and pass the class to `register`. An exception of `__init__` or `on_start` ends the
+    start of the worker.
     """
 
     def __init__(self, name: str) -> None:
-        """Begin with a worker that is about to look for its group; `name` is its role if it has no name yet."""
+        """Initialise before the worker looks for its group; `name` is its role if it has no name so far."""
 
     def on_start(self, worker: Worker, rank: int, size: int | None, place: str) -> None:
         """Called once the worker listens, before it joins the group of `size` workers that meets at `place`."""
@@ -223,13 +223,13 @@ class WorkerExtension:
         """Called once the worker is in its group, and has its name and rank there."""
 
     def on_leave(self, worker: Worker) -> None:
-        """Called when the worker begins to wait for the others, before it leaves."""
+        """Called when the worker starts to wait for the others, before it leaves."""
 
     def close(self) -> None:
         """Called once the worker has left its group, or could not join it; perhaps twice."""
 
     def abandon(self) -> None:
-        """Called in a forked child, in which the worker does not run: free what the child has inherited."""
+        """Called in a forked child, in which the worker does not run: free inherited resources."""
 
 
 E = TypeVar("E", bound=WorkerExtension)
@@ -237,7 +237,7 @@ _registered: list[type[WorkerExtension]] = []  # changed by imports only
 
 
 def register(extension: type[WorkerExtension]) -> None:
-    """Have each worker that starts later in this process get an object of this class."""
+    """Create an object of this class for each worker that starts later in this process."""
     if extension not in _registered:
         _registered.append(extension)
 
