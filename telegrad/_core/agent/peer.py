@@ -206,7 +206,7 @@ class Peer:
                 self._end(call)
 
     def _end(self, call: PendingCall, complete: Callable[[PendingCall], None] | None = None) -> None:
-        """Mark a call as done and complete its outcome: by `complete`, else on a reactor thread if user code may run."""
+        """Mark a call as done; complete its outcome by `complete`, or on a reactor thread if user code may run."""
         if (note := events.note) is not None:
             note(call.event("" if call.error is None else type(call.error).__name__))
         call.done = True

@@ -319,7 +319,7 @@ class Signal:
 
 
 def wait_for(future: torch.futures.Future[Any] | Signal, timeout: float = -1) -> bool:
-    """Wait until `future` is done or the timeout expires; return True if it is done. A signal can interrupt the wait."""
+    """Wait until `future` is done or the timeout expires; return True if it is done. Signals interrupt the wait."""
     if not future.done():
         begun = perf_counter()  # noqa: F841  # shown in stack dumps
         told = threading.Lock()

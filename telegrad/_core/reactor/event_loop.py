@@ -64,7 +64,7 @@ class EventLoop:
         loop.close()
 
     def _has_run(self, loop: asyncio.AbstractEventLoop) -> bool:
-        """Run the loop. Return False if SystemExit or KeyboardInterrupt ended it; its caller receives that exception."""
+        """Run the loop. Return False if SystemExit or KeyboardInterrupt ended it; its caller gets that exception."""
         try:
             loop.run_forever()
         except (SystemExit, KeyboardInterrupt) as error:

@@ -82,7 +82,7 @@ class LeaderThreads:
         return processor_time([thread for runner, thread in self._threads.items() if runner.counted is not None])
 
     def hand_over(self, runner: Runner, since: float | None = None) -> None:
-        """Pass the lead to another thread, if `runner` still leads (and still runs the work that it began at `since`)."""
+        """Pass the lead to another thread, if `runner` still leads (and still runs its work begun at `since`)."""
         with self.lock:
             if self.leader is not runner or self.closed or (since is not None and runner.since != since):
                 return
