@@ -1,1 +1,1 @@
-"""Calls that do not fail at once: they wait for their worker, or are made once more and run once."""
+"""Retries: calls that wait for their worker, or are repeated after a failure and run only once."""

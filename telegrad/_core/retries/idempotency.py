@@ -1,15 +1,15 @@
-"""Calls that may come several times and are run once: the callee's side of `idempotent=True`.
+"""Deduplication of repeated calls: the callee's side of `idempotent=True`.
 
-Each call has the incarnation of its caller and a number. The first that comes with both is run; a later one is the same
-call once more, and gets the result of the first.
+Each call has the incarnation of its caller and a number. The first call with both is run. A later one is a repetition
+and gets the result of the first.
 
-An entry stays until the caller says that it has the answer (`Settled`), or the time of the call is over, after which it
-is not repeated. A call that has not ended keeps its entry in any case.
+An entry stays until the caller confirms the answer (`Settled`), or the call has timed out, after which it is not
+repeated. A running call always keeps its entry.
 
-Answers take at most MOST_OF_CALLER bytes for one caller, and MOST for all, beside the newest of a caller, which may
-have more. Above that the oldest goes, of the caller for which most is kept. Its number becomes the caller's floor: a
-call with that number or a lower one that is not known may have run, and is refused. Nothing is kept for a caller that
-has died or left, and no call of it is run any more.
+Answers take at most MOST_OF_CALLER bytes for one caller, and MOST in total, besides the newest of each caller, which
+may be larger. Above these limits the oldest answer is dropped, of the caller with most bytes. Its number becomes the
+caller's floor: an unknown call with that number or a lower one may have run, and is refused. If a caller has died or
+left, its answers are dropped and its calls no longer run.
 """
 
 from __future__ import annotations
@@ -40,28 +40,28 @@ from telegrad._core.streams.producer import current_call
 from telegrad._core.worker import current
 from telegrad.errors import AnswerLost
 
-LONGEST = 3600.0  # seconds for which the outcome of a call without a time limit is kept
+LONGEST = 3600.0  # seconds for which the answer of a call without a timeout is kept
 MOST_OF_CALLER = 256 << 20  # bytes
 MOST = 1 << 30  # bytes
-ENTRY = 1 << 10  # bytes that are counted for an answer beside those of its value
-MOST_DEAD = 1 << 10  # callers that died or left last
-LOOK_EVERY = 1.0  # seconds between looks for answers that no caller will ask for
-MOST_LOOKED_AT = 1 << 12  # objects, to see how large a value is: a millisecond
-SAMPLE = 1 << 8  # elements of one container
+ENTRY = 1 << 10  # bytes that an answer counts besides its value
+MOST_DEAD = 1 << 10  # remembered callers that died or left most recently
+LOOK_EVERY = 1.0  # seconds between searches for expired answers
+MOST_LOOKED_AT = 1 << 12  # objects to visit when measuring a value: about a millisecond
+SAMPLE = 1 << 8  # elements to visit in one container
 
 
 class Settled(NamedTuple):
-    """To the callee: the caller has the answer to the call of that number, or wants none."""
+    """Notification to the callee: the caller has the answer to the call of that number, or wants none."""
 
     number: int
 
 
 class Entry:
-    """A call that was begun here."""
+    """A call that was started here."""
 
     def __init__(self) -> None:
-        self.outcome: Any = None  # what becomes of it: for the driver
-        self.until = 0.0  # no caller asks for it any more
+        self.outcome: Any = None  # future of the result; used by the driver
+        self.until = 0.0  # time after which the caller does not repeat the call
         self.ended = False
         self.settled = False
         self.weight = 0  # bytes, once it has ended and is kept
@@ -71,25 +71,26 @@ class _Caller:
     """The calls of one caller."""
 
     def __init__(self) -> None:
-        self.entries: dict[int, Entry] = {}  # by their numbers; those that have ended are in the order of their ends
+        self.entries: dict[int, Entry] = {}  # by number; ended calls are in the order of their ends
         self.kept = 0  # bytes
-        self.floor = 0.0  # calls up to this number that are not known may have run
+        self.floor = 0.0  # unknown calls up to this number may have run
 
 
 class IdempotencyTable:
-    """Those of one worker. It reads no clock: `tests/sim/test_lives.py` runs it."""
+    """The idempotent calls of one worker. The table reads no clock: `tests/sim/test_lives.py` tests it."""
 
     def __init__(self) -> None:
-        self._callers: dict[str, _Caller] = {}  # by their incarnations
-        self.kept = 0  # bytes of the answers
+        self._callers: dict[str, _Caller] = {}  # by incarnation
+        self.kept = 0  # bytes of all answers
 
     def __len__(self) -> int:
         return sum(len(caller.entries) for caller in self._callers.values())
 
     def enter(self, name: str, number: int, left: float, now: float) -> Entry | None:
-        """Note a call that has come with so much time `left`, 0 for no limit; None if it may have run and is not kept.
+        """Record a call with this time `left` (0 for no limit); return None if it may have run and its answer was
+        dropped.
 
-        The entry of a call that has come for the first time has no outcome.
+        The entry of a call that arrives for the first time has no outcome.
         """
         caller = self._callers.setdefault(name, _Caller())
         entry = caller.entries.get(number)
@@ -101,7 +102,7 @@ class IdempotencyTable:
         return entry
 
     def ended(self, name: str, number: int, weight: int = 0) -> list[Entry]:
-        """Note that a call has run, and the bytes of its value; return the entries that are dropped."""
+        """Record that a call has ended, with the bytes of its value; return the entries that are dropped."""
         caller = self._callers[name]
         entry = caller.entries.pop(number)
         entry.ended = True
@@ -122,7 +123,7 @@ class IdempotencyTable:
         return over
 
     def _drop_oldest(self, caller: _Caller) -> Entry | None:
-        """Drop an answer for lack of room, but not the only one."""
+        """Drop the oldest answer of a caller, but not its only one."""
         ended = [*islice((number for number, entry in caller.entries.items() if entry.ended), 2)]
         if len(ended) < 2:
             return None
@@ -136,7 +137,7 @@ class IdempotencyTable:
         return entry
 
     def settled(self, name: str, number: int) -> Entry | None:
-        """Note that the caller has the answer, or wants none; return the entry, where that is dropped."""
+        """Record that the caller has the answer, or wants none; return the entry if it is dropped."""
         caller = self._callers.get(name)
         entry = caller.entries.get(number) if caller is not None else None
         if caller is None or entry is None:
@@ -145,7 +146,7 @@ class IdempotencyTable:
         return self._take_out(caller, number) if entry.ended else None
 
     def expire(self, now: float) -> list[Entry]:
-        """Drop the answers that no caller will ask for; return their entries."""
+        """Drop expired answers; return their entries."""
         over = []
         for caller in self._callers.values():
             late = [number for number, entry in caller.entries.items() if entry.ended and entry.until <= now]
@@ -153,7 +154,7 @@ class IdempotencyTable:
         return over
 
     def died(self, name: str) -> list[Entry]:
-        """Note that a caller has died or left; return the entries of its calls that have ended."""
+        """Record that a caller has died or left; return the entries of its ended calls."""
         caller = self._callers.pop(name, None) or _Caller()
         self._callers[name] = caller  # as the last
         caller.floor = inf
@@ -168,14 +169,14 @@ class IdempotencyTable:
 
 
 class IdempotentCalls:
-    """The idempotent calls that were made to one worker."""
+    """The idempotent calls made to one worker."""
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
         self._lock = threading.Lock()  # guards the table
         self._table = IdempotencyTable()
-        self._next_look = 0.0  # the clock's thread alone
-        self._dead: deque[str] = deque()  # callers that have died or left lately; each use is one operation of a deque
+        self._next_look = 0.0  # used by the timer thread only
+        self._dead: deque[str] = deque()  # callers that recently died or left; each use is one operation of a deque
         agent.on(Settled, self._on_settled)
         agent.ticking.append(self._tick)
 
@@ -183,10 +184,10 @@ class IdempotentCalls:
         return len(self._table)
 
     def enter(self, caller: str, number: int, left: float) -> tuple[Future[Any], bool]:
-        """Note a call that has come; return its outcome, and True if it is to be run.
+        """Record a call; return its outcome, and True if it must run.
 
         Raises:
-            AnswerLost: neither.
+            AnswerLost: it may have run, and its answer was dropped.
         """
         now = monotonic()
         with self._lock:
@@ -202,15 +203,15 @@ class IdempotentCalls:
             if outcome is not None:
                 return outcome, False
             outcome = entry.outcome = Future()
-        outcome.heed()  # the caller is told
+        outcome.heed()  # the caller gets a failure
         return outcome, True
 
     def ended(self, caller: str, number: int, outcome: Future[Any], result: Any, error: BaseException | None) -> None:
-        """Tell the calls that repeat one how it has ended."""
+        """Complete the outcome of a call for its repetitions."""
         weight = size_of(result if error is None else error.args)
         with self._lock:
             over = self._table.ended(caller, number, weight)
-        del over  # now: what it holds may be the user's
+        del over  # freed without the lock: it may hold objects of the user
         if error is not None:
             outcome.set_exception(error)
         else:
@@ -237,7 +238,7 @@ class IdempotentCalls:
 
 
 def run_once(number: int, left: float, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Return `function(*args, **kwargs)`, or what that has returned when a call of this number came first."""
+    """Return `function(*args, **kwargs)`, or the result of an earlier call with this number."""
     call = current_call()
     call.name = user_name(function)
     calls, caller = current.here().attached(IdempotentCalls), call.caller.identity.incarnation
@@ -268,7 +269,7 @@ def run_once(number: int, left: float, function: Callable[..., Any], /, *args: A
 
 
 setattr(run_once, OWN_ARGUMENTS, 3)
-setattr(run_once, MUST_FINISH, True)  # a caller whose connection broke comes back for the answer
+setattr(run_once, MUST_FINISH, True)  # after a broken connection, the caller repeats the call to get the answer
 runs_as(run_once, lambda number, left, function, *_: user_name(function))
 
 
@@ -298,7 +299,7 @@ def _pass_on(tell: Callable[..., None], done: Any) -> None:
 
 
 def size_of(value: Any) -> int:
-    """Return about how many bytes a value has, with all that is in it; of large containers, a sample is looked at."""
+    """Return the approximate size of a value in bytes, with everything inside; sample large containers."""
     size, seen, left = 0.0, set[int](), [(value, 1.0)]
     while left and len(seen) < MOST_LOOKED_AT:
         each, share = left.pop()
@@ -309,7 +310,7 @@ def size_of(value: Any) -> int:
         if isinstance(each, Tensor) or type(each).__module__.startswith("telegrad."):
             continue
         inside = gc.get_referents(each)
-        sample = inside[:: len(inside) // SAMPLE | 1]  # odd: those of a dictionary are keys and values by turns
+        sample = inside[:: len(inside) // SAMPLE | 1]  # an odd step: keys and values of a dictionary alternate
         left += [(one, share * len(inside) / len(sample)) for one in sample]
     return int(size)
 

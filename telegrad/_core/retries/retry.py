@@ -1,11 +1,11 @@
-"""Calls that do not fail at once: they wait for their worker, or are made once more where they may have run.
+"""Retries: calls that wait for their worker, or are repeated if they may have run.
 
-    wait_for_worker   the call waits while its worker is not there, up to its timeout
-    idempotent        it is made once more where it may have run; a callee that lives runs it once (`idempotency`)
+    wait_for_worker   the call waits while its worker is absent, up to its timeout
+    idempotent        the call is repeated if it may have run; a live callee runs it once (`idempotency`)
 
-A call that has failed so waits in the queue of its worker. Now and then, after pauses that grow, the first call in the
-queue is made once more, which finds out whether the worker can be called by that name: the name is looked up anew. Once
-there is a connection, the others follow. A call that may have run waits besides for a time of its own.
+A failed call waits in the queue of its worker. After growing pauses, the first call in the queue is made again, which
+shows if the worker is reachable; its name is looked up again. Once there is a connection, the other calls follow. A
+call that may have run also waits for its own backoff time.
 """
 
 from __future__ import annotations
@@ -43,23 +43,23 @@ from telegrad.errors import (
     TelegradError,
 )
 
-by_default = False  # whether calls of a worker of this process wait without being told to; set once
+by_default = False  # True if calls of a worker in this process wait by default; set once
 
 
 class Retries:
-    """The calls of one worker that are made once more, and the thread-safe use of their queue."""
+    """The retried calls of one worker, and thread-safe access to their queue."""
 
     def __init__(self, agent: Agent) -> None:
         self.agent = agent
         self.numbers = itertools.count(1)  # of idempotent calls; `next` is atomic
         self.may_come: Callable[[str | int], bool] = lambda to: True
-        self.lock = threading.Lock()  # guards the queue, and that a call ends once
+        self.lock = threading.Lock()  # guards the queue, and ensures that a call ends once
         self.queue: RetryQueue[RetriedCall] = RetryQueue()
         agent.ticking.append(self._tick)
         agent.busy.append(lambda: not self.queue.empty)
 
     def wait(self, call: RetriedCall, pause: float, why: str) -> bool:
-        """Have a call wait; False if this worker leaves."""
+        """Put a call in the queue; return False if this worker leaves."""
         with self.lock:
             if not self.queue.wait(call, monotonic(), pause, why):
                 return False
@@ -79,11 +79,11 @@ class Retries:
         for call, why in late:
             self.agent.later(call.fail, call.too_late(why))
         for to in due:
-            self.agent.run(self._attempt, to, False)  # which may have to ask the store
+            self.agent.run(self._attempt, to, False)  # on a reactor thread, since it may have to query the store
         return upcoming
 
     def _attempt(self, to: str | int) -> None:
-        """Make the first call that waits for a worker, and the others, too, if there is a connection then."""
+        """Make the first waiting call to a worker; if there is a connection then, also make the others."""
         with self.lock:
             ready = self.queue.ready(to, monotonic())
         for call in ready:
@@ -95,15 +95,15 @@ class Retries:
                     break
 
     def _is_connected(self, call: RetriedCall) -> bool:
-        """Return True if a call is under way over a connection that is there already."""
+        """Return True if a call is in flight over an existing connection."""
         pending = call.call
         try:
             return pending is not None and self.agent.is_connected(pending.peer.identity)
-        except TelegradError:  # it has gone in that moment
+        except TelegradError:  # it has gone just now
             return False
 
     def close(self) -> None:
-        """This worker leaves."""
+        """Fail the waiting calls: this worker leaves."""
         with self.lock:
             waiting = self.queue.close()
         for call in waiting:
@@ -111,30 +111,31 @@ class Retries:
 
 
 class Request(NamedTuple):
-    """What is called, where and how."""
+    """The arguments of a call."""
 
     to: str | int
     call: Call
     policy: RetryPolicy
-    number: int  # of an idempotent call, under which the callee knows it; else 0
-    begun: float  # by `monotonic`
+    number: int  # of an idempotent call, by which the callee identifies it; otherwise 0
+    begun: float  # on the `monotonic` clock
 
     @property
     def asked(self) -> Any:
-        """Return what the user has called, or a text."""
+        """Return the function that the user called, or a text."""
         return self.call.function if self.call.asked is None else self.call.asked
 
     def function_and_args(self, left: float) -> tuple[Any, Any]:
-        """Return what to call, where there is so much time left."""
+        """Return the function and arguments to send, with this much time left."""
         if not self.number:
             return self.call.function, self.call.args
         return run_once, (self.number, float(left), self.call.function, *(self.call.args or ()))
 
 
 class RetriedCall:
-    """A call that is made as often as its policy wants it: the outcome of each time, and one call to its own outcome.
+    """A call that is made repeatedly by its policy. Acts as the outcome of each attempt, and as the call of its own
+    outcome.
 
-    Later times run in the setting of the code that has begun it. `again` and `fail` are called by `Retries`.
+    Later attempts run in the context of the code that started the call. `Retries` calls `again` and `fail`.
     """
 
     quick = False
@@ -144,13 +145,13 @@ class RetriedCall:
         self.request = request
         self.timeout = timeout
         self.outcome = outcome
-        self.parent: Served | None = None  # for the sake of which call it is made
+        self.parent: Served | None = None  # the served call that made this one
         self.done = False
-        self.over = Signal()  # happens once the outcome was told
+        self.over = Signal()  # set once the outcome is complete
         self._retries = retries
         self._context = CallerContext()
-        self._last: PendingCall | None = None  # the call that was made last, unless it could not be made
-        self._cancelled = ""  # why, once it was
+        self._last: PendingCall | None = None  # the last attempt, unless it could not be made
+        self._cancelled = ""  # the reason, if cancelled
         self._lost: BaseException | None = None  # the first failure after which it may have run
         self._repeats = 0
 
@@ -163,17 +164,17 @@ class RetriedCall:
         return self.request.begun + self.timeout if self.timeout else inf
 
     def limit(self, timeout: float) -> None:
-        """Have no more time than the call for whose sake it is made."""
+        """Set the timeout to the time left of the parent call."""
         self.timeout = timeout
 
     def left(self) -> float:
-        """Return the seconds that it has still; 0 for no limit."""
+        """Return the seconds left; 0 for no limit."""
         return max(1e-3, self.until - monotonic()) if self.timeout else 0.0
 
-    # Making it
+    # Attempts
 
     def admit(self) -> None:
-        """It is about to begin: from now on its outcome is told, and can end it."""
+        """Register with the outcome, which can end this call from now on, and with the parent call."""
         parent = serving.get()
         if parent is not None:
             parent.admit(self)
@@ -182,7 +183,7 @@ class RetriedCall:
             parent.hold(self)
 
     def begin(self) -> None:
-        """Make it for the first time; raise what keeps it from being made at all."""
+        """Make the first attempt; raise an error that no retry can fix."""
         self.admit()
         try:
             self._make(self.timeout)
@@ -192,7 +193,7 @@ class RetriedCall:
                 raise
 
     def again(self) -> None:
-        """Make it once more; on a thread that may run code of users."""
+        """Make another attempt; call this on a thread that may run user code."""
         try:
             left = Share.of(self.left(), f"the {self.timeout:g} s of this call") if self.timeout else 0.0
             self._context.run(self._make, left)
@@ -200,7 +201,7 @@ class RetriedCall:
             self.set_exception(error)
             if not isinstance(error, Exception):
                 raise
-        if self._cancelled and (call := self.call) is not None:  # since it was looked at
+        if self._cancelled and (call := self.call) is not None:  # cancelled after `_make` checked
             call.cancel()
 
     def _make(self, left: float) -> None:
@@ -216,7 +217,7 @@ class RetriedCall:
             self._last = None
             raise
 
-    # What comes of it
+    # Results
 
     def set_result(self, result: Any) -> None:
         if self.conclude(answered=True):
@@ -230,7 +231,7 @@ class RetriedCall:
             self.fail(result if is_final else CallCancelled(self._cancelled))
 
     def _goes_on(self, error: BaseException) -> bool:
-        """Return True if it is made once more, after it has failed so."""
+        """Queue another attempt after this failure; return True if there will be one."""
         failure, retries = self._classify(error), self._retries
         if self._cancelled or retries.agent.closed:
             return False
@@ -245,12 +246,12 @@ class RetriedCall:
             return False
         if not retries.wait(self, pause, str(error).partition("\n")[0]):
             return False
-        if self._cancelled and retries.withdraw(self):  # since it was looked at
+        if self._cancelled and retries.withdraw(self):  # cancelled after the check above
             self.fail(CallCancelled(self._cancelled))
         return True
 
     def _classify(self, error: BaseException) -> Failure:
-        """As `classify`; a call that was answered has run, whatever the function has raised."""
+        """As `classify`. A call that was answered has run, whatever its function raised."""
         return Failure.FINAL if self._last is not None and self._last.answer is not None else classify(error)
 
     def fail(self, error: BaseException) -> None:
@@ -259,7 +260,7 @@ class RetriedCall:
             return
         if is_final:
             self._settle()
-        if self._lost is not None:  # so it is not true that it has not run
+        if self._lost is not None:  # then it may have run
             if classify(error) is Failure.NOT_RUN:
                 error, self._lost = self._lost, error
             error.__cause__ = error.__cause__ or self._lost
@@ -268,7 +269,7 @@ class RetriedCall:
         self.over.set_result()
 
     def conclude(self, answered: bool = False) -> bool:
-        """It has ended; return True if the outcome is still to be told."""
+        """Mark the call as ended; return True if the outcome is to be completed now."""
         with self._retries.lock:
             done, self.done = self.done, True
             waited = self._retries.queue.end(self, answered)
@@ -281,18 +282,18 @@ class RetriedCall:
         return not done
 
     def _settle(self) -> None:
-        """Tell the callee that it need not keep the answer any longer."""
+        """Notify the callee that it can drop the answer."""
         if self.request.number and self._last is not None:
             who = self._last.peer.identity
             with contextlib.suppress(TelegradError):
                 settled = Settled(self.request.number)
                 self._retries.agent.notify(who.name, settled, who.incarnation, patient=True)
 
-    # As an outcome, as the call of its own one, and as one that is made for the sake of another
+    # Interfaces: outcome of an attempt, call of the own outcome, nested call of a parent
 
     @property
     def call(self) -> PendingCall | None:
-        """The call that is under way."""
+        """The attempt in flight."""
         last = self._last
         return None if last is None or last.done else last
 
@@ -310,7 +311,7 @@ class RetriedCall:
         return None if call is None else call.in_turn
 
     def help(self) -> None:
-        """Wait until it has ended, reading an answer by this thread where it can; say so where that takes long."""
+        """Wait for the end; read the answer on this thread if possible; log long waits."""
         call, agent = self.call, self._retries.agent
         if call is not None:
             call.help()
@@ -326,7 +327,7 @@ class RetriedCall:
                 wait.look()
 
     def cancel(self, why: str = "") -> bool:
-        """End it now; False where it is over."""
+        """Cancel the call; return False if it is over."""
         if self.done:
             return False
         self._cancelled = f"{self.described} was cancelled{why and ': '}{why}"
@@ -345,16 +346,16 @@ class RetriedCall:
         return f"<persistent call of {self.described}: {'over' if self.done else self._last or 'not made yet'}>"
 
 
-# What the layers above use
+# Interface for the layers above
 
 
 @known_as("a look whether the worker is there")
 def ping() -> None:
-    """Answer: this worker is there."""
+    """Return, which shows the caller that this worker is reachable."""
 
 
 def serve(worker: Worker) -> None:
-    """Have a worker take such calls, and make them."""
+    """Enable retries on a worker, as caller and as callee."""
     global by_default
     worker.agent.run_at_once(ping)
     worker.at_gone.append(worker.attached(IdempotentCalls).gone)
@@ -365,13 +366,13 @@ def serve(worker: Worker) -> None:
 
 
 def _may_come(worker: Worker, to: str | int) -> bool:
-    """Return True if a worker that is not there may be so later: one that a group of fixed size has lost stays away."""
+    """Return True if an absent worker may appear later. A worker that a fixed group has lost does not return."""
     membership = worker.membership
     return not membership.is_fixed or any(to in (each.name, each.id) for each in membership.view().workers)
 
 
 def policy_of(wait_for_worker: bool | None, idempotent: bool) -> RetryPolicy | None:
-    """Return how a call is to be made, None for a plain one. Ask where any of both is given, or `by_default`."""
+    """Return the policy of a call, None for a plain one. Call this if an argument is given, or if `by_default`."""
     checks.flag("wait_for_worker", wait_for_worker, none=True)
     checks.flag("idempotent", idempotent)
     waits = current.agent().settings.wait_for_worker if wait_for_worker is None else wait_for_worker
@@ -381,7 +382,7 @@ def policy_of(wait_for_worker: bool | None, idempotent: bool) -> RetryPolicy | N
 def _made(
     outcomes: Iterable[tuple[Outcome, str | int]], policy: RetryPolicy, call: Call, timeout: float
 ) -> list[RetriedCall]:
-    """Return calls that have not begun. They have one number, under which each callee knows its own."""
+    """Create calls without starting them. They share one number, since each callee numbers callers separately."""
     retries = current.here().attached(Retries)
     limit = limit_of(timeout, retries.agent.timeout)
     number = next(retries.numbers) if policy.repeats and call.function is not ping else 0
@@ -390,12 +391,12 @@ def _made(
 
 
 def begin(outcome: Outcome, policy: RetryPolicy, to: str | int, call: Call, timeout: float) -> None:
-    """Begin to make a call by a policy; raise what keeps it from being made at all."""
+    """Start a call with a policy; raise an error that no retry can fix."""
     _made([(outcome, to)], policy, call, timeout)[0].begin()
 
 
 def begin_many(outcomes: Iterable[tuple[Outcome, str]], policy: RetryPolicy, call: Call, timeout: float) -> None:
-    """Call several workers so that the first time is one call to all; each is made once more by itself."""
+    """Call several workers with a policy. The first attempt is one call to all; each call is retried separately."""
     made = _made(outcomes, policy, call, timeout)
     try:
         for each in made:
@@ -411,19 +412,19 @@ def begin_many(outcomes: Iterable[tuple[Outcome, str]], policy: RetryPolicy, cal
 
 
 def call_async(policy: RetryPolicy, to: str | int, call: Call, timeout: float) -> Future[Any]:
-    """Begin to make a call by a policy; return a future of its value."""
+    """Start a call with a policy; return a future of its value."""
     future: Future[Any] = Future()
     begin(future, policy, to, call, timeout)
     return future
 
 
 def call_sync(policy: RetryPolicy, to: str | int, call: Call, timeout: float) -> Any:
-    """Make a call by a policy, and wait for its value."""
+    """Make a call with a policy, and wait for its value."""
     return wait_or_cancel(call_async(policy, to, call, timeout))
 
 
 def wait_or_cancel(future: Future[Any]) -> Any:
-    """Wait for the value; where this thread is interrupted, cancel the calls that the future stands for."""
+    """Wait for the value; if this thread is interrupted, cancel the future's calls."""
     try:
         return future.wait()
     finally:
@@ -432,7 +433,7 @@ def wait_or_cancel(future: Future[Any]) -> Any:
 
 
 def await_workers(policy: RetryPolicy | None, workers: list[str | int], call: Call, timeout: float) -> float:
-    """Wait here until all of them can be called, for values that will stay on them; return the time that is left.
+    """Wait until all workers are reachable, before creating values on them; return the time left.
 
     Raises:
         CallTimeout: one of them did not come in time.

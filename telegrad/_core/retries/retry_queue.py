@@ -1,7 +1,7 @@
-"""Which calls are made once more, and when. Pure: `tests/sim/test_lives.py` runs it.
+"""Decides which calls are retried, and when. Without I/O or a clock: `tests/sim/test_lives.py` tests it.
 
-The calls to one worker that have failed are attempted together: `due` names the worker after pauses that grow, for as
-long as any of its calls waits. A call that may have run waits besides for a time of its own.
+The failed calls to one worker are retried together: `due` returns the worker after growing pauses, as long as any of
+its calls waits. A call that may have run also waits for its own backoff time.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 from telegrad.errors import DirectoryLost, HandshakeError, PeerError, PeerUnreachable, UnknownWorker
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.02, 0.25  # seconds between two attempts to call one worker
-FIRST_BACKOFF, LONGEST_BACKOFF = 0.05, 2.0  # seconds before a call that may have run is made a third time, and so on
+FIRST_BACKOFF, LONGEST_BACKOFF = 0.05, 2.0  # seconds before the third and later attempts of a call that may have run
 
 
 class RetryPolicy(NamedTuple):
-    """How a call is made that does not fail at once."""
+    """The retry policy of a call."""
 
-    waits: bool  # for its worker, while that is not there
-    repeats: bool  # where it may have run
+    waits: bool  # for its worker, while that is absent
+    repeats: bool  # if it may have run
 
 
 class Failure(Enum):
-    """What is known of a call that has failed."""
+    """What is known about a failed call."""
 
     NOT_RUN = "its worker was not there"
     MAY_HAVE_RUN = "its worker was lost, or the way to it"
@@ -40,9 +40,9 @@ def classify(error: BaseException) -> Failure:
 
 
 def should_retry(policy: RetryPolicy, failure: Failure, may_have_run: bool) -> bool:
-    """Return True if a call that has failed so is made once more.
+    """Return True if a call with this failure is retried.
 
-    `may_have_run`: an earlier failure has left that open.
+    `may_have_run`: after an earlier failure, the call may have run.
     """
     if failure is Failure.NOT_RUN:
         return policy.waits and (policy.repeats or not may_have_run)
@@ -50,19 +50,19 @@ def should_retry(policy: RetryPolicy, failure: Failure, may_have_run: bool) -> b
 
 
 def backoff(repeats: int) -> float:
-    """Return the seconds before a call is made once more that may have run, and was repeated so often before."""
+    """Return the seconds before the next attempt of a call that may have run and was already repeated so often."""
     return 0.0 if not repeats else min(FIRST_BACKOFF * 2.0 ** (repeats - 1), LONGEST_BACKOFF)
 
 
 class Queued(Protocol):
-    """A call that waits."""
+    """A call in the queue."""
 
     @property
     def to(self) -> str | int: ...
 
     @property
     def until(self) -> float:
-        """Return when its time is over."""
+        """Return the call's deadline."""
 
     def __hash__(self) -> int: ...
 
@@ -71,13 +71,13 @@ C = TypeVar("C", bound=Queued)
 
 
 class _Target(Generic[C]):
-    """The calls to one worker that have failed and have not ended: each with the time to wait for, inf while made."""
+    """The failed calls to one worker that have not ended, each with its time of retry (inf during an attempt)."""
 
     def __init__(self, now: float) -> None:
         self.calls: dict[C, float] = {}
         self.pause = FIRST_PAUSE
-        self.due = now  # no attempt is made before
-        self.why = ""  # the last call has failed
+        self.due = now  # time of the next attempt at the earliest
+        self.why = ""  # the failure of the last call
 
     @property
     def next(self) -> float:
@@ -85,7 +85,7 @@ class _Target(Generic[C]):
 
 
 class RetryQueue(Generic[C]):
-    """All calls of one worker that have failed and are made once more."""
+    """All failed calls of one worker that are retried."""
 
     def __init__(self) -> None:
         self._targets: dict[str | int, _Target[C]] = {}
@@ -96,7 +96,7 @@ class RetryQueue(Generic[C]):
         return not self._targets
 
     def wait(self, call: C, now: float, pause: float = 0.0, why: str = "") -> bool:
-        """Have a call wait, at least for a pause; False if this worker leaves."""
+        """Queue a call for at least `pause` seconds; return False if this worker leaves."""
         if self._closed:
             return False
         target = self._targets.setdefault(call.to, _Target(now))
@@ -106,7 +106,7 @@ class RetryQueue(Generic[C]):
         return True
 
     def due(self, now: float) -> list[str | int]:
-        """Return the workers for which calls in `ready` are to be made now; the next time follows after a pause."""
+        """Return the workers whose calls in `ready` are due now, and set the time of their next attempt."""
         found = [to for to, target in self._targets.items() if target.next <= now]
         for to in found:
             target = self._targets[to]
@@ -119,14 +119,14 @@ class RetryQueue(Generic[C]):
         return [call for call, at in target.calls.items() if at <= now] if target is not None else []
 
     def begin(self, call: C) -> bool:
-        """Note that a call is made now; False if it does not wait any more."""
+        """Record that an attempt starts now; return False if the call no longer waits."""
         if not self._waits(call):
             return False
         self._targets[call.to].calls[call] = inf
         return True
 
     def withdraw(self, call: C) -> bool:
-        """Remove a call that waits; False if it does not, or is being made."""
+        """Remove a waiting call; return False if it does not wait, or an attempt is in flight."""
         return self._waits(call) and self.end(call)
 
     def _waits(self, call: C) -> bool:
@@ -134,7 +134,7 @@ class RetryQueue(Generic[C]):
         return target is not None and target.calls.get(call, inf) < inf
 
     def end(self, call: C, answered: bool = False) -> bool:
-        """Note that a call has ended. After one that was answered, the others need not wait."""
+        """Remove an ended call; return False if it was not queued. After an answer, retry the others at once."""
         target = self._targets.get(call.to)
         if target is None or target.calls.pop(call, None) is None:
             return False
@@ -145,23 +145,23 @@ class RetryQueue(Generic[C]):
         return True
 
     def why(self, to: str | int) -> str:
-        """Return why a worker that is waited for could not be called."""
+        """Return why a worker could not be called."""
         target = self._targets.get(to)
         return target.why if target is not None else ""
 
     def expired(self, now: float) -> list[tuple[C, str]]:
-        """Remove the calls that wait and are out of time; return them, and why their workers could not be called."""
+        """Remove waiting calls that have timed out; return them with the failures of their workers."""
         late = [(call, target.why) for target in self._targets.values() for call in target.calls if call.until <= now]
         return [(call, why) for call, why in late if self.withdraw(call)]
 
     def next(self) -> float:
-        """Return when there will be something to do, if nothing happens before."""
+        """Return the time of the next event, if nothing happens before."""
         times = [target.next for target in self._targets.values()]
         waiting = (call for target in self._targets.values() for call, at in target.calls.items() if at < inf)
         return min([*times, *(call.until for call in waiting)], default=inf)
 
     def close(self) -> list[C]:
-        """Have no call wait from now on; return those that do."""
+        """Close the queue; return the calls that wait."""
         self._closed = True
         waiting = [call for target in self._targets.values() for call, at in target.calls.items() if at < inf]
         self._targets.clear()
