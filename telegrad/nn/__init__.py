@@ -1,4 +1,4 @@
-"""Modules that live on other workers: `telegrad.nn`."""
+"""Modules on other workers: `telegrad.nn`."""
 
 from telegrad._core.modules.remote_module import RemoteModule
 from telegrad.pipeline.pipeline import Pipeline

@@ -1,6 +1,6 @@
 """Remote procedure calls: run a function on another worker, by its name, with tensors as arguments and results.
 
-To try what stands here: `with telegrad.local(2):` makes a group of this process, "driver", and of worker0 and worker1.
+To try the examples: `with telegrad.local(2):` makes a group of this process, "driver", and of worker0 and worker1.
 """
 
 from telegrad._core.importing import uncollected

@@ -1,4 +1,4 @@
-"""Decorators that say how the callee runs a function: `telegrad.rpc.functions`."""
+"""Decorators that control how the callee runs a function: `telegrad.rpc.functions`."""
 
 from telegrad._core.rpc.functions import async_execution, batch, by_value, must_finish
 
