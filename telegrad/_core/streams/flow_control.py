@@ -1,17 +1,17 @@
-"""How far a stream's function may run ahead of its reader, and what travels when. Pure.
+"""Flow control of streams: how far a function may run ahead of its reader, and what is sent when. Without I/O.
 
-    callee    Supply    what was yielded and has not left; which pulls wait for it; whether the function may go on
-    reader    Intake    what has come and was not taken; when the callee must be told how much was taken
+    callee    Supply    items that were yielded and not sent; waiting pulls; whether the function may continue
+    reader    Intake    items that arrived and were not taken; when to notify the callee of taken items
 
-The function goes on while less than `window` of its items, and less than `most` bytes of them, were yielded and, as far
-as the callee knows, not taken. A pull asks for all that is there. Pulls have numbers and are answered in their order,
-however they arrive, so what the reader gets in that order is in the order of yielding.
+The function continues while less than `window` of its items, and less than `most` bytes of them, were yielded and, as
+far as the callee knows, not taken. A pull requests all available items. Pulls have numbers and are answered in this
+order, even if they arrive in another. The items in that order are in the order of yielding.
 
-An item for which a pull waits leaves at once. The callee keeps the others, and limits how many bytes it keeps for one
-reader (`feeding`). So a reader that waits for an item gets it, however much of its other streams it does not read.
+An item for which a pull waits is sent at once. The callee keeps other items, and limits the bytes that it keeps for one
+reader (`producer`). A reader that waits for an item therefore gets it, even if it does not read its other streams.
 
-The reader tells how much it has taken with each pull, and besides whenever it has taken half of what the callee may be
-ahead. So a callee that cannot go on always has more for the reader, or will hear of it.
+The reader sends how much it has taken with each pull, and also whenever it has taken half of what the callee may be
+ahead. A blocked callee therefore always has items for the reader, or will be notified.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from telegrad.errors import ProtocolViolation
 
 W = TypeVar("W")
-ITEM = 256  # bytes that an item takes at the callee beside those that it has
+ITEM = 256  # bytes that an item takes at the callee besides its data
 
 
 class Answer(NamedTuple):
-    """To one pull: what leaves, and whether nothing comes after it."""
+    """The answer to one pull: the items to send, and whether they are the last."""
 
     to: Any
     items: list[Any]
@@ -34,32 +34,32 @@ class Answer(NamedTuple):
 
 
 class Supply(Generic[W]):
-    """What a function has yielded for its reader. Pulls are whatever `W` is."""
+    """The items that a function has yielded for its reader. `W` is the type of pulls."""
 
     def __init__(self, window: int, most: int) -> None:
         self.window = window
         self._most = most
-        self._items: deque[Any] = deque()  # that have not left
+        self._items: deque[Any] = deque()  # that were not sent
         self._weights: deque[int] = deque()  # of those that were not taken
-        self._bytes = 0  # in all of these
+        self._bytes = 0  # sum of `_weights`
         self._yielded = 0
         self._taken = 0
-        self._pulls: dict[int, W] = {}  # that wait, by their numbers
-        self._next = 0  # the pull to be answered next
-        self.kept = 0  # bytes of the items that have not left
+        self._pulls: dict[int, W] = {}  # waiting pulls, by number
+        self._next = 0  # number of the pull to answer next
+        self.kept = 0  # bytes of the items that were not sent
         self._over = False
-        self._told = False  # that it is over
-        self.closed = False  # the reader wants nothing more
+        self._told = False  # an answer has said that the stream is over
+        self.closed = False  # the reader wants no more items
 
     @property
     def may_go_on(self) -> bool:
-        """Whether the function may be asked for its next item, or be closed; loaded by who feeds without a lock."""
+        """Return True if the function may yield its next item, or be closed; the producer reads it without a lock."""
         ahead = self._yielded - self._taken
         return self.closed or (ahead < self.window and self._bytes < self._most)
 
     @property
     def is_drained(self) -> bool:
-        """Return True if a pull was told that nothing comes after it, or the reader wants nothing more."""
+        """Return True if an answer has said that the stream is over, or the reader wants no more."""
         return self.closed or self._told
 
     @property
@@ -67,10 +67,10 @@ class Supply(Generic[W]):
         """Return the pull that the next item will answer, if one waits."""
         return self._pulls.get(self._next)
 
-    # Each of these gives the answers that are due
+    # Each of these returns the answers that are due
 
     def put(self, item: Any, weight: int) -> list[Answer]:
-        """The function has yielded."""
+        """Add an item that the function has yielded."""
         self._yielded += 1
         if self.closed:
             return []
@@ -81,18 +81,18 @@ class Supply(Generic[W]):
         return self._due()
 
     def end(self) -> list[Answer]:
-        """The function has ended."""
+        """Record the end of the function."""
         self._over = True
         return self._due()
 
     def pull(self, number: int, taken: int, who: W) -> list[Answer]:
-        """The reader asks; it has taken so many by now."""
+        """Add a pull of the reader, which has taken `taken` items so far."""
         self._pulls[number] = who
         self.take(taken)
         return self._due()
 
     def take(self, taken: int) -> list[Answer]:
-        """The reader has taken this many items; a larger number than have left counts as those."""
+        """Record that the reader has taken `taken` items, at most as many as were sent."""
         taken = min(taken, self._yielded - len(self._items))
         while self._taken < taken and not self.closed:
             self._bytes -= self._weights.popleft()
@@ -100,7 +100,7 @@ class Supply(Generic[W]):
         return []
 
     def close(self) -> list[Answer]:
-        """The reader has gone, or has had enough."""
+        """Record that the reader has gone or wants no more items."""
         self.closed = self._over = True
         self._items.clear()
         self._weights.clear()
@@ -109,7 +109,7 @@ class Supply(Generic[W]):
 
     def _due(self) -> list[Answer]:
         due = []
-        if self.closed:  # all that wait: those before them may have been lost with their connection
+        if self.closed:  # answer all that wait: those before them may have been lost with their connection
             due = [Answer(waiting, [], True) for waiting in self._pulls.values()]
             self._pulls.clear()
         while (self._items or self._over) and self._next in self._pulls:
@@ -126,19 +126,19 @@ class Supply(Generic[W]):
 
 
 class Intake:
-    """What has come to the reader."""
+    """The items that have arrived at the reader."""
 
     def __init__(self, window: int, most: int) -> None:
         self._window = window
         self._most = most
-        self._items: deque[tuple[Any, int]] = deque()  # and their weights
+        self._items: deque[tuple[Any, int]] = deque()  # with their weights
         self._taken_bytes = self._told = self._told_bytes = 0
         self._pulls = 0
         self.taken = 0
-        self.over = False  # nothing more will come
+        self.over = False  # no more items will arrive
 
     def came(self, items: list[Any], weights: list[int], over: bool) -> None:
-        """The answer to the next pull.
+        """Add the answer to the next pull.
 
         Raises:
             ProtocolViolation: it has more items than the callee may be ahead.
@@ -150,7 +150,7 @@ class Intake:
             self.over = over
 
     def take(self) -> Any:
-        """The next item; raises IndexError where there is none."""
+        """Return the next item; raise IndexError if there is none."""
         item, weight = self._items.popleft()
         self.taken += 1
         self._taken_bytes += weight
@@ -158,22 +158,22 @@ class Intake:
 
     @property
     def must_tell(self) -> bool:
-        """Whether the callee must hear now of what was taken."""
+        """Return True if the callee must now be notified of taken items."""
         items, weight = self.taken - self._told, self._taken_bytes - self._told_bytes
         return not self.over and (2 * items >= self._window or 2 * weight >= self._most)
 
     def tell(self) -> int:
-        """How much was taken, for the callee."""
+        """Return the number of taken items, to be sent to the callee."""
         self._told, self._told_bytes = self.taken, self._taken_bytes
         return self.taken
 
     def pull(self) -> tuple[int, int]:
-        """The number of the next pull, and what it tells."""
+        """Return the number of the next pull, and the number of taken items to send with it."""
         self._pulls += 1
         return self._pulls - 1, self.tell()
 
     def close(self) -> None:
-        """The reader wants nothing more."""
+        """Drop all items: the reader wants no more."""
         self._items.clear()
         self.over = True
 

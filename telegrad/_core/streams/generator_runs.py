@@ -1,4 +1,4 @@
-"""Runs a stream's function, on a thread that it keeps or on the event loop, no further ahead than its feed has room."""
+"""Runs a stream's function, on its own thread or on the event loop, as far ahead as its feed allows."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from telegrad._core.worker.actors import Step, steps_of
 from telegrad._core.worker.values import Method, opened
 from telegrad.errors import UsageError
 
-Steps = Callable[[], Step] | None  # what gives each step its turn, where the function is an actor's method
+Steps = Callable[[], Step] | None  # creates the turn of each step, if the function is an actor's method
 
 
 class Producer:
-    """In the place of a function: runs it, and feeds what it yields to a stream of the caller."""
+    """Replaces the function of a call: runs it, and feeds its items to a stream of the caller."""
 
     def __init__(self, function: Callable[..., Any], number: int, window: int, same_program: bool) -> None:
         self._function = function
@@ -63,7 +63,7 @@ class Producer:
                 return _once_drained(feed, name, Ended(), kept(error))
             driven = self._drive(agent, feed, steps, made, name)
             driven.__qualname__ = name
-            # Not at the end of the coroutine: one that is cancelled before it has begun runs no line.
+            # Not at the end of the coroutine: a coroutine that is cancelled before it starts runs no code.
             feed.on_end = finalize(driven, of_caller.end)
             feed.on_end.atexit = False
             return driven
@@ -79,7 +79,7 @@ class Producer:
         return steps_of(agent, value, stream, self._function.__name__)
 
     def _run(self, agent: Agent, feed: Feed, steps: Steps, iterator: Iterator[Any]) -> Any:
-        """To the end of the iterator, or of the stream; what it has returned."""
+        """Run the iterator until its end, or until the stream is closed; return its result."""
         counts = NOTHING_TO_CHECK
         try:
             while True:
@@ -103,7 +103,7 @@ class Producer:
                 feed.end()
 
     async def _drive(self, agent: Agent, feed: Feed, steps: Steps, made: Any, name: str) -> None:
-        """The same on the event loop; it ends once the last item has left."""
+        """Run the function on the event loop; return once the last item was sent."""
         _end_with_call(feed)
         try:
             await self._drive_to_end(agent, feed, steps, made, name)
@@ -149,7 +149,7 @@ class Producer:
 
 
 def _once_drained(feed: Feed, name: str, ended: Ended, error: BaseException | None = None) -> Any:
-    """Return how a function has ended, for an answer that leaves after the last item."""
+    """Return the result of a function, for an answer that is sent after the last item."""
     if error is None and feed.drained.done():
         return ended.value
 
@@ -164,9 +164,9 @@ def _once_drained(feed: Feed, name: str, ended: Ended, error: BaseException | No
 
 
 def _end_with_call(feed: Feed) -> None:
-    """Close the feed as soon as its call is cancelled: its reader has closed the stream, or the connection has ended.
+    """Close the feed when its call is cancelled: the reader has closed the stream, or the connection has ended.
 
-    On the event loop the task is cancelled besides, and may go on all the same.
+    On the event loop, also cancel the task, which may still continue.
     """
     call = current_call()
     stop = call.stop
@@ -177,7 +177,7 @@ def _end_with_call(feed: Feed) -> None:
             stop()
 
     call.stop = end
-    if call.cancelled:  # maybe before there was anything to end
+    if call.cancelled:  # perhaps before `end` was set
         end()
 
 
@@ -205,7 +205,7 @@ async def _in_steps(iterator: Iterator[Any]) -> AsyncGenerator[Any, None]:
 
 
 def _iterator(made: Any, name: str) -> Iterator[Any]:
-    """Over what a function returned.
+    """Return an iterator over the result of a function.
 
     Raises:
         UsageError: it gives no items.

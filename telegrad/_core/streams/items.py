@@ -1,7 +1,7 @@
-"""How an item of a stream travels: encoded as it is yielded, and opened by the thread that takes it.
+"""Encoding of stream items: at the yield. Decoding: on the thread that takes them.
 
-So what a function does later to a list that it has yielded changes nothing, an item that cannot be sent fails at its
-yield, and who reads a connection opens nothing of a user's. Tensors leave from their own memory, perhaps much later.
+Later changes of a yielded list therefore have no effect, an item that cannot be sent fails at its yield, and the reader
+thread of a connection decodes no user data. Tensors are sent from their own memory, perhaps much later.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from telegrad._core.pickling.reducers import REDUCERS, reduce_reference
 from telegrad._core.references.handle import Handle
 from telegrad.errors import UsageError
 
-LARGE = 1 << 16  # bytes of a tensor that is not kept only to see whether it was written to
+LARGE = 1 << 16  # bytes from which a tensor's memory is not kept only to detect writes
 _ATOMS = frozenset({int, float, bool, str, bytes, complex, type(None)})
 
 
 class Parcel(NamedTuple):
-    """An item that is more than an atom."""
+    """An item that is no atom."""
 
     body: bytes
     tensors: Sequence[Tensor]
-    references: Sequence[Any]  # handles where it leaves, references of users where it has come
+    references: Sequence[Any]  # handles at the sender, references of users at the receiver
     weight: int
 
 
 class Counts(NamedTuple):
-    """Of the writes to the tensors of an item, as it was yielded."""
+    """Version counters of an item's tensors at the yield."""
 
-    tensors: Sequence[tuple[Tensor, int, tuple[int, ...]]]  # which count the same writes, the counts, and the shapes
+    tensors: Sequence[tuple[Tensor, int, tuple[int, ...]]]  # tensors that share the counters, counts, and shapes
 
     def check(self) -> None:
-        """Raise UsageError where one was written to."""
+        """Raise UsageError if a tensor was written to."""
         for tensor, count, shape in self.tensors:
             if tensor._version != count:
                 raise UsageError(
@@ -50,7 +50,7 @@ NOTHING_TO_CHECK = Counts(())
 
 
 def packed(item: Any, same_program: bool) -> tuple[Any, int, Counts]:
-    """What to send of an item, about how many bytes it has, and what must not change from now on.
+    """Return the encoded item, its approximate size in bytes, and counters of tensors that must not change from now on.
 
     Raises:
         CannotEncode: something in it cannot be pickled.
@@ -63,15 +63,15 @@ def packed(item: Any, same_program: bool) -> tuple[Any, int, Counts]:
     counts = Counts(
         [(_counter(each), each._version, _shape(each)) for each in tensors[:whole] if not each.is_inference()]
     )
-    memory = [each.clone() for each in tensors[whole:]]  # of arrays, whose writes nobody counts
+    memory = [each.clone() for each in tensors[whole:]]  # buffers of arrays, which have no version counters
     return Parcel(body, [*tensors[:whole], *memory], references, weight), weight, counts
 
 
 def _counter(tensor: Tensor) -> Tensor:
-    """Return a tensor with the count of writes of another, and without its memory if that is large.
+    """Return a tensor that shares the version counter of another, and not its memory if that is large.
 
-    It is kept for as long as the function waits for its reader, and the item would stay in memory with it. Taking other
-    `data` leaves the count of a detached tensor, which is that of the tensor it comes from.
+    The result is kept while the function waits for its reader, and would keep the item's memory. A detached tensor
+    shares the counter of its source even after its `data` was replaced.
     """
     plain = type(tensor) is Tensor and tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized)
     if not plain or tensor.numel() * tensor.element_size() < LARGE:
@@ -86,7 +86,7 @@ def _shape(tensor: Tensor) -> tuple[int, ...]:
 
 
 def unpacked(item: Any) -> Any:
-    """The item itself.
+    """Return the decoded item.
 
     Raises:
         CannotDecode: it cannot be rebuilt here.
@@ -95,7 +95,7 @@ def unpacked(item: Any) -> Any:
 
 
 def weight_of(item: Any) -> int:
-    """About how many bytes it has."""
+    """Return the approximate size of an item in bytes."""
     if type(item) is Parcel:
         return item.weight
     kind = type(item)

@@ -1,14 +1,14 @@
-"""The items of streams at the callee, and the pulls of their readers that ask for them.
+"""The callee's side of streams: their items, and the pulls of their readers.
 
-A feed belongs to a reading worker and to the number that it has given the stream. The call that runs the function makes
-it, or a pull does, if that arrives first. Both close it as they are cancelled: the reader has closed or dropped the
-stream, or its connection has ended. The answer to the call leaves after that of the pull which tells that nothing comes
-after it, so the feed is there until then.
+A feed belongs to a reading worker and the number that this worker gave the stream. The call that runs the function
+creates the feed, or a pull does that arrives first. Both close it when they are cancelled: the reader has closed or
+dropped the stream, or its connection has ended. The answer to the call is sent after the answer to the pull that
+reports the end of the stream. The feed lives until then.
 
-The streams of a reader share limits (`Reader`). Above MOST_KEPT bytes of items that the reader has not asked for, its
-functions wait, except one with a pull that waits for its item: that item leaves at once.
-Such a pull that came over a connection which the reader does not read waits in the queue of that connection, as its
-calls do, and so does the function. Each function that waits holds a thread, so no more than MOST_STREAMS begin.
+The streams of a reader share limits (`Reader`). Above MOST_KEPT bytes of items that the reader has not requested, its
+functions wait, except a function whose reader waits for an item, which is sent at once. If that pull arrived over a
+connection that the reader does not read, the pull waits in the queue of that connection, as its calls do, and the
+function waits, too. Each waiting function holds a thread, so at most MOST_STREAMS run.
 """
 
 from __future__ import annotations
@@ -32,31 +32,31 @@ from telegrad._core.worker import current
 from telegrad._core.worker.worker import Worker
 from telegrad.errors import LimitReached
 
-MOST_BYTES = 64 << 20  # that a function may be ahead of its reader; one item may have more
-MOST_KEPT = 128 << 20  # bytes of one reader that have not left, in all of its streams
-MOST_STREAMS = 256  # of one reader whose functions have begun and not ended
+MOST_BYTES = 64 << 20  # bytes that a function may be ahead of its reader; a single item may have more
+MOST_KEPT = 128 << 20  # bytes not sent to one reader, in all of its streams
+MOST_STREAMS = 256  # of one reader: functions that have started and not ended
 
 
 class Taken(NamedTuple):
-    """To the callee: the reader has taken so many items of a stream by now."""
+    """Notification to the callee: the reader has taken this many items of a stream so far."""
 
     number: int
     taken: int
 
 
 class Pull(Signal):
-    """One that waits, or has been answered."""
+    """A pull at the callee, waiting or answered."""
 
     __slots__ = ("answer", "feed", "queue")
 
     def __init__(self, feed: Feed, queue: WorkQueue) -> None:
         super().__init__()
-        self.answer: list[Any] = []  # stored before it happens
+        self.answer: list[Any] = []  # stored before the signal is set
         self.feed = feed
-        self.queue = queue  # of the caller that pulls
+        self.queue = queue  # of the reader's connection
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
-        """Have the server send the answer, now or as soon as it is there."""
+        """Let the server send the answer, now or once it exists."""
         super().add_done_callback(callback)
         self.feed.will_be_sent()
 
@@ -66,7 +66,7 @@ class Pull(Signal):
 
 
 class Ended(Signal):
-    """Happens once the last item has left: how the function has ended."""
+    """Set once the last item was sent; contains the result of the function."""
 
     __slots__ = ("value",)
 
@@ -80,7 +80,7 @@ class Ended(Signal):
 
 
 class Room(Signal):
-    """Happens when a function that is too far ahead may go on."""
+    """Set when a function that was too far ahead may continue."""
 
     __slots__ = ("about",)
 
@@ -90,20 +90,20 @@ class Room(Signal):
 
 
 class Reader:
-    """The streams of one reading worker, and the limits that they share."""
+    """The streams of one reading worker, and their shared limits."""
 
     def __init__(self, agent: Agent, who: Identity) -> None:
         self.agent = agent
         self.who = who
         self.name = who.name
-        self.lock = threading.Lock()  # guards all below, and the state of this reader's feeds as they note it
+        self.lock = threading.Lock()  # guards all fields below, and the state of this reader's feeds if they say so
         self.feeds: WeakValueDictionary[int, Feed] = WeakValueDictionary()  # by the numbers of their streams
-        self.kept = 0  # bytes that have not left
-        self.waiting: dict[Feed, None] = {}  # whose functions wait for less to be kept, in order
-        self._running = 0  # functions
+        self.kept = 0  # bytes that were not sent
+        self.waiting: dict[Feed, None] = {}  # feeds whose functions wait until less is kept, in order
+        self._running = 0  # number of functions
 
     def feed(self, number: int) -> Feed:
-        """Return the feed of a stream, made by whatever comes first."""
+        """Return the feed of a stream; create it on first use."""
         with self.lock:
             feed = self.feeds.get(number)
             if feed is None:
@@ -111,7 +111,7 @@ class Reader:
             return feed
 
     def begin(self) -> None:
-        """A function begins.
+        """Count a function that starts.
 
         Raises:
             LimitReached: too many have not ended.
@@ -126,17 +126,17 @@ class Reader:
         )
 
     def end(self) -> None:
-        """A function has ended."""
+        """Count a function that has ended."""
         with self.lock:
             self._running -= 1
 
 
 class Readers:
-    """Of one worker: those for which something is kept."""
+    """The readers of one worker, as long as something refers to them."""
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
-        self._lock = threading.Lock()  # guards that each is made once
+        self._lock = threading.Lock()  # ensures that each is created once
         self._readers: WeakValueDictionary[Identity, Reader] = WeakValueDictionary()
 
     def of(self, who: Identity) -> Reader:
@@ -147,7 +147,7 @@ class Readers:
             return reader
 
     def close(self) -> None:
-        """This worker leaves: have the functions end, which no thread would tell of the end of their connections."""
+        """End the functions when this worker leaves: no thread would report the end of their connections."""
         with self._lock:
             readers = list(self._readers.values())
         for reader in readers:
@@ -170,25 +170,25 @@ def reader() -> Reader:
 
 
 class Feed:
-    """Of one stream."""
+    """The items and pulls of one stream."""
 
     def __init__(self, reader: Reader) -> None:
         self._fed = False  # a call runs the function, or has run it
         self._reader = reader
-        self._lock = reader.lock  # guards the supply and all below; some of the supply is peeked at
+        self._lock = reader.lock  # guards the supply and all below; some fields of the supply are read without it
         self._supply: Supply[Pull] = Supply(1, MOST_BYTES)
-        self._unsent = 0  # pulls that the server does not know yet
-        self.on_end: Any = None  # called as a function on the event loop has ended
-        self.drained = Signal()  # happens once the answers of all pulls are sent, and one has told that it is over
-        self._room: Room | None = None  # for which the function waits
-        self._is_queued = False  # it will look again when a connection is read that was not
+        self._unsent = 0  # pulls that the server does not know so far
+        self.on_end: Any = None  # called when a function on the event loop has ended
+        self.drained = Signal()  # set once all pulls are answered, and one answer has reported the end
+        self._room: Room | None = None  # the function waits for this
+        self._is_queued = False  # `_look` will run when a connection is read again
 
     @property
     def closed(self) -> bool:
         return self._supply.closed
 
     def begin(self, window: int) -> bool:
-        """Return True if a function may feed it: only one, since two would wait for one room."""
+        """Return True if a function may feed the stream: only one, since two would wait for the same room."""
         with self._lock:
             first, self._fed = not self._fed, True
             if first:
@@ -196,7 +196,7 @@ class Feed:
         return first and not self.closed
 
     def room(self) -> Room | None:
-        """What happens when the function may go on; None where it may."""
+        """Return None if the function may continue; otherwise a signal that is set when it may."""
         if self._may_go_on():
             return None
         with self._lock:
@@ -215,7 +215,7 @@ class Feed:
         return not pull.queue.is_held_up or supply.closed
 
     def _go_on(self) -> Callable[[], Any]:
-        """With the lock held: return a callback, to be called without it, that lets the function go on now or later."""
+        """With the lock held: return a callback that lets the function continue, now or later; call it unlocked."""
         room, supply, waiting = self._room, self._supply, self._reader.waiting
         waiting.pop(self, None)
         if room is None or not supply.may_go_on:
@@ -232,7 +232,7 @@ class Feed:
         return _nothing
 
     def _look(self, _: Any) -> None:
-        """A connection is read again."""
+        """Check again, since a connection is read again."""
         with self._lock:
             self._is_queued = False
             act = self._go_on()
@@ -249,7 +249,7 @@ class Feed:
         return pull
 
     def will_be_sent(self) -> None:
-        """The server knows a pull: its answer was sent, or will be as it is there."""
+        """Record that the server knows a pull, and has sent its answer or will."""
         with self._lock:
             self._unsent -= 1
         if self._supply.is_drained:
@@ -281,7 +281,7 @@ class Feed:
             if self._room is not None:
                 acts.append(self._go_on())
             if reader.waiting and reader.kept < MOST_KEPT:
-                # One, which lets the next go on with its item: all at once would each yield one.
+                # One feed, which lets the next continue after its item: all at once would each yield one.
                 acts.append(next(iter(reader.waiting))._go_on())
         for to, items, over in answers:
             to.answer = [over, *items]
@@ -301,17 +301,17 @@ def _nothing() -> None:
 
 @known_as("the next items of a stream")
 def pull(number: int, index: int, taken: int) -> Later:
-    """Answer with all there is, as soon as anything is there: whether it is the end, and the items."""
+    """Answer once items are available, with all of them and whether they are the last."""
     call = current_call()
     feed = reader().feed(number)
     call.stop = feed.close
-    if call.cancelled:  # maybe before there was anything to stop
+    if call.cancelled:  # perhaps before there was anything to stop
         feed.close()
     return Later(feed.pull(index, taken, call.caller.queue), pull)
 
 
 def serve(worker: Worker) -> None:
-    """Have a worker feed streams."""
+    """Enable streams on a worker, as their callee."""
     readers = worker.attached(Readers)
 
     def on_taken(sender: Identity, taken: Taken) -> None:

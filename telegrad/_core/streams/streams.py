@@ -1,8 +1,8 @@
-"""Streams, as their readers see them: the items that a function on another worker yields, as they come.
+"""The reader's side of streams: iterates over the items that a function on another worker yields.
 
-A stream is one long call, which runs the function (`yielding.Producer`) and is answered after the last item has left;
-and pulls: short calls, of which some are in flight ahead of the reader, each answered as soon as anything is there with
-all that is there. To close the stream is to cancel all of them. `flow` says how far each side may be ahead.
+A stream consists of one long call, which runs the function (`generator_runs.Producer`) and is answered after the last
+item was sent, and of pulls. Pulls are short calls, some of them in flight ahead of the reader. Each is answered once
+items are available, with all of them. Closing the stream cancels all these calls. `flow_control` limits both sides.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ T = TypeVar("T")
 
 MOST_WINDOW = 1 << 31
 WINDOW = 256  # items that a function may be ahead of its reader
-GRACE = 1.0  # seconds in shutdown, after which streams are closed: another thread may be about to read them
-AHEAD = 2  # pulls in flight while nobody waits
+GRACE = 1.0  # seconds in shutdown until streams are closed: another thread may be about to read them
+AHEAD = 2  # pulls in flight while no thread waits
 
 _NONE = object()
 
 
 class _Pull(Signal):
-    """One on its way; taking in its answer runs nobody's code."""
+    """A pull in flight; processing its answer runs no user code."""
 
     __slots__ = ("about", "answer", "behind", "call")
 
@@ -75,10 +75,10 @@ class _Pull(Signal):
 
 
 class Stream(Generic[T]):
-    """What a function on another worker yields: `for item in stream`, or `async for`; from `rpc_stream`.
+    """The items that a function on another worker yields: `for item in stream`, or `async for`; from `rpc_stream`.
 
-    Leaving `with stream:`, `close()`, or dropping it closes the generator there. `value` is what it has returned, once
-    all items were taken. What the function raises is raised after the last item.
+    Leaving `with stream:`, `close()`, or dropping the stream closes the generator on the other worker. `value` is the
+    return value of the function, once all items were taken. An exception of the function is raised after the last item.
 
     Example:
         >>> def squares(upto):
@@ -105,7 +105,7 @@ class Stream(Generic[T]):
         keeps: Any,
         asked: Any,
     ) -> None:
-        """Begin. `keeps` lives until the function has ended; `asked` is what the user has called."""
+        """Start the function. `keeps` lives until the function has ended; `asked` is the user's function."""
         checks.count("window", window, 1, MOST_WINDOW, "a number of items")
         here = current.here()
         agent, opened = here.agent, here.attached(OpenStreams)
@@ -115,7 +115,7 @@ class Stream(Generic[T]):
         self._timeout = limit_of(timeout, agent.timeout)
         self._lock = threading.Lock()  # guards the intake and the pulls
         self._intake = Intake(window, MOST_BYTES)
-        self._pulls: deque[_Pull] = deque()  # in flight, or answered and not taken in
+        self._pulls: deque[_Pull] = deque()  # in flight, or answered and not processed
         self._number = next(opened.numbers)
         self._done: Future[Any] = Future()  # of the call that runs the function
         self._done.heed()
@@ -126,12 +126,12 @@ class Stream(Generic[T]):
         self._done.add_done_callback(partial(_cancel_if_failed, self._pulls, self._lock))
         in_turn = getattr(self._ran, "in_turn", None)  # of an actor's method, which waits for the function
         self._waiting = nullcontext if in_turn is None else in_turn.waited_for
-        self._broken: BaseException | None = None  # why a pull has failed
-        self._ended = False  # and how was told
+        self._broken: BaseException | None = None  # error of a failed pull
+        self._ended = False  # the end was reported to the reader, or the stream was closed
         self._reader = threading.get_ident()  # the thread that has opened it, or has read it last
         opened.add(self)
-        # Where it runs: pulls are made there, too, whichever thread reads; in an autograd context only as the reader
-        # wants more, since a backward pass should find nothing under way.
+        # Context of the opening code, in which all pulls are made, whichever thread reads. In an autograd context pulls
+        # are made only when the reader wants more, since a backward pass should find no call in flight.
         self._here = copy_context()
         recorded = agent.layers.graphs is not None and agent.layers.graphs.current() is not None
         self._grad_mode = torch.is_grad_enabled() if recorded else None
@@ -182,7 +182,7 @@ class Stream(Generic[T]):
         return opened
 
     def _take(self) -> Any:
-        """The next item, if one is there."""
+        """Return the next item, if one is available."""
         with self._lock:
             intake = self._intake
             if intake.empty:
@@ -198,7 +198,7 @@ class Stream(Generic[T]):
         return item
 
     def _advance(self, least: int) -> _Pull | None:
-        """Take in what has come, and ask for more; what brings the next items, None where there are some or never."""
+        """Process answers and send pulls; return the pull to wait for, None if items are here or none will come."""
         begun: list[tuple[_Pull, int, int]] = []
         with self._lock:
             while self._pulls and self._pulls[0].done():
@@ -215,14 +215,14 @@ class Stream(Generic[T]):
         return awaited
 
     def _take_in(self, answered: _Pull) -> None:
-        """With the lock held."""
+        """Process an answer, with the lock held."""
         try:
             answered.wait()
             over, *items = answered.answer
             self._intake.came(items, [*map(weight_of, items)], over)
         except Exception as error:
-            if not (self._intake.over or hasattr(self._done, "failure")):  # else all has come, or that tells why not
-                # Without its frames: they would keep the reader's, in which this stream is.
+            if not (self._intake.over or hasattr(self._done, "failure")):  # else complete, or `_done` has the error
+                # Without its frames: they would keep the reader's frame alive, and with it this stream.
                 self._broken = fresh(error)
                 self._run_soon(partial(_cancel, [self._ran]))
             self._intake.over = True
@@ -237,12 +237,12 @@ class Stream(Generic[T]):
             if raised_by_handler(error):
                 raise
             made.set_exception(error)
-        _cancel_if_failed(self._pulls, self._lock, self._done)  # it may have failed meanwhile
+        _cancel_if_failed(self._pulls, self._lock, self._done)  # `_done` may have failed meanwhile
 
     # Waiting
 
     def _wait(self, awaited: _Pull) -> None:
-        """This thread reads the answer by itself, where it can."""
+        """Wait for a pull; this thread reads the answer itself if it can."""
         deadline = monotonic() + self._timeout if self._timeout else inf
         call = awaited.call
         with self._waiting():
@@ -255,7 +255,7 @@ class Stream(Generic[T]):
 
     @property
     def _must_wait(self) -> bool:
-        """Return True if nothing tells yet how the stream has ended."""
+        """Return True if the end of the stream is not known so far."""
         return not self._ended and self._broken is None
 
     def _wait_for_end(self) -> None:
@@ -264,7 +264,7 @@ class Stream(Generic[T]):
                 raise self._too_late()
 
     async def _happening(self, awaited: Signal | Future[Any]) -> None:
-        # Not by asyncio.wait_for: up to Python 3.11 it loses a cancellation that comes as the awaited future is done.
+        # Not asyncio.wait_for: up to Python 3.11 it loses a cancellation that arrives as the awaited future completes.
         with self._waiting():
             await asyncio.wait((happening(awaited),), timeout=self._timeout or None)
         if not awaited.done():
@@ -286,7 +286,7 @@ class Stream(Generic[T]):
             return self._intake.over and self._intake.empty
 
     def _end(self) -> None:
-        """The function has ended: raise what it has raised, once."""
+        """Handle the end of the function: raise its exception, once."""
         with self._lock:
             first, self._ended = not self._ended, True
         if first:
@@ -297,7 +297,7 @@ class Stream(Generic[T]):
             self.value = self._done.value()
 
     def close(self) -> None:
-        """Have no more items: the generator is closed at its `yield`, if it has not ended. Does not wait for that."""
+        """Stop the stream: its generator is closed at its `yield`, unless it has ended. Do not wait for that."""
         with self._lock:
             self._intake.close()
             self._ended = True
@@ -308,12 +308,13 @@ class Stream(Generic[T]):
             return [self._ran, *(pull.call for pull in self._pulls)]
 
     def __del__(self) -> None:
-        if not getattr(self, "_ended", True):  # which is stored last, where it could be opened
-            # On any thread, even in the garbage collector under some lock: this takes none, and sends nothing.
+        if not getattr(self, "_ended", True):  # stored last, if the stream was opened
+            # Any thread may run this, even in the garbage collector while a lock is held: it takes no lock and sends
+            # nothing.
             self._run_soon(partial(_cancel, [self._ran, *(pull.call for pull in self._pulls)]))
 
     def _give_up(self) -> None:
-        """Close it, since this worker leaves and its reader waits for that; reading on raises ShutDown."""
+        """Close the stream, since its reader waits in the shutdown of this worker; further reads raise ShutDown."""
         with self._lock:
             if not self._ended:
                 self._intake.close()
@@ -325,7 +326,7 @@ class Stream(Generic[T]):
         _cancel(self._under_way())
 
     async def aclose(self) -> None:
-        """As `close`."""
+        """Same as `close`."""
         self.close()
 
     def __enter__(self) -> Self:
@@ -344,19 +345,19 @@ class Stream(Generic[T]):
 class OpenStreams:
     """The streams that one worker reads, since a graceful shutdown waits for them.
 
-    Where only calls under way are waited for any more, those go that the waiting thread has read last: it reads no
-    more, although the program still holds them, as in the traceback of a loop that was interrupted.
+    Once all workers only wait for calls in flight, close the streams that the waiting thread has read last. It reads no
+    more, although the program may still refer to them, as in the traceback of an interrupted loop.
     """
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
         self.numbers = itertools.count(1)  # of streams that this worker reads; `next` is atomic
-        # By their ids. No lock: each use is one operation of a dict, also that of the callback, in which an exception
-        # of a handler of a signal would be lost if it were in Python.
+        # By id. No lock: each use is one operation of a dict, also in the callback of `ref`. In a Python callback, an
+        # exception of a signal handler would be lost.
         self._streams: dict[int, ref[Stream[Any]]] = {}
         self._all_leave: Callable[[], bool] = lambda: False
         self._leaver = 0  # the thread that waits in shutdown
-        self._next_look = inf  # the clock's thread, after `leaving`
+        self._next_look = inf  # used by the timer thread after `leaving`
         agent.ticking.append(self._tick)
 
     def add(self, stream: Stream[Any]) -> None:
@@ -364,7 +365,7 @@ class OpenStreams:
         self._streams[key] = ref(stream, partial(self._streams.pop, key))
 
     def leaving(self, worker: Worker) -> None:
-        """This thread waits for the end of all calls."""
+        """Record that this thread waits for the end of all calls."""
         self._leaver, self._all_leave = threading.get_ident(), lambda: worker.parting.all_leave()
         self._next_look = monotonic() + GRACE
         self._agent.wake_at(self._next_look)
@@ -380,7 +381,7 @@ class OpenStreams:
 
 
 def serve(worker: Worker) -> None:
-    """Have the shutdown of a worker close the streams that nobody will read."""
+    """Let the shutdown of a worker close streams without a reader."""
     opened = worker.attached(OpenStreams)
     worker.before_end.append(lambda timeout: opened.leaving(worker))
 
@@ -392,9 +393,10 @@ def _cancel(calls: list[Any]) -> None:
 
 
 def _cancel_if_failed(pulls: deque[_Pull], lock: threading.Lock, done: Future[Any]) -> None:
-    """Where the call of the function has failed, no pull that is under way will be answered: cancel them.
+    """Cancel all pulls in flight if the call of the function has failed: they will not be answered.
 
-    The answer of a function that has raised leaves after its last item. So all pulls that bring items are over by then.
+    The answer of a function that has raised is sent after its last item. All pulls with items are therefore over by
+    then.
     """
     if done.done() and hasattr(done, "failure"):
         with lock:
