@@ -1,1 +1,1 @@
-"""Remote calls and references as programs use them: `telegrad.rpc` hands on what is public here."""
+"""Remote calls and references as programs use them; `telegrad.rpc` exports the public part."""

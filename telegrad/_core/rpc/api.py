@@ -1,4 +1,4 @@
-"""What users call: remote calls, and what is known of this worker and its references."""
+"""The functions of the API for remote calls, and for information about this worker."""
 
 from __future__ import annotations
 
@@ -39,25 +39,26 @@ def rpc_sync(
 ) -> Any:
     """Run `func(*args, **kwargs)` on the worker `to` and return its value.
 
-    The function goes by its name where the worker can import it, else by value. Tensors, references (`RRef`) and what
-    can be pickled may be anywhere in the arguments and in the result. What is called sees copies.
+    The function is sent by name if the worker can import it, otherwise by value. Tensors, references (`RRef`) and any
+    picklable objects may be anywhere in the arguments and in the result. The function sees copies.
 
     Args:
         to: the worker's name, its rank, or its `WorkerInfo`; this worker, too, can be called.
         func: any function, class or builtin; an `async def` is awaited there.
         args: positional arguments, a tuple; none if left out.
         kwargs: arguments by name, a dict.
-        timeout: seconds until `CallTimeout`; 0 for no limit. Left out, it is the `rpc_timeout` of the options.
-        wait_for_worker: wait, up to the timeout, while no worker of that name can be called. Left out, it is what the
-            options say.
-        idempotent: make the call once more where it may have run. A worker that has begun it gives the same answer
-            again; one that came back runs it anew.
+        timeout: seconds until `CallTimeout`; 0 for no limit. The default is the `rpc_timeout` of the options.
+        wait_for_worker: wait, up to the timeout, while no worker of that name can be called. The default is in the
+            options.
+        idempotent: repeat the call if it may have run. A worker that has begun it gives the same answer again; a
+            restarted
+            worker runs it again.
 
     Returns:
-        What the function returned, its tensors on this worker.
+        The return value of the function, its tensors on this worker.
 
     Raises:
-        Exception: what the function raised there, with its remote traceback.
+        Exception: the exception of the function, with its remote traceback.
         CallTimeout: there was no answer in time; the function may still run.
         PeerUnreachable: the worker cannot be reached; the function has not run.
         PeerLost: the worker died, or the connection broke; the function may have run.
@@ -97,7 +98,7 @@ def rpc_async(
     wait_for_worker: bool | None = None,
     idempotent: bool = False,
 ) -> Future[Any]:
-    """Begin to run `func(*args, **kwargs)` on the worker `to`; a future of its value.
+    """Start `func(*args, **kwargs)` on the worker `to`; return a future of its value.
 
     The tensors among the arguments must not be written to until the future is done.
 
@@ -106,13 +107,14 @@ def rpc_async(
         func: any function, class or builtin.
         args: positional arguments, a tuple.
         kwargs: arguments by name, a dict.
-        timeout: seconds until the future fails with `CallTimeout`; 0 for no limit, left out that of the options.
-        wait_for_worker: as for `rpc_sync`; nobody is held up here.
+        timeout: seconds until the future fails with `CallTimeout`; 0 for no limit. The default is in the options.
+        wait_for_worker: as for `rpc_sync`; this function does not block.
         idempotent: as for `rpc_sync`.
 
     Returns:
-        A `Future`: `wait()` gives the value or raises as `rpc_sync` does, `await` does so in asyncio, `cancel()` ends
-        it.
+        A `Future`: `wait()` returns the value or raises as `rpc_sync` does, `await` does so in asyncio, `cancel()`
+        cancels
+        the call.
 
     Raises:
         InvalidArgument: the call makes no sense, and nothing was sent; likewise `UnknownWorker` and `CannotEncode`.
@@ -142,20 +144,20 @@ def remote(
     wait_for_worker: bool | None = None,
     restore: Restore = False,
 ) -> RRef[Any]:
-    """Begin to run `func(*args, **kwargs)` on the worker `to`, where its value stays; a reference to that.
+    """Start `func(*args, **kwargs)` on the worker `to`, where its value stays; return a reference to the value.
 
-    Returns at once. Where the function fails, or does not end within `timeout`, uses of the reference raise that.
+    Do not wait for the function. If it fails, or does not end within `timeout`, uses of the reference raise the error.
 
     Args:
         to: the worker's name, its rank, or its `WorkerInfo`.
         func: a class to make an object there, or any function.
         args: positional arguments, a tuple.
         kwargs: arguments by name, a dict.
-        timeout: seconds that the function may take; 0 for no limit, left out that of the options.
-        wait_for_worker: wait here, up to the timeout, until a worker of that name can be called.
-        restore: have the value come back with its owner. Where that was lost, the next use waits for a worker of the
-            same name, has the value made anew there by the same call, and `restore(value)` called, which brings it to
-            the state of a checkpoint, say; `True` leaves it as it was made.
+        timeout: seconds that the function may take; 0 for no limit. The default is in the options.
+        wait_for_worker: block, up to the timeout, until a worker of that name can be called.
+        restore: recreate the value if its owner is lost. The next use then waits for a worker of the same name, creates
+            the value there with the same call, and calls `restore(value)`, which can load a checkpoint, for example.
+            With `True` the value stays as it was created.
 
     Returns:
         An `RRef`; the value lives as long as any reference to it.
@@ -192,18 +194,18 @@ def rpc_stream(
     *,
     wait_for_worker: bool | None = None,
 ) -> Stream[Any]:
-    """Begin to run `func(*args, **kwargs)` on the worker `to`; what it yields, item by item, as a `Stream`.
+    """Start `func(*args, **kwargs)` on the worker `to`; return a `Stream` of the items that it yields.
 
     The function runs at most `window` items and 64 MB ahead of its reader.
 
     Args:
         to: the worker's name, its rank, or its `WorkerInfo`.
-        func: a generator function, also an `async def`, or one that returns anything that can be iterated over.
+        func: a generator function, also an `async def`, or one that returns an iterable.
         args: positional arguments, a tuple.
         kwargs: arguments by name, a dict.
-        timeout: seconds for each item that is waited for; 0 for no limit, left out that of the options.
+        timeout: seconds to wait for each item; 0 for no limit. The default is in the options.
         window: how many items the function may be ahead.
-        wait_for_worker: wait here, up to the timeout, until a worker of that name can be called.
+        wait_for_worker: block, up to the timeout, until a worker of that name can be called.
 
     Returns:
         A `Stream`, to be read with `for` or `async for`.
@@ -228,7 +230,7 @@ def rpc_stream(
 
 
 def _persistent(make: Callable[..., Any], wait_for_worker: bool | None, idempotent: bool) -> Callable[..., Any] | None:
-    """How to make a call that shall not fail at once; None: as ever."""
+    """Return a function that makes a call with retries; None if the call needs none."""
     policy = retry.policy_of(wait_for_worker, idempotent)
     return None if policy is None else lambda to, call, timeout: make(policy, named(to), call, timeout)
 
@@ -240,7 +242,7 @@ def _once_there(
     timeout: float,
     wait_for_worker: bool | None,
 ) -> T:
-    """What is made on a worker in the time that is left, once it can be called; it may go in that moment, too."""
+    """Wait until a worker can be called, and make a value there in the time left; repeat if the worker goes."""
     policy = retry.policy_of(wait_for_worker, False)
     there = target(to) if policy is None else named(to)
     while True:
@@ -253,7 +255,7 @@ def _once_there(
 
 
 def call_sync(to: str | int | WorkerInfo, call: Call, timeout: float) -> Any:
-    there = to if type(to) is str else target(to)  # as `target` says
+    there = to if type(to) is str else target(to)  # fast path of `target`
     return current.agent().call(there, call.function, call.args, call.kwargs, timeout, call.asked)
 
 
@@ -271,20 +273,20 @@ def create(to: str | int | WorkerInfo, call: Call, timeout: float) -> RRef[Any]:
 
 
 def event_of(kind: str, to: str | int | WorkerInfo, function: Any) -> profiling.Event:
-    """A call as an event."""
+    """Return the event of a call."""
     agent, there = current.agent(), named(to)
     here, there = agent.name, there if isinstance(there, str) else agent.identify(there).name
     return profiling.Event(profiling.event_name(kind, function, here, there), function, here, there)
 
 
 def get_worker_info(worker_name: str | None = None) -> WorkerInfo:
-    """The worker of that name, or this one.
+    """Return the worker of that name, or this one.
 
     Args:
         worker_name: a worker's name; left out, this worker.
 
     Returns:
-        Its `WorkerInfo`, which calls take in the place of a name.
+        Its `WorkerInfo`, which calls accept instead of a name.
 
     Raises:
         UnknownWorker: there is none of that name.
@@ -300,11 +302,12 @@ def get_worker_info(worker_name: str | None = None) -> WorkerInfo:
 
 
 def debug_info() -> dict[str, int]:
-    """How many references there are on this worker, and what is under way about them.
+    """Return counts of this worker's references and of their pending operations.
 
-    `owners` are those whose values live here (`shared_owners`: held by others, in so many `forks`), `users` those of
-    other workers' values. Pending are users that their owner does not know yet, forks sent on that have not settled,
-    users that end as soon as they may, creating calls without an answer, and letters without a receipt.
+    `owners` have their values here (`shared_owners`: also held by others, in so many `forks`); `users` refer to values
+    of other workers. Pending are: users that their owner does not know so far, forks sent to others that have not
+    settled, users that end as soon as they may, creating calls without an answer, and control messages without a
+    receipt.
 
     Raises:
         NotInitialized: this process is in no group.
@@ -318,7 +321,7 @@ def debug_info() -> dict[str, int]:
 
 
 def _rref_context_get_debug_info() -> dict[str, str]:
-    """The same as `debug_info`, as far as `torch.distributed.rpc` tells of it, under its names."""
+    """Return the part of `debug_info` that `torch.distributed.rpc` has, under its names."""
     counts = debug_info()
     return {
         "num_owner_rrefs": str(counts["shared_owners"]),

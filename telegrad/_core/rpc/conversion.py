@@ -1,12 +1,12 @@
-"""Between a value and a reference to it, where the callee's annotations ask for the other.
+"""Conversion between values and references, according to the annotations of the callee.
 
-    given    annotated    what travels
+    given    annotated    sent
     T        T            the value
     T        RRef[T]      a reference that the caller owns
-    RRef[T]  T            the value: from the caller where it owns it, else the callee fetches it from the owner
+    RRef[T]  T            the value: from the caller if it owns the value, else the callee fetches it from the owner
     RRef[T]  RRef[T]      the reference
 
-A parameter without an annotation, or with one that both would fit, takes what it is given.
+A parameter without an annotation, or with one that fits both, gets the argument unchanged.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ log = logging.getLogger("telegrad")
 
 
 class _Plan(NamedTuple):
-    """What a function wants for each parameter."""
+    """The target of the conversion for each parameter."""
 
     positional: list[str]
-    rest: str  # for what is given beyond them
+    rest: str  # for further positional arguments
     named: dict[str, str]
-    others: str  # for names that no parameter has
+    others: str  # for names without a parameter
 
 
-_new = tuple.__new__  # half the time of the class's own, which is a function of Python
-_BOUND = (type, types.MethodType)  # whose first parameter the caller does not give
+_new = tuple.__new__  # takes half the time of the class's own `__new__`, which is written in Python
+_BOUND = (type, types.MethodType)  # the caller does not pass their first parameter
 _plans: weakref.WeakKeyDictionary[Any, _Plan | None] = weakref.WeakKeyDictionary()
 
 
 def convert(function: Any, args: Any, kwargs: Any) -> Call:
-    """A call as its callee wants it.
+    """Return a call with converted arguments.
 
     Raises:
         InvalidArgument: `function` cannot be called, or the others are no tuple and no dictionary.
@@ -56,7 +56,7 @@ def convert(function: Any, args: Any, kwargs: Any) -> Call:
         args = _as_tuple(args)
     if kwargs is not None and type(kwargs) is not dict:
         kwargs = _as_dict(kwargs)
-    if type(function) is types.FunctionType and not function.__annotations__:  # as `_plan_of`, for most functions
+    if type(function) is types.FunctionType and not function.__annotations__:  # fast path of `_plan_of`
         return _new(Call, (function, args, kwargs, None, None))
     plan = _plan_of(function)
     if plan is None or not (args or kwargs):
@@ -103,7 +103,7 @@ def _check_callable(function: Any) -> None:
 
 
 def _shown(value: Any) -> str:
-    """A value in a message: as it is where that is short, else its type."""
+    """Return a value for a message: as it is if that is short, otherwise its type."""
     text = "" if isinstance(value, Tensor) else checks.shown(value)
     kind = type(value).__qualname__
     return f"{text} ({kind})" if 0 < len(text) <= 40 else f"a {kind}"
@@ -121,7 +121,7 @@ def _convert(target: str, given: Any, lent: list[RRef[Any]]) -> Any:
 
 
 def _plan_of(function: Any) -> _Plan | None:
-    """None where nothing is ever converted."""
+    """Return the conversions of a function, or None if it has none."""
     bound = isinstance(function, _BOUND)
     if bound:
         function = function.__init__ if isinstance(function, type) else function.__func__  # type: ignore[misc]
@@ -141,7 +141,7 @@ def _make_plan(function: Callable[..., Any], bound: bool) -> _Plan | None:
     try:
         hints = typing.get_type_hints(function)
         parameters = list(inspect.signature(function).parameters.values())[bound:]
-    except Exception as error:  # a name in an annotation that is known to type checkers only
+    except Exception as error:  # e.g. an annotation has a name that only type checkers know
         log.debug("telegrad: no conversion for %r: %s", function, error)
         return None
     by_kind: dict[Any, list[tuple[str, str]]] = {}

@@ -1,4 +1,4 @@
-"""Decorators that say how the callee runs a function."""
+"""Decorators that control how the callee runs a function."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from telegrad._core.agent.server import ASYNC_MARK
 from telegrad._core.calls.cancelling import finishing
 from telegrad._core.pickling.blame import names_in
 from telegrad._core.pickling.function_names import home_of_script
-from telegrad._core.worker.batching import batch as batch  # with the other decorators
+from telegrad._core.worker.batching import batch as batch  # exported with the other decorators
 from telegrad.errors import InvalidArgument
 
 F = TypeVar("F", bound=Callable[..., object])
 
 
 def async_execution(fn: F) -> F:
-    """Mark a function that returns a `torch.futures.Future`: the caller gets its value once it is done.
+    """Mark a function that returns a `torch.futures.Future`: the caller gets the future's value once it is done.
 
     The callee's thread is free meanwhile. With `@staticmethod` or `@classmethod` this decorator is the inner one, with
     `@torch.jit.script` the outer one. An `async def` needs no mark.
 
     Args:
-        fn: a function that returns a future; else its caller gets a UsageError.
+        fn: a function that returns a future; otherwise its caller gets a UsageError.
 
     Returns:
         The function, marked.
@@ -47,17 +47,18 @@ def async_execution(fn: F) -> F:
     def marked(*args: object, **kwargs: object) -> object:
         return fn(*args, **kwargs)
 
-    if isinstance(fn, torch.jit.ScriptFunction):  # which has its name elsewhere
+    if isinstance(fn, torch.jit.ScriptFunction):  # its name is stored elsewhere
         marked.__module__, marked.__qualname__ = home_of_script(fn)
     setattr(marked, ASYNC_MARK, True)
     return marked  # type: ignore[return-value]
 
 
 def must_finish(fn: F) -> F:
-    """Mark a function that is run to its end, whether or not its caller still wants it, or lives.
+    """Mark a function that always runs to its end, even if its caller cancels the call or dies.
 
-    It begins though its call was cancelled in the queue, is not interrupted where it is an `async def`, and what it
-    calls is neither cancelled with it nor bound to its caller's time. With other decorators this one is the inner one.
+    The function runs even if its call was cancelled in the queue. An `async def` is not interrupted. The calls that the
+    function makes are neither cancelled with it nor limited by its caller's deadline. With other decorators this one is
+    the inner one.
 
     Args:
         fn: any function.
@@ -77,7 +78,7 @@ def must_finish(fn: F) -> F:
 
 
 class ByValue:
-    """A function that travels as its code."""
+    """A function that is sent as its code."""
 
     def __init__(self, function: FunctionType) -> None:
         self.function = function
@@ -91,15 +92,16 @@ class ByValue:
 
 
 def by_value(fn: F) -> F:
-    """Send a function as its code, also where the callee could import it: for one that was edited or defined anew.
+    """Send a function as its code even if the callee can import it, for functions that were edited or defined again.
 
-    The functions of the same module that it uses go along; classes, and what is in other modules, still go by name.
+    The functions of the same module that it uses are sent with it. Classes and objects of other modules are sent by
+    name.
 
     Args:
         fn: a function made by `def` or `lambda`.
 
     Returns:
-        The function as it is to be given to a call.
+        The function to pass to a call.
 
     Raises:
         InvalidArgument: it is no such function.
@@ -120,7 +122,7 @@ def _itself(function: F) -> F:
 
 
 def _without_name(function: FunctionType, made: dict[FunctionType, FunctionType]) -> FunctionType:
-    """A copy that cannot be found by its name, and that uses such copies of the functions of its module."""
+    """Return a copy that cannot be found by name, and that uses such copies of the functions of its module."""
     if function in made:
         return made[function]
     scope: dict[str, Any] = {"__name__": function.__module__}

@@ -1,4 +1,4 @@
-"""One thing that several workers do at once."""
+"""Operations of several workers at once."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def together(
     sizes: Mapping[str, int] | None = None,
     limit: float = 0,
 ) -> dict[str, T]:
-    """Call each worker with its share, all at once, and wait for all; their values.
+    """Call each worker with its share, all at once, and wait for all; return their values.
 
-    Where it is named what they are `doing`, such as "checkpoint.save: writing", it is said how far they are; with the
-    bytes of each, where these are known. `limit` is that of one step in seconds, 0 for none: see `StallWatch`.
+    If `doing` is given, such as "checkpoint.save: writing", log the progress, with bytes if `sizes` has those of each
+    worker. `limit` is the limit of one step in seconds, 0 for none: see `StallWatch`.
 
     Raises:
         WorkersFailed: more than one failed; where only one did, its own error is raised.
@@ -40,7 +40,7 @@ def together(
     for worker, share in shares.items():
         try:
             calls[worker] = call(worker, share)
-        except Exception as error:  # the others shall be called all the same, as if this one had failed later
+        except Exception as error:  # still call the others, as if this one had failed later
             if raised_by_handler(error):
                 raise
             errors[worker] = error
@@ -63,7 +63,7 @@ def together(
 
 
 def _follow(doing: str, calls: Mapping[str, Future[Any]], sizes: Mapping[str, int], watch: StallWatch) -> None:
-    """Wait until all are done, or do not get on; say which are not done, where it is named what they are `doing`."""
+    """Wait until all calls are done or make no progress; log the unfinished workers if `doing` is given."""
     done = threading.Semaphore(0)
     for future in calls.values():
         future.add_done_callback(lambda _: done.release())

@@ -1,4 +1,4 @@
-"""Operators on references: they run at the owner, and what they return stays there."""
+"""Operators on references: they run at the owner, and their results stay there."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Operator = Callable[..., Any]
 
 
 def is_tensor_method(name: str) -> bool:
-    """Whether a reference offers it as if it were the tensor itself; gradients are another layer's subject."""
+    """Return True if references offer this method of tensors; another layer handles `backward`."""
     return not name.startswith("_") and name != "backward" and callable(getattr(torch.Tensor, name, None))
 
 
@@ -25,13 +25,13 @@ def _reflected(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Operators:
-    """Gives a class every operator; `_operate(function, *operands)` says what becomes of one."""
+    """Gives a class every operator; `_operate(function, *operands)` implements them."""
 
     __slots__ = ()
 
     _operate: Callable[..., Any]
 
-    # Without these Python would try to iterate by __getitem__, for ever.
+    # Without these Python would iterate with __getitem__, without end.
     __iter__ = None
     __contains__ = None
 
@@ -66,7 +66,7 @@ class Operators:
     __rlshift__: Operator = _reflected(operator.lshift)
     __rrshift__: Operator = _reflected(operator.rshift)
 
-    # Equality stays that of the references themselves.
+    # Equality compares the references themselves.
     __lt__: Operator = _plain(operator.lt)
     __le__: Operator = _plain(operator.le)
     __gt__: Operator = _plain(operator.gt)

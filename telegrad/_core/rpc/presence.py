@@ -1,4 +1,4 @@
-"""Who is in the group, and who comes and goes: what users ask."""
+"""The API for the members of the group, and for workers that join and leave."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _WANTED = "a number of workers, or a list of their names"
 
 
 def workers() -> list[WorkerInfo]:
-    """The workers that are in the group now, this one included, by rank.
+    """Return the current workers of the group, including this one, by rank.
 
     Raises:
         NotInitialized: this process is in no group.
@@ -27,9 +27,9 @@ def workers() -> list[WorkerInfo]:
 
 
 def wait_for_workers(wanted: int | Collection[str], timeout: float = 0, *, role: str = "") -> list[WorkerInfo]:
-    """Wait until a dynamic or elastic group has workers; one of fixed size has all of them after `init_rpc`.
+    """Wait until a dynamic or elastic group has workers; a fixed group has all of them after `init_rpc`.
 
-    A worker that has not ended is there as soon as it has joined, whether or not it serves calls yet.
+    A worker counts from the time it joins until it ends, even before it serves calls.
 
     Args:
         wanted: the number of workers in the group, this one included, or the names of some, as a list or one str.
@@ -40,9 +40,9 @@ def wait_for_workers(wanted: int | Collection[str], timeout: float = 0, *, role:
         All workers of the group, as `workers()` does.
 
     Raises:
-        CallTimeout: the workers have not joined in time; the message says which are missing.
-        PeerLost: no worker can join any more: the group is of fixed size, has ended, or its store has gone.
-        UsageError: an argument is wrong; or there is a role and `wanted` has names, which already say who is meant.
+        CallTimeout: the workers have not joined in time; the message lists the missing ones.
+        PeerLost: no worker can join any more: the group is of fixed size, has ended, or its store is gone.
+        UsageError: an argument is wrong; or both a role and names are given.
         NotInitialized: this process is in no group.
 
     Example:
@@ -63,9 +63,9 @@ def wait_for_workers(wanted: int | Collection[str], timeout: float = 0, *, role:
 
 
 def on_join(callback: Callable[[WorkerInfo], Any]) -> None:
-    """Have `callback(worker)` called for each other worker: those that are there already, and those that join.
+    """Register `callback(worker)` for each other worker: for current members now, and for later ones when they join.
 
-    It runs on a thread of its own, and may make remote calls. Ends with the group.
+    Callbacks run on a separate thread, and may make remote calls. They end with the group.
 
     Args:
         callback: a function of a `WorkerInfo`.
@@ -85,9 +85,9 @@ def on_join(callback: Callable[[WorkerInfo], Any]) -> None:
 
 
 def on_leave(callback: Callable[[WorkerInfo, str], Any]) -> None:
-    """Have `callback(worker, how)` called for each worker that goes: `how` is "left", or "lost" where it died.
+    """Register `callback(worker, how)` for each worker that leaves: `how` is "left", or "lost" if it died.
 
-    It runs on a thread of its own, and may make remote calls. Ends with the group.
+    Callbacks run on a separate thread, and may make remote calls. They end with the group.
 
     Args:
         callback: a function of a `WorkerInfo` and a text.
@@ -103,9 +103,10 @@ def on_leave(callback: Callable[[WorkerInfo, str], Any]) -> None:
 
 
 def on_lost(callback: Callable[[WorkerInfo, Exception], Any]) -> None:
-    """Have `callback(worker, reason)` called for each worker that is lost: it died, is silent, or left too early.
+    """Register `callback(worker, reason)` for each lost worker: it died, is silent, or left too early.
 
-    `on_leave` is told, too. It runs on a thread of its own, and may make remote calls. Ends with the group.
+    Callbacks of `on_leave` are called, too. Callbacks run on a separate thread, and may make remote calls. They end
+    with the group.
 
     Args:
         callback: a function of a `WorkerInfo` and of an exception, such as `PeerLost` or `PeerSilent`.

@@ -1,4 +1,4 @@
-"""RRef, as users see it: a value that lives on some worker."""
+"""RRef, the reference for users: it refers to a value on some worker."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ T = TypeVar("T")
 class RRef(Operators, Generic[T]):
     """A reference to a value of type T on one worker, its owner; the value lives as long as any reference to it.
 
-    It can be sent to any worker inside the arguments or the result of a remote call. Operators and the methods of
-    tensors run at the owner and give a reference to their result, as does a call: `rref(*args)`. `rpc.remote` makes a
-    reference to a value of another worker, `RRef(value)` one to a value of this worker.
+    References can be sent to any worker inside the arguments or the result of a remote call. Operators and the methods
+    of tensors run at the owner and return a reference to their result, as does a call: `rref(*args)`. `rpc.remote`
+    creates a reference to a value of another worker, `RRef(value)` one to a value of this worker.
 
     Args:
         value: anything.
-        type_hint: accepted and changes nothing: any type will do.
+        type_hint: accepted and ignored: any type will do.
 
     Raises:
         NotInitialized: this process is in no group.
@@ -67,52 +67,52 @@ class RRef(Operators, Generic[T]):
 
     @classmethod
     def _of_handle(cls, table: ReferenceTable, handle: Handle) -> Self:
-        """What a user holds of a reference that was made elsewhere, or that came."""
+        """Create the user's object for a reference that was created elsewhere or was received."""
         made = cls.__new__(cls)
         made._table = table
         made._handle = handle
         return made
 
-    # Who has the value
+    # The owner
 
     def owner(self) -> WorkerInfo:
-        """The worker where the value lives."""
+        """Return the worker that has the value."""
         return WorkerInfo(self._handle.owner.name, self._handle.owner.id)
 
     def owner_name(self) -> str:
-        """The name of the worker where the value lives."""
+        """Return the name of the worker that has the value."""
         return self._handle.owner.name
 
     def is_owner(self) -> bool:
-        """Whether this worker has the value."""
+        """Return True if this worker has the value."""
         return self._handle.owner == self._table.agent.me.identity
 
     def confirmed_by_owner(self) -> bool:
-        """Whether the owner knows already that this worker holds a reference."""
+        """Return True if the owner already knows that this worker holds a reference."""
         return self._table.confirmed(self._handle)
 
-    # Getting at it
+    # The value
 
     @property
     def _telegrad_known_as(self) -> str:
         return f"to_here() of {self!r}"
 
-    _telegrad_noted_as = "to_here() of a reference"  # what is recorded does not tell them apart
+    _telegrad_noted_as = "to_here() of a reference"  # recorded calls do not distinguish references
 
     @not_compiled
     def to_here(self, timeout: float = DEFAULT) -> T:
-        """The value itself on its owner, else a copy; waits until it is made.
+        """Return the value itself on its owner, elsewhere a copy; wait until it exists.
 
         Args:
-            timeout: seconds; 0 for no limit, left out that of the options.
+            timeout: seconds; 0 for no limit. The default is in the options.
 
         Returns:
-            The value; its tensors lie in memory of this worker.
+            The value; its tensors are in memory of this worker.
 
         Raises:
-            Exception: what the function raised that should have made it.
-            RRefError: the value is lost; `OwnerLost` where its owner died.
-            CallTimeout: it did not come in time.
+            Exception: the error of the function that should have created the value.
+            RRefError: the value is lost; `OwnerLost` if its owner died.
+            CallTimeout: it did not arrive in time.
         """
         if self._handle.box is not None:
             return self._open(timeout)
@@ -128,19 +128,19 @@ class RRef(Operators, Generic[T]):
         return value
 
     def _reach(self, timeout: float = DEFAULT) -> Identity:
-        """The owner, who is to be called; raises why the value cannot be had, if so.
+        """Return the owner to call; raise an error if the value is unavailable.
 
-        A reference to a value that comes back waits for that so long; its handle may be another one then.
+        A reference to a restorable value waits up to `timeout` for the value; its handle may then be another one.
         """
         return self._table.reach(self._handle)
 
     def _check(self) -> None:
-        """As `_reach`, where nobody is to be called."""
+        """As `_reach`, without a call."""
         self._table.check(self._handle)
 
     @not_compiled
     def local_value(self) -> T:
-        """The value itself, on its owner; waits until it is made.
+        """Return the value itself, on its owner; wait until it exists.
 
         Raises:
             NotOwner: the value lives on another worker.
@@ -168,14 +168,14 @@ class RRef(Operators, Generic[T]):
 
     @not_compiled
     def future(self) -> Future[None]:
-        """A future that is done once the value exists, or that holds the error of the call that should have made it."""
+        """Return a future that is done once the value exists; it fails with the error of the creating call."""
         creation = self._table.creation(self._handle)
         if creation is not None:
             return creation
         self._check()
         if self._handle.box is not None:
             return when_full(self._handle.box)
-        if self._table.made_here(self._handle):  # and so it has succeeded
+        if self._table.made_here(self._handle):  # the creating call has therefore succeeded
             return when_full(Box.of(None))
         return self._table.agent.call_async(self._reach(), created, self._handle.id, None, keeps=self)
 
@@ -185,11 +185,12 @@ class RRef(Operators, Generic[T]):
 
     @not_compiled
     def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
-        """Run backward from the value, which is a tensor of one element, across workers in a context.
+        """Run backward from the value, a tensor of one element, across workers in a context.
 
         Args:
-            dist_autograd_ctx_id: the context, from `telegrad.autograd.context`. Without one the graph must be one of
-                this worker alone, and the value live here.
+            dist_autograd_ctx_id: the context, from `telegrad.autograd.context`. Without one, the graph and the value
+                must be
+                on this worker alone.
             retain_graph: keep the graph for another pass.
 
         Raises:
@@ -209,14 +210,15 @@ class RRef(Operators, Generic[T]):
     def _as_root(self) -> tuple[str, Any]:
         return self._reach().name, self._handle.id
 
-    # Using it where it is
+    # Calls at the owner
 
     @not_compiled
     def rpc_sync(self, timeout: float = DEFAULT) -> Proxy:
-        """`rref.rpc_sync().method(*args)` runs a method of the value at the owner and waits for what it returns.
+        """Return a proxy: `rref.rpc_sync().method(*args)` runs a method of the value at the owner and returns its
+        result.
 
         Args:
-            timeout: seconds; 0 for no limit, left out that of the options.
+            timeout: seconds; 0 for no limit. The default is in the options.
 
         Returns:
             A `Proxy`, whose every attribute is such a method.
@@ -227,13 +229,13 @@ class RRef(Operators, Generic[T]):
 
     @not_compiled
     def rpc_async(self, timeout: float = DEFAULT) -> Proxy:
-        """As `rpc_sync`, but gives a future.
+        """As `rpc_sync`, but return a future.
 
         Args:
-            timeout: seconds; 0 for no limit, left out that of the options.
+            timeout: seconds; 0 for no limit. The default is in the options.
 
         Returns:
-            A `Proxy`, whose methods give a `Future`.
+            A `Proxy`, whose methods return a `Future`.
         """
         if timeout is not DEFAULT:
             check_timeout(timeout)
@@ -241,13 +243,13 @@ class RRef(Operators, Generic[T]):
 
     @not_compiled
     def remote(self, timeout: float = DEFAULT) -> Proxy:
-        """As `rpc_sync`, but gives a reference to the result, which stays at the owner.
+        """As `rpc_sync`, but return a reference to the result, which stays at the owner.
 
         Args:
-            timeout: seconds; 0 for no limit, left out that of the options.
+            timeout: seconds; 0 for no limit. The default is in the options.
 
         Returns:
-            A `Proxy`, whose methods give an `RRef`.
+            A `Proxy`, whose methods return an `RRef`.
         """
         if timeout is not DEFAULT:
             check_timeout(timeout)
@@ -255,21 +257,21 @@ class RRef(Operators, Generic[T]):
 
     @not_compiled
     def rpc_stream(self, timeout: float = DEFAULT, window: int = WINDOW) -> Proxy:
-        """As `rpc_sync`, for a method that yields: gives a stream of its items.
+        """As `rpc_sync`, for a method that yields: return a stream of its items.
 
         Args:
-            timeout: seconds for each item; 0 for no limit, left out that of the options.
+            timeout: seconds for each item; 0 for no limit. The default is in the options.
             window: how many items the method may be ahead of its reader.
 
         Returns:
-            A `Proxy`, whose methods give a `Stream`.
+            A `Proxy`, whose methods return a `Stream`.
         """
         check_timeout(timeout)
         checks.count("window", window, 1, MOST_WINDOW, "a number of items")
         return Proxy(partial(self._stream, window), timeout)
 
     def __call__(self, *args: Any, **kwargs: Any) -> RRef[Any]:
-        """Call the value at its owner; a reference to the result."""
+        """Call the value at its owner; return a reference to the result."""
         return self._create("", DEFAULT, args, kwargs)
 
     @not_compiled
@@ -307,7 +309,7 @@ class RRef(Operators, Generic[T]):
         keeps: Any,
         asked: Any = None,
     ) -> RRef[Any]:
-        """Have the owner make another value; a profiler shows it under that name."""
+        """Create another value at the owner; a profiler shows the call as `name`."""
         create = self._table.create
         if profiling.wanted():
             create = partial(profiling.called_creation, self._event("remote", name), create)
@@ -319,7 +321,7 @@ class RRef(Operators, Generic[T]):
         here, there = self._table.agent.name, self._handle.owner.name
         return profiling.Event(profiling.event_name(kind, what, here, there), what, here, there)
 
-    # Using it as if it were a tensor
+    # Operators and methods of tensors
 
     @not_compiled
     def _operate(self, function: Callable[..., Any], *operands: Any, **named: Any) -> RRef[Any]:
@@ -345,7 +347,7 @@ class RRef(Operators, Generic[T]):
             f"the reference, which reads rref.local_value().{name}"
         )
 
-    # What it is not
+    # Unsupported uses
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise UsageError(
@@ -369,7 +371,7 @@ class RRef(Operators, Generic[T]):
 
 
 class Proxy:
-    """Makes `proxy.method(*args)` a call of that method where the value lives, and `proxy(*args)` one of the value.
+    """Makes `proxy.method(*args)` call that method at the owner of the value, and `proxy(*args)` call the value.
 
     Example:
         >>> words = rpc.remote("worker1", list, ("ab",))
@@ -385,7 +387,7 @@ class Proxy:
 
     def __getattr__(self, method: str) -> Any:
         if method.startswith("__"):
-            raise AttributeError(method)  # nobody means a remote call when Python looks for a protocol
+            raise AttributeError(method)  # Python looks for a protocol; no remote call is meant
         return lambda *args, **kwargs: self._call(method, self._timeout, args, kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -1,7 +1,7 @@
-"""References whose values come back: where one was lost with its owner, a use finds it again, or has it made anew.
+"""References to restorable values: after the loss of the owner, the next use finds the value again or recreates it.
 
-A trail says how. The handle of the reference is then another one; what was sent of the old one stays lost, unless it
-has a trail of its own: a copy on another worker asks whoever made the value for the new one.
+A trail defines how. The reference then gets another handle. References that were sent before the loss stay lost unless
+they have a trail: a copy on another worker asks the value's creator for the new handle.
 """
 
 from __future__ import annotations
@@ -54,37 +54,37 @@ from telegrad.errors import (
 T = TypeVar("T")
 S = TypeVar("S")
 
-LOST = OwnerLost, RRefLost, PeerLost, PeerUnreachable, ShutDown, UnknownWorker  # of a value that may come back
-NOT_RUN = PeerUnreachable, UnknownWorker, ClaimLost  # the owner has not run a call that fails so, unless it raised it
-NOT_YET = PeerError, UnknownWorker, RendezvousError, RRefLost, NotPublished  # whom a trail asks is not back
-PAUSE = 0.05  # seconds between two looks
+LOST = OwnerLost, RRefLost, PeerLost, PeerUnreachable, ShutDown, UnknownWorker  # errors of a value that may return
+NOT_RUN = PeerUnreachable, UnknownWorker, ClaimLost  # the call has not run, unless its function raised the error
+NOT_YET = PeerError, UnknownWorker, RendezvousError, RRefLost, NotPublished  # the worker that a trail asks is not back
+PAUSE = 0.05  # seconds between two attempts
 
-_renewing = renewed(threading.Lock())  # guards the exchange of a lost handle, of any reference
+_renewing = renewed(threading.Lock())  # guards the replacement of a lost handle, of any reference
 
 Restore = bool | Callable[[Any], Any]
 
 
 class Trail(Protocol):
-    """Where a value is found once it was lost."""
+    """Finds a value again after a loss."""
 
     def check(self) -> None:
-        """Raise one of LOST where it is known to be elsewhere by now. Each use asks."""
+        """Raise one of LOST if the value is known to have moved. Each use calls this."""
 
     def find(self, limit: float) -> RRef[Any]:
-        """A reference to it, made anew where need be; fails with one of NOT_YET where it may be tried again."""
+        """Return a reference to the value, recreated if necessary; raise one of NOT_YET if a retry may help."""
 
     def missing(self) -> list[str]:
-        """Who is waited for."""
+        """Return the workers that are waited for."""
 
     def wanted(self) -> str:
-        """What its user can do."""
+        """Return advice for the user."""
 
     def travels(self) -> Trail:
-        """The trail of a copy on another worker."""
+        """Return the trail of a copy on another worker."""
 
 
 class Lasting(RRef[T]):
-    """A reference to a value that comes back."""
+    """A reference to a restorable value."""
 
     __slots__ = ("_trail",)
 
@@ -102,8 +102,8 @@ class Lasting(RRef[T]):
             self._trail.check()
             owner = self._table.reach(handle)
             if handle.box is None and not self._table.agent.is_connected(owner):
-                with Inside(None):  # else the look would belong to the autograd context of its user
-                    self._table.agent.call(owner, ping, None, None, timeout)  # its death may not be known here yet
+                with Inside(None):  # keeps this call out of the autograd context of the user
+                    self._table.agent.call(owner, ping, None, None, timeout)  # its death may be unknown here
             return owner
         except LOST as error:
             self._renew(handle, timeout, error)
@@ -111,7 +111,7 @@ class Lasting(RRef[T]):
 
     def to_here(self, timeout: float = DEFAULT) -> T:
         def use(left: float) -> T:
-            self._reach(left)  # the value may have been here, and be elsewhere by now
+            self._reach(left)  # the value may have been here, and have moved
             return super(Lasting, self).to_here(left)
 
         return self._until_run(use, timeout)
@@ -120,7 +120,7 @@ class Lasting(RRef[T]):
         return self._until_run(lambda left: RRef._call(self, method, left, args, kwargs, asked), timeout)
 
     def _until_run(self, use: Callable[[float], S], timeout: float) -> S:
-        """Use the value with a timeout, and once more after each failure that tells that the owner has not run it."""
+        """Use the value with a timeout; repeat after each failure which shows that the owner has not run the call."""
         agent = self._table.agent
         limit = limit_of(timeout, agent.timeout)
         until, left = monotonic() + limit if limit else inf, timeout
@@ -138,7 +138,7 @@ class Lasting(RRef[T]):
         return max(until - monotonic(), PAUSE) if until < inf else 0.0
 
     def _has_not_run(self, error: TelegradError) -> bool:
-        """Return True if the owner has not run a call that failed with one of NOT_RUN; else it has raised that."""
+        """Return True if a call that failed with one of NOT_RUN has not run; False if its function raised that."""
         trail: Any = self._trail
         return error.claim == trail if isinstance(error, ClaimLost) else not is_from_afar(error)
 
@@ -150,7 +150,7 @@ class Lasting(RRef[T]):
         return super()._lent()
 
     def _renew(self, handle: Handle, timeout: float, lost: BaseException) -> None:
-        """Find the value again. Several threads may, at once: the first one's handle is that of all."""
+        """Find the value again. Several threads may do so at once; all then use the first one's handle."""
         agent = self._table.agent
         if agent.closed:
             raise lost
@@ -165,17 +165,17 @@ class Lasting(RRef[T]):
                 f"{self._trail.wanted()}, or give the call a longer timeout. The last try: {error.__cause__ or error}"
             ) from lost
         with _renewing:
-            if self._handle is handle:  # else that of another thread is in use, and must not be dropped
+            if self._handle is handle:  # otherwise another thread's handle is in use, and must not be dropped
                 self._handle = found._handle
                 self._trail = found._trail if isinstance(found, Lasting) else self._trail
 
 
 def wait_for(agent: Agent, trail: Trail, limit: float, about: str, begun: float | None = None) -> RRef[Any]:
-    """What a trail finds, once it does. The limit counts from the monotonic time `begun`, else from now.
+    """Return the reference that a trail finds, once it does. The limit counts from `begun` (monotonic), or from now.
 
     Raises:
         NotPublished: that took longer than `limit` seconds (0 for no limit).
-        What making the value raised.
+        Exception: the error of creating the value.
     """
     until = (monotonic() if begun is None else begun) + limit if limit else inf
     why: Exception | None = None
@@ -187,7 +187,7 @@ def wait_for(agent: Agent, trail: Trail, limit: float, about: str, begun: float 
         while True:
             left = until - monotonic()
             try:
-                with Inside(None):  # else what is made anew would belong to the autograd context of its user
+                with Inside(None):  # keeps the value out of the autograd context of its user
                     return trail.find(0 if left == inf else max(left, PAUSE))
             except NOT_YET as error:
                 why = error
@@ -198,16 +198,16 @@ def wait_for(agent: Agent, trail: Trail, limit: float, about: str, begun: float 
 
 
 def pause() -> None:
-    """A moment, which a thread that serves calls leaves to others."""
+    """Pause shortly; a thread that serves calls releases its slot meanwhile."""
     with current.agent().waiting():
         sleep(PAUSE)
 
 
 def revive(reference: RRef[Any], timeout: float = DEFAULT) -> bool:
-    """See to it that a value is there now; whether it had to be found again.
+    """Ensure that a value exists now; return True if it had to be found again.
 
     Raises:
-        CannotRestore: it is lost for good.
+        CannotRestore: it is permanently lost.
         OwnerLost: it did not come back in time.
     """
     agent, handle = reference._table.agent, reference._handle
@@ -233,11 +233,11 @@ def _holds(maker: str, number: int) -> bool:
     return current.references().known((maker, number)) is not None
 
 
-# Values that are made anew on a worker of the same name
+# Values that are recreated on a worker of the same name
 
 
 class Recipe(NamedTuple):
-    """How the maker of a reference has its value made anew."""
+    """How the creator of a reference recreates the value."""
 
     first: Id  # of the first value
     worker: str
@@ -264,7 +264,7 @@ class Recipe(NamedTuple):
 
 
 class Copied(NamedTuple):
-    """The reference came from another worker, who has the recipe."""
+    """The trail of a received reference: its creator has the recipe."""
 
     first: Id
     maker: Identity
@@ -290,7 +290,7 @@ class Copied(NamedTuple):
 
 
 def check_restore(restore: Any) -> None:
-    """Raise InvalidArgument where a value cannot be restored so."""
+    """Raise InvalidArgument if `restore` is invalid."""
     if not isinstance(restore, bool) and not callable(restore):
         raise InvalidArgument(
             "`restore` is a function that is called with the value once that was made anew, or True where nothing more "
@@ -301,7 +301,7 @@ def check_restore(restore: Any) -> None:
 def with_recipe(
     reference: RRef[Any], make: Callable[..., Any], args: Any, kwargs: Any, restore: Restore
 ) -> Lasting[Any]:
-    """The same reference; its value is made anew on its owner's return, by the same function, and restored."""
+    """Return the same reference with a recipe: when its owner returns, the same function recreates the value."""
     recipe = Recipe(reference._handle.id, reference.owner_name(), make, args, kwargs, restore)
     made = Lasting.of(reference, recipe)
     current.here().attached(Kept).lasting[recipe.first] = made
@@ -309,15 +309,15 @@ def with_recipe(
 
 
 class Kept:
-    """What one worker has of such values: as their maker, and as their owner."""
+    """One worker's state of restorable values: as their creator, and as their owner."""
 
     def __init__(self, agent: Agent) -> None:
         self.lasting: WeakValueDictionary[Id, Lasting[Any]] = WeakValueDictionary()  # with recipes, by their first ids
         self._lock = threading.Lock()  # guards _anew
-        self._anew: dict[Id, Future[Id]] = {}  # under which id a value was made anew, or will be
+        self._anew: dict[Id, Future[Id]] = {}  # the id of the recreated value, or a future id
 
     def value(self, first: Id, make: Callable[[], RRef[Any]]) -> RRef[Any]:
-        """A value that was made anew, which is done once for all who ask."""
+        """Return a recreated value. Create it once for all that ask."""
         while True:
             with self._lock:
                 found = self._anew.get(first)
@@ -328,10 +328,10 @@ class Kept:
             known = _another(found.wait())
             if known is not None:
                 return known
-            self._forget(first, found)  # nobody held it any more
+            self._forget(first, found)  # its last reference had ended
 
     def _made(self, first: Id, coming: Future[Id], make: Callable[[], RRef[Any]]) -> RRef[Any]:
-        coming.heed()  # there may be nobody else who waits
+        coming.heed()  # perhaps nobody else waits
         try:
             made = make()
         except BaseException as error:
@@ -351,7 +351,7 @@ class Kept:
 
 
 def _another(ref: Id) -> RRef[Any] | None:
-    """Another reference to a value of this worker, if it is there still."""
+    """Return another reference to a value of this worker, if it still exists."""
     table = current.references()
     box = table.known(ref)
     return None if box is None else RRef._of_handle(table, table.own(box))
@@ -360,7 +360,10 @@ def _another(ref: Id) -> RRef[Any] | None:
 @known_as("restoring a value")
 @not_compiled
 def remake(first: Id, worker: str, make: Callable[..., Any], args: Any, kwargs: Any, restore: Restore) -> RRef[Any]:
-    """At the owner: the value, which is there still if only its maker has taken this worker for dead."""
+    """At the owner: return the value, or recreate it.
+
+    The value still exists if its creator alone has declared this worker dead.
+    """
     there = _another(first)
     if there is not None:
         return there
@@ -379,7 +382,7 @@ def _make_anew(make: Callable[..., Any], args: Any, kwargs: Any, restore: Restor
 
 @known_as("asking for a value that was made anew")
 def _found_again(maker: str, number: int, limit: float) -> RRef[Any]:
-    """At the worker that made the reference."""
+    """At the creator of the reference: return a reference to the value, recreated if necessary."""
     lasting = current.here().attached(Kept).lasting.get((maker, number))
     if lasting is None:
         raise RRefLost("who made the value holds no reference to it any more")
@@ -388,7 +391,7 @@ def _found_again(maker: str, number: int, limit: float) -> RRef[Any]:
 
 
 def _reduce(pickler: Any, reference: Lasting[Any]) -> Any:
-    with contextlib.suppress(TelegradError):  # sending what is lost says so better
+    with contextlib.suppress(TelegradError):  # sending a lost reference raises a better error
         reference._reach()
     plain: RRef[Any] = RRef._of_handle(reference._table, reference._handle)
     return Lasting.of, (plain, reference._trail.travels())

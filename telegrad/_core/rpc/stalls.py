@@ -1,8 +1,8 @@
-"""Detect workers that make no progress with a long call, such as the writing of a checkpoint.
+"""Detects workers that make no progress with a long call, such as the writing of a checkpoint.
 
-All of it may take as long as it needs, but each step of it has a limit. The callee counts its steps. The caller asks
-for the count now and then, by a call that needs no slot: a worker whose process is stopped does not answer, and one
-that hangs answers with the same count.
+The whole call may take any time, but each step of it has a limit. The callee counts its steps. The caller periodically
+requests the count, with a call that needs no slot. A stopped process does not answer, and a hanging one answers with
+the same count.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from telegrad._core.worker import current
 from telegrad._core.worker.worker import Worker
 from telegrad.errors import CallTimeout, TelegradError
 
-LONGEST = 3600.0  # seconds between two looks: locks do not wait for ever so long
+LONGEST = 3600.0  # seconds between two checks: locks have a maximal timeout
 
 
 class StepCounter:
-    """The steps that one worker has made."""
+    """Counts the steps of one worker."""
 
     def __init__(self, _: Any) -> None:
         self.count = 0
 
     def note(self) -> None:
-        """Count a step; on any thread, since of two at once one may be lost."""
+        """Count a step, on any thread; if two threads do so at once, one step may be lost."""
         self.count += 1
 
 
 def serve(worker: Worker) -> None:
-    """Have a worker say how many steps it has made."""
+    """Let other workers request the number of steps."""
     worker.agent.run_at_once(count_here)
 
 
@@ -43,11 +43,11 @@ def count_here() -> int:
 
 
 class StallWatch:
-    """Looks whether the callees of some calls get on; for one thread."""
+    """Checks the progress of callees; for one thread."""
 
     def __init__(self, calls: Mapping[str, Future[Any]], limit: float) -> None:
         """`calls` by workers; `limit` is that of one step in seconds, 0 for none."""
-        self.errors: dict[str, CallTimeout] = {}  # of workers that did not get on; their calls were cancelled
+        self.errors: dict[str, CallTimeout] = {}  # of workers without progress; their calls were cancelled
         self._calls = calls
         self._limit = limit
         self._silences = {worker: Silence(limit) for worker in calls} if limit else {}
@@ -57,11 +57,11 @@ class StallWatch:
 
     @property
     def left(self) -> float:
-        """Seconds until it is time to look."""
+        """Seconds until the next check."""
         return min(LONGEST, max(0.0, self._due - monotonic()))
 
     def look(self) -> None:
-        """Look at the workers whose calls are not done, if it is time to."""
+        """Check the workers whose calls are not done, if it is time."""
         now = monotonic()
         if now < self._due:
             return
@@ -80,7 +80,7 @@ class StallWatch:
         self._due = now + pause
 
     def _gets_on(self, worker: str) -> bool:
-        """Return True if the worker has said that it has made a step since the last look; ask it for the next."""
+        """Return True if the worker has reported a step since the last check; request the next count."""
         asked = self._asked.get(worker)
         if asked is not None and not asked.done():
             return False
@@ -90,6 +90,6 @@ class StallWatch:
                 self._counts[worker] = asked.wait()
             self._asked[worker] = rpc_async(worker, count_here, timeout=self._limit)
             self._asked[worker].heed()
-        except TelegradError:  # its call will fail, too
+        except TelegradError:  # the call itself will fail, too
             self._asked.pop(worker, None)
         return self._counts.get(worker) != before
