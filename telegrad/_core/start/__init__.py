@@ -1,1 +1,1 @@
-"""The life of a worker: put together (`cluster`), it joins, serves and leaves (`life`); elastic groups."""
+"""The lifecycle of a worker: assembly (`cluster`); joining, serving and leaving (`life`); elastic groups."""

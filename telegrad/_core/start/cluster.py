@@ -1,8 +1,8 @@
-"""Where a worker is put together: the one file that knows every part. Read it first.
+"""Assembles a worker from all parts. Read this file first: it is the only one that knows every part.
 
-    options -> store -> worker listens -> rendezvous -> the group's directory and key -> worker joins -> farewell
+    options -> store -> worker listens -> rendezvous -> the group's directory and key -> worker joins -> leaves
 
-Everything below is told what it needs here; nothing below knows of this layer.
+The layers below get everything they need from here, and do not import this layer.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ def start(
     kind: type[RRef[Any]] = RRef,
     role: str = "",
 ) -> Worker:
-    """Make a worker and bring it into its group; without a name it gets one from its role and a number.
+    """Create a worker and let it join its group; without a name it is named after its role and a number.
 
-    `meet` opens the store within a time. `entered` is called on each thread that will run user code. References are
-    of the class `kind`.
+    `meet` opens the store within a time. `entered` is called on each thread that will run user code. References have
+    the class `kind`.
     """
     check_role(role)
     if name is not None:
@@ -108,7 +108,7 @@ def _settings(options: TelegradOptions) -> Settings:
 
 
 def _check(me: Member, directory: Members | DynamicGroup) -> None:
-    """Raise DeviceError where a device map cannot work; in a dynamic group, those to others come later."""
+    """Raise DeviceError if a device map cannot work; in a dynamic group, maps to other workers are checked later."""
     members = directory if isinstance(directory, Members) else [me]
     group = {member.name: member.devices for member in members}
     fault = next(iter(faults(group, whole=isinstance(directory, Members))), None)
@@ -117,6 +117,6 @@ def _check(me: Member, directory: Members | DynamicGroup) -> None:
 
 
 def _devices_of(me: Member, directory: Members | DynamicGroup) -> list[int]:
-    """The accelerators that calls can touch; in a dynamic group, others may come later."""
+    """Return the accelerators that calls may use; in a dynamic group, later workers may use others."""
     others = [member.devices for member in directory] if isinstance(directory, Members) else []
     return sorted(torch.device(used).index for used in me.devices.uses_of(me.name, others))

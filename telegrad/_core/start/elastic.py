@@ -1,8 +1,8 @@
-"""Groups whose size changes between the steps of a program: one generation of fixed size after the other.
+"""Elastic groups: their size changes between the steps of a program, in successive generations of fixed size.
 
-Each is made of new workers in the same processes: so no call, reference or context of one comes into the next. The
-directory, and who may come, are kept by the process. Where a launcher restarts the processes by itself (torchrun), it
-says who is in a generation, and the process ends with it.
+Each generation has new workers in the same processes. No call, reference or context of one generation continues in the
+next. The process keeps the directory and the size limits. A launcher that restarts the processes itself (torchrun)
+determines the members of a generation, and the process ends with it.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from telegrad._core.worker.options import TelegradOptions
 from telegrad._core.worker.worker import Worker
 from telegrad.errors import GenerationOver, GroupIncomplete, UsageError
 
-LAUNCHED = "TORCHELASTIC_RUN_ID"  # the variable that torchrun's agents set
+LAUNCHED = "TORCHELASTIC_RUN_ID"  # environment variable set by torchrun's agents
 LONG = 1e6  # seconds
 FIRST = Before()
 
 
 class Generation(NamedTuple):
-    """A generation of an elastic group, as one of its workers sees it: its number and size, and this worker's rank."""
+    """A generation of an elastic group: its number and size, and this worker's rank."""
 
     number: int
     rank: int
     size: int
-    survivors: tuple[str, ...]  # who was in the one before, by rank: the first workers of this one; they have its state
+    survivors: tuple[str, ...]  # members of the previous one, by rank: the first workers here, with its state
 
 
 class Elastic:
-    """What a process keeps from one generation of its group to the next."""
+    """The state that a process keeps across the generations of its group."""
 
     def __init__(
         self, name: str | None, role: str, rank: int, options: TelegradOptions, limits: Limits, kind: type[RRef[Any]]
@@ -59,17 +59,17 @@ class Elastic:
         place, self._rank = find_place(options.init_method, rank)
         self._keys = find_keys(options.key)
         self._held = None if launched else HeldDirectory(place, self._keys, ttl_of(options.silence))
-        self._worker: Worker | None = None  # in the last generation that this process was in
-        self._has_joined = False  # by init_rpc, just before the first step
-        self._turning = threading.Lock()  # held by the one thread that goes to the next generation, or asks for it
+        self._worker: Worker | None = None  # in the latest generation of this process
+        self._has_joined = False  # init_rpc was called, and no step has started since
+        self._turning = threading.Lock()  # held by the thread that moves to the next generation, or requests it
 
     @property
     def timeout(self) -> float:
-        """Seconds for a generation to form."""
+        """The seconds for a generation to form."""
         return self.options.rpc_timeout or inf
 
     def begin(self, before: Before = FIRST, timeout: float | None = None) -> Worker:
-        """Become part of the next generation; `before` is the one that this process was in."""
+        """Join the next generation; `before` is the previous one of this process."""
         limit = self.timeout if timeout is None else timeout
         coming = Coming(self._held, self._keys, self._limits, before, self._rank, limit)
         try:
@@ -86,18 +86,18 @@ class Elastic:
         return worker
 
     def turning_of(self, worker: Worker) -> Turning:
-        """How a worker of this group stands in its generation."""
+        """Return the `Turning` of a worker, which tracks changes of its generation."""
         assert worker.turning is not None, "it is in no elastic group"
         return worker.turning
 
     def generation_of(self, worker: Worker) -> Generation:
-        """The one that a worker is in, as users see it."""
+        """Return a worker's generation, for users."""
         formed = self.turning_of(worker).generation
         survivors = tuple(member.name for member in formed.members[: formed.survivors])
         return Generation(formed.number, worker.me.id, len(formed.members), survivors)
 
     def again(self, worker: Worker, timeout: float) -> Worker:
-        """Wait until all are between two steps; the worker that goes on from there, which may be the same.
+        """Wait until all workers are between two steps; return the worker for the next step, which may be the same.
 
         Raises:
             UsageError: another thread does this just now.
@@ -107,7 +107,7 @@ class Elastic:
             raise UsageError("rpc.rendezvous_again() is under way on another thread of this worker: let one call it")
         try:
             joined, self._has_joined = self._has_joined, False
-            if joined:  # the others are where their calls of this function have brought them
+            if joined:  # the others have reached this point by their own calls of this function
                 return worker
             turning = self.turning_of(worker)
             turning.stand(HERE)
@@ -116,11 +116,11 @@ class Elastic:
             self._turning.release()
 
     def _renew(self, worker: Worker, timeout: float) -> Worker:
-        """Go to the next generation."""
+        """Move to the next generation."""
         number = self.turning_of(worker).generation.number
         try:
             before = self.turning_of(worker).before()
-            worker.membership.close()  # that the others go on, too, is no news
+            worker.membership.close()  # before the others leave this generation, which must not be reported
             self.turning_of(worker).close()
             if self._held is None:
                 _await_end(timeout)
@@ -138,7 +138,7 @@ class Elastic:
         return made
 
     def serve(self, worker: Worker) -> Worker:
-        """Serve in one generation after the other until the others leave; the worker that is to leave with them."""
+        """Serve in successive generations until the others leave; return the worker that must leave with them."""
         while True:
             turning = self.turning_of(worker)
             turning.stand(SERVING)
@@ -153,18 +153,18 @@ class Elastic:
             worker = self._renew(worker, self.timeout)
 
     def leave(self, worker: Worker) -> None:
-        """The worker is about to leave with all others, which go on without it if they have more to do."""
+        """Announce that the worker leaves together with all others; any that have more to do continue without it."""
         self.turning_of(worker).stand(LEAVING)
 
     def _ended(self, worker: Worker) -> None:
-        """The worker leaves; if the group ends with it, workers that wait for the next generation are told."""
+        """Close the directory as the worker leaves; if the group ends, notify workers that wait for a generation."""
         turning = self.turning_of(worker)
         if self._held is not None and worker is self._worker:
             self._held.close(turning.generation if turning.finished and turning.leads else None)
 
 
 def _await_end(timeout: float) -> None:
-    """Until the launcher ends this process, which it does once it has seen what has happened."""
+    """Block until the launcher ends this process, which it does once it has noticed the loss."""
     sleep(min(timeout or inf, LONG))
     raise GroupIncomplete(
         f"a worker of this generation was lost or left, but within {timeout:g} s the launcher did not restart the "
@@ -173,10 +173,10 @@ def _await_end(timeout: float) -> None:
 
 
 def limits_of(least: int | None, most: int | None, size: int | None) -> Limits:
-    """How many workers a group may have.
+    """Return the size limits of a group.
 
     Raises:
-        UsageError: no group can be so.
+        UsageError: no group can have these limits.
     """
     if size is not None:
         raise UsageError("init_rpc takes either world_size, or min_workers and max_workers")

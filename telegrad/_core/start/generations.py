@@ -1,4 +1,4 @@
-"""What users call of elastic groups, besides `init_rpc`."""
+"""The API of elastic groups, besides `init_rpc`."""
 
 from __future__ import annotations
 
@@ -11,25 +11,26 @@ from telegrad.errors import UsageError
 
 
 def rendezvous_again(timeout: float = DEFAULT) -> Generation:
-    """Let an elastic group change between two steps of its program: all workers call this before each of them.
+    """Let an elastic group change between two steps of its program: all workers call this before each step.
 
-    Returns once all have, but for those that `serve`. As long as nobody has died, left, or waits to join, the
-    generation is as it was, and so is what was made in it. Else this worker is in the next one, and may have another
-    rank there; calls, references and contexts of the last end with `GenerationOver`.
+    Return once all workers have called this, except those in `serve`. If no worker has died, left, or waits to join,
+    the generation and its objects stay as they are. Otherwise this worker is in the next generation, and may have
+    another rank there; calls, references and contexts of the last one end with `GenerationOver`.
 
-    The first one after `init_rpc` returns at once: who has joined stands where the others do, whose call has returned.
+    The first call after `init_rpc` returns at once: the new worker is then at the same point as the others.
 
     Args:
-        timeout: seconds until who has not called it is left out; as long again is waited for `min_workers`. 0 for no
-            limit, left out that of the options.
+        timeout: seconds until workers that have not called this are left out; then wait as long again for
+            `min_workers`.
+            0 for no limit. The default is in the options.
 
     Returns:
-        The `Generation` that this worker is in now.
+        The current `Generation` of this worker.
 
     Raises:
         NotInitialized: this process is in no group.
         UsageError: the group is not elastic; a remote call, or a callback of one, calls this; or two threads do.
-        GroupIncomplete: they did not come; this worker is in no group any more.
+        GroupIncomplete: too few workers came; this worker is in no group any more.
 
     Example:
         >>> rpc.init_rpc("trainer", min_workers=1)
@@ -51,7 +52,7 @@ def rendezvous_again(timeout: float = DEFAULT) -> Generation:
 
 
 def generation() -> Generation:
-    """The generation of its elastic group that this worker is in.
+    """Return the current generation of this worker's elastic group.
 
     Raises:
         NotInitialized: this process is in no group.

@@ -1,4 +1,4 @@
-"""A worker's life in its group: `init_rpc`, `serve`, `shutdown`."""
+"""The API for a worker's lifecycle in its group: `init_rpc`, `serve`, `shutdown`."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from telegrad._core.worker.targets import several
 from telegrad._core.worker.worker import Worker
 from telegrad.errors import AlreadyInitialized, InvalidArgument, PeerLost, RendezvousError, StoreUntrusted, UsageError
 
-MOST_WORKERS = 1 << 31  # a rank is sent as an int of 32 bits by some stores
+MOST_WORKERS = 1 << 31  # some stores send a rank as an int of 32 bits
 
 log = logging.getLogger("telegrad")
 
-_lock = renewed(Exclusive("init_rpc"))  # one at a time: only that sets current.worker, and only where there is none
+_lock = renewed(Exclusive("init_rpc"))  # only its holder sets current.worker, and only if that is None
 
 
 @not_compiled
@@ -50,29 +50,29 @@ def init_rpc(
     min_workers: int | None = None,
     max_workers: int | None = None,
 ) -> None:
-    """Join the group under `name`; returns once every worker of it can be called.
+    """Join the group under `name`; return once every worker of it can be called.
 
-    There are groups of three kinds. With `world_size` it is of fixed size. Without, it is dynamic: workers join and
-    leave at any time and are found by name. With `min_workers` or `max_workers` it is elastic: of a size within these,
-    which changes with `rendezvous_again`.
+    There are groups of three kinds. With `world_size` the group has a fixed size. Without, it is dynamic: workers join
+    and leave at any time and are found by name. With `min_workers` or `max_workers` it is elastic: its size stays
+    within these limits and changes with `rendezvous_again`.
 
-    Where neither `rank`, `world_size` nor an `init_method` is given, the launcher is asked: torchrun, mpirun, srun and
-    others tell the rank, the size and the place by variables. A worker that `telegrad run` has started needs no
-    argument.
+    If neither `rank`, `world_size` nor an `init_method` is given, they come from the launcher: torchrun, mpirun, srun
+    and others set the rank, the size and the place as environment variables. A worker started by `telegrad run` needs
+    no arguments.
 
     Args:
-        name: this worker's name, unique in the group: letters, digits, `_`, `:` and `-`. May be left out with a role.
+        name: this worker's name, unique in the group: letters, digits, `_`, `:` and `-`. Optional with a role.
         backend: accepted for programs that give it; there is one, `BackendType.TENSORPIPE`.
-        rank: this worker's number in a group of fixed size, from 0 on; 0 serves the store where they meet.
+        rank: this worker's number in a group of fixed size, starting at 0; rank 0 serves the store where they meet.
         world_size: the number of workers; left out in a dynamic or elastic group.
-        rpc_backend_options: `TelegradOptions`, where the defaults do not do.
-        role: workers of one role are a group of their own, `group("actor")`. Who gives a role and no name is named
-            after it: actor0, actor1, ... by rank in a group of fixed size, else with the lowest number that is free.
-        min_workers: the least size of an elastic group.
-        max_workers: the largest size of an elastic group.
+        rpc_backend_options: `TelegradOptions`, unless the defaults suffice.
+        role: workers of one role are a group of their own, `group("actor")`. A worker with a role and no name is named
+            after the role: actor0, actor1, ... by rank in a group of fixed size, else with the lowest free number.
+        min_workers: the minimal size of an elastic group.
+        max_workers: the maximal size of an elastic group.
 
     Raises:
-        UsageError: the rank, the size or the address of the store cannot be, or a variable is missing.
+        UsageError: the rank, the size or the address of the store is impossible, or a variable is missing.
         AlreadyInitialized: this process is in a group already.
         InvalidName: `name` or `role` has forbidden characters or is too long.
         RendezvousError: the group could not be formed; its subclasses say why. Or this process may open too few files.
@@ -113,9 +113,9 @@ def enter_group(
     kind: type[RRef[Any]] = RRef,
     role: str = "",
 ) -> None:
-    """Make this process a worker: `meet` opens the store within a time, references are of the class `kind`.
+    """Make this process a worker: `meet` opens the store within a time, references have the class `kind`.
 
-    Without a name it gets one from its role and a number.
+    Without a name it is named after its role and a number.
     """
     _enter(lambda: start(name, meet, options, current.enter, kind, role), options)
 
@@ -134,10 +134,10 @@ def _enter(begin: Callable[[], Worker], options: TelegradOptions) -> None:
 
 
 def show(worker: Worker, port: int) -> None:
-    """Show the group to browsers until this worker leaves; by a layer above, which nothing else here knows of."""
+    """Show the group to browsers until this worker leaves. `telegrad.insight` is a layer above: import it late."""
     try:
         shown = importlib.import_module("telegrad.insight").dashboard(port=port)
-    except OSError as error:  # it is in a group by now, which shall not suffer from that
+    except OSError as error:  # the worker has joined its group, which must continue
         log.warning("telegrad: worker %r does not show the group: %s", worker.me.name, error)
         return
     worker.at_end.append(shown.close)
@@ -145,7 +145,7 @@ def show(worker: Worker, port: int) -> None:
 
 
 def check_free() -> None:
-    """Raise AlreadyInitialized where this process is a worker."""
+    """Raise AlreadyInitialized if this process is a worker."""
     if current.worker is not None:
         raise AlreadyInitialized(
             f"RPC is already initialized: this process is worker {current.worker.agent.name!r}; end that group first, "
@@ -170,20 +170,19 @@ def _options(given: RpcBackendOptions | None) -> TelegradOptions:
 def shutdown(
     graceful: bool = True, timeout: float = 0, require: bool | Collection[str | int | WorkerInfo] = ()
 ) -> None:
-    """Leave the group.
-
-    Workers that died are not waited for.
+    """Leave the group, without waiting for workers that died.
 
     Args:
-        graceful: wait until every worker has called this and no call is in flight anywhere. Else leave at once; the
+        graceful: wait until every worker has called this and no call is in flight in the group. Otherwise leave at
+            once;
             calls of others to this worker fail.
         timeout: seconds that this may take; 0 for no limit.
-        require: workers whose death, or leaving early, is an error in the end; `True` stands for all.
+        require: workers whose death or early leaving raises an error in the end; `True` means all.
 
     Raises:
         NotInitialized: this process is in no group.
         UsageError: a remote call, or a callback of one, calls it: it would wait for itself.
-        CallTimeout: the others did not come in time; this worker has left all the same.
+        CallTimeout: the others did not call this in time; this worker has left all the same.
         PeerLost: a required worker died, or left without the others; this worker has left all the same. Or the
             directory of the dynamic group has declared this worker lost.
         StoreUntrusted: the process left its elastic group before, because the group's store was tampered with.
@@ -195,7 +194,7 @@ def shutdown(
     try:
         worker = current.joined()
     except (StoreUntrusted, PeerLost):
-        current.ended_by = None  # the program has ended the group, too: later calls raise NotInitialized
+        current.ended_by = None  # the program has now ended the group as well: later calls raise NotInitialized
         raise
     checks.flag("graceful", graceful)
     checks.seconds("timeout", timeout)
@@ -211,7 +210,7 @@ def shutdown(
 
 
 def check_may_wait(worker: Worker, what: str) -> None:
-    """Raise UsageError on a thread that serves calls: it must not wait for the end of all of them."""
+    """Raise UsageError on a thread that serves calls: it must not wait for the end of all calls."""
     if worker.agent.serves_here():
         raise UsageError(
             f"rpc.{what}() was called on worker {worker.agent.name!r} by a remote call or by a callback, and would "
@@ -228,17 +227,17 @@ def _names(workers: bool | Collection[str | int | WorkerInfo]) -> bool | list[st
 def serve(require: bool | Collection[str | int | WorkerInfo] = ()) -> None:
     """Serve calls until the group ends, then leave: the whole program of a worker after `init_rpc`.
 
-    A group of fixed size ends when all workers have called this or `shutdown`. A dynamic one ends for those who only
-    serve when rank 0, or the worker that began it, leaves in order; `stop_serving` ends it for one worker. Ctrl-C
-    leaves at once.
+    A group of fixed size ends when all workers have called this or `shutdown`. A dynamic group ends for workers in
+    `serve` when rank 0, or the worker that started the group, leaves in order. `stop_serving` ends it for one worker.
+    Ctrl-C leaves at once.
 
     Args:
-        require: workers without whom this one shall not go on; `True` stands for all of a group of fixed size.
+        require: workers whose loss ends this worker; `True` means all of a group of fixed size.
 
     Raises:
         NotInitialized: this process is in no group.
         UsageError: a remote call, or a callback of one, calls it.
-        UnknownWorker: a worker in `require` is not there.
+        UnknownWorker: a worker in `require` is not in the group.
         PeerLost: a worker that is in `require` died, or left a group of fixed size early; or the directory of the
             dynamic group has declared this worker lost.
 
@@ -259,7 +258,7 @@ def serve(require: bool | Collection[str | int | WorkerInfo] = ()) -> None:
 
 @must_finish
 def stop_serving() -> None:
-    """Have `serve` end on this worker of a dynamic group: for a call by another, `rpc_sync(name, rpc.stop_serving)`.
+    """End `serve` on this worker of a dynamic group. Other workers call it: `rpc_sync(name, rpc.stop_serving)`.
 
     Raises:
         UsageError: the group is of fixed size, whose workers leave together.
@@ -274,7 +273,7 @@ def stop_serving() -> None:
 
 
 def _leave_at_exit() -> None:
-    """A program that forgot `shutdown` ends without it."""
+    """End the worker of a program that did not call `shutdown`."""
     if current.worker is not None:
         current.worker.end_with_the_program()
 
