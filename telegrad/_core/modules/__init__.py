@@ -1,1 +1,1 @@
-"""Modules that live on other workers, and models with parts on several; `telegrad.nn` hands on `RemoteModule`."""
+"""Modules on other workers, and models with parts on several workers; `telegrad.nn` exports `RemoteModule`."""

@@ -1,4 +1,4 @@
-"""What runs at the owner of a `RemoteModule`, for its handles."""
+"""Functions that run at the owner of a `RemoteModule`, for its handles."""
 
 from __future__ import annotations
 
@@ -46,32 +46,32 @@ def adopt(reference: RRef[nn.Module], device: torch.device | None) -> tuple[Any,
 
 
 def describe(module: nn.Module, device: str) -> tuple[Any, ...]:
-    """Return the arguments of `RemoteModule._represent` behind the reference."""
+    """Return the arguments of `RemoteModule._represent` after the reference."""
     trains = any(parameter.requires_grad for parameter in module.parameters())
     return type(module).__name__, device, module.training, trains
 
 
 def device_of(module: nn.Module) -> torch.device | None:
-    """Where its tensors are, if it has any."""
+    """Return the device of a module's tensors; None if it has no tensors."""
     held = next(itertools.chain(module.parameters(), module.buffers()), None)
     return None if held is None else held.device
 
 
 @known_as("RemoteModule.forward")
 def run_on_device(module: RRef[nn.Module], device: str, has_map: bool, args: Any, kwargs: Any) -> Any:
-    """Run a module on an accelerator for a caller who has a device map to this worker, or has none."""
+    """Run a module on an accelerator, for a caller with or without a device map to this worker."""
     args, kwargs = moved(device, (args, kwargs))
     result = module.local_value()(*args, **kwargs)
     return result if has_map else on_host(result)
 
 
 def moved(device: str | torch.device, value: Any) -> Any:
-    """A value with its tensors on a device."""
+    """Return a value with its tensors moved to a device."""
     return tree_map_only(Tensor, lambda tensor: tensor.to(device), value)
 
 
 def on_host(value: Any) -> Any:
-    """A value with copies on the CPU of its tensors that lie on accelerators."""
+    """Return a value with CPU copies of its tensors on accelerators."""
     return tree_map_only(Tensor, lambda tensor: tensor if tensor.is_meta else tensor.cpu(), value)
 
 
@@ -97,7 +97,7 @@ def apply_to_tensors(module: RRef[nn.Module], fn: Callable[[Tensor], Tensor], re
 
 @known_as("a method of a RemoteModule")
 def call(module: RRef[nn.Module], method: str, args: Any) -> None:
-    """What the method returns is the module itself, which shall not travel."""
+    """Call a method that returns the module itself, which must not be sent."""
     getattr(module.local_value(), method)(*args)
 
 
@@ -106,9 +106,9 @@ runs_as(call, lambda module, method, _: f"{type(module.local_value()).__qualname
 
 @known_as("RemoteModule.load_state_dict")
 def load(module: RRef[nn.Module], state: dict[str, Any], assign: bool) -> tuple[list[str], list[str], str]:
-    """Names that were missing, names that nobody expected, and what went wrong."""
+    """Load a state; return missing names, unexpected names, and an error text."""
     try:
         missing, unexpected = module.local_value().load_state_dict(state, strict=False, assign=assign)
-    except RuntimeError as error:  # a shape that does not fit
+    except RuntimeError as error:  # e.g. a wrong shape
         return [], [], str(error)
     return missing, unexpected, ""

@@ -1,4 +1,4 @@
-"""The parts of a model that is spread over workers: modules and parameters, and where each is."""
+"""The parts of a model that is spread over workers: modules and parameters, and their owners."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ Model = nn.Module | RRef[Any]
 
 
 class Recoverable:
-    """A module of an extension with parts on other workers, which are made anew where they were lost."""
+    """A module of an extension with parts on other workers, which are recreated after a loss."""
 
     def recover(self, timeout: float = DEFAULT) -> None:
-        """Make lost parts anew, within `timeout` seconds for each."""
+        """Recreate lost parts, within `timeout` seconds for each."""
         raise NotImplementedError
 
 
@@ -33,17 +33,17 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
 class Branch(NamedTuple):
-    """A module, or a parameter that stands alone, that lives on one worker as a whole."""
+    """A module, or a separate parameter, that is entirely on one worker."""
 
-    name: str  # in the model; empty where it is the whole
+    name: str  # in the model; empty for the whole model
     root: RRef[Any]
 
 
 def branches(model: Model) -> list[Branch]:
     """Return all branches of a model: its own modules, and those of others to which its modules hold references.
 
-    References are followed where they are attributes of a module, or in lists, tuples and dictionaries that are, from
-    worker to worker. Those to anything but modules and parameters are left alone.
+    References are followed from worker to worker if they are attributes of a module, or in lists, tuples and
+    dictionaries that are attributes. References to other objects than modules and parameters are ignored.
     """
     if isinstance(model, RemoteModule):
         model = model.module_rref
@@ -58,7 +58,7 @@ def branches(model: Model) -> list[Branch]:
 
 
 def restore_model(model: Model, timeout: float) -> None:
-    """Restore all parts of a model that were lost, from worker to worker: those of a part that is new are new, too.
+    """Restore all lost parts of a model, from worker to worker, including the parts of recreated parts.
 
     Raises:
         CannotRestore: a part was made without `restore`.
@@ -75,7 +75,7 @@ def restore_model(model: Model, timeout: float) -> None:
 def _walk(
     wave: list[Branch], visit: Callable[..., tuple[T, list[Branch]]], *args: Any, timeout: float = DEFAULT
 ) -> list[tuple[Branch, T]]:
-    """Call `visit(branch, *args)` at the owner of each, and of all branches that this gives; return the values."""
+    """Call `visit(branch, *args)` at the owners of these branches and of all that it returns; return the values."""
     found: list[tuple[Branch, T]] = []
     seen = {branch.root._handle.id for branch in wave}
     while wave:
@@ -96,7 +96,7 @@ def _walk(
 
 
 def _look(branch: Branch) -> tuple[bool, list[Branch]]:
-    """Return whether a value of this worker is part of a model, and the branches to which it leads."""
+    """Return True if a value of this worker is part of a model, and the branches to which the value leads."""
     value = branch.root.local_value()
     if isinstance(value, RRef):
         return False, [Branch(branch.name, value)]
@@ -126,7 +126,7 @@ def _restore_parts(module: nn.Module, name: str, timeout: float) -> list[Branch]
 
 
 def references_of(module: nn.Module, prefix: str = "") -> Iterator[Branch]:
-    """Yield the branches to which a module of this worker leads, itself or by one of its parts."""
+    """Yield the branches to which a module of this worker, or one of its parts, leads."""
     for name, part in module.named_modules():
         path = joined(prefix, name)
         if isinstance(part, RemoteModule):
@@ -147,12 +147,12 @@ def _references_in(value: Any, path: str) -> Iterator[Branch]:
 
 
 def joined(prefix: str, name: str) -> str:
-    """The name of a part of a part."""
+    """Return the name of a part of a part."""
     return f"{prefix}.{name}" if prefix and name else prefix or name
 
 
 def parameters_of(branch: Branch) -> list[tuple[str, Tensor]]:
-    """The parameters of a branch of this worker, by their names in the model."""
+    """Return the parameters of a branch of this worker, with their names in the model."""
     value = branch.root.local_value()
     if isinstance(value, nn.Module):
         return [(joined(branch.name, name), parameter) for name, parameter in value.named_parameters()]
@@ -162,7 +162,7 @@ def parameters_of(branch: Branch) -> list[tuple[str, Tensor]]:
 
 
 def state_of(branch: Branch) -> dict[str, Any]:
-    """The state of a branch of this worker, by the names in the model; without what lives on other workers."""
+    """Return the state of a branch of this worker, with the names in the model; without parts on other workers."""
     value = branch.root.local_value()
     if isinstance(value, Tensor):
         return {branch.name: value.detach()}

@@ -1,4 +1,4 @@
-"""The place of a module: `"trainer0/cpu"`, `"ps0/cuda:0"`, `"rank:1/cpu"`, `"trainer0"`."""
+"""Parses the place of a module: `"trainer0/cpu"`, `"ps0/cuda:0"`, `"rank:1/cpu"`, `"trainer0"`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def parse_place(given: str | WorkerInfo) -> tuple[str | int, torch.device | None
     """Return the worker, by its name or rank, and the device there, if one is named.
 
     Raises:
-        UsageError: that is no place.
+        UsageError: the text is no place.
     """
 
     def advice(why: object) -> str:
@@ -37,7 +37,7 @@ def parse_place(given: str | WorkerInfo) -> tuple[str | int, torch.device | None
     if not slash:
         with contextlib.suppress(RuntimeError):
             torch.device(worker)
-            worker = ""  # the name of a device
+            worker = ""  # `worker` is the name of a device
     if not worker:
         raise UsageError(advice("it names no worker"))
     try:

@@ -1,4 +1,4 @@
-"""A module that lives on another worker, used as if it were here."""
+"""A module on another worker, used like a local one."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _apart: ContextVar[bool] = ContextVar("telegrad_modules_apart", default=False)
 
 @contextlib.contextmanager
 def apart() -> Iterator[None]:
-    """Inside, what lives on other workers is no part of the state of a module that has it inside."""
+    """In the block, exclude modules on other workers from the state of modules that contain their handles."""
     token = _apart.set(True)
     try:
         yield
@@ -46,30 +46,31 @@ def apart() -> Iterator[None]:
 
 
 class RemoteModule(nn.Module):
-    """A handle of a module on another worker: its `forward` runs there, and gradients find their way back to it.
+    """A handle of a module on another worker: `forward` runs there, and gradients flow back to the module.
 
-    The module is made there by `module_cls(*args, **kwargs)`. The handle can be sent to other workers.
+    The module is created there by `module_cls(*args, **kwargs)`. The handle can be sent to other workers.
 
-    To a module on an accelerator, arguments on accelerators travel along the device map; what did not arrive on its
-    device is moved there. Results and state come back along the map or, without a map to that worker, on the CPU.
+    For a module on an accelerator, arguments on accelerators are sent according to the device map; tensors that do not
+    arrive on the module's device are moved there. Results and state are returned according to the map or, without a map
+    to that worker, on the CPU.
 
-    What is done to the handle as a whole is done to the module: `train`, `eval`, `to` and its like, `apply`,
+    Operations on the handle as a whole apply to the module: `train`, `eval`, `to` and similar methods, `apply`,
     `requires_grad_`, `zero_grad`, `state_dict`, `load_state_dict`. Hooks of the handle run on the worker that calls it.
 
     Args:
         remote_device: a worker, with a device or without: `"trainer0"`, `"trainer0/cpu"`, `"ps0/cuda:0"`,
             `"rank:1/cpu"`; or a `WorkerInfo`.
-        module_cls: a class of modules, or a function that makes one.
+        module_cls: a class of modules, or a function that creates one.
         args: its positional arguments.
         kwargs: its arguments by name.
-        restore: have the module come back with its worker: where that was lost, the next use of the handle, or
-            `recover()`, waits for a worker of the same name, has the module made there anew and `restore(module)`
-            called. `True` leaves it as it was made.
+        restore: recreate the module if its worker is lost. The next use of the handle, or `recover()`, then waits for a
+            worker of the same name, creates the module there, and calls `restore(module)`. With `True` the module stays
+            as it was created.
 
     Raises:
-        UsageError: `remote_device` is no place for a module; `module_cls`, `args` or `kwargs` are of another kind.
-        ValueError: `module_cls` does not make a module.
-        Exception: what making it raised there.
+        UsageError: `remote_device` is no place for a module; `module_cls`, `args` or `kwargs` have a wrong type.
+        ValueError: `module_cls` does not create a module.
+        Exception: the exception raised by `module_cls` there.
 
     Example:
         >>> layer = telegrad.nn.RemoteModule("worker1", nn.Linear, (4, 2))
@@ -79,15 +80,15 @@ class RemoteModule(nn.Module):
     """
 
     module_rref: RRef[nn.Module]
-    on: str  # the worker where it lives
-    device: str  # its device there
-    is_device_map_set: bool  # this worker's maps lead to it
+    on: str  # name of the worker that has the module
+    device: str  # the module's device on that worker
+    is_device_map_set: bool  # this worker has a device map to it
     training: bool
     _signature: inspect.Signature | None = None
-    _hints = True  # says so where gradients are lost
+    _hints = True  # warn if gradients are lost
     _trains = True  # the module has parameters that require gradients
-    _represented: Id | None = None  # the value that the rest tells of
-    _surplus = ""  # the end of its name in a model, where the names of its parts in that model do without
+    _represented: Id | None = None  # the value that the other attributes describe
+    _surplus = ""  # suffix of its name in a model that the names of its parts in that model do not have
 
     def __init__(
         self,
@@ -114,10 +115,10 @@ class RemoteModule(nn.Module):
 
     @classmethod
     def init_from_module_rref(cls, remote_device: str | WorkerInfo, module_rref: RRef[nn.Module]) -> Self:
-        """A handle of a module that exists already.
+        """Return a handle of an existing module.
 
         Args:
-            remote_device: the worker where it is; where this names a device, too, it is moved there.
+            remote_device: the worker that has the module; with a device, the module is moved to that device.
             module_rref: a reference to the module.
 
         Returns:
@@ -149,12 +150,12 @@ class RemoteModule(nn.Module):
         self._kind = kind
 
     def recover(self, timeout: float = DEFAULT) -> None:
-        """See to it that the module is there: where it was lost with its worker, wait for that, and have it made anew.
+        """Ensure that the module exists: if it was lost with its worker, wait for the worker and recreate the module.
 
-        It has its device and the mode of this handle then, and the parameters that `restore` gave it.
+        A recreated module has its previous device, the mode of this handle, and the parameters that `restore` sets.
 
         Args:
-            timeout: seconds; 0 for no limit, left out that of the options.
+            timeout: seconds; 0 for no limit. The default is in the options.
 
         Raises:
             CannotRestore: it was made without `restore`.
@@ -162,13 +163,13 @@ class RemoteModule(nn.Module):
         """
         check_timeout(timeout)
         revive(self.module_rref, timeout)
-        if self._represented != self.module_rref._handle.id:  # it has come back, now or as it was used before
+        if self._represented != self.module_rref._handle.id:  # it was recreated, now or by an earlier use
             mode = self.training
             there = self.module_rref, torch.device(self.device)
             self._represent(self.module_rref, *rpc_sync(self.on, module_host.adopt, there))
             self.train(mode)
 
-    # Using it
+    # Calls
 
     @not_compiled
     def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
@@ -176,12 +177,12 @@ class RemoteModule(nn.Module):
 
     @property
     def forward(self) -> Callable[..., Any]:  # type: ignore[override]
-        """Run the module where it lives, and wait for its result; takes what its own `forward` takes."""
+        """Run the module on its worker and return its result; the arguments are those of the module's `forward`."""
         return self._bound(lambda future: future.wait(), self.module_rref._call)
 
     @property
     def forward_async(self) -> Callable[..., Future[Any]]:
-        """As `forward`, but gives a future."""
+        """As `forward`, but return a future."""
         return self._bound(lambda future: future, self.module_rref._call_async)
 
     def _bound(self, result: Callable[[Future[Any]], Any], call: Callable[..., Any]) -> Callable[..., Any]:
@@ -202,14 +203,14 @@ class RemoteModule(nn.Module):
         return f"RemoteModule({self._kind}).forward"
 
     def get_module_rref(self) -> RRef[nn.Module]:
-        """A reference to the module itself."""
+        """Return a reference to the module itself."""
         return self.module_rref
 
     def remote_parameters(self, recurse: bool = True) -> list[RRef[nn.Parameter]]:
-        """References to the module's parameters, as `DistributedOptimizer` takes them.
+        """Return references to the module's parameters, for `DistributedOptimizer`.
 
         Args:
-            recurse: those of its parts, too.
+            recurse: include the parameters of its parts.
 
         Returns:
             One reference for each.
@@ -218,42 +219,42 @@ class RemoteModule(nn.Module):
         parameters: list[RRef[nn.Parameter]] = rpc_sync(self.on, module_host.parameters_of, (self.module_rref, recurse))
         return parameters
 
-    # What is done to the module as a whole
+    # Operations on the whole module
 
     def train(self, mode: bool = True) -> Self:
-        """Have the module in training mode, or not."""
+        """Set the module's training mode."""
         checks.flag("mode", mode)
         self.__dict__["training"] = mode
         return self._have("train", mode)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """What `to`, `cuda`, `double` and the like of this handle, or of a module that has it inside, come down to."""
+        """Implement `to`, `cuda`, `double` and similar methods of this handle, or of a module that contains it."""
         self.device = rpc_sync(self.on, module_host.apply_to_tensors, (self.module_rref, fn, recurse))
         return self
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Self:
-        """Have `fn` called there with each part of the module."""
+        """Call `fn` with each part of the module, on its worker."""
         checks.function("fn", fn, "a function of a module")
         return self._have("apply", fn)
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
-        """Have its parameters record gradients, or not."""
+        """Set whether the module's parameters record gradients."""
         checks.flag("requires_grad", requires_grad)
         self._trains = requires_grad
         return self._have("requires_grad_", requires_grad)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the `.grad` of its parameters; contexts have gradients of their own."""
+        """Drop the `.grad` of the module's parameters; autograd contexts have separate gradients."""
         checks.flag("set_to_none", set_to_none)
         self._have("zero_grad", set_to_none)
 
     def _have(self, method: str, *args: Any) -> Self:
-        """Have a method of the module called where it lives."""
+        """Call a method of the module on its worker."""
         rpc_sync(self.on, module_host.call, (self.module_rref, method, args))
         return self
 
     def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
-        """A copy of the module's state; where the handle is inside of another module, a part of that one's."""
+        """Return a copy of the module's state; for a handle inside another module, add it to that module's state."""
         checks.flag("keep_vars", keep_vars)
         checks.text("prefix", prefix, empty=True)
         if args or keep_vars:
@@ -285,7 +286,7 @@ class RemoteModule(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """What `load_state_dict` of this handle, or of a module that has it inside, does for this module."""
+        """Implement `load_state_dict` of this handle, or of a module that contains it."""
         if _apart.get():
             return
         for before in self._load_state_dict_pre_hooks.values():
@@ -299,7 +300,7 @@ class RemoteModule(nn.Module):
         if error:
             error_msgs.append(f"on worker {self.on!r}: {error}")
 
-    # What it is not
+    # Unsupported methods
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """Not supported: see `remote_parameters`."""
@@ -371,7 +372,7 @@ class RemoteModule(nn.Module):
         )
 
     def extra_repr(self) -> str:
-        """What the module is, and where."""
+        """Return the module's type and place."""
         return f"{self._kind} on {self.on}/{self.device}"
 
 
@@ -391,7 +392,7 @@ REDUCERS[RemoteModule] = _reduce
 
 
 def _signature_of(module_cls: Any) -> inspect.Signature | None:
-    """That of `forward`, where what makes the module is its class."""
+    """Return the signature of `forward`, if `module_cls` is a class with one."""
     try:
         signature = inspect.signature(module_cls.forward)
     except (AttributeError, TypeError, ValueError):
@@ -400,7 +401,7 @@ def _signature_of(module_cls: Any) -> inspect.Signature | None:
 
 
 def _check_maker(module_cls: Any, args: Any, kwargs: Any) -> None:
-    """Raise UsageError where these cannot make a module."""
+    """Raise UsageError if these arguments cannot create a module."""
     if isinstance(module_cls, nn.Module):
         raise UsageError(
             "RemoteModule takes what makes the module there, not a module: write RemoteModule(place, "
@@ -420,7 +421,7 @@ def _check_maker(module_cls: Any, args: Any, kwargs: Any) -> None:
 
 
 def gradients_are_lost(trains: bool, *inputs: Any) -> bool:
-    """Return True if a module on another worker should get gradients, or pass them on, but no context is entered.
+    """Return True if a module on another worker should get or pass on gradients, but no context is entered.
 
     `trains`: it has parameters to be trained.
     """
@@ -430,7 +431,7 @@ def gradients_are_lost(trains: bool, *inputs: Any) -> bool:
 
 
 def hint_at_context(what: str) -> None:
-    """Say that a module was called outside of a context, so that its gradients are lost."""
+    """Warn that a module was called outside of a context, and loses its gradients."""
     hint(
         "no context",
         f"{what} was called outside of an autograd context: no gradients will flow through it, neither to its own "
