@@ -115,7 +115,7 @@ class Agent:
 
     @uninterrupted
     def close(self, reason: PeerError | None = None, how: str = "") -> None:
-        """Leave the group. Calls in flight fail, here and at their callers. `how` tells those of an irregular end."""
+        """Leave the group. Calls in flight fail, here and at their callers. These get `how` if the end is irregular."""
         reason = reason or ShutDown(f"worker {self.name!r} shut down")
         if not self._connections.begin_close(reason):
             return
@@ -343,7 +343,7 @@ class Agent:
     def run(self, act: Callable[[Any], None], argument: Any, short: bool, by_who_waits: bool = False) -> None:
         """Run `act(argument)`, possibly user code, on a reactor thread, with a slot as for a call.
 
-        With `by_who_waits`, a thread that waits for messages, and has read the one behind this, may run it.
+        With `by_who_waits`, `act` follows from a message, and a thread that reads that in `wait_for` may run it.
         """
         work = Work(act, argument, is_long=not short)
         if by_who_waits:

@@ -151,7 +151,7 @@ class Answers:
         del call.caller.calls[answer.id]
 
     def _look_at_outbox(self, call: Incoming, answer: Message, later: bool) -> None:
-        """Have the rest of an incompletely sent message sent, and limit the amount of unsent data."""
+        """Schedule the rest of an incompletely sent message, and limit the amount of unsent data."""
         link, queue = call.link, call.caller.queue
         if later and isinstance(link, Link):
             self._reactor.sent_later(link)

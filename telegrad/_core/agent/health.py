@@ -97,7 +97,7 @@ class _Watched:
         self._limits = silence, heartbeat
         self._process, self._voice = Silence(silence), Silence(heartbeat)
         self._stops = Stops(link.process)
-        self._taken = -1  # bytes received until the last check, which sent a request
+        self._taken = -1  # bytes received until the last check; -1 before the first
         self._sending, self._written = False, 0  # likewise for sending, if bytes had to wait
 
     def look(self, now: float) -> str:

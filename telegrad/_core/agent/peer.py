@@ -38,7 +38,7 @@ BATCH_WAIT = 1e-3  # seconds, approximately, that a call waits for its batch at 
 
 
 class PeerHost(Protocol):
-    """What the peers of one worker share."""
+    """State shared by the peers of one worker."""
 
     reactor: Reactor
     layers: Layers

@@ -21,7 +21,7 @@ class Destination(Protocol):
     def fulfil(self, value: Any) -> None: ...
 
     def fail(self, failure: bytes) -> None:
-        """Store an exception instead of a value, in the format of `wire.failures`."""
+        """Store an exception instead of a value, in the format of `pickling.exceptions.describe`."""
 
     def receipt(self) -> bytes:
         """Return the data that the response carries."""

@@ -24,7 +24,7 @@ class Awaited(Protocol):
 
 
 def run_on(loop: asyncio.AbstractEventLoop, callback: Callable[[], object]) -> None:
-    """Schedule `callback` on the loop, from any thread. Do nothing if the loop is closed: nobody awaits the result."""
+    """Schedule `callback` on the loop, from any thread. Do nothing if the loop is closed."""
     with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(callback)
 

@@ -81,8 +81,8 @@ class Future(torch.futures.Future[T]):
     """
 
     # Slots, since a dictionary is one more object for the garbage collector to visit. Only `call` and `depth`, which a
-    # forked child compares with its own depth, are always set. `about` describes the call, `heeded` means that somebody
-    # is notified of the end, and `follows` is the object to cancel if that is not the future's own call.
+    # forked child compares with its own depth, are always set. `about` describes the call, `heeded` means that failures
+    # are handled elsewhere, and `follows` is the object to cancel if that is not the future's own call.
     __slots__ = ("about", "call", "depth", "failure", "follows", "heeded")
 
     quick = False

@@ -1,6 +1,6 @@
-"""Exactly-once delivery of letters over a network that may lose, duplicate, delay and reorder.
+"""Exactly-once delivery over a network that may lose, duplicate, delay and reorder.
 
-Letters (control messages) to one worker are sent in numbered batches. A batch is resent, at growing intervals, until a
+Control messages to one worker are sent in numbered batches. A batch is resent, at growing intervals, until a
 receipt for its number arrives. The receiver accepts each number once. A worker that was declared dead gets only empty
 batches: its receipt shows that it is alive. There is no I/O and no clock here: the driver passes the time and sends.
 """
@@ -20,7 +20,7 @@ MOST_REMEMBERED = 1 << 10  # workers that have left, and whose numbers are kept
 
 
 class Batch(NamedTuple):
-    """Letters under a number (0 for none), and receipts."""
+    """Control messages under a number (0 for none), and receipts."""
 
     number: int
     letters: list[Any]
@@ -67,7 +67,7 @@ class _Line(Generic[L]):
 
 
 class Courier(Generic[L]):
-    """Delivers the letters of one worker exactly once."""
+    """Delivers the control messages of one worker exactly once."""
 
     def __init__(self) -> None:
         self._lines: dict[str, _Line[L]] = {}  # `outgoing` iterates over all of them each time
@@ -101,7 +101,7 @@ class Courier(Generic[L]):
         return min((line.due() for line in self._lines.values()), default=inf)
 
     def receive(self, sender: str, batch: Batch, now: float) -> list[L]:
-        """Process a batch; return its letters unless it has arrived before."""
+        """Process a batch; return its messages unless it has arrived before."""
         line = self._line(sender)
         for number in batch.receipts:
             line.sent.pop(number, None)
@@ -117,7 +117,7 @@ class Courier(Generic[L]):
             sent.due = now
 
     def forget(self, worker: str, now: float) -> None:
-        """Drop the letters to a worker that was declared dead, and send an empty batch in case it is alive.
+        """Drop the messages to a worker that was declared dead; send an empty batch in case it is alive.
 
         Keep the numbers, and resend batches without a receipt as empty ones: the receiver waits for each number.
         """
@@ -139,7 +139,7 @@ class Courier(Generic[L]):
 
     @property
     def unsettled(self) -> int:
-        """The number of letters without a receipt."""
+        """The number of messages without a receipt."""
         return sum(
             len(line.fresh) + sum(len(sent.letters) for sent in line.sent.values()) for line in self._lines.values()
         )

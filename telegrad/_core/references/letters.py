@@ -1,4 +1,4 @@
-"""Control messages ("letters") of the reference protocol; protocol.py defines when they are sent."""
+"""Control messages of the reference protocol; protocol.py defines when they are sent."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WANTED = "wanted"  # owner to creator: will the creating call arrive?
 GONE = "gone"  # owner to user: this fork has no value
 FORGOT = "forgot"  # I declared you dead and dropped all shared state; contains my last fork number before that
 
-NOTHING: Id = ("", 0)  # in a letter without a reference
+NOTHING: Id = ("", 0)  # in a message without a reference
 
 
 def number(ref: Id) -> str:

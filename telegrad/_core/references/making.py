@@ -49,7 +49,7 @@ class Maker:
     ) -> Any:
         """Create a value on a worker, where it stays; return a reference to it for users.
 
-        With `heeded`, a failure is not logged: the caller learns of it in another way.
+        With `heeded`, a failure is not logged: the caller gets it in another way.
         """
         handle, creation, target = self._begin(self.agent.identify(to))
         creation.used = heeded

@@ -7,7 +7,7 @@ its fork while a handle lives or the fork has unsettled children.
     G1  the owner learns of the end of every fork                             DROPPED
     G2  a parent outlives its child until the owner knows the child           CONFIRM, CONFIRMED, SETTLED
 
-The paths by which a reference reaches a worker, and the letters that each needs besides the user's own message:
+The paths by which a reference reaches a worker, and the control messages that each needs besides the user's own:
 
     created on a user, value at the owner   none: the answer to the creating call confirms it
     user to owner                           SETTLED
@@ -17,17 +17,17 @@ The paths by which a reference reaches a worker, and the letters that each needs
                                             STILLBORN after that call: the call will not arrive any more)
     the end of a fork                       DROPPED
 
-A worker that receives a reference it already holds adds to its fork instead of starting another. Each letter is
-delivered once, in any order (see delivery.py). The user's own messages may be lost with their connection. The sender
-then ASKs for the forks it sent. Those that did not arrive are MISSING, and are refused if they arrive later.
+A worker that receives a reference it already holds adds to its fork instead of starting another. Each control message
+is delivered once, in any order (see delivery.py). The user's own messages may be lost with their connection. The sender
+then ASKs for the forks it sent. Forks that did not arrive are MISSING, and are refused if they arrive later.
 
 A worker that was declared dead may only be unreachable. The declaring worker has released the other's forks, the forks
-sent to it, and the references that it owned. It sends FORGOT when it hears from that worker again. The other side then
+sent to it, and the references that it owned. It sends FORGOT after the next message of that worker. The other side then
 
     ASKs for all forks it sent there        MISSING ends what was released, SETTLED what no longer waits
-    confirms its shares again               under new forks, since letters about the old ones may still be in transit;
+    confirms its shares again               under new forks, since messages about the old ones may be in transit;
                                             the owner then knows them again, or the value is GONE
-    asks for values not yet created         the letter that they will not come may be among those dropped
+    asks for values not yet created         the notice that they will not come may have been dropped
 
 References that one side has released stay lost for its own handles. Handles of the other side become usable again, or
 report an error.
@@ -63,7 +63,7 @@ MOST_REMEMBERED = 1 << 14  # number of refused references and forks, and of dead
 class References:
     """All references that one worker owns or uses.
 
-    Every event may add to `letters` (receiver, letter), to `freed` (references that ended here) and to `hopeless`
+    Every event may add to `letters` (receiver, message), to `freed` (references that ended here) and to `hopeless`
     (owned references whose value will never come); the driver empties these lists.
     """
 
@@ -248,10 +248,10 @@ class References:
         share = self.shares.get(ref)
         return share.fault if share is not None else ""
 
-    # Letters
+    # Control messages
 
     def receive(self, sender: str, letter: Letter) -> None:
-        """Handle a letter; each arrives once."""
+        """Handle a control message; each arrives once."""
         kind, ref, fork = letter
         _TAKE[kind](self, sender, ref, fork)
 

@@ -1,6 +1,6 @@
-"""The driver of the reference protocol: the handles, values and letters of one worker.
+"""The driver of the reference protocol: the handles, values and control messages of one worker.
 
-One thread processes letters and ended handles in groups, so that many together cost little. It also frees values,
+One thread processes messages and ended handles in groups, so that many together cost little. It also frees values,
 without holding the lock.
 """
 
@@ -44,7 +44,7 @@ from telegrad.errors import (
     UsageError,
 )
 
-GATHER = 1e-3  # seconds for which letters and ended handles are collected
+GATHER = 1e-3  # seconds for which messages and ended handles are collected
 MOST_HELD = 1 << 16  # limit of references held by one worker to values of this one; no more are created for it
 MOST_REFUSED = 1 << 10
 TRY_AGAIN = 0.1  # seconds after an unexpected failure
@@ -87,7 +87,7 @@ class ReferenceTable(Maker):
         self._machine = References(self._me)
 
     def for_finalisers(self) -> Callable[[Callable[[], object]], None]:
-        """Return a function that runs a given function on this table's thread; it takes no lock and sends nothing."""
+        """Return a function that runs a given function on this table's thread, without taking a lock or sending."""
         self._thread.want()
         return self._events.put
 
@@ -267,7 +267,7 @@ class ReferenceTable(Maker):
             self._boxes[ref] = box  # otherwise nothing refers to the value
         return Landing(box, pickle.dumps(((), (CREATED, ref, fork)), 5))
 
-    # The thread for letters and ended handles
+    # The thread for control messages and ended handles
 
     def _wake(self) -> None:
         """With the lock held: wake the thread. The caller starts the thread outside of the lock."""
@@ -302,7 +302,7 @@ class ReferenceTable(Maker):
                 event = self._events.get_nowait()
 
     def _step(self, ended: deque[Id]) -> float:
-        """Drop handles, free values, send letters; return the time until more is due."""
+        """Drop handles, free values, send messages; return the time until more is due."""
         now = monotonic()
         machine, courier = self._machine, self._courier
         with self._lock:
@@ -315,7 +315,7 @@ class ReferenceTable(Maker):
             machine.letters.reverse()
             while machine.letters:
                 courier.post(*machine.letters[-1])
-                machine.letters.pop()  # one by one: letters that remain here after an error are posted again
+                machine.letters.pop()  # one by one: messages that remain here after an error are posted again
             hopeless = [(ref, self._boxes.setdefault(ref, Box())) for ref in machine.hopeless]
             machine.hopeless.clear()
             freed = [self._forget(ref) for ref in machine.freed]

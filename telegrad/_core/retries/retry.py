@@ -382,7 +382,7 @@ def policy_of(wait_for_worker: bool | None, idempotent: bool) -> RetryPolicy | N
 def _made(
     outcomes: Iterable[tuple[Outcome, str | int]], policy: RetryPolicy, call: Call, timeout: float
 ) -> list[RetriedCall]:
-    """Create calls without starting them. They share one number, since each callee numbers callers separately."""
+    """Create calls without starting them. They share one number, since each callee has its own table."""
     retries = current.here().attached(Retries)
     limit = limit_of(timeout, retries.agent.timeout)
     number = next(retries.numbers) if policy.repeats and call.function is not ping else 0

@@ -24,7 +24,7 @@ class RetryPolicy(NamedTuple):
 
 
 class Failure(Enum):
-    """What is known about a failed call."""
+    """Kinds of failures of calls."""
 
     NOT_RUN = "its worker was not there"
     MAY_HAVE_RUN = "its worker was lost, or the way to it"

@@ -331,7 +331,7 @@ class Kept:
             self._forget(first, found)  # its last reference had ended
 
     def _made(self, first: Id, coming: Future[Id], make: Callable[[], RRef[Any]]) -> RRef[Any]:
-        coming.heed()  # perhaps nobody else waits
+        coming.heed()  # perhaps no other thread waits
         try:
             made = make()
         except BaseException as error:

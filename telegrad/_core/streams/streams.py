@@ -345,8 +345,8 @@ class Stream(Generic[T]):
 class OpenStreams:
     """The streams that one worker reads, since a graceful shutdown waits for them.
 
-    Once all workers only wait for calls in flight, close the streams that the waiting thread has read last. It reads no
-    more, although the program may still refer to them, as in the traceback of an interrupted loop.
+    Once the shutdown only waits for calls in flight, close the streams that the waiting thread has read last. That
+    thread reads no more, although the program may still refer to them, as in the traceback of an interrupted loop.
     """
 
     def __init__(self, agent: Agent) -> None:

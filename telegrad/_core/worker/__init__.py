@@ -1,1 +1,1 @@
-"""A worker: its agent, references and backward passes put together; and what runs where a value lives."""
+"""A worker: combines an agent, references and backward passes; functions that run at a value's owner."""

@@ -95,7 +95,7 @@ class TelegradOptions(RpcBackendOptions):
         address: the address of this host under which others reach it; by default the one that reaches the store.
         key: the secret of the group, of at least 16 bytes. By default it is read from `TELEGRAD_KEY`, from the file
             named by `TELEGRAD_KEY_FILE`, or from a file that each user has. False for a group without one, in which
-            anyone who reaches a worker can run code.
+            anyone with access to a worker can run code.
         tls: certificate files, for encrypted and mutually authenticated TCP; not together with `key=False`.
         shared_memory: bytes of memory files that this worker may lend to others of its host; by default half of the
             memory of the machine, or of the container.
