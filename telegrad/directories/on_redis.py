@@ -150,7 +150,7 @@ class RedisDirectory:
         self._sessions.close()  # a waiting watch raises within a second
 
     def _run(self, *operation: bytes | str | int, repeat: bool = True, wait_until: float = 0.0) -> tuple[float, Reply]:
-        """Run an operation of the script; return the time it was sent and the reply. Only a watch has a `wait_until`."""
+        """Run an operation of the script; return when it was sent, and the reply. Only a watch has a `wait_until`."""
 
         def ask(session: RedisSession, deadline: float) -> Reply:
             session.deadline = deadline

@@ -10,7 +10,6 @@ from telegrad._core.pickling.remote_text import debugging
 from telegrad._core.references.letters import Id
 
 SHOWN = 20  # maximal number of places to log
-PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 log = logging.getLogger("telegrad")
 
