@@ -1,8 +1,8 @@
-"""Passes that give the gradients of some tensors of their driver, and add up none: `telegrad.autograd.grad`.
+"""Passes that return gradients of some tensors of their driver, and accumulate none: `telegrad.autograd.grad`.
 
-Such a pass runs what torch would run in one process: only nodes that lead to one of these tensors. On the driver they
-are found in its graph. A received tensor leads to what the driver had sent before, since its gradient may come back
-there; other workers cannot know whether it does, and so each received tensor counts there.
+Such a pass runs the nodes that torch would run in one process: only nodes that lead to one of these tensors. The driver
+finds them in its graph. There, a received tensor leads to the tensors that the driver had sent before, since its
+gradient may come back to them. Other workers cannot know whether it does, so each received tensor counts there.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from telegrad.autograd.engine.schedule import ALONE, LEAF, PLAIN, RECV, Node
 from telegrad.errors import UsageError
 
 CheckpointNode: Any = CheckpointFunction._backward_cls
-Place = tuple[Node, int]  # a node, and the number of one of its outputs
+Place = tuple[Node, int]  # a node and the index of one of its outputs
 
 
 class Capture:
-    """The gradients that one pass is to return: those that reach some places of the graph of its driver."""
+    """The gradients that one pass returns: those at some places of the driver's graph."""
 
     def __init__(self, seeds: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
         """`seeds` are the gradients of the roots."""
         self.seeds = list(seeds)
         self._edges = [edge_of(each) for each in inputs]
         self.hooked = {edge.node for edge, each in zip(self._edges, inputs, strict=True) if each._backward_hooks}
-        self._found: dict[Place, Tensor] = {}  # each is set by the thread that runs the pass, before it ends
+        self._found: dict[Place, Tensor] = {}  # the thread that runs the pass sets each before the pass ends
 
     def __repr__(self) -> str:
         return f"<Capture: {len(self._found)} gradients of {len(self.places)}>"
@@ -45,16 +45,16 @@ class Capture:
             self._found[place] = gradient
 
     def gradients(self) -> list[Tensor | None]:
-        """Return the gradients of the inputs, in their order; None where the pass did not come."""
+        """Return the gradients of the inputs, in their order; None for an input that the pass did not reach."""
         return [self._found.get((edge.node, edge.output_nr)) for edge in self._edges]
 
 
 class Ancestors:
-    """The graph behind some nodes, read against its direction."""
+    """The graph behind some nodes, traversed backwards."""
 
     def __init__(self, starts: Iterable[Node]) -> None:
         self.recvs: list[Node] = []
-        self._before: dict[Node, list[Node]] = {}  # of each node those that give to it
+        self._before: dict[Node, list[Node]] = {}  # of each node, the nodes whose gradients flow into it
         self._feeding: dict[Place, list[Node]] = {}  # the same for one output
         stack = [*starts]
         self._seen = set(stack)
@@ -74,7 +74,7 @@ class Ancestors:
                     stack.append(following)
 
     def of(self, places: Iterable[Place], nodes: Iterable[Node] = ()) -> set[Node]:
-        """Return the nodes from which gradients flow to one of these places or nodes, without these."""
+        """Return the nodes from which gradients flow to one of these places or nodes, without these themselves."""
         stack = [each for place in places for each in self._feeding.get(place, ())]
         stack += [each for node in nodes for each in self._before.get(node, ())]
         found: set[Node] = set()
@@ -87,7 +87,7 @@ class Ancestors:
 
 
 def first_leading_to(places: set[Place], leading: set[Node], sends: Mapping[int, Sequence[GradientEdge]]) -> float:
-    """Return the number of the first message a gradient of which may come to one of these places, or infinity."""
+    """Return the number of the first message whose gradients may reach one of these places, or infinity."""
     numbers = (
         number
         for number, edges in sends.items()
@@ -97,10 +97,11 @@ def first_leading_to(places: set[Place], leading: set[Node], sends: Mapping[int,
 
 
 def _check_hooks(received: set[Node]) -> None:
-    """Raise UsageError where inputs that came from other workers have hooks.
+    """Raise UsageError if inputs that came from other workers have hooks.
 
-    In torch the gradient of such an input is what its hooks return. Where another input depends on the same node, it is
-    what its hooks are given. The driver cannot know whether another one does: the graph goes on at other workers.
+    In torch the gradient of such an input is the result of its hooks. But if another input depends on the same node, it
+    is the argument of its hooks. The driver cannot know whether another input does: the graph continues on other
+    workers.
     """
     if received:
         sender = next(iter(received)).origin.sender.name
@@ -111,12 +112,12 @@ def _check_hooks(received: set[Node]) -> None:
 
 
 class CaptureKinds:
-    """The kinds of the nodes of one worker, as `Kinds`, in a pass that gives the gradients of some inputs."""
+    """The kinds of one worker's nodes, as in `Kinds`, in a pass that returns the gradients of some inputs."""
 
     def __init__(
         self, context: AutogradContext, entries: Mapping[int, Sequence[GradientEdge]], capture: Capture | None
     ) -> None:
-        """`capture` is there on the driver alone."""
+        """Only the driver has a `capture`."""
         places = set() if capture is None else capture.places
         starts = [edge.node for edges in entries.values() for edge in edges]
         behind = Ancestors(starts)
@@ -140,7 +141,7 @@ class CaptureKinds:
         return self._kind_of
 
     def _kind_of(self, node: Node) -> int | None:
-        """A node that leads nowhere is a leaf that nobody asks for."""
+        """Return the kind of a node. A node that leads nowhere counts as a leaf that may be ignored."""
         if node in self._recvs:
             return RECV
         if node in self._leading:
@@ -148,5 +149,5 @@ class CaptureKinds:
         return LEAF if node in self._wanted else PLAIN
 
     def wanted(self, nodes: Iterable[Node]) -> list[GradientEdge]:
-        """Return the edges of nodes whose gradients the driver wants."""
+        """Return the edges at these nodes whose gradients the driver wants."""
         return [edge for node in nodes for edge in self._wanted.get(node, ())]

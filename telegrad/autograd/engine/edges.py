@@ -1,4 +1,4 @@
-"""Edges of torch's graph: where the gradients of tensors come in, and a pass of the engine between some of them."""
+"""Edges of torch's graph: the edge at which a tensor's gradient enters, and a call of the engine between edges."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _ENGINE: Any = torch._C._ImperativeEngine()  # not the one of `guard`
 
 
 def edge_of(tensor: Tensor) -> GradientEdge:
-    """Where the gradient of a tensor comes in."""
-    if tensor.layout is not torch.strided:  # torch would view it, which only dense ones can be
+    """Return the edge at which the gradient of a tensor enters."""
+    if tensor.layout is not torch.strided:  # torch would make a view, and only dense tensors have views
         with torch.enable_grad():
             token = tensor.clone().grad_fn
         assert token is not None
@@ -31,7 +31,7 @@ def edge_of(tensor: Tensor) -> GradientEdge:
 
 
 def device_of(edge: GradientEdge | Tensor) -> torch.device:
-    """Where the gradient of an edge is expected."""
+    """Return the device on which the gradient of an edge is expected."""
     if isinstance(edge, Tensor):
         return edge.device
     variable: Any = getattr(edge.node, "variable", None)
@@ -42,8 +42,8 @@ def device_of(edge: GradientEdge | Tensor) -> torch.device:
 def run_backward(
     roots: Sequence[GradientEdge], gradients: Sequence[Tensor], wanted: Sequence[Any], retain: bool, create: bool
 ) -> Sequence[Tensor | None]:
-    """What `torch.autograd.grad` gives, without its checks of what users may give it."""
-    compiled = sys.modules.get("torch._dynamo.compiled_autograd")  # which another thread may be importing just now
+    """Return the result of `torch.autograd.grad`, without its checks of user arguments."""
+    compiled = sys.modules.get("torch._dynamo.compiled_autograd")  # another thread may be importing it
     if getattr(compiled, "compiled_autograd_enabled", False):
         raise UsageError(
             "a backward pass over several workers cannot be compiled: begin it outside of compiled autograd "

@@ -1,4 +1,4 @@
-"""One worker's part of a pass, on its graph: the schedule says what may run, torch's engine runs it."""
+"""One worker's part of a pass: the schedule decides which nodes of the graph may run, and torch's engine runs them."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ from telegrad.autograd.engine.schedule import (
 )
 from telegrad.errors import UsageError
 
-SEND_EVENT = "torch::distributed::autograd::SendRpcBackward"  # as the profiler shows that gradients come in
-ROOTS = 0  # the entry of the roots; the others are the numbers of messages
+SEND_EVENT = "torch::distributed::autograd::SendRpcBackward"  # the event for arriving gradients in profiles
+ROOTS = 0  # the entry of the roots; other entries are message numbers
 
 LeafNode: type = type(get_gradient_edge(torch.empty(0, requires_grad=True)).node)
 
@@ -62,16 +62,17 @@ KINDS: dict[type, Callable[[Node], int]] = {
 }
 
 
-# The reference count of a gradient in the loop that takes it from the engine, if nothing else has it; the function that
-# made it may have kept it, or given it to several leaves. The loop calls `getrefcount` itself: a function in Python in
-# between would count one more while torch compiles, and for good after a compilation that failed (torch 2.13).
+# The reference count of a gradient in the loop over the engine's results, if there is no other reference to it. There
+# may be others: its function may have kept it, or given it to several leaves. The loop calls `getrefcount` itself: a
+# Python function in between would count one more while torch compiles, and permanently after a failed compilation
+# (torch 2.13).
 UNSHARED = next(getrefcount(gradient) for _, gradient in zip([None], (torch.empty(0),), strict=False))
 
 
 class EngineRunner:
-    """The graph of one worker in one pass, run by torch's engine. Never two threads at once tell it to do something.
+    """The graph of one worker in one pass, run by torch's engine. Only one thread at a time may call it.
 
-    It is made when the first task is there, for by then all is recorded that the pass can lead to.
+    The runner is created for the first task: by then, everything that the pass can reach has been recorded.
     """
 
     def __init__(
@@ -89,40 +90,41 @@ class EngineRunner:
         self._spec = spec
         self._outbox = outbox
         self._capture = capture
-        # The gradients of the roots.
         self._seeds = list(map(torch.ones_like, roots)) if capture is None else capture.seeds
         self._replicated = set() if spec.captures else replicas.replicated()
-        modules = [] if spec.captures or spec.create else sharded.sharded_modules()  # else `guard` refuses them
+        modules = [] if spec.captures or spec.create else sharded.sharded_modules()  # else `guard` refuses the modules
         self._unsharded = sharded.unsharded_ids(modules)
         self._averaged = self._replicated | self._unsharded  # the ids of leaves whose gradients all ranks average
         self._sends = context.sends
-        # Where the gradients of each entry come in.
+        # The edges at which the gradients of each entry come in.
         self._edges: dict[int, Sequence[GradientEdge | Tensor]] = {
             number: list(map(self._entrance, send.edges)) for number, send in self._sends.items()
         }
         if roots:
             self._edges[ROOTS] = list(map(edge_of, roots))
-        entries: Any = self._edges  # where the pass captures none is a tensor, see `_entrance`
+        entries: Any = self._edges  # tensors occur only in passes without captures, see `_entrance`
         self._capture_kinds = CaptureKinds(context, entries, capture) if spec.captures else None
-        # A method of the runner would make a reference cycle here, and the graph would wait for the garbage collector.
+        # A bound method of the runner would make a reference cycle, and keep the graph alive until garbage collection.
         kinds: Kinds = {**KINDS, LeafNode: partial(_kind_of_leaf, averaged=self._averaged)} if self._averaged else KINDS
         kinds = self._capture_kinds or kinds
         nodes = {entry: self._nodes(entry) for entry in self._edges}
         self._sharded = sharded.ShardedPart(modules, nodes)
         self._schedule = GraphSchedule(nodes, kinds)
         self._marked: set[int] = set()  # sends that can still receive
-        self._buried = False  # only what was marked is waited for, anywhere
-        # What has come to nodes, and was not used yet: by the numbers of their outputs; None: there is no gradient.
+        self._buried = False  # only marked sends may still receive, on all workers
+        # Unused gradients that came to nodes, by the index of the output; None: there is no gradient.
         self._pending: dict[Node, dict[int, Tensor | None]] = {}
-        self._lacking = False  # a node had no gradient at all, so that the engine could not begin there
-        self._told: set[Node] = set()  # nodes whose hooks have been called with what is pending
+        self._lacking = False  # a node got no gradient at all, so the engine cannot start there
+        self._told: set[Node] = set()  # nodes whose hooks were called with the pending gradients
         self._unreduced: dict[Node, Tensor] = {}  # gradients of replicated leaves
-        self._entered: Sequence[tuple[Any, ...]] = []  # where the pass had come to, as the current act began
-        # What `ship` changes, which the engine's threads for several devices may call at once. A count that goes wrong
-        # then makes gradients leave alone, or at the end of the step; the others are changed by one operation of a set.
-        self._coming: dict[Identity, int] = {}  # how many messages' gradients the current step will bring, if several
+        self._entered: Sequence[tuple[Any, ...]] = []  # the places at which the current act started
+        # `ship` changes the following fields, and the engine's threads for several devices may call it concurrently. A
+        # wrong count then only sends gradients alone, or at the end of the step. The other fields change by single set
+        # operations.
+        # for senders of several messages: how many of these still get gradients in this step
+        self._coming: dict[Identity, int] = {}
         self._unshipped: set[Origin] = set()
-        self._received_on: set[torch.Stream] = set()  # where the Recvs of the current step ran
+        self._received_on: set[torch.Stream] = set()  # the streams on which the Recvs of the current step ran
 
     def __repr__(self) -> str:
         return (
@@ -131,20 +133,20 @@ class EngineRunner:
         )
 
     def _entrance(self, edge: GradientEdge | Tensor) -> GradientEdge | Tensor:
-        """A leaf that must not take its gradient in parts does so by its node."""
+        """Return the node's edge instead of a leaf, if the leaf must not take its gradient in parts."""
         if isinstance(edge, Tensor) and (self._spec.captures or id(edge) in self._averaged or _has_hooks(edge)):
             return edge_of(edge)
         return edge
 
-    # What the protocol asks for
+    # Called by the protocol
 
     def start(self) -> None:
-        """Run from the roots; this comes first on a worker that has any."""
+        """Run from the roots. On a worker that has roots, this is the first task."""
         self._take_in([(ROOTS, self._seeds)])
         self._run()
 
     def arrive(self, gradients: Iterable[tuple[int, Sequence[Tensor | None]]]) -> None:
-        """Gradients of what was sent have come: run what can run."""
+        """Take gradients of sent tensors, and run the nodes that can run."""
         if profiling.enabled():
             profiling.recorded(SEND_EVENT, lambda: self._take_in(gradients))
         else:
@@ -163,7 +165,7 @@ class EngineRunner:
                     if not isinstance(edge, Tensor):
                         self._enter(edge.node, edge.output_nr, None)
                     continue
-                if self._streams.used:  # it may have come another way than the tensor went
+                if self._streams.used:  # it may have come to another device than the tensor's
                     gradient = gradient.to(device_of(edge))
                 if isinstance(edge, Tensor):
                     self._context.gradients.add(edge, gradient, self._spec.create)
@@ -172,7 +174,7 @@ class EngineRunner:
             schedule.close(entry)
 
     def mark(self, sends: Sequence[int]) -> Mapping[str, list[int]]:
-        """Which sends of other workers these lead to, or without any what waits here."""
+        """Return the sends of other workers that these sends lead to. Without sends, start at the waiting nodes."""
         starts = [node for send in sends for node in self._nodes(send)] if sends else list(self._pending)
         self._marked.update(sends)
         found: dict[str, list[int]] = {}
@@ -181,7 +183,7 @@ class EngineRunner:
         return found
 
     def bury(self) -> None:
-        """Sends that were not marked will receive nothing: run what waited for them."""
+        """Run the nodes that waited for sends that were not marked: these will receive nothing."""
         self._buried = True
         schedule = self._schedule
         for entry in [entry for entry in schedule.open if entry not in self._marked]:
@@ -190,17 +192,17 @@ class EngineRunner:
 
     @property
     def starved(self) -> bool:
-        """Whether gradients wait for others."""
+        """Return True if gradients wait for others."""
         return bool(self._pending or self._unreduced)
 
     @property
     def expects(self) -> bool:
-        """Whether gradients may come to something that was sent, or to a root, and from there to a leaf."""
+        """Return True if gradients may come to a sent tensor or to a root, and from there to a leaf."""
         return bool(self._schedule.open) and not self._spec.captures
 
     @property
     def waiting(self) -> Iterator[str]:
-        """What was sent and has not received, in words."""
+        """Describe the sends that have received nothing."""
         return (str(self._sends[entry]) for entry in self._schedule.open)
 
     def _nodes(self, entry: int) -> list[Node]:
@@ -213,7 +215,7 @@ class EngineRunner:
         return [node for node in leaves if id(node.variable) in self._replicated]
 
     def _reduce(self, schedule: GraphSchedule) -> None:
-        """All gradients of replicated leaves in one call, once none of them can change any more."""
+        """Average all gradients of replicated leaves in one call, once none of them can change any more."""
         if all(map(schedule.settled, self._replicated_leaves())):
             unreduced, self._unreduced = self._unreduced, {}
             for node, gradient in replicas.reduce(unreduced).items():
@@ -224,7 +226,7 @@ class EngineRunner:
     def _run(self) -> None:
         schedule, part, self._context.running = self._schedule, self._sharded, self
         thread = get_ident()
-        outer = thread in guard.running  # a hook has begun this pass
+        outer = thread in guard.running  # a hook began this pass
         guard.running.add(thread)
         try:
             with part.running(self._context.gradients) if part else contextlib.nullcontext():
@@ -260,7 +262,7 @@ class EngineRunner:
         self._outbox.flush()
 
     def _recvs(self, step: GraphStep) -> Sequence[Node]:
-        """What leads to other workers and runs in a step, or is not reached."""
+        """Return the Recv nodes that a step runs or does not reach."""
         acts = step.acts
         if len(acts) == 1 and type(acts[0]) is EngineCall and not step.unreached:
             return acts[0].recvs
@@ -278,8 +280,8 @@ class EngineRunner:
             )
 
     def ship(self, origin: Origin, gradients: Sequence[Tensor | None]) -> None:
-        """A Recv runs, on whatever thread the engine has for it."""
-        if origin not in self._unshipped:  # a hook or another thread runs the engine by itself
+        """Send the gradients that came to a Recv. The engine calls this on any of its threads."""
+        if origin not in self._unshipped:  # a hook or another thread calls the engine itself
             raise origin.refusal()
         self._received_on.update(self._streams.current())
         for gradient in gradients:
@@ -289,7 +291,7 @@ class EngineRunner:
         self._ship(origin, gradients)
 
     def _told_apart(self, origin: Origin, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """That there is no gradient from that the pass has not come to a tensor."""
+        """Replace None by WITHOUT for tensors that the pass has reached."""
         reached = outputs_reached(self._entered, origin)
         return [
             WITHOUT if gradient is None and number in reached else gradient for number, gradient in enumerate(gradients)
@@ -301,12 +303,12 @@ class EngineRunner:
         self._outbox.add(origin.sender, origin.number, gradients, left > 0)
 
     def _ship_nothing(self, node: Node) -> None:
-        """That no gradient comes is worth saying to a sender that waits."""
+        """Report to a sender that still waits that no gradient comes."""
         if not self._buried or self._schedule.is_marked(node):
             self._ship(node.origin, ())
 
     def _lacks(self, node: Node) -> bool:
-        """Whether the pass has come to a node, but no gradient has."""
+        """Return True if the pass has reached a node without any gradient."""
         pending = self._pending.get(node)
         return pending is not None and all(gradient is None for gradient in pending.values())
 
@@ -336,7 +338,8 @@ class EngineRunner:
             return
         given = run_backward(roots, gradients, wanted, self._spec.retain, self._spec.create)
         self._streams.keep(given)  # nodes run on the streams of the forward pass
-        self._streams.follow(self._received_on)  # what hooks made there; the engine sees to all other nodes
+        # hooks may have made tensors there; the engine synchronizes all other nodes
+        self._streams.follow(self._received_on)
         self._received_on.clear()
         for leaf, gradient in zip(leaves, given, strict=False):
             if gradient is not None:
@@ -346,7 +349,7 @@ class EngineRunner:
             self._feed(call, fed, given[len(given) - len(fed) :])
 
     def _feed(self, call: EngineCall, edges: Sequence[GradientEdge], given: Sequence[Tensor | None]) -> None:
-        """What a call of the engine gives to nodes that run by hand, after their hooks."""
+        """Pass the results of an engine call, after hooks, to nodes that run by hand."""
         self._told.update(call.fed)
         behind = (edge for node in call.nodes for edge in node.next_functions)
         for fed, number, *_ in [*self._entered, *behind]:
@@ -378,7 +381,7 @@ class EngineRunner:
                 self._enter(following, number, gradient)
 
     def _enter(self, node: Node, number: int, gradient: Tensor | None) -> None:
-        """The pass has come to a node's output, with its gradient; or with all of it to a leaf."""
+        """Record that the pass has reached a node's output, with its gradient. A leaf takes the complete gradient."""
         if self._schedule.kind(node) == PLAIN:
             if gradient is not None:
                 self._accumulate(node, gradient)
@@ -392,7 +395,7 @@ class EngineRunner:
             waiting[number] = total(known, gradient)
 
     def _accumulate(self, node: Node, gradient: Tensor, shared: bool = False, number: int = 0) -> None:
-        """The gradient of a leaf, which for one with hooks is all of it; or of what the driver wants."""
+        """Accumulate the gradient of a leaf (complete, if the leaf has hooks), or capture a gradient for the driver."""
         if self._spec.captures:
             if self._capture is not None:
                 self._capture.take((node, number), gradient)
@@ -415,7 +418,7 @@ class EngineRunner:
 
 
 def outputs_reached(starts: Iterable[tuple[Any, ...]], origin: Origin) -> set[int]:
-    """To which of the tensors that came in one message a pass comes that has come to these outputs of nodes."""
+    """Return the indices of the tensors of one message that a pass reaches from these outputs of nodes."""
     stack = list(starts)
     seen: set[Node] = set()
     reached: set[int] = set()

@@ -1,4 +1,4 @@
-"""Where the gradients of one context are added up, apart from `.grad`."""
+"""The accumulated gradients of one context, separate from `.grad`."""
 
 from __future__ import annotations
 
@@ -10,42 +10,44 @@ from torch import Tensor
 
 
 class Gradients:
-    """The gradients of leaves. Each has memory of its own, so that it may be changed in place, as a `.grad` may be."""
+    """The gradients of leaves. Each has its own memory, so code may change it in place, as it may change a `.grad`."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # guards changes of all below: passes and pipelines of one context add
+        # guards changes of all fields below: passes and pipelines of one context add concurrently
+        self._lock = threading.Lock()
         self._sums: dict[Tensor, Tensor] = {}
-        self._memory: set[int] = set()  # the storages of the sums
-        self._added: set[Tensor] = set()  # leaves whose sum was made here, so that adding in place harms nobody
-        self._earlier: dict[Tensor, tuple[int, int]] = {}  # the state of `.grad` of leaves before their first gradient
+        self._memory: set[int] = set()  # addresses of the storages of the sums
+        self._added: set[Tensor] = set()  # leaves whose sum was made here, so it may be changed in place
+        # the state of the `.grad` of leaves before their first gradient
+        self._earlier: dict[Tensor, tuple[int, int]] = {}
 
     def __len__(self) -> int:
         return len(self._sums)
 
     def as_dict(self) -> dict[Tensor, Tensor]:
-        """The sums as of now, by leaves; the copy is one operation, so whoever asks needs no lock."""
+        """Return the current sums by leaves. The copy is atomic, so the caller needs no lock."""
         return dict(self._sums)
 
     def passed_over(self, leaf: Tensor) -> bool:
-        """Return True if the leaf has a sum here, of which its `.grad` tells nothing: it is as it was before."""
+        """Return True if the leaf has a sum here, and its `.grad` has not changed since before the first gradient."""
         return leaf in self._sums and _state(leaf.grad) == self._earlier.get(leaf, _state(None))
 
     def clear(self) -> None:
-        """Let go of all sums, since the context has ended or an optimizer has used them."""
+        """Drop all sums, because the context has ended or an optimizer has used them."""
         with self._lock:
             gone = self._sums
             self._sums, self._memory, self._added = {}, set(), set()
             self._earlier.clear()
-        del gone  # not under the lock: who finds it free may be the user's code
+        del gone  # not under the lock: freeing tensors may run user code
 
     def take(self, leaf: Tensor) -> Tensor | None:
-        """The gradient of a leaf, which has none from here on."""
+        """Remove and return the gradient of a leaf."""
         with self._lock:
             self._added.discard(leaf)
             return self._sums.pop(leaf, None)
 
     def replace(self, leaf: Tensor, gradient: Tensor | None) -> None:
-        """Have `gradient` be that of a leaf; None: the leaf has none."""
+        """Set the gradient of a leaf; None removes it."""
         with self._lock:
             self._added.discard(leaf)
             if gradient is None:
@@ -54,9 +56,9 @@ class Gradients:
                 self._sums[leaf] = gradient
 
     def add(self, leaf: Tensor, gradient: Tensor, graph: bool, shared: bool = False) -> Tensor:
-        """Add to the gradient of `leaf`, with a `graph` so that it can be differentiated again; the sum.
+        """Add to the gradient of `leaf`, and return the sum. With `graph`, the sum can be differentiated again.
 
-        A `shared` gradient is that of others, too.
+        `shared` means that the gradient has other owners.
         """
         with self._lock:
             return self._add(leaf, gradient, graph, shared)
@@ -82,7 +84,7 @@ class Gradients:
         return made
 
     def _own(self, leaf: Tensor, gradient: Tensor, shared: bool) -> Tensor:
-        """The gradient as it is, where its memory is nobody else's and laid out as the leaf's; else a copy."""
+        """Return the gradient itself if it owns its memory and has the leaf's layout, else a copy."""
         gradient = gradient.detach()
         if gradient.layout is not torch.strided or gradient.is_nested:
             return gradient.clone() if shared else gradient
@@ -92,7 +94,7 @@ class Gradients:
         address = storage.data_ptr()
         fills = storage.nbytes() == gradient.nbytes and gradient.stride() == leaf.stride()
         if shared or not fills or address in self._memory:
-            with torch._C.DisableTorchFunctionSubclass():  # as `.grad` is a plain tensor, too
+            with torch._C.DisableTorchFunctionSubclass():  # a `.grad` is a plain tensor, too
                 gradient = torch.empty_like(leaf, dtype=gradient.dtype, requires_grad=False).copy_(gradient)
             address = gradient.untyped_storage().data_ptr()
         self._memory.add(address)
@@ -100,17 +102,17 @@ class Gradients:
 
 
 def _state(gradient: Tensor | None) -> tuple[int, int]:
-    """Return what changes where a `.grad` is replaced or written to."""
+    """Return a value that changes when a `.grad` is replaced or written to."""
     return (0, 0) if gradient is None else (id(gradient), gradient._version)
 
 
 def has_memory(tensor: Tensor) -> bool:
-    """Return False for a tensor that is made of others, as a DTensor, which may do without memory of its own."""
+    """Return False for a tensor that consists of others, such as a DTensor, and may have no memory of its own."""
     kind: Any = type(tensor)
     same: bool = kind is Tensor or kind.__torch_dispatch__ == Tensor.__torch_dispatch__
     return same
 
 
 def total(one: Tensor, other: Tensor) -> Tensor:
-    """The sum of two gradients, either of which may be sparse."""
+    """Return the sum of two gradients, either of which may be sparse."""
     return other + one if one.is_sparse and not other.is_sparse else one + other

@@ -1,17 +1,18 @@
 """Refuse calls of torch's engine, outside of a pass, whose results would lack gradients of other workers.
 
-`loss.backward()` comes to a `Recv`, which raises. `torch.autograd.grad(loss, x)` and `backward(inputs=[x])` run only
-nodes that lead to x. In torch's graph a received tensor leads to nothing, so no node of it runs and no hook is called:
-the result lacks what comes back from other workers, and nothing in the graph could notice. Edges from each `Recv` to
-what was sent before would make the engine come by; but then a pass could not run a part of the graph without what lies
-behind these edges, and edges cannot be changed. So the engine is replaced by one that looks at the graph first.
+`loss.backward()` reaches a `Recv`, which raises. `torch.autograd.grad(loss, x)` and `backward(inputs=[x])` run only
+nodes that lead to x. In torch's graph a received tensor leads to nothing, so its node does not run and no hook is
+called. The result lacks the gradients that come back from other workers, and nothing in the graph could detect this.
+Edges from each `Recv` to the tensors sent before would make the engine visit it. But then a pass could not run a part
+of the graph without the nodes behind these edges, and edges cannot be changed. So this module replaces the engine by
+one that checks the graph first.
 
-The engine's callbacks are looked at as well. A wrapper like FSDP asks for one in a hook, and finds the gradients of its
-parameters in `.grad` when it is called. A pass adds gradients up elsewhere, so the callback would find nothing, unless
-`sharded` takes it.
+The module checks the engine's callbacks as well. A wrapper such as FSDP queues one in a hook, and expects the gradients
+of its parameters in `.grad` when it is called. A pass accumulates gradients elsewhere, so the callback would find none,
+unless `sharded` handles it.
 
-The hook of several tensors asks which nodes the engine will run, and waits for their gradients. A pass calls the engine
-for one part of the graph after another, so a node that is not in this part may be in a later one.
+A hook on several tensors asks which nodes the engine will run, and waits for their gradients. A pass calls the engine
+for one part of the graph after another, so a node outside of the current part may be in a later one.
 """
 
 from __future__ import annotations
@@ -33,9 +34,10 @@ from telegrad.autograd.engine.edges import edge_of
 from telegrad.autograd.engine.record import UNKNOWN, receiving
 from telegrad.errors import UsageError
 
-_NOTED = ("torch.utils.", "torch.distributed._tools.", "torch._functorch.")  # these only note that the engine has ended
-# The threads that run the graph for a pass; each use is one operation of a set. They are not in a forked child, where
-# new threads may have their numbers.
+# callbacks that only record the end of the engine's pass
+_NOTED = ("torch.utils.", "torch.distributed._tools.", "torch._functorch.")
+# The threads that run the graph for a pass; each use is one set operation. A forked child clears the set, because its
+# new threads may get the same ids.
 running: set[int] = set()
 in_child(running.clear)
 
@@ -44,12 +46,12 @@ def _take_none(_: Any) -> bool:
     return False
 
 
-# Returns True for a callback that the running pass will call itself. Set under `replicas.showing`.
+# Returns True for a callback that the running pass will call itself. Guarded by `replicas.showing`.
 take_callback: Callable[[Any], bool] = _take_none
 
 
 def install() -> None:
-    """From now on check the arguments of torch's engine in this process."""
+    """Replace torch's engine in this process by one that checks its arguments."""
     if type(Variable._execution_engine) is not _GuardedEngine:
         Variable._execution_engine = _GuardedEngine()
         torch._C._will_engine_execute_node = _will_run
@@ -57,7 +59,7 @@ def install() -> None:
 
 @contextlib.contextmanager
 def no_pass() -> Iterator[None]:
-    """Inside, this thread takes part in no pass: gradients are in `.grad` as usual."""
+    """Mark this thread as taking part in no pass: gradients are in `.grad` as usual."""
     thread = threading.get_ident()
     outer = thread in running
     running.discard(thread)
@@ -69,13 +71,13 @@ def no_pass() -> Iterator[None]:
 
 
 def runs_pass() -> bool:
-    """Return True if this thread runs the graph for a pass; the engine's own threads may do so where any does."""
+    """Return True if this thread runs the graph for a pass. Any thread of the engine may, while a pass runs."""
     is_of_engine = isinstance(threading.current_thread(), threading._DummyThread)
     return threading.get_ident() in running or (is_of_engine and bool(running))
 
 
 class _GuardedEngine(type(Variable._execution_engine)):  # type: ignore[misc] # whose type has no name
-    """Torch's engine, as Python calls it."""
+    """Torch's engine with checks, as Python code calls it."""
 
     def run_backward(self, roots: Any, gradients: Any, retain: Any, create: Any, *more: Any, **named: Any) -> Any:
         inputs = more[0] if more else named.get("inputs", ())
@@ -92,7 +94,7 @@ class _GuardedEngine(type(Variable._execution_engine)):  # type: ignore[misc] # 
 
 
 def _check_inputs(roots: Sequence[Any], inputs: Sequence[Any]) -> None:
-    """Raise UsageError where gradients of inputs come back from other workers."""
+    """Raise UsageError if gradients of inputs come back from other workers."""
     graph = Ancestors(node for root in roots if (node := _node_of(root)) is not None)
     if not graph.recvs:
         return
@@ -125,10 +127,10 @@ _will_engine_run: Callable[[Any], bool] = torch._C._will_engine_execute_node
 
 
 def _will_run(node: Any) -> bool:
-    """Return True if the engine runs a node; raise UsageError where a pass may do so at another time."""
+    """Return True if the engine runs a node. Raise UsageError if a pass may run it later."""
     if not runs_pass():
         return _will_engine_run(node)
-    if not hasattr(node, "variable") and _will_engine_run(node):  # of a leaf the engine cannot tell it here
+    if not hasattr(node, "variable") and _will_engine_run(node):  # for a leaf, the engine cannot answer this here
         return True
     raise UsageError(
         "torch.autograd.graph.register_multi_grad_hook cannot wait for all gradients of these tensors: in an autograd "
@@ -158,7 +160,7 @@ def _check_callback(callback: Any) -> None:
     if module.startswith(_NOTED):
         return
     if module.startswith("torch.distributed.fsdp._fully_shard."):
-        callback()  # so that the module can be used again: there are no gradients yet
+        callback()  # makes the module usable again: there are no gradients yet
     name = getattr(function, "__name__", type(function).__name__)
     raise UsageError(
         f"{name} waits for the end of torch's backward pass, to use the gradients that are in .grad then. In an "

@@ -1,7 +1,7 @@
-"""A node of torch's graph run outside of the engine, with all that the engine would do around it.
+"""Run one node of torch's graph outside of the engine, with the work that the engine does around it.
 
-That is: the hooks of the tensor and of the node, the fitting of what it gives to the shapes and types of what that goes
-to, anomaly mode's check, and the freeing of what it saved.
+This work is: call the hooks of the tensor and of the node, fit the results to the shapes and types of the next nodes,
+check for NaN in anomaly mode, and free the saved tensors.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def run(
     accumulate: Accumulate,
     streams: Streams,
 ) -> Given:
-    """What a node gives to those that follow it. With `fire` the hooks of its tensors have not been called yet."""
+    """Run a node, and return the gradients for the next nodes. With `fire`, call the hooks of its tensors first."""
     with torch.set_grad_enabled(spec.create):
         if hasattr(node, "variable"):
             whole = (call_tensor_hooks(node, gradients, spec) if fire else gradients).get(0)
@@ -59,7 +59,7 @@ def run(
         if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
             _check_nan(node, given)
         if not spec.retain:
-            streams.publish()  # what it saved was most likely made on another stream
+            streams.publish()  # the saved tensors were most likely made on another stream
             _free(node)
     streams.keep(given)
     return given
@@ -68,7 +68,10 @@ def run(
 def _taken(
     node: Node, gradients: Mapping[int, Tensor | None], fire: bool, spec: PassSpec, streams: Streams
 ) -> tuple[Given, Given]:
-    """For each output the gradient or None, after the hooks that may change it: as later hooks see it, and the node."""
+    """Call the hooks on the gradients of the outputs.
+
+    Return the gradients as later hooks see them, and the node's inputs.
+    """
     outputs = range(len(node._input_metadata))
     if is_function(node) and any(gradients.get(number) is None for number in outputs):
         return _taken_by_function(node, gradients, spec, streams)
@@ -79,7 +82,7 @@ def _taken(
 
 
 def is_function(node: Node) -> bool:
-    """Whether it is a node in Python that a user may have written."""
+    """Return True for a Python node that a user may have written."""
     return hasattr(node, "apply") and type(node) is not RecvNode
 
 
@@ -96,7 +99,7 @@ def _apply(node: Node, taken: Given, spec: PassSpec, accumulate: Accumulate) -> 
 
 
 def _wanted(node: Node, made: tuple[Tensor | None, ...]) -> Sequence[Tensor | None]:
-    """Of what a node makes, what goes to those that follow it: one in Python makes something for each argument."""
+    """Select the results that go to next nodes: a Python node returns one result for each argument."""
     needed = getattr(node, "needs_input_grad", None)
     if needed is None:
         following = (edge for edge, _ in node.next_functions)
@@ -112,14 +115,14 @@ def _as_tuple(given: Any) -> tuple[Tensor | None, ...]:
 
 
 def call_tensor_hooks(node: Node, gradients: Mapping[int, Tensor | None], spec: PassSpec) -> dict[int, Tensor | None]:
-    """To enter and to leave the engine at one edge does this and nothing else."""
+    """Call the tensor hooks of a node. To enter and leave the engine at the same edge does only this."""
     edges, entering, lacking = _entrance(node, gradients)
     given = run_backward(edges, entering, edges, True, spec.create)
     return {} if lacking else {edge.output_nr: gradient for edge, gradient in zip(edges, given, strict=True)}
 
 
 def _entrance(node: Node, gradients: Mapping[int, Tensor | None]) -> tuple[list[GradientEdge], list[Tensor], bool]:
-    """Where the engine begins, and with what; without any gradient it cannot, and does so with one of zeros."""
+    """Return the edges at which the engine starts, and their gradients. If there is none, use zeros for one edge."""
     there = {number: gradient for number, gradient in gradients.items() if gradient is not None}
     lacking = not there
     if lacking:
@@ -136,10 +139,10 @@ class _Stopped(Exception):
 def _taken_by_function(
     node: Node, gradients: Mapping[int, Tensor | None], spec: PassSpec, streams: Streams
 ) -> tuple[Given, Given]:
-    """What the engine shows to hooks and gives to a function in Python, where some outputs have no gradient.
+    """Return the gradients that hooks see and a Python function gets, if some outputs have no gradient.
 
-    It gives zeros for them, if the function wants that, which nobody else can know. So it begins there, calls the
-    hooks, and is stopped as it calls the function.
+    The engine passes zeros for these if the function asks for zeros, which only the engine knows. So the engine starts
+    at the node, calls the hooks, and is stopped when it calls the function.
     """
     edges, entering, lacking = _entrance(node, gradients)
     following = next(GradientEdge(*edge) for edge in node.next_functions if edge[0] is not None)
@@ -158,18 +161,18 @@ def _taken_by_function(
             first.hooks_dict_ref().move_to_end(first.id, last=False)
             stack.callback(first.remove)
         stack.callback(node.register_prehook(shown.append).remove)
-        stack.enter_context(torch.autograd.set_detect_anomaly(False))  # which would tell of an error
+        stack.enter_context(torch.autograd.set_detect_anomaly(False))  # anomaly mode would report an error
         node.apply, node.apply_boxed = stop, lambda given: stop(*given)
         stack.callback(delattr, node, "apply")
         stack.callback(delattr, node, "apply_boxed")
         stack.enter_context(contextlib.suppress(_Stopped))
         run_backward(edges, entering, [following], True, spec.create)
-    streams.follow(made_on)  # an engine that is stopped does not see to that
+    streams.follow(made_on)  # a stopped engine does not synchronize the streams
     return shown[0], taken[0]
 
 
 def _hooks(register: Callable[[Any], Any]) -> list[Callable[..., Any]]:
-    """The hooks of a node, which are told only to one who registers another."""
+    """Return the hooks of a node. Torch gives access to them only through the handle of a newly registered hook."""
     handle = register(_look)
     hooks = handle.hooks_dict_ref()
     del hooks[handle.id]
@@ -177,15 +180,15 @@ def _hooks(register: Callable[[Any], Any]) -> list[Callable[..., Any]]:
 
 
 def _look(*_: Any) -> None:
-    """A hook that does nothing: who registers it is told of the others that are there."""
+    """Do nothing. Registering this hook gives access to the others."""
 
 
-_leaf_nodes_may_have_hooks = False  # in this process; once set it stays
+_leaf_nodes_may_have_hooks = False  # in this process; never reset
 _register_hook: Any = torch.autograd.Function._register_hook
 
 
 def _watched_register_hook(hooks: Any, hook: Any) -> Any:
-    """Register a hook of a node as torch does, and note that nodes of leaves may have hooks from now on."""
+    """Register a hook of a node as torch does, and record that nodes of leaves may have hooks from now on."""
     global _leaf_nodes_may_have_hooks
     _leaf_nodes_may_have_hooks = _leaf_nodes_may_have_hooks or hook is not _look
     return _register_hook(hooks, hook)
@@ -195,7 +198,7 @@ torch.autograd.function._HookMixin._register_hook = staticmethod(_watched_regist
 
 
 def has_hooks_of_leaf_node(leaf: Tensor, node: Node | None) -> bool:
-    """Return True if there are hooks of the node that adds up a leaf's gradient."""
+    """Return True if the node that accumulates a leaf's gradient has hooks."""
     if not _leaf_nodes_may_have_hooks:
         return False
     node = edge_of(leaf).node if node is None else node
@@ -203,12 +206,12 @@ def has_hooks_of_leaf_node(leaf: Tensor, node: Node | None) -> bool:
 
 
 def hooks_before_leaf(node: Node) -> list[Callable[..., Any]]:
-    """The hooks that are shown a leaf's gradient before its node adds it up."""
+    """Return the hooks that get a leaf's gradient before its node accumulates it."""
     return _hooks(node.register_prehook) if _leaf_nodes_may_have_hooks else []
 
 
 def hooks_behind_leaf(node: Node) -> list[Callable[..., Any]]:
-    """The hooks that are called when the node of a leaf has added up its gradient."""
+    """Return the hooks that are called after the node of a leaf has accumulated its gradient."""
     return _hooks(node.register_hook) if _leaf_nodes_may_have_hooks else []
 
 
@@ -220,7 +223,8 @@ def call_hooks(
         if changed is not None:
             changed = _as_tuple(changed)
             if any(value is None and new is not None for value, new in zip(values, changed, strict=False)):
-                raise RuntimeError("can't replace a None gradient with a non-None value")  # as torch's engine does
+                # same error as torch's engine
+                raise RuntimeError("can't replace a None gradient with a non-None value")
             values = changed
     return values
 
@@ -230,8 +234,8 @@ def call_hooks_of_leaf(
 ) -> Tensor | None:
     """Call the hooks that wait for the `whole` gradient; return the gradient that they leave in `.grad`.
 
-    They are shown it there, where they look for it. Contexts run at once, so they take turns. Those `behind` the node
-    of the leaf are given what it has `added`.
+    During the call `.grad` is the whole gradient, since the hooks read it there. A lock serializes concurrent contexts.
+    The hooks `behind` the leaf's node get the `added` gradient.
     """
     with showing:
         hidden, leaf.grad = leaf.grad, whole
@@ -246,7 +250,7 @@ def call_hooks_of_leaf(
             leaf.grad = hidden
 
 
-# What a node gives
+# The results of a node
 
 
 def _fit(gradient: Tensor | None, following: Node, number: int) -> Tensor | None:
@@ -273,17 +277,17 @@ def _check_nan(node: Node, given: Given) -> None:
 
 @cache
 def _saved_names(kind: Hashable) -> tuple[str, ...]:
-    """The attributes that hold what nodes of a kind saved."""
+    """Return the attributes that hold the saved values of nodes of a kind."""
     return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
 
 
 def _free(node: Node) -> None:
-    """Drop what the node saved; to use it again is an error, as after the engine."""
+    """Drop the saved values of the node. Using it again raises an error, as after a run of the engine."""
     kind: Any = type(node)
     for name in _saved_names(kind):
         saved = getattr(node, name)
         for each in saved if isinstance(saved, (tuple, list)) else (saved,):
-            with contextlib.suppress(RuntimeError):  # nothing was saved, or it is somebody's who registered hooks
+            with contextlib.suppress(RuntimeError):  # nothing was saved, or it has hooks of the user
                 each.register_hooks(_drop, _second_time)
 
 
@@ -295,12 +299,12 @@ def _second_time(_: Any) -> Tensor:
     raise RuntimeError(_SECOND_TIME)
 
 
-# Activation checkpoints of the reentrant kind: their backward runs a pass of its own, into `.grad`
+# Reentrant activation checkpoints: their backward runs its own pass, into `.grad`
 
 
 @contextlib.contextmanager
 def _inner_pass(node: Node, spec: PassSpec, accumulate: Accumulate) -> Iterator[None]:
-    """Have the function that is run anew give outputs whose gradients go to the leaves of the context."""
+    """Make the recomputed function return outputs whose gradients go to the leaves of the context."""
     original = node.run_function
 
     def run_function(*inputs: Any) -> Any:
@@ -323,7 +327,7 @@ def _inner_pass(node: Node, spec: PassSpec, accumulate: Accumulate) -> Iterator[
 
 
 class _Segment(torch.autograd.Function):
-    """Outputs that stand for others, behind which lies a graph of their own."""
+    """Detached outputs that represent the originals, which have a separate graph."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""Gradients on their way out of one worker's part of a pass."""
+"""Outgoing gradients of one worker's part of a pass."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from telegrad.autograd.engine.passes import WITHOUT, Ledger, PassSpec, Report, S
 from telegrad.autograd.engine.record import AutogradContext
 
 SMALL = 4096  # bytes
-NOWHERE = -1  # among `tensors`: stands for WITHOUT
+NOWHERE = -1  # index among `tensors` that represents WITHOUT
 
 
 class PackedShipment(NamedTuple):
-    """A shipment as it travels: of each message its number, and for each of its tensors which of `tensors`.
+    """A shipment on the wire: the number of each message, and for each of its tensors an index into `tensors`.
 
-    None where the pass has not come to it.
+    The index is None for a tensor that the pass has not reached.
     """
 
     spec: tuple[Any, ...]
     key: tuple[str, int]
     gradients: list[tuple[int, list[int | None]]]
-    report: tuple[Any, ...] | None = None  # that of its sender to the driver, without the spec
+    report: tuple[Any, ...] | None = None  # the sender's report to the driver, without the spec
     tensors: Sequence[Tensor] = ()
 
 
 def packed(shipment: Shipment, report: Report | None) -> tuple[PackedShipment, list[Tensor]]:
-    """A shipment as it travels, with a report that it takes along, and the tensors that go with it."""
+    """Return the wire form of a shipment, with an optional report, and the tensors to send with it."""
     tensors: list[Tensor] = []
     places: dict[int, int] = {}  # a gradient often goes to several tensors of a message
     slots: list[tuple[int, list[int | None]]] = []
@@ -51,15 +51,18 @@ def packed(shipment: Shipment, report: Report | None) -> tuple[PackedShipment, l
 
 
 def _lean(gradient: Tensor) -> Tensor:
-    """Often one number is all there is of a gradient; to spread it out is less work than to describe that."""
+    """Return a small gradient in contiguous form.
+
+    Its data is often one repeated number, and copying costs less than describing it.
+    """
     if gradient.layout is torch.strided and gradient.nbytes < SMALL and not gradient.is_contiguous():
         return gradient.contiguous()
     return gradient
 
 
 def unpacked(parcel: PackedShipment) -> tuple[Shipment, Report | None]:
-    """The shipment that has come, and the report that it took along."""
-    tensors = (*parcel.tensors, WITHOUT)  # the last, where NOWHERE leads
+    """Return a received shipment, and its report if any."""
+    tensors = (*parcel.tensors, WITHOUT)  # index NOWHERE (-1) is the last one
     gradients = [
         (number, [None if place is None else tensors[place] for place in places]) for number, places in parcel.gradients
     ]
@@ -69,7 +72,7 @@ def unpacked(parcel: PackedShipment) -> tuple[Shipment, Report | None]:
 
 
 class Outbox:
-    """Gradients on their way out of one pass, gathered as long as more for the same worker is about to come."""
+    """Outgoing gradients of one pass, gathered while more for the same worker are about to come."""
 
     def __init__(
         self,
@@ -79,18 +82,19 @@ class Outbox:
         rides_with_report: bool,
         gathers: Callable[[Outbox], None],
     ) -> None:
-        """`gathers` is told when something begins to wait for company, and has `send_early` called soon.
+        """`gathers` is called when gradients begin to wait for others; it must have `send_early` called soon.
 
-        What goes to the driver waits for the report and leaves with it, where this worker's part will not take long.
+        If this worker's part is expected to be short, gradients for the driver wait for the report and leave with it.
         """
         self.spec = ledger.spec
-        self.rides_with_report = rides_with_report  # a flag: once `send_early` was called, it stays False
+        self.rides_with_report = rides_with_report  # never True again after `send_early`
         self._agent = agent
         self._gathers = gathers
         self._context = context
         self._ledger = ledger
-        # Guards _ready, and the ledger while anything is in there: what has gone from it is in the ledger. So whoever
-        # finds nothing there for anybody can make the report. `repr` takes a copy of _ready without, which is atomic.
+        # Guards _ready, and the ledger while _ready holds anything: gradients that have left _ready are in the ledger.
+        # So a thread that finds nothing there for any worker can make the report. `repr` copies _ready without the
+        # lock, which is atomic.
         self._lock = threading.Lock()
         self._ready: dict[Identity, list[tuple[int, Sequence[Tensor | None]]]] = {}
 
@@ -99,7 +103,7 @@ class Outbox:
         return f"<Outbox of {self.spec}: gradients ready for {ready}>"
 
     def add(self, worker: Identity, number: int, gradients: Sequence[Tensor | None], more: bool) -> None:
-        """Gradients for one message of a worker; with `more` the same step will bring others for that worker."""
+        """Queue gradients for one message of a worker. `more`: the same step will bring others for that worker."""
         with self._lock:
             gathered = self._ready.setdefault(worker, [])
             first = not gathered
@@ -107,12 +111,12 @@ class Outbox:
         if not (more or (self.rides_with_report and worker.name == self.spec.driver)):
             self.send(worker)
             return
-        self._agent.streams.publish()  # another thread may send it
+        self._agent.streams.publish()  # another thread may send them
         if first:
             self._gathers(self)
 
     def flush(self) -> None:
-        """Send what is there, but for what waits for the report."""
+        """Send all gradients except those that wait for the report."""
         with self._lock:
             there = list(self._ready)
         for worker in there:
@@ -120,12 +124,15 @@ class Outbox:
                 self.send(worker)
 
     def send_early(self) -> None:
-        """Wait for no company any more, since what this worker does takes long."""
+        """Stop waiting for other gradients, since this worker's part takes long."""
         self.rides_with_report = False
         self.flush()
 
     def send_with(self, report: Callable[[], Report]) -> bool:
-        """Whether something goes to the driver, and takes the report along; the clock may just have sent it."""
+        """Send the gradients for the driver together with the report.
+
+        Return False if there are none, as after `send_early`.
+        """
         sent = False
         with self._lock:
             there = list(self._ready)
@@ -135,7 +142,7 @@ class Outbox:
         return sent
 
     def send(self, worker: Identity, report: Callable[[], Report] | None = None) -> bool:
-        """Whether something is there for a worker: it leaves, and with it a `report`, made when all else is known."""
+        """Send the gradients for a worker, and the result of `report` with them. Return False if there are none."""
         with self._lock:
             gathered = self._ready.pop(worker, None)
             if gathered is None:

@@ -1,34 +1,36 @@
-"""A backward pass across workers, as state machines: what the workers say to each other, and how it is known to end.
+"""The protocol of a backward pass across workers, as state machines, including the detection of its end.
 
-The way of a gradient, from the loss to a leaf on another worker:
+The path of a gradient, from the loss to a leaf on another worker:
 
-    forward    a tensor leaves        record.send: the edge where its gradient will come in is kept as a `Send`
-               it arrives             record.receive: it hangs on a `Recv` node, which knows its `Origin`
-    backward   a pass begins          conductor.Conductor.begin: `Start` goes to the workers where roots are
-               a worker has a task    mailbox, parts: one thread at a time does what there is to do for a context
-               gradients flow         schedule says what may run; engine has torch's engine run it, or byhand
-               one comes to a leaf    gradients: it is added up in the context
-               one comes to a `Recv`  record, engine, outbox: it leaves for the worker where the tensor came from
-               it arrives there       parts, engine: a `Shipment` is a task; it enters where the `Send` says
+    forward    a tensor is sent       record.send: a `Send` keeps the edge at which its gradient will enter
+               it arrives             record.receive: it gets a `Recv` node, which has its `Origin`
+    backward   a pass begins          conductor.Conductor.begin: `Start` goes to the workers of the roots
+               a worker has a task    mailbox, parts: one thread at a time runs the tasks of a context
+               gradients flow         schedule: which nodes may run; engine: torch's engine runs them, or node_calls
+               one reaches a leaf     gradients: it is accumulated in the context
+               one reaches a `Recv`   record, engine, outbox: it is sent to the worker that sent the tensor
+               it arrives there       parts, engine: a `Shipment` is a task; it enters at the edges of the `Send`
                the task is done       parts: a `Report` goes to the driver
-               all is quiet           conductor: the driver's `backward` returns
+               no task is left        conductor: the driver's `backward` returns
 
-Gradients travel in shipments. Each message that asks a worker for something has a key; when the worker has done it, it
-reports to the driver, who began the pass, which keys it has done and which it has sent to whom meanwhile. The driver
-keeps for each key how often it was sent less how often it was done. While anything is under way, some key does not
-cancel out: what is under way was sent by a worker that has not reported yet what made it do so, or has, and then is
-counted. So when all keys cancel out, all is quiet.
+Gradients travel in shipments. Each message that gives a worker a task has a key. When the worker has done the task, it
+reports to the driver, which began the pass. The report names the keys of the tasks that are done, and the keys and
+recipients of the messages that the worker has sent meanwhile. For each key the driver counts how often it was sent,
+minus how often it was done. While any task is pending, some key has a count other than zero: the task was sent by a
+worker that has not yet reported the task that caused it, or that has reported it, and then it is counted. So when all
+counts are zero, the pass is quiescent.
 
-Quiet, a worker may still hold gradients for nodes that wait for others which will never come, since what was sent plays
-no part in this pass. Then the driver has it marked, from those nodes along the graph and across workers, which sends
-are led to; when that is quiet, too, all other sends are declared dead, and the waiting nodes run. What was marked
-will receive something, so this happens once at most. Nothing is asked where nothing waits.
+A quiescent worker may still hold gradients for nodes that wait for others. These never come if a sent tensor takes no
+part in this pass. Then the driver starts a marking phase: from the waiting nodes, along the graph and across workers,
+all sends that the nodes lead to are marked. When that phase is quiescent, too, all other sends are declared dead, and
+the waiting nodes run. Every marked send will receive something, so this happens once at most. If no node waits, there
+is no marking phase.
 
-A pass can have a rider on the workers that it comes to: an optimizer that shall step with all gradients of the context.
-A worker has all of its own once no send of it is open; nothing waits there then. So the rider has its turn, and the
-next report tells what became of it: this costs no message. A worker cannot know where something that it sent is not
-used, or another pass of the context is not through, and leaves the rider alone. By the end of the pass the driver knows
-where the rider had its turn, and whoever gave it to the pass sees to the others.
+A pass can have a rider on the workers that it reaches: an optimizer that steps with all gradients of the context. A
+worker has all of its gradients once none of its sends is open; no gradient waits there then. The rider runs at that
+moment, and the next report has its result, so this costs no message. If a sent tensor is not used, or another pass of
+the context has not ended, the worker cannot know, and does not run the rider. At the end of the pass the driver knows
+where the rider ran, and the object that supplied it handles the other workers.
 """
 
 from __future__ import annotations
@@ -37,34 +39,34 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
-Key = tuple[str, int]  # who sent it, and a number
+Key = tuple[str, int]  # sender and a number
 
 RUNNING, MARKING, BURYING, ENDED = "running", "marking", "burying", "ended"
-NAMED = 5  # sends, in the error that tells of the missing ones
-WITHOUT: Any = "without"  # in the place of a gradient: the pass has come to a tensor, but there is no gradient
+NAMED = 5  # number of sends in the error about missing gradients
+WITHOUT: Any = "without"  # used for a gradient: the pass has reached a tensor, but there is no gradient
 
 
 class PassSpec(NamedTuple):
-    """Which pass this is, and of what kind; it names the pass in each of its messages."""
+    """The identity and the options of a pass. Each of its messages carries them."""
 
     context: int
     driver: str
     number: int
-    retain: bool  # the graph can be run through again
+    retain: bool  # keep the graph for another pass
     create: bool  # the gradients have a graph of their own
     fast: bool  # every send takes part
-    roots: tuple[str, ...]  # the workers where it begins
-    rider: int = 0  # what wants the gradients of each worker, where there is something under that number; 0: nothing
-    request: bytes = b""  # what the rider shall do
-    captures: bool = False  # the driver wants gradients of tensors of its own, and no other shall be added up
-    autocast: bytes = b""  # in which the driver has begun it, as `agent.scene` describes it
+    roots: tuple[str, ...]  # the workers with roots
+    rider: int = 0  # the number of the object that gets each worker's gradients, where it exists; 0: none
+    request: bytes = b""  # argument for the rider
+    captures: bool = False  # the driver captures gradients of its own tensors, and no gradient is accumulated
+    autocast: bytes = b""  # autocast state of the driver at the start, see `call_context.described_autocast`
 
     def __str__(self) -> str:
         return f"pass {self.number} of {self.driver!r} in context {self.context}"
 
 
 class Start(NamedTuple):
-    """Begin at values that live there, on the worker that is told."""
+    """Begin at values of the receiving worker."""
 
     spec: PassSpec
     key: Key
@@ -72,9 +74,9 @@ class Start(NamedTuple):
 
 
 class Shipment(NamedTuple):
-    """Gradients of tensors that were sent: of each message its number, and for each of its tensors one, or `WITHOUT`.
+    """Gradients of sent tensors: the number of each message, and for each of its tensors the gradient or `WITHOUT`.
 
-    None where the pass has not come to a tensor.
+    The entry is None for a tensor that the pass has not reached.
     """
 
     spec: PassSpec
@@ -83,7 +85,7 @@ class Shipment(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """These sends can still receive; without any: begin with what waits."""
+    """Mark these sends as able to receive. Without sends, begin at the waiting nodes."""
 
     spec: PassSpec
     key: Key
@@ -91,33 +93,33 @@ class Mark(NamedTuple):
 
 
 class Bury(NamedTuple):
-    """Sends that were not marked will not receive anything."""
+    """Sends that were not marked will receive nothing."""
 
     spec: PassSpec
     key: Key
 
 
 class Report(NamedTuple):
-    """What a worker has done since its last report: it goes to the driver."""
+    """What a worker has done since its last report. Sent to the driver."""
 
     spec: PassSpec
     number: int
     done: Sequence[Key]
-    sent: Sequence[tuple[Key, str]]  # and to whom
-    starved: bool  # something waits here
-    waiting: Sequence[str]  # in a fast pass: what has not received, in words
-    rode: tuple[bool, Any] | None = None  # once: whether the rider did it, and its value or failure
+    sent: Sequence[tuple[Key, str]]  # and the recipients
+    starved: bool  # gradients wait here
+    waiting: Sequence[str]  # in a fast pass: descriptions of the sends that have received nothing
+    rode: tuple[bool, Any] | None = None  # sent once: True and the rider's value, or False and its failure
 
 
 class Failed(NamedTuple):
-    """A worker could not do its part: it goes to the driver, who ends the pass."""
+    """A worker could not do its part. Sent to the driver, which ends the pass."""
 
     spec: PassSpec
     failure: bytes
 
 
 class Abandon(NamedTuple):
-    """The pass has failed: the driver has a worker forget it."""
+    """The pass has failed. The driver sends this to the workers, which drop the pass."""
 
     spec: PassSpec
 
@@ -126,23 +128,23 @@ Task = Start | Shipment | Mark | Bury
 
 
 class LeftOut(Exception):
-    """A fast pass, whose caller said that every send takes part, left some out."""
+    """A fast pass, whose caller guaranteed that every send takes part, left some out."""
 
     def __init__(self, waiting: Mapping[str, Sequence[str]]) -> None:
-        self.waiting = waiting  # by workers, in words
+        self.waiting = waiting  # descriptions of sends, by workers
 
 
 class Driver:
-    """A pass as the worker knows it that has begun it: who has what to do, and whether all is done."""
+    """A pass as its driver sees it: the pending tasks of all workers, and the end."""
 
     def __init__(self, spec: PassSpec) -> None:
         self.spec = spec
         self.state = RUNNING
-        self.workers: set[str] = set()  # that take part
-        self.marked = 0  # times that the question was asked
-        self.rode: dict[str, tuple[bool, Any]] = {}  # by workers, what became of the rider where it had its turn
+        self.workers: set[str] = set()  # workers that take part
+        self.marked = 0  # number of marking phases
+        self.rode: dict[str, tuple[bool, Any]] = {}  # by workers, the outcome of the rider where it ran
         self._balance: dict[Key, int] = {}
-        self._asked: dict[Key, str] = {}  # of the sent ones in the balance, who has to do it
+        self._asked: dict[Key, str] = {}  # of keys in the balance that were sent: the worker that has the task
         self._last: dict[str, Report] = {}
         self._keys = 0
 
@@ -152,23 +154,23 @@ class Driver:
 
     @property
     def ended(self) -> bool:
-        """Whether the pass is over on all workers."""
+        """Return True if the pass is over on all workers."""
         return self.state == ENDED
 
     @property
     def owing(self) -> set[str]:
-        """Workers that have something to do and have not reported it."""
+        """Return the workers that have not reported all of their tasks."""
         return set(self._asked.values())
 
     def start(self, values: Iterable[tuple[str, Sequence[Any]]]) -> list[tuple[str, Task]]:
-        """Have workers begin at values of theirs."""
+        """Return the messages that start the pass at values of the given workers."""
         return [self._ask(worker, Start, there) for worker, there in values]
 
     def report(self, worker: str, report: Report) -> list[tuple[str, Task]]:
-        """A worker has reported: what to send now.
+        """Process a worker's report; return the next messages.
 
         Raises:
-            LeftOut: sends of a fast pass have not received.
+            LeftOut: no gradient came for some sends of a fast pass.
         """
         self.workers.add(worker)
         for key, asked in report.sent:
@@ -218,45 +220,48 @@ class Driver:
 
 
 class GraphRunner(Protocol):
-    """What runs the graph of one worker in one pass. It is made once its roots are known, if it has any."""
+    """Runs the graph of one worker in one pass. It is created once the worker's roots, if any, are known."""
 
     def start(self) -> None:
-        """Run from the roots, which live here."""
+        """Run from this worker's roots."""
 
     def arrive(self, gradients: Sequence[tuple[int, Sequence[Any]]]) -> None:
-        """Gradients of what was sent have come: run what can run."""
+        """Take gradients of sent tensors, and run the nodes that can run."""
 
     def mark(self, sends: Sequence[int]) -> Mapping[str, list[int]]:
-        """Which sends of which workers these, or without any what waits here, lead to and were not named before."""
+        """Return the sends, by workers, that these sends lead to and that were not returned before.
+
+        Without sends, start at the waiting nodes.
+        """
 
     def bury(self) -> None:
-        """Sends that were not marked will receive nothing: run what can run."""
+        """Sends that were not marked will receive nothing: run the nodes that can run."""
 
     @property
     def starved(self) -> bool:
-        """Whether gradients wait for others."""
+        """Return True if gradients wait for others."""
 
     @property
     def expects(self) -> bool:
-        """Whether it is not known of all that was sent, and of the roots, that nothing comes there any more."""
+        """Return True if a gradient may still come to a sent tensor or to a root."""
 
     @property
     def waiting(self) -> Iterable[str]:
-        """What was sent and has not received."""
+        """Describe the sends that have received nothing."""
 
 
 class Ledger:
-    """What a worker has sent in a pass, so that its next report tells the driver of it."""
+    """The messages that a worker has sent in a pass and not yet reported to the driver."""
 
     def __init__(self, spec: PassSpec, name: str) -> None:
         self.spec = spec
-        self.reached: set[str] = set()  # workers to whom something was sent
+        self.reached: set[str] = set()  # workers to which something was sent
         self._name = name
         self._sent: list[tuple[Key, str]] = []
         self._keys = 0
 
     def key(self, worker: str) -> Key:
-        """Take note of something that is sent to a worker now; its key."""
+        """Record that a message is sent to a worker now; return its key."""
         self.reached.add(worker)
         self._keys += 1
         key = self._name, self._keys
@@ -264,17 +269,17 @@ class Ledger:
         return key
 
     def ship(self, worker: str, gradients: Sequence[tuple[int, Sequence[Any]]]) -> Shipment:
-        """Take note of gradients that leave for a worker now; what takes them there."""
+        """Record that gradients are sent to a worker now; return the shipment."""
         return Shipment(self.spec, self.key(worker), gradients)
 
     def take(self) -> list[tuple[Key, str]]:
-        """What was sent since the last time, for a report."""
+        """Remove and return the messages sent since the last report."""
         sent, self._sent = self._sent, []
         return sent
 
 
 class Participant:
-    """A pass as each worker knows it that takes part: it does its tasks, and reports."""
+    """A pass as each worker that takes part sees it: the worker does tasks, and reports."""
 
     def __init__(self, ledger: Ledger, runner: GraphRunner) -> None:
         self.spec = ledger.spec
@@ -290,7 +295,7 @@ class Participant:
         return f"<Participant in {self.spec}: {self._reports} reports, {state}>"
 
     def take(self, tasks: Sequence[Task]) -> list[tuple[str, Task]]:
-        """Do what has come: what to send besides the shipments, which leave meanwhile."""
+        """Do tasks. Return the messages to send, except shipments, which leave during the call."""
         letters: list[tuple[str, Task]] = []
         arrived = [each for task in tasks if isinstance(task, Shipment) for each in task.gradients]
         for task in tasks:
@@ -308,20 +313,20 @@ class Participant:
 
     @property
     def through(self) -> bool:
-        """Whether no gradient can come to a leaf here any more in this pass."""
+        """Return True if no gradient can come to a leaf here any more in this pass."""
         return not self._runner.expects
 
     def may_ride(self, others: Iterable[Participant]) -> bool:
-        """Whether the rider's turn has come, given this worker's `others` of the context; then `ride` must follow."""
+        """Return True if the rider may run, given this worker's `others` of the context. Then `ride` must follow."""
         return self._waits_to_ride and self.through and all(other.through for other in others)
 
     def ride(self, outcome: tuple[bool, Any]) -> None:
-        """The rider has had its turn, and has none again."""
+        """Record the outcome of the rider, which does not run again."""
         self._waits_to_ride = False
         self._rode = outcome
 
     def report(self) -> Report:
-        """What the driver has to know, after everything that was to be sent was."""
+        """Return the report for the driver. All other messages must have been sent before."""
         done, self._done = self._done, []
         rode, self._rode = self._rode, None
         self._reports += 1

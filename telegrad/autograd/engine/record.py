@@ -1,7 +1,7 @@
-"""What one worker records of one forward and backward pass: what it sent, what it received, what leaves got.
+"""The records of one worker for one forward and backward pass: sends, receipts, and gradients of leaves.
 
-Two things join the graphs of two workers: on one side a `Send`, the edges of the tensors that left in a message; on the
-other a `Recv` node, on which hangs what came in it, with the `Origin` that says whose `Send` its gradients are for.
+Two objects join the graphs of two workers. The sender keeps a `Send`, the edges of the tensors in a message. The
+receiver makes a `Recv` node for the received tensors, whose `Origin` names the `Send` that gets their gradients.
 """
 
 from __future__ import annotations
@@ -23,30 +23,34 @@ from telegrad.autograd.engine.edges import edge_of
 from telegrad.autograd.engine.gradients import Gradients
 from telegrad.errors import UsageError
 
-OWNER_SHIFT = 48  # a context's id: its owner's rank, above a number that is random at first
-UNKNOWN = 0  # the number of a message that was sent under `no_grad`, so that nothing is known of what it took along
-FIRST = 1 << 63  # of the nodes that are ready the engine runs that of the highest number: what leaves shall not wait
+OWNER_SHIFT = 48  # bits of a context's id: the rank of its owner is above a number that starts at random
+UNKNOWN = 0  # the number of a message sent under `no_grad`, whose tensors were not recorded
+FIRST = 1 << 63  # the engine runs the ready node with the highest number first: outgoing gradients must not wait
 
-# Behind a message's body: the context, and the message's number; then which slots are recorded, four bytes each.
+# Appended to a message's body: the context, and the message's number; then the indices of the recorded slots, four
+# bytes each.
 _HEAD = struct.Struct("<QQ")
 read_id = struct.Struct("<Q").unpack_from  # of the context
 
 _entered: ContextVar[int | None] = ContextVar("telegrad_context", default=None)
-entered_id = _entered.get  # of the context in which this thread's code runs, if it does in one
+entered_id = _entered.get  # of this thread's context, or None
 
-# The addresses of contexts in which tensors were received; each use is one operation. A forked child keeps them: graphs
-# that it inherits must not run without the gradients of other workers there either.
+# The addresses of contexts in which tensors were received; each use is one atomic operation. A forked child keeps them:
+# graphs that it inherits must not run without the gradients of other workers there either.
 receiving: set[int] = set()
 
 
 @in_child
 def _leave() -> None:
-    """The context in which the forking thread's code runs is one of the parent's workers'."""
+    """Leave the context: it belongs to a worker of the parent process."""
     _entered.set(None)
 
 
 class Send(NamedTuple):
-    """A message that took tensors away: where their gradients will come in. A leaf stands for itself."""
+    """A message that contained tensors: the edges at which their gradients will enter.
+
+    A leaf has no edge and is kept itself.
+    """
 
     edges: list[GradientEdge | Tensor]
     to: str
@@ -58,22 +62,22 @@ class Send(NamedTuple):
 
 
 class Origin:
-    """Where the tensors of one message came from, and so where their gradients go."""
+    """The message that the tensors came in, which gets their gradients."""
 
     __slots__ = ("after", "context", "number", "sender")
 
     def __init__(self, context: AutogradContext, sender: Identity, number: int, after: int = 0) -> None:
         self.context = context
         self.sender = sender
-        self.number = number  # the message's, to its sender
-        self.after = after  # the number of the last message that this worker had sent in the context by then
+        self.number = number  # given by the sender
+        self.after = after  # the number of the last message that this worker had sent in the context before
 
     def may_lead_behind(self, first: float) -> bool:
-        """Return True if gradients that go there may come back to what was sent in message `first`, or later."""
+        """Return True if gradients sent there may come back to tensors sent in message `first` or later."""
         return self.after >= first or self.number == UNKNOWN
 
     def refusal(self) -> UsageError:
-        """Return why a gradient that has come here cannot go on, where torch's engine runs the graph without a pass."""
+        """Return the error for a gradient that came here while torch's engine ran the graph without a pass."""
         if self.number == UNKNOWN:
             return UsageError(
                 f"a gradient leads to a tensor that worker {self.sender.name!r} sent in a call under torch.no_grad(), "
@@ -90,10 +94,10 @@ class Origin:
 
 
 class Recv(torch.autograd.Function):
-    """The received tensors of one message hang on one node, which passes their gradients on to their sender.
+    """One node for all received tensors of one message. It sends their gradients to the sender of the tensors.
 
-    Its only input, the anchor, is an empty leaf made for it alone: whoever wants its gradient makes the engine run
-    the node.
+    Its only input, the anchor, is an empty leaf made for it alone: asking for its gradient makes the engine run the
+    node.
     """
 
     @staticmethod
@@ -110,17 +114,21 @@ class Recv(torch.autograd.Function):
 
 
 RecvNode: type = Recv._backward_cls
-_apply: Callable[..., Sequence[Tensor]] = super(torch.autograd.Function, Recv).apply  # without looking for transforms
+# skips the check for function transforms
+_apply: Callable[..., Sequence[Tensor]] = super(torch.autograd.Function, Recv).apply
 
 
 def send(tensors: Sequence[Tensor], to: str, what: Any) -> Send:
-    """What keeps the graph of tensors that leave; of a node in Python it is the edge's token that does."""
+    """Record the edges of tensors that are sent. They keep the graph alive; for a Python node, the edge's token
+    does.
+    """
     return Send([tensor if tensor.is_leaf else edge_of(tensor) for tensor in tensors], to, what)
 
 
 def receive(tensors: Sequence[Tensor], origin: Origin) -> Sequence[Tensor]:
-    """The same tensors with a history: a Recv, whose gradients go to their origin."""
-    if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():  # of whoever waits; they were sent in another
+    """Return the tensors with a Recv as history, which sends their gradients to their origin."""
+    # the mode of the receiving thread, not that of the sender
+    if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         with torch.inference_mode(False), torch.enable_grad():
             return receive(tensors, origin)
     anchor = torch.empty(0, requires_grad=True)
@@ -135,17 +143,19 @@ class Running(Protocol):
     """A pass that runs the graph of a context."""
 
     def ship(self, origin: Origin, gradients: Sequence[Tensor | None]) -> None:
-        """Gradients have come to a Recv: they leave."""
+        """Send the gradients that came to a Recv."""
 
 
 class Inside:
-    """A context manager: what this thread runs inside of it belongs to the context of that id; with None, to none."""
+    """A context manager: code that this thread runs inside belongs to the context with that id, or with None to
+    none.
+    """
 
     __slots__ = ("_id", "_token")
 
     def __init__(self, id_: int | None) -> None:
         self._id = id_
-        self._token: Token[int | None] | None = None  # while inside
+        self._token: Token[int | None] | None = None  # None unless entered
 
     def __enter__(self) -> None:
         self._token = _entered.set(self._id)
@@ -156,22 +166,22 @@ class Inside:
 
 
 class AutogradContext:
-    """One forward and backward pass, as far as this worker takes part: what it has recorded."""
+    """One worker's records of one forward and backward pass."""
 
     def __init__(self, id_: int, numbers: Iterator[int]) -> None:
-        """`numbers` are given to the messages that it records, and never to two of this worker."""
+        """`numbers` yields the numbers of recorded messages, which are unique on this worker."""
         self.id = id_
         self.gradients = Gradients()
-        self.passes = 0  # in which this worker has taken part; `Contexts` counts them, and guards this
-        self.running: Running | None = None  # set by whoever runs the graph, which one thread does at a time
+        self.passes = 0  # in which this worker has taken part; `Contexts` counts and guards them
+        self.running: Running | None = None  # set by the thread that runs the graph, one at a time
         self._numbers = numbers
-        # Guards changes of all below, and looks at all of one. Each look that goes without it is one operation of a
-        # dict, and so atomic (`get`, `len`, `copy`), or sees a flag that is set once.
+        # Guards changes of all fields below, and iteration over them. Reads without the lock are single dict
+        # operations, and so atomic (`get`, `len`, `copy`), or read a flag that is set once.
         self._lock = threading.Lock()
         self.ended = False
-        self._sends: dict[int, Send] = {}  # by the numbers of messages
-        self._last = 0  # the highest of these numbers; a look without the lock sees this or the one before
-        self._known: dict[str, Identity] = {}  # workers that have heard of it from here, or told of it
+        self._sends: dict[int, Send] = {}  # by message numbers
+        self._last = 0  # the highest of these numbers; a read without the lock may return the previous one
+        self._known: dict[str, Identity] = {}  # workers known to take part
 
     def __repr__(self) -> str:
         state = "has ended" if self.ended else "its graph runs" if self.running is not None else "nothing runs"
@@ -186,46 +196,46 @@ class AutogradContext:
 
     @property
     def owner(self) -> int:
-        """The rank of the worker that began it."""
+        """The rank of the worker that began the context."""
         return self.id >> OWNER_SHIFT
 
     @property
     def sends(self) -> dict[int, Send]:
-        """What was sent until now, by the numbers of the messages."""
+        """The sends until now, by message numbers."""
         with self._lock:
             return self._sends.copy()
 
     @property
     def known(self) -> list[Identity]:
-        """The workers that take part, as far as this one has heard; they have to hear of the end."""
+        """The workers that take part, as far as this one knows; it must forward the end of the context to them."""
         with self._lock:
             return list(self._known.values())
 
     def entered(self) -> Inside:
-        """A context manager: what this thread runs inside of it belongs to this context."""
+        """Return a context manager: code that this thread runs inside belongs to this context."""
         return Inside(self.id)
 
     def meet(self, who: Identity) -> None:
-        """A worker takes part, and has to hear of the end."""
+        """Record that a worker takes part, and must be notified of the end."""
         if self._known.get(who.name) != who:
             with self._lock:
                 self._known[who.name] = who
 
     def met(self, name: str) -> Identity | None:
-        """Who takes part under that name: one who has come back under it knows nothing of this context."""
+        """Return the worker that takes part under that name. A restarted worker of that name does not take part."""
         return self._known.get(name)
 
     def knows(self, who: Identity) -> bool:
-        """Whether that worker takes part, as far as this one has heard."""
+        """Return True if that worker takes part, as far as this one knows."""
         return self._known.get(who.name) == who
 
     def may_be_of(self, who: Identity) -> bool:
-        """Return True if that worker began it, or may have: another may have its rank later, and begin others."""
+        """Return True if that worker began the context, or may have: another worker may get its rank later."""
         holders = [each for each in self.known if each.id == self.owner]
         return who.id == self.owner and (not holders or who in holders)
 
     def sent(self, tensors: Sequence[Tensor], to: Identity, what: Any, graph: bool) -> bytes:
-        """Tensors leave: keep the edges of those that have a graph; what the message shall say of it."""
+        """Record the edges of sent tensors that have a graph. Return the bytes to append to the message."""
         slots = [slot for slot, tensor in enumerate(tensors) if tensor.requires_grad]
         if not graph:
             slots = [slot for slot in slots if tensors[slot].grad_fn is not None]
@@ -241,13 +251,13 @@ class AutogradContext:
             number = next(self._numbers)
             kept = send([tensors[slot] for slot in slots], to.name, what)
             with self._lock:
-                if not self.ended:  # else nobody would ever let go of the graph
+                if not self.ended:  # else the graph would never be released
                     self._sends[number] = kept
                     self._last = max(self._last, number)
         return _HEAD.pack(self.id, number) + struct.pack(f"<{len(slots)}I", *slots)
 
     def received(self, said: bytes, tensors: list[Tensor], sender: Identity) -> list[Tensor]:
-        """Tensors have come: give a history to those that were recorded, as the message says."""
+        """Replace received tensors that were recorded, as the message says, by tensors with a history."""
         self.meet(sender)
         _, number = _HEAD.unpack_from(said)
         slots = struct.unpack_from(f"<{(len(said) - _HEAD.size) // 4}I", said, _HEAD.size)
@@ -261,16 +271,16 @@ class AutogradContext:
         return tensors
 
     def ship(self, origin: Origin, gradients: Sequence[Tensor | None]) -> None:
-        """Gradients have come to a Recv of this context: whoever runs the graph sends them on."""
+        """Pass gradients that came to a Recv of this context to the pass that runs the graph."""
         running = self.running
         if running is None:
             raise origin.refusal()
         running.ship(origin, gradients)
 
     def close(self) -> None:
-        """The context has ended: let go of everything."""
+        """Mark the context as ended, and release all records."""
         with self._lock:
             self.ended = True
             sends, self._sends = self._sends, {}
-        sends.clear()  # not under the lock: what graphs hold may be the user's, and run code as it goes
+        sends.clear()  # not under the lock: graphs may hold user objects, whose finalizers run user code
         self.gradients.clear()

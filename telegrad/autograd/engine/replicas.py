@@ -1,7 +1,7 @@
-"""DistributedDataParallel inside of a context: the gradients of its replicas are averaged, and then are the context's.
+"""DistributedDataParallel in a context: the gradients of its replicas are averaged, and stored in the context.
 
-Its reducer listens to the real accumulation into `.grad`. So the gradients that a pass has found are accumulated there
-once all of them are known, all in one call of the engine as the reducer wants it, and taken away again.
+The reducer reacts to the accumulation into `.grad`. So once a pass has found all gradients of replicated parameters, it
+accumulates them there, in one call of the engine as the reducer requires, and removes them again.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ from telegrad.autograd.engine.guard import no_pass
 
 Node = Any
 
-# Guards the two below; a look whether there is anything, or whether it is watched for, is atomic and goes without.
+# Guards the two variables below. Tests for emptiness and of the flag are atomic, and go without the lock.
 _lock = renewed(threading.Lock())
-_seen: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()  # all that there are
+_seen: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()  # all modules that exist
 _watching = not torch.distributed.is_available()  # or there is nothing to watch for
 
-_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # of reducers; only added to; see `_outlive`
+_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # by reducers; only added to; see `_outlive`
 
-# Guards `.grad` of leaves while it shows a gradient of a context, to a hook or FSDP. So these run under it, for they
-# look there; it is reentrant, since a hook may do what shows another.
+# Guards the `.grad` of leaves while it holds a gradient of a context, for a hook or FSDP. These read it there, so they
+# run under the lock. It is reentrant, because a hook may cause another one to run.
 showing = renewed(threading.RLock())
 
 # The same for replicated leaves and their reducers, by process groups; only added to, under `_lock`. With one lock for
-# all groups, ranks whose contexts reduce in different orders would wait for each other.
+# all groups, ranks whose contexts reduce in different orders would deadlock.
 _turns: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 def watch() -> None:
-    """From now on know of all replicated modules, over whichever process group: `forward` may be called directly."""
+    """Track all replicated modules from now on, for all process groups, because `forward` may be called directly."""
     global _watching
     if not _watching:
-        register_module_module_registration_hook(_notice)  # twice does no harm
+        register_module_module_registration_hook(_notice)  # registering twice is harmless
         found = instances(DistributedDataParallel)
         with _lock:
             _seen.update(found)
@@ -53,14 +53,17 @@ def watch() -> None:
 
 
 def _notice(module: Any, *_: Any) -> None:
-    """A module is given a submodule, as each replicated one is when it is made."""
+    """Track a replicated module.
+
+    Torch calls this when a module gets a submodule, as each replicated one does when created.
+    """
     if isinstance(module, DistributedDataParallel):
         with _lock:
             _seen.add(module)
 
 
 def replicated() -> set[int]:
-    """The ids of the parameters of such modules."""
+    """Return the ids of the parameters of all replicated modules."""
     watch()
     if not _seen:
         return set()
@@ -72,18 +75,19 @@ def replicated() -> set[int]:
 
 
 def _outlive(module: DistributedDataParallel) -> None:
-    """Have the process group of a module live longer than its reducer, and die by Python's hand, which lets others run.
+    """Keep the process group of a module alive longer than its reducer.
 
-    A reducer that is the last to hold it would end it while it holds the interpreter: it joins the group's threads, and
-    these wait for the interpreter if they have a tensor of Python's to give back.
+    If the reducer holds the last reference, it destroys the group without releasing the GIL: it joins the group's
+    threads, and these deadlock if they need the GIL to free a Python tensor. If Python frees the group, the GIL is
+    released.
     """
-    reducer = vars(module).get("reducer")  # there is none yet while the module is made
+    reducer = vars(module).get("reducer")  # missing while the module is being created
     if reducer is not None:
         _groups[reducer] = module.process_group
 
 
 def reduce(gradients: Mapping[Node, Tensor]) -> dict[Node, Tensor]:
-    """What the replicas make of the gradients of these leaves together; waits for them."""
+    """Average the gradients of these leaves over the replicas, and return them. Blocks until all replicas take part."""
     leaves = [node.variable for node in gradients]
     with contextlib.ExitStack() as stack:
         for turn in _turns_of(leaves):
@@ -97,7 +101,7 @@ def reduce(gradients: Mapping[Node, Tensor]) -> dict[Node, Tensor]:
 
 
 def _turns_of(leaves: Sequence[Tensor]) -> list[Any]:
-    """Return the locks of the process groups over which these leaves are averaged, in the order for taking them."""
+    """Return the locks of the process groups over which these leaves are averaged, in locking order."""
     ids = set(map(id, leaves))
     with _lock:
         modules = list(_seen)
@@ -108,7 +112,7 @@ def _turns_of(leaves: Sequence[Tensor]) -> list[Any]:
 
 @contextlib.contextmanager
 def _hidden(leaves: Sequence[Tensor]) -> Iterator[None]:
-    """Without what is in `.grad`; a copy of it comes back, since a reducer may write to its memory."""
+    """Clear `.grad` inside. Restore a copy afterwards, since a reducer may write to its memory."""
     hidden = [leaf.grad.clone() if leaf.grad is not None else None for leaf in leaves]
     for leaf in leaves:
         leaf.grad = None
@@ -121,7 +125,7 @@ def _hidden(leaves: Sequence[Tensor]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _silenced(leaf: Tensor) -> Iterator[None]:
-    """Without the hooks that have been called already."""
+    """Remove hooks that were called already, inside."""
     hooks = leaf._backward_hooks
     kept = dict(hooks or {})
     if hooks is not None:

@@ -1,18 +1,19 @@
-"""Which nodes of one worker's graph may run when, in a pass whose gradients come in any order.
+"""The order in which nodes of one worker's graph may run, in a pass whose gradients come in any order.
 
-Gradients enter at *entries*: the roots, and the tensors that were sent away. A node may run once no entry that leads to
-it is open any more, for then its gradient is whole. So each closing entry (its gradient has come, or it is known that
-none will) settles some nodes, and each node is settled once: the work of a whole pass is linear in the graph.
+Gradients enter at *entries*: the roots, and the tensors that were sent. A node may run once no open entry leads to it,
+because its gradient is complete then. An entry closes when its gradient has come, or when it is known that none will
+come. Each closing entry settles some nodes, and each node is settled once. So the work of a pass is linear in the size
+of the graph.
 
-What is settled together runs as torch's engine would run it: of the nodes that are ready, the newest first. Where
-nothing behind them waits for more, that is one call of the engine, which sees to the order by itself.
+Nodes that are settled together run in the order of torch's engine: of the ready nodes, the newest first. If no node
+behind them waits for more, that is one call of the engine, which determines the order itself.
 
-Elsewhere the order is found out here. The engine would call the hooks of a node that still waits with a part of its
-gradient; so what feeds such a node runs by hand, and what comes between two such in one call of the engine, if nothing
-else speaks against it.
+Otherwise this module determines the order. The engine would call the hooks of a waiting node with an incomplete
+gradient. So nodes that feed such a node run by hand. The nodes between two of these run in one call of the engine, if
+there is no other obstacle.
 
-Nodes are known here by `next_functions` and `_sequence_nr`, by what `kinds` says of their types, and by whether they
-have an `apply`, as those have that are written in Python.
+This module uses only `next_functions` and `_sequence_nr` of nodes, the result of `kinds` for their types, and whether
+they have `apply`, as Python nodes do.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from itertools import count
 from math import inf
 from typing import Any, NamedTuple, Protocol
 
-PLAIN = 1  # a leaf that may take its gradient in parts: it is wanted by many, and waits for nobody
+PLAIN = 1  # a leaf that may take its gradient in parts: many nodes feed it, and no node waits for it
 LEAF = 2
-RECV = 3  # what leads to another worker
-ENDS = (LEAF, RECV)  # behind which nothing of this worker runs
-ALONE = 4  # a node that the engine cannot run as a part of something
+RECV = 3  # leads to another worker
+ENDS = (LEAF, RECV)  # behind which no node of this worker runs
+ALONE = 4  # a node that the engine cannot run together with others
 
 Node = Any
 
@@ -40,19 +41,19 @@ class Kinds(Protocol):
 
 
 class EngineCall(NamedTuple):
-    """What runs in one call of torch's engine."""
+    """One call of torch's engine."""
 
-    nodes: Sequence[Node]  # where gradients enter; in an ordered step all that run, in their order
-    leaves: Sequence[Node]  # whose gradients it shall give
-    recvs: Sequence[Node]  # which it shall run
-    fed: Sequence[Node] = ()  # of those run by hand afterwards: what comes there it shall give
+    nodes: Sequence[Node]  # where gradients enter; in an ordered step all nodes that run, in order
+    leaves: Sequence[Node]  # whose gradients the call returns
+    recvs: Sequence[Node]  # which the call runs
+    fed: Sequence[Node] = ()  # nodes run by hand afterwards, whose gradients the call returns
 
 
 class GraphStep(NamedTuple):
-    """What can run now, after some entries have closed."""
+    """The nodes that can run after some entries have closed."""
 
-    acts: list[EngineCall | Node]  # one after the other; a node runs by hand
-    unreached: Sequence[Node] = ()  # what leads to other workers and will not run, since nothing comes there
+    acts: list[EngineCall | Node]  # in this order; a node runs by hand
+    unreached: Sequence[Node] = ()  # Recv nodes that will not run, since no gradient reaches them
 
 
 class Region:
@@ -65,20 +66,20 @@ class Region:
         self.leaves: list[Node] = []
         self.recvs: list[Node] = []
         self.entries: list[int] = []
-        self.open = 0  # entries
-        self.alone = False  # whether there are nodes that the engine cannot run as a part of something
-        self.closed: list[int] = []  # entries since the last step
-        self.counted = False  # whether its nodes are in the countdown
+        self.open = 0  # number of open entries
+        self.alone = False  # True if the region has ALONE nodes
+        self.closed: list[int] = []  # entries closed since the last step
+        self.counted = False  # True if its nodes are in the countdown
 
     def note(self, node: Node, kind: int) -> None:
-        """Take note of a node that is special, and no plain leaf."""
+        """Record a special node other than a plain leaf."""
         if kind == ALONE:
             self.alone = True
         else:
             (self.recvs if kind == RECV else self.leaves).append(node)
 
     def take(self, other: Region) -> None:
-        """Swallow another region, since one's entries lead to a node of the other."""
+        """Merge another region into this one, since entries of one lead to a node of the other."""
         other.merged = self
         self.nodes += other.nodes
         self.plain.update(other.plain)
@@ -89,17 +90,17 @@ class Region:
 
 
 class Countdown:
-    """For each node of some regions how much it still waits for: at nothing it is settled."""
+    """The number of edges and entries that each node of some regions still waits for. At zero the node is settled."""
 
     def __init__(self, kind: Mapping[Node, int]) -> None:
         self.kind = kind
         self.next: dict[Node, list[Node]] = {}
-        self.waits: dict[Node, int] = {}  # for so many edges and entries; settled nodes are not in here
+        self.waits: dict[Node, int] = {}  # edges and entries left; without settled nodes
         self.uses: Counter[Node] = Counter()  # of plain leaves, by nodes that are not settled
-        self._ages = count()  # tell apart what has the same number
+        self._ages = count()  # break ties between equal sequence numbers
 
     def add(self, nodes: Iterable[Node], starts: Iterable[Node]) -> None:
-        """Count for the nodes of a region; `starts` has a node as often as entries lead there."""
+        """Count for the nodes of a region. `starts` has each node once per entry that leads there."""
         waits, kind = self.waits, self.kind
         for node in nodes:
             waits.setdefault(node, 0)
@@ -114,9 +115,11 @@ class Countdown:
             waits[node] += 1
 
     def settle(self, starts: Iterable[Node], waiting: Collection[Node]) -> tuple[list[Node], list[Node]]:
-        """Entries have closed: which nodes wait for nothing now, in torch's order; and those that nothing comes to.
+        """Count closed entries.
 
-        `starts` has a node as often as entries lead there, `waiting` are those to which something has come.
+        Return the nodes that are settled now, in torch's order, and those that no gradient reaches.
+
+        `starts` has each node once per closed entry that leads there. `waiting` are the nodes that have gradients.
         """
         ready: list[tuple[float, int, Node]] = []
         reached: set[Node] = set()
@@ -146,26 +149,24 @@ class Countdown:
 
 
 class ActPlan:
-    """Cuts a step into acts.
+    """Divides a step into acts: for each settled node, from last to first, by hand or in which call of the engine.
 
-    It says of settled nodes, from the last to the first, whether they run by hand or in which call of the engine.
-
-    What a call gives to a node outside of it has gone through that node's hooks. So a call may do that only for one
-    that gets nothing more later, and that then runs by hand, without those hooks; not for one in Python, which needs
-    them then (see `byhand`). And a call that does so must not ask for a leaf behind such a node, since the engine would
-    run the node to get there.
+    The gradients that a call returns for a node outside of it have passed that node's hooks. So a call may return
+    gradients only for a node that gets no more later, and that then runs by hand, without those hooks. This excludes
+    Python nodes, which need their hooks then (see `node_calls`). Such a call must not ask for a leaf behind such a
+    node, since the engine would run the node to get there.
     """
 
     def __init__(self, countdown: Countdown) -> None:
         self._countdown = countdown
-        self._groups: list[list[Node]] = []  # of each act its nodes, from the last to the first
-        self._by_hand: set[int] = set()  # which of them
-        self._home: dict[Node, int] = {}  # in which of them a node is, and which is the last to give to a plain leaf
-        self._feeder: dict[Node, int] = {}  # which is the last to give to a node outside of it
-        self._feeds = self._shares = False  # the current call, to such a node; to a leaf that others use later
+        self._groups: list[list[Node]] = []  # the nodes of each act, from last to first
+        self._by_hand: set[int] = set()  # indices of acts that run by hand
+        self._home: dict[Node, int] = {}  # the act of a node; for a plain leaf, the last act that feeds it
+        self._feeder: dict[Node, int] = {}  # the last act that feeds a node from outside of the node's act
+        self._feeds = self._shares = False  # the current call feeds such a node; it feeds a leaf that others use later
 
     def take(self, node: Node) -> None:
-        """Find the place of the node that runs before all those that were taken so far."""
+        """Assign a node to an act. The node runs before all nodes that were taken so far."""
         place = len(self._groups) - 1
         if place < 0 or place in self._by_hand:
             place, self._feeds, self._shares = place + 1, False, False
@@ -184,7 +185,7 @@ class ActPlan:
                 self._feeder.setdefault(m, place)
 
     def _in_engine(self, node: Node, place: int) -> bool:
-        """Whether the engine may run the node in the call that is at that place."""
+        """Return True if the engine may run the node in the call at that place."""
         kind = self._countdown.kind
         if kind.get(node) == ALONE:
             return False
@@ -207,7 +208,7 @@ class ActPlan:
         return self._home.get(m) in self._by_hand and not needs_hooks and self._feeder.get(m, place) == place
 
     def acts(self) -> list[EngineCall | Node]:
-        """What was taken, as calls of the engine and nodes that run by hand, in the order in which they run."""
+        """Return the engine calls and the nodes to run by hand, in the order in which they run."""
         fed: dict[int, list[Node]] = {}
         for m, place in self._feeder.items():
             fed.setdefault(place, []).append(m)
@@ -224,38 +225,38 @@ class ActPlan:
 
 
 class GraphSchedule:
-    """The graph behind the entries of one worker, in one pass. What comes right to a plain leaf never enters it."""
+    """The graph behind the entries of one worker, in one pass. Gradients that go directly to a plain leaf bypass it."""
 
     def __init__(self, entries: Mapping[int, Sequence[Node]], kinds: Kinds) -> None:
-        """Each entry is given by the nodes that it leads to."""
+        """`entries` maps each entry to the nodes that it leads to."""
         self._entries = dict(entries)
         self._kinds = kinds
         self._home: dict[Node, Region] = {}
-        self._kind: dict[Node, int] = {}  # of those that are special
+        self._kind: dict[Node, int] = {}  # of special nodes
         self._region: dict[int, Region] = {entry: self._explore(entry, nodes) for entry, nodes in entries.items()}
         for entry in entries:
             self._region[entry] = region = _root(self._region[entry])
             region.open += 1
-        self._countdown: Countdown | None = None  # once some nodes can run before others that they lead to
+        self._countdown: Countdown | None = None  # created once some nodes can run before others that they lead to
         self._changed: dict[Region, None] = {}
         self._marked: set[Node] = set()
 
     @property
     def open(self) -> Collection[int]:
-        """The entries about which nothing is known yet."""
+        """The entries that are still open."""
         return self._region.keys()
 
     def settled(self, node: Node) -> bool:
-        """Whether all that can still come to a node has come; what leads there may have to run yet."""
+        """Return True if no more gradients can come to a node. Nodes that lead to it may still have to run."""
         region = _root(self._home[node])
         return node not in self._counting().waits if region.counted else not region.open
 
     def special(self, kind: int) -> list[Node]:
-        """All nodes of a kind but plain leaves."""
+        """Return all nodes of a kind, except plain leaves."""
         return [node for node, known in self._kind.items() if known == kind]
 
     def kind(self, node: Node) -> int | None:
-        """What is special about a node: one of the kinds above, or None."""
+        """Return the kind of a special node: one of the constants above, else None."""
         return self._kind.get(node)
 
     def _explore(self, entry: int, starts: Iterable[Node]) -> Region:
@@ -285,20 +286,20 @@ class GraphSchedule:
         region.entries.append(entry)
         return region
 
-    # Entries close
+    # Closing entries
 
     def close(self, entry: int) -> None:
-        """The gradients of an entry have come, or it is known that none will."""
+        """Close an entry, whose gradients have come or are known not to come."""
         region = self._region.pop(entry)
         region.open -= 1
         region.closed.append(entry)
-        if region.nodes or region.plain:  # else all that came went to leaves
+        if region.nodes or region.plain:  # else all gradients went directly to leaves
             self._changed[region] = None
 
     def step(self, waiting: Collection[Node], ordered: bool) -> GraphStep | None:
-        """What can run after entries closed, if something can. `waiting` are the nodes to which something has come.
+        """Return the nodes that can run after entries closed, or None. `waiting` are the nodes that have gradients.
 
-        An `ordered` step names all nodes, since some may have to run by hand.
+        An `ordered` step lists all nodes, since some may have to run by hand.
         """
         regions, self._changed = list(self._changed), {}
         if not regions:
@@ -310,7 +311,7 @@ class GraphSchedule:
         return GraphStep([self._whole(regions, waiting)])
 
     def _whole(self, regions: list[Region], waiting: Collection[Node]) -> EngineCall:
-        """All that is left of regions of which no entry is open."""
+        """Return one call for the rest of regions without open entries."""
         starts: dict[Node, None] = {}
         leaves: dict[Node, None] = {}
         recvs: list[Node] = []
@@ -350,10 +351,10 @@ class GraphSchedule:
     def _starts(self, entry: int) -> list[Node]:
         return [node for node in self._entries[entry] if self._kind.get(node) != PLAIN]
 
-    # The question
+    # Marking
 
     def mark(self, starts: Iterable[Node]) -> list[Node]:
-        """What leads to other workers from these nodes; each is given once in a pass."""
+        """Return the Recv nodes that these nodes lead to; each is returned once in a pass."""
         stack, found, marked = list(starts), [], self._marked
         while stack:
             node = stack.pop()
@@ -368,7 +369,7 @@ class GraphSchedule:
         return found
 
     def is_marked(self, node: Node) -> bool:
-        """Whether `mark` has come to the node: gradients may still go there."""
+        """Return True if `mark` has reached the node: gradients may still go there."""
         return node in self._marked
 
 

@@ -1,19 +1,19 @@
-"""FSDP modules (`fully_shard`) inside of a context: the gradients of their sharded parameters are the context's.
+"""FSDP modules (`fully_shard`) in a context: the gradients of their sharded parameters are stored in the context.
 
 The graph leads to unsharded parameters, which belong to FSDP. FSDP takes their gradients out of `.grad`, reduces them
-over all ranks, and adds the results to `.grad` of the sharded parameters, which belong to the user. It does so in a
+over all ranks, and adds the results to `.grad` of the sharded parameters, which belong to the user. It does this in a
 node at the inputs of each module, and for the rest in a callback that torch's engine calls at the end of its pass.
 
-So a hook puts the gradient of an unsharded parameter into its `.grad`, at the moment at which the engine would do so
-without a context. While the graph runs, `.grad` of a sharded parameter shows its gradient in the context, and FSDP adds
-to that. The callback is called once all nodes of the module have run, since a pass calls the engine several times.
+So a hook puts the gradient of an unsharded parameter into its `.grad`, at the time when the engine would do so without
+a context. While the graph runs, `.grad` of a sharded parameter holds its gradient in the context, and FSDP adds to it.
+A pass calls the engine several times, so the callback is called once all nodes of the module have run.
 
-All ranks must call the same collectives in the same order, but the messages that bring gradients come to each rank in
-another order. So all nodes of a module must wait for the same messages: they run in one step then, in the engine's
-order. A pass where they do not is refused before any of them runs. All ranks refuse it, so none waits for another.
+All ranks must call the same collectives in the same order, but the messages with gradients come to each rank in a
+different order. So all nodes of a module must wait for the same messages: then they run in one step, in the engine's
+order. Other passes are refused before any of the nodes runs. All ranks refuse them, so no rank waits for another.
 
-The names of FSDP that are used here are private. Where a version of torch lacks one, no module is found, and `guard`
-refuses the callback.
+The FSDP names used here are private. If a version of torch lacks one, no module is found, and `guard` refuses the
+callback.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ Node = Any
 
 
 class ShardedModule:
-    """The modules below one root of FSDP: torch has one object, `root`, that their states share."""
+    """The modules below one FSDP root. `root` is torch's object that their states share."""
 
     def __init__(self, root: Any) -> None:
         self.root = root
-        self.reduces = root.is_last_backward  # the gradients of each pass by the end of it
-        self.groups: list[Any] = []  # of parameters, each of which FSDP gathers and reduces as one
+        self.reduces = root.is_last_backward  # True if each pass reduces all gradients by its end
+        self.groups: list[Any] = []  # parameter groups, each of which FSDP gathers and reduces as a unit
         self.sharded: list[Tensor] = []
-        self.unsharded: list[Tensor] = []  # of those groups that have been gathered
+        self.unsharded: list[Tensor] = []  # of the groups that have been gathered
 
     def add(self, group: Any) -> None:
-        """Take in a group of parameters."""
+        """Add a parameter group."""
         self.groups.append(group)
         self.reduces &= group.reduce_grads and group.all_reduce_grads
         self.sharded += [each.sharded_param for each in group.fsdp_params]
@@ -54,7 +54,7 @@ class ShardedModule:
 
 
 def sharded_modules() -> list[ShardedModule]:
-    """Return the FSDP modules of this process, by their roots; none where this version of torch has other names."""
+    """Return the FSDP modules of this process, by their roots. Return none if this version of torch has other names."""
     states: Any = sys.modules.get("torch.distributed._composable_state")
     if states is None:
         return []
@@ -79,10 +79,10 @@ class ShardedPart:
     """The FSDP modules whose nodes a pass may run on this worker."""
 
     def __init__(self, modules: Sequence[ShardedModule], entries: Mapping[int, Iterable[Node]]) -> None:
-        """Gradients come in at the nodes of `entries`: of 0 as the pass begins, of the others in messages.
+        """Gradients enter at the nodes of `entries`: for entry 0 at the start of the pass, for others in messages.
 
         Raises:
-            UsageError: FSDP cannot do its part in this pass.
+            UsageError: FSDP cannot work in this pass.
         """
         waits = _waits(modules, entries)
         self._nodes = {root: list(nodes) for root, nodes in waits.items()}
@@ -101,7 +101,7 @@ class ShardedPart:
 
     @contextlib.contextmanager
     def running(self, gradients: Gradients) -> Iterator[None]:
-        """Inside, FSDP finds gradients where it looks for them, and those that it makes are the context's."""
+        """Set `.grad` inside as FSDP expects it, and move the gradients that FSDP computes to the context."""
         unsharded = [leaf for module in self._modules for leaf in module.unsharded if leaf.requires_grad]
         with showing, contextlib.ExitStack() as stack:
             for leaf in unsharded:
@@ -126,20 +126,22 @@ class ShardedPart:
         return True
 
     def finish(self, settled: Callable[[Node], bool]) -> None:
-        """Call FSDP's callbacks for the modules of which all nodes are `settled` and have run."""
+        """Call FSDP's callbacks of the modules whose nodes are all `settled` and have run."""
         for root in [root for root in self._callbacks if all(map(settled, self._nodes[root]))]:
             self._callbacks.pop(root)()
 
 
 def _give(leaf: Tensor, gradient: Tensor) -> Tensor:
-    """Give FSDP the gradient of an unsharded parameter; the pass, which has no use for it, gets one without memory."""
+    """Give FSDP the gradient of an unsharded parameter. Return zeros without memory, since the pass does not use
+    them.
+    """
     with torch.no_grad():
         leaf.grad = gradient if leaf.grad is None else leaf.grad + gradient
         return torch.zeros((), dtype=gradient.dtype, device=gradient.device).expand(gradient.shape)
 
 
 def _take_back(gradients: Gradients, parameter: Tensor, before: Tensor | None) -> None:
-    """Have the context take what FSDP has left in `.grad`, besides what has come there meanwhile by other ways."""
+    """Move FSDP's result from `.grad` to the context, and add gradients that came there meanwhile."""
     made, parameter.grad = parameter.grad, before
     if made is not None:
         other = gradients.take(parameter)
@@ -150,7 +152,7 @@ def _waits(modules: Iterable[ShardedModule], entries: Mapping[int, Iterable[Node
     """Return, by roots, the nodes of modules with the messages that each waits for."""
     owners = {id(each): module.root for module in modules for each in (*module.groups, *module.unsharded)}
     waits: dict[Any, dict[Node, set[int]]] = {}
-    if not owners:  # most processes have none: spare them a walk in Python over the graph behind each entry
+    if not owners:  # most processes have none: skip a traversal in Python of the graph behind each entry
         return waits
     for entry, starts in entries.items():
         for node in _behind(starts):
@@ -172,7 +174,7 @@ def _behind(starts: Iterable[Node]) -> set[Node]:
 
 
 def _check_order(waits: Iterable[Mapping[Node, set[int]]]) -> None:
-    """Raise UsageError where nodes may run in an order that is another on other ranks."""
+    """Raise UsageError if nodes may run in a different order on other ranks."""
     kinds = [{frozenset(messages) for messages in nodes.values()} for nodes in waits]
     if any(len(each) > 1 for each in kinds) or len(set().union(*kinds) - {frozenset()}) > 1:
         raise UsageError(
