@@ -1,4 +1,4 @@
-"""Clipping by the norm over all workers."""
+"""Clip gradients by their norm over all workers."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ def clip_grad_norm_(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
-    """Scale the gradients of a context so that their norm, over all workers, is at most `max_norm`.
+    """Scale the gradients of a context to a norm, over all workers, of at most `max_norm`.
 
     Args:
-        context_id: what `with context() as context_id` gives.
+        context_id: the id from `with context() as context_id`.
         params: an optimizer, for all of its parameters, or references to parameters and modules.
         max_norm: the largest norm.
-        norm_type: which norm; 2 is the Euclidean one.
-        error_if_nonfinite: raise where the norm is infinite or not a number.
+        norm_type: the order of the norm; 2 is the Euclidean norm.
+        error_if_nonfinite: raise if the norm is infinite or not a number.
 
     Returns:
-        The norm that they had.
+        The norm before the scaling.
 
     Raises:
-        ContextEnded: there is no such context.
-        RuntimeError: with `error_if_nonfinite`, where the norm is infinite or not a number; nothing is scaled.
+        ContextEnded: the context does not exist.
+        RuntimeError: the norm is infinite or not a number, and `error_if_nonfinite` is set; nothing is scaled.
 
     Example:
         >>> from telegrad import autograd, optim
@@ -66,7 +66,7 @@ def clip_grad_norm_(
 
 
 def _references(params: Any) -> list[RRef[Any]]:
-    """Those whose gradients are clipped."""
+    """Return references to the parameters, modules or optimizer parts whose gradients are clipped."""
     if isinstance(params, DistributedOptimizer):
         return list(params.locals.values())
     one = isinstance(params, RRef | Tensor | nn.Module)
@@ -89,7 +89,7 @@ def _scale(own: list[RRef[Any]], context_id: int, factor: float) -> None:
 
 
 def _gradients(own: list[RRef[Any]], context_id: int) -> list[Tensor]:
-    """The gradients that there are of these parameters, each once."""
+    """Return the existing gradients of these parameters, each once."""
     parameters: dict[int, Tensor] = {}
     for reference in own:
         value = reference.local_value()
