@@ -47,13 +47,13 @@ class DistributedOptimizer(Optimizer):
 
     Args:
         optimizer_class: any optimizer that needs no closure. Each owner calls it with its parameters, `args` and
-                `kwargs`.
+            `kwargs`.
         params_rref: references to parameters, or to modules for all of their parameters. Or parameter groups:
-                dictionaries with these under `"params"`. `for_module` finds the references of a model.
+            dictionaries with these under `"params"`. `for_module` finds the references of a model.
         *args: for `optimizer_class`.
-        hogwild: a step does not break backward passes of other contexts that have already used the parameters. They
-                use the changed parameters, as asynchronous training does. By default they fail, as local autograd does
-                after a change of a tensor that it needs.
+        hogwild: a step does not break backward passes of other contexts that have already used the parameters. They use
+            the changed parameters, as asynchronous training does. By default they fail, as local autograd does after a
+            change of a tensor that it needs.
         **kwargs: for `optimizer_class`.
 
     Raises:
@@ -104,7 +104,7 @@ class DistributedOptimizer(Optimizer):
         """Create an optimizer for all parameters of a model, on this and other workers.
 
         The parameters of `RemoteModule`s and references that modules hold as attributes are included, recursively
-                across workers.
+        across workers.
 
         Args:
             optimizer_class: any optimizer that needs no closure.
@@ -165,8 +165,7 @@ class DistributedOptimizer(Optimizer):
         """Continue after workers were lost and restarted: all owners start again, with the current hyperparameters.
 
         Recover the model before, and load the optimizer's state afterwards: `telegrad.recover` does all of this.
-        Pending
-                steps of the failed batch no longer change anything.
+        Pending steps of the failed batch no longer change anything.
 
         Args:
             timeout: seconds for each owner; 0 for no limit, default: the timeout in the options.
@@ -218,7 +217,7 @@ class DistributedOptimizer(Optimizer):
         Raises:
             ContextEnded: the context does not exist.
             Exception: the optimizer's error on an owner; WorkersFailed if several owners failed. The others have
-                        stepped.
+                stepped.
         """
         checks.context_id(context_id, "step")
         done = self._done.get(context_id, Done())
