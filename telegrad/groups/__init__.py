@@ -1,1 +1,1 @@
-"""Groups of workers as values: calls to all of them, barriers and reductions, groups of references. An extension."""
+"""Groups of workers: calls to all members, barriers, reductions, and groups of references. An extension."""

@@ -1,4 +1,4 @@
-"""Groups of workers, as values: made of roles or names, sliced, filtered, sent, and called as one."""
+"""Groups of workers, as values: made from roles or names, sliced, filtered, sent, and called together."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ Named = str | int | WorkerInfo
 
 @not_compiled
 def group(of: str | Iterable[Named] | Group | None = None) -> Group:
-    """The workers of a role, or those of these names or ranks, or all.
+    """Return a group of the workers of a role, of those with these names or ranks, or of all.
 
     Args:
-        of: a role, `group("actor")`; a list of workers; another group; left out, all workers. One of a role, or of all,
-            is live: it follows who joins and leaves.
+        of: a role, `group("actor")`; a list of workers; another group; default: all workers. A group of a role or of
+            all is live: its members change as workers join and leave.
 
     Returns:
-        A `Group`, to be called as one.
+        A `Group`.
 
     Raises:
         NotInitialized: this process is in no group.
-        UnknownWorker: there is no worker of that name, or none of that role, and none can come.
-        InvalidArgument: a worker is there twice, or nobody is.
+        UnknownWorker: there is no worker of that name, or none of that role, and none can join.
+        InvalidArgument: the list contains a worker twice, or is empty.
 
     Example:
         >>> rpc.group(["worker0", "worker1"]).rpc_sync(pow, (2, 3))
@@ -81,10 +81,10 @@ def _policy(timeout: float, wait_for_worker: bool | None, idempotent: bool) -> R
 
 
 class Group:
-    """Some workers: a value that can be kept, sent, compared, and called; from `group`.
+    """A set of workers: a value that can be kept, sent, compared, and called; made by `group`.
 
-    What it stands for is looked up at each use, on the worker that uses it. Parts of a live group are live, too.
-    `group[0]` is a worker, `group[1:]` a group, and so are `a - b` and `a | b`.
+    Each use looks up the current members, on the worker that uses it. Parts of a live group are live, too. `group[0]`
+    is a worker; `group[1:]`, `a - b` and `a | b` are groups.
 
     Example:
         >>> others = rpc.group() - rpc.group(["driver"])
@@ -98,10 +98,10 @@ class Group:
 
     def __init__(self, selection: Selection) -> None:
         self._selection = selection
-        self._last: tuple[View, tuple[WorkerInfo, ...]] | None = None  # what was last looked up; replaced as a whole
+        self._last: tuple[View, tuple[WorkerInfo, ...]] | None = None  # cache of the last lookup; replaced as a whole
 
     def _look(self) -> tuple[View, tuple[WorkerInfo, ...]]:
-        """Whom it stands for now, and in which view."""
+        """Return the current members, and the view that they were looked up in."""
         view = current.here().membership.view()
         last = self._last
         if last is None or last[0] is not view:
@@ -109,7 +109,7 @@ class Group:
         return last
 
     def _members(self) -> tuple[WorkerInfo, ...]:
-        """The same, of a group that is to do something."""
+        """Return the current members. Raise UnknownWorker if there are none."""
         members = self._look()[1]
         if not members:
             raise UnknownWorker(self._emptiness())
@@ -129,26 +129,26 @@ class Group:
             f"the group ({self._selection}) has no worker in it now; there are {listed([each.name for each in there])}"
         )
 
-    # Who is in it
+    # Members
 
     @property
     def live(self) -> bool:
-        """Whether it follows who joins and leaves."""
+        """True if the members change as workers join and leave."""
         return self._selection.live
 
     @property
     def version(self) -> int:
-        """Of a live group, as this worker sees it: while it stays the same, so do the members. Else 0."""
+        """The version of a live group on this worker: equal versions have equal members. 0 for other groups."""
         return self._look()[0].version if self.live else 0
 
     @property
     def description(self) -> str:
-        """How it was made, in words: the same wherever it is."""
+        """A text of how the group was made, the same on all workers."""
         return str(self._selection)
 
     @property
     def names(self) -> list[str]:
-        """The names of its workers, in its order: by rank, or as they were given."""
+        """The names of the members: by rank, or in the order in which they were listed."""
         return [worker.name for worker in self]
 
     def __iter__(self) -> Iterator[WorkerInfo]:
@@ -174,7 +174,7 @@ class Group:
     def __repr__(self) -> str:
         return f"<Group {self._selection}{f': {listed(self.names)}' if self.live else ''}>"
 
-    # Groups made of it
+    # Groups made from this one
 
     @overload
     def __getitem__(self, which: int) -> WorkerInfo: ...
@@ -196,25 +196,25 @@ class Group:
             checks.wrong("the index of a group", "the place of a worker, or a slice", which)
 
     def filter(self, keep: Callable[[WorkerInfo], object]) -> Group:
-        """Those for which a function is true.
+        """Return the group of the members for which a function is true.
 
         Args:
-            keep: a function of a `WorkerInfo`; it is asked again as others come, and is sent along with the group.
+            keep: a function of a `WorkerInfo`. It is called again as workers join, and is sent along with the group.
 
         Returns:
-            Another group.
+            A new group.
         """
         checks.function("keep", keep, "a function of a worker")
         return Group(Selection(FILTER, (self._selection, keep)))
 
     def without(self, *workers: Named | Group) -> Group:
-        """Another group: the same but for some.
+        """Return the group without some workers.
 
         Args:
-            *workers: workers, or groups of such.
+            *workers: workers, or groups of workers.
 
         Returns:
-            That group.
+            A new group.
         """
         left = self._selection
         for each in workers:
@@ -223,7 +223,7 @@ class Group:
         return Group(left)
 
     def now(self) -> Group:
-        """Those that are in it at this moment, as a group that does not change."""
+        """Return the current members as a group that does not change."""
         return Group(Selection(NAMED, self._members()))
 
     def __sub__(self, other: Group) -> Group:
@@ -248,25 +248,25 @@ class Group:
         wait_for_worker: bool | None = None,
         idempotent: bool = False,
     ) -> GroupFuture:
-        """Begin to run `func(*args, **kwargs)` on each worker; a future of the list of their values, in their order.
+        """Start `func(*args, **kwargs)` on each worker. Return a future of the list of values, in the workers' order.
 
         Args:
             func: any function.
             args: positional arguments, a tuple.
-            kwargs: arguments by name, a dict.
-            timeout: seconds for each call; 0 for no limit, left out that of the options.
-            reduce: a function of two values such as `torch.add`: workers combine what they have along a tree, in their
-                order, and one value comes back.
-            wait_for_worker: as for `rpc.rpc_sync`, for each worker by itself.
-            idempotent: likewise.
+            kwargs: keyword arguments, a dict.
+            timeout: seconds for each call; 0 for no limit, default: the timeout in the options.
+            reduce: a function of two values such as `torch.add`: workers combine their values along a tree, in their
+                order, and the caller gets one value.
+            wait_for_worker: as for `rpc.rpc_sync`, for each worker.
+            idempotent: as for `rpc.rpc_sync`.
 
         Returns:
             A `GroupFuture`.
 
         Raises:
-            UnknownWorker: nobody is in the group.
-            UsageError: a reduction shall wait for workers, or be repeated.
-            CannotEncode: an argument cannot be sent, and nothing was.
+            UnknownWorker: the group is empty.
+            UsageError: a reduction cannot wait for workers, or be repeated.
+            CannotEncode: an argument cannot be sent; no worker was called.
         """
         members = self._members()
         call = convert(func, args, kwargs)
@@ -293,13 +293,13 @@ class Group:
         wait_for_worker: bool | None = None,
         idempotent: bool = False,
     ) -> Any:
-        """As `rpc_async`, and wait.
+        """Call `rpc_async`, and wait.
 
         Returns:
-            The list of the values, in the order of the workers, or the one that they were reduced to.
+            The list of values, in the order of the workers, or the reduced value.
 
         Raises:
-            GroupError: some workers failed; it has the error of each, and the values of the others.
+            GroupError: some workers failed; it has their errors, and the values of the others.
         """
         future = self.rpc_async(
             func, args, kwargs, timeout, reduce=reduce, wait_for_worker=wait_for_worker, idempotent=idempotent
@@ -315,16 +315,16 @@ class Group:
         wait_for_worker: bool | None = None,
         idempotent: bool = False,
     ) -> GroupFuture:
-        """Run `func(item)` for each item, or `func(*each)` of several lists that are as long.
+        """Run `func(item)` for each item, or `func(*each)` for the items of several lists of equal length.
 
-        The first worker gets the first item, the second the second, and so on; where there are more items than workers,
-        each gets the next one as soon as it is through with one. The item of a worker that dies fails; the others go on
-        with those that are left.
+        The first worker gets the first item, the second worker the second, and so on. If there are more items than
+        workers, each worker gets the next item when it has finished one. If a worker dies, its current item fails, and
+        the other workers process the remaining items.
 
-        All else is as for `rpc_async`; an item waits for the return of the worker that it was given to.
+        The other arguments are as for `rpc_async`. With `wait_for_worker`, an item waits for its worker.
 
         Args:
-            *items: a list of items, or several.
+            *items: one list of items, or several.
 
         Returns:
             A `GroupFuture` of all values, in the order of the items.
@@ -342,10 +342,10 @@ class Group:
         *,
         wait_for_worker: bool | None = None,
     ) -> RefGroup:
-        """As `rpc_async`, but each value stays on its worker.
+        """Call `rpc_async`, but keep each value on its worker.
 
         Args:
-            wait_for_worker: wait here, up to the timeout, until all of them can be called.
+            wait_for_worker: block, up to the timeout, until all workers can be called.
 
         Returns:
             A `RefGroup`.
@@ -353,15 +353,15 @@ class Group:
         policy = _policy(timeout, wait_for_worker, False)
         return ref_group.create(self._members(), convert(func, args, kwargs), timeout, policy)
 
-    # Things that all do
+    # Collective operations
 
     @not_compiled
     def broadcast(self, value: Any, timeout: float = DEFAULT, *, wait_for_worker: bool | None = None) -> RefGroup:
-        """Send a value to each worker, where it stays; as `remote` of a function that returns it.
+        """Send a value to each worker, which keeps it; like `remote` of a function that returns it.
 
         Args:
-            value: anything that can be sent.
-            timeout: seconds; 0 for no limit, left out that of the options.
+            value: any value that can be sent.
+            timeout: seconds; 0 for no limit, default: the timeout in the options.
 
         Returns:
             A `RefGroup` of the copies.
@@ -380,10 +380,10 @@ class Group:
         wait_for_worker: bool | None = None,
         idempotent: bool = False,
     ) -> dict[str, Any]:
-        """As `rpc_async`, and wait.
+        """Call `rpc_async`, and wait.
 
         Returns:
-            The values, by the names of the workers.
+            The values, by worker name.
 
         Raises:
             GroupError: some workers failed.
@@ -393,16 +393,16 @@ class Group:
 
     @not_compiled
     def barrier(self, name: str = "", timeout: float = DEFAULT) -> None:
-        """Wait here until each worker of the group has called this. Each of them calls it.
+        """Block until each worker of the group has called this method.
 
         Args:
-            name: tells barriers of several threads from each other.
-            timeout: seconds; 0 for no limit, left out that of the options.
+            name: distinguishes barriers of several threads.
+            timeout: seconds; 0 for no limit, default: the timeout in the options.
 
         Raises:
             UsageError: this worker is not in the group.
-            CallTimeout: not all came in time; it names those that did not.
-            PeerLost: one of them died, or left, before it came.
+            CallTimeout: some workers did not arrive in time; the message names them.
+            PeerLost: a worker died, or left, before it arrived.
         """
         meetings.meet("barrier", self, name, None, timeout)
 
@@ -410,17 +410,17 @@ class Group:
     def all_reduce(
         self, value: Any, op: Callable[[Any, Any], Any] | None = None, name: str = "", timeout: float = DEFAULT
     ) -> Any:
-        """Make one of the values that the workers give. Each of them calls it.
+        """Combine one value of each worker into one. Each worker of the group must call this method.
 
-        All values meet on one worker. Raises as `barrier`.
+        One worker receives all values. Raises the errors of `barrier`.
 
         Args:
-            value: what this worker gives.
-            op: a function of two values; left out, `torch.add`.
-            name: tells those of several threads from each other.
-            timeout: seconds; 0 for no limit, left out that of the options.
+            value: this worker's value.
+            op: a function of two values; default: `torch.add`.
+            name: distinguishes reductions of several threads.
+            timeout: seconds; 0 for no limit, default: the timeout in the options.
 
         Returns:
-            That one value, on each worker.
+            The combined value, on each worker.
         """
         return meetings.meet("all_reduce", self, name, value, timeout, meetings.add if op is None else op)

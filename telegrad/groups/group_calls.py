@@ -1,4 +1,4 @@
-"""Calls to groups, and maps: one future of the results of several workers, in whatever order these come."""
+"""Calls to groups, and maps: one future for the results of several workers, which arrive in any order."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from telegrad.ext.processes import raised_by_handler
 from telegrad.ext.values import fresh, kept
 from telegrad.ext.workers import WorkerInfo, current
 
-GONE = (PeerError, UnknownWorker, RRefError)  # errors after which a worker, or its value, is given nothing more
+GONE = (PeerError, UnknownWorker, RRefError)  # errors after which a worker gets no more items
 
 Key = Any  # a worker's name, or the number of an item
 
@@ -65,7 +65,7 @@ def map_items(
     timeout: float,
     policy: RetryPolicy | None = None,
 ) -> GroupFuture:
-    """Call `function` with each item, on whichever worker is free."""
+    """Call `function` with each item, on the next free worker."""
     names = [worker.name for worker in workers]
     calls = {number: convert(function, args, None) for number, args in enumerate(zipped(items))}
     future = MapFuture(
@@ -80,7 +80,7 @@ def zipped(items: Sequence[Iterable[Any]]) -> list[tuple[Any, ...]]:
     """Return the arguments of each call of a map.
 
     Raises:
-        InvalidArgument: there are none, or the lists are not as long as one another.
+        InvalidArgument: there are no items, or the lists have different lengths.
     """
     for each in items:
         if not checks.is_iterable(each):
@@ -95,7 +95,7 @@ def zipped(items: Sequence[Iterable[Any]]) -> list[tuple[Any, ...]]:
 
 
 def begin_one(slot: ResultSlot, to: str, call: Call, timeout: float, policy: RetryPolicy | None) -> None:
-    """Make one call by itself, which is an event where a profiler runs."""
+    """Make a single call, which is an event in profiles."""
     agent = current.agent()
     if not profiling.wanted():
         if policy is not None:
@@ -114,7 +114,7 @@ def begin_one(slot: ResultSlot, to: str, call: Call, timeout: float, policy: Ret
 
 
 class ResultSlot:
-    """The outcome of the call of one worker, or of one item."""
+    """The result of the call to one worker, or for one item."""
 
     __slots__ = ("about", "call", "error", "future", "is_gone", "key", "place", "value")
 
@@ -122,16 +122,16 @@ class ResultSlot:
     about: str
 
     def __init__(self, future: GroupFuture, key: Key) -> None:
-        self.call: Any = None  # while it is under way
-        self.future: GroupFuture | None = future  # until the call has ended: no reference cycle stays behind
+        self.call: Any = None  # while it is pending
+        self.future: GroupFuture | None = future  # None after the call has ended: avoids a reference cycle
         self.key = key
         self.value: Any = None
         self.error: BaseException | None = None
-        self.place = -1  # the place of the worker, for an item of a map
-        self.is_gone = False  # the worker at this place is given no more items
+        self.place = -1  # the index of the worker, for an item of a map
+        self.is_gone = False  # the worker gets no more items
 
     def follow(self, future: Future[Any]) -> None:
-        """End as a future does."""
+        """Complete when `future` completes, with its result."""
 
         def end(_: Any) -> None:
             try:
@@ -156,7 +156,7 @@ class ResultSlot:
         future._tell(self)
 
     def outcome(self, agent: Agent) -> Any:
-        """Return the value, or the error, to a thread that goes on with it."""
+        """Return the value, or the error, for use by this thread."""
         if self.error is not None:
             return fresh(self.error)
         agent.streams.adopt(self.value)
@@ -164,10 +164,11 @@ class ResultSlot:
 
 
 class GroupFuture(Future[Any]):
-    """A future of the list of what the workers of a group give; also told as they come, of the first few, or by worker.
+    """A future of the list of the results of a group's workers. It can also return the first ones, or results by
+    worker.
 
-    `workers` are the names of those that are called, as they were in that `version` of their group. Where some fail,
-    `wait` raises a GroupError once all have ended.
+    `workers` are the names of the called workers, as they were in that `version` of their group. If some fail, `wait`
+    raises a GroupError once all have ended.
 
     Example:
         >>> future = rpc.group(["worker0", "worker1"]).rpc_async(pow, (2, 3))
@@ -184,13 +185,13 @@ class GroupFuture(Future[Any]):
         self.version = version
         self.workers: list[str] = list(workers)
         self.about: str = f"{about} on a group"
-        self._agent: Agent = agent  # whose type is no part of the interface
+        self._agent: Agent = agent  # its type is not part of the public API
         self._function = about
         self._slots = [ResultSlot(self, key) for key in keys]
-        self._lock = threading.Lock()  # guards both below
+        self._lock = threading.Lock()  # guards the two fields below
         self._come: list[ResultSlot] = []  # the slots that have ended, in that order
-        self._news: Signal | None = None  # happens when the next one ends; made by a thread that waits for it
-        self._over = Signal()  # happens after this is done
+        self._news: Signal | None = None  # set when the next slot ends; made by a thread that waits for it
+        self._over = Signal()  # set after the future is done
         self.call: Helper | None = _Calls(agent, self._slots, self._over, about)
 
     def _another(self) -> Future[Any]:
@@ -201,7 +202,7 @@ class GroupFuture(Future[Any]):
         begin: Callable[[ResultSlot, int], object],
         told: type[BaseException] | tuple[type[BaseException], ...] = Exception,
     ) -> None:
-        """Call `begin` with each slot and its number; an error of the `told` kinds ends the slot."""
+        """Call `begin` with each slot and its number. An error of the `told` types ends the slot."""
         for number, slot in enumerate(self._slots):
             try:
                 begin(slot, number)
@@ -235,24 +236,24 @@ class GroupFuture(Future[Any]):
         results = {slot.key: slot.value for slot in self._slots if slot.future is None and slot.error is None}
         return group_error(self._function, errors, len(self._slots), results)
 
-    # What users ask
+    # Public API
 
     def as_completed(self) -> CompletionIterator:
-        """Each worker's name with its value, or its error, in the order in which they come: `for`, or `async for`."""
+        """Iterate over names and values, or errors, in the order of arrival: with `for`, or `async for`."""
         self._check_has_several()
         return CompletionIterator(self)
 
     def first(self, n: int = 1) -> dict[Key, Any]:
-        """Wait for the first values. The other calls go on.
+        """Wait for the first values. The other calls continue.
 
         Args:
-            n: how many.
+            n: the number of values.
 
         Returns:
-            The values by worker, in the order in which they came.
+            The values by worker, in the order of arrival.
 
         Raises:
-            GroupError: so many have failed that there are not `n` values.
+            GroupError: too many calls failed, so there are fewer than `n` values.
         """
         self._check_has_several()
         checks.count("n", n, 1, len(self._slots), "a number of the calls")
@@ -265,18 +266,18 @@ class GroupFuture(Future[Any]):
         raise self._failure()
 
     def results(self) -> dict[Key, Any]:
-        """The values of those that succeed, by worker; waits for all."""
+        """Wait for all calls. Return the values of the successful ones, by worker."""
         self._check_has_several()
         self._wait_for_all()
         return {slot.key: slot.outcome(self._agent) for slot in self._slots if slot.error is None}
 
     def errors(self) -> dict[Key, BaseException]:
-        """The errors of those that fail, by worker; waits for all."""
+        """Wait for all calls. Return the errors of the failed ones, by worker."""
         self._wait_for_all()
         return {slot.key: slot.outcome(self._agent) for slot in self._slots if slot.error is not None}
 
     def _check_has_several(self) -> None:
-        """Raise UsageError if there is only one value of all workers."""
+        """Raise UsageError if the workers' values were reduced to one."""
 
     def _wait_for_all(self) -> None:
         self.heed()
@@ -298,7 +299,7 @@ def group_error(function: str, errors: dict[Key, BaseException], asked: int, res
 
 
 class MapFuture(GroupFuture):
-    """A future of a map: each worker has one item at a time, and gets the next one as soon as one has ended."""
+    """A future of a map. Each worker has one item at a time, and gets the next when it has finished one."""
 
     def __init__(
         self,
@@ -309,16 +310,16 @@ class MapFuture(GroupFuture):
         about: str,
         call: Callable[[ResultSlot, int], object],
     ) -> None:
-        """`call(slot, place)` calls the worker at that place with an item."""
+        """`call(slot, place)` sends an item to the worker at that index."""
         super().__init__(agent, version, workers, range(items), about)
         self._call = call
-        self._left = deque(self._slots)  # items that no worker has got; guarded by the lock, as is
+        self._left = deque(self._slots)  # items not assigned yet; guarded by the lock, as is
         self._living = min(items, len(workers))  # the number of workers that have an item, or had one and may get more
-        self._context = CallerContext()  # other threads give later items for the code that runs here now
+        self._context = CallerContext()  # other threads start later calls in the context of the current code
 
     def begin(self) -> MapFuture:
         try:
-            # All are taken before the first is given: a worker that is quick gets none that is meant for the next.
+            # Take all first items before any call: else a fast worker could get an item meant for the next worker.
             for place, slot in enumerate([self._left.popleft() for _ in range(self._living)]):
                 self._give(slot, place)
         except BaseException:
@@ -341,14 +342,14 @@ class MapFuture(GroupFuture):
                 raise
 
     def _tell(self, slot: ResultSlot) -> None:
-        """Give the worker its next item before anything else, so that it does not idle."""
+        """Send the worker its next item before anything else, to keep it busy."""
         lost: list[ResultSlot] = []
         upcoming = None
         if slot.place >= 0:
             with self._lock:
                 if slot.is_gone or isinstance(slot.error, (*GONE, CallCancelled)):
                     self._living -= 1
-                    if not self._living:  # no worker is left for these
+                    if not self._living:  # no worker is left for the remaining items
                         lost = list(self._left)
                         self._left.clear()
                 elif self._left:
@@ -361,7 +362,7 @@ class MapFuture(GroupFuture):
 
 
 class _Calls:
-    """The calls of a group's future, for a thread that waits for it; without the future, which would be a cycle."""
+    """The calls of a group's future, for a thread that waits for it. A reference to the future would make a cycle."""
 
     def __init__(self, agent: Agent, slots: Sequence[ResultSlot], over: Signal, about: str) -> None:
         self._agent = agent
@@ -370,7 +371,7 @@ class _Calls:
         self._about = about
 
     def help(self) -> None:
-        """Wait for all, reading what comes by this thread where it can."""
+        """Wait for all calls. This thread reads from the connections where it can."""
         for slot in self._slots:
             call = slot.call
             if call is not None:
@@ -378,14 +379,14 @@ class _Calls:
         self._agent.wait_for(self._over)
 
     def cancel(self) -> bool:
-        """Cancel all that are under way."""
+        """Cancel all pending calls."""
         calls = [slot.call for slot in self._slots]
         cancelled = [call.cancel() for call in calls if call is not None]
         return any(cancelled)
 
     @property
     def in_turn(self) -> _Calls | None:
-        """Return this if a method of an actor has made the calls, which `awaiting` takes into account."""
+        """Return self if a method of an actor made the calls, which `awaiting` takes into account."""
         return self if self._hops() else None
 
     def _hops(self) -> list[InTurn]:
@@ -403,7 +404,7 @@ class _Calls:
 
 
 class CompletionIterator:
-    """The results of the calls to a group, as they come; each loop begins with the first."""
+    """The results of the calls to a group, in the order of arrival. Each loop begins with the first."""
 
     def __init__(self, future: GroupFuture) -> None:
         self._future = future
@@ -428,7 +429,7 @@ class CompletionIterator:
             yield slot.key, slot.outcome(future._agent)
 
     def _awaited(self, number: int) -> Signal | None:
-        """Return what happens as the next call ends, or None if so many have ended."""
+        """Return a signal for the end of the next call, or None if more than `number` calls have ended."""
         future = self._future
         with future._lock:
             if number < len(future._come):

@@ -1,7 +1,8 @@
-"""Barriers and reductions that each worker of a group calls by itself, and that end once all have called.
+"""Barriers and reductions that each worker of a group calls, and that end once all have called.
 
-The first worker of the group keeps the meeting. The others call it, and are answered when all have arrived. A meeting
-is of the workers that are in the group as the first of them arrives; one that arrives twice waits for the next meeting.
+The first worker of the group manages the meeting. The others call it, and get the result when all have arrived. The
+members of a meeting are the members of the group when the first worker arrives. A worker that arrives a second time
+waits for the next meeting.
 """
 
 from __future__ import annotations
@@ -19,21 +20,21 @@ from telegrad.ext.calls import ASYNC_MARK, Agent, Future, current_call, limit_of
 from telegrad.ext.texts import Wait
 from telegrad.ext.workers import Identity, WorkerInfo, current, listed
 
-ASK = 0.5  # seconds between questions which workers are missing
-PATIENCE = 5.0  # seconds for an answer to these
+ASK = 0.5  # seconds between questions to the first worker about missing workers
+PATIENCE = 5.0  # seconds to wait for an answer
 
 Op = Callable[[Any, Any], Any]
-Key = tuple[str, str, str]  # the function that the workers call, the text of the group, a name
+Key = tuple[str, str, str]  # the called function, the description of the group, a name
 
-_numbers = itertools.count()  # of arrivals of this process; `next` is atomic
+_numbers = itertools.count()  # numbers of this process's arrivals; `next` is atomic
 
 
 class Members(Protocol):
-    """A group, as far as it meets."""
+    """The part of a group that a meeting needs."""
 
     @property
     def description(self) -> str:
-        """Return the same text wherever the group is."""
+        """Return the same text on all workers."""
 
     @property
     def names(self) -> list[str]: ...
@@ -42,12 +43,12 @@ class Members(Protocol):
 
 
 def meet(kind: str, group: Members, name: str, value: Any, timeout: float, op: Op | None = None) -> Any:
-    """Wait for all workers of the group; return their names and values, or what `op` makes of the values in that order.
+    """Wait for all workers of the group. Return their names and values, or the values combined by `op` in that order.
 
     Raises:
         UsageError: this worker is not in the group.
-        CallTimeout: not all came in time.
-        PeerLost: one has died, or left, before it came.
+        CallTimeout: some workers did not arrive in time.
+        PeerLost: a worker died, or left, before it arrived.
     """
     agent = current.agent()
     limit = limit_of(timeout, agent.timeout)
@@ -58,12 +59,12 @@ def meet(kind: str, group: Members, name: str, value: Any, timeout: float, op: O
     if agent.name not in members:
         raise UsageError(f"{kind} is called by the workers of the group, and {agent.name!r} is not in {group!r}")
     key, keeper, number = (kind, group.description, name), members[0], next(_numbers)
-    missing: list[str] = []  # as the keeper said last
+    missing: list[str] = []  # in the keeper's last answer
 
     def ask(question: Callable[..., list[str] | None], patience: float) -> list[str] | None:
         try:
             said: list[str] | None = agent.call(keeper, question, (number,), None, patience)
-        except TelegradError:  # the keeper is lost, as its answer will tell, or is stopped
+        except TelegradError:  # the keeper is lost, and then `met` fails, or it is stopped
             return None
         return said
 
@@ -82,7 +83,7 @@ def meet(kind: str, group: Members, name: str, value: Any, timeout: float, op: O
                     continue
                 patient_until = monotonic() + PATIENCE
                 late = ask(withdraw, PATIENCE)
-                if late is None:  # all have come in that moment, or the keeper does not answer
+                if late is None:  # all arrived just now, or the keeper does not answer
                     if agent.wait_for(met, max(0.0, patient_until - monotonic())):
                         break
                     why = f"worker {keeper!r}, which knows who has come, does not answer"
@@ -94,7 +95,7 @@ def meet(kind: str, group: Members, name: str, value: Any, timeout: float, op: O
                 )
         return met.wait()
     finally:
-        met.cancel()  # where this thread gave up or was interrupted, its arrival does not count
+        met.cancel()  # withdraws the arrival if this thread timed out or was interrupted
 
 
 def spelled(kind: str, group: str, name: str) -> str:
@@ -105,11 +106,11 @@ def add(first: Any, second: Any) -> Any:
     return first + second
 
 
-# At the worker that keeps a meeting
+# On the worker that manages a meeting
 
 
 class Arrival(NamedTuple):
-    """One worker in one meeting; several threads of a worker may wait, each in a meeting of its own."""
+    """One worker in one meeting. Several threads of a worker may wait, each in a different meeting."""
 
     worker: Identity
     number: int
@@ -120,7 +121,7 @@ class Meeting:
 
     def __init__(self, members: list[str]) -> None:
         self.members = members
-        self.arrived: dict[str, tuple[Arrival, Any, Future[Any]]] = {}  # with the value, and the future of the answer
+        self.arrived: dict[str, tuple[Arrival, Any, Future[Any]]] = {}  # with the value, and the future of the result
         self.withdrew: set[str] = set()
 
     def awaits(self, name: str) -> bool:
@@ -128,7 +129,7 @@ class Meeting:
 
     @property
     def missing(self) -> list[str]:
-        """Return the workers that never arrived, or where all did, those that have withdrawn."""
+        """Return the workers that never arrived, or if all did, those that withdrew."""
         missing = [name for name in self.members if name not in self.arrived]
         return [name for name in missing if name not in self.withdrew] or missing
 
@@ -137,15 +138,15 @@ class Meeting:
 
 
 class Meetings:
-    """All meetings that one worker keeps."""
+    """All meetings that one worker manages."""
 
     def __init__(self, agent: Agent) -> None:
-        self._lock = threading.Lock()  # guards all below
-        self._meetings: dict[Key, list[Meeting]] = {}  # that have not ended, in the order in which they began
+        self._lock = threading.Lock()  # guards all fields below
+        self._meetings: dict[Key, list[Meeting]] = {}  # pending meetings, in the order in which they began
         self._listens = False
 
     def listen(self) -> None:
-        """Hear of workers that leave the group."""
+        """Subscribe to workers leaving the group."""
         with self._lock:
             listens, self._listens = self._listens, True
         if not listens:
@@ -171,13 +172,13 @@ class Meetings:
         return met
 
     def missing(self, arrival: Arrival) -> list[str] | None:
-        """Return the workers that an arrival waits for; None if it waits no more."""
+        """Return the workers that an arrival waits for, or None if it no longer waits."""
         with self._lock:
             found = self._find(arrival)
             return None if found is None else found[1].missing
 
     def withdraw(self, arrival: Arrival) -> list[str] | None:
-        """Count a worker as one that has not come; return as `missing`."""
+        """Withdraw an arrival, and return as `missing`."""
         with self._lock:
             found = self._find(arrival)
             if found is None:
@@ -188,11 +189,11 @@ class Meetings:
             meeting.withdrew.add(arrival.worker.name)
             if not meeting.arrived:
                 self._end(key, meeting)
-        met.set_result(None)  # nothing waits for it
+        met.set_result(None)  # no thread waits for it
         return missing
 
     def _find(self, arrival: Arrival) -> tuple[Key, Meeting] | None:
-        """With the lock held."""
+        """Find the meeting of an arrival. The caller holds the lock."""
         for key, meetings in self._meetings.items():
             for meeting in meetings:
                 if meeting.arrived.get(arrival.worker.name, (None,))[0] == arrival:
@@ -200,7 +201,7 @@ class Meetings:
         return None
 
     def _end(self, key: Key, meeting: Meeting) -> None:
-        """With the lock held."""
+        """Remove a meeting. The caller holds the lock."""
         self._meetings[key].remove(meeting)
         if not self._meetings[key]:
             del self._meetings[key]
@@ -216,7 +217,7 @@ class Meetings:
 
 
 class _Place(NamedTuple):
-    """The place of a worker in a meeting: it is given up where the call that has brought the worker is cancelled."""
+    """A worker's arrival in a meeting, which is withdrawn if the call that made it is cancelled."""
 
     meetings: Meetings
     arrival: Arrival
@@ -245,11 +246,11 @@ def _absent(name: str, why: str) -> PeerLost:
 
 
 def arrive(key: Key, number: int, group: Members, value: Any, op: Op | None) -> Future[Any]:
-    """Note that the caller has arrived; return a future of what all have brought."""
+    """Record that the caller has arrived. Return a future of the result."""
     here, arrival = current.here(), _arrival(number)
     name = arrival.worker.name
     if name not in group:
-        here.membership.refresh()  # it has joined just now
+        here.membership.refresh()  # the worker may have joined just now
     members, there = group.names, {worker.name for worker in here.membership.view().workers}
     if name not in members:
         raise UsageError(f"worker {name!r} is not in {group!r}, as worker {here.agent.name!r} sees it")
@@ -270,7 +271,7 @@ def withdraw(number: int) -> list[str] | None:
 
 
 def _arrival(number: int) -> Arrival:
-    """Return that of the worker whose call this thread serves."""
+    """Return the arrival of the worker whose call this thread serves."""
     return Arrival(current_call().caller.identity, number)
 
 

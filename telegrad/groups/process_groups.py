@@ -1,4 +1,4 @@
-"""Process groups of `torch.distributed`, of the workers of a group: for its collectives, which are fast and in step."""
+"""Process groups of `torch.distributed` for the workers of a group, whose collectives are fast and synchronous."""
 
 from __future__ import annotations
 
@@ -18,15 +18,17 @@ from telegrad.ext.workers import current
 from telegrad.groups import meetings
 from telegrad.groups.group import Group
 
-LONGEST = 1800.0  # seconds, where a caller sets no limit: torch knows no time without end
+LONGEST = 1800.0  # seconds, if the caller sets no limit: torch requires one
 
 
 def process_group(group: Group, backend: str = "gloo", timeout: float = DEFAULT) -> dist.ProcessGroup:
-    """A process group of the workers of `group`, all of whom call this; their ranks in it are their places there.
+    """Make a process group of the workers of `group`.
 
-    It needs no default group beside it. `timeout` is that of its forming, and of each of its collectives.
+    Each of them must call this; their ranks are their indices in `group`.
 
-    Raises as `Group.barrier`.
+    No default process group is needed. `timeout` applies to the creation and to each of the collectives.
+
+    Raises the errors of `Group.barrier`.
     """
     if not isinstance(group, Group):
         raise InvalidArgument(
@@ -62,7 +64,10 @@ def process_group(group: Group, backend: str = "gloo", timeout: float = DEFAULT)
 def _make(
     store: Any, rank: int, names: list[str], backend: str, name: str, limit: datetime.timedelta
 ) -> dist.ProcessGroup:
-    """What torch makes of a default group, without its being that: there is no other way to a group of one's own."""
+    """Make a process group as torch makes its default group, but without registering it as the default.
+
+    Torch has no public API for this.
+    """
     made: dist.ProcessGroup
     made, _ = c10d._new_process_group_helper(
         len(names),
@@ -79,5 +84,5 @@ def _make(
 
 
 def _destroy(group: dist.ProcessGroup) -> None:
-    with contextlib.suppress(ValueError, AssertionError):  # the program has done so
+    with contextlib.suppress(ValueError, AssertionError):  # the program has destroyed it already
         dist.destroy_process_group(group)

@@ -1,9 +1,9 @@
-"""Reductions: the workers of a group combine what a function gives on each, and one value comes back.
+"""Reductions: the workers of a group combine the results of a function on each, and the caller gets one value.
 
-They do so along a tree. The first worker is its root; those behind it are cut into parts of about one size, each a tree
-below the root. Each worker calls itself with the function, and the roots below it with what it was called with. Then it
-combines its own value and theirs, which keeps the order of the group, and answers with the result and with the errors
-of all workers that failed below.
+The workers form a tree. The first worker is its root; the others are divided into parts of about equal size, and each
+part is a subtree. Each worker calls itself with the function, and the roots of its subtrees with its own arguments.
+Then it combines its own value and theirs, which keeps the order of the group. It answers with the result, and with the
+errors of all failed workers in its tree.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ from telegrad.ext.values import describe, rebuild
 from telegrad.ext.workers import WorkerInfo, current
 from telegrad.groups.group_calls import GroupFuture, group_error
 
-BRANCHES = 3  # a level costs as many values as these, and there are log(n) / log(BRANCHES) of them: least for e
-SPARE, ENOUGH = 0.05, 0.5  # of its own time, or else seconds, that a worker keeps to tell which one below it was late
+BRANCHES = 3  # each level costs this many values, and there are log(n) / log(BRANCHES) levels: the cost is least for e
+# a worker reserves this part of its time, or these seconds, to report which worker below was late
+SPARE, ENOUGH = 0.05, 0.5
 
 Combine = Callable[[Any, Any], Any]
-Combined = tuple[list[Any], dict[str, bytes]]  # the one value, or none where all failed; descriptions of errors
+Combined = tuple[list[Any], dict[str, bytes]]  # one value, or none if all failed; and descriptions of errors
 
 
 def begin(version: int, workers: Sequence[WorkerInfo], call: Call, timeout: float, combine: Combine) -> GroupFuture:
-    """Call all of them along a tree."""
+    """Call all workers along a tree."""
     checks.function("reduce", combine, "a function of two values, such as torch.add")
     agent = current.agent()
     limit = limit_of(timeout, agent.timeout)
@@ -41,11 +42,11 @@ def begin(version: int, workers: Sequence[WorkerInfo], call: Call, timeout: floa
 
 
 class ReducedFuture(GroupFuture):
-    """A future of one value, which the workers of a group make together."""
+    """A future of one value, which the workers of a group compute together."""
 
     def __init__(self, agent: Agent, version: int, workers: Sequence[str], about: str) -> None:
         super().__init__(agent, version, workers, workers[:1], about)
-        self._errors: dict[str, BaseException] = {}  # stored before this is done
+        self._errors: dict[str, BaseException] = {}  # stored before the future is done
 
     def _end(self) -> None:
         (root,) = self._slots
@@ -60,7 +61,7 @@ class ReducedFuture(GroupFuture):
             self.set_result(values[0])
 
     def errors(self) -> dict[str, BaseException]:
-        """The errors of those that failed, by worker; waits for all."""
+        """Wait for all calls. Return the errors of the failed ones, by worker."""
         self._wait_for_all()
         return dict(self._errors)
 
@@ -72,7 +73,7 @@ class ReducedFuture(GroupFuture):
 
 @known_as("a reduction")
 def reduced(workers: list[str], function: Any, args: Any, kwargs: Any, combine: Combine, timeout: float) -> Combined:
-    """Reduce the tree below this worker, one of these; `timeout` is that of the caller of all."""
+    """Reduce the tree below this worker, which is one of `workers`. `timeout` is that of the original caller."""
     agent = current.agent()
     tree, depth = tree_of(len(workers), workers.index(agent.name))
     limit = timeout
@@ -106,7 +107,7 @@ def reduced(workers: list[str], function: Any, args: Any, kwargs: Any, combine: 
 
 
 def _lost(error: BaseException, workers: Sequence[str]) -> dict[str, bytes]:
-    """Return the errors of a tree whose root, the first of these, did not answer."""
+    """Return the errors of a tree whose root, the first of these workers, did not answer."""
     root, *below = workers
     kind = CallTimeout if isinstance(error, CallTimeout) else PeerLost
     why = kind(f"what it gave was lost on its way over worker {root!r}, which failed: {type(error).__name__}")
@@ -114,7 +115,7 @@ def _lost(error: BaseException, workers: Sequence[str]) -> dict[str, bytes]:
 
 
 def parts(tree: range) -> list[range]:
-    """Return the trees right below the root of a tree of places in the group."""
+    """Return the subtrees below the root of a tree of indices."""
     first, rest = tree.start + 1, len(tree) - 1
     count = min(BRANCHES, rest)
     cuts = [first + rest * each // count for each in range(count + 1)] if count else [first]
@@ -122,7 +123,7 @@ def parts(tree: range) -> list[range]:
 
 
 def tree_of(size: int, place: int) -> tuple[range, int]:
-    """Return the tree whose root is a place, in that of `size` places; and how deep in it that is."""
+    """Return the tree whose root is an index, within the tree of `size` indices, and its depth."""
     tree, depth = range(size), 0
     while tree.start != place:
         tree = next(part for part in parts(tree) if place in part)

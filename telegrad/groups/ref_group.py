@@ -1,4 +1,4 @@
-"""Groups of references: one on each worker of a group, used as one."""
+"""Groups of references: one on each worker of a group, used together."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ T = TypeVar("T")
 
 @known_as("broadcast")
 def kept_value(value: T) -> T:
-    """Return a value that stays at this worker."""
+    """Return the value. As a remote call, this stores the value on the called worker."""
     return value
 
 
 def create(workers: Sequence[WorkerInfo], call: Call, timeout: float, policy: RetryPolicy | None = None) -> RefGroup:
-    """Have each of these workers make a value.
+    """Create a value on each of these workers.
 
     Raises:
-        GroupError: some are not there any more; nobody was called.
+        GroupError: some workers are gone; no worker was called.
     """
     timeout = await_workers(policy, [worker.name for worker in workers], call, timeout)
     table = current.references()
@@ -47,7 +47,7 @@ def create(workers: Sequence[WorkerInfo], call: Call, timeout: float, policy: Re
 
 
 def _identified(names: Sequence[str], identify: Callable[[str], Identity]) -> list[Identity]:
-    """Return the owners of these names; raise GroupError where some cannot be called."""
+    """Return the identities of these workers. Raise GroupError if some cannot be called."""
     found: list[Identity] = []
     errors: dict[str, BaseException] = {}
     for name in names:
@@ -63,7 +63,7 @@ def _identified(names: Sequence[str], identify: Callable[[str], Identity]) -> li
 
 
 class RefGroup:
-    """References, one to a value of each worker of a group; from `Group.remote`. It can be sent as a reference can.
+    """References, one to a value on each worker of a group; made by `Group.remote`. It can be sent like a reference.
 
     `refs["worker1"]` and `refs[0]` are single references.
 
@@ -78,11 +78,11 @@ class RefGroup:
     def __init__(self, references: Sequence[RRef[Any]]) -> None:
         self._references = tuple(references)
 
-    # What is in it
+    # Members
 
     @property
     def names(self) -> list[str]:
-        """The names of the workers where the values live."""
+        """The names of the workers that own the values."""
         return [each.owner_name() for each in self]
 
     def __iter__(self) -> Iterator[RRef[Any]]:
@@ -122,76 +122,76 @@ class RefGroup:
     def _owners(self) -> str:
         return listed([repr(name) for name in self.names])
 
-    # Using them where they are
+    # Calling methods of the values
 
     @not_compiled
     def rpc_sync(self, timeout: float = DEFAULT) -> Proxy:
         """`refs.rpc_sync().method(*args)` runs a method of each value at its owner and waits.
 
         Args:
-            timeout: seconds; 0 for no limit, left out that of the options.
+            timeout: seconds; 0 for no limit, default: the timeout in the options.
 
         Returns:
-            A `Proxy`, whose methods give the list of what the values' methods return.
+            A `Proxy`, whose methods return the list of results.
 
         Raises:
-            GroupError: some failed.
+            GroupError: some calls failed.
         """
         check_timeout(timeout)
         return Proxy(lambda *call: wait_or_cancel(self._call(*call)), timeout)
 
     @not_compiled
     def rpc_async(self, timeout: float = DEFAULT) -> Proxy:
-        """As `rpc_sync`, but gives a future, as calls to groups do.
+        """Like `rpc_sync`, but the methods return a future, as calls to groups do.
 
         Returns:
-            A `Proxy`, whose methods give a `GroupFuture`.
+            A `Proxy`, whose methods return a `GroupFuture`.
         """
         check_timeout(timeout)
         return Proxy(self._call, timeout)
 
     @not_compiled
     def remote(self, timeout: float = DEFAULT) -> Proxy:
-        """As `rpc_sync`, but gives references to the results, which stay at the owners.
+        """Like `rpc_sync`, but the methods return references to the results, which stay at the owners.
 
         Returns:
-            A `Proxy`, whose methods give a `RefGroup`.
+            A `Proxy`, whose methods return a `RefGroup`.
         """
         check_timeout(timeout)
         return Proxy(self._create, timeout)
 
     @not_compiled
     def to_here(self, timeout: float = DEFAULT) -> list[Any]:
-        """Copies of all values, or the values themselves that live here; waits until they are made.
+        """Wait for all values. Return copies of them, or the values themselves if this worker owns them.
 
         Args:
-            timeout: seconds; 0 for no limit, left out that of the options.
+            timeout: seconds; 0 for no limit, default: the timeout in the options.
 
         Returns:
             The values, in the order of the references.
 
         Raises:
-            GroupError: some cannot be had.
+            GroupError: some values are not available.
         """
         check_timeout(timeout)
         return list(self._each("to_here()", lambda each: _fetched(each, timeout)).wait())
 
     @not_compiled
     def future(self) -> GroupFuture:
-        """A future that is done once all values exist; of a list of None."""
+        """Return a future of a list of None, which is done once all values exist."""
         return self._each("future()", lambda each: each.future())
 
     @not_compiled
     def map(self, method: str, *items: Iterable[Any], timeout: float = DEFAULT) -> GroupFuture:
         """Run `value.method(item)` for each item.
 
-        The first value gets the first item, and so on; where there are more items than values, each gets the next one
-        as soon as it is through with one. With several lists, a call takes one item of each.
+        The first value gets the first item, and so on. If there are more items than values, each value gets the next
+        item when its call has ended. With several lists, a call takes one item of each.
 
         Args:
             method: the name of a method.
-            *items: a list of items, or several that are as long.
-            timeout: seconds for each call; 0 for no limit, left out that of the options.
+            *items: one list of items, or several of equal length.
+            timeout: seconds for each call; 0 for no limit, default: the timeout in the options.
 
         Returns:
             A `GroupFuture` of all results, in the order of the items.
@@ -205,7 +205,7 @@ class RefGroup:
             each, args = self._references[place], calls.pop(slot.key)
             try:
                 each._reach()
-            except Exception as error:  # whatever its maker has raised: this value takes no items
+            except Exception as error:  # any error of the function that made the value: the value gets no items
                 slot.is_gone = True
                 if raised_by_handler(error):
                     raise
@@ -229,7 +229,7 @@ class RefGroup:
         return future
 
     def _each(self, about: str, begin: Callable[[RRef[Any]], Future[Any]]) -> GroupFuture:
-        """Begin something with each reference; a future of what the futures of these give."""
+        """Start an operation on each reference. Return a future of the list of their results."""
         future = self._future(about)
         future._begin_each(lambda slot, number: slot.follow(begin(self._references[number])))
         return future

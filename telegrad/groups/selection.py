@@ -1,7 +1,7 @@
-"""Which workers a group is made of: a value that travels, and is looked up where it is used. Pure.
+"""The workers that a group consists of: a value that can be sent, and is evaluated where it is used. Pure.
 
-A selection that begins with all workers or with a role is live: it follows joins and leaves, and so does each selection
-that is made of it.
+A selection that begins with all workers or with a role is live: it changes as workers join and leave. So does each
+selection that is made from it.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ ALL, ROLE, NAMED, SLICE, FILTER, MINUS, PLUS = "all", "role", "named", "slice", 
 
 
 class Selection(NamedTuple):
-    """An operation and its arguments, other selections among them; its text tells two selections of a group apart."""
+    """An operation and its arguments, which may be other selections. Its text identifies it."""
 
     op: str
     args: tuple[Any, ...] = ()
 
     @property
     def live(self) -> bool:
-        """Return True if it depends on the workers that are there."""
+        """Return True if the selection depends on the current workers."""
         return self.op in (ALL, ROLE) or any(each.live for each in self.args if isinstance(each, Selection))
 
     def pick(self, there: Sequence[WorkerInfo]) -> list[WorkerInfo]:
-        """Return the selected workers, of those that are there by rank; named ones whether they are there or not."""
+        """Return the selected workers, given the present ones by rank. Named workers need not be present."""
         args = self.args
         inner = [each.pick(there) for each in args if isinstance(each, Selection)]
         match self.op:
