@@ -1,1 +1,1 @@
-"""Values with a name, which are found wherever they live now, and come back elsewhere. An extension."""
+"""Named values: workers look them up wherever they are, and a lost value is made again elsewhere. An extension."""

@@ -1,4 +1,4 @@
-"""The claim with which a worker owns a published value, and the box that opens only while that claim holds."""
+"""The claim by which a worker owns a published value, and a box that opens only while the claim is valid."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from telegrad.ext.workers import Claim, DynamicGroup, current
 
 
 class Ownership(NamedTuple):
-    """A claim of this worker, and the registration with which it was made."""
+    """A claim of this worker, and the directory registration that made it."""
 
     name: str
     group: DynamicGroup
@@ -21,7 +21,7 @@ class Ownership(NamedTuple):
         return self.group.owns(self.name, self.claim)
 
     def check(self) -> None:
-        """Raise ClaimLost where this worker must not act as the owner."""
+        """Raise ClaimLost if this worker must not act as the owner."""
         if not self.holds:
             late = "it has not renewed its lease in the group's directory in time, so another worker may own it by now"
             worker = current.here()
@@ -33,7 +33,7 @@ class Ownership(NamedTuple):
 
 
 class OwnedBox(Box):
-    """A published value at its owner, which opens it only while it may act as the owner."""
+    """A published value at its owner. It opens only while the worker may act as the owner."""
 
     __slots__ = ("_owned",)
 

@@ -1,10 +1,11 @@
-"""Values with a name, which are found wherever they live now: `publish` and `lookup`.
+"""Named values, which can be looked up wherever they are: `publish` and `lookup`.
 
-One key of the group's directory decides who owns a value. It hangs on the owner's lease (`Registry.claim`). The
-revision that created the key is the fencing token. The owner serves the value as long as it holds its lease by its own
-clock, which ends before the directory gives the value to another: a call that comes later is refused, and not run.
-A worker that knows of a later token refuses to use the reference, and so does an owner whose token is lower than the
-one with which it is asked for the value. A call names the value by the id of its reference, which stands for one token.
+One key in the group's directory determines the owner of a value. The key is bound to the owner's lease
+(`Registry.claim`). The revision that created the key is the fencing token. The owner serves the value while its lease
+is valid by its own clock. By that clock, the lease ends before the directory gives the value to another worker: the
+owner refuses later calls, and does not run them. A worker that knows a later token refuses to use the reference. An
+owner refuses requests for the value with a token higher than its own. A call identifies the value by the id of its
+reference, which belongs to one token.
 """
 
 from __future__ import annotations
@@ -37,29 +38,29 @@ from telegrad.ext.workers import PUBLISHED, UNUSABLE, DynamicGroup, current, lis
 from telegrad.publishing.ownership import OwnedBox, Ownership
 from telegrad.publishing.registration import PAUSE, ROUND, THREAD, Answer, Registration
 
-LOOK = 0.25  # seconds between looks at what is waited for
+LOOK = 0.25  # seconds between checks while waiting
 
 log = logging.getLogger("telegrad")
 
 
 def publish(name: str, factory: Callable[[], Any]) -> None:
-    """Offer a value under a name: `lookup(name)` finds it from any worker, wherever it lives by then.
+    """Offer a value under a name: `lookup(name)` finds the value from any worker, on whichever worker it is then.
 
-    Of all workers that publish the name one owns the value, which it makes by `factory()`; the others stand by. When
-    that worker has gone, another that stands by makes the value, or the worker that comes back and publishes it again.
-    So `factory` brings along what must not be lost, such as the state of the last checkpoint. Returns once it is
-    decided which worker owns the value, and it is made where that is this worker.
+    Of all workers that publish the name, one owns the value, and calls `factory()` to make it. The others stand by. If
+    the owner is lost, a worker that stands by makes the value, or the restarted owner when it publishes the name again.
+    So `factory` must restore all state that must not be lost, for example from the last checkpoint. This function
+    blocks until the owner is decided, and if it is this worker, until the value is made.
 
     Args:
         name: any text of up to 1,000 bytes in UTF-8, without null characters.
         factory: a function without arguments that makes the value.
 
     Raises:
-        UsageError: this worker publishes the name already.
-        InvalidArgument: the name cannot be one, or `factory` cannot be called.
-        RendezvousError: the group's directory did not say within `rpc_timeout` which worker owns the value.
-        PeerLost: the worker of rank 0, which keeps the directory of a group that is not dynamic, has gone before.
-        Exception: what `factory` raised.
+        UsageError: this worker already publishes the name.
+        InvalidArgument: the name is invalid, or `factory` cannot be called.
+        RendezvousError: the group's directory did not report the owner within `rpc_timeout`.
+        PeerLost: in a group that is not dynamic, the worker of rank 0, which keeps the directory, has already left.
+        Exception: the error of `factory`.
 
     Example:
         >>> rpc.publish("words", lambda: ["a", "b"])
@@ -73,24 +74,24 @@ def publish(name: str, factory: Callable[[], Any]) -> None:
 
 @not_compiled
 def lookup(name: str, timeout: float = DEFAULT) -> RRef[Any]:
-    """A reference to the value that is published under a name; waits until there is one.
+    """Return a reference to the value that is published under a name. Block until there is one.
 
-    The reference follows the value: where its owner was lost, the next use finds the value at its new owner, and waits
-    for it within that call's timeout.
+    The reference follows the value: if its owner is lost, the next use finds the value at its new owner, and waits for
+    it within that call's timeout.
 
     Args:
-        name: the name that `publish` was given.
-        timeout: seconds; 0 for no limit, left out that of the options.
+        name: the name given to `publish`.
+        timeout: seconds; 0 for no limit, default: the timeout in the options.
 
     Returns:
         An `RRef`.
 
     Raises:
-        NotPublished: there was none in time.
-        RendezvousError: the group's directory did not say in time which worker owns the value.
-        PeerLost: the worker of rank 0, which keeps the directory of a group that is not dynamic, has gone before.
-        InvalidArgument: the name cannot be one.
-        Exception: what making the value raised.
+        NotPublished: no value was published in time.
+        RendezvousError: the group's directory did not report the owner in time.
+        PeerLost: in a group that is not dynamic, the worker of rank 0, which keeps the directory, has already left.
+        InvalidArgument: the name is invalid.
+        Exception: the error of `factory`.
 
     Example:
         >>> rpc.publish("letters", lambda: ["a", "b"])
@@ -116,10 +117,10 @@ def _check_name(name: str) -> None:
 
 
 class Named(NamedTuple):
-    """The trail of a published value."""
+    """How a reference to a published value finds it again."""
 
     name: str
-    token: int = 0  # of the claim of its owner
+    token: int = 0  # of the owner's claim
 
     def check(self) -> None:
         if offers().is_over(self.name, self.token):
@@ -139,18 +140,18 @@ class Named(NamedTuple):
 
 
 class Offer:
-    """What this worker publishes under a name."""
+    """A value that this worker publishes under a name."""
 
     def __init__(self, name: str, factory: Callable[[], Any]) -> None:
         self.name = name
         self.factory = factory
-        self.owned: Ownership | None = None  # while this worker owns the value, as far as it knows
-        self.value: RRef[Any] | None = None  # once it was made
-        self.is_busy = False  # a thread claims the value, or makes it
-        self.again = False  # and is to claim it once more
+        self.owned: Ownership | None = None  # set while this worker owns the value, as far as it knows
+        self.value: RRef[Any] | None = None  # set once it is made
+        self.is_busy = False  # a thread claims or makes the value
+        self.again = False  # that thread must claim it once more afterwards
 
     def lose(self) -> Ownership | None:
-        """Forget the value; return by which claim it was owned."""
+        """Forget the value; return the claim by which it was owned."""
         owned, self.owned, self.value = self.owned, None, None
         return owned
 
@@ -159,15 +160,16 @@ class Offer:
 
 
 class Offers:
-    """All that one worker publishes."""
+    """All values that one worker publishes."""
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
         self._worker = current.here()
         self._life = self._worker.me.incarnation
-        self._lock = threading.Lock()  # guards all below, and the fields of offers; one of them is loaded without
+        # guards all fields below, and the fields of offers; _offers and _given_up are also read without the lock
+        self._lock = threading.Lock()
         self._offers: dict[str, Offer] = {}
-        self._given_up: set[int] = set()  # the tokens of claims that were given up, and may still stand
+        self._given_up: set[int] = set()  # tokens of claims that were released, but may still be valid
         self._hears_of_losses = False
         self._shuts_down = threading.Event()
         self._worker.before_end.append(lambda _: self._shuts_down.set())
@@ -178,10 +180,10 @@ class Offers:
     def __repr__(self) -> str:
         return f"<Offers: {list(self._offers.values())}>"
 
-    # Owning
+    # Owning values
 
     def add(self, offer: Offer) -> None:
-        """Claim the value, and make it if this worker gets it."""
+        """Claim the value, and make it if this worker gets the claim."""
         with self._lock:
             if offer.name in self._offers:
                 raise UsageError(
@@ -191,7 +193,8 @@ class Offers:
             offer.is_busy = True
             hears, self._hears_of_losses = self._hears_of_losses, True
         try:
-            if not hears and self._worker.membership.is_fixed:  # else the members of a group take dead ones out
+            # the members of a dynamic group remove dead workers themselves
+            if not hears and self._worker.membership.is_fixed:
                 self._worker.membership.on_lost(self.registration.declare_lost)
             if self._claim_in_time(offer):
                 self._make(offer)
@@ -218,14 +221,14 @@ class Offers:
         return bool(claimed.wait())
 
     def _claim(self, offer: Offer, progress: Answer, stands_by: bool = False) -> bool:
-        """Claim the value; return True if this worker has to make it. Waits for the directory.
+        """Claim the value; return True if this worker has to make it. Block until the directory answers.
 
         Raises:
-            ShutDown: this worker has left, or does not publish the value any more.
-            PeerLost: the worker that would keep the directory has gone.
+            ShutDown: this worker has left, or no longer publishes the value.
+            PeerLost: the worker that would keep the directory has left.
             DirectoryRefused, StoreUntrusted: the directory cannot be used, and this worker does not stand by.
         """
-        unknown = False  # this worker may have the claim: then it claims it once more, and gives it up if need be
+        unknown = False  # True if this worker may have the claim: it must claim once more, to keep or release it
         while not self._agent.closed and (unknown or self._stands_by(offer)):
             try:
                 group = self.registration.group(0)
@@ -254,7 +257,7 @@ class Offers:
         raise ShutDown(f"worker {self._worker.me.name!r} does not publish {offer.name!r} any more")
 
     def _take(self, offer: Offer, owned: Ownership) -> bool:
-        """Store by which claim this worker owns the value; return True if the value is to be made."""
+        """Store the claim by which this worker owns the value; return True if the value must be made."""
         with self._lock:
             offered = self._offers.get(offer.name)
             if offered is offer and offer.owned != owned:
@@ -268,7 +271,7 @@ class Offers:
         """Make the value that this worker owns."""
         owned = offer.owned
         if owned is None or not owned.holds:
-            offer.again = True  # stored by the thread that is busy with it
+            offer.again = True  # set by the thread that is busy with the offer
             return
         table, box = self._worker.references, OwnedBox(owned)
         box.fulfil(offer.factory())
@@ -286,14 +289,17 @@ class Offers:
             self._agent.run(self._take_over, offer, False)
 
     def _stands_by(self, offer: Offer) -> bool:
-        """Return True if this worker may take the value over: not one that leaves, perhaps together with the owner."""
+        """Return True if this worker may take over the value.
+
+        A worker that is leaving may not, since the owner may be leaving together with it.
+        """
         if self._agent.closed or self._offers.get(offer.name) is not offer:
             return False
         parting, serving = self._worker.parting, self._worker.membership.serving
         return not (parting.all_leave() if parting.together else self._shuts_down.is_set() or serving.leaves)
 
     def _take_over(self, offer: Offer) -> None:
-        """Claim a value that nobody owns, or may own, and make it, in the place of `publish`."""
+        """Claim a value that has no owner, or may have none, and make it, as `publish` does."""
         with self._lock:
             if not self._stands_by(offer):
                 return
@@ -306,7 +312,7 @@ class Offers:
                 is_mine = self._claim(offer, Answer(), stands_by=True)
             if is_mine:
                 self._make(offer)
-        except BaseException:  # of the factory
+        except BaseException:  # including errors of the factory
             self._withdraw(offer)
             if not self._agent.closed:
                 log.exception("telegrad: the value %r could not be made here", offer.name)
@@ -314,7 +320,7 @@ class Offers:
             self._finish(offer)
 
     def _claim_changed(self, name: str) -> None:
-        """By the thread that watches the directory."""
+        """Take over a value that has lost its owner. Called by the thread that watches the directory."""
         offer, claim = self._offers.get(name), self.registration.known_claim(name)
         if offer is not None and claim is not None and not claim.life:
             self._agent.later(self._take_over_soon, offer)
@@ -323,7 +329,7 @@ class Offers:
         self._agent.run(self._take_over, offer, False)
 
     def _lose_all(self, group: DynamicGroup) -> None:
-        """A registration has ended, and all its claims with it; with the next one, some may have been claimed anew."""
+        """Drop all values of an ended registration. With the next one, this worker may claim some of them again."""
         with self._lock:
             offers = list(self._offers.values())
             for offer in offers:
@@ -333,7 +339,7 @@ class Offers:
             self._take_over_soon(offer)
 
     def _withdraw(self, offer: Offer) -> None:
-        """Publish it no more, so that another worker can own it."""
+        """Stop publishing a value, which allows another worker to own it."""
         with self._lock:
             if self._offers.get(offer.name) is offer:
                 del self._offers[offer.name]
@@ -353,15 +359,15 @@ class Offers:
                 return
             sleep(PAUSE)
 
-    # Finding
+    # Finding values
 
     def is_over(self, name: str, token: int) -> bool:
-        """Return True if a value is known to have another owner by now, or none."""
+        """Return True if the value is known to have another owner by now, or none."""
         known = self.registration.known_claim(name)
         return known is not None and known.token > token
 
     def find(self, name: str, limit: float) -> RRef[Any]:
-        """Return a reference to the value at its owner. Raises one of NOT_YET where it may be tried again."""
+        """Return a reference to the value at its owner. Raises one of NOT_YET if the caller may try again."""
         group = self.registration.group(limit)
         try:
             return self._find(name, group, min(limit or ROUND, ROUND))
@@ -390,7 +396,7 @@ class Offers:
         return Lasting.of(value, Named(name, token))
 
     def value(self, name: str, token: int) -> tuple[int, RRef[Any]]:
-        """Return the value that this worker owns with at least that token, and with which it does."""
+        """Return the value that this worker owns with at least that token, and its own token."""
         with self._lock:
             offer = self._offers.get(name)
             owned, value = (offer.owned, offer.value) if offer is not None else (None, None)
@@ -407,11 +413,11 @@ class Offers:
 
 
 def offers() -> Offers:
-    """Return what the worker of this thread publishes."""
+    """Return the offers of this thread's worker."""
     return current.here().attached(Offers)
 
 
-# What others call
+# Called by other workers
 
 
 @known_as("lookup of a published value")
@@ -419,7 +425,7 @@ def _found_here(name: str, token: int) -> tuple[int, RRef[Any]] | NotPublished |
     try:
         return offers().value(name, token)
     except (NotPublished, ClaimLost) as error:
-        return error  # the caller asks again and again: raised here, each time would be in the log
+        return error  # not raised: the caller retries, and each raised error would be logged
 
 
 @known_as("looking for the group's directory")

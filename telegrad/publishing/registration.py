@@ -1,11 +1,12 @@
-"""A worker's registration in the directory of its group, which decides who owns a published value.
+"""A worker's registration in the directory of its group, which determines the owners of published values.
 
 The members of a dynamic group are registered in its directory anyway. Other groups get a directory when a worker first
-publishes or looks up a value: the worker of rank 0 starts it, in a process of its own, and tells the others its
-address. Once that worker has gone, any other one that knows the address tells it. Each worker that publishes or looks
-up a value registers there, under a lease. The process ends once rank 0 has left and no lease is left.
+publishes or looks up a value: the worker of rank 0 starts the directory in a separate process, and sends its address to
+the others on request. Once rank 0 has left, any other worker that knows the address sends it. Each worker that
+publishes or looks up a value registers there, under a lease. The process ends once rank 0 has left and no lease is
+left.
 
-A worker whose registration has ended, since it did not renew its lease in time, registers anew.
+If the registration of a worker has ended, because its lease was not renewed in time, the worker registers again.
 """
 
 from __future__ import annotations
@@ -26,25 +27,25 @@ from telegrad.ext.processes import knock, run_beside
 from telegrad.ext.workers import Change, Claim, DynamicGroup, Gone, LifeOver, Member, Worker, WorkerInfo
 
 THREAD = "telegrad-claims"
-ROUND = 1.0  # seconds for the answer to a question, before it is asked again
+ROUND = 1.0  # seconds to wait for an answer before asking again
 PAUSE = 0.05  # seconds between two tries
-PATIENCE = 5.0  # seconds for an operation of a directory
-SILENT = 1.0  # seconds without an answer after which a directory is taken not to answer
-KNOCK = 2.0  # seconds for a worker to show that it lives
+PATIENCE = 5.0  # seconds for an operation on a directory
+SILENT = 1.0  # seconds without an answer after which a directory counts as unavailable
+KNOCK = 2.0  # seconds for a worker to show that it is alive
 
 log = logging.getLogger("telegrad")
 Address = tuple[str, int]
 
 
 class Answer(Signal):
-    """A result that one thread looks up for others."""
+    """A result that one thread computes for others."""
 
     __slots__ = ("problem", "value")
 
     def __init__(self) -> None:
         super().__init__()
-        self.value: Any = None  # stored before it happens
-        self.problem = ""  # why it has not happened yet
+        self.value: Any = None  # stored before the signal is set
+        self.problem = ""  # why there is no result yet
 
     def tell(self, value: Any) -> None:
         self.value = value
@@ -55,7 +56,7 @@ class Answer(Signal):
         return self.value
 
     def find(self, function: Callable[..., Any], *args: Any) -> None:
-        """Have a thread call a function whose result this is."""
+        """Call a function on another thread; its result becomes this result."""
         run_beside(THREAD, self._run, function, args)
 
     def _run(self, function: Callable[..., Any], args: Any) -> None:
@@ -66,7 +67,7 @@ class Answer(Signal):
 
 
 class Registration:
-    """Of one worker."""
+    """The registration of one worker."""
 
     def __init__(
         self,
@@ -75,22 +76,22 @@ class Registration:
         on_claim: Callable[[str], None],
         on_lost: Callable[[DynamicGroup], None],
     ) -> None:
-        """`directory_of_group` gives `address` where it is called.
+        """`directory_of_group` returns `address` of the worker on which it is called.
 
         `on_claim` is called with each value whose owner has changed; it must not block.
 
-        `on_lost` is called once a registration has ended, and all that was claimed with it is lost.
+        `on_lost` is called once a registration has ended, and all claims made with it are lost.
         """
         self._worker, self._agent = worker, worker.agent
         self._directory_of_group, self._on_claim, self._on_lost = directory_of_group, on_claim, on_lost
-        self._lock = threading.Lock()  # guards all below; _joining and _is_closed are loaded without
-        self._joining: Answer | None = None  # of a DynamicGroup
+        self._lock = threading.Lock()  # guards all fields below; _joining and _is_closed are also read without the lock
+        self._joining: Answer | None = None  # result: a DynamicGroup
         self._address: Answer | None = None  # of the directory: host and port
         self._keeping: Keeping | None = None
         self._is_closed = False
-        self._is_asking = False  # a thread asks whether the directory answers, or did so a moment ago
-        self._silent_since = 0.0  # it was asked then, and has not answered
-        self._refusal: DirectoryRefused | StoreUntrusted | None = None  # with which it has answered last
+        self._is_asking = False  # a thread asks whether the directory answers, or did just now
+        self._silent_since = 0.0  # time of the first question without an answer, or 0
+        self._refusal: DirectoryRefused | StoreUntrusted | None = None  # the last answer, if it was a refusal
         if isinstance(worker.directory, DynamicGroup):
             worker.directory.on_claim = on_claim
             self._joining = Answer()
@@ -99,11 +100,11 @@ class Registration:
             worker.at_end.append(self._close)
 
     def group(self, limit: float) -> DynamicGroup:
-        """Return the registration; register where that was not done yet.
+        """Return the registration; register if needed.
 
         Raises:
-            DirectoryLost: that took longer than `limit` seconds (0 for no limit).
-            PeerLost: the worker that would keep the directory has gone.
+            DirectoryLost: registration took longer than `limit` seconds (0 for no limit).
+            PeerLost: the worker that would keep the directory has left.
         """
         joining = self._begin()
         if not self._agent.wait_for(joining, limit or -1):
@@ -112,17 +113,19 @@ class Registration:
         return group
 
     def known(self) -> DynamicGroup | None:
-        """Return the registration if there is one; begin to register where this was not tried before."""
+        """Return the registration if it exists, else None. Start to register if this was not tried before."""
         found: DynamicGroup | None = (self._joining or self._begin()).value
         return found
 
     def known_claim(self, name: str) -> Claim | None:
-        """Return who owns a published value, as far as this worker knows."""
+        """Return the claim on a published value, as far as this worker knows."""
         group = self.known()
         return group.claims.get(name) if group is not None else None
 
     def address(self) -> Answer:
-        """Return where the directory is; rank 0 starts it. The answer is None where this worker does not know."""
+        """Return the address of the directory, which rank 0 starts. The answer is None if this worker does not know
+        it.
+        """
         starts = False
         with self._lock:
             address = self._address
@@ -137,15 +140,15 @@ class Registration:
         return address
 
     def declare_lost(self, worker: WorkerInfo, _: Exception) -> None:
-        """Take a worker out of the directory whose process is dead; the lease of one that may live decides."""
+        """Remove a worker from the directory if its process is dead. If it may be alive, its lease decides."""
         run_beside(THREAD, self._declare_lost, self._worker.directory.find(worker.id))
 
     def check_directory(self, name: str) -> None:
-        """Ask the directory who owns a value, on another thread.
+        """Ask the directory for the owner of a value, on another thread.
 
         Raises:
-            DirectoryLost: it was asked before, and has not answered for long.
-            DirectoryRefused, StoreUntrusted: it refused that, or other programs have written to it.
+            DirectoryLost: the directory has not answered earlier questions for long.
+            DirectoryRefused, StoreUntrusted: it refused the question, or other programs have written to it.
         """
         group = self.known()
         if group is None:
@@ -168,7 +171,7 @@ class Registration:
             group.look_for_owner(name)
             with self._lock:
                 self._silent_since, self._refusal = 0.0, None
-            sleep(SILENT / 2)  # until it is asked again
+            sleep(SILENT / 2)  # pause before the next question
         except (DirectoryRefused, StoreUntrusted) as error:
             refusal = error
         except TelegradError:
@@ -201,7 +204,7 @@ class Registration:
         me, agent = self._worker.me, self._agent
         group = DynamicGroup(EmbeddedDirectory(address, agent.keys, PATIENCE), "", ttl_of(agent.settings.silence))
         group.on_claim = self._on_claim
-        try:  # a registration of this worker that has not ended yet does not live
+        try:  # an older registration of this worker that has not ended does not count as alive
             group.join(me, lambda member: member.incarnation != me.incarnation and shows_life(member))
             group.begin(partial(self._apply, group), lambda: agent.stands_for)
         except BaseException:
@@ -218,7 +221,7 @@ class Registration:
         return group
 
     def _find(self) -> Address:
-        """Return where the directory is."""
+        """Return the address of the directory."""
         members = self._worker.membership.present()
         keeper = next((member for member in members if member.id == 0), None)
         if keeper is not None and keeper.incarnation == self._worker.me.incarnation:
@@ -239,7 +242,7 @@ class Registration:
         )
 
     def _ask(self, members: list[Member]) -> Address | None:
-        """Return where the directory is, as the first says who knows it."""
+        """Ask these members for the address of the directory, and return an answer, or None."""
         coming = []
         for member in members:
             if member.incarnation != self._worker.me.incarnation:
@@ -274,11 +277,11 @@ class Registration:
 
     def _apply(self, group: DynamicGroup, change: Change) -> None:
         is_mine = isinstance(change, Gone) and change.life == self._worker.me.incarnation
-        if is_mine and not self._is_closed:  # else it sees how this worker leaves
+        if is_mine and not self._is_closed:  # if closed, the change is this worker's own leaving
             self._agent.later(self._renew, group)
 
     def _renew(self, group: DynamicGroup) -> None:
-        """The registration has ended, though this worker lives."""
+        """Register again after the registration has ended although this worker is alive."""
         with self._lock:
             if self._joining is not None and self._joining.value is group:
                 self._joining = None
@@ -293,7 +296,7 @@ class Registration:
             self._on_lost(group)
 
     def _close(self) -> None:
-        """This worker leaves its group."""
+        """End the registration, because this worker leaves its group."""
         with self._lock:
             self._is_closed = True
             joining, keeping = self._joining, self._keeping
