@@ -1,1 +1,1 @@
-"""Pipelines: a model in stages on several workers, fed with micro-batches. An extension."""
+"""Pipelines: a model divided into stages on several workers, which process micro-batches. An extension."""

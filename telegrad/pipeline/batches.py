@@ -1,4 +1,4 @@
-"""A batch on its way through a pipeline: the messages and arguments between its driver and its stations."""
+"""The messages and arguments between the driver of a pipeline and its stations, for one batch."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from telegrad.pipeline.microbatches import Loss
 from telegrad.pipeline.pipeline_schedule import FORWARD, InputKey, TiedWeight
 from telegrad.pipeline.stage import PackedValue
 
-BatchId = tuple[str, int]  # the pipeline; and the number of the batch, in order
+BatchId = tuple[str, int]  # the pipeline; and the number of the batch, ascending
 
 
 class BatchSpec(NamedTuple):
-    """A batch, for all stations."""
+    """The description of a batch, sent to all stations."""
 
     id: BatchId
-    oldest: int  # of the batches of that pipeline that have not ended
-    driver: tuple[str, str]  # its name and incarnation
+    oldest: int  # oldest pending batch of that pipeline
+    driver: tuple[str, str]  # name and incarnation
     schedule: str
-    stations: tuple[int, ...]  # of each stage
-    workers: tuple[tuple[str, str], ...]  # of each station, its name and incarnation
-    tied: tuple[TiedWeight, ...]  # across workers
+    stations: tuple[int, ...]  # the station of each stage
+    workers: tuple[tuple[str, str], ...]  # name and incarnation for each station
+    tied: tuple[TiedWeight, ...]  # weights that stages on different workers share
     batches: int
     trains: bool
-    rider: int = 0  # the number of a rider that takes the gradients of each worker; 0: none
+    rider: int = 0  # the number of the object that gets the gradients of each worker; 0: none
     request: bytes = b""  # for the rider
 
 
 class BatchInputs(NamedTuple):
-    """The driver's inputs for the first station, and all others for the last one, for each micro-batch."""
+    """Inputs for the first station, and targets, loss and weights for the last one, per micro-batch."""
 
     inputs: Sequence[PackedValue] = ()
     targets: Sequence[PackedValue] = ()
@@ -44,24 +44,24 @@ class BatchResult(NamedTuple):
 
     losses: list[Tensor]
     outputs: list[Any]
-    gradients: dict[int, Sequence[Tensor | None]]  # of inputs, by micro-batches
+    gradients: dict[int, Sequence[Tensor | None]]  # of inputs, by micro-batch
     of_targets: dict[int, Sequence[Tensor | None]]
-    rode: list[tuple[bool, Any]]  # once the rider had its turn: whether it did it, and its value or failure
+    rode: list[tuple[bool, Any]]  # empty, or the result of the rider: True and its value, or False and its failure
 
 
 class StageMessage(NamedTuple):
-    """The input of an action: the value that a stage takes; or tensors, of which some may be missing."""
+    """The input of an action: a value for a stage, or tensors, some of which may be missing."""
 
     batch: BatchId
     key: InputKey
     body: bytes
     positions: list[
         int
-    ]  # of a value: of the tensors that require gradients; else, for each tensor, whether it is there
+    ]  # for a value: indices of the tensors that require gradients; else for each tensor, True if it is present
     tensors: Sequence[Tensor] = ()
 
     def opened(self) -> Any:
-        """Return the value, packed, or the tensors, with None for each that is missing."""
+        """Return the value, packed, or the tensors, with None for each missing one."""
         if self.key[0] == FORWARD:
             return PackedValue(self.body, self.tensors, self.positions)
         given = iter(self.tensors)

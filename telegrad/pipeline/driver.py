@@ -1,4 +1,4 @@
-"""The driver's side of a pipeline: it makes a station on each worker with stages, and has them run batches."""
+"""The driver's side of a pipeline: it creates a station on each worker with stages, and makes them run batches."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from telegrad.pipeline.station import make_station, run_stage, set_weight, weigh
 
 
 class PipelineDriver:
-    """The stations of a pipeline, and the batches that are under way."""
+    """The stations of a pipeline, and its pending batches."""
 
     def __init__(self, places: Sequence[RRef[nn.Module]], schedule: str, tied: Sequence[TiedWeight]) -> None:
-        """Make the stations for the modules of all stages.
+        """Create the stations for the modules of all stages.
 
         Raises:
-            UsageError: the schedule cannot have them on these workers, or a tied weight does not fit.
+            UsageError: the schedule does not allow this placement on workers, or a tied weight does not fit.
         """
         owners = [place.owner() for place in places]
         names = list(dict.fromkeys(owner.name for owner in owners))
-        self.stations_of = tuple(names.index(owner.name) for owner in owners)  # of the stages
+        self.stations_of = tuple(names.index(owner.name) for owner in owners)  # station of each stage
         if schedule == INTERLEAVED and self.stations_of != (*range(len(names)),) * (len(places) // len(names)):
             raise UsageError(
                 "an interleaved schedule wants the stages to go around all workers in turn, as many on each, "
@@ -52,8 +52,8 @@ class PipelineDriver:
         agent = current.agent()
         self.workers = tuple((name, agent.identify(name).incarnation) for name in names)
         self.tied = tuple(tie for tie in tied if self.stations_of[tie.owner] != self.stations_of[tie.replica])
-        self._lock = threading.Lock()  # guards all below
-        self._last = 0  # number of a batch
+        self._lock = threading.Lock()  # guards all fields below
+        self._last = 0  # number of the last batch
         self._under_way: list[int] = []
 
     def pack(self, stage: int, value: Any) -> PackedValue:
@@ -62,14 +62,14 @@ class PipelineDriver:
         return pack_value(value, current.agent().shares_program(worker))
 
     def call_chain(self, value: Any) -> Future[Any]:
-        """Send a micro-batch through all stages, so that the output has a history that crosses workers."""
+        """Send a micro-batch through all stages. The output has a history across workers."""
         *before, last = enumerate(self.stations[station] for station in self.stations_of)
         for stage, station in before:
             value = remote(station.owner(), run_stage, (station, stage, value))
         return rpc_async(last[1].owner(), run_stage, (last[1], last[0], value))
 
     def send_tied_weights(self) -> None:
-        """Send tied weights to the stages of other workers, as before a batch."""
+        """Send tied weights to stages on other workers, as before a batch."""
         for tie in self.tied:
             owner, replica = (self.stations[self.stations_of[stage]] for stage in (tie.owner, tie.replica))
             with torch.no_grad():
@@ -79,7 +79,7 @@ class PipelineDriver:
     def run_batch(
         self, schedule: str, given: BatchInputs, batches: int, trains: bool, ride: Ride | None = None
     ) -> list[BatchResult]:
-        """Have all stations run a batch; return their results, or raise the error of the first that fails."""
+        """Run a batch on all stations. Return their results, or raise the first error."""
         agent = current.agent()
         with self._lock:
             self._last += 1
@@ -131,5 +131,5 @@ class PipelineDriver:
     def _stop(self, number: int) -> None:
         """Stop a batch that one station cannot finish."""
         for station in self.stations:
-            with contextlib.suppress(TelegradError):  # its worker may be the one that has died
+            with contextlib.suppress(TelegradError):  # the worker may be dead
                 station._call_async("stop", DEFAULT, (number,), {}, "Pipeline.forward_backward").heed()

@@ -1,4 +1,4 @@
-"""A batch in parts: how inputs and targets are cut, outputs are joined, and losses add up to that of the batch."""
+"""Split a batch into micro-batches, join their outputs, and scale their losses to sum up to the loss of the batch."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from telegrad.errors import UsageError
 
 Loss = Callable[[Any, Any], Tensor]
 
-_AS = {"mean": "mean", "batchmean": "mean", "sum": "sum", "none": "none"}  # as torch's losses call it
+_AS = {"mean": "mean", "batchmean": "mean", "sum": "sum", "none": "none"}  # names in torch's losses
 _COUNTING_FUNCTIONS = (functional.cross_entropy, functional.nll_loss)
-_IGNORED = -100  # the target that these ignore by default
+_IGNORED = -100  # the target that these functions ignore by default
 
 
 def parts_of(batch: Any, chunks: int) -> list[Any]:
-    """Return the tensors in `batch` in parts of about the same size; other values in it go with each."""
+    """Split the tensors in `batch` into parts of about equal size. Other values are repeated in each part."""
     leaves, form = tree_flatten(batch)
     parts = len(_sizes(batch, chunks))
     cut = [leaf.tensor_split(parts) if isinstance(leaf, Tensor) else [leaf] * parts for leaf in leaves]
@@ -30,7 +30,7 @@ def parts_of(batch: Any, chunks: int) -> list[Any]:
 
 
 def _sizes(batch: Any, chunks: int) -> list[int]:
-    """Return how many samples there are in each micro-batch."""
+    """Return the number of samples in each micro-batch."""
     shapes = [tuple(leaf.shape) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
     if len({shape[:1] for shape in shapes}) != 1 or not shapes[0]:
         raise UsageError(
@@ -43,7 +43,9 @@ def _sizes(batch: Any, chunks: int) -> list[int]:
 
 
 def sizes_of(inputs: Any, targets: Any, chunks: int) -> list[int]:
-    """Return how many samples there are in each micro-batch, where inputs and targets can be cut alike."""
+    """Return the number of samples in each micro-batch. Raise UsageError if inputs and targets cannot be split
+    alike.
+    """
     sizes, of_targets = _sizes(inputs, chunks), _sizes(targets, chunks)
     size, wanted = sum(sizes), sum(of_targets)
     if not size or [each * wanted for each in sizes] != [each * size for each in of_targets]:
@@ -55,7 +57,7 @@ def sizes_of(inputs: Any, targets: Any, chunks: int) -> list[int]:
 
 
 def joined(parts: list[Any]) -> Any:
-    """Return the outputs of all micro-batches as those of the batch."""
+    """Join the outputs of all micro-batches."""
     leaves, form = [tree_leaves(part) for part in parts], tree_flatten(parts[0])[1]
     return tree_unflatten(
         [torch.cat(same) if isinstance(same[0], Tensor) else same[0] for same in zip(*leaves, strict=True)], form
@@ -63,10 +65,10 @@ def joined(parts: list[Any]) -> Any:
 
 
 def shares(loss: Loss, reduction: str | None, sizes: Sequence[int], targets: Any) -> tuple[Loss, list[float]]:
-    """Return the loss of a micro-batch, and a factor for each, so that their sum is the loss of the batch.
+    """Return the loss for a micro-batch, and a factor for each. The sum of the products is the loss of the batch.
 
     Raises:
-        UsageError: `loss` gives no scalar, or does not do what `reduction` says.
+        UsageError: `loss` returns no scalar, or contradicts `reduction`.
     """
     if _reduction_of(loss, reduction) == "sum":
         return loss, [1.0] * len(sizes)
@@ -78,7 +80,7 @@ def shares(loss: Loss, reduction: str | None, sizes: Sequence[int], targets: Any
 
 
 def _reduction_of(loss: Any, said: str | None) -> str:
-    """Return whether a loss averages over samples or sums: as its caller says, as it says itself, or else "mean"."""
+    """Return "mean" or "sum": the caller's value, else that of the loss, else "mean"."""
     if isinstance(loss, type):
         raise UsageError(
             f"the loss of a pipeline is called with outputs and targets: give an instance of it, {loss.__name__}(), "
@@ -102,7 +104,7 @@ def _reduction_of(loss: Any, said: str | None) -> str:
 
 
 def check_scalar(value: Any, loss: Loss) -> Tensor:
-    """Return the value of a loss if a backward pass can begin there, else raise UsageError."""
+    """Return the value of a loss if a backward pass can begin there. Otherwise raise UsageError."""
     if isinstance(value, Tensor) and not value.dim():
         return value
     name = getattr(loss, "__qualname__", type(loss).__name__)
@@ -114,9 +116,9 @@ def check_scalar(value: Any, loss: Loss) -> Tensor:
 
 
 def _by_count(loss: Any, targets: Any) -> tuple[Loss, float] | None:
-    """Return the sum in the place of a mean that is not one over samples, and its divisor for the whole batch.
+    """Return a sum instead of a mean that does not divide by the sample count, and the divisor for the whole batch.
 
-    Cross entropy averages over the targets that are not ignored, and by the weights of their classes.
+    Cross entropy divides by the number of targets that are not ignored, or by the sum of their class weights.
     """
     summed: Any
     if type(loss) in (nn.CrossEntropyLoss, nn.NLLLoss):

@@ -1,4 +1,4 @@
-"""A model in stages on several workers, fed with micro-batches."""
+"""A model in stages on several workers, which process micro-batches."""
 
 from __future__ import annotations
 
@@ -34,30 +34,30 @@ _TIED = "a list of lists of names, such as [('0.embedding.weight', '2.head.weigh
 
 
 class Pipeline(nn.Module, Recoverable):
-    """A model whose stages, one after the other, live on several workers.
+    """A model whose consecutive stages are on several workers.
 
-    A batch is split along its first dimension into micro-batches, so that all stages work at once. What passes between
-    two stages goes straight from worker to worker; between stages on accelerators along the device map of the one for
-    the other. There, what did not arrive on the device of a stage is moved to it.
+    A batch is split along its first dimension into micro-batches, which lets all stages work at once. Values between
+    stages go directly from worker to worker, and between accelerators along the sender's device map. A stage moves
+    tensors that arrive on another device to its own.
 
-    `pipeline(inputs)` gives the outputs, for a loss and a backward pass of one's own. `forward_backward` does all of a
-    training step but the optimizer's, in the order of `schedule`.
+    `pipeline(inputs)` returns the outputs, for a separate loss and backward pass. `forward_backward` does a training
+    step except for the optimizer's step, in the order of `schedule`.
 
-    The numbers are those of the model in one piece, but for modules that look across the batch: batch normalisation
+    The results are those of the undivided model, except for modules that compute across the batch: batch normalization
     sees one micro-batch at a time.
 
     Args:
-        stages: each a `RemoteModule`, a reference to a module, or a module of this worker; it takes what the one before
-            it gives.
-        chunks: into how many micro-batches a batch is split.
-        schedule: "1f1b", which keeps the activations of as many micro-batches as there are stages; "gpipe", which keeps
-            those of all; "interleaved", for several stages on each worker, in turn; or "zero-bubble", in which workers
-            that would be idle compute the gradients of weights.
-        tied: parameters that are one, by stages and names: `[("0.embedding.weight", "2.head.weight")]`. The first of
-            them is trained; the others get its value before each batch, and their gradients are added to its own.
+        stages: each a `RemoteModule`, a reference to a module, or a module of this worker; its input is the output of
+            the stage before it.
+        chunks: the number of micro-batches per batch.
+        schedule: "1f1b" keeps the activations of as many micro-batches as there are stages; "gpipe" keeps those of all;
+            "interleaved" is for several stages on each worker, in turn; in "zero-bubble", idle workers compute the
+            gradients of weights.
+        tied: parameters that are shared, by stages and names: `[("0.embedding.weight", "2.head.weight")]`. The first
+            one is trained. The others get its value before each batch, and their gradients are added to its gradient.
 
     Raises:
-        UsageError: there is no stage, or something else makes no sense.
+        UsageError: there is no stage, or an argument is invalid.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
@@ -92,7 +92,7 @@ class Pipeline(nn.Module, Recoverable):
         self._drive()
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """Those of the stages on this worker; says so where there are others."""
+        """Return the parameters of the stages on this worker. Log a hint if there are stages on other workers."""
         elsewhere = sorted({stage.on for stage in self.stages if isinstance(stage, RemoteModule)})
         if elsewhere:
             hint(
@@ -103,13 +103,13 @@ class Pipeline(nn.Module, Recoverable):
         return super().parameters(recurse)
 
     def replace(self, stage: int, module: RemoteModule | RRef[nn.Module] | nn.Module) -> None:
-        """Put another module in the place of a stage, as after a worker has died; from the next batch on.
+        """Replace the module of a stage from the next batch on, for example after a worker has died.
 
-        Optimizers have parameters of the old one: make them anew, and load what a checkpoint has of both.
+        Optimizers have parameters of the old module: make new ones, and load both states from a checkpoint.
 
         Args:
-            stage: its number, from 0 on.
-            module: what a stage may be.
+            stage: its index.
+            module: a module as for `Pipeline`.
 
         Raises:
             UsageError: there is no such stage.
@@ -122,15 +122,15 @@ class Pipeline(nn.Module, Recoverable):
         self._driver = None
 
     def recover(self, timeout: float = DEFAULT) -> None:
-        """See to it that all stages are there: those that were lost are made anew as their workers come back.
+        """Make lost stages again, once their workers are back.
 
-        They have the parameters with which they were made: load those of a checkpoint, as `telegrad.recover` does.
+        They have their original parameters: load those of a checkpoint, as `telegrad.recover` does.
 
         Args:
-            timeout: seconds for each; 0 for no limit, left out that of the options.
+            timeout: seconds for each stage; 0 for no limit, default: the timeout in the options.
 
         Raises:
-            CannotRestore: a lost stage was made without `restore`; `replace` puts another in its place.
+            CannotRestore: a lost stage was made without `restore`; use `replace`.
             OwnerLost: its worker did not come back in time.
         """
         check_timeout(timeout)
@@ -138,10 +138,10 @@ class Pipeline(nn.Module, Recoverable):
             if isinstance(stage, RemoteModule):
                 stage.recover(timeout)
         self._driver = None
-        self._drive()  # now, since new stages have parameters in the places of tied weights
+        self._drive()  # now, since new stages contain parameters that must be tied again
 
     def _lend(self, *_: Any) -> None:
-        """Have the state show the values of the owners: replicas have those of the last batch."""
+        """Update the replicas of tied weights before `state_dict`: they have the values of the last batch."""
         self._drive().send_tied_weights()
 
     def _drive(self) -> PipelineDriver:
@@ -164,38 +164,39 @@ class Pipeline(nn.Module, Recoverable):
         check: bool = True,
         restore: Restore = False,
     ) -> Self:
-        """A pipeline of copies of the parts of a model, one stage on each worker.
+        """Create a pipeline from copies of the parts of a model, one stage per worker entry.
 
-        Without `at` and `balance`, stages get about as many parameters each.
+        Without `at` and `balance`, all stages get about the same number of parameters.
 
-        An `nn.Sequential` is cut between its children. Of any other model `torch.export` records the forward pass, with
-        `example`, in training and in evaluation: `train` and `eval` choose between the two. Then the stages run beside
-        the model, on this worker, with copies of both. A model with one argument takes the inputs as they are; to
-        others they are given as a tuple, or as a dictionary by the arguments' names.
+        An `nn.Sequential` is cut between its children. For any other model, `torch.export` records the forward pass
+        with `example`, in training and in evaluation mode; `train` and `eval` select the recording. The stages are
+        copies: they run beside the model, also on this worker. A model with one argument gets the inputs unchanged. For
+        several arguments, pass a tuple, or a dictionary by argument names.
 
-        Its state, optimizers and checkpoints have the names of the model:
-        `pipeline.load_state_dict(model.state_dict())`, and the other way.
+        States, optimizers and checkpoints use the names of the model: `pipeline.load_state_dict(model.state_dict())`
+        works, and the reverse.
 
         Args:
             model: a module of this worker.
-            workers: written as for a `RemoteModule`: "w1", "w1/cuda:0". Who is named several times gets several stages.
-            at: the names of the modules with which the stages begin, but for the first: `["layers.4", "layers.8"]`
-                makes three.
-            balance: how many of the children of an `nn.Sequential` each stage gets.
+            workers: as for a `RemoteModule`: "w1", "w1/cuda:0". A worker that is listed several times gets several
+                stages.
+            at: the names of the modules at which the stages begin, except the first: `["layers.4", "layers.8"]` makes
+                three.
+            balance: the number of children of an `nn.Sequential` in each stage.
             chunks: as for `Pipeline`.
             schedule: as for `Pipeline`.
-            example: inputs such as the pipeline will get, of a few samples; needed where the model is cut elsewhere
-                than between the children of an `nn.Sequential`.
+            example: a few samples of the inputs; required unless the model is an `nn.Sequential` that is cut between
+                its children.
             check: with an example, compare outputs, gradients, buffers and random numbers of the stages with those of
-                the model, which needs memory for copies of it.
-            restore: the stages can be recovered, as a `RemoteModule` that is made with it: this worker keeps the parts
-                of the model as they are, and sends them anew.
+                the model. This needs memory for copies of the model.
+            restore: make the stages recoverable, as for `RemoteModule`: this worker keeps the current parts of the
+                model, and sends them again.
 
         Returns:
             The pipeline.
 
         Raises:
-            UsageError: the model cannot be cut so, or the stages differ from it; it says why, and what can be done.
+            UsageError: the model cannot be cut this way, or the stages differ from it; the message suggests a remedy.
         """
         from telegrad.pipeline.cutting.split import split_model  # torch.export imports sympy: 35 MB in each process
 
@@ -252,24 +253,24 @@ class Pipeline(nn.Module, Recoverable):
         *,
         step: Step | None = None,
     ) -> Tensor:
-        """Forward and backward for a batch; the gradients are in the context.
+        """Run forward and backward for a batch; store the gradients in the context.
 
         Args:
-            context_id: what `with context() as context_id` gives.
-            inputs: what the first stage takes, for the whole batch.
-            targets: what the loss takes besides the outputs, for the whole batch.
-            loss: `loss(outputs, targets)` gives a scalar; it runs on the worker of the last stage.
-            reduction: whether that is the "mean" over the samples that it gets, or their "sum"; without it, torch's own
-                losses are asked, and all others are taken for means.
-            step: an optimizer that steps, too, as `optimizer.step(context_id)` would behind this; but each worker does
-                so by itself, as soon as its stages are through. Should the batch fail, some may have stepped.
+            context_id: the id from `with context() as context_id`.
+            inputs: inputs of the first stage, for the whole batch.
+            targets: second argument of the loss, for the whole batch.
+            loss: `loss(outputs, targets)` returns a scalar; it runs on the worker of the last stage.
+            reduction: "mean" if the loss is the mean over the samples of its arguments, "sum" if it is their sum.
+                Default: torch's own losses have this attribute; any other loss counts as a mean.
+            step: an optimizer. Each worker steps as soon as its stages have finished, instead of in
+                `optimizer.step(context_id)` after this call. If the batch fails, some workers may have stepped.
 
         Returns:
-            What the loss of the whole batch was.
+            The loss of the whole batch.
 
         Raises:
-            UsageError: inputs and targets do not fit each other; the loss is no scalar, or not what `reduction` says.
-            Exception: what a stage or the loss raised, with the worker's name.
+            UsageError: inputs and targets do not match; the loss is no scalar, or contradicts `reduction`.
+            Exception: the error of a stage or the loss, with the worker's name.
         """
         checks.context_id(context_id, "forward_backward")
         check_step(step)
@@ -285,7 +286,7 @@ class Pipeline(nn.Module, Recoverable):
         context = current.conductor().contexts.find(context_id)
         ride = step._telegrad_ride(context_id) if step is not None else None
         with context.entered():
-            leads_on = any(packed.positions for packed in (*own, *wanted))  # and so more gradients come to this worker
+            leads_on = any(packed.positions for packed in (*own, *wanted))  # then more gradients come to this worker
             results = driver.run_batch(self.schedule, given, len(sizes), True, ride if not leads_on else None)
         first, last = results[driver.stations_of[0]], results[driver.stations_of[-1]]
         got = [
@@ -295,7 +296,7 @@ class Pipeline(nn.Module, Recoverable):
             for tensor, gradient in zip(each.differentiable, gradients[number], strict=True)
             if gradient is not None
         ]
-        if got:  # one pass on this worker: inputs and targets may have parts of their graphs in common
+        if got:  # one pass, since inputs and targets may share parts of their graphs
             backward(context_id, root_of([tensor for tensor, _ in got], [gradient for _, gradient in got]))
         if ride is not None:
             ride.end(
@@ -321,7 +322,7 @@ def _sent(
         return owners[len(stages) :]
 
     with attended(Wait("Pipeline.split", text, missing)):
-        with Inside(None):  # in a context they would arrive as no leaves
+        with Inside(None):  # in a context, the parameters would not arrive as leaves
             made = [remote(on, _arrived, (part,), restore=restore) for (_, on), part in zip(places, parts, strict=True)]
         for number, ((place, _), each) in enumerate(zip(places, made, strict=True)):
             stage = RemoteModule.init_from_module_rref(place, each)
@@ -350,18 +351,18 @@ def _trains(stage: nn.Module) -> bool:
     return stage._trains if isinstance(stage, RemoteModule) else any(each.requires_grad for each in stage.parameters())
 
 
-# The state of a pipeline that was split from a model has the names of that model
+# A pipeline that was split from a model uses the model's names in its state
 
 
 def _use_model_names(pipeline: nn.Module, parts: Sequence[Sequence[str]]) -> None:
-    """Have the state of a pipeline bear the names of the model whose parts its stages are."""
+    """Make the state of a pipeline use the names of the model that it was split from."""
     pipeline.register_state_dict_post_hook(_name_as_whole)  # type: ignore[no-untyped-call]
     by_stages = partial(_name_by_stages, parts)
     pipeline.register_load_state_dict_pre_hook(by_stages)  # type: ignore[no-untyped-call]
 
 
 def _name_as_whole(_: nn.Module, state: Any, prefix: str, *__: Any) -> None:
-    """stages.1.layers.4.weight becomes layers.4.weight."""
+    """Rename stages.1.layers.4.weight to layers.4.weight."""
     start = f"{prefix}stages."
     for names in (state, state._metadata):
         found = {name: names.pop(name) for name in list(names) if name.startswith(start)}
@@ -370,7 +371,7 @@ def _name_as_whole(_: nn.Module, state: Any, prefix: str, *__: Any) -> None:
 
 
 def _name_by_stages(parts: Sequence[Sequence[str]], _: nn.Module, state: Any, prefix: str, *__: Any) -> None:
-    """The other way; a value that several stages use goes to each of them."""
+    """Rename in reverse. A value that several stages use is copied to each of them."""
     found = {name.removeprefix(prefix): state.pop(name) for name in list(state) if name.startswith(prefix)}
     for name, value in found.items():
         holders = [

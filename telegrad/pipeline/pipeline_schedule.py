@@ -1,8 +1,8 @@
-"""In which order the stages of a pipeline work; knows no worker and no tensor.
+"""The order in which the stages of a pipeline work. This module uses no workers and no tensors.
 
-A station has one or several stages, and does one thing at a time. `plan` gives the actions of each station, in an order
-that it keeps however long each takes. A weight that several stages use is kept by actions, too: one stage owns it, the
-others get its value before they begin and give back its gradient once they are through.
+A station has one or several stages, and runs one action at a time. `plan` returns the actions of each station, in a
+fixed order that does not depend on their durations. A weight that several stages use is synchronized by actions, too:
+one stage owns the weight. The others get its value before they begin, and return its gradient when they have finished.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import NamedTuple
 from telegrad.errors import UsageError
 from telegrad.ext.arguments import shown
 
-FORWARD, BACKWARD, INPUT, WEIGHTS = "forward", "backward", "input", "weights"  # the last two make up a backward
+FORWARD, BACKWARD, INPUT, WEIGHTS = "forward", "backward", "input", "weights"  # a backward is INPUT and WEIGHTS
 SEND_WEIGHT, LOAD_WEIGHT, SEND_GRADIENT, ADD_GRADIENT = "send weight", "load weight", "send gradient", "add gradient"
-_COSTS = {FORWARD: 1.0, BACKWARD: 2.0, INPUT: 1.0, WEIGHTS: 1.0}  # as is usual
+_COSTS = {FORWARD: 1.0, BACKWARD: 2.0, INPUT: 1.0, WEIGHTS: 1.0}  # typical values
 
 
 class Action(NamedTuple):
@@ -25,11 +25,11 @@ class Action(NamedTuple):
 
     kind: str
     stage: int
-    batch: int  # or the number of the tied weight
+    batch: int  # or index of the tied weight
 
 
 class TiedWeight(NamedTuple):
-    """One weight in two stages, by its name in each."""
+    """One weight in two stages, with its name in each."""
 
     owner: int
     name: str
@@ -37,13 +37,13 @@ class TiedWeight(NamedTuple):
     name_there: str
 
 
-InputKey = tuple[str, int, int]  # the kind of an action that needs an input; its stage, and micro-batch or tied weight
+InputKey = tuple[str, int, int]  # of an action that needs an input: kind, stage, and micro-batch or tied weight
 
 
 def input_of(action: Action, last: int) -> InputKey | None:
-    """Return the input without which an action cannot begin, in a pipeline whose last stage has this number.
+    """Return the input that an action needs before it can begin, in a pipeline whose last stage has index `last`.
 
-    The first stage has the inputs of the batch from the beginning, and the last begins its backward by itself.
+    The first stage has all inputs of the batch, and the last stage needs no input for its backward.
     """
     kind = BACKWARD if action.kind == INPUT else action.kind
     if kind in (WEIGHTS, SEND_WEIGHT, SEND_GRADIENT) or (kind, action.stage) in ((FORWARD, 0), (BACKWARD, last)):
@@ -52,10 +52,10 @@ def input_of(action: Action, last: int) -> InputKey | None:
 
 
 class Progress:
-    """The micro-batches that each stage has done, and so the actions that can begin."""
+    """The micro-batches that each stage has done, which determine the actions that can begin."""
 
     def __init__(self, stations: Sequence[int], batches: int, trains: bool, splits: bool) -> None:
-        """`stations` of the stages; `splits`: the backward of weights is an action of its own."""
+        """`stations` of the stages; `splits`: the backward of weights is a separate action."""
         self.stations = stations
         self.batches = batches
         self.forward = [0] * len(stations)
@@ -65,7 +65,7 @@ class Progress:
         self._splits = splits
 
     def ready(self, station: int) -> list[Action]:
-        """Return the actions that a station can begin; of each stage the next of each kind."""
+        """Return the actions that a station can begin: the next of each kind for each of its stages."""
         found = []
         for stage, at in enumerate(self.stations):
             if at != station:
@@ -84,7 +84,7 @@ class Progress:
         {FORWARD: self.forward, WEIGHTS: self.weights}.get(action.kind, self.backward)[action.stage] += 1
 
     def kept(self, stage: int) -> int:
-        """Return of how many micro-batches a stage keeps the activations."""
+        """Return the number of micro-batches whose activations a stage keeps."""
         return self.forward[stage] - self.weights[stage]
 
     @property
@@ -95,7 +95,10 @@ class Progress:
 def play(
     progress: Progress, choose: Callable[[int, list[Action]], Action | None], cost: Callable[[Action], float]
 ) -> list[list[tuple[Action, float, float]]]:
-    """Let each station begin `choose(station, ready)` as soon as it is free; return its actions with their times."""
+    """Simulate: each station begins `choose(station, ready)` as soon as it is free.
+
+    Return its actions with their times.
+    """
     spans: list[list[tuple[Action, float, float]]] = [[] for _ in range(max(progress.stations) + 1)]
     running: list[tuple[float, Action]] = []
     now = 0.0
@@ -114,7 +117,7 @@ def play(
     return spans
 
 
-# The rules: the priority of an action that a station can begin, lowest first, or None where it shall wait
+# Rules: the priority of an action that a station can begin, lowest first, or None if the action must wait
 
 Priority = tuple[int, ...]
 
@@ -127,14 +130,14 @@ def _gpipe(progress: Progress, action: Action) -> Priority | None:
 
 
 def _one_by_one(progress: Progress, action: Action) -> Priority | None:
-    """Backward as soon as it can be, and no more micro-batches begun than it takes until then."""
+    """Backward as soon as possible. Begin only as many micro-batches as are needed until then."""
     if action.kind == FORWARD and progress.kept(action.stage) >= len(progress.stations) - action.stage:
         return None
     return action.kind == FORWARD, -action.stage
 
 
 def _zero_bubble(progress: Progress, action: Action) -> Priority | None:
-    """As 1f1b, but the backward of weights, for which no other stage waits, fills idle time.
+    """Like 1f1b, but the backward of weights, for which no other stage waits, fills idle time.
 
     So late stages keep activations for it, of up to as many micro-batches as the first stage.
     """
@@ -151,9 +154,9 @@ SCHEDULES = ("gpipe", "1f1b", INTERLEAVED, "zero-bubble")
 
 
 def _interleaved(stations: Sequence[int], batches: int) -> list[list[Action]]:
-    """As 1f1b, where each station has several stages: micro-batches go around in groups, one for each station.
+    """Like 1f1b with several stages per station: micro-batches pass in groups, with one micro-batch for each station.
 
-    Where the last group is not full, its missing micro-batches are left out of the plan of a full one.
+    If the last group is not full, its missing micro-batches are removed from the plan of a full one.
     """
     group = max(stations) + 1
     rounds = len(stations) // group
@@ -192,7 +195,7 @@ def plan(schedule: str, stations: tuple[int, ...], batches: int, trains: bool = 
 
 
 def parse_tied(names: Sequence[str], count: int) -> list[TiedWeight]:
-    """Return the ties between a parameter of one of `count` stages, named first, and the others."""
+    """Return the ties of the first named parameter with the others, in a pipeline of `count` stages."""
     if len(names) < 2 or not all(isinstance(name, str) for name in names):
         raise UsageError(
             f"tied parameters are named together, not as {shown(names)}: tied=[('0.embedding.weight', '2.head.weight')]"
@@ -211,7 +214,7 @@ def parse_tied(names: Sequence[str], count: int) -> list[TiedWeight]:
 def with_tied(
     plans: Sequence[Sequence[Action]], stations: Sequence[int], tied: Sequence[TiedWeight], trains: bool
 ) -> list[list[Action]]:
-    """Return plans that send the values of tied weights before they are used, and their gradients afterwards."""
+    """Add actions that send the values of tied weights before their use, and their gradients afterwards."""
     found = list(map(list, plans))
     for number, tie in enumerate(tied):
         owner, replica = found[stations[tie.owner]], found[stations[tie.replica]]

@@ -1,7 +1,7 @@
-"""One batch at one station: it does the actions of the station's plan, and sends the results to other stations.
+"""One batch at one station: run the actions of the station's plan, and send the results to other stations.
 
-Inputs of actions are kept as they come. The thread that brings the input of the next action finds a thread for it,
-which goes on as long as the next action has its input.
+Inputs of actions are stored when they arrive. The thread that brings the input of the next action starts a thread,
+which runs actions while the next one has its input.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ from telegrad.pipeline.pipeline_schedule import (
 from telegrad.pipeline.stage import PackedValue, Stage, pack_value
 from telegrad.pipeline.stage_backward import Backward, StageInput
 
-SHORT = 1e-3  # seconds of one action, up to which the thread that reads does it
+SHORT = 1e-3  # seconds of one action up to which the reader thread runs it
 
 
 class BatchRun:
-    """One thread at a time works for it."""
+    """The run of one batch at one station. One thread at a time runs its actions."""
 
     def __init__(
         self,
@@ -57,31 +57,31 @@ class BatchRun:
         short: bool,
         ended: Callable[[], None],
     ) -> None:
-        """Made by the thread that runs the driver's call. `short`: actions are expected not to take long."""
+        """Must be created by the thread that runs the driver's call. `short`: the actions are expected to be short."""
         self.spec = spec
-        self.outcome: Future[BatchResult | None] = Future()  # None: it was stopped
+        self.outcome: Future[BatchResult | None] = Future()  # None: the batch was stopped
         self.short = short
         self._agent = agent
         self._stages = stages
         self._given = given
         self._ended = ended
         self._here = spec.stations[next(iter(stages))]
-        self._last = len(spec.stations) - 1  # stage
+        self._last = len(spec.stations) - 1  # the last stage
         self._conductor = current.conductor()
         self._context = self._conductor.current() if spec.trains else None
         self._setting = _setting_here(self._context)
-        # Of the thread that works:
-        self._backwards: dict[tuple[int, int], tuple[Backward, int]] = {}  # and how many of the gradients go back
+        # Used only by the thread that runs the actions:
+        self._backwards: dict[tuple[int, int], tuple[Backward, int]] = {}  # and the number of gradients to send back
         self._result = BatchResult([], [], {}, {}, [])
         self._doing = next(iter(stages.values())).name
-        self._lock = threading.Lock()  # guards all below
+        self._lock = threading.Lock()  # guards all fields below
         plans = plan(spec.schedule, spec.stations, spec.batches, spec.trains)
         if spec.tied:
             plans = with_tied(plans, spec.stations, spec.tied, spec.trains)
         self._plan = plans[self._here]
-        self._done = 0  # actions that have begun
+        self._done = 0  # number of actions that have begun
         self._arrived: dict[InputKey, Any] = {}
-        self._busy = False  # a thread works
+        self._busy = False  # a thread runs the actions
         self._over = False
 
     def __repr__(self) -> str:
@@ -96,7 +96,7 @@ class BatchRun:
     # Inputs of actions
 
     def take(self, messages: Iterable[StageMessage]) -> None:
-        """Keep the inputs that have come, and do the actions that can begin."""
+        """Store inputs, and start the actions that can begin."""
         with self._lock:
             for message in messages:
                 self._arrived[message.key] = message.opened()
@@ -110,7 +110,7 @@ class BatchRun:
         self._agent.run(self._work, None, self.short)
 
     def _is_ready(self) -> bool:
-        """Return True if the next action has its input. Called under the lock."""
+        """Return True if the next action has its input. The caller holds the lock."""
         key = input_of(self._plan[self._done], self._last)
         return key is None or key in self._arrived
 
@@ -130,7 +130,7 @@ class BatchRun:
                 self.fail(error)
 
     def _next(self) -> tuple[Action, Any] | None:
-        """Return the next action with its input; None where this thread shall work no longer."""
+        """Return the next action with its input, or None if this thread must stop."""
         with self._lock:
             if self._over:
                 return None
@@ -226,7 +226,7 @@ class BatchRun:
 
     def _backward(self, action: Action, gradients: Sequence[Tensor | None] | None) -> None:
         made, count = self._backwards[action.stage, action.batch]
-        if gradients is None:  # of the last stage
+        if gradients is None:  # the backward of the last stage
             gradients = list(map(torch.ones_like, made.outputs))
         assert self._context is not None
         with self._context.entered():
@@ -269,7 +269,7 @@ class BatchRun:
                 self._result.rode.append(rode)
 
     def stop(self) -> None:
-        """Do no further action."""
+        """Run no further action."""
         self._end(lambda: self.outcome.set_result(None))
 
     def fail(self, error: BaseException) -> None:
@@ -285,7 +285,7 @@ class BatchRun:
 
 
 def _setting_here(context: AutogradContext | None) -> Callable[[], AbstractContextManager[None]]:
-    """Return a context manager with the modes and the context of this call, for the threads that go on with it."""
+    """Return a context manager that restores the modes and the context of this call on other threads."""
     flags = 0 if torch.is_grad_enabled() else NO_GRAD | (INFERENCE if torch.is_inference_mode_enabled() else 0)
     described, _ = call_context.described()
     return partial(call_context.resumed, flags, described, context)

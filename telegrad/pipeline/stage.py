@@ -1,4 +1,4 @@
-"""A stage of a pipeline on its worker; and the values that pass between stages, packed."""
+"""One stage of a pipeline on its worker, and the packed form of values between stages."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from telegrad.ext.processes import in_child, renewed
 from telegrad.ext.references import RRef
 from telegrad.ext.values import decode, encode
 
-# Of the process: a module is one, in however many pipelines.
+# Per process, because several pipelines may contain the same module.
 _turns: WeakKeyDictionary[nn.Module, Turns] = WeakKeyDictionary()
 _lock = renewed(threading.Lock())  # guards _turns
-in_child(_turns.clear)  # turns of the parent's threads never end here
+in_child(_turns.clear)  # the parent's threads, which hold turns, do not exist here
 
 
 class Stage:
-    """A module of this worker, which takes micro-batches one by one, as it may keep state."""
+    """A module of this worker. It processes one micro-batch at a time, since it may have state."""
 
     def __init__(self, module: RRef[nn.Module], position: str) -> None:
         self._module = module.local_value()
@@ -39,7 +39,7 @@ class Stage:
     # Weights that stages share
 
     def weight(self, name: str) -> Tensor:
-        """Return a parameter, or the buffer in the place of one of another worker."""
+        """Return a parameter, or the buffer that replaces one of another worker."""
         path, _, last = name.rpartition(".")
         try:
             found = getattr(self._module.get_submodule(path), last)
@@ -51,10 +51,10 @@ class Stage:
         return found
 
     def tie(self, name: str, weight: Tensor | None = None) -> None:
-        """Put another stage's parameter in the place of one, under all names that it has here.
+        """Replace a parameter by that of another stage, under all names that it has here.
 
-        Without `weight`, that is a parameter of another worker: here is a buffer then, which gets its value before each
-        batch, and gradients.
+        Without `weight`, the other parameter is on another worker. Then a buffer replaces it, which gets the value of
+        the other parameter before each batch, and gradients.
         """
         own = self.weight(name)
         if weight is not None:
@@ -70,10 +70,10 @@ class Stage:
                 holder.register_buffer(last, replica)
 
     def set_weight(self, name: str, value: Tensor) -> None:
-        """Give a replica its owner's value."""
+        """Copy the owner's value to a replica."""
         self._check_shape(name, value)
         weight = self.weight(name)
-        if not torch.equal(weight, value):  # else another batch may be under way that has saved it
+        if not torch.equal(weight, value):  # avoid a write: another pending batch may have saved the tensor
             with torch.no_grad():
                 weight.copy_(value)
 
@@ -86,17 +86,17 @@ class Stage:
             )
 
     def to_own_device(self, value: Any) -> Any:
-        """Move a value to the module's accelerator, if it has one: device maps need not lead from stage to stage."""
+        """Move a value to the module's accelerator, if it has one: device maps need not cover all pairs of stages."""
         device = device_of(self._module)
         return value if device is None or device.type in ("cpu", "meta") else moved(device, value)
 
 
 class PackedValue(NamedTuple):
-    """A value with its tensors apart."""
+    """A value with its tensors separate."""
 
     body: bytes
     tensors: Sequence[Tensor]
-    positions: list[int]  # of the tensors that require gradients
+    positions: list[int]  # indices of the tensors that require gradients
 
     @property
     def differentiable(self) -> list[Tensor]:
@@ -104,11 +104,11 @@ class PackedValue(NamedTuple):
         return [self.tensors[position] for position in self.positions]
 
     def detached(self) -> PackedValue:
-        """Return the value as it is sent: gradients come back by number."""
+        """Return the value with detached tensors, as it is sent: gradients come back by index."""
         return self._replace(tensors=[tensor.detach() for tensor in self.tensors])
 
     def value(self, differentiable: Sequence[Tensor]) -> Any:
-        """Unpack, with these tensors in the places of those that require gradients."""
+        """Unpack the value, with these tensors instead of those that require gradients."""
         tensors = list(self.tensors)
         for position, tensor in zip(self.positions, differentiable, strict=True):
             tensors[position] = tensor
@@ -116,10 +116,10 @@ class PackedValue(NamedTuple):
 
 
 def pack_value(value: Any, same_program: bool) -> PackedValue:
-    """Pack a value, for a process that runs the same main program or another one.
+    """Pack a value for another process. `same_program`: it runs the same main program as this one.
 
     Raises:
-        UsageError: it holds references, which do not pass between stages.
+        UsageError: the value contains references, which cannot be passed between stages.
     """
     body, tensors, references, _ = encode(value, same_program)
     if references:

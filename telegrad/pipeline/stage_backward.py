@@ -1,12 +1,12 @@
-"""The backward of one stage for one micro-batch, by torch's own engine, as a whole or in two steps.
+"""The backward of one stage for one micro-batch, by torch's engine, in one step or in two.
 
-What comes into a stage hangs on a `StageInput`, whose gradients go back to where it came from. The engine is asked for
-them and for those of the leaves, so nothing touches `.grad`. In two steps it is asked for those of the inlet first, and
-for those that come to each junction on the way, a node where a way to weights leaves that to the inlet; then, from each
-junction, for those of its weights.
+The inputs of a stage get a `StageInput` as history, whose gradients go back to the sender. The engine returns these and
+the gradients of the leaves, so `.grad` is not used. With two steps, the first call of the engine returns the gradients
+of the inlet, and those at each junction: a node from which one path leads to the inlet and another to weights. The
+second step computes the gradients of the weights from each junction.
 
-Graphs that have more to them than the engine may decide on are run by a pass of `telegrad.autograd`: those that lead to
-other workers, and those with hooks on leaves, which shall see a whole gradient.
+`telegrad.autograd` runs the graphs that the engine cannot run alone: those that lead to other workers, and those with
+hooks on leaves, which need a complete gradient.
 """
 
 from __future__ import annotations
@@ -26,29 +26,32 @@ Node = Any
 
 
 class _StageInput(torch.autograd.Function):
-    """What came into a stage. Its input is an empty leaf, so that a pass of `telegrad.autograd` comes here."""
+    """The inputs of a stage.
+
+    The only input of the node is an empty leaf, which makes a `telegrad.autograd` pass run it.
+    """
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, inlet: StageInput, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        ctx.inlet = weakref.ref(inlet)  # else the two would hold each other, and what has come
+        ctx.inlet = weakref.ref(inlet)  # else the two would keep each other and the received tensors alive
         ctx.set_materialize_grads(False)
         return tuple(tensors)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None]:
         inlet = ctx.inlet()
-        if inlet is not None:  # whoever wants the gradients holds it
+        if inlet is not None:  # the code that needs the gradients keeps it alive
             inlet.gradients = gradients
         return None, None, None
 
 
 _apply: Callable[..., Sequence[Tensor]] = super(
     torch.autograd.Function, _StageInput
-).apply  # without looking for transforms
+).apply  # skips the check for function transforms
 
 
 class StageInput:
-    """Tensors that require gradients and have come into a stage, with a history that begins here."""
+    """The received tensors of a stage that require gradients, with a history that begins here."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.tensors = _apply(torch.empty(0, requires_grad=True), self, [tensor.detach() for tensor in tensors])
@@ -59,7 +62,7 @@ class StageInput:
 
 
 class _SeedGradients(torch.autograd.Function):
-    """A root whose backward begins with gradients that are there already."""
+    """A root whose backward starts with given gradients."""
 
     @staticmethod
     def forward(ctx: Any, gradients: Sequence[Tensor], *outputs: Tensor) -> Tensor:
@@ -72,17 +75,17 @@ class _SeedGradients(torch.autograd.Function):
 
 
 def root_of(outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> Tensor:
-    """Where backward begins for outputs whose gradients are there."""
+    """Return a root for a backward pass from outputs with given gradients."""
     root: Tensor = _SeedGradients.apply(gradients, *outputs)  # type: ignore[no-untyped-call]
     return root
 
 
 class _Graph(NamedTuple):
-    """What a graph leads to, besides the inlet."""
+    """The nodes that a graph leads to, without the inlet."""
 
     leaves: list[Node]
-    nodes: list[Node]  # all others, each behind those that it leads to
-    is_plain: bool  # torch's engine alone can run it
+    nodes: list[Node]  # all others, each after the nodes that it leads to
+    is_plain: bool  # torch's engine can run it without `telegrad.autograd`
 
 
 def _find_leaves(starts: Iterable[Node], inlet: Node | None) -> _Graph:
@@ -110,7 +113,7 @@ def _find_leaves(starts: Iterable[Node], inlet: Node | None) -> _Graph:
 
 
 def _junctions_of(graph: _Graph, inlet: Node | None) -> tuple[set[Node], list[Node]]:
-    """Which nodes lead to the inlet, and of these the ones where a way to weights leaves that."""
+    """Return the nodes that lead to the inlet, and those of them with another path to weights."""
     lead = set() if inlet is None else {inlet}
     to_weights = set(graph.leaves)
     junctions = []
@@ -127,7 +130,7 @@ def _junctions_of(graph: _Graph, inlet: Node | None) -> tuple[set[Node], list[No
 
 
 class _Junction(NamedTuple):
-    """Where a backward of weights begins."""
+    """A starting point of a backward of weights."""
 
     edges: list[GradientEdge]
     gradients: list[Tensor]
@@ -135,7 +138,7 @@ class _Junction(NamedTuple):
 
 
 class Backward:
-    """That of a stage and a micro-batch, once it has been forward."""
+    """The backward of a stage for one micro-batch, created after its forward."""
 
     def __init__(
         self,
@@ -144,7 +147,7 @@ class Backward:
         inlet: StageInput | None,
         run_distributed: Callable[[Tensor], None],
     ) -> None:
-        """`outputs` are those that require gradients; `run_distributed` runs a pass of `telegrad.autograd` from a root.
+        """`outputs` require gradients; `run_distributed` runs a pass of `telegrad.autograd` from a root.
 
         The gradients of leaves are added to `sums`.
         """
@@ -152,12 +155,15 @@ class Backward:
         self._sums = sums
         self._inlet = inlet
         self._run_distributed = run_distributed
-        self._edges: list[GradientEdge] = []  # where it begins, with what
+        self._edges: list[GradientEdge] = []  # where the engine starts, with the gradients below
         self._entering: list[Tensor] = []
         self._junctions: list[_Junction] = []  # for the second step
 
     def run(self, gradients: Sequence[Tensor | None], in_steps: bool = False) -> Sequence[Tensor | None]:
-        """From the gradients of the outputs those of the inlet, and those of leaves, `in_steps` maybe not yet."""
+        """Return the gradients of the inlet, given those of the outputs.
+
+        Add those of leaves, unless `in_steps` defers them.
+        """
         there = [(output, each) for output, each in zip(self.outputs, gradients, strict=True) if each is not None]
         inlet, self.outputs = self._inlet, ()
         if there:
@@ -175,7 +181,7 @@ class Backward:
     def _run(
         self, edges: list[GradientEdge], entering: list[Tensor], leaves: list[Node], others: list[GradientEdge]
     ) -> Sequence[Tensor | None]:
-        """Add up what comes to leaves; what comes to the others."""
+        """Add the gradients of leaves; return those of the other edges."""
         wanted = [*(GradientEdge(leaf, 0) for leaf in leaves), *others]
         if not wanted:
             return ()
@@ -192,9 +198,9 @@ class Backward:
     # In two steps
 
     def _run_first(self, graph: _Graph) -> bool:
-        """Take the first step, unless there cannot be two.
+        """Take the first step, or return False if two steps are not possible.
 
-        Nodes in Python are not run twice, and gradients of weights that several junctions share cannot be told apart.
+        Python nodes must not run twice, and gradients of weights behind several junctions cannot be separated.
         """
         inlet = self._inlet
         lead, nodes = _junctions_of(graph, inlet and inlet.node)
@@ -221,14 +227,14 @@ class Backward:
         return True
 
     def run_weights(self) -> None:
-        """The second step, where there are two."""
+        """Take the second step, if there are two."""
         junctions, self._junctions = self._junctions, []
         for junction in junctions:
             wanted = [*(GradientEdge(leaf, 0) for leaf in junction.leaves), *junction.edges]
             given = run_backward(junction.edges, junction.gradients, wanted, True, False)
             passed = given[len(junction.leaves) :]
             if any(one is not other for one, other in zip(passed, junction.gradients, strict=True)):
-                # A hook of a tensor has changed, for the second time, what comes here: once more, from the beginning.
+                # A tensor hook changed the gradients here a second time. Compute them again from the outputs.
                 wanted = [GradientEdge(leaf, 0) for leaf in junction.leaves]
                 given = run_backward(self._edges, self._entering, wanted, True, False)
             self._add(junction.leaves, given)

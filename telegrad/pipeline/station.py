@@ -1,7 +1,6 @@
 """The stages of one pipeline on one worker.
 
-The driver calls each station once for a batch. From then on values and gradients go from station to station in one-way
-messages.
+The driver calls each station once per batch. Then the stations exchange values and gradients in one-way messages.
 """
 
 from __future__ import annotations
@@ -25,16 +24,16 @@ from telegrad.rpc.functions import must_finish
 
 
 class StageWorker:
-    """Lives as long as its pipeline."""
+    """The stages of one pipeline on one worker; exists as long as the pipeline."""
 
     def __init__(self, agent: Agent, stages: dict[int, Stage]) -> None:
         self.stages = stages
         self._agent = agent
-        self._lock = threading.Lock()  # guards all below
-        self._runs: dict[int, BatchRun] = {}  # by batches
+        self._lock = threading.Lock()  # guards all fields below
+        self._runs: dict[int, BatchRun] = {}  # by batch number
         self._early: dict[int, list[StageMessage]] = {}  # messages that came before their batch
-        self._stopped: set[int] = set()  # batches that have failed elsewhere, maybe before they came here
-        self._oldest = 0  # messages of earlier batches come too late
+        self._stopped: set[int] = set()  # batches that failed elsewhere, maybe before they began here
+        self._oldest = 0  # messages of earlier batches are dropped
         self._short = False  # actions of the last batch did not take long
 
     def __repr__(self) -> str:
@@ -44,7 +43,7 @@ class StageWorker:
         return ", ".join(stage.name for stage in self.stages.values())
 
     def run(self, spec: BatchSpec, given: BatchInputs) -> Later:
-        """Run a batch; give a `BatchResult` in the end, or None where it was stopped."""
+        """Run a batch. The result is a `BatchResult`, or None if the batch was stopped."""
         number = spec.id[1]
         run = BatchRun(self._agent, self.stages, spec, given, self._short, lambda: self._end(number))
         with self._lock:
@@ -54,7 +53,7 @@ class StageWorker:
             self._stopped = {each for each in self._stopped if each >= self._oldest}
             self._runs[number] = run
             early = self._early.pop(number, ())
-        del late  # not under the lock, as below
+        del late  # not under the lock, as in `stop`
         if is_stopped:
             run.stop()
         else:
@@ -73,7 +72,7 @@ class StageWorker:
             run.stop()
 
     def take(self, message: StageMessage) -> None:
-        """Give a message to its batch, or keep it until that begins."""
+        """Pass a message to its batch, or keep it until the batch begins."""
         number = message.batch[1]
         with self._lock:
             run = self._runs.get(number)
@@ -83,7 +82,7 @@ class StageWorker:
             run.take([message])
 
     def lost(self, who: Identity, reason: PeerError) -> None:
-        """Fail the batches that need a worker which is lost, or whose connection was and maybe a message with it."""
+        """Fail the batches that use a lost worker. If only its connection was lost, a message may be lost, too."""
         with self._lock:
             runs = list(self._runs.values())
         for run in runs:
@@ -96,10 +95,10 @@ class StageWorker:
 
 
 class StageWorkers:
-    """All stations of one worker."""
+    """The stations of all pipelines on one worker."""
 
     def __init__(self, agent: Agent) -> None:
-        self._stations: WeakValueDictionary[str, StageWorker] = WeakValueDictionary()  # by pipelines
+        self._stations: WeakValueDictionary[str, StageWorker] = WeakValueDictionary()  # by pipeline
         agent.on(StageMessage, self._take)
         agent.lost.append(self._on_lost)
 
@@ -111,7 +110,7 @@ class StageWorkers:
 
     def _take(self, _: Identity, message: StageMessage) -> None:
         station = self._stations.get(message.batch[0])
-        if station is not None:  # else the pipeline has gone
+        if station is not None:  # else the pipeline no longer exists
             station.take(message)
 
     def _on_lost(self, who: Identity, reason: PeerError) -> None:
@@ -119,14 +118,14 @@ class StageWorkers:
             station.lost(who, reason)
 
 
-# What runs on the workers of the stages
+# Functions that the driver calls on the workers of the stages
 
 
 @known_as("Pipeline()")
 def make_station(
     pipeline: str, modules: Mapping[int, RRef[nn.Module]], count: int, tied: Sequence[TiedWeight]
 ) -> RRef[StageWorker]:
-    """Make a station for the modules of this worker, by their stages, of which there are `count` in all."""
+    """Create a station for the modules of this worker, by their stages, of which there are `count` in all."""
     worker = current.here()
     stages = {stage: Stage(module, f"stage {stage + 1} of {count}") for stage, module in modules.items()}
     for tie in tied:
@@ -140,7 +139,7 @@ def make_station(
 
 @known_as("Pipeline.forward")
 def run_stage(station: RRef[StageWorker], stage: int, value: Any) -> Any:
-    """Run a stage; fetch the value where that is a reference."""
+    """Run a stage; fetch the value if it is a reference."""
     return station.local_value().stages[stage].run(value.to_here() if isinstance(value, RRef) else value)
 
 
@@ -149,11 +148,11 @@ runs_as(run_stage, lambda station, stage, _: station.local_value().stages[stage]
 
 @known_as("checkpoint.save")
 def weight_of(station: RRef[StageWorker], stage: int, name: str) -> Tensor:
-    """Return a tied weight, at its owner."""
+    """Return a tied weight, on its owner."""
     return station.local_value().stages[stage].weight(name).detach()
 
 
 @known_as("checkpoint.save")
 def set_weight(station: RRef[StageWorker], stage: int, name: str, value: Tensor) -> None:
-    """Set a tied weight, at its replica."""
+    """Set a tied weight, on its replica."""
     station.local_value().stages[stage].set_weight(name, value)

@@ -1,1 +1,1 @@
-"""Models cut into stages by their graph, and a proof that the stages compute what the model does."""
+"""Cut models into stages by their graph, and compare the stages with the model."""

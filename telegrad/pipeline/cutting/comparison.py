@@ -1,10 +1,10 @@
-"""A comparison of a model with the stages into which it was cut, with an example and in this process.
+"""Compare a model with its stages, for an example, in this process.
 
-A recording has operators alone. Other effects of a forward pass (Python state, globals, the training flags of a part,
-hooks of tensors) and memory that stages would need in common show in outputs, gradients, buffers or random numbers, or
-are looked for where the model runs (activation checkpointing, functions with a backward of their own). So the model
-and its stages run beside each other, with one seed, in both modes, with several sizes of the batch. Both are copies:
-the model stays as it is. Between stages, tensors are copied as between workers.
+A recording contains only operators. Other effects of a forward pass are Python state, globals, the training flags of a
+part, and hooks of tensors. These effects, and memory that stages would have to share, show in outputs, gradients,
+buffers or random numbers. Or they are detected while the model runs: activation checkpointing, and functions with their
+own backward. So the model and its stages run with the same seed, in both modes, with several batch sizes. Both are
+copies: the model does not change. Between stages, tensors are copied as between workers.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _INSTEAD = f"Keep such state in a buffer that one stage uses, cut elsewhere, or 
 
 
 def copied(model: nn.Module) -> nn.Module:
-    """Copy a model. Tensors that operations have made, which torch does not copy, lose their history."""
+    """Copy a model. Results of operations, which torch does not copy, lose their history."""
     made = [value for module in model.modules() for value in vars(module).values() if isinstance(value, Tensor)]
     return copy.deepcopy(model, {id(value): value.detach().clone() for value in made if not value.is_leaf})
 
@@ -47,7 +47,7 @@ def verify_stages(model: nn.Module, stages: Sequence[nn.Module], inputs: Inputs 
     """Compare a model with its stages.
 
     Raises:
-        UsageError: they differ, or the model does what stages could not.
+        UsageError: they differ, or the model has effects that stages cannot have.
     """
     comparison = _Comparison(model, stages, inputs, example)
     size = comparison.size
@@ -80,10 +80,11 @@ class _Comparison:
         self.size = max((len(leaf) for leaf in self._leaves if isinstance(leaf, Tensor) and leaf.dim()), default=0)
         first: dict[nn.Parameter, str] = {}
         named = self._whole.named_parameters(remove_duplicate=False)
-        self._names = {name: first.setdefault(parameter, name) for name, parameter in named}  # of tied ones the first
+        # for tied parameters, the first name
+        self._names = {name: first.setdefault(parameter, name) for name, parameter in named}
 
     def run(self, mode: bool, samples: int, with_backward: bool) -> list[str]:
-        """Run both; name the results that differ."""
+        """Run both; return the names of the results that differ."""
         for each in (self._whole, *self._parts):
             each.train(mode)
         given = resized(self._leaves, samples)
@@ -92,7 +93,7 @@ class _Comparison:
         except Exception as error:
             if samples == self.size or isinstance(error, UsageError):
                 raise
-            # The model does not take as many. Of other sizes than 1 the recorded guards say so, too.
+            # The model does not accept this size. For sizes other than 1, the recorded guards reject it, too.
             return [f"the model raises {type(error).__name__}"] if samples == 1 and self._inputs is not None else []
         for name, does in self._returned.items():
             if not does:
@@ -151,7 +152,7 @@ class _Comparison:
                 for name, gradient in zip(
                     names, _gradients(outputs, [*led, *(each for _, each in trained)]), strict=True
                 ):
-                    if gradient is not None:  # stages that share a parameter have a part of its gradient each
+                    if gradient is not None:  # stages that share a parameter each have a part of its gradient
                         results[name] = results[name] + gradient if name in results else gradient
             results["the random generator of torch"] = torch.get_rng_state()
             results["the random generator of Python"] = random.getstate()
@@ -178,7 +179,7 @@ def _gradients(outputs: Sequence[Any], wanted: Sequence[Tensor]) -> Sequence[Ten
 
 @contextlib.contextmanager
 def _seeded(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Seed the generators; leave them as they were."""
+    """Seed the random generators inside; restore them afterwards."""
     held = [each for module in modules for each in (*module.parameters(), *module.buffers())]
     numpy = sys.modules.get("numpy")
     with contextlib.ExitStack() as stack:
@@ -205,7 +206,7 @@ def _alike(one: Any, other: Any) -> bool:
 
 
 def _sent(value: Any) -> Any:
-    """Return a value as another worker gets it: its tensors share no memory, and a tensor at two places stays one."""
+    """Copy a value as a transfer does: its tensors share no memory, and a tensor that occurs twice stays one tensor."""
     made: dict[Tensor, Tensor] = {}
     return tree_map_only(Tensor, lambda tensor: made.setdefault(tensor, tensor.clone()), value)
 
@@ -216,11 +217,11 @@ _one_by_one = renewed(threading.RLock())  # guards saved_tensors_hooks.__enter__
 
 
 class _Writer(pickle.Pickler):
-    """Writes a value with all that it holds; tensors, modules, classes and functions by their identity alone."""
+    """A pickler that writes tensors, modules, classes and functions by their identity, and other values completely."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
-        self.identified: list[Any] = []  # kept, so that no other object gets their identities
+        self.identified: list[Any] = []  # kept alive: no other object may get their ids
 
     def persistent_id(self, value: Any) -> int | bytes | None:
         if isinstance(value, torch.Generator):  # its pickle has a new tensor each time
@@ -232,7 +233,7 @@ class _Writer(pickle.Pickler):
 
 
 def _fingerprint(value: Any) -> bytes | None:
-    """Return a value as bytes that change with it; None for one without, whose pickle is new each time."""
+    """Return bytes that change if the value changes. Return None for a value whose pickle is different each time."""
     files = io.BytesIO(), io.BytesIO()
     writers = [_Writer(file) for file in files]
     try:
@@ -245,7 +246,7 @@ def _fingerprint(value: Any) -> bytes | None:
 
 
 def _python_state(model: nn.Module) -> dict[str, bytes | None]:
-    """The attributes of all modules and of their classes, and the globals that their methods use."""
+    """Return the attributes of all modules and of their classes, and the globals that their methods use."""
     attributes = {
         f"{path}.{name}".lstrip("."): value
         for path, module in model.named_modules()
@@ -260,7 +261,7 @@ def _python_state(model: nn.Module) -> dict[str, bytes | None]:
 
 
 def _globals_of(functions: list[FunctionType]) -> dict[str, Any]:
-    """The globals and outer variables that functions use, and the functions that they call in the same packages."""
+    """Return the globals and outer variables that functions use, including called functions in the same packages."""
     packages = {each.__module__.partition(".")[0] for each in functions}
     found: dict[str, Any] = {}
     while functions:
@@ -277,7 +278,7 @@ def _globals_of(functions: list[FunctionType]) -> dict[str, Any]:
 
 
 def _global_names(code: CodeType) -> Iterator[str]:
-    """Yield the globals that code and the functions within it use; their attributes have names in `co_names`, too."""
+    """Yield the globals that code and its inner functions use. `co_names` would include attributes, too."""
     for instruction in dis.get_instructions(code):
         if instruction.opname.endswith("_GLOBAL"):
             yield str(instruction.argval)
@@ -302,7 +303,7 @@ def _check_state(model: nn.Module, before: Mapping[str, bytes | None]) -> None:
 
 @contextlib.contextmanager
 def _no_saving() -> Iterator[None]:
-    """Refuse, on this thread, what decides how tensors are kept for backward."""
+    """Raise UsageError, on this thread, for hooks that change how tensors are saved for backward."""
     here, own = forks.thread(), saved_tensors_hooks.__enter__
 
     def enter(hooks: saved_tensors_hooks) -> None:
@@ -337,7 +338,7 @@ def _check_functions(outputs: Any) -> None:
 
 
 def _watch_hooks(model: nn.Module) -> dict[str, bool]:
-    """Have the forward hooks of a model's modules note whether they return something."""
+    """Record which forward hooks of a model's modules return a value."""
     returned: dict[str, bool] = {}
 
     def watched(hook: Callable[..., Any], name: str) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""A stage of a model whose forward pass was recorded, and the inputs of the first one."""
+"""A stage of a model whose forward pass was recorded, and the inputs of the first stage."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from telegrad.errors import UsageError
 from telegrad.ext.workers import listed
 
-_FILE = "<stage of a Pipeline>"  # in tracebacks
+_FILE = "<stage of a Pipeline>"  # shown in tracebacks
 
 
 class GeneratedCode:
-    """The operations of a graph as a function that travels as its source.
+    """The operations of a graph, as a function that is sent as its source.
 
-    A `GraphModule` would trace itself once more where it arrives.
+    A `GraphModule` would trace itself again on the receiver.
     """
 
     def __init__(self, module: fx.GraphModule) -> None:
@@ -34,7 +34,7 @@ class GeneratedCode:
         self._inner = {
             name: GeneratedCode(inner) for name, inner in module.named_children() if isinstance(inner, fx.GraphModule)
         }
-        self._device: torch.device | None = None  # as recorded
+        self._device: torch.device | None = None  # None: as recorded
         self._compile()
 
     def _compile(self) -> None:
@@ -50,7 +50,7 @@ class GeneratedCode:
         return self._run(self, *args)
 
     def move(self, device: torch.device) -> None:
-        """Have the operations that make tensors make them on another device."""
+        """Make the operations that create tensors use another device."""
         self._device = device
         for inner in self._inner.values():
             inner.move(device)
@@ -65,18 +65,18 @@ class GeneratedCode:
 
 
 class Named(str):
-    """A value by its name, among constants."""
+    """The name of a value, as opposed to a constant."""
 
 
 class StageProgram(NamedTuple):
-    """The operations of a stage in one mode. The values that it needs go by the names of the nodes that make them."""
+    """The operations of a stage in one mode. A value has the name of the node that makes it."""
 
     code: GeneratedCode
     takes: Sequence[str]  # from the stage before
     needs: list[str]  # for its operations, in order
     makes: list[str]
-    passes: list[Any]  # to the stage behind; of the last one the outputs, with constants as they are
-    state: Mapping[str, str] = {}  # the names in the stage of parameters and buffers that it needs
+    passes: list[Any]  # to the next stage; for the last stage the outputs, where constants stay as they are
+    state: Mapping[str, str] = {}  # the stage's names of the parameters and buffers that it needs
 
 
 class Use(NamedTuple):
@@ -92,7 +92,7 @@ class ExportedStage(nn.Module):
     """A part of a model, with the parameters and buffers that it uses under their names in the model."""
 
     def __init__(self, pieces: dict[bool, StageProgram], outputs: dict[bool, Any] | None, training: bool) -> None:
-        """`outputs`: of the last stage, their form, with something in the place of each."""
+        """`outputs`: for the last stage, the structure of the outputs, with placeholders as leaves."""
         super().__init__()
         self._pieces = pieces
         self._outputs = outputs
@@ -103,13 +103,17 @@ class ExportedStage(nn.Module):
         return {**self.__dict__, "_prepared": {}}
 
     def _prepare(self, piece: StageProgram) -> tuple[list[tuple[nn.Module, str] | None], TreeSpec | None]:
-        """Return where the values that the operations need are held, None for inputs; and the form of outputs."""
+        """Return the holders of the values that the operations need, None for inputs; and the structure of the
+        outputs.
+        """
         paths = [piece.state[name].rpartition(".") if name in piece.state else None for name in piece.needs]
         form = tree_flatten(self._outputs[self.training])[1] if self._outputs is not None else None
         return [path and (self.get_submodule(path[0]), path[2]) for path in paths], form
 
     def forward(self, value: tuple[bool | None, Sequence[Any]]) -> Any:
-        """Take the mode of the stage before, and what it passes on; give the same to the next."""
+        """Run the stage on the mode and the values of the previous stage. Return the mode and the values for the
+        next.
+        """
         mode, given = value
         if mode not in (None, self.training):
             raise UsageError(
@@ -126,7 +130,7 @@ class ExportedStage(nn.Module):
         return tree_unflatten(passed, form) if form is not None else (self.training, passed)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """Move the stage. Operations that make tensors are recorded with their device, and with their data type."""
+        """Move the stage. Operations that make tensors are recorded with their device and data type."""
         own = next(iter(self.state_dict(keep_vars=True).values()), torch.empty(0))
         before = torch.empty(0, dtype=own.dtype, device=own.device)
         moved = fn(before)
@@ -141,7 +145,7 @@ class ExportedStage(nn.Module):
 
 
 class Inputs:
-    """Inputs of a model, in the form of the example: a value, several in a tuple, or a dictionary by their names."""
+    """The inputs of a model, in the form of the example: one value, a tuple of several, or a dictionary by names."""
 
     def __init__(self, model: nn.Module, example: Any) -> None:
         self._model = type(model).__name__
@@ -160,7 +164,7 @@ class Inputs:
                 "wrap the model in a module whose forward(self, inputs, ...) names what it takes"
             )
         self.guards: list[Callable[..., None]] = []
-        self._least = {True: 1, False: 1}  # samples of a batch, in training and in evaluation
+        self._least = {True: 1, False: 1}  # minimum batch size, in training and in evaluation
         named, self._example = self._named(example), _in_words(example)
         leaves, self._form = tree_flatten(named)
         sizes = {len(leaf) if leaf.dim() else 0 for leaf in leaves if isinstance(leaf, Tensor)}
@@ -168,7 +172,7 @@ class Inputs:
             raise UsageError(
                 "`example` consists of tensors with the samples along their first dimension, as many in each of them"
             )
-        self.leaves = resized(leaves, max(2, *sizes))  # torch.export takes a size of 1 for a constant
+        self.leaves = resized(leaves, max(2, *sizes))  # torch.export treats a size of 1 as a constant
         self._passed: set[Any] = set()
 
     @property
@@ -177,7 +181,7 @@ class Inputs:
         return self.named(self.leaves)
 
     def named(self, leaves: Sequence[Any]) -> dict[str, Any]:
-        """Values by the names of the arguments."""
+        """Return values by the names of the arguments."""
         found: dict[str, Any] = tree_unflatten(list(leaves), self._form)
         return found
 
@@ -193,7 +197,7 @@ class Inputs:
         """Return the inputs of the first stage.
 
         Raises:
-            UsageError: these inputs are of another form than the example.
+            UsageError: these inputs have a different form than the example.
         """
         leaves, form = tree_flatten(self._named(inputs))
         if form != self._form:
@@ -204,7 +208,7 @@ class Inputs:
         return None, leaves
 
     def check(self, part: tuple[None, Sequence[Any]], mode: bool) -> None:
-        """Raise UsageError where a micro-batch is none of those that the recorded operations are right for.
+        """Raise UsageError if the recorded operations are not valid for a micro-batch.
 
         Args:
             part: the micro-batch.
@@ -233,7 +237,7 @@ class Inputs:
         self._passed.add(kinds)
 
     def refuse_one(self, mode: bool) -> None:
-        """Refuse batches of one sample in this mode from now on: the model treats them as a case of their own."""
+        """Reject batches of one sample in this mode from now on: the model treats them differently."""
         self._least[mode] = 2
         self._passed.clear()
 
@@ -260,7 +264,7 @@ def _in_words(value: Any) -> str:
 
 
 def resized(leaves: Sequence[Any], size: int) -> list[Any]:
-    """The tensors with so many samples, some of them again."""
+    """Return the tensors with `size` samples, some of them repeated."""
     return [
         leaf.detach()[torch.arange(size, device=leaf.device) % len(leaf)] if isinstance(leaf, Tensor) else leaf
         for leaf in leaves
@@ -329,14 +333,14 @@ def _attribute(model: nn.Module, path: str) -> Any:
 
 
 def set_by_name(stage: nn.Module, name: str, value: Any, container: type[nn.Module], persistent: bool = False) -> None:
-    """Let `stage` have this, inside of containers where its name says so."""
+    """Set an attribute of `stage` by its qualified name. Create containers as needed."""
     *path, last = name.split(".")
     for step in path:
         if step not in stage._modules:
             stage.add_module(step, container())
         stage = stage.get_submodule(step)
     if getattr(stage, last, None) is value:
-        return  # as a part of a module that is there
+        return  # already there as part of a module
     if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
         stage.register_buffer(last, value, persistent)
     else:

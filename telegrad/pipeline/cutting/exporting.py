@@ -1,13 +1,13 @@
-"""A model's forward pass as `torch.export` records it, cut between two of its operations.
+"""A model's forward pass as recorded by `torch.export`, cut between operations.
 
-An exported program is a graph of operators without Python: parameters and buffers are inputs of it. Two are made of a
-model, in training and in evaluation, and both are cut where the same modules begin. A stage has the operations of both,
-and the parameters and buffers that they use, under their names in the model.
+An exported program is a graph of operators without Python; parameters and buffers are inputs of it. A model is recorded
+twice, in training and in evaluation mode, and both recordings are cut where the same modules begin. A stage has the
+operations of both, and the parameters and buffers that they use, under their names in the model.
 
-The recorded operations read and write memory, and stages on different workers have none in common. So memory that an
-operation writes, by the schema of its operator, must not be read as other memory behind a cut: `RecordedProgram.cut`
-refuses that. Only a comparison (`proving`) shows what a recording leaves out: Python state, functions with a backward
-of their own.
+The recorded operations read and write memory, and stages on different workers share none. So if an operation writes to
+memory, according to the schema of its operator, no stage after a cut may read that memory through another tensor:
+`RecordedProgram.cut` refuses that. A recording omits Python state, and functions with their own backward. Only the
+comparison in `comparison` detects these.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ _one_by_one = renewed(threading.RLock())  # guards the methods that torch.fx rep
 
 @contextlib.contextmanager
 def _this_thread_alone() -> Iterator[None]:
-    """Keep torch.fx from recording what other threads do.
+    """Keep torch.fx from recording operations of other threads.
 
-    While it traces, `nn.Module.__call__` and `__getattr__` of the whole process lead to the tracer.
+    While it traces, `nn.Module.__call__` and `__getattr__` of the whole process call the tracer.
     """
     here = forks.thread()
 
@@ -71,8 +71,8 @@ class CutPoint(NamedTuple):
     """A place where a stage can begin."""
 
     name: str  # of the module that begins there
-    before: int  # how many numbers are trained before it
-    crossing: int  # how many values go from one stage to the next
+    before: int  # number of trained values before it
+    crossing: int  # number of values that go from one stage to the next
 
 
 class RecordedProgram:
@@ -100,16 +100,19 @@ class RecordedProgram:
         self.steps = [node for node in nodes[:-1] if node.op == "call_function"]
         self.output = nodes[-1]
         known = dict(model.named_modules(remove_duplicate=False))
-        self.first_operation: dict[str, int] = {}  # how many operations there are before the first one of a module
+        self.first_operation: dict[str, int] = {}  # index of the first operation of each module
         for at, node in enumerate(self.steps):
             for path in _modules_of(node):
                 if path in known:
                     self.first_operation.setdefault(path, at)
 
     def cut_points(self) -> tuple[list[CutPoint], int]:
-        """Find where stages can begin: between each two parameters where the fewest values cross; and all there is."""
+        """Return where stages can begin, and the number of trained values.
+
+        Of the places between the same two parameters, only the one that the fewest values cross is returned.
+        """
         place = {node: at for at, node in enumerate(self.steps)}
-        sizes = [0] * (len(self.steps) + 1)  # trained in the operations, each parameter where it is used first
+        sizes = [0] * (len(self.steps) + 1)  # trained values per operation, with each parameter at its first use
         crossing = [0] * (len(self.steps) + 2)
         for node in (*self._sizes, *self.inputs, *self.steps):
             users = [place.get(user, len(self.steps)) for user in node.users]
@@ -168,9 +171,9 @@ class RecordedProgram:
 
 
 def _exported(model: nn.Module, inputs: dict[str, Any]) -> torch.export.ExportedProgram:
-    """Record by running the forward pass; by reading its bytecode where that fails, or takes sizes for constants.
+    """Record by running the forward pass. If that fails, or makes sizes constants, record by reading its bytecode.
 
-    Only the latter keeps len(x) and int(x.shape[0]) apart from the number that they are.
+    Only reading the bytecode keeps len(x) and int(x.shape[0]) symbolic.
     """
     shapes = tree_map(_dimensions, inputs)
     found: list[torch.export.ExportedProgram] = []
@@ -194,30 +197,35 @@ def _exported(model: nn.Module, inputs: dict[str, Any]) -> torch.export.Exported
 
 
 def _dimensions(leaf: Any) -> list[Any] | None:
-    """Return which dimensions may have other sizes; torch takes sizes of 0 and 1 for constants, and warns if asked."""
+    """Return the dimensions that may have other sizes. Torch treats sizes 0 and 1 as constants, and warns if asked."""
     return [Dim.AUTO if size > 1 else Dim.STATIC for size in leaf.shape] if isinstance(leaf, Tensor) else None
 
 
 def _modules_of(node: fx.Node) -> list[str]:
-    """The names of the modules in which an operation is, from the model on."""
+    """Return the names of the modules that contain an operation, from the model inwards."""
     return [path for path, _ in node.meta.get("nn_module_stack", {}).values()] or [""]
 
 
 class _SharedMemory:
-    """Which nodes of a program share memory, and which operations write to it, by the schemas of the operators."""
+    """The nodes of a program that share memory, and the operations that write to it, by the schemas of the
+    operators.
+    """
 
     def __init__(self, program: RecordedProgram, stage_of: dict[fx.Node, int]) -> None:
         self._stage_of = stage_of
         self._state = program.state
         self._above: dict[fx.Node, fx.Node] = {}
-        self._writes: list[tuple[fx.Node, fx.Node]] = []  # operations of the program, and what they write to
+        self._writes: list[tuple[fx.Node, fx.Node]] = []  # operations of the program, and the values that they write to
         self._follow(program.steps, None)
         self._groups: dict[fx.Node, list[fx.Node]] = {}
         for node in (*program.state, *program.inputs, *program.steps):
             self._groups.setdefault(self._root(node), []).append(node)
 
     def _follow(self, nodes: Iterable[fx.Node], outer: fx.Node | None) -> None:
-        """Note what operations do; `outer` is the operation of which they are a part, with another grad mode maybe."""
+        """Record effects of operations.
+
+        `outer` is the operation that contains them, for example with another grad mode.
+        """
         for node in nodes:
             for value, is_written, is_shared in _effects(node):
                 if is_shared:
@@ -245,7 +253,7 @@ class _SharedMemory:
         return self._groups.get(self._root(value), [])
 
     def place_assignments(self) -> None:
-        """Put the copies to buffers, which stand at the end of a program, where the buffer was assigned."""
+        """Move copies to buffers from the end of the program to where the buffer was assigned."""
         assigned = {
             node: buffer
             for node, buffer in self._writes
@@ -259,7 +267,7 @@ class _SharedMemory:
             self._stage_of[node] = max((self._stage_of.get(each, 0) for each in users), default=0)
 
     def check(self) -> None:
-        """Raise UsageError where stages would need memory in common."""
+        """Raise UsageError if stages would need shared memory."""
         for writer, value in self._writes:
             group = self._group(value)
             named = sorted(self._state[node] for node in group if node in self._state)
@@ -283,7 +291,7 @@ class _SharedMemory:
 
 
 def _effects(node: fx.Node) -> Iterator[tuple[fx.Node, bool, bool]]:
-    """Yield each argument of an operation, whether that is written to, and whether a result shares memory with it."""
+    """Yield each argument of an operation, True if it is written to, and True if a result shares memory with it."""
     schema = getattr(node.target, "_schema", None)
     if schema is None:
         if node.target is operator.getitem:
@@ -293,14 +301,14 @@ def _effects(node: fx.Node) -> Iterator[tuple[fx.Node, bool, bool]]:
     for number, argument in enumerate(schema.arguments):
         value = node.args[number] if number < len(node.args) else node.kwargs.get(argument.name)
         info = argument.alias_info
-        is_written = (info is not None and info.is_write) or argument.name.startswith("running_")  # as of batch_norm
+        is_written = (info is not None and info.is_write) or argument.name.startswith("running_")  # as in batch_norm
         for each in value if isinstance(value, (list, tuple)) else [value]:
             if isinstance(each, fx.Node):
                 yield each, is_written, info is not None and gives_views
 
 
 def _parts_of(node: fx.Node) -> Iterator[tuple[fx.GraphModule, list[fx.Node]]]:
-    """The graphs of an operation that has some, as for another grad mode or autocast, and their arguments."""
+    """Yield the inner graphs of an operation, as for another grad mode or autocast, and their arguments."""
     given: list[fx.Node] = []
     fx.node.map_arg(node.args, given.append)
     graphs = [each for each in given if each.op == "get_attr"]
@@ -312,6 +320,6 @@ def _parts_of(node: fx.Node) -> Iterator[tuple[fx.GraphModule, list[fx.Node]]]:
 
 
 def _place(node: fx.Node) -> str:
-    """The line of the user's program that an operation is of."""
+    """Return the line of the user's program that an operation comes from."""
     lines = [line.strip() for line in (node.meta.get("stack_trace") or str(node.target)).splitlines()]
     return lines[-1].rstrip(",")

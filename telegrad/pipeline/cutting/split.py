@@ -1,9 +1,9 @@
-"""A model cut into stages, one after the other; knows no worker.
+"""Cut a model into consecutive stages. This module uses no workers.
 
-A model that consists of `nn.Sequential`s down to the cuts is taken apart between their children. Of any other, the
+A model that consists of `nn.Sequential`s down to the cuts is cut between their children. For any other model, the
 forward pass is recorded (`exporting`), and cut where modules begin. Values that an early stage makes and a late one
 needs pass through the stages between. With an example of the inputs, the stages are compared with the model
-(`proving`).
+(`comparison`).
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ from telegrad.pipeline.cutting.comparison import copied, verify_stages
 from telegrad.pipeline.cutting.exported import Inputs, build_stages, set_by_name
 from telegrad.pipeline.cutting.exporting import CutPoint, RecordedProgram
 
-Shared = tuple[int, str, int, str]  # an early stage, the name of a parameter in it; a late one, and its name there
+# index of an early stage, a parameter's name in it; index of a late stage, the name there
+Shared = tuple[int, str, int, str]
 
 
 class SplitModel(NamedTuple):
-    """The stages share their parameters and buffers with the model."""
+    """The stages of a model, with which they share parameters and buffers."""
 
     stages: list[nn.Module]
-    parts: list[list[str]]  # what each stage has of the model, by qualified names, which are the same in it
-    ties: list[Shared]  # parameters that several stages have
-    inputs: Inputs | None  # of the first stage, where the forward pass was recorded
+    parts: list[list[str]]  # the model's parts in each stage, by qualified names, which do not change
+    ties: list[Shared]  # parameters of several stages
+    inputs: Inputs | None  # of the first stage, if the forward pass was recorded
 
 
 _AT = "a list of the names of modules"
@@ -43,10 +44,10 @@ def split_model(
     example: Any = None,
     check: bool = True,
 ) -> SplitModel:
-    """Cut into `count` stages, which begin `at` the modules of these names, or have so many children of a sequence.
+    """Cut a model into `count` stages, `at` the modules of these names, or by numbers of children of a sequence.
 
     Raises:
-        UsageError: the model cannot be cut so, or not at all.
+        UsageError: the model cannot be cut this way, or not at all.
     """
     if not isinstance(model, nn.Module):
         checks.wrong("model", "a module", model)
@@ -131,18 +132,18 @@ def _recorded(model: nn.Module, inputs: Inputs, names: Sequence[str] | None) -> 
 
 
 def _parents(name: str) -> Iterator[str]:
-    """The modules that a module is inside of, but for the whole."""
+    """Yield the modules that contain a module, except the whole model."""
     while name := name.rpartition(".")[0]:
         yield name
 
 
 def _is_sequence(module: nn.Module) -> bool:
-    """It does nothing but call its children in turn."""
+    """Return True if the module only calls its children in turn."""
     return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
 
 
 def _check_hooks(model: nn.Module, names: Iterable[str], backward_only: bool) -> None:
-    """Raise UsageError where hooks would be lost."""
+    """Raise UsageError if hooks would be lost."""
     for name in sorted(names):
         module = model.get_submodule(name)
         of_forward = () if backward_only else (module._forward_hooks, module._forward_pre_hooks)
@@ -171,7 +172,7 @@ def _shared(stages: Sequence[nn.Module], named: Callable[[nn.Module], Iterable[t
     return found
 
 
-# Where the stages begin
+# The beginnings of the stages
 
 
 def _check_names(model: nn.Module, count: int, at: Sequence[str]) -> None:
@@ -206,7 +207,7 @@ def _counted(model: nn.Module, count: int, balance: Sequence[int]) -> list[str]:
 
 
 def _even(levels: Sequence[CutPoint], total: int, count: int) -> list[str]:
-    """Find places so that the stages have about as many parameters each, and few values go from one to the next."""
+    """Find places for similar numbers of parameters per stage, and few values between stages."""
     if len(levels) < count - 1:
         raise UsageError(
             f"the model cannot be cut by itself into {count} stages: behind the first, stages could begin with "
@@ -222,7 +223,9 @@ def _even(levels: Sequence[CutPoint], total: int, count: int) -> list[str]:
 
 
 def _even_in_chain(model: nn.Module, count: int, must: bool) -> list[str] | None:
-    """The same for a sequence; None where its modules are too large for that, unless it `must` be."""
+    """Find places as `_even` does, in a sequence. Return None if its modules are too large for that, unless it
+    `must`.
+    """
     share = _size(model) / count
     opened = {name for name, module in model.named_modules() if _is_sequence(module) and _size(module) > share} | {""}
     sizes = {name: _size(model.get_submodule(name)) for name in _links(model, "", opened)}
@@ -239,7 +242,7 @@ def _size(module: nn.Module) -> int:
 
 
 def _starts(names: Sequence[str], begun: Mapping[str, int]) -> list[int]:
-    """How many steps of the forward pass come before each of these modules."""
+    """Return the number of steps of the forward pass before each of these modules."""
     steps: dict[str, int] = {}
     for name in names:
         if name not in begun:
@@ -258,7 +261,7 @@ def _starts(names: Sequence[str], begun: Mapping[str, int]) -> list[int]:
 
 
 def _links(module: nn.Module, name: str, opened: set[str]) -> Iterator[str]:
-    """What is inside of the opened modules, in order."""
+    """Yield the modules inside of the opened modules, in order."""
     if name not in opened:
         yield name
         return
