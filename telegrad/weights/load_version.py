@@ -1,8 +1,8 @@
-"""Brings the tensors of a version into a module or a state dict, or refuses to before anything is changed.
+"""Copy the tensors of a version into a module or a state dict, or refuse before anything is changed.
 
-A target may share memory where what was published does not: a layer that is used under two names, a buffer that is a
-view of a weight. It is loaded if the published tensors agree on what that memory is to hold. Otherwise there is no
-right answer, and it is refused.
+A target may share memory where the published tensors do not: a layer that is used under two names, or a buffer that is
+a view of a weight. It is loaded if the published tensors agree on the content of that memory. Otherwise no result would
+be correct, and the target is refused.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from telegrad.ext.values import repeats
 from telegrad.weights.transfer.rounding import named
 from telegrad.weights.transfer.tree_layout import Layout, groups_of, looks, place_of
 
-SHOWN = 5  # names in a message
+SHOWN = 5  # names in an error message
 PLAIN = (Tensor, nn.Parameter)  # types whose values are in their own memory
 
-Pair = tuple[str, Tensor, Tensor]  # name, what was published, where it goes
+Pair = tuple[str, Tensor, Tensor]  # name, published tensor, target
 
 _can_cast = cache(torch.can_cast)
 
 
 def own_state(module: nn.Module) -> dict[str, Tensor] | None:
-    """Return the parameters and buffers that are the state of a module; None where its state is more than these."""
+    """Return the parameters and buffers that are the state of a module, or None if its state contains more."""
     live: set[int] = set()
     kinds = set()
     for each in module.modules():
@@ -46,16 +46,16 @@ def own_state(module: nn.Module) -> dict[str, Tensor] | None:
 
 
 def _has_own_rule(kind: type[nn.Module]) -> bool:
-    """Whether a class outside of torch has a way of its own to load its state."""
+    """Return True if a class outside of torch overrides how its state is loaded."""
     rules = (kind._load_from_state_dict, kind.load_state_dict)
     return any(not (rule.__module__ or "").startswith("torch.nn.") for rule in rules)
 
 
 def tensors_of(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the tensors of a state dict, also of dictionaries inside of it, by their names.
+    """Return the tensors of a state dict, including nested dictionaries, by their names.
 
     Raises:
-        InvalidArgument: two of them have one name.
+        InvalidArgument: two of them have the same name.
     """
     if {*map(type, state.values())} <= {Tensor, nn.Parameter} and {*map(type, state)} <= {str}:
         return {**state}
@@ -67,10 +67,10 @@ def tensors_of(state: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def _paired(number: int, theirs: Mapping[str, Tensor], mine: Mapping[str, Tensor]) -> list[Pair]:
-    """Pair the tensors of a version with those that they are copied to.
+    """Pair the tensors of a version with their targets.
 
     Raises:
-        InvalidArgument: names, shapes or types do not fit.
+        InvalidArgument: names, shapes or types do not match.
     """
     pairs: list[Pair] = []
     shapes, types = [], []
@@ -104,7 +104,7 @@ def _paired(number: int, theirs: Mapping[str, Tensor], mine: Mapping[str, Tensor
 
 
 class Checked(NamedTuple):
-    """Tensors into which any version of one layout can be copied, by their numbers and those of the version's."""
+    """Indices of targets and of the sources that are copied to them, valid for any version of one layout."""
 
     names: list[str]
     looks: Any
@@ -115,18 +115,18 @@ class Checked(NamedTuple):
 def load(
     number: int, layout: Layout | None, sources: Sequence[Tensor], names: Mapping[str, int], mine: Mapping[str, Tensor]
 ) -> None:
-    """Copy what was published into other tensors.
+    """Copy published tensors into others.
 
     Args:
-        number: of the version.
-        layout: of the version, which keeps what was checked for the next one.
-        sources: its tensors.
-        names: the numbers of these.
-        mine: the tensors to copy them to.
+        number: the version.
+        layout: the version's layout, which caches the result of the checks for the next version.
+        sources: the tensors of the version.
+        names: maps names to indices of `sources`.
+        mine: the tensors to copy to, by name.
 
     Raises:
-        InvalidArgument: names, shapes or types do not fit, or some of the tensors share memory, and what was published
-            does not agree on what it is to hold.
+        InvalidArgument: names, shapes or types do not match. Or some of the tensors share memory, and the published
+            tensors do not agree on its content.
     """
     targets = [*mine.values()]
     seen = [*mine], looks(targets)
@@ -150,11 +150,11 @@ def load(
 
 
 def load_by_load_state_dict(number: int, state: Any, theirs: Mapping[str, Tensor], module: nn.Module) -> None:
-    """Have a module load a state by itself.
+    """Load a state by a module's own `load_state_dict`.
 
     Raises:
-        InvalidArgument: the module refuses it; it may have taken some of it. Or some of its tensors share memory, and
-            what was published does not agree on what that is to hold; then nothing was changed.
+        InvalidArgument: the module refuses it, maybe after loading a part. Or some of its tensors share memory, and the
+            published tensors do not agree on its content; then nothing was changed.
     """
     mine = tensors_of(module.state_dict())
     _find_repeated(
@@ -173,11 +173,12 @@ def load_by_load_state_dict(number: int, state: Any, theirs: Mapping[str, Tensor
 
 
 def swap(number: int, theirs: Mapping[str, Tensor], mine: Mapping[str, Tensor], module: nn.Module) -> None:
-    """Have the tensors of a module's state lie in the memory of what was published.
+    """Make the tensors of a module's state use the memory of the published tensors.
 
     Raises:
-        InvalidArgument: names, shapes, types or devices do not fit, or the tensors share memory in another way than
-            those of the version do. Nothing was changed.
+        InvalidArgument: names, shapes, types or devices do not match, or the tensors share memory in a different way
+            than
+            those of the version. Nothing was changed.
     """
     pairs = _paired(number, theirs, mine)
     known = {*map(id, mine.values())}
@@ -203,7 +204,7 @@ def swap(number: int, theirs: Mapping[str, Tensor], mine: Mapping[str, Tensor], 
 
 
 def _lie_alike(one: Pair, first: Pair) -> bool:
-    """Whether two tensors lie to each other as the two that take their places do."""
+    """Return True if two tensors have the same relative position in memory as their replacements."""
     (_, new, tensor), (_, other_new, other) = one, first
     if tensor is other:
         return bool(place_of(new) == place_of(other_new))
@@ -215,13 +216,13 @@ def _lie_alike(one: Pair, first: Pair) -> bool:
 
 
 def _is_usual(tensor: Tensor) -> bool:
-    """Whether torch can copy into it together with others."""
+    """Return True if torch can copy into the tensor in one call with others."""
     flags = tensor.is_inference(), tensor.is_conj(), tensor.is_neg(), 0 in tensor.stride()
     return type(tensor) in PLAIN and not any(flags)
 
 
 def _write(tensor: Tensor, values: Tensor) -> None:
-    """Copy values into a tensor, also into one that `expand` has made; they agree where it repeats."""
+    """Copy values into a tensor, including one made by `expand`, whose repeated values agree."""
     with torch.inference_mode(tensor.is_inference()), torch.no_grad():
         for dimension, step in enumerate(tensor.stride()) if type(tensor) in PLAIN else ():
             if step == 0 and tensor.shape[dimension] > 1:
@@ -230,10 +231,10 @@ def _write(tensor: Tensor, values: Tensor) -> None:
 
 
 def _find_repeated(pairs: Sequence[Pair]) -> tuple[set[str], bool]:
-    """Return the names of tensors that are written under another name, and whether that is so for all values.
+    """Return the names of tensors that other names cover, and True if this holds for any values.
 
     Raises:
-        InvalidArgument: tensors share memory, and what was published does not agree on what it is to hold.
+        InvalidArgument: tensors share memory, and the published tensors do not agree on its content.
     """
     plain = [pair for pair in pairs if type(pair[2]) in PLAIN]
     groups = groups_of([tensor for _, _, tensor in plain])
@@ -256,12 +257,12 @@ def _find_repeated(pairs: Sequence[Pair]) -> tuple[set[str], bool]:
 
 
 def _try_out(members: Sequence[Pair]) -> None:
-    """Write to tensors that share memory, look whether each has its own values then, and undo that.
+    """Write to tensors that share memory, check that each then has its own values, and undo the writes.
 
     Raises:
-        InvalidArgument: a tensor has other values, or torch does not write to it, since its elements overlap.
+        InvalidArgument: a tensor has other values, or torch refuses to write to it, since its elements overlap.
     """
-    pairs = [(tensor.data, source) for _, source, tensor in members]  # whose changes autograd does not count
+    pairs = [(tensor.data, source) for _, source, tensor in members]  # autograd does not count changes of `.data`
     before = [(tensor, tensor.clone()) for tensor, _ in pairs]
     try:
         for tensor, source in pairs:
@@ -282,7 +283,8 @@ def _try_out(members: Sequence[Pair]) -> None:
 def _same_bits(one: Tensor, other: Tensor) -> bool:
     rows = []
     for each in (one, other):
-        row = each.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)  # strides of 1, too
+        # also normalizes strides of dimensions of size 1
+        row = each.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
         rows.append(row.view(-1).view(torch.uint8))
     return torch.equal(*rows)
 

@@ -1,4 +1,4 @@
-"""The learner's end: it publishes versions of its weights."""
+"""The learner's side: publish versions of weights."""
 
 from __future__ import annotations
 
@@ -29,29 +29,29 @@ from telegrad.weights.transfer.tree_layout import Layout, Snapshots
 if TYPE_CHECKING:
     from typing import Self
 
-PIECE = 1 << 20  # bytes that travel at a time between hosts
-KEEP = 8  # versions, at most, for those who want every one
+PIECE = 1 << 20  # bytes per message between hosts
+KEEP = 8  # maximum number of versions for subscribers that read every one
 
 
 class Publisher:
-    """Publishes versions of what a learner has under a name, for the `Subscriber`s of any worker.
+    """Publishes versions of a learner's weights under a name, to the `Subscriber`s of any worker.
 
-    The source is read at each `publish`, and then only. `close()`, leaving `with publisher:` or dropping it ends it.
+    The source is read only by `publish`. `close()`, leaving `with publisher:` or garbage collection ends the publisher.
 
     Args:
-        name: what subscribers ask this worker for.
+        name: the name that subscribers use.
         source: a module, a `RemoteModule`, a `Pipeline`, a reference to a module, a state dict or any other tree of
-            tensors, or a function that gives one.
-        keep: so many of the last versions are kept for who iterates over all of them and has not come to them yet.
-        dtype: floating numbers that take more room are rounded to this type, such as `torch.bfloat16`; or a function of
-            a tensor's name and the tensor that gives its type, or None to leave it as it is.
-        deltas: other hosts that have the version before get only what has changed since. "fast" finds what is the same;
-            "small" also takes a second per 100 MB to deflate the bits that flip, which pays on links slower than that;
+            tensors, or a function that returns one.
+        keep: the maximum number of recent versions kept for subscribers that iterate over all of them.
+        dtype: larger floating-point types are rounded to this type, such as `torch.bfloat16`. Or a function that gets a
+            tensor's name and the tensor, and returns its type, or None to keep it.
+        deltas: send only the differences to hosts that have the previous version. "fast" omits unchanged elements;
+            "small" also spends a second per 100 MB to deflate changed bits, which helps on links slower than that;
             "off".
 
     Raises:
-        UsageError: this worker publishes something under that name already.
-        InvalidArgument: nothing can be published from that source.
+        UsageError: this worker already publishes under that name.
+        InvalidArgument: the source cannot be published.
 
     Example:
         >>> publisher = telegrad.weights.Publisher("numbers", {"bias": torch.ones(2)})
@@ -78,7 +78,7 @@ class Publisher:
         self._service = worker.attached(WeightsService)
         self._publishing = (
             threading.RLock()
-        )  # guards _snapshots, and that a version is filled by the layout that it has
+        )  # guards _snapshots, and keeps the layout of a version constant while it is filled
         self._snapshots = Snapshots(dtype)
         self._encoder = DeltaEncoder(deltas)
         self._endpoint = PublisherEndpoint(self._service, name, keep)
@@ -88,21 +88,21 @@ class Publisher:
 
     @not_compiled
     def publish(self, wait: float | None = None) -> int:
-        """Publish the source as it is now.
+        """Publish the current state of the source.
 
-        Returns once the source was copied: it may be changed from then on.
+        Return once the source was copied: it may be changed from then on.
 
         Args:
-            wait: also wait until every subscriber has taken this version or a later one, for so many seconds at most; 0
-                for no limit.
+            wait: also wait until every subscriber has read this version or a later one, for at most this many seconds;
+                0 for no limit.
 
         Returns:
-            The number of this version, from 1 on.
+            The number of this version, counted from 1.
 
         Raises:
             UsageError: the publisher was closed.
-            InvalidArgument: the source gives something that cannot be published; likewise `CannotEncode`.
-            CallTimeout: somebody has not taken it in time. It was published all the same.
+            InvalidArgument: the source contains a value that cannot be published; `CannotEncode` is possible, too.
+            CallTimeout: a subscriber has not read it in time. The version was published all the same.
         """
         check_wait(wait)
         if not self._end.alive:
@@ -124,13 +124,13 @@ class Publisher:
 
     @property
     def versions(self) -> list[int]:
-        """Those whose memory this worker keeps: the newest, and what others are about to read."""
+        """The versions whose memory this worker keeps: the newest, and those that others are about to read."""
         with self._endpoint.changed:
             return sorted(self._endpoint.memory)
 
     @property
     def subscribers(self) -> dict[str, int]:
-        """Who subscribes, by worker, with the version that its user took last; 0 for none."""
+        """The subscribers, with the version that the user of each has read last; 0 for none."""
         with self._endpoint.changed:
             taken = [*self._endpoint.feed.taken.items()]
         return {_label(party): number for party, number in taken}
@@ -159,7 +159,7 @@ class Publisher:
 
     @not_compiled
     def close(self) -> None:
-        """Publish no more. Subscribers keep what they have."""
+        """End publishing. Subscribers keep the versions that they have."""
         if self._end.detach() and not forks.is_inherited(self._service):
             self._endpoint.close()
 
@@ -175,8 +175,8 @@ class Publisher:
 
 
 def _reader_of(source: Any) -> Callable[[], Any]:
-    """Return a function that gives the state of a source, as it is when it is called."""
-    if isinstance(source, nn.Module):  # also one that is elsewhere, or in stages: its parts are asked for theirs
+    """Return a function that returns the current state of a source."""
+    if isinstance(source, nn.Module):  # includes remote modules and pipelines, whose state_dict asks the owners
         return source.state_dict
     if isinstance(source, RRef):
         return partial(rpc_sync, source.owner(), _state_of, (source,))
@@ -197,7 +197,7 @@ def _state_of(reference: RRef[Any]) -> Any:
 
 
 class PublisherEndpoint(Endpoint):
-    """With the machine of a publisher."""
+    """The endpoint of a publisher, whose state machine is a `Feed`."""
 
     def __init__(self, service: WeightsService, name: str, keep: int) -> None:
         me = service.party(publishes=True)
@@ -223,7 +223,7 @@ class PublisherEndpoint(Endpoint):
         return number
 
     def _base(self, info: VersionInfo) -> tuple[int, Tensor | None]:
-        """The newest version, whose memory is given where others may want what changes in it."""
+        """Return the newest version, with its memory if others may want the differences from it."""
         with self.changed:
             store = self.feed.store
             last = store.info.get(store.newest)
@@ -243,7 +243,7 @@ class PublisherEndpoint(Endpoint):
 
 
 def check_published(name: Any, dtype: Any, deltas: Any) -> None:
-    """Raise InvalidArgument where nothing can be published so."""
+    """Raise InvalidArgument for arguments that cannot be published with."""
     checks.text("name", name, 'a name, as in Publisher("policy", model)')
     if dtype is not None and not isinstance(dtype, torch.dtype):
         checks.function("dtype", dtype, "a type of floating numbers, or a function of a name and a tensor")
@@ -251,7 +251,7 @@ def check_published(name: Any, dtype: Any, deltas: Any) -> None:
 
 
 def check_wait(wait: Any) -> None:
-    """Raise InvalidArgument for what is no time to wait for readers."""
+    """Raise InvalidArgument if `wait` is no timeout."""
     if wait is not None:
         checks.seconds("wait", wait)
 

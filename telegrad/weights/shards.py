@@ -1,7 +1,7 @@
-"""The copies that make the wanted parts of tensors of the parts that several workers own.
+"""Compute the copies that make wanted parts of tensors from the parts that several workers own.
 
-A part is a box of a tensor, as in `torch.distributed.checkpoint`: where it begins in each dimension, and how far it
-goes. Wanted parts need not be those that workers own.
+A part is a box in a tensor, as in `torch.distributed.checkpoint`: its offset and size in each dimension. Wanted parts
+need not match owned parts.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from telegrad.errors import UsageError
 
 
 class Box(NamedTuple):
-    """A part of a tensor: where it begins in each dimension, and how far it goes.
+    """A part of a tensor: its offset and size in each dimension.
 
     Example:
         >>> rows = telegrad.weights.Box(offsets=(2, 0), sizes=(2, 4))  # rows 2 and 3 of a tensor with 4 columns
@@ -24,29 +24,29 @@ class Box(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A box of the tensor of that name."""
+    """A box of the named tensor."""
 
     name: str
     box: Box
 
 
 class Copy(NamedTuple):
-    """`source` of an owner's part becomes `target` of a part that is wanted; both as the part sees them."""
+    """Copy `source` in an owner's part to `target` in a wanted part. Both boxes are relative to their part."""
 
     owner: str
-    owned: int  # which of its parts
+    owned: int  # index of the part
     source: Box
-    wanted: int  # which of the parts
+    wanted: int  # index of the wanted part
     target: Box
 
 
 def plan(owned: Mapping[str, Sequence[Part]], wanted: Sequence[Part]) -> list[Copy]:
-    """Return the copies that make all wanted parts of the owners' parts, each element once.
+    """Return the copies that make all wanted parts, with each element copied once.
 
     An element that several owners have is copied from the first of them.
 
     Raises:
-        UsageError: no owner has a wanted element, or one has the tensor with other dimensions.
+        UsageError: no owner has a wanted element, or an owner has the tensor with a different number of dimensions.
     """
     parts: dict[str, list[tuple[str, int, Box]]] = {}
     for owner, theirs in owned.items():
@@ -81,7 +81,7 @@ def slices(box: Box) -> tuple[slice, ...]:
 
 
 def overlap(one: Box, other: Box) -> Box | None:
-    """Return the box that two boxes have in common; None where they have none."""
+    """Return the intersection of two boxes, or None if it is empty."""
     starts = tuple(map(max, one.offsets, other.offsets))
     ends = [min(a + size, b + length) for a, size, b, length in zip(*one, *other, strict=True)]
     sizes = tuple(end - start for start, end in zip(starts, ends, strict=True))
@@ -89,7 +89,7 @@ def overlap(one: Box, other: Box) -> Box | None:
 
 
 def without(box: Box, hole: Box) -> Iterable[Box]:
-    """Yield the rest of a box, in boxes that do not overlap."""
+    """Yield the rest of a box without a hole, in boxes that do not overlap."""
     both = overlap(box, hole)
     if both is None:
         yield box

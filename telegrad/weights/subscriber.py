@@ -1,4 +1,4 @@
-"""An actor's end: it reads versions."""
+"""An actor's side: read versions of weights."""
 
 from __future__ import annotations
 
@@ -24,16 +24,15 @@ if TYPE_CHECKING:
 
 
 class Subscriber:
-    """Reads the versions that a `Publisher` of another worker publishes, or of this one; `for version in subscriber`:
-    each.
+    """Reads the versions of a `Publisher` on this or another worker; `for version in subscriber` yields each.
 
     Args:
         worker: the worker of the publisher.
-        name: that of the publisher, which is waited for where there is none yet.
-        timeout: seconds for that; 0 for no limit, left out that of the options.
+        name: the name of the publisher. If it does not exist yet, the constructor waits for it.
+        timeout: seconds for this wait; 0 for no limit, default: the timeout in the options.
 
     Raises:
-        UnknownPublisher: that worker publishes nothing of that name; it says what it does.
+        UnknownPublisher: that worker has no publisher of that name; the message lists those that it has.
         UnknownWorker: there is no such worker.
 
     Example:
@@ -63,23 +62,23 @@ class Subscriber:
         self._taken: Version | None = None
         self._every = False
 
-    # Which version
+    # Reading versions
 
     @not_compiled
     def newest(self, timeout: float = DEFAULT) -> Version:
-        """The newest version that is on this host; waits only where none is.
+        """Return the newest version on this host. Wait only if there is none.
 
-        Goes on to give the last one when the publisher has gone.
+        After the publisher has gone, this still returns the last version.
 
         Args:
-            timeout: seconds; 0 for no limit, left out that of the options.
+            timeout: seconds; 0 for no limit, default: the timeout in the options.
 
         Returns:
             A `Version`.
 
         Raises:
-            PublisherLost: the publisher has gone, and no version is here.
-            CallTimeout: none has come in time.
+            PublisherLost: the publisher has gone, and there is no version here.
+            CallTimeout: no version arrived in time.
         """
         check_timeout(timeout)
         endpoint = self._endpoint
@@ -90,18 +89,18 @@ class Subscriber:
 
     @not_compiled
     def at_least(self, number: int, timeout: float = DEFAULT) -> Version:
-        """That version or a later one, the newest there is; waits until there is one.
+        """Wait for that version or a later one. Return the newest.
 
         Args:
-            number: the least number.
-            timeout: seconds; 0 for no limit, left out that of the options.
+            number: the lowest acceptable number.
+            timeout: seconds; 0 for no limit, default: the timeout in the options.
 
         Returns:
             A `Version`.
 
         Raises:
-            PublisherLost: the publisher has gone, and it cannot come.
-            CallTimeout: it has not come in time.
+            PublisherLost: the publisher has gone, so the version cannot arrive.
+            CallTimeout: the version did not arrive in time.
         """
         checks.count("number", number, 0, what="the number of a version")
         check_timeout(timeout)
@@ -110,20 +109,20 @@ class Subscriber:
 
     @not_compiled
     def refresh(self, max_behind: int = 0, timeout: float = DEFAULT) -> Version:
-        """A version that is not too old.
+        """Return a version that is not too old.
 
-        What a publisher has published before it calls this worker is known here.
+        This worker knows all versions that a publisher published before it called this worker.
 
         Args:
-            max_behind: how many versions it may be behind the newest that was published, as far as is known here.
-            timeout: seconds; 0 for no limit, left out that of the options.
+            max_behind: how many versions the result may be behind the newest published one that is known here.
+            timeout: seconds; 0 for no limit, default: the timeout in the options.
 
         Returns:
             A `Version`.
 
         Raises:
-            PublisherLost: the publisher has gone, so that nobody can know.
-            CallTimeout: no such version has come in time.
+            PublisherLost: the publisher has gone, so the newest version is unknown.
+            CallTimeout: no such version arrived in time.
         """
         checks.count("max_behind", max_behind, 0, what="a number of versions")
         check_timeout(timeout)
@@ -144,10 +143,10 @@ class Subscriber:
         return self.at_least(number, timeout)
 
     def __iter__(self) -> Iterator[Version]:
-        """Every version from now on, in order, until the publisher closes.
+        """Iterate over every version from now on, in order, until the publisher closes.
 
-        It keeps what this reader has not come to yet, up to a bound (`keep`); who is farther behind goes on with the
-        oldest that is kept, so that numbers are left out.
+        The publisher keeps the versions that this reader has not reached yet, up to a bound (`keep`). A reader that is
+        further behind continues with the oldest kept one, and skips numbers.
 
         Raises:
             PublisherLost: the publisher was lost.
@@ -169,27 +168,27 @@ class Subscriber:
             self._endpoint.taken(self.version, False)
 
     def _after(self, number: int, timeout: float) -> Version:
-        """The version that follows that one, or the oldest later one that is kept.
+        """Return the version after that one, or the oldest later one that is kept.
 
-        From now on, all that come are kept for this reader.
+        From now on, all new versions are kept for this reader.
         """
         self._every = True
         return self._obtain("after", lambda: self._endpoint.next_after(number), True, timeout)
 
     @property
     def version(self) -> int:
-        """The number of the version that was taken last; 0 before the first."""
+        """The number of the version that was read last; 0 before the first."""
         return self._taken.number if self._taken is not None else 0
 
     @property
     def behind(self) -> int:
-        """How many versions have been published since the one that was taken last."""
+        """The number of versions published since the one that was read last."""
         return max(0, self._endpoint.known - self.version)
 
-    # What to do with it
+    # Loading
 
     def load_into(self, module: nn.Module | Mapping[str, Any]) -> None:
-        """Copy the version that was taken last, else the newest, into a module; see `Version.load_into`.
+        """Copy the version that was read last, or else the newest, into a module; see `Version.load_into`.
 
         Args:
             module: a module, or its state dict.
@@ -198,16 +197,16 @@ class Subscriber:
         (self._taken or self.newest()).load_into(module)
 
     def swap_into(self, module: nn.Module) -> None:
-        """Have a module's tensors lie in the version that was taken last, else the newest; see `Version.swap_into`.
+        """Make a module's tensors use the memory of the version that was read last, or else the newest.
 
         Args:
-            module: a module that only reads them.
+            module: a module that only reads its tensors.
         """
         if not isinstance(module, nn.Module):
             checks.wrong("module", "a module", module)
         (self._taken or self.newest()).swap_into(module)
 
-    # How
+    # Implementation
 
     def _take(self, version: Version) -> Version:
         if self._taken is None or version.number != self._taken.number:
@@ -253,7 +252,7 @@ class Subscriber:
 
     @not_compiled
     def close(self) -> None:
-        """Read no more; versions that were taken stay."""
+        """End reading. Versions that were read stay valid."""
         if self._end.detach() and not forks.is_inherited(self._agent):
             self._endpoint.close()
 

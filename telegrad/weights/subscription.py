@@ -1,4 +1,4 @@
-"""A subscriber's endpoint: it joins, joins again after a connection broke, and stores versions."""
+"""A subscriber's endpoint: join, join again after a lost connection, and store versions."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from telegrad.weights.transfer.service import TICK, Endpoint, WeightsService
 from telegrad.weights.transfer.tree_layout import Layout
 from telegrad.weights.version import Version
 
-MARGIN = 5.0  # seconds more for a call than for what it waits for
+MARGIN = 5.0  # seconds added to a call's timeout beyond the wait on the callee
 
 
 class SubscriberEndpoint(Endpoint):
     """The endpoint of a subscriber."""
 
     def __init__(self, service: WeightsService, name: str, publisher: Identity, limit: float) -> None:
-        """Join; wait for a publisher of that name, `limit` seconds at most, 0 for no limit."""
+        """Join. Wait for a publisher of that name, `limit` seconds at most, 0 for no limit."""
         self._name = name
         self._publisher = publisher
         self.machine = Fetcher()
         super().__init__(service, service.party(publishes=False), self.machine)
-        self.over = False  # the publisher was closed
+        self.over = False  # True once the publisher was closed
         self._trouble = ""  # why the publisher cannot be reached
         self._joining = False
         self._layout: Layout | None = None
-        self._common: set[int] = set()  # versions whose memory others of the host map, too
-        self._last: Version | None = None  # that was returned
-        self._taken = (0, False)  # as the publisher was told last
+        self._common: set[int] = set()  # versions whose memory is shared with others on the host
+        self._last: Version | None = None  # the last one returned
+        self._taken = (0, False)  # as last reported to the publisher
         service.add(self)
         try:
             timeout = limit and limit + MARGIN
@@ -55,7 +55,7 @@ class SubscriberEndpoint(Endpoint):
         return self._name, source and source.number, self.me, self._service.agent.me.host, *self._taken, limit
 
     def join(self) -> None:
-        """Join again, without waiting for that."""
+        """Join again, without waiting."""
         with self.changed:
             if self._joining or self.over or self.machine.publisher is None:
                 return
@@ -75,7 +75,7 @@ class SubscriberEndpoint(Endpoint):
         self.wake_waiters()
 
     def check(self) -> None:
-        """Raise PublisherLost where the publisher was closed, or cannot be reached upon another try."""
+        """Raise PublisherLost if the publisher was closed, or cannot be reached in another attempt."""
         with self.changed:
             trouble, last = (
                 self._trouble,
@@ -117,7 +117,7 @@ class SubscriberEndpoint(Endpoint):
     # Messages
 
     def take(self, sender: Party, message: Any, tensors: Any) -> None:
-        if self.machine.publisher is None:  # the call that joins has not returned: nobody else knows of this party
+        if self.machine.publisher is None:  # the joining call has not returned, and only the publisher knows this party
             self.machine.publisher = sender
         if sender == self.machine.publisher and isinstance(message, JoinAgain):
             self.join()
@@ -177,18 +177,18 @@ class SubscriberEndpoint(Endpoint):
             layout = self._layout = Layout(info.layout, info.description)
         return layout
 
-    # For its user
+    # Called by the subscriber
 
     @property
     def known(self) -> int:
-        """The newest version that was published, as far as this worker knows."""
+        """The newest published version, as far as this worker knows."""
         return self.machine.store.newest
 
     def next_after(self, number: int) -> int:
         return max(number + 1, self.machine.store.oldest)
 
     def find(self, least: int, exact: bool = False) -> Version | None:
-        """Return such a version, if it is here."""
+        """Return such a version if it is here."""
         with self.changed:
             store, last = self.machine.store, self._last
             number = least if exact else store.newest_complete()
@@ -211,12 +211,12 @@ class SubscriberEndpoint(Endpoint):
         self.update(lambda: self.machine.want(least, exact, patient=True))
 
     def may_ask_for_newer(self) -> bool:
-        """Whether its source may have a newer version than is here."""
+        """Return True if the source may have a newer version."""
         store = self.machine.store
         return self.machine.whole and store.newest > store.newest_complete() > 0 and not (self.over or self._trouble)
 
     def ask_for_newer(self, patience: float) -> None:
-        """Have the source's newest come, if it has a newer one."""
+        """Request the source's newest version, if it is newer, and wait for the answer."""
         self.update(lambda: self.machine.want(self.machine.store.newest_complete() + 1, exact=False, patient=False))
         with self.changed:
             self.changed.wait_for(lambda: not self.machine.waits, patience)
@@ -225,7 +225,7 @@ class SubscriberEndpoint(Endpoint):
         self._taken = number, every
         self.update(lambda: self.machine.taken(number, every))
         source = self.machine.source
-        if source is not None:  # which fills the memory of old versions anew
+        if source is not None:  # the source reuses the memory of old versions
             self._service.agent.give_back(source.worker)
 
 
@@ -237,12 +237,12 @@ def _failure(done: Any) -> str:
     return ""
 
 
-# What runs at the publisher
+# Functions that run on the publisher's worker
 
 
 @known_as("Subscriber()")
 def _join(name: str, number: int | None, party: Party, host: str, taken: int, every: bool, timeout: float) -> Party:
-    """Add a subscriber to the publisher of that name, or to the one of that number alone; wait for the former."""
+    """Add a subscriber. Wait for the publisher of that name, unless `number` names one that must exist."""
     worker = current.here()
     service, agent = worker.attached(WeightsService), worker.agent
     until = monotonic() + timeout if timeout else float("inf")

@@ -1,4 +1,4 @@
-"""A version as its reader has it."""
+"""A version as a reader sees it."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ _MODULE = "a module, or its state dict"
 
 
 class Version:
-    """One whole version, which lives as long as this or one of its tensors does; from a subscriber.
+    """One whole version, from a subscriber. Its memory is kept while the version or one of its tensors exists.
 
-    Its tensors lie in memory that others of this host read, too: they are to be read, not written to. `number` counts
-    from 1 on.
+    Other processes on this host read the same memory, so the tensors must not be written to. `number` counts from 1.
 
     Example:
         >>> publisher = telegrad.weights.Publisher("scale", {"scale": torch.ones(1)})
@@ -41,7 +40,7 @@ class Version:
 
     @property
     def state(self) -> Any:
-        """What was published, with tensors in the places of the publisher's."""
+        """The published tree, with tensors in place of the publisher's."""
         if self._state is None:
             assert self._layout is not None
             self._state = self._layout.tree(self._tensors())
@@ -53,12 +52,12 @@ class Version:
         Args:
             module: a module, or its state dict.
 
-        A module whose state is more than its parameters and buffers (with hooks, an extra state, or a way of its own to
-        load it) is given the whole state by `load_state_dict`.
+        If a module's state is more than its parameters and buffers (hooks, an extra state, or its own way to load), the
+        whole state is loaded by `load_state_dict`.
 
         Raises:
-            InvalidArgument: names, shapes or types do not fit, or tensors of the module share memory that cannot hold
-                what was published; it says which, and nothing was copied.
+            InvalidArgument: names, shapes or types do not match, or tensors of the module share memory that cannot hold
+                the published values; the message names them, and nothing was copied.
         """
         check_module(module)
         tensors, names = self._sources()
@@ -71,16 +70,16 @@ class Version:
             load(self.number, self._layout, tensors, names, own)
 
     def swap_into(self, module: nn.Module) -> None:
-        """Have the parameters and buffers of a module lie in this version's memory, without a copy.
+        """Make the parameters and buffers of a module use this version's memory, without a copy.
 
-        They are to be read, then. Who writes to them all the same changes them for this process alone.
+        The module must not write to them. A write would change them for this process only.
 
         Args:
-            module: a module that only reads them.
+            module: a module that only reads its tensors.
 
         Raises:
-            InvalidArgument: names, shapes or types do not fit, or the module's tensors share memory in another way than
-                those of the version; it says which, and nothing was changed.
+            InvalidArgument: names, shapes or types do not match, or the module's tensors share memory in a different
+                way than those of the version; the message names them, and nothing was changed.
         """
         if not isinstance(module, nn.Module):
             checks.wrong("module", "a module", module)
@@ -100,10 +99,10 @@ class Version:
         return self._found
 
     def _sources(self) -> tuple[list[Tensor], Mapping[str, int]]:
-        """Its tensors, and their numbers by name.
+        """Return the tensors, and their indices by name.
 
         Raises:
-            InvalidArgument: it is no state dict, or has tensors without a name.
+            InvalidArgument: the version is no state dict, or has tensors without a name.
         """
         layout = self._layout
         if layout is not None and layout.names is not None:
@@ -123,6 +122,6 @@ class Version:
 
 
 def check_module(module: Any) -> None:
-    """Raise InvalidArgument for what has no tensors to load into."""
+    """Raise InvalidArgument for a value that tensors cannot be loaded into."""
     if not isinstance(module, nn.Module):
         checks.mapping("module", module, _MODULE)

@@ -1,1 +1,1 @@
-"""How versions of weights travel: their layout in memory, differences, chains of subscribers, messages."""
+"""The transfer of versions of weights: memory layout, deltas, chains of subscribers, messages."""

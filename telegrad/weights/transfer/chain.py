@@ -1,11 +1,11 @@
-"""Who fetches from whom: hosts form a chain, in the order in which they came, and so do those of one host.
+"""The source of each subscriber. Hosts form a chain, in the order in which they joined, as do subscribers of one host.
 
-    publisher ---> first of host B ---> first of host C ---> ...        in pieces, each passed on as it has come
+    publisher ---> first of host B ---> first of host C ---> ...        in pieces, forwarded as each arrives
         |                |                    |
-     others of A      others of B          others of C                  whole, in memory that they share
+     others of A      others of B          others of C                  whole, in shared memory
 
-A source that is gone, or is reported twice by a reader, is bridged: the next one above takes its place. A host that
-comes late is the last, and so gets versions from a neighbour.
+A source that has gone, or that a reader has reported twice, is skipped: the reader gets the next source above. A host
+that joins late is the last of the chain, and so gets versions from a neighbor.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 from telegrad.weights.transfer.messages import FetchFrom, Outgoing, Party
 
-MAX_REPORTS = 2  # after so many a source is no longer tried
+MAX_REPORTS = 2  # a source with this many reports is no longer used
 
 
 class RelayChain:
@@ -26,20 +26,20 @@ class RelayChain:
         self._host = host
         self._hosts: dict[str, list[Party]] = {}
         self._host_of: dict[Party, str] = {}
-        self._reported: dict[Party, Counter[Party]] = {}  # by reader: how often each source
-        self._told: dict[Party, tuple[Party, bool]] = {}  # by reader: its source
-        self._count = 0  # of messages
+        self._reported: dict[Party, Counter[Party]] = {}  # by reader: reports per source
+        self._told: dict[Party, tuple[Party, bool]] = {}  # by reader: its current source
+        self._count = 0  # number of messages
 
     def __contains__(self, party: Party) -> bool:
         return party in self._host_of
 
     @property
     def leaves_the_host(self) -> bool:
-        """Whether a subscriber is on another host."""
+        """True if a subscriber is on another host."""
         return bool(self._hosts.keys() - {self._host})
 
     def add(self, party: Party, host: str) -> Outgoing:
-        """Add a subscriber, or tell one that joins again its source."""
+        """Add a subscriber, or send its source to one that joins again."""
         if party not in self:
             self._host_of[party] = host
             self._hosts.setdefault(host, []).append(party)
@@ -60,14 +60,14 @@ class RelayChain:
         return self._changes()
 
     def report_source(self, party: Party, source: Party) -> Outgoing:
-        """Count that nothing comes to `party` from its source, and tell it a source, upon which it tries again."""
+        """Count a report that `party` gets no data from `source`. Send it a source, which makes it try again."""
         if self._told.get(party, (None,))[0] == source:
             self._reported.setdefault(party, Counter())[source] += 1
         self._told.pop(party, None)
         return self._changes()
 
     def mark_working(self, party: Party) -> None:
-        """Forget the reports of a party, to which a version has come."""
+        """Reset the reports of a party that has received a version."""
         self._reported.pop(party, None)
 
     def _changes(self) -> Outgoing:
@@ -87,7 +87,7 @@ class RelayChain:
         return source, self._host_of.get(source, self._host) == host
 
     def _above(self, party: Party) -> Iterator[Party]:
-        """The parties from which it may fetch, the nearest first."""
+        """Yield the parties from which this one may fetch, the nearest first."""
         host = self._host_of[party]
         if host == self._host:
             return

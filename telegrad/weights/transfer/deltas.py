@@ -1,16 +1,16 @@
-"""Exact differences between two versions of a piece, so that readers who have the one need not fetch all of the other.
+"""Exact differences between two versions of a piece, for readers that have the older one.
 
-Bits are compared and rebuilt, so that NaN, -0.0 and every type come out as they went in. The elements of one size are
-looked at as one row, which travels in the encoding that takes the fewest bytes:
+Bits are compared and rebuilt, so NaN, -0.0 and every type are preserved. Elements of the same size form one row, which
+is sent in the encoding with the fewest bytes:
 
-    SAME    nothing has changed
-    SPARSE  the elements that have changed, and how far each lies behind the one before
-    PLANES  old xor new: all first bytes, then all second ones, and so on, each of these planes deflated where that
-            pays. Elements that change by little keep their upper bytes
+    SAME    no element has changed
+    SPARSE  the elements that have changed, and the distance of each to the one before
+    PLANES  old xor new: all first bytes, then all second ones, and so on. Each of these planes is deflated if this
+            saves enough. Elements that change by little keep their upper bytes
     WHOLE   the new elements
 
-A checksum of the new row finds a wrong base, a flipped bit and a damaged delta alike. A publisher makes deltas as it
-publishes, while a subscriber is on another host; subscribers that have fetched a piece pass the same deltas on.
+A checksum of the new row detects a wrong base, a flipped bit and a damaged delta. A publisher makes deltas while it
+publishes, if a subscriber is on another host. Subscribers that have fetched a piece forward the same deltas.
 """
 
 from __future__ import annotations
@@ -29,33 +29,34 @@ from telegrad.weights.transfer.messages import VersionInfo
 from telegrad.weights.transfer.tree_layout import Layout
 
 Deltas = Literal["off", "fast", "small"]
-Row = Tensor  # of one dimension, of integers that have the bits of the elements
+Row = Tensor  # one dimension of integers with the bits of the elements
 
 SAME, SPARSE, PLANES, WHOLE = range(4)
-SAMPLE = 1 << 12  # elements of a row that tell how well its planes deflate
-WORTH_DEFLATING = 0.75  # of the bytes that another encoding takes: to deflate is ten times its work
+SAMPLE = 1 << 12  # elements of a row from which the deflated size of its planes is estimated
+WORTH_DEFLATING = 0.75  # of the bytes of another encoding: deflating takes ten times as long
 WORTH_SENDING = 0.5  # of a piece: a larger delta is not sent
-SHOWN = 8  # pieces that show whether a version is worth it
-MAX_SKIPPED = 31  # versions in which no deltas are looked for, after one that was not worth it
+SHOWN = 8  # pieces that decide whether deltas of a version are made
+MAX_SKIPPED = 31  # versions without deltas, after one for which they were not worth it
 _GAPS = (torch.uint8, torch.uint16)
 
 
 class Delta(NamedTuple):
-    """What makes a newer piece of an older one."""
+    """The difference from an older piece to a newer one."""
 
-    heads: list[tuple[int, int, int]]  # of each row: its encoding, the checksum of the new one, how many tensors
+    # of each row: its encoding, the checksum of the new row, and the number of tensors
+    heads: list[tuple[int, int, int]]
     tensors: list[Tensor]
 
     @property
     def size(self) -> int:
-        """How many bytes travel."""
+        """The number of bytes to send."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
 
 def encode(old: Sequence[Row], new: Sequence[Row], small: bool) -> Delta:
-    """Return the delta of two pieces, whose rows are of the same types and lengths.
+    """Return the delta of two pieces, whose rows have the same types and lengths.
 
-    Not `small`: without planes, which take ten times as long.
+    Without `small`, planes, which take ten times as long, are not tried.
     """
     delta = Delta([], [])
     for before, after in zip(_joined(old), _joined(new), strict=True):
@@ -66,7 +67,7 @@ def encode(old: Sequence[Row], new: Sequence[Row], small: bool) -> Delta:
 
 
 def apply(delta: Delta, rows: Sequence[Row]) -> None:
-    """Make the new piece of the old one, in place.
+    """Turn the old piece into the new one, in place.
 
     Raises:
         DeltaRefused: the delta is damaged, or was made from other values. Some rows may have changed already.
@@ -89,7 +90,7 @@ def apply(delta: Delta, rows: Sequence[Row]) -> None:
 
 
 def _joined(rows: Sequence[Row]) -> list[Row]:
-    """The rows of elements of one size as one."""
+    """Join the rows of each type into one."""
     by_type: dict[torch.dtype, list[Row]] = {}
     for row in rows:
         by_type.setdefault(row.dtype, []).append(row)
@@ -105,7 +106,7 @@ def _encode_row(old: Row, new: Row, small: bool) -> tuple[int, list[Tensor]]:
     if not len(changed):
         return SAME, []
     encoding, tensors = WHOLE, [new]
-    if len(changed) * (1 + new.itemsize) < new.nbytes:  # and so the elements between, where there are any, are few
+    if len(changed) * (1 + new.itemsize) < new.nbytes:  # so the elements to insert between, if any, are few
         gaps = _gaps(changed, new.itemsize)
         encoding, tensors = SPARSE, [gaps, new.index_select(0, gaps.to(torch.int64).cumsum_(0))]
     planes = _planes(old ^ new, sum(each.nbytes for each in tensors)) if small else None
@@ -113,9 +114,9 @@ def _encode_row(old: Row, new: Row, small: bool) -> tuple[int, list[Tensor]]:
 
 
 def _gaps(changed: Tensor, itemsize: int) -> Tensor:
-    """How far each element lies behind the one before, in as few bytes as pays.
+    """Return the distance of each element to the one before, in the smaller of two types.
 
-    Where it lies further than these can say, elements that have not changed stand between.
+    If a distance exceeds the type, unchanged elements are inserted between.
     """
     gaps = changed.diff(prepend=changed.new_zeros(1))
     between = {dtype: (gaps - 1).div_(_reach(dtype), rounding_mode="floor").clamp_(min=0) for dtype in _GAPS}
@@ -131,7 +132,10 @@ def _reach(dtype: torch.dtype) -> int:
 
 
 def _planes(bits: Row, limit: int) -> list[Tensor] | None:
-    """The bytes of elements by their places, deflated where that pays; None if they take `limit` bytes or nearly so."""
+    """Return the bytes of elements by position, deflated if worthwhile.
+
+    Return None if they take about `limit` bytes or more.
+    """
     sample = _apart(bits[:: max(1, len(bits) // SAMPLE)].contiguous())
     size = sample.shape[1]
     shown = [len(_deflated(plane)) for plane in sample]
@@ -149,7 +153,10 @@ def _apart(bits: Row) -> Tensor:
 
 
 def _deflated(plane: Tensor) -> Tensor:
-    """In fewer bytes, or as it is. Runs and frequencies are all that is looked for: bits that flip repeat no words."""
+    """Deflate a plane, or return it unchanged if that is smaller.
+
+    The strategy Z_RLE only encodes runs and frequencies, since flipped bits contain no repeated strings.
+    """
     squeeze = zlib.compressobj(1, zlib.DEFLATED, -zlib.MAX_WBITS, zlib.DEF_MEM_LEVEL, zlib.Z_RLE)
     squeezed = squeeze.compress(memory(plane)) + squeeze.flush()
     return _bytes(squeezed) if len(squeezed) < len(plane) else plane
@@ -166,13 +173,13 @@ def _bytes(data: bytes) -> Tensor:
 
 
 def _apply_row(encoding: int, tensors: Sequence[Tensor], row: Row) -> None:
-    """Change a row; RuntimeError or ValueError where the tensors do not fit."""
+    """Change a row; raise RuntimeError or ValueError if the tensors do not match."""
     if encoding == SPARSE:
         gaps, values = tensors
         at = gaps.to(torch.int64).cumsum_(0)
         if gaps.dtype not in _GAPS or values.dtype != row.dtype or not 0 < len(at) == len(values) <= len(row):
             raise ValueError("its elements do not fit")
-        if int(at[-1]) >= len(row):  # and none lies behind the last, as all gaps are positive
+        if int(at[-1]) >= len(row):  # all gaps are positive, so the last is the highest
             raise ValueError("it leads out of its tensors")
         row.scatter_(0, at, values)
     elif encoding == PLANES:
@@ -184,18 +191,18 @@ def _apply_row(encoding: int, tensors: Sequence[Tensor], row: Row) -> None:
         raise ValueError(f"there is no encoding {encoding}")
 
 
-# Of versions
+# Deltas of versions
 
 
 class DeltaCache:
-    """The deltas of the last versions, as long as they take less memory than a version does."""
+    """The deltas of recent versions, limited to the memory of one version."""
 
     def __init__(self) -> None:
-        self._deltas: OrderedDict[tuple[int, int], Delta] = OrderedDict()  # by the version they lead to, and by pieces
+        self._deltas: OrderedDict[tuple[int, int], Delta] = OrderedDict()  # by target version and piece
         self._size = 0
 
     def keep(self, number: int, piece: int, delta: Delta, room: int) -> None:
-        """Keep one; all take `room` bytes at most, so that older ones are dropped."""
+        """Keep a delta. Drop older ones until all take `room` bytes at most."""
         if (number, piece) not in self._deltas:
             self._deltas[number, piece] = delta
             self._size += delta.size
@@ -210,15 +217,15 @@ class DeltaCache:
 
 
 class DeltaEncoder:
-    """Makes the deltas of a publisher's versions, where that pays."""
+    """Makes the deltas of a publisher's versions, if they are worth it."""
 
     def __init__(self, deltas: Deltas) -> None:
         self._small = deltas == "small"
         self._off = deltas == "off"
-        self._skipped = self._left = 0  # versions: how many to skip, and how many of these are left
+        self._skipped = self._left = 0  # versions to skip after a failure, and how many of these are left
 
     def encode(self, layout: Layout, info: VersionInfo, old: Tensor, new: Tensor) -> dict[int, Delta]:
-        """Return the deltas of two versions by pieces, without those that are not worth it."""
+        """Return the deltas of two versions by pieces, except those that are not worth it."""
         if self._off or self._left:
             self._left = max(0, self._left - 1)
             return {}
@@ -245,7 +252,7 @@ def apply_deltas(
     """Make a piece of a version from that of an older one.
 
     Raises:
-        DeltaRefused: the deltas do not lead from there.
+        DeltaRefused: the deltas were not made from that piece.
     """
     rows = _rows(layout, info, new, piece)
     for here, there in zip(rows, _rows(layout, info, old, piece), strict=True):
@@ -259,7 +266,7 @@ def _rows(layout: Layout, info: VersionInfo, memory: Tensor, piece: int) -> list
 
 
 def _spread(count: int) -> Iterator[int]:
-    """All numbers below it, the first of them from everywhere."""
+    """Yield all numbers below `count`, beginning with evenly spaced ones."""
     step = max(1, count // SHOWN)
     for start in range(step):
         yield from range(start, count, step)

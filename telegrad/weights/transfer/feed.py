@@ -1,4 +1,4 @@
-"""The publisher's side: its subscribers, how far each is, and which versions are kept for them."""
+"""The publisher's state machine: its subscribers, their progress, and the versions that are kept for them."""
 
 from __future__ import annotations
 
@@ -22,28 +22,29 @@ from telegrad.weights.transfer.messages import (
 )
 from telegrad.weights.transfer.version_store import VersionStore
 
-PATIENCE = 10  # ticks for which versions are kept for a lost subscriber that wants every one
+PATIENCE = 10  # ticks for which versions are kept for a lost subscriber that reads every one
 
 
 class Feed:
-    """The versions of one publisher, numbered from 1 on."""
+    """The versions of one publisher, numbered from 1."""
 
     def __init__(self, me: Party, host: str, keep: int) -> None:
-        """`keep`: so many versions at most for subscribers that want every one."""
+        """`keep`: the maximum number of versions for subscribers that read every one."""
         self.store = VersionStore(keeps_all=True)
-        self.taken: dict[Party, int] = {}  # by subscriber: the last version that its user has
-        self._every: set[Party] = set()  # subscribers that want every one
-        self._absent: dict[Party, tuple[int, int]] = {}  # of these, the lost ones: the last version, and ticks since
+        self.taken: dict[Party, int] = {}  # by subscriber: the last version that its user has read
+        self._every: set[Party] = set()  # subscribers that read every version
+        # lost subscribers of `_every`: their last version, and ticks since
+        self._absent: dict[Party, tuple[int, int]] = {}
         self._chain = RelayChain(me, host)
         self._keep = keep
 
     @property
     def leaves_the_host(self) -> bool:
-        """Whether a subscriber is on another host."""
+        """True if a subscriber is on another host."""
         return self._chain.leaves_the_host
 
     def publish(self, info: VersionInfo) -> Outgoing:
-        """Add a version; its number is the store's newest then."""
+        """Add a version. Its number is then `store.newest`."""
         number = self.store.newest + 1
         out = self.store.put(number, info)
         return out + self._announce(number)
@@ -69,14 +70,14 @@ class Feed:
         return self.store.finish(sender, message.number)
 
     def join(self, party: Party, host: str, taken: int, every: bool) -> Outgoing:
-        """Add a subscriber, or one that joins again."""
+        """Add a subscriber, new or joining again."""
         self._set_progress(party, taken, every)
         self._absent.pop(party, None)
         available: Outgoing = [(party, Available(self.store.newest, self.store.oldest))]
         return available + self._chain.add(party, host)
 
     def lost(self, incarnation: str) -> Outgoing:
-        """Remove the subscribers of a worker to which a connection has ended: they join again if it lives."""
+        """Remove the subscribers of a worker whose connection has ended. If they are alive, they join again."""
         out: Outgoing = []
         for party in [party for party in self.taken if party.incarnation == incarnation]:
             if party in self._every:
@@ -85,7 +86,7 @@ class Feed:
         return out
 
     def on_tick(self) -> Outgoing:
-        """Give up lost subscribers that do not join again."""
+        """Drop lost subscribers that do not join again."""
         self._absent = {party: (taken, ticks + 1) for party, (taken, ticks) in self._absent.items() if ticks < PATIENCE}
         return self._announce(self.store.newest)
 
@@ -93,7 +94,7 @@ class Feed:
         return [(party, Closed()) for party in self.taken]
 
     def behind(self, number: int) -> list[Party]:
-        """Return the subscribers whose users have neither that version nor a later one."""
+        """Return the subscribers whose users have read neither that version nor a later one."""
         return [party for party, taken in self.taken.items() if taken < number]
 
     def _set_progress(self, party: Party, taken: int, every: bool) -> None:
@@ -106,7 +107,7 @@ class Feed:
         return self.store.forget(party) + self._chain.remove(party) + self._announce(self.store.newest)
 
     def _announce(self, newest: int) -> Outgoing:
-        """Tell all which versions there are, where that has changed."""
+        """Send the range of available versions to all subscribers, if it has changed."""
         last = [*(self.taken[party] for party in self._every), *(taken for taken, _ in self._absent.values())]
         wanted = min(last, default=newest - 1) + 1
         oldest = min(newest, max(wanted, newest - self._keep + 1))

@@ -1,9 +1,9 @@
-"""A subscriber's side: which versions it fetches, from which source, and which it passes on.
+"""A subscriber's state machine: the versions that it fetches, their source, and the versions that it forwards.
 
-A subscriber on the host of its source is lent versions whole, which takes no time: those that its user wants, and one
-ahead, where the user has read the last. It passes none of these on, as its user may write there. The first subscriber
-of a host fetches all versions, in pieces and in order, since others depend on it; it requests a few pieces at a time,
-and passes each on as soon as it has come.
+A subscriber on the host of its source gets whole versions in shared memory, which takes no time. It gets those that its
+user wants, and one ahead after the user has read the last. It does not forward them, since its user may write to them.
+The first subscriber of a host fetches all versions, in pieces and in order, since others depend on it. It requests a
+few pieces at a time, and forwards each as it arrives.
 """
 
 from __future__ import annotations
@@ -31,35 +31,35 @@ from telegrad.weights.transfer.messages import (
 )
 from telegrad.weights.transfer.version_store import VersionStore
 
-WINDOW = 4  # pieces that are requested at a time
-PATIENCE = 10  # ticks without an answer, after which the source is reported
+WINDOW = 4  # pieces requested at a time
+PATIENCE = 10  # ticks without an answer after which the source is reported
 
 
 class Fetcher:
-    """The machine of one subscriber."""
+    """The state machine of one subscriber."""
 
     def __init__(self, publisher: Party | None = None) -> None:
-        """The publisher is known at the latest when it has told something."""
+        """`publisher` must be set before the first message is processed."""
         self.publisher = publisher
         self.store = VersionStore(keeps_all=False)
         self.source: Party | None = None
-        self.whole = True  # the source lends its memory
+        self.whole = True  # True if the source shares its memory
         self._route = 0  # the number of the last FetchFrom
-        self._request: VersionRequest | None = None  # of the user, where versions are lent
+        self._request: VersionRequest | None = None  # for the user, if versions are shared whole
         self._taken = 0  # the last version that the user has read, unless it reads every one
-        self._number = 0  # of the version whose pieces are being fetched, or 0
+        self._number = 0  # the version whose pieces are being fetched, or 0
         self._requested: set[int] = set()  # pieces
-        self._distrusted = 0  # the version whose deltas do not fit
-        self._layouts: dict[int, bytes] = {}  # descriptions: of the last one, and of the versions that are here
+        self._distrusted = 0  # the version whose deltas do not match
+        self._layouts: dict[int, bytes] = {}  # descriptions of the last layout, and of those of the versions here
         self._ticks = 0  # since the last answer
 
     @property
     def waits(self) -> bool:
-        """Whether the source owes an answer to the user."""
+        """True if a request for the user is pending at the source."""
         return self._request is not None
 
     def receive(self, sender: Party, message: Any) -> Outgoing:
-        """Take a message of a reader, of the source or of the publisher."""
+        """Process a message of a reader, of the source or of the publisher."""
         if isinstance(message, VersionRequest):
             return self.store.request_version(sender, message)
         if isinstance(message, PieceRequest):
@@ -85,32 +85,32 @@ class Fetcher:
         return self._again() if sender == self.source else []
 
     def expects(self, message: Piece) -> bool:
-        """Whether the bytes of a piece are to be kept."""
+        """Return True if the bytes of a piece must be stored."""
         return message.piece in self.store.missing(message.number)
 
     def distrust(self, number: int) -> Outgoing:
-        """Fetch all of a version, since its deltas do not fit the version that is here."""
+        """Fetch a version without deltas, since they do not match the version that is here."""
         self._distrusted = number
         return self._again() if number == self._number else []
 
     def want(self, least: int, exact: bool, patient: bool) -> Outgoing:
-        """Request a version that is not here for the user."""
+        """Request a version that is not here, for the user."""
         out = self.store.pin(least if exact else 0)
         want, before = VersionRequest(least, exact, patient, True, self._known()), self._request
         is_ahead = before is not None and not (before.patient or exact) and before.least <= least
-        if not self.whole or want == before or is_ahead:  # the answer to that tells whether it was enough
+        if not self.whole or want == before or is_ahead:  # the answer to that request tells if it was enough
             return out
         self._request = want
         return out + self._again()
 
     def taken(self, number: int, every: bool) -> Outgoing:
-        """Tell the publisher that the user has that version."""
+        """Report to the publisher that the user has read that version."""
         assert self.publisher is not None
         self._taken = number if not every else 0
         return [(self.publisher, Progress(number, every)), *self.store.pin(0)]
 
     def lost(self, incarnation: str) -> Outgoing:
-        """Forget the readers on a worker to which a connection has ended, and report a source there."""
+        """Drop the readers on a worker whose connection has ended, and report a source there."""
         out: Outgoing = []
         for reader in [reader for reader in self.store.readers() if reader.incarnation == incarnation]:
             out += [*self.store.forget(reader), (reader, JoinAgain())]
@@ -119,7 +119,9 @@ class Fetcher:
         return out
 
     def on_tick(self) -> Outgoing:
-        """Request again where nothing comes: other parties may have forgotten this one, and could not say so."""
+        """Repeat requests without an answer: other parties may have dropped this one without being able to notify
+        it.
+        """
         out: Outgoing = [(self.publisher, Alive())] if self.publisher is not None else []
         if self.source is None or not (self._request or self._number):
             return out
@@ -129,7 +131,7 @@ class Fetcher:
         return out + self._again() if self._ticks > 1 else out
 
     def leave(self) -> Outgoing:
-        """Be neither a source nor a reader any more."""
+        """Stop being a source and a reader."""
         return self._stop() + ([(self.publisher, Leave())] if self.publisher is not None else [])
 
     def _stop(self) -> Outgoing:
@@ -138,7 +140,7 @@ class Fetcher:
         return [(self.source, Finished(number))] if self.source is not None and number else []
 
     def _report(self, source: Party) -> Outgoing:
-        """Report the source, unless it is the publisher itself."""
+        """Report the source, unless it is the publisher."""
         if self.publisher is None or source != self.source or source == self.publisher:
             return []
         return [(self.publisher, SourceFailed(source))]
@@ -165,7 +167,7 @@ class Fetcher:
         return out + self._again()
 
     def _lent(self, lent: WholeVersion) -> Outgoing:
-        if not self.whole:  # sent before the source changed; its pieces are fetched
+        if not self.whole:  # sent before the source changed; now the version is fetched in pieces
             return []
         info = self._described(lent.info)
         if info is None:
@@ -201,7 +203,7 @@ class Fetcher:
     # Requests
 
     def _pursue(self) -> Outgoing:
-        """Begin to fetch the first version that is not here and may be wanted, unless one is being fetched."""
+        """Begin to fetch the first missing version that may be wanted, unless one is being fetched."""
         if self.source is None or self.whole or self._number:
             return []
         numbers = range(max(1, self.store.oldest), self.store.newest + 1)
@@ -209,7 +211,7 @@ class Fetcher:
         return self._again() if self._number else []
 
     def _again(self) -> Outgoing:
-        """Send the source the present request, from its beginning."""
+        """Send the current request to the source again, from the beginning."""
         if self.source is None:
             return []
         if self.whole:
@@ -220,7 +222,7 @@ class Fetcher:
         return [(self.source, VersionRequest(self._number, True, True, False, self._known()))]
 
     def _request_pieces(self) -> Outgoing:
-        """Request the next pieces, or go on to the next version."""
+        """Request the next pieces, or begin with the next version."""
         assert self.source is not None
         missing = self.store.missing(self._number)
         self._requested.intersection_update(missing)
@@ -234,7 +236,7 @@ class Fetcher:
         return [(self.source, PieceRequest(self._number, piece, base)) for piece in fresh]
 
     def _base(self) -> int:
-        """A version that is here, from which deltas may lead to the one that is being fetched; or 0."""
+        """Return a version that is here and may be the base of deltas for the one being fetched, or 0."""
         base, number, info = self.store.newest_complete(), self._number, self.store.info
         fits = 0 < base < number != self._distrusted and info[base].layout == info[number].layout
         return base if fits else 0
@@ -250,7 +252,7 @@ class Fetcher:
         return max(self._layouts, default=0)
 
     def _described(self, info: VersionInfo) -> VersionInfo | None:
-        """The same with the description of its layout; None where the source wrongly took that for known."""
+        """Add the description of the layout. Return None if the source omitted it, but it is not known here."""
         if info.description:
             here = {each.layout for each in self.store.info.values()}
             self._layouts = {number: text for number, text in self._layouts.items() if number in here}

@@ -1,7 +1,7 @@
-"""What a publisher and its subscribers tell each other.
+"""The messages between a publisher and its subscribers.
 
-Between two parties messages arrive in order, as long as no connection between them breaks. Where one does, both are
-told, sooner or later, and messages under way may be lost. So each can be sent again.
+Messages between two parties arrive in order while no connection between them breaks. If one breaks, both parties are
+notified eventually, and messages in transit may be lost. So each message can be sent again.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 
 class Party(NamedTuple):
-    """A publisher, whose number is negative, or a subscriber. Its worker has no other one of that number."""
+    """A publisher, with a negative number, or a subscriber. The number is unique on its worker."""
 
     worker: str
     incarnation: str
@@ -18,19 +18,19 @@ class Party(NamedTuple):
 
 
 class VersionInfo(NamedTuple):
-    """What must be known of a version before its bytes come."""
+    """The data needed about a version before its bytes."""
 
-    layout: int  # the number of its layout, of this publisher
+    layout: int  # unique for this publisher
     description: bytes  # the layout itself; empty for a reader that knows it
     size: int  # bytes
-    piece: int  # bytes of each piece but the last
+    piece: int  # bytes of each piece except the last
 
     @property
     def pieces(self) -> int:
         return -(-self.size // self.piece)
 
     def without_known(self, layout: int) -> VersionInfo:
-        """Return it for a reader that knows the layout of that number."""
+        """Return the info without the description, if the reader's layout has the same number."""
         return self._replace(description=b"") if layout == self.layout else self
 
 
@@ -38,22 +38,22 @@ class VersionInfo(NamedTuple):
 
 
 class Alive(NamedTuple):
-    """The subscriber listens; it is answered with JoinAgain if the publisher has forgotten it."""
+    """The subscriber is alive. The publisher answers JoinAgain if it has dropped the subscriber."""
 
 
 class Leave(NamedTuple):
-    """The subscriber has closed. Its worker also answers so to messages that come later."""
+    """The subscriber has closed. Its worker also answers with this to later messages."""
 
 
 class Progress(NamedTuple):
-    """The user has read that version; `every`: and wants each version that follows it."""
+    """The user has read that version. `every`: it also wants each following version."""
 
     number: int
     every: bool
 
 
 class SourceFailed(NamedTuple):
-    """Nothing comes from that source."""
+    """The subscriber gets no data from that source."""
 
     source: Party
 
@@ -69,11 +69,11 @@ class Available(NamedTuple):
 
 
 class FetchFrom(NamedTuple):
-    """The source to fetch from; of several such messages the one with the highest number holds."""
+    """The source to fetch from. Of several such messages, the one with the highest number is valid."""
 
     number: int
     source: Party
-    whole: bool  # the source is of the same host, and lends its memory; else pieces are fetched, and passed on
+    whole: bool  # True: the source is on the same host and shares its memory; False: pieces are fetched, and forwarded
 
 
 class Closed(NamedTuple):
@@ -84,25 +84,25 @@ class Closed(NamedTuple):
 
 
 class VersionRequest(NamedTuple):
-    """A request for the version `least` itself if `exact`, else for the newest from there on."""
+    """A request for exactly the version `least` if `exact`, else for the newest from `least` on."""
 
     least: int
     exact: bool
-    patient: bool  # answer when there is such a version; else at once
-    whole: bool  # in one, else in pieces
-    layout: int  # the last that the reader knows
+    patient: bool  # True: answer when there is such a version; False: answer at once
+    whole: bool  # True: in shared memory; False: in pieces
+    layout: int  # the last layout that the reader knows
 
 
 class PieceRequest(NamedTuple):
-    """A request for one piece, once it is there, or for deltas that lead to it from a version that the reader has."""
+    """A request for one piece when it is available, or for deltas that lead to it from a version of the reader."""
 
     number: int
     piece: int
-    base: int = 0  # that version
+    base: int = 0  # the version of the reader
 
 
 class Finished(NamedTuple):
-    """The reader wants that version no more: it has it, or gets it elsewhere."""
+    """The reader no longer wants that version: it has it, or gets it elsewhere."""
 
     number: int
 
@@ -111,7 +111,7 @@ class Finished(NamedTuple):
 
 
 class WholeVersion(NamedTuple):
-    """A version, whose memory goes along."""
+    """A version, sent together with its memory."""
 
     number: int
     info: VersionInfo
@@ -125,16 +125,16 @@ class VersionOpened(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A piece, whose bytes go along, or deltas that lead there from version `base`."""
+    """A piece, sent with its bytes, or with deltas from version `base`."""
 
     number: int
     piece: int
     base: int = 0
-    heads: tuple[Any, ...] = ()  # of the deltas, whose tensors go along
+    heads: tuple[Any, ...] = ()  # of the deltas, whose tensors are sent along
 
 
 class Refused(NamedTuple):
-    """The source does not have the requested version, or not now; and which versions it knows of."""
+    """The source does not have the requested version, or not yet. Contains the versions that it knows."""
 
     least: int
     newest: int
@@ -145,7 +145,7 @@ class Refused(NamedTuple):
 
 
 class JoinAgain(NamedTuple):
-    """The sender has forgotten the receiver, since a connection broke: the receiver is to say again what it wants."""
+    """The sender has dropped the receiver, since a connection broke. The receiver must repeat its requests."""
 
 
-Outgoing = list[tuple[Party, Any]]  # messages, and to which parties
+Outgoing = list[tuple[Party, Any]]  # messages and their recipients

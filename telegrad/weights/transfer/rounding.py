@@ -1,4 +1,4 @@
-"""Which type a tensor is published in: its own, or a smaller one that it is rounded to."""
+"""The type in which a tensor is published: its own, or a smaller one that it is rounded to."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ Rounding = torch.dtype | Callable[[str, Tensor], torch.dtype | None] | None
 def publish_dtype(rounding: Rounding, name: str, tensor: Tensor) -> torch.dtype:
     """Return the type in which the tensor of that name is published.
 
-    Only real floating numbers are rounded: to a type, those that are larger; by a function, those for which it gives
-    one.
+    Only real floating-point tensors are rounded. A type applies to larger types only; a function decides for each
+    tensor.
 
     Raises:
-        UsageError: the type is none of floating numbers.
+        UsageError: the type is not a floating-point type.
     """
     if rounding is None or not tensor.is_floating_point():
         return tensor.dtype
@@ -35,12 +35,12 @@ def publish_dtype(rounding: Rounding, name: str, tensor: Tensor) -> torch.dtype:
 
 
 def named(tree: Any, name: str = "", kind: type = Tensor) -> Iterator[tuple[str, Any]]:
-    """Yield the tensors of a tree of dictionaries, lists and tuples, with the way to each, such as `layers.0.weight`.
+    """Yield the tensors of a tree of dictionaries, lists and tuples, with their paths, such as `layers.0.weight`.
 
     Args:
-        tree: where to look.
-        name: the way that leads to it.
-        kind: what stands for tensors there.
+        tree: the tree to search.
+        name: the path of `tree`.
+        kind: the class of the leaves to yield.
     """
     if isinstance(tree, kind):
         yield name, tree

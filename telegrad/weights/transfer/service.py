@@ -1,7 +1,7 @@
-"""The publishers and subscribers of one worker: their messages leave as notices, and messages that come are delivered.
+"""The publishers and subscribers of one worker: send their messages as notices, and deliver incoming messages.
 
-Each endpoint has a machine, the memory of its versions, and a lock. The machine's messages are sent after the lock was
-released, so that a message may overtake another, which all machines bear.
+Each endpoint has a state machine, the memory of its versions, and a lock. Messages are sent after the lock was
+released, so one may overtake another. All state machines tolerate this.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from telegrad.weights.transfer.deltas import DeltaCache
 from telegrad.weights.transfer.messages import JoinAgain, Leave, Outgoing, Party, Piece, WholeVersion
 from telegrad.weights.transfer.version_store import VersionStore
 
-TICK = 1.0  # seconds after which requests that are not answered are sent again
+TICK = 1.0  # seconds after which unanswered requests are repeated
 
 
 class Envelope(NamedTuple):
-    """A message of one party to another."""
+    """A message between two parties."""
 
     to: int
     sender: int
@@ -47,16 +47,16 @@ class Endpoint:
 
     def __init__(self, service: WeightsService, me: Party, machine: Machine) -> None:
         self.me = me
-        self.changed = threading.Condition()  # guards the machine, and all below
-        self.memory: dict[int, Tensor] = {}  # the memory of the versions that are here
+        self.changed = threading.Condition()  # guards the machine, and all fields below
+        self.memory: dict[int, Tensor] = {}  # by version number
         self.deltas = DeltaCache()  # between versions
         self.changes = 0  # how often waiting threads were woken
-        self.has_left = False  # its memory was dropped, and messages are handled no more
+        self.has_left = False  # its memory was dropped, and messages are ignored
         self._service = service
         self._machine = machine
 
     def update(self, act: Callable[[], Outgoing]) -> None:
-        """Have the machine do something, and send its messages."""
+        """Call `act`, which changes the machine, under the lock, and send the messages that it returns."""
         with self.changed:
             if self.has_left:
                 return
@@ -69,7 +69,7 @@ class Endpoint:
             self._service.send(self, to, message, tensors)
 
     def take(self, sender: Party, message: Any, tensors: Sequence[Tensor]) -> None:
-        """Handle a message."""
+        """Process a message."""
         self.update(lambda: self._machine.receive(sender, message))
         self.wake_waiters()
 
@@ -80,15 +80,15 @@ class Endpoint:
             self.changed.notify_all()
 
     def lost(self, incarnation: str) -> None:
-        """Tell the machine that a connection with that worker has ended."""
+        """Notify the machine that a connection with that worker has ended."""
         self.update(lambda: self._machine.lost(incarnation))
         self.wake_waiters()
 
     def on_tick(self) -> None:
-        """Do again what may have been lost; called each second."""
+        """Repeat requests that may have been lost; called each second."""
 
     def close(self) -> None:
-        """Take part no more."""
+        """End the party."""
 
     def _with_bytes(self, message: Any) -> tuple[Any, Sequence[Tensor]]:
         if isinstance(message, WholeVersion):
@@ -113,12 +113,12 @@ class WeightsService:
 
     def __init__(self, agent: Agent) -> None:
         self.agent = agent
-        self.changed = threading.Condition()  # guards what follows; `_endpoints` is also looked at without
-        self._endpoints: dict[int, Endpoint] = {}  # by the number of the party
-        self.published: dict[str, Endpoint] = {}  # by names
+        self.changed = threading.Condition()  # guards all fields below; `_endpoints` is also read without the lock
+        self._endpoints: dict[int, Endpoint] = {}  # by party number
+        self.published: dict[str, Endpoint] = {}  # by name
         self._subscribers = itertools.count(1)
         self._publishers = itertools.count(-1, -1)
-        self._due = 0.0  # when to look next; the clock's
+        self._due = 0.0  # next time to check; used by the timer thread only
         agent.on(Envelope, self._take)
         agent.lost.append(self._lost)
         agent.ticking.append(self._tick)
@@ -132,10 +132,10 @@ class WeightsService:
         return Party(self.agent.name, self.agent.incarnation, number)
 
     def add(self, endpoint: Endpoint, name: str = "") -> None:
-        """Deliver messages to a party from now on; a publisher is found by its name.
+        """Deliver messages to a party from now on. A publisher is registered under its name.
 
         Raises:
-            UsageError: there is a publisher of that name already.
+            UsageError: there already is a publisher of that name.
         """
         with self.changed:
             if name in self.published:
@@ -154,7 +154,10 @@ class WeightsService:
             self._endpoints.pop(endpoint.me.number, None)
 
     def close_later(self, endpoint: Endpoint) -> None:
-        """Close a party whose user has dropped it: on another thread, since this one may hold any lock."""
+        """Close a party whose user has dropped it.
+
+        This is done on another thread, since the current one may hold any lock.
+        """
         if not forks.is_inherited(self):
             self.agent.later(lambda _: endpoint.close(), None)
 
@@ -166,7 +169,7 @@ class WeightsService:
         if to.incarnation == agent.incarnation:
             agent.later(lambda envelope: self._deliver(agent.name, agent.incarnation, envelope), envelope)
             return
-        with suppress(TelegradError):  # a lost worker: its endpoints join again, or time out
+        with suppress(TelegradError):  # the worker is lost: its endpoints join again, or time out
             agent.notify(to.worker, envelope._replace(tensors=()), to.incarnation, envelope.tensors, as_arguments=True)
 
     def _take(self, sender: Identity, envelope: Envelope) -> None:

@@ -1,11 +1,11 @@
-"""Copies of a tree of tensors in one memory: how they lie there, and how a publisher makes them.
+"""Copies of a tree of tensors in one block of memory: their layout, and how a publisher makes them.
 
-`wire.packing` finds which tensors overlap. Tensors that share memory have one slot of a version, to which their bytes
-are copied once; all others have a slot each. In a reader's memory each tensor is a view of its slot, by the offset and
-strides that it has in the publisher's. So readers see the same sharing: a write to one tensor is seen in the others.
+`wire.packing` finds overlapping tensors. Tensors that share memory have one slot of a version, to which their bytes are
+copied once; each other tensor has its own slot. In a reader's memory each tensor is a view of its slot, with the
+publisher's offset and strides. So readers have the same sharing: a write to one tensor changes the others.
 
-A tensor keeps its strides, unless most of the memory between its elements is not its own. Then its elements alone are
-copied, in the order of its strides.
+A tensor keeps its strides, unless most of the memory between its elements does not belong to it. Then only its elements
+are copied, in the order of its strides.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from telegrad.ext.values import (
 )
 from telegrad.weights.transfer.rounding import Rounding, named, publish_dtype
 
-ALIGNED = 64  # bytes: of a line of the processor's cache
-TRIES = 3  # copies of a source that goes on changing, before it is refused
+ALIGNED = 64  # bytes in a cache line
+TRIES = 3  # attempts to copy a changing source before it is refused
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _LOOKS: tuple[Callable[[Tensor], Any], ...] = (
     *(type, attrgetter("device", "dtype", "shape"), Tensor.stride, Tensor.is_conj, Tensor.is_neg, Tensor.data_ptr),
@@ -50,7 +50,7 @@ _LOOKS: tuple[Callable[[Tensor], Any], ...] = (
 
 
 class View(NamedTuple):
-    """A tensor of a version: where its first element lies, and how to get from there to the others."""
+    """The position of a tensor in a version: its first element, and the strides to the others."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -60,7 +60,7 @@ class View(NamedTuple):
 
 
 class Views:
-    """Tensors of versions, made in as few steps of Python as can be, since there may be thousands."""
+    """Creates the tensors of versions, in few Python steps, since there may be thousands."""
 
     def __init__(self, views: Sequence[View]) -> None:
         self._count = len(views)
@@ -73,7 +73,7 @@ class Views:
         }
 
     def of(self, memory: Tensor) -> list[Tensor]:
-        """Return them in the memory of a version."""
+        """Return the tensors in the memory of a version."""
         found: list[Any] = [None] * self._count
         for dtype, (numbers, *places) in self._by_type.items():
             made = map(memory.view(dtype).as_strided, *places)
@@ -89,28 +89,29 @@ class Views:
 
 
 class Copy(NamedTuple):
-    """Elements of a tensor, and where they go."""
+    """Elements of a tensor, and their destination."""
 
     number: int  # of the tensor
-    part: tuple[tuple[int, ...], Strides, int] | None  # shape, strides, elements before its first; None: all of it
+    # shape, strides, and offset to its first element; None: the whole tensor
+    part: tuple[tuple[int, ...], Strides, int] | None
     there: View
 
 
 class Layout:
-    """How a tree lies in memory, and each tree that differs from it in the values of its tensors alone."""
+    """The memory layout of a tree, and of each tree that differs from it only in the values of its tensors."""
 
     def __init__(self, number: int, description: bytes) -> None:
         self.number = number
         self.description = description
-        # Of each slot its first byte, its bytes, and those of its elements; 1 where these are of several sizes.
+        # Of each slot the first byte, the size, and the size of its elements; 1 if these have several sizes.
         self._body, views, self._slots, self.size = pickle.loads(description)
         self.views = [View(*view) for view in views]
         self._views = Views(self.views)
-        self.checked: Any = None  # into which tensors any version may be copied: see `loading.load`
-        self._names: list[dict[str, int] | None] = []  # once they are known
+        self.checked: Any = None  # targets that any version may be copied into: see `load_version.load`
+        self._names: list[dict[str, int] | None] = []  # empty until they are computed
 
     def rows(self, memory: Tensor, start: int, end: int) -> list[Tensor]:
-        """Return the bytes of slots between two positions, in rows of integers as large as the elements."""
+        """Return the bytes of slots between two positions, as rows of integers of the elements' size."""
         found = []
         for first, size, itemsize in self._slots[
             bisect_right(self._slots, start, key=lambda slot: slot[0] + slot[1]) :
@@ -128,20 +129,20 @@ class Layout:
             return self._views.of(memory)
 
     def tree(self, tensors: Sequence[Tensor]) -> Any:
-        """Return what was published, with these tensors."""
+        """Return the published tree with these tensors."""
         return decode(self._body, tensors)
 
     @property
     def names(self) -> dict[str, int] | None:
-        """The numbers of a state dict's tensors by name; None where these show in the tree itself only."""
-        if not self._names:  # not by `cached_property`, which has one lock for all objects until Python 3.12
+        """The indices of a state dict's tensors by name. None if the names depend on the tree itself."""
+        if not self._names:  # no `cached_property`: until Python 3.12, it has one lock for all objects
             self._names.append(self._find_names())
         return self._names[0]
 
     def _find_names(self) -> dict[str, int] | None:
         try:
             tree = decode(self._body, self.views)  # type: ignore[arg-type]
-        except TelegradError:  # a tensor of another class has no view in its place
+        except TelegradError:  # a tensor subclass is not represented by a view
             return None
         if not isinstance(tree, Mapping):
             return None
@@ -152,18 +153,18 @@ class Layout:
 
 
 class Snapshot(NamedTuple):
-    """The tensors of one tree, and how they come into the memory of a version."""
+    """The tensors of one tree, and how to copy them into the memory of a version."""
 
     layout: Layout
     copies: list[Copy]
-    places: Views  # where the copies go
+    places: Views  # destinations of the copies
     tensors: list[Tensor]
 
     def fill(self, memory: Tensor) -> None:
         """Copy the tensors.
 
         Raises:
-            InvalidArgument: the tensors go on changing meanwhile.
+            InvalidArgument: other threads keep changing the tensors.
         """
         if not self.copies:
             return
@@ -188,24 +189,24 @@ class Snapshot(NamedTuple):
 
 
 class Snapshots:
-    """Those of one publisher, which keeps the last layout, as long as trees have it."""
+    """The snapshots of one publisher. The last layout is reused while trees have the same one."""
 
     def __init__(self, rounding: Rounding = None) -> None:
         self._rounding = rounding
         self._last: Layout | None = None
         self._copies: list[Copy] = []
         self._places = Views([])
-        self._kind: Any = None  # of the last tree, where its body is known by that
+        self._kind: Any = None  # of the last tree, if its body follows from that
         self._body = b""
-        self._looks: Any = None  # of its tensors
-        self._shape: Any = None  # of the last layout: all that it has
+        self._looks: Any = None  # of the last tree's tensors
+        self._shape: Any = None  # the complete content of the last layout
 
     def of(self, tree: Any) -> Snapshot:
-        """Find how a tree lies in memory.
+        """Return the tensors of a tree, with their layout.
 
         Raises:
-            InvalidArgument: something in the tree cannot be published.
-            CannotEncode: something in it cannot be pickled, or the memory of a tensor was freed.
+            InvalidArgument: the tree contains something that cannot be published.
+            CannotEncode: the tree contains something that cannot be pickled, or a tensor's memory was freed.
         """
         kind = _kind_of(tree)
         if kind is not None and kind == self._kind:
@@ -262,7 +263,7 @@ class Snapshots:
             self._last, self._shape = Layout(self._last.number + 1 if self._last else 1, description), shape
 
     def _types(self, tree: Any, tensors: Sequence[Tensor]) -> list[set[torch.dtype]] | None:
-        """The types in which each tensor is to be published, by all of its names; None where nothing is rounded."""
+        """Return the types in which each tensor is to be published, by all of its names. None if nothing is rounded."""
         if self._rounding is None:
             return None
         names: dict[Any, list[str]] = {}
@@ -281,15 +282,16 @@ class Snapshots:
         types: list[set[torch.dtype]] | None,
         tensors: Sequence[Tensor],
     ) -> torch.dtype | None:
-        """The type of all tensors in one slot; None where they are of several, and stay so.
+        """Return the type of all tensors in one slot, or None if they have several types and keep them.
 
         Raises:
-            InvalidArgument: they are to be of several types, and so cannot share memory.
+            InvalidArgument: they would get several types, and so could not share memory.
         """
         wanted = own if types is None else set().union(*(types[number] for number in numbers))
         if len(own) == len(wanted) == 1:
             return next(iter(wanted))
-        if wanted == own or not callable(self._rounding):  # one type for all leaves alone what cannot have it
+        # a single type for all leaves tensors unchanged that cannot have it
+        if wanted == own or not callable(self._rounding):
             return None
         raise InvalidArgument(
             f"tensors of shape {', '.join(str(tuple(tensors[number].shape)) for number in numbers)} share memory, and "
@@ -298,7 +300,7 @@ class Snapshots:
 
 
 class _AsBlobs:
-    """Has `pack` carry all memory as blobs, however small: on devices of the receiver, of which there are none."""
+    """Make `pack` put all memory into blobs, even small ones, as if for devices of a receiver."""
 
     keeps_host = False
 
@@ -312,7 +314,7 @@ class _AsBlobs:
 def _copy(
     group: list[int], tensors: list[Tensor], blob: Tensor, first: View, start: int, dtype: torch.dtype | None
 ) -> Copy:
-    """How the memory of some tensors comes to the slot at `start`, in which the first of them is `first`."""
+    """Return how to copy the memory of some tensors to the slot at `start`, in which the first of them is `first`."""
     number, tensor, size = group[0], tensors[group[0]], len(blob)
     once = distinct(tensor.shape, tensor.stride())
     if len(group) == 1 and prod(once) * tensor.itemsize == size and not repeats(once, tensor.stride()):
@@ -331,7 +333,7 @@ def _copy(
 
 
 def looks(tensors: Sequence[Tensor]) -> list[list[Any]] | None:
-    """Return all of tensors that copies of them depend on but their values; None if one has no memory of its own."""
+    """Return all properties that copies depend on, except values. Return None if a tensor has no memory of its own."""
     try:
         return [
             *([*map(look, tensors)] for look in _LOOKS),
@@ -342,7 +344,7 @@ def looks(tensors: Sequence[Tensor]) -> list[list[Any]] | None:
 
 
 def groups_of(tensors: Sequence[Tensor]) -> list[list[int]]:
-    """Return the numbers of tensors that share memory, in groups."""
+    """Return the indices of tensors that share memory, in groups."""
     spans: dict[torch.device, list[tuple[int, int, int]]] = {}
     for number, tensor in enumerate(tensors):
         size = extent_of(tensor)
@@ -353,7 +355,7 @@ def groups_of(tensors: Sequence[Tensor]) -> list[list[int]]:
 
 
 def bare(tensor: Tensor) -> Tensor:
-    """Return the same memory without the bits for a conjugate or a negative."""
+    """Return a tensor with the same memory, without the conjugate and negative bits."""
     tensor = tensor.detach()
     if tensor.is_complex() and tensor.is_conj():
         tensor = tensor.conj()
@@ -361,7 +363,7 @@ def bare(tensor: Tensor) -> Tensor:
 
 
 def place_of(tensor: Tensor) -> Any:
-    """Return what tells the elements of a tensor from those of others."""
+    """Return a key that identifies the elements of a tensor."""
     flags = tensor.is_conj(), tensor.is_neg()
     return tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, flags
 
@@ -369,13 +371,14 @@ def place_of(tensor: Tensor) -> Any:
 def _versions(tensors: Sequence[Tensor]) -> list[int]:
     try:
         return [tensor._version for tensor in tensors]
-    except RuntimeError:  # tensors that were made for inference count no changes
+    except RuntimeError:  # inference tensors do not count changes
         return [tensor._version for tensor in tensors if not tensor.is_inference()]
 
 
 def _taken_apart(tree: Any) -> tuple[bytes, list[Tensor]]:
-    """The tree without its tensors, as bytes, and these."""
-    distributed = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())  # else there is none
+    """Return the tree without its tensors, as bytes, and the tensors."""
+    # if not imported, there are no DTensors
+    distributed = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
     try:
         values = [*named(tree)]
     except RecursionError:
@@ -395,22 +398,22 @@ def _taken_apart(tree: Any) -> tuple[bytes, list[Tensor]]:
 
 
 def _identity(tensor: Tensor) -> Any:
-    """What tells a tensor from others, also after it was lifted out of another class."""
+    """Return a key that identifies a tensor, even after conversion from another class."""
     try:
         return place_of(tensor) if tensor.numel() else id(tensor)
-    except RuntimeError:  # it is made of others
+    except RuntimeError:  # the tensor consists of others
         return id(tensor)
 
 
 def _closed_up(shape: tuple[int, ...], strides: Strides) -> Strides:
-    """Strides in the same order, without room between the elements."""
+    """Return strides in the same order, without gaps between the elements."""
     order = sorted(range(len(shape)), key=lambda dimension: (-strides[dimension], dimension))
     closed = dict(zip(order, contiguous_strides([shape[dimension] for dimension in order]), strict=True))
     return tuple(closed[dimension] if strides[dimension] else 0 for dimension in range(len(shape)))
 
 
 def _kind_of(tree: Any) -> Any:
-    """What the body of a plain dictionary of plain tensors follows from; None for all else."""
+    """Return a key that determines the body of a plain dictionary of plain tensors. Return None for other trees."""
     if type(tree) is not dict and type(tree) is not OrderedDict:
         return None
     values = tree.values()

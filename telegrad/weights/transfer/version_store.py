@@ -1,9 +1,10 @@
-"""The versions that a party has, the requests of its readers for them, and which versions it keeps.
+"""The versions that a party has, the requests of its readers, and which versions it keeps.
 
-A version is kept until it is complete, while a reader fetches its pieces, and as the newest complete one; where other
-subscribers depend on this party for all versions, from the oldest on that any of them may want.
+A version is kept while it is incomplete, while a reader fetches its pieces, while it is pinned, and while it is the
+newest complete one. If other subscribers depend on this party for all versions, it keeps those from the oldest on that
+any of them may want.
 
-The memory of a version that was lent to this party may be written to by its user, so it is never given to readers. A
+The user of this party may write to the memory of a lent version (shared by the source), so readers never get it. A
 party that becomes the source of others drops such versions, and fetches their pieces.
 """
 
@@ -25,16 +26,16 @@ from telegrad.weights.transfer.messages import (
 
 
 class VersionStore:
-    """The versions that are here, complete or in part."""
+    """The versions that are here, complete or partial."""
 
     def __init__(self, keeps_all: bool) -> None:
         self.keeps_all = keeps_all  # from `oldest` on
         self.newest = self.oldest = 0  # of all versions, here or not
-        self.pinned = 0  # the version that its own user is about to read
+        self.pinned = 0  # the version that this party's user is about to read
         self.info: dict[int, VersionInfo] = {}
-        self._lent: set[int] = set()  # to this party, for its user alone
-        self._missing: dict[int, set[int]] = {}  # pieces of versions that are not complete
-        self._requests: dict[Party, VersionRequest] = {}  # that cannot be answered yet
+        self._lent: set[int] = set()  # lent to this party, for its user only
+        self._missing: dict[int, set[int]] = {}  # pieces of incomplete versions
+        self._requests: dict[Party, VersionRequest] = {}  # requests that cannot be answered yet
         self._awaited: dict[tuple[int, int], list[tuple[Party, int]]] = {}  # by version and piece: readers and bases
         self._reads: dict[Party, int] = {}  # the version whose pieces each reader fetches
 
@@ -42,7 +43,7 @@ class VersionStore:
         return number in self.info and number not in self._missing
 
     def newest_complete(self) -> int:
-        """Return its number; 0 where there is none."""
+        """Return the number of the newest complete version, or 0."""
         return max(filter(self.is_complete, self.info), default=0)
 
     def missing(self, number: int) -> list[int]:
@@ -58,13 +59,13 @@ class VersionStore:
         return self._settle()
 
     def drop_lent(self) -> None:
-        """Keep no version that was lent to this party."""
+        """Drop all versions that were lent to this party."""
         for number in self._lent:
             self.info.pop(number, None)
         self._lent.clear()
 
     def begin(self, number: int, info: VersionInfo) -> Outgoing:
-        """Add a version whose pieces will come."""
+        """Add a version whose pieces will arrive."""
         self.info[number] = info
         if info.pieces:
             self._missing[number] = set(range(info.pieces))
@@ -84,7 +85,7 @@ class VersionStore:
         return out + self._settle()
 
     def drop_incomplete(self, number: int) -> Outgoing:
-        """Drop a version of which no more pieces come."""
+        """Drop a version whose remaining pieces will not arrive."""
         if number not in self._missing:
             return []
         del self._missing[number], self.info[number]
@@ -94,12 +95,12 @@ class VersionStore:
         return [(reader, Refused(number, self.newest, self.oldest)) for reader in readers]
 
     def pin(self, number: int) -> Outgoing:
-        """Keep that version until another is pinned, if it is here or comes."""
+        """Keep that version, once it is here, until another is pinned."""
         self.pinned = number
         return self._settle()
 
     def set_available(self, newest: int, oldest: int) -> Outgoing:
-        """Learn which versions there are."""
+        """Update the range of existing versions."""
         self.newest, self.oldest = max(newest, self.newest), max(oldest, self.oldest)
         return self._settle()
 
@@ -113,14 +114,14 @@ class VersionStore:
     def request_piece(self, reader: Party, request: PieceRequest) -> Outgoing:
         number, piece, base = request
         if self._reads.get(reader) != number:
-            return []  # sent before the reader heard that this version was dropped
+            return []  # sent before the reader knew that this version was dropped
         if piece in self._missing.get(number, ()):
             self._awaited.setdefault((number, piece), []).append((reader, base))
             return []
         return [(reader, Piece(number, piece, base))]
 
     def finish(self, reader: Party, number: int) -> Outgoing:
-        """Forget what a reader wants of that version."""
+        """Drop a reader's requests for that version."""
         if self._reads.get(reader) == number:
             self._end_read(reader)
         request = self._requests.get(reader)
@@ -143,7 +144,7 @@ class VersionStore:
             self._awaited = {place: waiting for place, waiting in rest.items() if waiting}
 
     def _settle(self) -> Outgoing:
-        """Answer the requests that can be answered now, and free the versions that are not to be kept."""
+        """Answer the requests that can be answered now, and drop the versions that need not be kept."""
         out = [(reader, answer) for reader, each in [*self._requests.items()] for answer in self._answers(reader, each)]
         kept = {self.newest_complete(), self.pinned, *self._reads.values()}
         for number in [*filter(self.is_complete, self.info)]:
