@@ -1,4 +1,4 @@
-"""Checkpoints that are written in the background: the next save waits for them, and raises their failures."""
+"""Write checkpoints in the background. The next save waits for them, and raises their errors."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from telegrad.ext.workers import current
 class PendingSave(NamedTuple):
     path: str
     future: Future[str]
-    over: threading.Event  # set before the callbacks of the future run, since these may save again
+    over: threading.Event  # set before the future's callbacks run, since these may save again
 
     def text(self) -> str:
         return f"checkpoint.save: {self.path!r} is still written beside the program"
 
 
 class BackgroundSaves:
-    """The saves of one worker; one at a time, unless several threads save."""
+    """The background saves of one worker. Several are pending only if several threads save."""
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
@@ -32,7 +32,7 @@ class BackgroundSaves:
         self._pending: list[PendingSave] = []
 
     def begin(self, path: str, complete: Callable[[], None]) -> Future[str]:
-        """Have `complete()` called on a thread of its own; return a future of the path."""
+        """Call `complete()` on a new thread; return a future of the path."""
         save, worker = PendingSave(path, Future(), threading.Event()), current.here()
         save.future.about = f"checkpoint.save of {path!r}, beside the program,"
 
@@ -45,20 +45,20 @@ class BackgroundSaves:
             else:
                 save.future.set_result(path)
 
-        # By torch's method: upon that of `Future` a failure would count as seen.
+        # Call torch's method: with that of `Future`, an error would count as seen.
         super(Future, save.future).add_done_callback(lambda _: save.over.set())
         thread = Thread(target=run, name="telegrad-checkpoint")
         with self._lock:
             self._pending.append(save)
         try:
             thread.start()
-        except BaseException:  # there is no memory for it
+        except BaseException:  # out of memory
             self._forget(save)
             raise
         return save.future
 
     def wait_for_previous(self) -> None:
-        """Wait for all saves that have begun.
+        """Wait for all pending saves.
 
         Raises:
             CheckpointFailed: one has failed, and its future was not asked for the error.
@@ -80,7 +80,7 @@ class BackgroundSaves:
                 ) from error
 
     def wait(self, timeout: float) -> None:
-        """Wait until all are written, or have failed; at most so many seconds, 0 for no limit."""
+        """Wait until all saves have ended, `timeout` seconds at most, 0 for no limit."""
         until = monotonic() + timeout if timeout else float("inf")
         for save in self._all():
             if save.over.is_set():

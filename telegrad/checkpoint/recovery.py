@@ -1,4 +1,4 @@
-"""`telegrad.recover`: go on from the last checkpoint after workers have died and come back."""
+"""`telegrad.recover`: continue from the last checkpoint after workers have died and were restarted."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from telegrad.ext.texts import Wait
 from telegrad.optim import DistributedOptimizer
 from telegrad.rpc import RRef, get_worker_info
 
-PAUSE = 0.05  # seconds before the next try
-LEAST = 1.0  # seconds for a try
+PAUSE = 0.05  # seconds before the next attempt
+LEAST = 1.0  # minimum seconds for an attempt
 
 _OF_A_LOSS = PeerError, RRefError, UnknownWorker, CallTimeout, CallCancelled, ContextEnded
 

@@ -1,4 +1,4 @@
-"""Writes a checkpoint: each owner its own part, and the driver the table of contents, last."""
+"""Save a checkpoint: each owner writes its own part, and the driver writes the table of contents last."""
 
 from __future__ import annotations
 
@@ -32,26 +32,26 @@ Begun = dict[str, tuple["RRef[Saver]", SavePlan]]  # by worker
 def save(state: Mapping[str, Any], checkpoint_id: Path, *, wait: bool = True, keep: int | None = None) -> Future[str]:
     """Write a checkpoint into a folder.
 
-    Models (modules, `RemoteModule`s, references to modules), `DistributedOptimizer`s, other things with a `state_dict`
-    (such as schedulers) and plain values can be saved. An older checkpoint in the folder stays until this one is
-    complete, and takes its place in one step.
+    The state may contain models (modules, `RemoteModule`s, references to modules), `DistributedOptimizer`s, other
+    objects with a `state_dict` (such as schedulers) and plain values. An older checkpoint in the folder stays until
+    this one is complete, and is replaced atomically.
 
     Args:
-        state: what to save, by names.
+        state: the values to save, by names.
         checkpoint_id: the folder, which all workers must see under that path.
-        wait: return when it is complete. Else this returns once all owners have copied what they have into the memory
-            of their hosts; it is written beside the program. The next `save`, and `rpc.shutdown()`, wait for that.
-        keep: so many complete checkpoints stay in the folder where this one is, and older ones are removed: each
-            training needs a folder of its own for them. `latest(folder)` finds the newest.
+        wait: return when the checkpoint is complete. If False, return once all owners have copied their parts to host
+            memory, and write in the background. The next `save`, and `rpc.shutdown()`, wait for that.
+        keep: the number of complete checkpoints to keep in the parent folder; older ones are removed. Each training
+            needs its own parent folder. `latest(folder)` finds the newest.
 
     Returns:
         A `Future` of the path, done when the checkpoint is complete.
 
     Raises:
-        UsageError: `state` is no dictionary by names.
-        CallTimeout: an owner did not get on for `rpc_timeout`; with `wait=False` the future raises it.
+        UsageError: `state` is no dictionary with names as keys.
+        CallTimeout: an owner made no progress for `rpc_timeout`; with `wait=False` the future raises it.
         WorkersFailed: several workers could not write; with `wait=False` the future raises it.
-        CheckpointFailed: an earlier one, written beside the program, failed, and nobody has asked its future.
+        CheckpointFailed: an earlier save in the background failed, and its future was not asked for the error.
 
     Example:
         >>> from telegrad import checkpoint
@@ -133,19 +133,19 @@ def _complete(path: str, begun: Begun, keep: int | None, waited_for: bool) -> No
 
 
 def _marked(plan: SavePlan, mark: str) -> SavePlan:
-    """The plan with names for its files that no other save has."""
+    """Return the plan with file names that are unique to this save."""
     place: Any = plan.storage_data
     return dataclasses.replace(plan, storage_data=dataclasses.replace(place, prefix=f"{mark}{place.prefix}"))
 
 
-# On each worker
+# Called on each worker
 
 
 class Saver:
-    """The part of one worker in a checkpoint."""
+    """One worker's part of a checkpoint."""
 
     def __init__(self, path: str, shares: list[Share], own: dict[str, Any], copies: bool) -> None:
-        """With `copies`, values are saved as they are now, also where they change before they are written."""
+        """With `copies`, save the current values, even if they change before they are written."""
         here = current.here()
         self._copies = Copies(here.attached(Shelf), here.attached(StepCounter).note) if copies else None
         state = {key: packed(value) for key, value in own.items()}
@@ -175,7 +175,7 @@ class Saver:
 
 
 def _writer_to(path: str, is_coordinator: bool) -> FileSystemWriter:
-    # Copies that torch makes ahead are waited for on the current accelerator alone; there may be several.
+    # Torch waits for copies made ahead on the current accelerator only; there may be several.
     writer = FileSystemWriter(path, per_thread_copy_ahead=0)
     writer.fs = Files(current.here().attached(StepCounter).note)
     writer.set_up_storage_writer(is_coordinator)
@@ -193,7 +193,7 @@ def _write(saver: RRef[Saver], plan: SavePlan) -> list[WriteResult]:
 
 @async_execution
 def _write_apart(saver: RRef[Saver], plan: SavePlan) -> Future[list[WriteResult]]:
-    """Write on a thread of its own, so that no call of the training has to wait for a thread."""
+    """Write on a new thread: calls of the training must not wait for a thread."""
     future: Future[list[WriteResult]] = Future()
 
     def run() -> None:
