@@ -31,9 +31,7 @@ Root = Tensor | RemoteRoot
 
 
 class Ride(Protocol):
-    """An optimizer step that is fused with a pass. Each worker that has a rider with the number `rider` gives it
-    `request`.
-    """
+    """An optimizer step that is fused with a pass. Workers pass `request` to the object with the number `rider`."""
 
     rider: int  # 0: no step
     request: bytes

@@ -152,9 +152,7 @@ class Conductor:
     def received(
         self, data: bytes, tensors: list[Tensor], sender: Identity
     ) -> tuple[AutogradContext | None, Sequence[Tensor]]:
-        """Record received tensors. Return their context, or None if it has ended, and the tensors to use in their
-        place.
-        """
+        """Record received tensors. Return their context, or None if it has ended, and replacements for the tensors."""
         (id_,) = read_id(data)
         context = self.contexts.join(id_)
         if context is None:

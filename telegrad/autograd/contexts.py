@@ -37,9 +37,7 @@ class Release(NamedTuple):
 
 
 class Knock(NamedTuple):
-    """Check a connection, and ask the owner which of these contexts have ended, because a release may have been
-    lost.
-    """
+    """Ask the owner which of these contexts have ended, as a release may be lost, and detect a lost owner."""
 
     contexts: tuple[int, ...]
 
@@ -222,9 +220,7 @@ class Contexts:
                 self._asked[id_] = pause, now + pause
 
     def _ask(self, contexts: list[AutogradContext]) -> None:
-        """Ask the owners of contexts whether they have ended. Release the contexts of an owner that has left the
-        group.
-        """
+        """Ask the owners of contexts whether these have ended. Release contexts whose owner has left the group."""
         by_owner: dict[int, list[int]] = {}
         for context in contexts:
             by_owner.setdefault(context.owner, []).append(context.id)

@@ -29,9 +29,7 @@ class LocalPart:
         gathers: Callable[[Outbox], None],
         capture: Capture | None,
     ) -> None:
-        """`short`: the part is expected to be short. `gathers` is passed to the outbox. Only the driver has a
-        `capture`.
-        """
+        """`short`: the part is expected to be short. `gathers` is for the outbox. Only the driver has a `capture`."""
         self.ledger = Ledger(spec, agent.name)
         self.outbox = Outbox(agent, context, self.ledger, short, gathers)
         runner = EngineRunner(context, spec, roots, self.outbox, agent.streams, capture)

@@ -91,9 +91,7 @@ class LocalParts:
     # Receiving tasks
 
     def give(self, context: AutogradContext, worker: str, task: Task, here: bool = False) -> None:
-        """Send a task to a worker, or queue it here. With `here`, this thread runs a task of its own worker if none
-        does.
-        """
+        """Send a task to a worker, or queue it here. With `here`, this thread runs it unless another runs tasks."""
         if worker == self._agent.name:
             self._post(context, task, here)
         else:
@@ -136,9 +134,7 @@ class LocalParts:
             self._agent.run(self._work, mailbox, self._short, by_who_waits)
 
     def _open(self, context: AutogradContext) -> Mailbox:
-        """Return the mailbox of a context. Keep none for a context that has ended, even if it ended during this
-        call.
-        """
+        """Return the mailbox of a context, which is not kept if the context has ended, even during this call."""
         mailbox = self._mailboxes.setdefault(context.id, Mailbox(context))
         if context.ended:
             self.end(context.id)

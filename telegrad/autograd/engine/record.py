@@ -119,9 +119,7 @@ _apply: Callable[..., Sequence[Tensor]] = super(torch.autograd.Function, Recv).a
 
 
 def send(tensors: Sequence[Tensor], to: str, what: Any) -> Send:
-    """Record the edges of tensors that are sent. They keep the graph alive; for a Python node, the edge's token
-    does.
-    """
+    """Record the edges of sent tensors. They keep the graph alive; for a Python node, the edge's token does."""
     return Send([tensor if tensor.is_leaf else edge_of(tensor) for tensor in tensors], to, what)
 
 
@@ -147,9 +145,7 @@ class Running(Protocol):
 
 
 class Inside:
-    """A context manager: code that this thread runs inside belongs to the context with that id, or with None to
-    none.
-    """
+    """A context manager: code that this thread runs inside belongs to the context with that id; None: to none."""
 
     __slots__ = ("_id", "_token")
 

@@ -36,7 +36,7 @@ _groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # by
 # run under the lock. It is reentrant, because a hook may cause another one to run.
 showing = renewed(threading.RLock())
 
-# The same for replicated leaves and their reducers, by process groups; only added to, under `_lock`. With one lock for
+# Locks for replicated leaves and their reducers, by process groups; only added to, under `_lock`. With one lock for
 # all groups, ranks whose contexts reduce in different orders would deadlock.
 _turns: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 

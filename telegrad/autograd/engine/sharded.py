@@ -132,9 +132,7 @@ class ShardedPart:
 
 
 def _give(leaf: Tensor, gradient: Tensor) -> Tensor:
-    """Give FSDP the gradient of an unsharded parameter. Return zeros without memory, since the pass does not use
-    them.
-    """
+    """Give FSDP the gradient of an unsharded parameter. Return zeros without memory; the pass ignores them."""
     with torch.no_grad():
         leaf.grad = gradient if leaf.grad is None else leaf.grad + gradient
         return torch.zeros((), dtype=gradient.dtype, device=gradient.device).expand(gradient.shape)
