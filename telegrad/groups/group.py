@@ -293,7 +293,7 @@ class Group:
         wait_for_worker: bool | None = None,
         idempotent: bool = False,
     ) -> Any:
-        """Call `rpc_async`, and wait.
+        """Call the workers as `rpc_async` does, and wait.
 
         Returns:
             The list of values, in the order of the workers, or the reduced value.
@@ -342,7 +342,7 @@ class Group:
         *,
         wait_for_worker: bool | None = None,
     ) -> RefGroup:
-        """Call `rpc_async`, but keep each value on its worker.
+        """Call the workers as `rpc_async` does, but keep each value on its worker.
 
         Args:
             wait_for_worker: block, up to the timeout, until all workers can be called.
@@ -357,7 +357,7 @@ class Group:
 
     @not_compiled
     def broadcast(self, value: Any, timeout: float = DEFAULT, *, wait_for_worker: bool | None = None) -> RefGroup:
-        """Send a value to each worker, which keeps it; like `remote` of a function that returns it.
+        """Send a value to each worker, which keeps it, as `remote` does for a function that returns it.
 
         Args:
             value: any value that can be sent.
@@ -380,7 +380,7 @@ class Group:
         wait_for_worker: bool | None = None,
         idempotent: bool = False,
     ) -> dict[str, Any]:
-        """Call `rpc_async`, and wait.
+        """Call the workers as `rpc_async` does, and wait.
 
         Returns:
             The values, by worker name.

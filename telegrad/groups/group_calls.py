@@ -164,8 +164,7 @@ class ResultSlot:
 
 
 class GroupFuture(Future[Any]):
-    """A future of the list of the results of a group's workers. It can also return the first ones, or results by
-    worker.
+    """A future of the list of the results of a group's workers. Methods return the first ones, or results by worker.
 
     `workers` are the names of the called workers, as they were in that `version` of their group. If some fail, `wait`
     raises a GroupError once all have ended.

@@ -142,7 +142,7 @@ class RefGroup:
 
     @not_compiled
     def rpc_async(self, timeout: float = DEFAULT) -> Proxy:
-        """Like `rpc_sync`, but the methods return a future, as calls to groups do.
+        """Call methods as `rpc_sync` does, but return a future, like calls to groups.
 
         Returns:
             A `Proxy`, whose methods return a `GroupFuture`.
@@ -152,7 +152,7 @@ class RefGroup:
 
     @not_compiled
     def remote(self, timeout: float = DEFAULT) -> Proxy:
-        """Like `rpc_sync`, but the methods return references to the results, which stay at the owners.
+        """Call methods as `rpc_sync` does, but return references to the results, which stay at the owners.
 
         Returns:
             A `Proxy`, whose methods return a `RefGroup`.
