@@ -82,9 +82,7 @@ class Clipped:
 
 
 class ClippedRide:
-    """A step with clipping: the pass collects the norms of gradients, then all owners step with the resulting
-    factor.
-    """
+    """A step with clipping: the pass collects norms of gradients, then all owners step with the resulting factor."""
 
     def __init__(self, whole: Whole, context_id: int, clipped: Clipped) -> None:
         self._whole = whole
