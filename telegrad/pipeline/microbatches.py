@@ -43,9 +43,7 @@ def _sizes(batch: Any, chunks: int) -> list[int]:
 
 
 def sizes_of(inputs: Any, targets: Any, chunks: int) -> list[int]:
-    """Return the number of samples in each micro-batch. Raise UsageError if inputs and targets cannot be split
-    alike.
-    """
+    """Return the size of each micro-batch. Raise UsageError if inputs and targets cannot be split alike."""
     sizes, of_targets = _sizes(inputs, chunks), _sizes(targets, chunks)
     size, wanted = sum(sizes), sum(of_targets)
     if not size or [each * wanted for each in sizes] != [each * size for each in of_targets]:

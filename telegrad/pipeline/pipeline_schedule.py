@@ -95,7 +95,7 @@ class Progress:
 def play(
     progress: Progress, choose: Callable[[int, list[Action]], Action | None], cost: Callable[[Action], float]
 ) -> list[list[tuple[Action, float, float]]]:
-    """Simulate: each station begins `choose(station, ready)` as soon as it is free.
+    """Simulate a run: each station begins `choose(station, ready)` as soon as it is free.
 
     Return its actions with their times.
     """

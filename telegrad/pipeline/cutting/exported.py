@@ -103,17 +103,13 @@ class ExportedStage(nn.Module):
         return {**self.__dict__, "_prepared": {}}
 
     def _prepare(self, piece: StageProgram) -> tuple[list[tuple[nn.Module, str] | None], TreeSpec | None]:
-        """Return the holders of the values that the operations need, None for inputs; and the structure of the
-        outputs.
-        """
+        """Return the holders of the values that the operations need, None for inputs; and the outputs' structure."""
         paths = [piece.state[name].rpartition(".") if name in piece.state else None for name in piece.needs]
         form = tree_flatten(self._outputs[self.training])[1] if self._outputs is not None else None
         return [path and (self.get_submodule(path[0]), path[2]) for path in paths], form
 
     def forward(self, value: tuple[bool | None, Sequence[Any]]) -> Any:
-        """Run the stage on the mode and the values of the previous stage. Return the mode and the values for the
-        next.
-        """
+        """Run the stage on the mode and values of the previous stage. Return the mode and values for the next."""
         mode, given = value
         if mode not in (None, self.training):
             raise UsageError(

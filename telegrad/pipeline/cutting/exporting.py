@@ -207,9 +207,7 @@ def _modules_of(node: fx.Node) -> list[str]:
 
 
 class _SharedMemory:
-    """The nodes of a program that share memory, and the operations that write to it, by the schemas of the
-    operators.
-    """
+    """The nodes of a program that share memory, and the operations that write to it, by the operators' schemas."""
 
     def __init__(self, program: RecordedProgram, stage_of: dict[fx.Node, int]) -> None:
         self._stage_of = stage_of

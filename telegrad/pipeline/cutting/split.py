@@ -223,9 +223,7 @@ def _even(levels: Sequence[CutPoint], total: int, count: int) -> list[str]:
 
 
 def _even_in_chain(model: nn.Module, count: int, must: bool) -> list[str] | None:
-    """Find places as `_even` does, in a sequence. Return None if its modules are too large for that, unless it
-    `must`.
-    """
+    """Find places as `_even` does, in a sequence. Return None if its modules are too large, unless it `must`."""
     share = _size(model) / count
     opened = {name for name, module in model.named_modules() if _is_sequence(module) and _size(module) > share} | {""}
     sizes = {name: _size(model.get_submodule(name)) for name in _links(model, "", opened)}
