@@ -123,9 +123,7 @@ class Registration:
         return group.claims.get(name) if group is not None else None
 
     def address(self) -> Answer:
-        """Return the address of the directory, which rank 0 starts. The answer is None if this worker does not know
-        it.
-        """
+        """Return the address of the directory, which rank 0 starts. The answer is None if it is not known here."""
         starts = False
         with self._lock:
             address = self._address
