@@ -117,7 +117,7 @@ class SubscriberEndpoint(Endpoint):
     # Messages
 
     def take(self, sender: Party, message: Any, tensors: Any) -> None:
-        if self.machine.publisher is None:  # the joining call has not returned, and only the publisher knows this party
+        if self.machine.publisher is None:  # the joining call has not returned: the sender is the publisher
             self.machine.publisher = sender
         if sender == self.machine.publisher and isinstance(message, JoinAgain):
             self.join()

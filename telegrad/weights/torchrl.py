@@ -133,9 +133,7 @@ class Reading:
     def receive_weights(
         self, timeout: float | None = None, *, weights: Any = None, model: Any = None, strategy: Any = None
     ) -> Any:
-        """Apply the newest weights to the model, and return them. Return None if they were applied before, or are
-        late.
-        """
+        """Apply the newest weights to the model, and return them. Return None if there are no new ones in time."""
         if self._subscriber is None:
             publisher = _publishers.get(self._feed)
             if publisher is None:

@@ -67,7 +67,7 @@ class RelayChain:
         return self._changes()
 
     def mark_working(self, party: Party) -> None:
-        """Reset the reports of a party that has received a version."""
+        """Reset the reports of a subscriber that has received a version."""
         self._reported.pop(party, None)
 
     def _changes(self) -> Outgoing:
@@ -87,7 +87,7 @@ class RelayChain:
         return source, self._host_of.get(source, self._host) == host
 
     def _above(self, party: Party) -> Iterator[Party]:
-        """Yield the parties from which this one may fetch, the nearest first."""
+        """Yield the sources of a subscriber, the nearest first."""
         host = self._host_of[party]
         if host == self._host:
             return

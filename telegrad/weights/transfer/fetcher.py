@@ -119,9 +119,7 @@ class Fetcher:
         return out
 
     def on_tick(self) -> Outgoing:
-        """Repeat requests without an answer: other parties may have dropped this one without being able to notify
-        it.
-        """
+        """Repeat requests without an answer: other endpoints may have dropped this one and failed to notify it."""
         out: Outgoing = [(self.publisher, Alive())] if self.publisher is not None else []
         if self.source is None or not (self._request or self._number):
             return out
@@ -135,7 +133,7 @@ class Fetcher:
         return self._stop() + ([(self.publisher, Leave())] if self.publisher is not None else [])
 
     def _stop(self) -> Outgoing:
-        """Tell the source that nothing more is wanted."""
+        """Notify the source that nothing more is wanted."""
         number = self._number or (self._request.least if self._request is not None else 0)
         return [(self.source, Finished(number))] if self.source is not None and number else []
 

@@ -1,7 +1,7 @@
 """The messages between a publisher and its subscribers.
 
-Messages between two parties arrive in order while no connection between them breaks. If one breaks, both parties are
-notified eventually, and messages in transit may be lost. So each message can be sent again.
+Messages between two endpoints arrive in order while no connection between them breaks. If one breaks, both are notified
+eventually, and messages in transit may be lost. So each message can be sent again.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 
 class Party(NamedTuple):
-    """A publisher, with a negative number, or a subscriber. The number is unique on its worker."""
+    """The address of a publisher (negative number) or a subscriber. The number is unique on its worker."""
 
     worker: str
     incarnation: str
@@ -141,7 +141,7 @@ class Refused(NamedTuple):
     oldest: int
 
 
-# From any party
+# From any endpoint
 
 
 class JoinAgain(NamedTuple):

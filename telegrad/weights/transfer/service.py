@@ -26,7 +26,7 @@ TICK = 1.0  # seconds after which unanswered requests are repeated
 
 
 class Envelope(NamedTuple):
-    """A message between two parties."""
+    """A message between two endpoints."""
 
     to: int
     sender: int
@@ -43,7 +43,7 @@ class Machine(Protocol):
 
 
 class Endpoint:
-    """One party of this worker."""
+    """A publisher or subscriber on this worker."""
 
     def __init__(self, service: WeightsService, me: Party, machine: Machine) -> None:
         self.me = me
@@ -88,7 +88,7 @@ class Endpoint:
         """Repeat requests that may have been lost; called each second."""
 
     def close(self) -> None:
-        """End the party."""
+        """Close the endpoint."""
 
     def _with_bytes(self, message: Any) -> tuple[Any, Sequence[Tensor]]:
         if isinstance(message, WholeVersion):
@@ -114,7 +114,7 @@ class WeightsService:
     def __init__(self, agent: Agent) -> None:
         self.agent = agent
         self.changed = threading.Condition()  # guards all fields below; `_endpoints` is also read without the lock
-        self._endpoints: dict[int, Endpoint] = {}  # by party number
+        self._endpoints: dict[int, Endpoint] = {}  # by endpoint number
         self.published: dict[str, Endpoint] = {}  # by name
         self._subscribers = itertools.count(1)
         self._publishers = itertools.count(-1, -1)
@@ -127,12 +127,12 @@ class WeightsService:
         return f"<WeightsService: {len(self._endpoints)} endpoints>"
 
     def party(self, publishes: bool) -> Party:
-        """Return a new party of this worker."""
+        """Return the address of a new endpoint of this worker."""
         number = next(self._publishers if publishes else self._subscribers)
         return Party(self.agent.name, self.agent.incarnation, number)
 
     def add(self, endpoint: Endpoint, name: str = "") -> None:
-        """Deliver messages to a party from now on. A publisher is registered under its name.
+        """Deliver messages to an endpoint from now on. A publisher is registered under its name.
 
         Raises:
             UsageError: there already is a publisher of that name.
@@ -154,7 +154,7 @@ class WeightsService:
             self._endpoints.pop(endpoint.me.number, None)
 
     def close_later(self, endpoint: Endpoint) -> None:
-        """Close a party whose user has dropped it.
+        """Close an endpoint whose user has dropped it.
 
         This is done on another thread, since the current one may hold any lock.
         """

@@ -1,11 +1,11 @@
-"""The versions that a party has, the requests of its readers, and which versions it keeps.
+"""The versions that an endpoint has, the requests of its readers, and which versions it keeps.
 
 A version is kept while it is incomplete, while a reader fetches its pieces, while it is pinned, and while it is the
-newest complete one. If other subscribers depend on this party for all versions, it keeps those from the oldest on that
-any of them may want.
+newest complete one. If other subscribers depend on this endpoint for all versions, it keeps those from the oldest on
+that any of them may want.
 
-The user of this party may write to the memory of a lent version (shared by the source), so readers never get it. A
-party that becomes the source of others drops such versions, and fetches their pieces.
+The user of this endpoint may write to the memory of a lent version (shared by the source), so readers never get it. An
+endpoint that becomes the source of others drops such versions, and fetches their pieces.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class VersionStore:
     def __init__(self, keeps_all: bool) -> None:
         self.keeps_all = keeps_all  # from `oldest` on
         self.newest = self.oldest = 0  # of all versions, here or not
-        self.pinned = 0  # the version that this party's user is about to read
+        self.pinned = 0  # the version that this endpoint's user is about to read
         self.info: dict[int, VersionInfo] = {}
-        self._lent: set[int] = set()  # lent to this party, for its user only
+        self._lent: set[int] = set()  # lent to this endpoint, for its user only
         self._missing: dict[int, set[int]] = {}  # pieces of incomplete versions
         self._requests: dict[Party, VersionRequest] = {}  # requests that cannot be answered yet
         self._awaited: dict[tuple[int, int], list[tuple[Party, int]]] = {}  # by version and piece: readers and bases
@@ -59,7 +59,7 @@ class VersionStore:
         return self._settle()
 
     def drop_lent(self) -> None:
-        """Drop all versions that were lent to this party."""
+        """Drop all versions that were lent to this endpoint."""
         for number in self._lent:
             self.info.pop(number, None)
         self._lent.clear()
@@ -130,7 +130,7 @@ class VersionStore:
         return self._settle()
 
     def readers(self) -> set[Party]:
-        """Return the parties that wait for a version, or fetch its pieces."""
+        """Return the readers that wait for a version, or fetch its pieces."""
         return self._requests.keys() | self._reads.keys()
 
     def forget(self, reader: Party) -> Outgoing:
