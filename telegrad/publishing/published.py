@@ -2,10 +2,9 @@
 
 One key in the group's directory determines the owner of a value. The key is bound to the owner's lease
 (`Registry.claim`). The revision that created the key is the fencing token. The owner serves the value while its lease
-is valid by its own clock. By that clock, the lease ends before the directory gives the value to another worker: the
-owner refuses later calls, and does not run them. A worker that knows a later token refuses to use the reference. An
-owner refuses requests for the value with a token higher than its own. A call identifies the value by the id of its
-reference, which belongs to one token.
+is valid by its own clock, and refuses later calls. By that clock, the lease ends before the directory gives the value
+to another worker. A worker that knows a later token refuses to use the reference. An owner refuses requests with a
+token higher than its own. A call names the value by the id of its reference, which belongs to one token.
 """
 
 from __future__ import annotations
