@@ -290,7 +290,7 @@ class Offers:
     def _stands_by(self, offer: Offer) -> bool:
         """Return True if this worker may take over the value.
 
-        A worker that is leaving may not, since the owner may be leaving together with it.
+        A leaving worker may not, as the owner may leave with it.
         """
         if self._agent.closed or self._offers.get(offer.name) is not offer:
             return False

@@ -1,10 +1,9 @@
 """A worker's registration in the directory of its group, which determines the owners of published values.
 
 The members of a dynamic group are registered in its directory anyway. Other groups get a directory when a worker first
-publishes or looks up a value: the worker of rank 0 starts the directory in a separate process, and sends its address to
-the others on request. Once rank 0 has left, any other worker that knows the address sends it. Each worker that
-publishes or looks up a value registers there, under a lease. The process ends once rank 0 has left and no lease is
-left.
+publishes or looks up a value: rank 0 starts it in a separate process, and sends its address on request. Once rank 0 has
+left, any worker that knows the address sends it. Each worker that publishes or looks up a value registers there, under
+a lease. The process ends once rank 0 has left and no lease is left.
 
 If the registration of a worker has ended, because its lease was not renewed in time, the worker registers again.
 """
