@@ -1,7 +1,7 @@
 """One batch at one station: run the actions of the station's plan, and send the results to other stations.
 
-Inputs of actions are stored when they arrive. The thread that brings the input of the next action starts a thread,
-which runs actions while the next one has its input.
+Inputs of actions are stored when they arrive. When the input of the next action arrives, a thread runs that action, and
+further ones while the next one has its input.
 """
 
 from __future__ import annotations
