@@ -34,6 +34,7 @@ PASSED = "passed"  # a backward pass that this worker drove: context, number, fa
 TOOK_PART = "took part"  # this worker's tasks in a backward pass: context, driver, number
 STAGED = "staged"  # action of a pipeline stage: batch, kind of action, stage, micro-batch
 STEPPED = "stepped"  # step of a worker's part of an optimizer: context, name of the optimizer
+NOTED = "noted"  # recorded by an extension: a title, and a short text
 
 note: Listener | None = None
 alarms: list[Callable[[str], Any]] = []  # called with a reason when something failed that users may ask about

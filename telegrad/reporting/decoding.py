@@ -168,6 +168,7 @@ _AFTER_TIMES: dict[str, tuple[_Check, ...]] = {  # the fields after the times, a
     events.TOOK_PART: (_SCALAR, _SCALAR, _SCALAR),
     events.STAGED: (_SCALAR, _text, _integer, _integer),
     events.STEPPED: (_SCALAR, _text),
+    events.NOTED: (_text, _text),
 }
 
 

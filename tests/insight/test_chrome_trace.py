@@ -10,7 +10,20 @@ from typing import Any
 import pytest
 
 from telegrad._core import events as instruments
-from telegrad._core.events import CALLED, CONNECTED, JOINED, LOST, MADE, PASSED, RAN, STAGED, STEPPED, TOOK_PART, Event
+from telegrad._core.events import (
+    CALLED,
+    CONNECTED,
+    JOINED,
+    LOST,
+    MADE,
+    NOTED,
+    PASSED,
+    RAN,
+    STAGED,
+    STEPPED,
+    TOOK_PART,
+    Event,
+)
 from telegrad.insight.export import chrome_trace, clock_offsets
 from telegrad.insight.export.chrome_trace import WorkerTrace, clocks_of, merge
 from telegrad.insight.export.clock_offsets import (
@@ -245,12 +258,20 @@ def test_moments_unknown_kinds_and_hidden_calls() -> None:
         (CONNECTED, 1.0, 1.1, "b", "unix"),
         (LOST, 2.0, 2.0, "b", "it died"),
         (MADE, 1.5, 1.5, "b", 3),
+        (NOTED, 1.0, 1.2, "of an extension", "what it says"),
         ("of tomorrow", 1.0, 1.2, "what?"),
         CALL,
     ]
     events = written({"a": WorkerTrace(own, HERE)}, hidden=("add",))
     shown = {event["name"]: event["ph"] for event in events if event["ph"] in "Xi"}
-    assert shown == {"joined as a": "i", "connected to b": "X", "lost b": "i", "made": "i", "of tomorrow": "X"}
+    assert shown == {
+        "joined as a": "i",
+        "connected to b": "X",
+        "lost b": "i",
+        "made": "i",
+        "of an extension": "X",
+        "of tomorrow": "X",
+    }
     kinds = {value for name, value in vars(instruments).items() if name.isupper() and isinstance(value, str)}
     assert kinds == set(chrome_trace.KINDS)
 

@@ -25,6 +25,7 @@ from telegrad.ext.events import (
     LEFT,
     LOST,
     MADE,
+    NOTED,
     PASSED,
     RAN,
     STAGED,
@@ -53,6 +54,7 @@ KINDS = {
     LEFT: ("connections", "left", "how"),
     MADE: ("references", "made", "owner number"),
     FREED: ("references", "freed", "number"),
+    NOTED: ("extensions", "{title}", "title text"),
 }
 OTHERS = ("others", "", "")  # for kinds that a newer worker may record
 LASTING = (CALLED, RAN, PASSED, TOOK_PART, STAGED, STEPPED)  # always slices, however short; the others may be instants
