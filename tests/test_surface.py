@@ -21,6 +21,14 @@ def test_the_page_lists_the_modules() -> None:
     assert re.findall(r"^\| `([\w.]+)` \|", PAGE, re.MULTILINE) == list(surface.MODULES)
 
 
+def test_the_page_of_extensions_lists_their_modules() -> None:
+    page = (surface.PACKAGE / "docs" / "extensions.md").read_text()
+    modules = surface.extension_modules()
+    assert sorted(re.findall(r"^\| `(telegrad\.ext\.\w+)` \|", page, re.MULTILINE)) == modules
+    told = re.findall(r"^`(\w+)`:", ast.get_docstring(ast.parse(surface.path_of("telegrad.ext").read_text())), re.M)
+    assert sorted(f"telegrad.ext.{name}" for name in told) == modules
+
+
 @pytest.mark.parametrize("module", surface.MODULES)
 def test_the_page_lists_what_a_module_exports(module: str) -> None:
     names = re.search(rf"^\| `{module}` \| ([^|]*) \|", PAGE, re.MULTILINE).group(1)

@@ -34,9 +34,13 @@ class Outcome(NamedTuple):
     printed: dict[tuple[str, int], list[str]]  # by file and line of each print
 
 
-def perform(cells: list[Cell], file: str, arguments: list[str], installs: bool, folder: str) -> Outcome:
-    """Be that program: this process is no good for anything else afterwards."""
+def perform(
+    cells: list[Cell], modules: dict[str, str], file: str, arguments: list[str], installs: bool, folder: str
+) -> Outcome:
+    """Be that program, with `modules` beside it: this process is no good for anything else afterwards."""
     os.chdir(folder)
+    for name, text in modules.items():
+        pathlib.Path(name).write_text(text)
     os.dup2(os.open("out", os.O_CREAT | os.O_WRONLY | os.O_APPEND), 1)
     os.dup2(os.open("err", os.O_CREAT | os.O_WRONLY | os.O_APPEND), 2)
     sys.stdout, sys.stderr = (os.fdopen(number, "w", 1, closefd=False) for number in (1, 2))

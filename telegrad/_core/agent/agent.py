@@ -62,7 +62,7 @@ class Agent:
         self.timeout = settings.timeout
         self.incarnation = secrets.token_hex(8)
         self.program = program()
-        self.ticking: list[Callable[[float], float]] = []  # called periodically; each returns the time of its next call
+        self.ticking: list[Callable[[float], float]] = []  # called by the timer's thread; each returns its next time
         self.busy: list[Callable[[], bool]] = []  # each returns True if its layer has calls that are not yet sent
         self.layers = Layers()
         self.layers.tells_times = name if settings.pass_deadlines else ""
@@ -90,7 +90,7 @@ class Agent:
         )
         self.memory = self._connections.memory  # shared with other workers of this host
         self._fanout = Fanout(self._connections, self._reactor, self.layers)
-        self.lost = self._connections.lost  # callbacks for the end of a connection
+        self.lost = self._connections.lost  # called when a connection to a worker has ended; the worker may be alive
         self._timer.start(lambda now: self._reactor.watch(now))
         self._reactor.start()
 
@@ -415,7 +415,10 @@ class Agent:
     # Control messages of the layers above
 
     def on(self, message: type, handler: Callable[[Identity, Any], None]) -> None:
-        """Call `handler(sender, message)` for every control message of that class, a `NamedTuple`."""
+        """Have `handler(sender, message)` called for each control message of a class, a `NamedTuple` of a unique name.
+
+        Handlers run on threads of this worker, several at once and without a slot: they must not wait for others.
+        """
         self._handlers.add(message, handler)
 
     def notify(

@@ -54,9 +54,12 @@ class Worker:
         self.references = ReferenceTable(self.agent, wrap)
         self.conductor = Conductor(self.agent, partial(open_roots, self.references))
         self.extensions = extensions
-        self.at_gone: list[Callable[[Member], None]] = []  # as `Membership.gone`; filled before the worker joins
+        # Called with each other worker that has left or was lost, under the lock of the membership: they must not wait.
+        # Filled before the worker joins.
+        self.at_gone: list[Callable[[Member], None]] = []
         self.at_end: list[Callable[[], None]] = []  # called when this worker leaves; any thread may `append`
-        self.before_end: list[Callable[[float], None]] = []  # the same, before it announces that; each may block
+        # Called by a graceful shutdown, with its timeout, before the worker announces it; each may block.
+        self.before_end: list[Callable[[float], None]] = []
         self.at_declared_lost: Callable[[PeerLost], None] = lambda _: None  # called once it has ended
         self.group_ends = False  # the group ends with this worker: its program has started the others
         self.turning: Turning | None = None  # of an elastic group
@@ -66,7 +69,7 @@ class Worker:
         made.add(self)
 
     def attached(self, make: Callable[[Agent], T]) -> T:
-        """Return a higher layer's object for this worker, created on first use."""
+        """Return what `make(agent)` has made for this worker; the first call makes it, under a lock."""
         with self._lock:
             if make not in self._attached:
                 self._attached[make] = make(self.agent)
