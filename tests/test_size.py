@@ -15,8 +15,8 @@ PACKAGE = pathlib.Path(telegrad.__file__).parent
 ROOT = PACKAGE.parent
 CORE = ("_core", "autograd", "rpc", "nn", "optim")
 MOST = {
-    "lines of the package": 63_900,
-    "lines of the core": 40_200,
+    "lines of the package": 64_100,
+    "lines of the core": 40_300,
     "lines of the tests": 88_900,
     "files of the package": 408,
     "words of the glossary": 80,
@@ -43,7 +43,7 @@ def test_the_budget_is_kept() -> None:
         "lines of the core": sum(lines_of(PACKAGE / folder) for folder in CORE),
         "lines of the tests": lines_of(tests),
         "files of the package": len(list(PACKAGE.rglob("*.py"))),
-        "words of the glossary": len(re.findall(r"^\| (?!---|word)[^|]+\|", glossary, re.M)),
+        "words of the glossary": len(re.findall(r"^\| (?!---|word |term )[^|]+\|", glossary, re.M)),
         "global statements": statements(PACKAGE, ast.Global),
         "sleeps in tests": sum(len(re.findall(r"\bsleep\(", path.read_text())) for path in tests.rglob("*.py")),
     }

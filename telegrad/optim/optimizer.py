@@ -230,9 +230,8 @@ class DistributedOptimizer(Optimizer):
     def _telegrad_ride(self, context_id: int) -> StepRide:
         """For `backward(..., step=self)`: return a step that the owners take during the pass, if it is equivalent.
 
-        An optimizer with a hook or an overridden method that may run before the step gets a step after the pass. The
-        same holds for changes of hyperparameters while another fused step is pending: the owners might apply the
-        changes in a different order.
+        An optimizer with a hook or an overridden method that may run before the step gets a step after the pass. So do
+        changes of hyperparameters while another such step is pending: owners might apply them in another order.
         """
         whole, changes = self._whole(), self._changes()
         plain = type(self).step is DistributedOptimizer.step and not has_hooks_before(self)

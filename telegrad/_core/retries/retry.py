@@ -3,9 +3,8 @@
     wait_for_worker   the call waits while its worker is absent, up to its timeout
     idempotent        the call is repeated if it may have run; a live callee runs it once (`idempotency`)
 
-A failed call waits in the queue of its worker. After growing pauses, the first call in the queue is made again, which
-shows if the worker is reachable; its name is looked up again. Once there is a connection, the other calls follow. A
-call that may have run also waits for its own backoff time.
+A failed call waits in the queue of its worker. After growing pauses, the first call in the queue is made again, to the
+worker that has the name by then. Once there is a connection, the others follow. One that may have run also backs off.
 """
 
 from __future__ import annotations

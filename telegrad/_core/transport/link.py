@@ -301,10 +301,7 @@ class Link:
             self.stop_reading()
 
     def stop_reading(self) -> None:
-        """Give back the right to read.
-
-        If the next frame waits for lanes, the right goes to the lane thread that receives the last stripe.
-        """
+        """Give back the right to read; if the next frame waits for lanes, to the thread of the lane that ends last."""
         while self.reader.awaits_lanes and self.closed is None:
             self.reading.pass_on()
             if self.lanes_in.afterwards(self._go_on):
@@ -318,10 +315,7 @@ class Link:
         self.stop_reading()
 
     def wait_readable(self, timeout: float | None, waker: Waker | None = None) -> None:
-        """Sleep until data is available, the connection ends, the timeout expires, or `waker` is woken.
-
-        The caller must hold `reading`.
-        """
+        """With `reading` held: sleep until there is data, the connection ends, time is up, or `waker` is woken."""
         if self.reader.awaits_lanes:
             return
         wait_readable(self._sock, timeout, waker)
