@@ -101,7 +101,7 @@ class TelegradOptions(RpcBackendOptions):
             shared_memory: bytes of memory files that this worker may lend to others of its host; by default half of the
                 memory of the machine, or of the container.
             silence: seconds after which another host that gives no sign of life, or a stopped process of this host, is
-                declared lost; 0 for never. In a dynamic group also the duration of this worker's lease in the directory:
+                declared lost; 0 for never. In a dynamic group also the length of its lease in the directory:
                 a worker that does not renew its lease in that time is removed from the group.
             heartbeat: seconds after which a worker on any host that does not answer heartbeats is declared lost, even
                 if only its interpreter is busy; 0 for none.
