@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
 
 from telegrad._core import forks
 from telegrad._core.interrupts import uninterrupted
@@ -13,6 +14,20 @@ from telegrad.errors import UsageError
 
 LONGEST_START = 60.0  # seconds for a new thread to begin
 LONGEST_WAIT = 3600.0  # seconds of one sleep: the platforms' timers do not take infinity
+
+log = logging.getLogger("telegrad")
+T = TypeVar("T")
+
+
+def results(functions: Iterable[Callable[..., T]], *args: Any) -> Iterator[T]:
+    """Call each function and yield its result; log the error of one that fails, which must not keep others from it."""
+    for each in functions:
+        try:
+            result = each(*args)
+        except Exception:
+            log.exception("telegrad: %r failed", each)
+        else:
+            yield result
 
 
 class _Started(threading.Event):

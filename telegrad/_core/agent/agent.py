@@ -41,6 +41,7 @@ from telegrad._core.reactor.reactor import Reactor
 from telegrad._core.reactor.scheduler import Work, WorkQueue
 from telegrad._core.reactor.timer import TimerThread
 from telegrad._core.security.keyring import Keyring
+from telegrad._core.threads import results
 from telegrad._core.wire.messages import CALL, REFUSAL, RESULT, Message
 from telegrad._core.wire.packing import pack
 from telegrad.errors import PeerError, ShutDown
@@ -442,9 +443,7 @@ class Agent:
         if patient:
             self._timer.wake_by(monotonic() + BUSY_TICK)
 
-    # Time
-
     def _tick(self, now: float) -> float:
         self._reactor.send_unsent()
-        upcoming = min([self._connections.tick(now), *(tick(now) for tick in self.ticking)])
-        return min(upcoming, now + (BUSY_TICK if self._timer.is_watching else IDLE_TICK))
+        pause = BUSY_TICK if self._timer.is_watching else IDLE_TICK
+        return min(now + pause, self._connections.tick(now), *results(self.ticking, now))

@@ -36,7 +36,7 @@ from telegrad._core.reactor.reactor import Reactor
 from telegrad._core.reactor.scheduler import Work
 from telegrad._core.security.handshake import Claim, StreamId
 from telegrad._core.security.keyring import Keyring
-from telegrad._core.threads import Thread
+from telegrad._core.threads import Thread, results
 from telegrad._core.transport.connect import Channel, Target, connect
 from telegrad._core.transport.encrypted_link import EncryptedLink
 from telegrad._core.transport.endings import lost, part
@@ -375,8 +375,7 @@ class Connections:
             elif isinstance(reason, ShutDown) and not isinstance(reason, LeftEarly):
                 with self._lock:
                     self._warned.add(who.incarnation)  # it leaves in order: the end of its other connection is no loss
-            for told in self.lost:
-                told(who, reason)
+            list(results(self.lost, who, reason))
 
     def warn_lost(self, who: Identity, why: str) -> None:
         """Log a warning about a lost worker, once."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,6 +14,11 @@ from telegrad._core.calls.attachments import GraphContext
 from telegrad._core.membership.members import Identity
 from telegrad._core.wire.messages import HAS_GRAPH, NOTICE, PATIENT, Message, append
 from telegrad._core.wire.packing import pack
+from telegrad.errors import UsageError
+
+MOST_UNKNOWN = 20  # classes of messages that the log names
+
+log = logging.getLogger("telegrad")
 
 
 class Handlers:
@@ -20,9 +26,14 @@ class Handlers:
 
     def __init__(self) -> None:
         self._of: dict[str, tuple[Callable[..., Any], Callable[[Identity, Any], None]]] = {}  # by class
+        self._unknown: set[str] = set()  # classes of messages that were dropped
 
     def add(self, message: type, handler: Callable[[Identity, Any], None]) -> None:
-        assert message.__name__ not in self._of, f"two kinds of messages are called {message.__name__}"
+        if message.__name__ in self._of:
+            raise UsageError(
+                f"{message.__module__}.{message.__name__} has the name of another class of control messages of this "
+                "worker, and messages are known by the names of their classes: rename it"
+            )
         self._of[message.__name__] = message, handler
 
     def take(self, sender: Identity, message: tuple[Any, ...], tensors: Sequence[Tensor]) -> None:
@@ -30,6 +41,16 @@ class Handlers:
         kind, *fields = message
         if tensors:
             fields[-1] = tensors
+        if kind not in self._of:
+            if kind not in self._unknown and len(self._unknown) < MOST_UNKNOWN:
+                self._unknown.add(kind)
+                log.warning(
+                    "telegrad: worker %r sends messages %.60r, which are dropped: no extension handles them here. "
+                    "Import the extension here, too, before init_rpc",
+                    sender.name,
+                    kind,
+                )
+            return
         make, handler = self._of[kind]
         handler(sender, make(*fields))
 

@@ -36,7 +36,7 @@ from telegrad._core.membership.members import (
 from telegrad._core.membership.post import Post
 from telegrad._core.membership.registry import LEFT, LOST, Came, Change, Gone
 from telegrad._core.progress import Wait
-from telegrad._core.threads import Background
+from telegrad._core.threads import Background, results
 from telegrad.errors import CallTimeout, LeftEarly, PeerError, PeerLost, PeerSilent, ShutDown, TelegradError
 
 LOOK = 0.25  # seconds between two polls while waiting
@@ -281,8 +281,7 @@ class Membership:
             self._parted.discard(member.incarnation)
             remember(self._gone, member.incarnation, how)
             self._new_version()
-            for note in self.gone:
-                note(member)
+            list(results(self.gone, member))
             self._teller.gone(member, lost)
             self._changed.notify_all()
 
