@@ -21,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+import telegrad
 from telegrad._core.host import private_files
 from telegrad._core.host.private_files import (
     UnsafePath,
@@ -109,7 +110,7 @@ ELSEWHERE = {
 
 
 def test_no_other_file_of_the_package_makes_files() -> None:
-    root = pathlib.Path(private_files.__file__).parent
+    root = pathlib.Path(telegrad.__file__).parent
     found = set()
     for path in root.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -121,7 +122,7 @@ def test_no_other_file_of_the_package_makes_files() -> None:
             writes = name == "open" and any(re.fullmatch("[rbtwax+]*[wax+][rbtwax+]*", text) for text in texts)
             if name in MAKE_FILES or writes or ast.unparse(node.func) in ("os.open", "os.link", "os.mkdir"):
                 found.add((path.relative_to(root).as_posix(), name))
-    assert {each for each in found if each[0] != "private_files.py"} == ELSEWHERE
+    assert {each for each in found if each[0] != "_core/host/private_files.py"} == ELSEWHERE
 
 
 READ_ELSEWHERE = {  # what the kernel tells, the package's own files, a file that the command line names
@@ -129,7 +130,7 @@ READ_ELSEWHERE = {  # what the kernel tells, the package's own files, a file tha
         "directories/on_redis.py",
         "_core/directory/table.py",
         "_core/stores/address.py",
-        "host_memory.py",
+        "_core/host/host_memory.py",
         "insight/collect.py",
         "insight/reading/process_report.py",
         "insight/web.py",
@@ -140,7 +141,7 @@ READ_ELSEWHERE = {  # what the kernel tells, the package's own files, a file tha
 
 
 def test_no_other_file_of_the_package_opens_files_that_others_may_have_made() -> None:
-    root = pathlib.Path(private_files.__file__).parent
+    root = pathlib.Path(telegrad.__file__).parent
     found = set()
     for path in root.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -149,7 +150,7 @@ def test_no_other_file_of_the_package_opens_files_that_others_may_have_made() ->
                 or getattr(node.func, "attr", "") in ("read_text", "read_bytes")
             ):
                 found.add(path.relative_to(root).as_posix())
-    assert found - {"private_files.py"} == READ_ELSEWHERE
+    assert found - {"_core/host/private_files.py"} == READ_ELSEWHERE
 
 
 @pytest.mark.parametrize("kind", ["fifo", "socket", "device", "folder", "loop"])

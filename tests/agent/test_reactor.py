@@ -7,6 +7,7 @@ import itertools
 import os
 import random
 import threading
+import time
 import weakref
 from time import perf_counter
 from typing import Any, NoReturn
@@ -18,7 +19,7 @@ from telegrad._core.reactor.reactor import TURN, Reactor
 from telegrad._core.reactor.scheduler import Work, WorkQueue
 from telegrad._core.reactor.timer import TimerThread
 from telegrad._core.transport.poller import READ
-from tests.cluster import PATIENCE
+from tests.cluster import PATIENCE, wait_until
 
 
 def reactor_of(slots: int = 1) -> Reactor:
@@ -186,3 +187,23 @@ def test_work_may_be_submitted_on_a_thread_that_holds_the_lock() -> None:
             assert ran.acquire(timeout=PATIENCE)
     finally:
         reactor.close()
+
+
+def test_a_wake_up_that_a_busy_poll_has_read_ends_the_leader_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    reactor = reactor_of()
+    polling, closing = reactor._polling, threading.Event()
+    spin = polling._spin
+
+    def spin_into_the_close(start: float) -> Any:
+        closing.set()
+        while not polling._closed:
+            time.sleep(1e-3)
+        polling._recent = None
+        return spin(start)
+
+    monkeypatch.setattr(polling, "_spin", spin_into_the_close)
+    polling._spins = True
+    reactor.start()
+    assert closing.wait(PATIENCE)
+    reactor.close()
+    wait_until(lambda: not len(reactor._threads))

@@ -66,7 +66,7 @@ class Reactor:
 
     def close(self) -> None:
         """End the threads. Drop works that need a slot and have not begun; let running works finish."""
-        self._threads.close(self.poller.wake)
+        self._threads.close(self._polling.close)
         self._run_remaining()
 
     def submit(self, work: Work, queue: WorkQueue | None = None) -> None:
@@ -277,8 +277,14 @@ class Polling:
         self.looked = 0.0  # when the leader last polled all connections
         self._scheduler = scheduler
         self._submitted = submitted
+        self._closed = False
         self._spins = False
         self._recent: Source | None = None  # the source that was ready last
+
+    def close(self) -> None:
+        """End the sleep of the leader, and let it sleep no more: a busy poll may already have read the wake-up."""
+        self._closed = True
+        self.poller.wake()
 
     def poll(self) -> None:
         """Wait for the connections and read those with data; return early if there are works to run."""
@@ -289,7 +295,7 @@ class Polling:
         if not events:
             self.asleep = True
             try:
-                events = self.poller.poll(0 if ready or self._submitted else None)
+                events = self.poller.poll(0 if ready or self._submitted or self._closed else None)
             finally:
                 self.asleep = False
         self.looked = perf_counter()
