@@ -8,6 +8,8 @@ from __future__ import annotations
 import ast
 import importlib
 import pathlib
+import subprocess
+import sys
 
 import pytest
 
@@ -284,3 +286,16 @@ def test_public_names_exist(path: pathlib.Path) -> None:
 @pytest.mark.parametrize("path", FILES, ids=str)
 def test_a_file_fits_in_a_head(path: pathlib.Path) -> None:
     assert len(path.read_text().splitlines()) <= 450
+
+
+def test_programs_that_start_workers_or_look_from_outside_import_no_torch() -> None:
+    modules = (
+        "launch.local",
+        "launch.worker_command",
+        "supervision.supervisor",
+        "insight.command",
+        "insight.seen_groups",
+    )
+    program = f"import sys; {'; '.join(f'import telegrad.{each}' for each in modules)}; print('torch' in sys.modules)"
+    printed = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=60)
+    assert printed.stdout == "False\n"

@@ -267,7 +267,8 @@ def test_a_stopped_worker_ends_with_its_killed_program(tmp_path: pathlib.Path) -
 
 STOPPED_OR_SLOW = """
 import atexit, os, signal, time, telegrad
-from telegrad import progress, rpc
+from telegrad import rpc
+from telegrad._core import progress
 
 def be_slow():
     atexit.register(time.sleep, 60)

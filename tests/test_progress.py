@@ -212,7 +212,7 @@ class Screen:
 PRELUDE = """
 import os, sys, logging
 os.open(os.ttyname(0), os.O_RDWR)  # its terminal from now on
-from telegrad import progress
+from telegrad._core import progress
 from telegrad._core.progress import Wait, attended
 now = [0.0]
 def look(wait, at):

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 BOOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "boot")
 VARIABLE = "PYTHONPATH"
 OF_EXTENSIONS = tuple(
-    f"ext.{name}" for name in ("calls", "graphs", "joining", "modules", "references", "values", "workers")
+    f"ext.{name}" for name in ("calls", "graphs", "modules", "references", "starting", "values", "workers")
 )
 # The packages that import torch. The act that follows torch's import needs all of them, none of them half imported.
 WITH_TORCH = ("autograd", "checkpoint", "nn", "optim", "rpc", "weights", *OF_EXTENSIONS)

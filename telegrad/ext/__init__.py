@@ -5,7 +5,8 @@
 restored.
 `workers`: the worker of this process, the members of its group, and hooks that an extension adds to each worker.
 `directories`: the protocol that a directory engine implements, and the functions for its clients.
-`joining`: how workers meet and join: stores, keys, addresses, and the start of a worker.
+`joining`: how processes find a group, without torch: keys, stores, directories, names.
+`starting`: how a worker starts: stores of torch, joining, entering a group.
 `values`: values, tensors and exceptions as bytes.
 `graphs`: records of a forward pass, and parts of a backward pass that an extension runs itself.
 `modules`: modules whose parts live on several workers: how to find, name and own the parts.

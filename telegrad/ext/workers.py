@@ -2,7 +2,7 @@
 
 from telegrad._core.membership.dynamic import UNUSABLE, DynamicGroup
 from telegrad._core.membership.leaving import Leaving
-from telegrad._core.membership.members import Identity, Member, View, WorkerInfo, check_name, check_role, listed
+from telegrad._core.membership.members import Identity, Member, View, WorkerInfo, listed
 from telegrad._core.membership.membership import Membership
 from telegrad._core.membership.registry import PUBLISHED, Change, Claim, Gone, LifeOver, Registry
 from telegrad._core.worker import current
@@ -25,8 +25,6 @@ __all__ = [
     "Worker",
     "WorkerExtension",
     "WorkerInfo",
-    "check_name",
-    "check_role",
     "current",
     "listed",
     "register",

@@ -13,7 +13,7 @@ from torch.distributed import distributed_c10d as c10d
 from telegrad.errors import InvalidArgument, UsageError
 from telegrad.ext.arguments import checks
 from telegrad.ext.calls import DEFAULT, limit_of
-from telegrad.ext.joining import reach_tcp, serve_tcp
+from telegrad.ext.starting import reach_tcp, serve_tcp
 from telegrad.ext.workers import current
 from telegrad.groups import meetings
 from telegrad.groups.group import Group

@@ -22,7 +22,7 @@ from typing import IO, TYPE_CHECKING, Any, NoReturn
 from telegrad.compat.inheritance import child_environment
 from telegrad.errors import RendezvousError, UsageError
 from telegrad.ext.arguments import count, flag, seconds, shown, wrong
-from telegrad.ext.joining import Keyring, new_key, of_environment
+from telegrad.ext.joining import Keyring, check_name, check_role, new_key, of_environment
 from telegrad.ext.joining import main_program as programs
 from telegrad.ext.processes import (
     SAFE_PATH,
@@ -39,7 +39,6 @@ from telegrad.ext.processes import (
     uninterrupted,
 )
 from telegrad.ext.texts import Wait, attended, make_room
-from telegrad.ext.workers import check_name, check_role
 from telegrad.supervision.lines import LONGEST, Lines
 
 if TYPE_CHECKING:
@@ -102,7 +101,8 @@ class LocalGroup:
         """Join the group while the workers start, because the import of torch takes this process as long as them."""
         with self._wait(lambda: f"telegrad.local: {quoted(self.names)} start up"):
             from telegrad import rpc
-            from telegrad.ext.joining import Meeting, SealedStore, call_off, enter_group, serve_on
+            from telegrad.ext.joining import SealedStore, call_off
+            from telegrad.ext.starting import Meeting, enter_group, serve_on
             from telegrad.ext.workers import current
 
         size = 1 + len(self.names)
@@ -319,7 +319,7 @@ def _listen(host: str) -> socket.socket:
 def _check_free() -> None:
     """Raise AlreadyInitialized if this process is in a group, before anything is started."""
     if "telegrad._core.start.life" in sys.modules:  # else no group; torch is imported while the workers start
-        from telegrad.ext.joining import check_free
+        from telegrad.ext.starting import check_free
 
         check_free()
 

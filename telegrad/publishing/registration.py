@@ -21,8 +21,9 @@ from typing import Any
 from telegrad.errors import CallTimeout, HandshakeError, PeerError, PeerLost, ShutDown, StoreUntrusted, TelegradError
 from telegrad.ext.calls import Signal
 from telegrad.ext.directories import DirectoryLost, DirectoryRefused, EmbeddedDirectory, LeaseLost
-from telegrad.ext.joining import Keeping, shows_life, ttl_of
+from telegrad.ext.joining import Keeping
 from telegrad.ext.processes import knock, run_beside
+from telegrad.ext.starting import shows_life, ttl_of
 from telegrad.ext.workers import Change, Claim, DynamicGroup, Gone, LifeOver, Member, Worker, WorkerInfo
 
 THREAD = "telegrad-claims"

@@ -9,8 +9,8 @@ from typing import Any
 
 from telegrad.ext.calls import PendingCall, futures
 from telegrad.ext.graphs import Conductor
-from telegrad.ext.joining import joining, stores
 from telegrad.ext.references import Opening
+from telegrad.ext.starting import joining, stores
 from telegrad.ext.texts import progress
 from telegrad.ext.workers import Leaving, Membership
 from telegrad.reporting.account import MEETINGS, Wait

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 from telegrad.errors import UsageError
 from telegrad.ext.arguments import shown
+from telegrad.ext.joining import check_name, check_role
 from telegrad.ext.texts import did_you_mean
-from telegrad.ext.workers import check_name, check_role
 
 RESTART, RESTART_ROLE, END = "restart", "restart-role", "end"
 POLICIES = (RESTART, RESTART_ROLE, END)

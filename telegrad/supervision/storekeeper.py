@@ -52,7 +52,8 @@ def _serve(listener: str, host: str) -> None:
     try:
         import torch  # noqa: F401 - first, since the compatibility mode takes effect with it
 
-        from telegrad.ext.joining import OPEN, SERVED, Board, Renewal, SealedStore, find_directory, find_keys, serve_on
+        from telegrad.ext.joining import OPEN, SERVED, Board, Renewal, SealedStore, find_directory, find_keys
+        from telegrad.ext.starting import serve_on
 
         keys = find_keys()
         with socket.socket(fileno=int(listener)) as listening:

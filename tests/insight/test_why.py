@@ -441,7 +441,9 @@ def at_random(chance: random.Random) -> Scene:
                 chance.choice(["", f"train.py:{chance.randint(1, 9)} step: {chance.choice(places)}"]),
                 wait=chance.choice([None, wanted]),
                 asleep=chance.choice([True, False, None]),
-                outside=chance.choice([[], ["/lib/torch/autograd/graph.py:1 run"], ["/telegrad/pipeline/run.py:1 act"]]),
+                outside=chance.choice(
+                    [[], ["/lib/torch/autograd/graph.py:1 run"], ["/telegrad/pipeline/run.py:1 act"]]
+                ),
             )
         for _ in range(chance.randint(0, 2)):
             owing = chance.sample(strangers, chance.randint(0, 3))

@@ -470,7 +470,7 @@ def test_a_sequence_is_compared_too_where_there_is_an_example() -> None:
 
 def test_a_buffer_that_stages_of_a_sequence_share_is_refused() -> None:
     norm = nn.BatchNorm1d(WIDTH)
-    with pytest.raises(UsageError, match=r"'2.running_mean' is used by the stages \[0, 1\]"):
+    with pytest.raises(UsageError, match=r"'0.running_mean' is used by the stages \[0, 1\]"):
         split_model(nn.Sequential(norm, nn.Linear(WIDTH, WIDTH), norm), 2, at=["1"])
 
 
