@@ -156,16 +156,22 @@ class PendingCall:
             if (remaining := self.deadline - monotonic()) <= 0:
                 return False
             if isinstance(link := peer.connection.link, Link) and link.reading.take():
-                self._read(link)
+                held = [link]
+                try:  # around the call, since a signal may come at any instruction of it
+                    self._read(link, held)
+                except Resumed:
+                    pass
+                finally:
+                    if held:  # otherwise a signal handler has run, which released the right
+                        link.stop_reading()
             else:
                 self._wait_done(min(remaining, LONGEST_WAIT))
         return True
 
     @gives_back(give_back_read)
     @waiting_loop
-    def _read(self, link: Link) -> None:
-        """Read until the call is done, then release the right to read, which the calling method has acquired."""
-        held = [link]
+    def _read(self, link: Link, held: list[Link]) -> None:
+        """Read until the call is done, with the right to read, as long as `held` has the connection."""
         connection = self.peer.connection
         self.awaited = True
         start = perf_counter()
@@ -175,17 +181,13 @@ class PendingCall:
                 if link.read() or (spin is not None and spin.again()):
                     continue
                 if (remaining := self.deadline - monotonic()) <= 0:
-                    break
+                    return
                 if self._use_waker():
                     continue
                 link.wait_readable(min(remaining, LONGEST_WAIT), self.waker)
-        except Resumed:
-            pass
         finally:
             self.awaited = False
             connection.is_prompt = perf_counter() - start < SOON
-            if held:  # otherwise a signal handler has run, which released the right
-                link.stop_reading()
 
     def _use_waker(self) -> bool:
         """Let threads that may cancel the call wake this one from now on.
