@@ -147,6 +147,7 @@ def arguments(function: Any, made: dict[str, Any]) -> dict[str, Any]:
         **dict.fromkeys(("value", "index", "tensor"), torch.ones(1, requires_grad=True)),
         **dict.fromkeys(("which", "stage", "number", "n", "wanted", "workers", "max_size", "max_wait", "chunks"), 1),
         **dict.fromkeys(("name", "method", "shape", "offsets", "sizes", "checkpoint_id", "path", "folder"), "numbers"),
+        "seconds": 2.0,
         "stages": [model],
         "params": [reference],
         **dict.fromkeys(("module", "model"), model),

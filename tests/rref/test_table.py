@@ -137,7 +137,7 @@ def test_a_worker_of_a_dynamic_group_tells_its_state() -> None:
     with agents(1, dynamic=True) as (only,):
         assert re.fullmatch(r"<Worker 'w0', in <DynamicGroup: epoch \d+; with w0>>", repr(only))
         assert repr(only.directory.registry) == f"<Registry of '' in {only.directory.directory!r}>"
-        assert repr(only.parting) == "<Alone: 'w0' leaves a dynamic group by itself>"
+        assert repr(only.parting) == "<Leaving: 'w0'>"
     assert "closed, in <DynamicGroup: over: this worker has left the group;" in repr(only)
 
 

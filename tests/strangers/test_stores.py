@@ -33,6 +33,7 @@ from telegrad._core.stores.stores import Meeting
 from telegrad._core.worker import current
 from telegrad._core.worker.options import TelegradOptions
 from telegrad._core.worker.worker import Worker
+from telegrad.ext import starting
 from tests.cluster import PATIENCE, sealed
 from tests.directory.naive import NaiveEngine
 
@@ -226,7 +227,7 @@ def test_the_key_of_a_local_group_is_where_no_other_user_sees_it(monkeypatch: py
         stores.append(Recorded(store))
         return stores[0], port
 
-    monkeypatch.setattr(tcp_store, "serve_on", recorded)
+    monkeypatch.setattr(starting, "serve_on", recorded)
     with telegrad.local(1, driver="boss") as workers:
         pid = telegrad.rpc.rpc_sync(workers[0], os.getpid)
         command = pathlib.Path(f"/proc/{pid}/cmdline").read_bytes()
