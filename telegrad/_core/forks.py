@@ -81,7 +81,7 @@ def disable(thing: Any) -> None:
         }
         meta: Any = type(kind)
         _classes[kind] = meta(kind.__name__, (kind,), namespace)
-    thing.__class__ = _classes[kind]
+    object.__setattr__(thing, "__class__", _classes[kind])  # also if the class refuses to be changed
 
 
 def disable_all(owner: Any) -> None:
