@@ -1,4 +1,4 @@
-# Every target makes what it needs on a machine with Python 3.10 or newer and nothing else.
+# Every target makes what it needs on a machine with Python 3.11 or newer and nothing else.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -19,9 +19,9 @@ test-only: $(INSTALLED)
 nightly: lint
 	-$(BIN)/pip install --disable-pip-version-check -q 'atheris>=3.0'  # where there is none, fuzzing is skipped
 	-$(BIN)/pip install --disable-pip-version-check -q -c constraints.txt -e '.[torchrl]'  # likewise, its tests
-	-$(BIN)/pip install --disable-pip-version-check -q -c constraints.txt -e '.[models]'  # and those that cut models
-	-$(BIN)/pip install --disable-pip-version-check -q -c constraints.txt -e '.[launchers]'  # and theirs
-	-$(BIN)/pip install --disable-pip-version-check -q -c constraints.txt -e '.[docs]'  # and those of the pages
+	-$(BIN)/pip install --disable-pip-version-check -q -c constraints.txt --group models  # and those that cut models
+	-$(BIN)/pip install --disable-pip-version-check -q -c constraints.txt --group launchers  # and theirs
+	-$(BIN)/pip install --disable-pip-version-check -q -c constraints.txt --group docs  # and those of the pages
 	-$(BIN)/pip install --disable-pip-version-check -q -c constraints.txt basedpyright  # and what judges the public types
 	$(BIN)/pytest -m "not cuda" -n 2 --dist loadfile --timeout 900
 	$(BIN)/python -m tests.chaos --seconds 1800 --soak
@@ -58,7 +58,7 @@ docs-links: $(VENV)/.docs
 	$(BIN)/python -m sphinx -q -b linkcheck -d build/doctrees docs build/links
 
 $(VENV)/.docs: $(INSTALLED)
-	$(BIN)/pip install --disable-pip-version-check -q -c constraints.txt -e '.[docs]'
+	$(BIN)/pip install --disable-pip-version-check -q -c constraints.txt --group docs
 	touch $@
 
 # The pure files by their own tests, which fails below 95%; then the whole package by all, whose figure nothing asks for yet.
@@ -76,12 +76,13 @@ portable: $(INSTALLED)
 
 # What is published, into dist/: the same bytes twice, and the wheel is tried where there is nothing else.
 package: $(INSTALLED)
-	$(BIN)/pip install --disable-pip-version-check -q -c constraints.txt -e '.[release]'
+	$(BIN)/pip install --disable-pip-version-check -q -c constraints.txt --group release
 	$(BIN)/python -m tests.packaging
 
 $(INSTALLED): pyproject.toml constraints.txt telegrad/version.py
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/pip install --disable-pip-version-check -q 'pip>=25.1'  # which knows dependency groups
+	$(BIN)/pip install --disable-pip-version-check -c constraints.txt -e '.[examples,insight,prometheus,opentelemetry,redis]' --group dev
 	$(BIN)/python -m compileall -q telegrad  # as pip does for what it copies; else each start compiles it where none may be written
 	touch $@
 

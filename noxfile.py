@@ -13,13 +13,21 @@ from typing import Any
 import nox
 
 ROOT = pathlib.Path(__file__).parent
-PYTHONS = ["3.10", "3.11", "3.12", "3.13", "3.14"]
+PYTHONS = ["3.11", "3.12", "3.13", "3.14"]
 OLDEST, NEWEST = "oldest", "newest"
 TARGETS = ["lint", "docs", "docs-links", "conformance", "package", "nightly", "chaos"]
 
 nox.options.sessions = ["lint"]
 nox.options.default_venv_backend = "venv"
-PROJECT: dict[str, Any] = nox.project.load_toml("pyproject.toml")["project"]
+PYPROJECT: dict[str, Any] = nox.project.load_toml("pyproject.toml")
+PROJECT: dict[str, Any] = PYPROJECT["project"]
+EXTRAS = [
+    "examples",
+    "insight",
+    "prometheus",
+    "opentelemetry",
+    "redis",
+]  # of the tests, as in the Makefile
 
 
 @nox.session(python=[*PYTHONS, "3.14t"])
@@ -42,7 +50,8 @@ def install(session: nox.Session, constraints: Iterable[str]) -> None:
     """This project, as developers have it."""
     file = pathlib.Path(session.create_tmp()) / "constraints.txt"
     file.write_text("\n".join(constraints))
-    session.install("-c", str(file), "-e", ".[dev]")
+    session.install("pip>=25.1")
+    session.install("-c", str(file), "-e", f".[{','.join(EXTRAS)}]", "--group", "dev")
 
 
 def make(session: nox.Session, target: str) -> None:
@@ -61,16 +70,10 @@ def pinned() -> list[str]:
 def lowest() -> list[str]:
     """Each dependency at the version from which on it may be."""
     extras = PROJECT["optional-dependencies"]
-    also = [each for extra in brought(extras["dev"]) for each in extras[extra]]
-    wanted = [*PROJECT["dependencies"], *extras["dev"], *also]
+    wanted = [*PROJECT["dependencies"], *PYPROJECT["dependency-groups"]["dev"]]
+    wanted += [each for extra in EXTRAS for each in extras[extra]]
     found = [re.match(r"([\w.-]+)(?:\[.*?\])?>=([\d.]+)", each) for each in wanted]
     return [f"{each[1]}=={each[2]}" for each in found if each]
-
-
-def brought(wanted: Iterable[str]) -> list[str]:
-    """The other extras of this project among them."""
-    own = [re.match(r"telegrad\[(.*)\]", each) for each in wanted]
-    return [extra for each in own if each for extra in each[1].split(",")]
 
 
 @nox.session(python=PYTHONS)

@@ -16,7 +16,7 @@ from benchmarks.measuring import MB, OTHER, TELEGRAD, Row, times
 from benchmarks.targets import Absolute, OfPeer, OfRow
 
 if TYPE_CHECKING:
-    from telegrad.agent.futures import Future
+    from telegrad._core.calls.futures import Future
 
 SIZES = (2, 8, 32)
 WINDOW = 31  # calls in flight of each worker, whatever their number: one to each of the others in the largest group
@@ -67,9 +67,9 @@ def all_to_all(rpc: Any, size: int, calls: int = 32 * WINDOW * 8) -> float:
 
 
 def _call_each(names: list[str], function: Any, *args: Any) -> list[Future[Any]]:
-    from telegrad.agent.fanout import EachCall
-    from telegrad.agent.futures import Future
-    from telegrad.rpc import current
+    from telegrad._core.agent.fanout import EachCall
+    from telegrad._core.calls.futures import Future
+    from telegrad._core.worker import current
 
     futures: list[Future[Any]] = [Future() for _ in names]
     current.agent().call_each(list(map(EachCall, futures, names)), function, args, None)
@@ -78,9 +78,9 @@ def _call_each(names: list[str], function: Any, *args: Any) -> list[Future[Any]]
 
 def fanout_in_writes(rpc: Any, size: int, rounds: int = 200) -> float:
     """Processor time of an empty call to many, until all is sent, in that of writing as much to each."""
-    from telegrad.rpc import current
-    from telegrad.transport.link import Link
-    from telegrad.wire.messages import RELEASE, Message, encode, pack_numbers
+    from telegrad._core.transport.link import Link
+    from telegrad._core.wire.messages import RELEASE, Message, encode, pack_numbers
+    from telegrad._core.worker import current
 
     names = [f"worker{rank}" for rank in range(1, size + 1)]
     frame = encode(Message(RELEASE, body=pack_numbers([1])))  # of a block that was never lent: it is ignored

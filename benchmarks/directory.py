@@ -16,9 +16,9 @@ import threading
 from collections.abc import Callable
 from time import perf_counter, sleep
 
-from telegrad.directory.client import EmbeddedDirectory
-from telegrad.directory.keeper import Keeper
-from telegrad.keyring import Keyring, new_key
+from telegrad._core.directory.client import EmbeddedDirectory
+from telegrad._core.directory.keeper import Keeper
+from telegrad._core.security.keyring import Keyring, new_key
 
 TTL, PATIENCE = 600.0, 120.0
 MEMBERS = (8, 64, 512)

@@ -20,7 +20,7 @@ from benchmarks.command import choose, run
 from benchmarks.groups import Group, work
 from benchmarks.measuring import MB, TELEGRAD, Row
 from benchmarks.turns import take_turns
-from telegrad.transport.connect import Channel
+from telegrad._core.transport.connect import Channel
 
 _TCP = ("tcp",)
 AT_MOST = {  # times as long

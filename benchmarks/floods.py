@@ -27,12 +27,12 @@ from benchmarks.command import run
 from benchmarks.groups import join
 from benchmarks.measuring import MB, TELEGRAD
 from benchmarks.processes import Child, answer_all, children_killed, free_port
-from telegrad import descriptors
-from telegrad.rpc import current
-from telegrad.rpc.yielding import Streamed
-from telegrad.transport.link import Link
-from telegrad.transport.sockets import NOT_NOW
-from telegrad.wire.messages import CALL, HAS_REFERENCES, Message, append, encode
+from telegrad._core.host import open_files as descriptors
+from telegrad._core.sockets import NOT_NOW
+from telegrad._core.streams.generator_runs import Producer
+from telegrad._core.transport.link import Link
+from telegrad._core.wire.messages import CALL, HAS_REFERENCES, Message, append, encode
+from telegrad._core.worker import current
 
 CALLEE, FLOODER, CALLERS = 0, 1, (2, 3)
 PATIENCE = 120.0
@@ -75,18 +75,13 @@ def _references() -> Frames:
 
 
 def _streams() -> Frames:
-    """Streams that are not read, opened as `rpc_stream` does: a reference, the function, and two pulls."""
-    me = current.agent()
-    key = f"{me.name}#{me.incarnation}"
-    held = pickle.dumps(((me.name, 256), {}), 5)
-    for number in itertools.count(FIRST, 4):
-        creation = pickle.dumps(((), (0, (key, number), (key, number + 1))), 5)
-        yield encode(Message(CALL, number, HAS_REFERENCES, b"telegrad.rpc.feeding:hold", body=append(held, creation)))
-        function = Streamed(iter, (key, number), same_program=False)
-        yield encode(Message(CALL, number + 1, body=pickle.dumps((function, (partial(bytes, MB), None), {}), 5)))
+    """Streams that are not read, opened as `rpc_stream` does: the function, and two pulls."""
+    for number in itertools.count(FIRST, 3):
+        function = Producer(iter, number, 256, same_program=False)
+        yield encode(Message(CALL, number, body=pickle.dumps((function, (partial(bytes, MB), None), {}), 5)))
         for index in range(2):
-            body = pickle.dumps(((key, number, index, 0), {}), 5)
-            yield encode(Message(CALL, number + 2 + index, head=b"telegrad.rpc.feeding:pull", body=body))
+            body = pickle.dumps(((number, index, 0), {}), 5)
+            yield encode(Message(CALL, number + 1 + index, head=b"telegrad._core.streams.producer:pull", body=body))
 
 
 WAYS = {

@@ -128,7 +128,8 @@ class Training(NamedTuple):
     def timeline(self) -> Any:
         """How Telegrad's schedule comes out, where nothing but the stages takes time; in units of one forward."""
         # Not above: those who are forked from a process with the rows shall not have Telegrad yet.
-        from telegrad.nn.schedule import plan, simulate
+        from benchmarks.schedule_simulation import simulate
+        from telegrad.pipeline.pipeline_schedule import plan
 
         stations = tuple(range(len(WORKERS))) * self.rounds
         return simulate(plan(self.schedule, stations, self.batches), stations, self.batches)

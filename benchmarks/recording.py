@@ -15,7 +15,7 @@ CALLS = 1000  # of a round, with and without
 
 def record(on: bool) -> None:
     """Have this worker record from now on, or no longer."""
-    from telegrad.witness.recorder import recorder  # not above: the rows are imported before a library is chosen
+    from telegrad.reporting.recorder import recorder  # not above: the rows are imported before a library is chosen
 
     (recorder.begin if on else recorder.end)()
 

@@ -37,7 +37,7 @@ from typing import Any
 
 import torch
 
-from telegrad.directory.client import EmbeddedDirectory
+from telegrad._core.directory.client import EmbeddedDirectory
 
 COUNTS = (8, 64, 256, 512)
 KINDS = ("dynamic", "fixed", "torch")
@@ -256,12 +256,13 @@ def count_requests() -> Counter[EmbeddedDirectory]:
 
 
 def bytes_of(directory: EmbeddedDirectory) -> int:
-    """Return how many bytes a connection has carried, there and back."""
-    link = directory._link
-    if link is None:
-        return 0
-    info = link._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, BYTES_ACKED + 16)
-    return sum(struct.unpack_from("<QQ", info, BYTES_ACKED))
+    """Return how many bytes the connections of a client have carried, there and back."""
+    total = 0
+    for session in (*directory._sessions._idle[0], *directory._sessions._used):
+        if session._sock is not None:
+            info = session._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, BYTES_ACKED + 16)
+            total += sum(struct.unpack_from("<QQ", info, BYTES_ACKED))
+    return total
 
 
 def cpu_of_server() -> float:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from telegrad.nn.schedule import BACKWARD, FORWARD, INPUT, SCHEDULES, WEIGHTS, Timeline, plan, simulate
+from benchmarks.schedule_simulation import Timeline, simulate
+from telegrad.pipeline.pipeline_schedule import BACKWARD, FORWARD, INPUT, SCHEDULES, WEIGHTS, plan
 
 WORKERS, BATCHES = 4, 8
 COLOURS = {FORWARD: "#9ecae1", BACKWARD: "#fdae6b", INPUT: "#fdae6b", WEIGHTS: "#a1d99b"}

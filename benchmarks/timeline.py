@@ -40,9 +40,11 @@ def _mark(where: Any, name: str, *labels: str) -> None:
 
 def mark_all(worker: str) -> None:
     """Set the marks of this process."""
-    from telegrad.agent import agent, answers, attachments, server
-    from telegrad.autograd import contexts, engine, parts, record
-    from telegrad.transport.link import Link
+    from telegrad._core.agent import agent, answers, server
+    from telegrad._core.calls import attachments
+    from telegrad._core.transport.link import Link
+    from telegrad.autograd import contexts, parts
+    from telegrad.autograd.engine import engine, record
 
     for where, name, *texts in (
         (Link, "_take", "a frame has come"),

@@ -104,34 +104,40 @@ def publish_alone(rpc: Any, size: int) -> float:
         return (perf_counter() - begun) * 1e2
 
 
-def _changed(size: int) -> tuple[list[Tensor], list[Tensor]]:
+def _changed(size: int) -> tuple[Tensor, Tensor]:
     """With 2% of the values changed, at random places."""
     old = torch.randn(size // 4)
     new = old.clone()
     new[torch.randint(0, len(old), (len(old) // 50,))] += 1
-    return [old], [new]
+    return old.view(torch.int32), new.view(torch.int32)
 
 
-def _stepped(size: int) -> tuple[list[Tensor], list[Tensor]]:
+def _stepped(size: int) -> tuple[Tensor, Tensor]:
     """With all values changed by about a thousandth of them, and rounded."""
     old = torch.randn(size // 2)
-    return [old.bfloat16()], [(old * (1 + 1e-3 * torch.randn(size // 2))).bfloat16()]
+    new = old * (1 + 1e-3 * torch.randn(size // 2))
+    return old.bfloat16().view(torch.int16), new.bfloat16().view(torch.int16)
 
 
-def times_fewer(rpc: Any, size: int, make: Callable[[int], Any], small: bool = False) -> float:
+def _encoded(old: Tensor, new: Tensor, small: bool) -> int:
+    """How many bytes the deltas of all pieces take."""
+    from telegrad.weights.publisher import PIECE
+    from telegrad.weights.transfer.deltas import encode
+
+    count = PIECE // old.itemsize
+    pieces = zip(old.split(count), new.split(count), strict=True)
+    return sum(encode([before], [after], small).size for before, after in pieces)
+
+
+def times_fewer(rpc: Any, size: int, make: Callable[[int], tuple[Tensor, Tensor]], small: bool = False) -> float:
     """How many times fewer bytes other hosts get than a whole version has."""
-    from telegrad.weights.deltas import encode
-
-    old, new = make(size)
-    return size / len(encode(old, new, small=small))
+    return size / _encoded(*make(size), small)
 
 
-def per_second(rpc: Any, size: int, make: Callable[[int], Any], small: bool = False) -> float:
+def per_second(rpc: Any, size: int, make: Callable[[int], tuple[Tensor, Tensor]], small: bool = False) -> float:
     """MB of a version whose changes are found in a second."""
-    from telegrad.weights.deltas import encode
-
     old, new = make(size)
-    return size / MB / statistics.median(times(5, lambda: encode(old, new, small=small)))
+    return size / MB / statistics.median(times(5, lambda: _encoded(old, new, small)))
 
 
 def _row(name: str, unit: str, measure: Callable[..., float], size: int, *targets: Absolute) -> Row:

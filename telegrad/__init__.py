@@ -1,7 +1,7 @@
 """Distributed model parallelism for PyTorch: remote calls, remote references, autograd, modules, optimizers.
 
-Examples in these texts run in a group of three, which one line makes: `with telegrad.local(2):`. This process is
-"driver" in it, the others are "worker0" and "worker1". They take `rpc`, `functions` and `nn` as imported:
+The examples in these docstrings run in a group of three workers, started by `with telegrad.local(2):`. This process is
+the worker "driver", the others are "worker0" and "worker1". The examples assume these imports:
 
     import telegrad, torch
     from telegrad import rpc
@@ -19,12 +19,12 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from telegrad import errors
-from telegrad.safe_text import SafeRecords
+from telegrad._core.safe_text import SafeRecords
 from telegrad.version import VERSION as __version__
 
 if TYPE_CHECKING:
     from telegrad import autograd, checkpoint, compat, insight, nn, optim, rpc, weights
-    from telegrad.hosting import LocalGroup
+    from telegrad.launch.local import LocalGroup
     from telegrad.rpc import Group
 
 __all__ = [
@@ -49,7 +49,7 @@ _ROOMS = ("autograd", "checkpoint", "compat", "insight", "nn", "optim", "rpc", "
 
 
 def __getattr__(name: str) -> ModuleType:
-    """What users import from here, imported when they use it."""
+    """Import a subpackage when the user's program first accesses its name."""
     if name in _ROOMS:
         return import_module(f"telegrad.{name}")
     raise AttributeError(f"module 'telegrad' has no attribute {name!r}")
@@ -58,51 +58,52 @@ def __getattr__(name: str) -> ModuleType:
 def local(
     workers: int | Sequence[str] | Mapping[str, int], *, driver: str = "driver", rpc_timeout: float = 60.0
 ) -> LocalGroup:
-    """Start workers on this host, and join them as `driver`; in a `with` statement, or until `shutdown()`.
+    """Start workers on this host and join their group as `driver`, in a `with` statement or until `shutdown()`.
 
-    They can import what this process can, and run what it defines in its main program or notebook. What they print
-    comes out here. They end with this process, however it ends; Ctrl-C does not reach them.
+    The workers can import what this process can, and run what its main program or notebook defines. Their output is
+    printed here. They end with this process, however it ends. Ctrl-C does not reach them.
 
     Args:
-        workers: their number (they are named worker0, worker1 ...), their names, or how many there are of each role:
+        workers: the number of workers (named worker0, worker1 ...), their names, or the number for each role:
             `{"learner": 1, "actor": 4}` makes learner0 and actor0 to actor3.
         driver: the name of this process in the group.
-        rpc_timeout: seconds that a call may take where it names no time itself; 0 for no limit.
+        rpc_timeout: seconds that a call may take if it sets no timeout itself; 0 for no limit.
 
     Returns:
-        The group: the names of its workers, and `shutdown()`.
+        The group, with the names of its workers and the method `shutdown()`.
 
     Raises:
-        RendezvousError: a worker ended before all had met; the message has its last lines.
-        AlreadyInitialized: this process is in a group already.
+        RendezvousError: a worker ended before all workers had joined; the message has its last lines of output.
+        AlreadyInitialized: this process is already in a group.
 
     Example:
         >>> with telegrad.local(1) as workers:
         ...     rpc.rpc_sync(workers[0], pow, (2, 3))
         8
     """
-    from telegrad.hosting import LocalGroup
+    from telegrad.launch.local import LocalGroup
 
     return LocalGroup(workers, driver, rpc_timeout)
 
 
 def process_group(group: Group, backend: str = "gloo", timeout: float = -1.0) -> Any:
-    """A process group of `torch.distributed` of the workers of a group, for its collectives: each of them calls this.
+    """Create a `torch.distributed` process group of the workers of a group, for collectives. Each of them calls this.
 
-    Their ranks in it are their places in the group; it needs no default group. It ends as the worker leaves.
+    The rank of a worker in it is its position in the group. No default process group is needed. The process group
+    ends when the worker leaves.
 
     Args:
         group: the workers.
-        backend: as `torch.distributed` names it.
-        timeout: seconds for its forming and for its collectives; 0 for no limit, left out that of the options.
+        backend: the name of a `torch.distributed` backend.
+        timeout: seconds for creating it and for each collective; 0 for no limit; by default `rpc_timeout`.
 
     Returns:
-        The process group, to be given to collectives as `group=`.
+        The process group, to pass to collectives as `group=`.
 
     Raises:
         UsageError: this worker is not in the group.
-        CallTimeout: not all came in time; it names those that did not.
-        PeerLost: one of them died, or left, before it came.
+        CallTimeout: some workers did not call this in time; the message names them.
+        PeerLost: one of the workers died or left before it called this.
 
     Example:
         >>> def total(number):
@@ -113,7 +114,7 @@ def process_group(group: Group, backend: str = "gloo", timeout: float = -1.0) ->
         >>> rpc.group(["worker0", "worker1"]).map(total, [1, 2]).wait()
         [3, 3]
     """
-    from telegrad.rpc.process_groups import process_group as make
+    from telegrad.groups.process_groups import process_group as make
 
     return make(group, backend, timeout)
 
@@ -125,28 +126,28 @@ def recover(
     *,
     after: BaseException | None = None,
 ) -> None:
-    """Have all parts of a state be as they were in a checkpoint, those whose workers were lost included.
+    """Restore all parts of a state from a checkpoint, including those of lost workers.
 
-    The lost parts of its models are made anew as their workers come back, where they were made with `restore`; all
-    optimizers begin anew on all owners, pipelines find their stages, and the checkpoint is loaded. Where another worker
-    is lost meanwhile, it begins once more.
+    Lost parts of models are created again when their workers come back, if they were made with `restore`. All owners
+    create their optimizers again, pipelines reconnect to their stages, and the checkpoint is loaded. If another worker
+    is lost meanwhile, recovery starts again.
 
     Args:
-        state: what `checkpoint.save` and `load` take.
+        state: a state as `checkpoint.save` and `load` take it.
         checkpoint_id: the path of a checkpoint, such as `checkpoint.latest(folder)`.
         timeout: seconds for a lost worker to come back; 0 for no limit.
-        after: the error that has ended a step: where it tells of anything but lost workers, it is raised again.
+        after: the error that ended a step; it is raised again if it reports anything but lost workers.
 
     Raises:
         CannotRestore: a lost part was made without `restore`.
-        OwnerLost: its worker did not come back in time.
-        UsageError: there is no complete checkpoint there, or one of something else.
+        OwnerLost: the worker of a part did not come back in time.
+        UsageError: the path has no complete checkpoint, or one of another state.
 
     Example:
         >>> model = telegrad.nn.RemoteModule("worker1", nn.Linear, (2, 1), restore=True)
         >>> saved = telegrad.checkpoint.save({"model": model}, "saved").wait()
         >>> telegrad.recover({"model": model}, saved)
     """
-    from telegrad.recovery import recover as recover_all
+    from telegrad.checkpoint.recovery import recover as recover_all
 
     recover_all(state, checkpoint_id, timeout, after)

@@ -4,10 +4,10 @@ python -m telegrad script.py [arguments]          run a program written for torc
 python -m telegrad -m package.module [arguments]  the same, for a module
 python -m telegrad worker NAME [options]          start one worker of a group; `worker --help` lists the options
 python -m telegrad run FILE | [options] -- ...    start workers by their roles, again when they fail; `run --help`
-python -m telegrad why                            what keeps the groups of this host from going on; `why --help`
+python -m telegrad why                            what keeps the groups of this host waiting; `why --help`
 python -m telegrad top | dashboard                a live view of a group, in the terminal or the browser
-python -m telegrad trace FILE                     what has happened lately on all workers of a group, as a timeline
-python -m telegrad dump                           have workers write down what they are at
+python -m telegrad trace FILE                     the latest events of all workers of a group, as a timeline
+python -m telegrad dump                           have workers write their state to files
 python -m telegrad --version
 python -m telegrad --help
 """
@@ -23,7 +23,7 @@ INSIGHT = "why", "top", "dashboard", "trace", "dump"
 COMMANDS = "worker", "run", *INSIGHT
 
 
-INTERRUPTED = 130  # as shells have it
+INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
 
 def main() -> None:
@@ -37,7 +37,7 @@ def main() -> None:
     elif first in ("worker", "run") or (first in INSIGHT and not os.path.exists(first)):
         try:
             sys.exit(_run_command(first, arguments))
-        except KeyboardInterrupt:  # while it was imported
+        except KeyboardInterrupt:  # Ctrl-C during the import of the command
             sys.exit(INTERRUPTED)
     elif first == "-m":
         from telegrad.compat import program
@@ -63,16 +63,16 @@ def main() -> None:
 def _run_command(name: str, arguments: list[str]) -> int:
     """Run a command of Telegrad's own; return its exit code."""
     if name == "worker":
-        from telegrad import worker
+        from telegrad.launch import worker_command
 
         _let_operators_sleep()
-        return worker.main(arguments[1:])
+        return worker_command.main(arguments[1:])
     if name == "run":
         if not hasattr(os, "killpg"):
             sys.exit(
                 "telegrad run: it runs on Linux and macOS; here start workers by telegrad.local, or telegrad worker"
             )
-        from telegrad.supervision import command as run
+        from telegrad.supervision import run_command as run
 
         _let_operators_sleep()
         return run.main(arguments[1:])
@@ -82,7 +82,7 @@ def _run_command(name: str, arguments: list[str]) -> int:
 
 
 def _command_like(word: str) -> str:
-    from telegrad.hints import did_you_mean
+    from telegrad._core.hints import did_you_mean
 
     return did_you_mean(word, COMMANDS)
 
@@ -95,9 +95,9 @@ def _serve_torchs_name() -> None:
 
 
 def _let_operators_sleep() -> None:
-    """Have threads of torch's operators that wait for work leave the cores to the other workers of the host.
+    """Let idle threads of torch's operators sleep, which leaves the cores to the other workers of the host.
 
-    By default they look again and again for milliseconds. OpenMP reads this once, as torch is imported.
+    By default these threads poll for milliseconds. OpenMP reads the setting once, when torch is imported.
     """
     if not os.environ.keys() & {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"}:
         os.environ["OMP_WAIT_POLICY"] = "passive"

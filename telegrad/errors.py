@@ -1,65 +1,65 @@
-"""Every exception a user of Telegrad can meet.
+"""Every exception that Telegrad raises.
 
 TelegradError (RuntimeError)
-├── UsageError                 the program asked for something that cannot be
-│   ├── NotInitialized         no `init_rpc` yet, or already shut down
-│   ├── AlreadyInitialized     `init_rpc` twice without `shutdown` between
+├── UsageError                 the program asked for something impossible
+│   ├── NotInitialized         `init_rpc` was not called yet, or `shutdown` already was
+│   ├── AlreadyInitialized     `init_rpc` was called twice without `shutdown` between
 │   ├── InvalidName            a worker name with forbidden characters
-│   ├── UnknownWorker          no worker of that name or rank
-│   ├── UnknownPublisher       the worker publishes no weights of that name
-│   ├── NotOwner               the value of a reference was asked for where it is not
-│   ├── InvalidArgument (TypeError, ValueError) an argument is of the wrong kind, or out of range
+│   ├── UnknownWorker          no worker has that name or rank
+│   ├── UnknownPublisher       the worker publishes no weights under that name
+│   ├── NotOwner               the value of a reference was requested on another worker than its owner
+│   ├── InvalidArgument (TypeError, ValueError) an argument has the wrong type or is out of range
 │   └── DeviceError (ValueError) a wrong device map, or a tensor on a device that is in none
 ├── RendezvousError            the group could not be formed
-│   ├── StoreUnreachable       nobody answers at the store's address
-│   ├── StoreLost              it has ended before this worker had joined
+│   ├── StoreUnreachable       nothing answers at the store's address
+│   ├── StoreLost              the store ended before this worker had joined
 │   ├── StorePortTaken         another program listens on the store's port
 │   ├── WorkerTaken            a name or a rank is used twice
-│   ├── GroupIncomplete        not all workers came in time
+│   ├── GroupIncomplete        not all workers joined in time
 │   ├── DirectoryLost          the directory of a dynamic group does not answer
 │   ├── DirectoryRefused       etcd or Redis cannot hold the directory, or refuses this worker
-│   ├── DirectoryReset         the directory has lost what it had stored: start the group anew
-│   ├── LeaseLost              a worker came too late to renew its lease in the directory
+│   ├── DirectoryReset         the directory lost data it had stored: start a new group
+│   ├── LeaseLost              a worker renewed its lease in the directory too late
 │   └── GroupEnded             the elastic group that a worker waited to join has ended
-├── PeerError                  the other worker, or the way to it
-│   ├── PeerLost (ConnectionError) it died, or its connection broke
+├── PeerError                  the other worker, or the connection to it, failed
+│   ├── PeerLost (ConnectionError) the worker died, or its connection broke
 │   │   ├── PeerSilent         its process does not run: it was stopped, or does not answer heartbeats
-│   │   └── PublisherLost      who published weights has gone, or has closed the publisher
+│   │   └── PublisherLost      the publisher of weights is gone or was closed
 │   ├── PeerUnreachable (ConnectionError) no connection could be made
-│   │   └── PeerStopped (PeerSilent) since its process is stopped
-│   ├── HandshakeError (ConnectionError) it is not who it should be
+│   │   └── PeerStopped (PeerSilent) because its process is stopped
+│   ├── HandshakeError (ConnectionError) the other end is not the expected worker
 │   │   ├── AuthenticationFailed
-│   │   │   └── StoreUntrusted (RendezvousError) the store holds what was written without this worker's key
+│   │   │   └── StoreUntrusted (RendezvousError) the store holds a value written without this worker's key
 │   │   ├── VersionMismatch
 │   │   └── ProtocolViolation
-│   └── ShutDown               the call was cut off by a shutdown
+│   └── ShutDown               the call was ended by a shutdown
 │       ├── LeftEarly          the other worker did not wait for the rest of its group
-│       └── GenerationOver     the generation of an elastic group to which it belonged has ended
-├── CallTimeout (TimeoutError) no answer in the call's time
-├── LimitReached               a worker refused something: its limit for one other worker is reached
-├── AnswerLost                 an idempotent call may have run, and its answer is not kept any more
-├── CallCancelled              the call was cancelled, or the one for whose sake it was made
-├── CodecError                 a value could not travel
+│       └── GenerationOver     the call or reference belongs to an ended generation of an elastic group
+├── CallTimeout (TimeoutError) no response within the call's timeout
+├── LimitReached               a worker refused a request: its limit for one peer is reached
+├── AnswerLost                 an idempotent call may have run, and its result is no longer kept
+├── CallCancelled              the call, or the call that made it, was cancelled
+├── CodecError                 a value could not be sent
 │   ├── CannotEncode (TypeError) an argument or a result cannot be pickled
-│   ├── CannotDecode           it arrived, but cannot be rebuilt there
-│   │   └── DeltaRefused       a delta of weights is damaged, or was made from other values
+│   ├── CannotDecode           a value arrived, but cannot be rebuilt there
+│   │   └── DeltaRefused       a delta of weights is damaged, or was computed from other values
 │   └── FunctionNotFound       the callee has no function of that name
 ├── RRefError                  a remote reference cannot be used
-│   ├── OwnerLost (PeerLost)   its owner has died or left, and the value with it
-│   │   ├── CannotRestore      nothing says how to make it anew
-│   │   └── ClaimLost          it was published, and its owner may not act as such any more
-│   ├── RRefLost               its value was never made, or the reference came too late
+│   ├── OwnerLost (PeerLost)   its owner died or left, and the value is lost
+│   │   ├── CannotRestore      the value was made without `restore`
+│   │   └── ClaimLost          it was published, and its owner may have lost the ownership
+│   ├── RRefLost               its value was never made, or the reference arrived too late
 │   └── NotPublished           no worker publishes a value under that name, or none did in time
 ├── AutogradError              a backward pass across workers could not run
-│   ├── ContextEnded           there is no context of that id, or no longer
-│   │   └── ContextLost        a worker took the context's owner for dead, and let it go
-│   └── UnusedSends            a fast pass, but something that was sent took no part
-├── CheckpointFailed           a checkpoint that was written beside the program was not completed
-├── WorkersFailed              several workers failed at one thing that all should do
-│   └── GroupError             some workers failed at a call to a group; what the others gave is on it
+│   ├── ContextEnded           no context has that id, or it has ended
+│   │   └── ContextLost        a worker declared the context's owner lost, and deleted its part
+│   └── UnusedSends            a fast pass in which something that was sent took no part
+├── CheckpointFailed           a checkpoint written in the background was not completed
+├── WorkersFailed              several workers failed at one operation
+│   └── GroupError             some workers failed at a call to a group; the other results are on it
 └── RemoteError                a remote exception whose own type cannot be rebuilt here
 
-TelegradWarning (UserWarning)  the program goes on, but most likely does not do what was meant
+TelegradWarning (UserWarning)  the program continues, but probably not as intended
 """
 
 from __future__ import annotations
@@ -130,15 +130,15 @@ __all__ = [
 
 
 class TelegradError(RuntimeError):
-    """The root: `except TelegradError` catches whatever this package raises itself."""
+    """The base class: `except TelegradError` catches every exception that this package itself raises."""
 
 
 class UsageError(TelegradError):
-    """The program asked for something that cannot be."""
+    """The program asked for something impossible."""
 
 
 class NotInitialized(UsageError):
-    """A remote call before `init_rpc`, or after `shutdown`."""
+    """A remote call was made before `init_rpc` or after `shutdown`."""
 
 
 class AlreadyInitialized(UsageError):
@@ -146,27 +146,27 @@ class AlreadyInitialized(UsageError):
 
 
 class InvalidName(UsageError, ValueError):
-    """A worker name may hold letters, digits, `_`, `:`, `-` and is shorter than 128 characters."""
+    """The worker name is invalid: it may have letters, digits, `_`, `:` and `-`, and at most 127 characters."""
 
 
 class UnknownWorker(UsageError, ValueError):
-    """No worker of that name or rank is in the group."""
+    """No worker of the group has that name or rank."""
 
 
 class UnknownPublisher(UsageError, ValueError):
-    """A worker publishes no weights under that name."""
+    """The worker publishes no weights under that name."""
 
 
 class NotOwner(UsageError):
-    """The value of a reference was asked for on a worker that does not own it."""
+    """The value of a reference was requested on a worker that does not own it."""
 
 
 class InvalidArgument(UsageError, TypeError, ValueError):
-    """An argument is of the wrong kind, or out of range; nothing was sent."""
+    """An argument has the wrong type or is out of range; nothing was sent."""
 
 
 class DeviceError(UsageError, ValueError):
-    """A tensor lives on a device from which it cannot be sent to that worker."""
+    """The tensor is on a device from which it cannot be sent to that worker."""
 
 
 class RendezvousError(TelegradError):
@@ -174,15 +174,15 @@ class RendezvousError(TelegradError):
 
 
 class StoreUnreachable(RendezvousError):
-    """Nobody answers at the store's address."""
+    """Nothing answers at the store's address."""
 
 
 class StoreLost(RendezvousError):
-    """The worker that serves the store has ended, or cannot be reached any more, before this worker had joined."""
+    """The worker that serves the store ended or became unreachable before this worker had joined."""
 
 
 class StorePortTaken(RendezvousError):
-    """Another program listens on the port where this worker should serve the store."""
+    """Another program listens on the port on which this worker should serve the store."""
 
 
 class WorkerTaken(RendezvousError):
@@ -190,11 +190,11 @@ class WorkerTaken(RendezvousError):
 
 
 class GroupIncomplete(RendezvousError):
-    """Not all workers of the group came in time."""
+    """Not all workers of the group joined in time."""
 
 
 class DirectoryLost(RendezvousError):
-    """The directory of a dynamic group did not answer; whether a write was done is unknown."""
+    """The directory of a dynamic group did not answer; a write may or may not have happened."""
 
 
 class DirectoryRefused(RendezvousError):
@@ -202,19 +202,19 @@ class DirectoryRefused(RendezvousError):
 
 
 class DirectoryReset(RendezvousError):
-    """The directory has lost writes that it had acknowledged, so its tokens may repeat: the group must end."""
+    """The directory lost acknowledged writes, so its fencing tokens may repeat: the group must end."""
 
 
 class LeaseLost(RendezvousError):
-    """The lease has ended: its keys are deleted, or about to be, and others may claim them."""
+    """The lease has ended: its keys are deleted or soon will be, and other workers may claim them."""
 
 
 class GroupEnded(RendezvousError):
-    """The elastic group that this worker waited to join has ended in order."""
+    """The elastic group that this worker waited to join has ended normally."""
 
 
 class PeerError(TelegradError):
-    """The other worker failed, or the way to it."""
+    """The other worker, or the connection to it, failed."""
 
 
 class PeerLost(PeerError, ConnectionError):
@@ -222,11 +222,11 @@ class PeerLost(PeerError, ConnectionError):
 
 
 class PeerSilent(PeerLost):
-    """The worker lives, but does not run: its process was stopped, or does not answer heartbeats; it may go on yet."""
+    """The worker's process exists but does not run: it was stopped or misses heartbeats. It may resume."""
 
 
 class PublisherLost(PeerLost):
-    """Who published weights has died, cannot be reached, or has closed the publisher; versions that are here stay."""
+    """The publisher of weights died, is unreachable or was closed; versions that are here stay usable."""
 
 
 class PeerUnreachable(PeerError, ConnectionError):
@@ -242,53 +242,53 @@ class HandshakeError(PeerError, ConnectionError):
 
 
 class AuthenticationFailed(HandshakeError):
-    """It does not hold the group's key, or its certificate is not accepted."""
+    """The peer does not hold the group's key, or its certificate is not accepted."""
 
 
 class StoreUntrusted(AuthenticationFailed, RendezvousError):
-    """The store where the group meets has a value that was not written with this worker's key."""
+    """The store in which the group meets has a value that was not written with this worker's key."""
 
 
 class VersionMismatch(HandshakeError):
-    """It speaks another version of Telegrad's protocol."""
+    """The peer speaks another version of Telegrad's protocol."""
 
 
 class ProtocolViolation(HandshakeError):
-    """It sent something that is not Telegrad's protocol."""
+    """The peer sent data that is not Telegrad's protocol."""
 
 
 class ShutDown(PeerError):
-    """The call was cut off because this worker or the other one shut down."""
+    """The call was ended because this worker or the other one shut down."""
 
     _ends_group = False  # True if the other worker's program had started this one
 
 
 class LeftEarly(ShutDown):
-    """The other worker of a group of fixed size left without the rest: by `graceful=False`, or at its program's end."""
+    """The other worker of a fixed-size group left before the rest: by `graceful=False`, or at its program's end."""
 
 
 class GenerationOver(ShutDown):
-    """What was called, or referred to, belongs to a generation of an elastic group that has ended."""
+    """The call or the reference belongs to an ended generation of an elastic group."""
 
 
 class CallTimeout(TelegradError, TimeoutError):
-    """The call did not end in its time; it may still run on the other worker."""
+    """The call did not end within its timeout; it may still run on the other worker."""
 
 
 class LimitReached(TelegradError):
-    """A worker refused something from another, of which it has as much as it keeps for one worker; it has not run."""
+    """A worker refused a request because its limit for one peer is reached; the request did not run."""
 
 
 class AnswerLost(TelegradError):
-    """An idempotent call was repeated whose answer its callee does not keep any more; it may have run."""
+    """An idempotent call was repeated, but the callee no longer keeps its result; the call may have run."""
 
 
 class CallCancelled(TelegradError):
-    """The call was cancelled: by its future, or with the call for whose sake it was made."""
+    """The call was cancelled, through its future or together with the call that made it."""
 
 
 class CodecError(TelegradError):
-    """A value could not travel."""
+    """A value could not be sent."""
 
 
 class CannotEncode(CodecError, TypeError):
@@ -300,7 +300,7 @@ class CannotDecode(CodecError):
 
 
 class DeltaRefused(CannotDecode):
-    """A delta of weights is damaged, or was made from other values than those that are here."""
+    """A delta of weights is damaged, or was computed from other values than those held here."""
 
 
 class FunctionNotFound(CodecError, AttributeError):
@@ -320,17 +320,17 @@ class CannotRestore(OwnerLost):
 
 
 class ClaimLost(OwnerLost):
-    """The worker that made a published value did not run the call: another one may own the value by now."""
+    """The worker that made a published value refused the call: another worker may own the value now."""
 
-    claim: tuple[str, int] | None = None  # the name and the token of what was not run
+    claim: tuple[str, int] | None = None  # the name and the fencing token of the claim
 
 
 class RRefLost(RRefError):
-    """The value was never made, or the reference was given up when its connection broke."""
+    """The value was never made, or the reference was dropped when its connection broke."""
 
 
 class NotPublished(RRefError):
-    """No worker had a value under that name in the time that was given."""
+    """No worker published a value under that name in time."""
 
 
 class AutogradError(TelegradError):
@@ -338,23 +338,23 @@ class AutogradError(TelegradError):
 
 
 class ContextEnded(AutogradError):
-    """There is no context of that id on this worker, or it has ended."""
+    """No context has that id on this worker, or it has ended."""
 
 
 class ContextLost(ContextEnded):
-    """A worker let go of a context whose owner it could not reach, and which lives all the same."""
+    """A worker deleted its part of a context because it could not reach the owner, which is alive."""
 
 
 class UnusedSends(AutogradError):
-    """In a fast pass no gradient came for something that was sent."""
+    """A fast pass got no gradient for something that was sent."""
 
 
 class CheckpointFailed(TelegradError):
-    """A checkpoint that was written beside the program was not completed; the one before it is the last."""
+    """A checkpoint written in the background was not completed; the previous one is the latest."""
 
 
 class WorkersFailed(TelegradError):
-    """Several workers failed at one thing that all should do; `errors` has the error of each, by the worker's name."""
+    """Several workers failed at one operation; `errors` has the error of each, by worker name."""
 
     def __init__(self, message: str, errors: dict[str, BaseException] | None = None) -> None:
         super().__init__(message)
@@ -364,8 +364,8 @@ class WorkersFailed(TelegradError):
 class GroupError(WorkersFailed):
     """Some workers failed at a call to a group.
 
-    `errors` has the error of each, and `results` the values of the others, by the workers' names; of a `map` by the
-    numbers of the items. `reduced` is what the values of the others came to, where they were to be reduced.
+    `errors` has the error of each failed worker, and `results` the values of the others, by worker name; after a `map`,
+    both are keyed by item number. `reduced` is the reduction of the values of the others, if one was requested.
     """
 
     errors: dict[Any, BaseException]
@@ -387,4 +387,4 @@ class RemoteError(TelegradError):
 
 
 class TelegradWarning(UserWarning):
-    """The program goes on, but most likely does not do what was meant; given once for each of its lines."""
+    """The program continues, but probably not as intended; given once per line of the program."""

@@ -1,3 +1,3 @@
-"""The version of the package, read at build time too, so it imports nothing."""
+"""The version of the package. The build reads this file, so it imports nothing."""
 
 VERSION = "0.1.0"

@@ -18,14 +18,14 @@ from typing import Any
 
 import cloudpickle
 
-from telegrad.group.keys import find_keys
-from telegrad.group.sealing import SealedStore
-from telegrad.group.stores import Meeting, open_store
-from telegrad.keyring import Keyring
-from telegrad.rpc import current
-from telegrad.rpc.cluster import start
-from telegrad.rpc.options import TelegradOptions
-from telegrad.rpc.worker import Worker
+from telegrad._core.security.keyring import Keyring
+from telegrad._core.start.cluster import start
+from telegrad._core.stores.group_keys import find_keys
+from telegrad._core.stores.sealed_store import SealedStore
+from telegrad._core.stores.stores import Meeting, open_store
+from telegrad._core.worker import current
+from telegrad._core.worker.options import TelegradOptions
+from telegrad._core.worker.worker import Worker
 
 PATIENCE = 30.0  # seconds after which a test is taken to hang
 KILL = 9  # as Windows has no name for it

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from telegrad.rpc import current
-from telegrad.rpc.worker import Worker
+from telegrad._core.worker import current
+from telegrad._core.worker.worker import Worker
 from tests.cluster import Process, agents, group
 
 # torch's store looks up the name of whoever connects; a name server that does not answer shall not take 5 s each time.

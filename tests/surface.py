@@ -32,7 +32,8 @@ MODULES = (
     "telegrad.errors",
     "telegrad.compat",
 )
-HANDED_OUT = (("telegrad.hosting", "LocalGroup"), ("telegrad.rpc.references", "Proxy"))  # imported by nobody
+EXTENSIONS = "telegrad.ext"  # for its modules, the names alone: their signatures are those of the core
+HANDED_OUT = (("telegrad.launch.local", "LocalGroup"), ("telegrad._core.rpc.references", "Proxy"))  # imported by nobody
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -67,6 +68,7 @@ def text() -> str:
     """The whole surface."""
     public = {definition(module, name) for module in MODULES for name in exported(module)}
     blocks = [_block(module, [(module, name) for name in exported(module)], public) for module in MODULES]
+    blocks += [_names(module) for module in extension_modules()]
     return "\n".join([*blocks, _block("given by these, and not imported", HANDED_OUT, public)])
 
 
@@ -130,6 +132,12 @@ def _bare(function: Function) -> Function:
     return bare
 
 
+def extension_modules() -> list[str]:
+    """Return the names of the modules of `telegrad.ext`."""
+    paths = sorted(path_of(EXTENSIONS).parent.glob("*.py"))
+    return [f"{EXTENSIONS}.{path.stem}" for path in paths if path.stem != "__init__"]
+
+
 def exported(module: str) -> list[str]:
     """The `__all__` of a module."""
     names: list[str] = ast.literal_eval(_assigned(module, "__all__"))
@@ -156,6 +164,11 @@ def _imported(module: str, name: str) -> Definition | None:
     if module.partition(".")[0] != "telegrad":
         return None
     return Definition(f"{module}.{name}", None) if path_of(f"{module}.{name}").exists() else definition(module, name)
+
+
+def _names(module: str) -> str:
+    level = Levels.read(PROMISES.read_text()).of(EXTENSIONS, "")
+    return "\n".join([module, *(f"    {level} {name}" for name in sorted(exported(module))), ""])
 
 
 def _block(title: str, names: Iterable[tuple[str, str]], public: set[Definition | None]) -> str:

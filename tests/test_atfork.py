@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from telegrad import atfork
-from telegrad.threads import Exclusive
+from telegrad._core import atfork
+from telegrad._core.threads import Exclusive
 from tests.cluster import PATIENCE, processes
 from tests.test_forked import Hangs, in_child
 from tests.test_imports import MODULES

@@ -37,8 +37,8 @@ from benchmarks.results import Result, Run
 from benchmarks.rows import ROWS
 from benchmarks.targets import Absolute, Computed, OfLimit, OfPeer, OfPipelining, OfRow
 from benchmarks.turns import closed, take_all, take_turns
-from telegrad.autograd.gradients import Gradients
-from telegrad.nn.backward import Backward, Inlet
+from telegrad.autograd.engine.gradients import Gradients
+from telegrad.pipeline.stage_backward import Backward, StageInput
 
 TIME = Result("call", "host", "µs", False, [10.0, 30.0, 20.0], [100.0, 80.0, 90.0], (OfPeer(0.3),))
 RATE = Result("rate", "tcp", "GB/s", True, [1.0, 3.0, 2.0], [4.0, 4.0, 4.0], (OfPeer(1), OfLimit(0.5, "copy")))
@@ -206,7 +206,7 @@ def test_a_pipeline_is_trained_by_each_library(library: str) -> None:
 def test_a_stage_sleeps_for_inputs_and_weights_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
     monkeypatch.setattr(time, "sleep", slept.append)
-    stage, sums, entry = SleepingStage(4, 0.5), Gradients(), Inlet([torch.ones(2, 4)])
+    stage, sums, entry = SleepingStage(4, 0.5), Gradients(), StageInput([torch.ones(2, 4)])
     output = stage(*entry.tensors)
     assert slept == [0.5]
     backward = Backward(sums, [output], entry, lambda _: None)

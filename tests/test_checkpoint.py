@@ -17,11 +17,12 @@ from torch.optim.lr_scheduler import StepLR
 
 import telegrad.autograd as autograd
 import telegrad.checkpoint as checkpoint
-from telegrad.checkpoint.saver import Saver
+from telegrad._core.worker import current
+from telegrad.checkpoint.saving import Saver
 from telegrad.errors import UsageError, WorkersFailed
 from telegrad.nn import RemoteModule
 from telegrad.optim import DistributedOptimizer
-from telegrad.rpc import current, remote
+from telegrad.rpc import remote
 from tests.cluster import agents, group
 
 Saved = tuple[pathlib.Path, dict[str, torch.Tensor], list[float], list[float]]

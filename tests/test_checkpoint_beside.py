@@ -20,13 +20,13 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 import telegrad.checkpoint as checkpoint
 import telegrad.rpc as rpc
+from telegrad._core.worker import current
+from telegrad._core.worker.worker import Worker
 from telegrad.checkpoint import folders
 from telegrad.checkpoint.copies import Copies, Shelf
-from telegrad.checkpoint.saver import Saver
+from telegrad.checkpoint.saving import Saver
 from telegrad.errors import CallTimeout, CheckpointFailed, InvalidArgument, WorkersFailed
 from telegrad.nn import RemoteModule
-from telegrad.rpc import current
-from telegrad.rpc.worker import Worker
 from tests.cluster import PATIENCE, agents, group
 
 SIZE = 1 << 16  # elements of each part of the model that is saved again and again

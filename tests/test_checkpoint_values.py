@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import MultiStepLR
 
 from telegrad import autograd, checkpoint
+from telegrad._core.worker import current
 from telegrad.errors import UsageError
 from telegrad.nn import RemoteModule
 from telegrad.optim import DistributedOptimizer
-from telegrad.rpc import current
 from tests.cluster import agents
 
 numbers = st.integers(0, 3)

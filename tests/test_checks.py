@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 import telegrad
-from telegrad import autograd, checks, errors, insight, optim, rpc, weights
+from telegrad import autograd, errors, insight, optim, rpc, weights
+from telegrad._core import checks
 from tests import public
 from tests.cluster import PATIENCE, processes
 
@@ -245,8 +246,9 @@ LEFT_OUT = {
     "telegrad.rpc.BackendType", "telegrad.rpc.Generation", "telegrad.rpc.GroupFuture", "telegrad.rpc.Group",
     "telegrad.rpc.RefGroup", "telegrad.rpc.Stream", "telegrad.rpc.TlsFiles", "telegrad.rpc.WorkerInfo",
     "telegrad.weights.Box", "telegrad.weights.Shard", "telegrad.weights.Version", "telegrad.insight.GradientGraph",
-    "telegrad.hosting.LocalGroup", "telegrad.hosting.LocalGroup.ended", "telegrad.hosting.LocalGroup.__exit__",
-    "telegrad.rpc.references.Proxy", "telegrad.rpc.references.Proxy.__call__", "telegrad.rpc.RRef.__call__",
+    "telegrad.launch.local.LocalGroup", "telegrad.launch.local.LocalGroup.ended",
+    "telegrad.launch.local.LocalGroup.__exit__",
+    "telegrad._core.rpc.references.Proxy", "telegrad._core.rpc.references.Proxy.__call__", "telegrad.rpc.RRef.__call__",
     "telegrad.rpc.Future",
     "telegrad.nn.RemoteModule.parameters", "telegrad.nn.RemoteModule.buffers",  # which are refused as a whole
     "telegrad.nn.RemoteModule.register_buffer", "telegrad.nn.RemoteModule.register_parameter",
@@ -398,7 +400,7 @@ def check_all() -> list[str]:
     """What is wrong in a group of this process and a worker."""
     with telegrad.local(["worker0"]) as local:
         things, wrong = Things(), []
-        things.instances["telegrad.hosting.LocalGroup"] = local
+        things.instances["telegrad.launch.local.LocalGroup"] = local
         for entry, function in entries():
             if entry in LEFT_OUT:
                 continue

@@ -103,6 +103,13 @@ def listed(section: str) -> list[str]:
     return re.findall(r"^    ([*\w.]+):", section, re.MULTILINE)
 
 
+def referred(public: Public) -> list[str]:
+    """The parameters that another docstring tells, which this one refers to: "As `name`", of the class or of `rpc`."""
+    names = re.findall(r"\b[Aa]s (?:for )?`(?:rpc\.)?(\w+)`", public.doc)
+    found = [each for each in NAMES if each.name in names and each.owner in ("", public.owner) and each != public]
+    return [parameter for each in found for parameter in listed(sections(each.doc).get("Args", ""))]
+
+
 def foreign(public: Public) -> bool:
     """Whether a method stands for one of a class from elsewhere, whose documentation tells the rest."""
     kind = getattr(importlib.import_module(public.module), public.owner, None)
@@ -133,7 +140,8 @@ def test_its_parameters_are_told(public: Public) -> None:
         told = told if "Args" in told else sections(ast.get_docstring(begin) or "")
     elif foreign(public) and "Args" not in told:
         return
-    assert listed(told.get("Args", "")) == parameters
+    own, others = listed(told.get("Args", "")), referred(public)
+    assert own == [each for each in parameters if each in own or each not in others]
     gives = isinstance(node, surface.Function) and node.returns and ast.unparse(node.returns)
     assert not parameters or gives in (False, "None", "NoReturn") or "Returns" in told
 

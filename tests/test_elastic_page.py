@@ -12,11 +12,11 @@ import sys
 import pytest
 
 import telegrad
-from telegrad.group.board import Board
-from telegrad.group.elastic import look
-from telegrad.group.finding import POINTER, Pointer, connect
-from telegrad.group.keys import user_keys
-from telegrad.group.stores import open_store
+from telegrad._core.joining.generation_keys import look
+from telegrad._core.stores.board import Board
+from telegrad._core.stores.find_directory import POINTER, Pointer, connect
+from telegrad._core.stores.group_keys import user_keys
+from telegrad._core.stores.stores import open_store
 from tests.cluster import PATIENCE, wait_until
 
 ROOT = pathlib.Path(__file__).parent.parent

@@ -97,7 +97,7 @@ def things(local: Any) -> dict[str, Any]:
     rpc.rpc_sync("worker0", int)
     return {
         "context id": context_id,
-        "telegrad.hosting.LocalGroup": local,
+        "telegrad.launch.local.LocalGroup": local,
         "telegrad.rpc.Future": waited,
         "telegrad.rpc.Future then": waited.then(lambda done: done.wait()),
         "telegrad.rpc.Future done": rpc.rpc_async("worker0", int).then(lambda done: done.wait()),
@@ -115,10 +115,10 @@ def things(local: Any) -> dict[str, Any]:
         "telegrad.rpc.TelegradOptions": rpc.TelegradOptions(),
         "telegrad.rpc.TensorPipeRpcBackendOptions": rpc.TensorPipeRpcBackendOptions(),
         "telegrad.rpc.TlsFiles": None,  # a tuple
-        "telegrad.rpc.references.Proxy": reference.rpc_sync(),
-        "telegrad.rpc.references.Proxy async": reference.rpc_async(),
-        "telegrad.rpc.references.Proxy remote": reference.remote(),
-        "telegrad.rpc.references.Proxy stream": reference.rpc_stream(),
+        "telegrad._core.rpc.references.Proxy": reference.rpc_sync(),
+        "telegrad._core.rpc.references.Proxy async": reference.rpc_async(),
+        "telegrad._core.rpc.references.Proxy remote": reference.remote(),
+        "telegrad._core.rpc.references.Proxy stream": reference.rpc_stream(),
         "telegrad.autograd.context": entered,
         "telegrad.nn.RemoteModule": stages[0],
         "telegrad.nn.Pipeline": telegrad.nn.Pipeline(stages, chunks=2),
@@ -147,6 +147,7 @@ def arguments(function: Any, made: dict[str, Any]) -> dict[str, Any]:
         **dict.fromkeys(("value", "index", "tensor"), torch.ones(1, requires_grad=True)),
         **dict.fromkeys(("which", "stage", "number", "n", "wanted", "workers", "max_size", "max_wait", "chunks"), 1),
         **dict.fromkeys(("name", "method", "shape", "offsets", "sizes", "checkpoint_id", "path", "folder"), "numbers"),
+        "seconds": 2.0,
         "stages": [model],
         "params": [reference],
         **dict.fromkeys(("module", "model"), model),

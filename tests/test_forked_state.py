@@ -18,14 +18,16 @@ import pytest
 import torch
 from torch import fx, nn
 
-from telegrad import autograd, instruments, rpc
-from telegrad.agent import helping, scene
-from telegrad.autograd import guard
-from telegrad.insight.tallies import Tallies
-from telegrad.nn import exporting, proving
-from telegrad.nn.stage import Stage
+from telegrad import autograd, rpc
+from telegrad._core import events
+from telegrad._core.calls import call_context
+from telegrad._core.reactor import helping
+from telegrad.autograd.engine import guard
+from telegrad.insight.export.event_counters import EventCounters
 from telegrad.optim.guards import guards_of, holding
-from telegrad.witness import stacks
+from telegrad.pipeline.cutting import comparison, exporting
+from telegrad.pipeline.stage import Stage
+from telegrad.reporting import stacks
 from tests.cluster import PATIENCE, processes
 from tests.test_atfork import elsewhere, outcome
 from tests.test_forked import in_child
@@ -172,17 +174,17 @@ class Running:
 
 @contextlib.contextmanager
 def counted() -> Iterator[None]:
-    tallies = Tallies()
-    instruments.add(tallies)
+    counters = EventCounters()
+    events.add(counters)
     try:
-        with elsewhere(lambda: tallies.lock):
+        with elsewhere(lambda: counters.lock):
             yield
     finally:
-        instruments.remove(tallies)
+        events.remove(counters)
 
 
 def limited() -> contextlib.AbstractContextManager[None]:
-    return scene.entered(scene.Scene(until=time.monotonic()))
+    return call_context.entered(call_context.Scene(until=time.monotonic()))
 
 
 @contextlib.contextmanager
@@ -259,7 +261,10 @@ FOUND: dict[str, tuple[Callable[[], Any], Any]] = {
     "a thread that helps": (lambda: within(helps, lambda: in_plain_child(lambda: helping._here.own)), None),
     "a limit": (lambda: within(limited, lambda: in_plain_child(rpc.time_left)), None),
     "a turn": (in_a_turn, 1.0),
-    "a comparison": (lambda: within(lambda: elsewhere(proving._no_saving), lambda: in_plain_child(saves)), "entered"),
+    "a comparison": (
+        lambda: within(lambda: elsewhere(comparison._no_saving), lambda: in_plain_child(saves)),
+        "entered",
+    ),
     "an export": (lambda: within(lambda: elsewhere(exporting._this_thread_alone), lambda: in_plain_child(traces)), 1.0),
     "a look at all frames": (collects, True),
 }

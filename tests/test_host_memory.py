@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from telegrad import host_memory
+from telegrad._core.host import host_memory
 from telegrad.rpc import TelegradOptions
 
 MACHINE = 64 << 30

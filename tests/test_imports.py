@@ -1,4 +1,4 @@
-"""Layers import downward only, no files in a circle, and pure files stay pure.
+"""Folders import in one direction, extensions by `telegrad.ext`; no files in a circle; pure files stay pure.
 
 Read from the source: imports inside of functions, or for types only, count like all others.
 """
@@ -8,118 +8,116 @@ from __future__ import annotations
 import ast
 import importlib
 import pathlib
+import subprocess
+import sys
 
 import pytest
 
 import telegrad
 
 ROOT = pathlib.Path(telegrad.__file__).parent
-FLOORS = [
-    {"atfork"},
-    {"errors", "version", "instruments", "importing", "safe_text", "interrupts", "addresses"},
-    {"forks"},
-    {
-        "hints",
-        "threads",
-        "contracts",
-        "processes",
-        "progress",
-        "private_files",
-        "descriptors",
-        "out_of_memory",
-        "host_memory",
-        "checks",
-        "instances",
-    },
-    {"secret_files"},
-    {"keyring"},
-    {"wire"},
-    {"devices"},
-    {"transport"},
-    {"directory"},
-    {"group"},
-    {"agent"},
-    {"rref", "autograd"},
-    {"witness"},
-    {"rpc"},
-    {"nn"},
-    {"optim"},
-    {"checkpoint", "weights"},
-    {"insight", "recovery"},
-    {"compat"},
-    {"supervision"},
+# Each folder imports itself and those before it. A front also hands on names of extensions, so it comes after them.
+ORDER = [
+    "errors",
+    "_core",
+    "_core/host",
+    "_core/wire",
+    "_core/pickling",
+    "_core/devices",
+    "_core/security",
+    "_core/memory",
+    "_core/transport",
+    "_core/directory",
+    "_core/stores",
+    "_core/membership",
+    "_core/joining",
+    "_core/calls",
+    "_core/reactor",
+    "_core/agent",
+    "_core/references",
+    "autograd/engine",
+    "autograd",
+    "_core/worker",
+    "_core/streams",
+    "_core/retries",
+    "_core/rpc",
+    "_core/start",
+    "_core/modules",
+    "optim",
+    "ext",
+    "groups",
+    "publishing",
+    "reporting",
+    "rpc",
+    "pipeline/cutting",
+    "pipeline",
+    "nn",
+    "weights/transfer",
+    "weights",
+    "checkpoint",
+    "directories",
+    "insight/reading",
+    "insight/export",
+    "insight",
+    "compat",
+    "supervision",
+    "launch",
 ]
+EXTENSIONS = {"groups", "publishing", "reporting", "pipeline", "weights", "checkpoint", "directories", "insight"}
+EXTENSIONS |= {"supervision", "launch"}
+MOST_FILES = 15  # in a folder
 PURE = [
-    "wire/messages.py",
-    "wire/frames.py",
-    "wire/strides.py",
-    "devices/maps.py",
-    "transport/handshake.py",
-    "transport/noise.py",
-    "transport/records.py",
-    "transport/reading.py",
-    "transport/silence.py",
-    "transport/refusals.py",
-    "directory/protocol.py",
-    "directory/table.py",
-    "directory/watches.py",
-    "directory/service.py",
-    "directory/messages.py",
-    "directory/channel.py",
-    "directory/redis_settings.py",
-    "directory/etcd_messages.py",
-    "directory/http_responses.py",
-    "group/members.py",
-    "group/surroundings.py",
-    "group/attendance.py",
-    "group/farewell.py",
-    "group/lacking.py",
-    "group/supervised.py",
-    "group/quorum.py",
-    "group/steps.py",
-    "agent/calls.py",
-    "agent/deadlines.py",
-    "agent/slots.py",
-    "rpc/flow.py",
-    "rpc/lobby.py",
-    "rpc/ledger.py",
-    "rref/letters.py",
-    "rref/records.py",
-    "rref/protocol.py",
-    "rref/courier.py",
-    "autograd/schedule.py",
-    "autograd/passes.py",
-    "rpc/choices.py",
-    "rpc/sharing.py",
-    "rpc/trees.py",
-    "rpc/gatherings.py",
-    "nn/schedule.py",
-    "nn/ties.py",
-    "nn/agenda.py",
-    "weights/words.py",
-    "weights/versions.py",
-    "weights/chain.py",
-    "weights/feed.py",
-    "weights/follower.py",
+    "_core/wire/messages.py",
+    "_core/wire/frames.py",
+    "_core/wire/strides.py",
+    "_core/devices/device_maps.py",
+    "_core/security/handshake.py",
+    "_core/security/noise.py",
+    "_core/security/records.py",
+    "_core/transport/reading.py",
+    "_core/transport/silence.py",
+    "_core/security/refusals.py",
+    "_core/directory/protocol.py",
+    "_core/directory/requests.py",
+    "_core/directory/channel.py",
+    "directories/redis_settings.py",
+    "directories/etcd_messages.py",
+    "_core/membership/members.py",
+    "_core/joining/launchers.py",
+    "_core/joining/attendance.py",
+    "_core/membership/shutdown_barrier.py",
+    "_core/stores/supervised.py",
+    "_core/joining/quorum.py",
+    "_core/membership/generation_steps.py",
+    "_core/agent/call_table.py",
+    "_core/calls/deadlines.py",
+    "_core/reactor/scheduler.py",
+    "_core/streams/flow_control.py",
+    "_core/retries/retry_queue.py",
+    "_core/references/letters.py",
+    "_core/references/records.py",
+    "_core/references/protocol.py",
+    "_core/references/delivery.py",
+    "autograd/engine/schedule.py",
+    "autograd/engine/passes.py",
+    "groups/selection.py",
+    "pipeline/pipeline_schedule.py",
+    "weights/transfer/messages.py",
+    "weights/transfer/version_store.py",
+    "weights/transfer/chain.py",
+    "weights/transfer/feed.py",
+    "weights/transfer/fetcher.py",
     "weights/shards.py",
     "insight/finding.py",
-    "insight/waits.py",
-    "insight/paths.py",
+    "insight/wait_graph.py",
     "insight/phrases.py",
-    "insight/gatherings.py",
     "insight/causes.py",
-    "insight/stories.py",
     "insight/joins.py",
-    "insight/telling.py",
-    "insight/reasons.py",
-    "insight/figures.py",
-    "insight/history.py",
-    "insight/snapshot.py",
-    "insight/clocks.py",
-    "insight/timeline.py",
-    "insight/graphs.py",
-    "insight/layout.py",
-    "insight/drawing.py",
+    "insight/report.py",
+    "insight/reading/history.py",
+    "insight/reading/snapshot.py",
+    "insight/export/clock_offsets.py",
+    "insight/export/chrome_trace.py",
     "supervision/lines.py",
     "supervision/roles.py",
     "supervision/policy.py",
@@ -182,27 +180,63 @@ def in_circles(imports: dict[str, set[str]]) -> set[str]:
     return {name for name in imports if name in reached(name)}
 
 
-def floor(layer: str) -> int:
-    return next(index for index, layers in enumerate(FLOORS) if layer in layers)
+def folder_of(module: str) -> str:
+    """Return the folder in which a module stands, by its name in `ORDER`."""
+    parts = module.split(".")[1:]
+    if parts in (["errors"], ["version"]):
+        return "errors"
+    if parts[0] != "compat" and module in MODULES and MODULES[module].name == "__init__.py":
+        return "/".join(parts)
+    return "compat" if parts[0] == "compat" else "/".join(parts[:-1])
 
 
-def wrong_directions(layer: str, source: str) -> list[str]:
-    """Imports of `source`, a file in `layer`, that go up or sideways."""
-    own = [name.split(".")[1] for name in imported(source) if name.startswith("telegrad.")]
-    return [other for other in own if other != layer and floor(other) >= floor(layer)]
+def modules_in(source: str) -> set[str]:
+    """Return the modules of this package that a file imports."""
+    found = set()
+    for name in imported(source):
+        while name and name not in MODULES:
+            name = name.rpartition(".")[0]
+        found |= {name} - {"", "telegrad"}
+    return found
+
+
+def wrong_directions(folder: str, source: str) -> list[str]:
+    """Imports of `source`, a file in `folder`, of folders that come after it."""
+    rank = ORDER.index(folder)
+    return sorted(name for name in modules_in(source) if ORDER.index(folder_of(name)) > rank)
+
+
+def past_the_interface(folder: str, source: str) -> list[str]:
+    """Imports of `source`, a file of an extension, from the core by other ways than the public modules."""
+    own = folder.split("/")[0]
+    if own not in EXTENSIONS:
+        return []
+    allowed = EXTENSIONS | {"ext", "errors", "version", "compat"}
+    public = {"telegrad.rpc", "telegrad.autograd", "telegrad.nn", "telegrad.optim", "telegrad.rpc.functions"}
+    return sorted(name for name in modules_in(source) if name.split(".")[1] not in allowed and name not in public)
 
 
 def impurities(source: str) -> set[str]:
     return {name.split(".")[0] for name in imported(source)} & IMPURE
 
 
-def room_of(path: pathlib.Path) -> str:
-    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+FILES_IN_FOLDERS = [path for path in FILES if path.parent != ROOT and "boot" not in path.parts]
 
 
-@pytest.mark.parametrize("path", [p for p in FILES if p.parent != ROOT or p.stem in set.union(*FLOORS[:4])], ids=str)
-def test_rooms_import_downward(path: pathlib.Path) -> None:
-    assert wrong_directions(room_of(path), path.read_text()) == []
+@pytest.mark.parametrize("path", FILES_IN_FOLDERS, ids=str)
+def test_folders_import_in_one_direction(path: pathlib.Path) -> None:
+    assert wrong_directions(folder_of(dotted(path)), path.read_text()) == []
+
+
+@pytest.mark.parametrize("path", FILES_IN_FOLDERS, ids=str)
+def test_extensions_import_the_interface(path: pathlib.Path) -> None:
+    assert past_the_interface(folder_of(dotted(path)), path.read_text()) == []
+
+
+@pytest.mark.parametrize("folder", sorted({path.parent for path in FILES_IN_FOLDERS}), ids=str)
+def test_folders_are_small_and_say_what_they_hold(folder: pathlib.Path) -> None:
+    assert len(list(folder.glob("*.py"))) <= MOST_FILES
+    assert ast.get_docstring(ast.parse((folder / "__init__.py").read_text()))
 
 
 def test_no_files_import_one_another_in_a_circle() -> None:
@@ -219,14 +253,22 @@ def test_pure_files(name: str) -> None:
 
 
 def test_the_checks_find_what_is_wrong() -> None:
-    assert wrong_directions("wire", "def f():\n    from telegrad.agent import peer") == ["agent"]
-    assert wrong_directions("rref", "import telegrad.autograd.engine") == ["autograd"]
-    assert wrong_directions("rpc", "from telegrad.wire import frames\nfrom telegrad.rpc import api") == []
+    inside = "def f():\n    from telegrad._core.agent import peer"
+    assert wrong_directions("_core/wire", inside) == ["telegrad._core.agent.peer"]
+    assert wrong_directions("_core/agent", "from telegrad._core.wire import frames") == []
+    assert wrong_directions("optim", "from telegrad.rpc import Future") == ["telegrad.rpc"]
+    assert past_the_interface("weights", inside) == ["telegrad._core.agent.peer"]
+    assert past_the_interface("weights/transfer", "from telegrad import rpc, weights\nimport telegrad.ext.calls") == []
+    assert past_the_interface("rpc", inside) == []
     assert impurities("def f():\n    import torch.nn") == {"torch"}
     assert in_circles({"a": {"b"}, "b": {"c", "d"}, "c": {"a"}, "d": set(), "e": {"a"}}) == {"a", "b", "c"}
-    assert leads_to("telegrad.rpc.RRef") == {"telegrad.rpc.references"}
-    assert leads_to("telegrad.rpc.current.agent") == leads_to("telegrad.rpc.current") == {"telegrad.rpc.current"}
-    assert {"telegrad.nn.pipeline", "telegrad.nn.remote_module"} == leads_to("telegrad.nn")
+    assert leads_to("telegrad.rpc.RRef") == {"telegrad._core.rpc.references"}
+    assert (
+        leads_to("telegrad._core.worker.current.agent")
+        == leads_to("telegrad._core.worker.current")
+        == {"telegrad._core.worker.current"}
+    )
+    assert {"telegrad.pipeline.pipeline", "telegrad._core.modules.remote_module"} == leads_to("telegrad.nn")
     assert leads_to("torch.nn") == set()
 
 
@@ -244,3 +286,16 @@ def test_public_names_exist(path: pathlib.Path) -> None:
 @pytest.mark.parametrize("path", FILES, ids=str)
 def test_a_file_fits_in_a_head(path: pathlib.Path) -> None:
     assert len(path.read_text().splitlines()) <= 450
+
+
+def test_programs_that_start_workers_or_look_from_outside_import_no_torch() -> None:
+    modules = (
+        "launch.local",
+        "launch.worker_command",
+        "supervision.supervisor",
+        "insight.command",
+        "insight.seen_groups",
+    )
+    program = f"import sys; {'; '.join(f'import telegrad.{each}' for each in modules)}; print('torch' in sys.modules)"
+    printed = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=60)
+    assert printed.stdout == "False\n"

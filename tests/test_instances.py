@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from telegrad.instances import instances
+from telegrad._core.host.live_objects import instances
 
 
 class Base: ...

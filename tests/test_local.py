@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 import telegrad
-from telegrad import errors, worker
-from telegrad.transport.processes import state_of
+from telegrad import errors
+from telegrad._core.transport.process_state import state_of
+from telegrad.launch import worker_command
 from tests.cluster import PATIENCE, free_port, wait_until
 
 PATIENT = 4 * PATIENCE  # several interpreters that import torch, on a machine that may be busy
@@ -266,7 +267,8 @@ def test_a_stopped_worker_ends_with_its_killed_program(tmp_path: pathlib.Path) -
 
 STOPPED_OR_SLOW = """
 import atexit, os, signal, time, telegrad
-from telegrad import progress, rpc
+from telegrad import rpc
+from telegrad._core import progress
 
 def be_slow():
     atexit.register(time.sleep, 60)
@@ -284,7 +286,7 @@ if __name__ == "__main__":
 @pytest.mark.skipif(sys.platform == "win32", reason="no process is stopped there")
 def test_stopped_workers_end_and_slow_ones_are_named_while_they_are_waited_for(tmp_path: pathlib.Path) -> None:
     ran = run(STOPPED_OR_SLOW, tmp_path)
-    assert ran.stdout.startswith(f"[{worker.ENDED}, "), ran
+    assert ran.stdout.startswith(f"[{worker_command.ENDED}, "), ran
     assert str(-signal.SIGKILL) not in ran.stdout
     assert "'slow' did not end yet" in ran.stderr
 
@@ -293,14 +295,16 @@ def test_stopped_workers_end_and_slow_ones_are_named_while_they_are_waited_for(t
 def test_workers_started_by_hand() -> None:
     place = ["--world-size", 2, "--master", f"127.0.0.1:{free_port()}"]
     made = [command("worker", f"w{rank}", "--rank", rank, *place) for rank in range(2)]
-    assert [finish(process) for process in made] == [(worker.ENDED, "", "")] * 2  # both serve only: the group ends
+    assert [finish(process) for process in made] == [
+        (worker_command.ENDED, "", "")
+    ] * 2  # both serve only: the group ends
 
 
 @pytest.mark.timeout(2 * PATIENT)
 def test_a_worker_that_cannot_join_says_why() -> None:
     place = ["--world-size", 2, "--master", f"127.0.0.1:{free_port()}", "--timeout", 0.2]
     code, _, said = finish(command("worker", "w1", "--rank", 1, *place))
-    assert code == worker.JOINED_NOT
+    assert code == worker_command.JOINED_NOT
     assert said.startswith("telegrad: worker 'w1' could not join: nobody serves the store")
 
 
@@ -317,7 +321,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
     assert run(driver, tmp_path).returncode == -signal.SIGKILL
     code, _, said = finish(serving)
-    assert (code, "'driver'" in said) == (worker.LOST, True)
+    assert (code, "'driver'" in said) == (worker_command.LOST, True)
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ import sys
 
 import pytest
 
-from telegrad.wire.mains import Item, Scope
-from telegrad.wire.program import Program
+from telegrad._core.pickling.main_modules import Item, Scope
+from telegrad._core.pickling.main_program import Program
 from tests.cluster import PATIENCE, free_port
 
 PATIENT = 4 * PATIENCE

@@ -12,8 +12,9 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from telegrad import errors, out_of_memory, rpc
-from telegrad.wire.pickling import decode, encode
+from telegrad import errors, rpc
+from telegrad._core.host import out_of_memory
+from telegrad._core.pickling.pickling import decode, encode
 from tests.cluster import Process, group, init
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the size of a process is told by /proc")
@@ -97,7 +98,7 @@ def test_a_callee_without_memory_for_arguments_fails_the_call_only(two: list[Pro
     [ValueError("[digital envelope routines] malloc failure"), MemoryError(), RuntimeError("can't start new thread")],
 )
 def test_joining_without_memory_says_so(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    monkeypatch.setattr("telegrad.rpc.life.start", Mock(side_effect=error))
+    monkeypatch.setattr("telegrad._core.start.life.start", Mock(side_effect=error))
     with pytest.raises(errors.RendezvousError, match="could not join: this process has no memory left"):
         init(0, 1, 1)
 

@@ -16,8 +16,8 @@ import telegrad
 from telegrad import checkpoint
 from telegrad.checkpoint.folders import keep_newest
 from telegrad.insight import collect
+from telegrad.reporting import dump
 from telegrad.supervision.output import Output
-from telegrad.witness import dump
 from tests.other_user import plant, shared
 
 __all__ = ["plant", "shared"]
@@ -171,7 +171,7 @@ def test_a_checkpoint_is_not_written_where_another_user_leads(
 def test_traces_and_pictures_are_not_written_through_links(
     shared: pathlib.Path, precious: pathlib.Path, plant: Plant, here: None
 ) -> None:
-    for name in ("trace.json", "graph.svg"):
+    for name in ("trace.json", "graph.dot"):
 
         def act(path: pathlib.Path = shared / name) -> pathlib.Path:
             path.symlink_to(precious)
@@ -181,7 +181,7 @@ def test_traces_and_pictures_are_not_written_through_links(
     with pytest.raises(OSError, match="has put a symlink there"):
         collect._write(str(shared / "trace.json"), {})
     with telegrad.autograd.context() as context_id, pytest.raises(OSError, match="has put a symlink there"):
-        telegrad.insight.graph(context_id).save(shared / "graph.svg")
+        telegrad.insight.graph(context_id).save(shared / "graph.dot")
     assert precious.read_text() == "precious"
 
 
@@ -202,7 +202,6 @@ def test_logs_of_a_run_are_in_a_folder_that_it_has_made(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 has no option for that")
 @pytest.mark.parametrize(
     "start",
     [

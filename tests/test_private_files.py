@@ -21,11 +21,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from telegrad import private_files
-from telegrad.errors import UsageError
-from telegrad.insight.files import Written
-from telegrad.keyring import read_keys
-from telegrad.private_files import (
+import telegrad
+from telegrad._core.host import private_files
+from telegrad._core.host.private_files import (
     UnsafePath,
     create,
     create_once,
@@ -37,7 +35,10 @@ from telegrad.private_files import (
     resolved,
     state_folder,
 )
-from telegrad.transport.tls import TlsFiles, client_context
+from telegrad._core.security.keyring import read_keys
+from telegrad._core.security.tls import TlsFiles, client_context
+from telegrad.errors import UsageError
+from telegrad.insight.seen_groups import DumpFiles
 from tests.other_user import plant, shared
 
 __all__ = ["plant", "shared"]
@@ -99,9 +100,9 @@ MAKE_FILES = {
 }
 ELSEWHERE = {
     ("checkpoint/folders.py", "open"),  # a folder, for its fsync
-    ("group/files.py", "open"),  # a store that the user has named: no link, checked once it is open
+    ("_core/stores/file_store.py", "open"),  # a store that the user has named: no link, checked once it is open
     ("insight/collect.py", "TemporaryDirectory"),  # private, with a random name
-    ("insight/outside.py", "open"),  # to read, what may have become a pipe
+    ("insight/reading/process_report.py", "open"),  # to read, what may have become a pipe
     ("supervision/output.py", "mkdir"),  # in a folder of `make_folder`, and never one that is there
     ("supervision/output.py", "symlink_to"),  # under a random name
     ("supervision/supervisor.py", "mkdtemp"),  # private, with a random name
@@ -109,7 +110,7 @@ ELSEWHERE = {
 
 
 def test_no_other_file_of_the_package_makes_files() -> None:
-    root = pathlib.Path(private_files.__file__).parent
+    root = pathlib.Path(telegrad.__file__).parent
     found = set()
     for path in root.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -121,26 +122,26 @@ def test_no_other_file_of_the_package_makes_files() -> None:
             writes = name == "open" and any(re.fullmatch("[rbtwax+]*[wax+][rbtwax+]*", text) for text in texts)
             if name in MAKE_FILES or writes or ast.unparse(node.func) in ("os.open", "os.link", "os.mkdir"):
                 found.add((path.relative_to(root).as_posix(), name))
-    assert {each for each in found if each[0] != "private_files.py"} == ELSEWHERE
+    assert {each for each in found if each[0] != "_core/host/private_files.py"} == ELSEWHERE
 
 
 READ_ELSEWHERE = {  # what the kernel tells, the package's own files, a file that the command line names
     *(
-        "directory/on_redis.py",
-        "directory/store.py",
-        "group/address.py",
-        "host_memory.py",
+        "directories/on_redis.py",
+        "_core/directory/table.py",
+        "_core/stores/address.py",
+        "_core/host/host_memory.py",
         "insight/collect.py",
-        "insight/outside.py",
+        "insight/reading/process_report.py",
         "insight/web.py",
     ),
-    *("supervision/command.py", "transport/heap.py", "transport/processes.py"),
-    *("witness/desk.py", "witness/observer.py", "witness/stacks.py"),
+    *("supervision/run_command.py", "_core/memory/heap.py", "_core/transport/process_state.py"),
+    *("reporting/desk.py", "reporting/observer.py", "reporting/stacks.py"),
 }
 
 
 def test_no_other_file_of_the_package_opens_files_that_others_may_have_made() -> None:
-    root = pathlib.Path(private_files.__file__).parent
+    root = pathlib.Path(telegrad.__file__).parent
     found = set()
     for path in root.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -149,7 +150,7 @@ def test_no_other_file_of_the_package_opens_files_that_others_may_have_made() ->
                 or getattr(node.func, "attr", "") in ("read_text", "read_bytes")
             ):
                 found.add(path.relative_to(root).as_posix())
-    assert found - {"private_files.py"} == READ_ELSEWHERE
+    assert found - {"_core/host/private_files.py"} == READ_ELSEWHERE
 
 
 @pytest.mark.parametrize("kind", ["fifo", "socket", "device", "folder", "loop"])
@@ -171,7 +172,7 @@ def test_only_regular_files_are_opened(kind: str, tmp_path: pathlib.Path, monkey
         for act in (
             open_regular,
             lambda name: read_keys(str(name)),
-            lambda name: Written([name]),
+            lambda name: DumpFiles([name]),
             lambda name: client_context(TlsFiles(str(name), str(name), str(name))),
         ):
             with pytest.raises((OSError, UsageError), match=r"no regular file|circle"):
@@ -179,7 +180,7 @@ def test_only_regular_files_are_opened(kind: str, tmp_path: pathlib.Path, monkey
 
 
 def test_a_main_program_that_came_through_a_pipe_is_not_waited_for() -> None:
-    program = "import telegrad.wire.functions as functions; print([functions.program()])"
+    program = "import telegrad._core.pickling.function_names as functions; print([functions.program()])"
     command = f"exec {shlex.quote(sys.executable)} <(echo {shlex.quote(program)})"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "['']\n"

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator, Mapping
 
 import pytest
 
-from telegrad import progress
-from telegrad.progress import Times, Wait, attended, spelled, under_way
+from telegrad._core import progress
+from telegrad._core.progress import Times, Wait, attended, spelled, under_way
 from tests.cluster import PATIENCE, free_port
 
 # When it is said
@@ -212,8 +212,8 @@ class Screen:
 PRELUDE = """
 import os, sys, logging
 os.open(os.ttyname(0), os.O_RDWR)  # its terminal from now on
-from telegrad import progress
-from telegrad.progress import Wait, attended
+from telegrad._core import progress
+from telegrad._core.progress import Wait, attended
 now = [0.0]
 def look(wait, at):
     now[0] = at

@@ -14,16 +14,16 @@ from functools import partial
 import pytest
 
 from telegrad import errors
-from telegrad.group.board import Board
-from telegrad.group.files import FileStore
-from telegrad.group.finding import POINTER
-from telegrad.group.sealing import SealedStore
-from telegrad.group.stores import open_store
-from telegrad.keyring import Keyring, read_keys
-from telegrad.rpc import current
-from telegrad.rpc.cluster import start
-from telegrad.rpc.options import TelegradOptions
-from telegrad.rpc.worker import Worker
+from telegrad._core.security.keyring import Keyring, read_keys
+from telegrad._core.start.cluster import start
+from telegrad._core.stores.board import Board
+from telegrad._core.stores.file_store import FileStore
+from telegrad._core.stores.find_directory import POINTER
+from telegrad._core.stores.sealed_store import SealedStore
+from telegrad._core.stores.stores import open_store
+from telegrad._core.worker import current
+from telegrad._core.worker.options import TelegradOptions
+from telegrad._core.worker.worker import Worker
 from tests.cluster import PATIENCE, agents, wait_until
 
 PAGE = (pathlib.Path(__file__).parent.parent / "docs" / "security.md").read_text()

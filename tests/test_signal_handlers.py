@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from telegrad import interrupts
+from telegrad._core import interrupts
 
 pytestmark = pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="Windows wakes no thread by a signal")
 
@@ -280,7 +280,7 @@ def test_a_context_manager_is_entered_and_left_whole() -> None:
             settle()
 
     steps.clear()
-    assert interrupts_of(use)  # once in 3.10, where the second takes the place of the first
+    assert interrupts_of(use)
     assert steps == ["entered", "left"]
 
 

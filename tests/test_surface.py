@@ -21,6 +21,15 @@ def test_the_page_lists_the_modules() -> None:
     assert re.findall(r"^\| `([\w.]+)` \|", PAGE, re.MULTILINE) == list(surface.MODULES)
 
 
+def test_the_page_of_extensions_lists_their_modules() -> None:
+    page = (surface.PACKAGE / "docs" / "extensions.md").read_text()
+    modules = surface.extension_modules()
+    assert sorted(re.findall(r"^\| `(telegrad\.ext\.\w+)` \|", page, re.MULTILINE)) == modules
+    text = ast.get_docstring(ast.parse(surface.path_of("telegrad.ext").read_text())) or ""
+    told = re.findall(r"^`(\w+)`:", text, re.M)
+    assert sorted(f"telegrad.ext.{name}" for name in told) == modules
+
+
 @pytest.mark.parametrize("module", surface.MODULES)
 def test_the_page_lists_what_a_module_exports(module: str) -> None:
     names = re.search(rf"^\| `{module}` \| ([^|]*) \|", PAGE, re.MULTILINE).group(1)
@@ -38,9 +47,9 @@ def test_the_source_exports_what_the_module_has(module: str) -> None:
 @pytest.mark.parametrize(
     ("module", "before", "after"),
     [
-        ("telegrad.rpc.life", "def stop_serving() -> None", "def stop_serving(name: str) -> None"),
-        ("telegrad.rpc.api", "def rpc_sync(\n    to: str | int", "def rpc_sync(\n    to: int"),
-        ("telegrad.rpc.life", "graceful: bool = True", "graceful: bool = False"),
+        ("telegrad._core.start.life", "def stop_serving() -> None", "def stop_serving(name: str) -> None"),
+        ("telegrad._core.rpc.api", "def rpc_sync(\n    to: str | int", "def rpc_sync(\n    to: int"),
+        ("telegrad._core.start.life", "graceful: bool = True", "graceful: bool = False"),
     ],
 )
 def test_changes_are_seen(module: str, before: str, after: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from telegrad import threads
+from telegrad._core import threads
 
 
 def test_the_start_of_a_thread_that_never_runs_fails(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,9 +10,14 @@ import threading
 
 import pytest
 
+from telegrad._core.threads import Background, Exclusive, results
 from telegrad.errors import UsageError
-from telegrad.threads import Background, Exclusive
 from tests.cluster import PATIENCE, in_threads
+
+
+def test_a_function_that_fails_keeps_no_other_from_being_called(caplog: pytest.LogCaptureFixture) -> None:
+    assert list(results([lambda number: number + 1, lambda number: number / 0, lambda number: 2 * number], 4)) == [5, 8]
+    assert caplog.text.count("ZeroDivisionError") == 1
 
 
 def test_a_thread_that_many_want_is_started_once() -> None:

@@ -12,7 +12,7 @@ import numpy
 import torch
 from hypothesis import strategies as st
 
-from telegrad.wire.segments import OWN_FROM
+from telegrad._core.pickling.segments import OWN_FROM
 
 LARGE = OWN_FROM
 

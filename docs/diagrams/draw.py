@@ -19,10 +19,10 @@ def parts() -> str:
     layers = (
         ("your program", ""),
         ("rpc · nn · optim · weights · checkpoint", "what it calls"),
-        ("rref · autograd", "who holds references; gradients' way back"),
-        ("agent", "calls, and the threads that serve them"),
-        ("group", "who is there, how workers meet and part"),
-        ("transport · devices · wire", "how values become bytes, and cross"),
+        ("references · autograd", "values in use; gradients on their way back"),
+        ("agent · reactor", "calls, and the threads that serve them"),
+        ("membership · directory", "which workers are there; how they meet and leave"),
+        ("transport · memory · wire", "how values become bytes, and cross"),
     )
     top = MARGIN + 34
     for number, name in enumerate(("worker0", "worker1")):

@@ -1,4 +1,4 @@
-"""What users call: the functions of `telegrad.autograd`."""
+"""The functions of `telegrad.autograd`."""
 
 from __future__ import annotations
 
@@ -9,45 +9,45 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from telegrad import checks, forks
-from telegrad.agent import profiling
-from telegrad.agent.compiling import not_compiled
-from telegrad.agent.futures import Future, Signal
+from telegrad._core import checks, forks
+from telegrad._core.calls import profiling
+from telegrad._core.calls.compiling import not_compiled
+from telegrad._core.calls.futures import Future, Signal
+from telegrad._core.hints import hint
 from telegrad.autograd.conductor import Conductor, DrivenPass
 from telegrad.autograd.contexts import Contexts
-from telegrad.autograd.record import AutogradContext, Inside, entered_id
+from telegrad.autograd.engine.record import AutogradContext, Inside, entered_id
 from telegrad.errors import NotInitialized, TelegradError, UsageError
-from telegrad.hints import hint
 
 
 class RemoteRoot(Protocol):
-    """A tensor that lives on some worker; references are."""
+    """A tensor on some worker, such as a reference."""
 
     def _as_root(self) -> tuple[str, Any]:
-        """The worker, and what finds the value there."""
+        """Return the worker, and the description by which that worker finds the value."""
 
 
 Root = Tensor | RemoteRoot
 
 
 class Ride(Protocol):
-    """A step that rides with a pass: on workers that it comes to, what has the number `rider` is given the request."""
+    """An optimizer step that is fused with a pass. Workers pass `request` to the object with the number `rider`."""
 
-    rider: int  # 0: nothing rides
+    rider: int  # 0: no step
     request: bytes
 
     def end(self, rode: Mapping[str, tuple[bool, Any]]) -> None:
-        """The pass has ended: do what is left, given what became of it where it has ridden, by workers."""
+        """Complete the step after the pass has ended. `rode` maps workers to the outcome of the step there."""
 
 
 class Step(Protocol):
-    """What steps with the gradients of a context; optimizers do."""
+    """An object that steps with the gradients of a context, such as an optimizer."""
 
     def _telegrad_ride(self, context_id: int) -> Ride:
-        """Begin a step that rides with a pass."""
+        """Begin a step that is fused with a pass."""
 
 
-BACKWARD_EVENT = "torch::distributed::autograd::backward"  # as the profiler shows it, and in engine.py SEND_EVENT
+BACKWARD_EVENT = "torch::distributed::autograd::backward"  # the name in profiles; see also SEND_EVENT in engine.py
 
 
 def _nobody() -> Conductor:
@@ -58,7 +58,7 @@ _find: Callable[[], Conductor] = _nobody
 
 
 def speak_for(find: Callable[[], Conductor]) -> None:
-    """Have `find` tell which worker the calls of a thread are for. The layer above does."""
+    """Set the function that returns the conductor of the current thread's worker. The layer above calls this."""
     global _find
     _find = find
 
@@ -71,10 +71,10 @@ def conductor() -> Conductor:
 class context:  # noqa: N801 - used like a function
     """`with context() as context_id:` wraps a forward and a backward pass that cross workers.
 
-    The id names it on all workers. On exit everything that was recorded and added up in it is released everywhere.
+    The id names the context on all workers. On exit, all workers release the recorded graphs and the gradients.
 
     Raises:
-        UsageError: this code runs inside of another context.
+        UsageError: the caller is already in a context.
         NotInitialized: this process is in no group.
 
     Example:
@@ -87,7 +87,7 @@ class context:  # noqa: N801 - used like a function
         tensor([3., 3.])
     """
 
-    _now: tuple[Contexts, AutogradContext, Inside] | None = None  # while inside of it
+    _now: tuple[Contexts, AutogradContext, Inside] | None = None  # None unless entered
 
     def __enter__(self) -> int:
         outer = entered_id()
@@ -105,7 +105,7 @@ class context:  # noqa: N801 - used like a function
             contexts, context, inside = self._now
             self._now = None
             inside.__exit__(None, None, None)
-            if not forks.is_inherited(contexts):  # else the context is the parent's, which goes on in it
+            if not forks.is_inherited(contexts):  # else the context belongs to the parent process, which still uses it
                 contexts.release(context.id)
 
     def __repr__(self) -> str:
@@ -123,28 +123,27 @@ def backward(
     create_graph: bool = False,
     step: Step | None = None,
 ) -> None:
-    """Run the backward pass from `roots` across all workers; returns when it has ended everywhere.
+    """Run the backward pass from `roots` across all workers. Block until it has ended on all of them.
 
-    The gradients of leaves are added up in the context, on the workers where the leaves are: see `get_gradients`. They
-    are not in `.grad`.
+    Each worker accumulates the gradients of its own leaves in the context, not in `.grad`: see `get_gradients`.
 
     Args:
-        context_id: what `with context() as context_id` gives.
-        roots: tensors of one element or references to such; one, or a list.
+        context_id: the id from `with context() as context_id`.
+        roots: one tensor of one element, a reference to one, or a list of these.
         retain_graph: keep the graph for another pass.
-        mode: "smart", or "fast": the program states that every tensor that was sent in the context takes part.
-        timeout: seconds; 0 for no limit, None for that of the options.
+        mode: "smart", or "fast": the program guarantees that every tensor sent in the context takes part.
+        timeout: seconds; 0 for no limit, None for the timeout in the options.
         create_graph: record the pass itself, for gradients of gradients.
-        step: an optimizer that steps, too, as `optimizer.step(context_id)` would after the pass: but each owner does so
-            by itself, as soon as it has its last gradient. Should the pass fail, some may have stepped.
+        step: an optimizer. Each owner of parameters steps as soon as it has its last gradient, instead of in
+            `optimizer.step(context_id)` after the pass. If the pass fails, some owners may have stepped.
 
     Raises:
-        ContextEnded: there is no such context.
-        UnusedSends: in fast mode, something that was sent did not take part.
-        CallTimeout: the pass did not end in its time.
-        PeerLost: a worker died that took part.
-        UsageError: a root is no tensor of one element that needs a gradient.
-        Exception: what was raised in the backward of a function, on whatever worker, or by the step.
+        ContextEnded: the context does not exist.
+        UnusedSends: in fast mode, a sent tensor did not take part.
+        CallTimeout: the pass did not end within the timeout.
+        PeerLost: a worker that took part died.
+        UsageError: a root is not a tensor of one element that requires a gradient.
+        Exception: the error of a backward function on any worker, or of the step.
 
     Example:
         >>> from telegrad import autograd
@@ -177,22 +176,22 @@ def backward_async(
     create_graph: bool = False,
     step: Step | None = None,
 ) -> Future[None]:
-    """As `backward`, but gives a future that is done when the pass has ended, and the step with it.
+    """Run `backward` without blocking. The returned future is done when the pass, and the step if any, has ended.
 
     Args:
-        context_id: as for `backward`, like all that follow.
-        roots: tensors of one element or references to such.
+        context_id: as for `backward`, like all arguments below.
+        roots: tensors of one element or references to them.
         retain_graph: keep the graph for another pass.
         mode: "smart" or "fast".
-        timeout: seconds; 0 for no limit, None for that of the options.
+        timeout: seconds; 0 for no limit, None for the timeout in the options.
         create_graph: record the pass itself.
-        step: an optimizer that steps with it.
+        step: an optimizer that steps during the pass.
 
     Returns:
-        A `Future` of None; it fails with what `backward` raises.
+        A `Future` of None; it fails with the errors of `backward`.
 
     Raises:
-        ContextEnded: there is no such context; likewise `UsageError`, as for `backward`.
+        ContextEnded: the context does not exist. `UsageError` is raised as in `backward`.
 
     Example:
         >>> from telegrad import autograd
@@ -213,7 +212,7 @@ def backward_async(
         try:
             passed.wait()
             ride.end(driven.rode)
-        except BaseException as error:  # SystemExit, too, of a backward function that has run here
+        except BaseException as error:  # including SystemExit from a backward function that ran on this thread
             stepped.set_exception(error)  # type: ignore[arg-type]
         else:
             stepped.set_result(None)
@@ -224,16 +223,16 @@ def backward_async(
 
 @not_compiled
 def get_gradients(context_id: int) -> dict[Tensor, Tensor]:
-    """The gradients of this worker's leaves that were added up in a context.
+    """Return the gradients of this worker's leaves that were accumulated in a context.
 
     Args:
-        context_id: what `with context() as context_id` gives.
+        context_id: the id from `with context() as context_id`.
 
     Returns:
-        The gradients by their tensors.
+        A dict from each leaf to its gradient.
 
     Raises:
-        ContextEnded: there is no such context here.
+        ContextEnded: the context does not exist on this worker.
 
     Example:
         >>> from telegrad import autograd
@@ -275,7 +274,7 @@ def _begin(
         create=create,
         fast=mode == "fast",
         timeout=timeout,
-        keeps=(roots, ride),  # a value lives as long as a reference to it
+        keeps=(roots, ride),  # an owner keeps a value only as long as a reference to it exists
         outcome=outcome,
         rider=ride.rider if ride is not None else 0,
         request=ride.request if ride is not None else b"",
@@ -284,7 +283,7 @@ def _begin(
 
 
 def check_context_id(context_id: Any) -> None:
-    """Raise InvalidArgument for what cannot be the id of a context."""
+    """Raise UsageError for a tensor or a list, and InvalidArgument for any other value that is no context id."""
     if isinstance(context_id, (Tensor, list, tuple)):
         raise UsageError(
             "the id of the context comes first, before the tensors: write telegrad.autograd.backward(context_id, "
@@ -294,13 +293,13 @@ def check_context_id(context_id: Any) -> None:
 
 
 def check_step(step: Any) -> None:
-    """Raise UsageError where nothing can ride that way."""
+    """Raise UsageError if `step` cannot be fused with a pass."""
     if step is not None and not hasattr(step, "_telegrad_ride"):
         raise UsageError(f"step must be a DistributedOptimizer, not {type(step).__name__}")
 
 
 def _places(here: str, roots: Root | Sequence[Root]) -> dict[str, list[Any]]:
-    """The roots, by the workers where they are."""
+    """Group the roots by the workers that hold them."""
     several = list(roots) if isinstance(roots, (list, tuple)) else [roots]
     if not several:
         raise UsageError("No tensors provided for gradient computation: give at least one root")
@@ -318,7 +317,7 @@ def _places(here: str, roots: Root | Sequence[Root]) -> dict[str, list[Any]]:
 
 
 def check_root(root: Any) -> None:
-    """Raise why a value cannot be a root, if so."""
+    """Raise UsageError if a value cannot be a root."""
     if not isinstance(root, Tensor):
         raise UsageError(
             f"an RRef should contain a tensor for .backward(), not {type(root).__name__}: roots are tensors"
@@ -332,13 +331,13 @@ def check_root(root: Any) -> None:
 
 
 def look_at_step(optimizer: Optimizer, *_: Any) -> None:
-    """Warn where an optimizer looks into `.grad`, and the gradients are in the context in which it steps."""
+    """Warn if an optimizer reads `.grad` although the gradients are in the context in which it steps."""
     id_ = entered_id()
     if id_ is None:
         return
     try:
         context = _find().contexts.get(id_)
-    except TelegradError:  # this process has left its group: the step is none of ours
+    except TelegradError:  # this process has left its group, so contexts do not concern this step
         return
     if context is None or not len(context.gradients):
         return

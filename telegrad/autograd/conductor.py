@@ -1,6 +1,6 @@
-"""One worker's backward passes: those that it drives, and the assembly of the rest.
+"""The backward passes of one worker: it drives some of them, and creates the objects that do the rest.
 
-The agent knows the conductor as the layer of graphs: what leaves and comes in a context is recorded there.
+The conductor is the agent's graph layer: it records the tensors that are sent and received in a context.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from telegrad import instruments
-from telegrad.agent import profiling, scene
-from telegrad.agent.agent import Agent
-from telegrad.agent.futures import Future, Signal
-from telegrad.autograd import guard
-from telegrad.autograd.captures import Capture
+from telegrad._core import events
+from telegrad._core.agent.agent import Agent
+from telegrad._core.calls import call_context, profiling
+from telegrad._core.calls.futures import Future, Signal
+from telegrad._core.membership.members import Identity
+from telegrad._core.pickling.exceptions import rebuild
+from telegrad._core.pickling.reducers import ask_whether_recorded
 from telegrad.autograd.contexts import Contexts
+from telegrad.autograd.engine import guard
+from telegrad.autograd.engine.captures import Capture
+from telegrad.autograd.engine.passes import ENDED, Abandon, Driver, Failed, LeftOut, PassSpec, Report, Task
+from telegrad.autograd.engine.record import AutogradContext, entered_id, read_id
 from telegrad.autograd.parts import LocalParts, OpenRoots
-from telegrad.autograd.passes import ENDED, Abandon, Driver, Failed, LeftOut, PassSpec, Report, Task
-from telegrad.autograd.record import AutogradContext, entered_id, read_id
 from telegrad.errors import CallTimeout, ContextEnded, PeerError, PeerLost, TelegradError, UnusedSends, UsageError
-from telegrad.group.members import Identity
-from telegrad.wire.failures import rebuild
-from telegrad.wire.reducers import ask_whether_recorded
 
 
 def _is_recording() -> bool:
@@ -43,7 +43,7 @@ ask_whether_recorded(_is_recording)
 
 
 class DrivenPass:
-    """A pass that this worker drives, until it has ended."""
+    """A pass that this worker drives, from its beginning to its end."""
 
     def __init__(
         self, context: AutogradContext, spec: PassSpec, deadline: float, keeps: Any, outcome: Signal | Future[None]
@@ -53,52 +53,53 @@ class DrivenPass:
         self.deadline = deadline
         self.begun = perf_counter()
         self.outcome: Any = outcome
-        self._keeps = keeps  # what must live until the pass has ended
-        self._lock = threading.Lock()  # guards the driver, but for `repr`: a debugger may have stopped who holds it
+        self._keeps = keeps  # kept alive until the pass has ended
+        # guards the driver, except in `repr`: a debugger may have stopped the thread that holds the lock
+        self._lock = threading.Lock()
         self._driver = Driver(spec)
 
     def __repr__(self) -> str:
         return f"<DrivenPass: {self._driver}, {self.deadline - monotonic():.1f} s left>"
 
     def start(self, roots: Iterable[tuple[str, Sequence[Any]]]) -> list[tuple[str, Task]]:
-        """Have workers begin at values of theirs: what to give to whom."""
+        """Return the messages that start the pass at values of the given workers, each with its recipient."""
         with self._lock:
             return self._driver.start(roots)
 
     def report(self, worker: str, report: Report) -> tuple[list[tuple[str, Task]], bool]:
-        """A worker has reported: what to give to whom now, and whether the pass has ended.
+        """Process a worker's report. Return the next messages with their recipients, and True if the pass has ended.
 
         Raises:
-            LeftOut: sends of a fast pass have not received.
+            LeftOut: no gradient came for some sends of a fast pass.
         """
         with self._lock:
             return self._driver.report(worker, report), self._driver.state == ENDED
 
     def note(self, failure: str = "") -> None:
-        """Tell that it has ended."""
-        if (note := instruments.note) is not None:
-            note((instruments.PASSED, self.begun, perf_counter(), self.spec.context, self.spec.number, failure))
+        """Report the end of the pass to the event hook."""
+        if (note := events.note) is not None:
+            note((events.PASSED, self.begun, perf_counter(), self.spec.context, self.spec.number, failure))
 
     @property
     def rode(self) -> dict[str, tuple[bool, Any]]:
-        """By workers, what became of the rider where it has had its turn."""
+        """By workers, the outcome of the rider where it ran."""
         with self._lock:
             return self._driver.rode.copy()
 
     @property
     def workers(self) -> set[str]:
-        """Those that take part, as far as they have reported or were told to."""
+        """The workers that take part, as far as the driver knows."""
         with self._lock:
             return set(self._driver.workers)
 
     @property
     def owing(self) -> list[str]:
-        """Those that have something to do for it."""
+        """The workers whose tasks are not done."""
         with self._lock:
             return sorted(self._driver.owing)
 
     def late(self) -> CallTimeout:
-        """Why the pass fails that did not end in its time."""
+        """Return the error for a pass that exceeded its deadline."""
         return CallTimeout(
             f"the backward pass of context {self.context.id} did not end in its time; it waited for "
             f"{', '.join(map(repr, self.owing)) or 'nobody'}. Give it a longer timeout"
@@ -106,16 +107,16 @@ class DrivenPass:
 
 
 class Conductor:
-    """All passes in which this worker takes part, and the contexts in which they run."""
+    """All passes in which this worker takes part, and their contexts."""
 
     def __init__(self, agent: Agent, open_roots: OpenRoots) -> None:
-        """`open_roots` gives the tensors of values that live here, once they are there."""
+        """`open_roots` gives the tensors of values on this worker, once they are available."""
         self.contexts = Contexts(agent, self._context_ended)
         self._agent = agent
         self._parts = LocalParts(agent, self.contexts, open_roots, self._on_report, self._on_failed)
         self.riders = self._parts.riders
-        self._numbers = itertools.count(1)  # of passes; `next` is atomic
-        self._driven: dict[PassSpec, DrivenPass] = {}  # no lock: each use is one operation of a dict, which is atomic
+        self._numbers = itertools.count(1)  # pass numbers; `next` is atomic
+        self._driven: dict[PassSpec, DrivenPass] = {}  # no lock: each use is one atomic operation of a dict
         self._closed = False
         agent.on(Report, lambda sender, message: self._on_report(sender.name, message))
         agent.on(Failed, lambda sender, message: self._on_failed(message.spec, rebuild(message.failure)))
@@ -133,25 +134,25 @@ class Conductor:
 
     @property
     def passes(self) -> int:
-        """In how many passes, of contexts that have not ended, this worker takes part or has done so."""
+        """The number of passes, in contexts that have not ended, in which this worker takes part or has taken part."""
         return len(self._parts)
 
     @property
     def running(self) -> int:
-        """In how many contexts a pass runs that this worker drives, or works at right now."""
+        """The number of contexts with a pass that this worker drives, or works on right now."""
         return len({spec.context for spec in self._driven.copy()} | self._parts.at_work())
 
-    # For the agent, which sends and receives
+    # Called by the agent when it sends and receives
 
     def current(self) -> AutogradContext | None:
-        """The context in which this thread's code runs."""
+        """Return the context in which this thread's code runs, or None."""
         id_ = entered_id()
         return self.contexts.join(id_) if id_ is not None else None
 
     def received(
         self, data: bytes, tensors: list[Tensor], sender: Identity
     ) -> tuple[AutogradContext | None, Sequence[Tensor]]:
-        """Tensors have come: their context, if it has not ended, and what to put in their places."""
+        """Record received tensors. Return their context, or None if it has ended, and replacements for the tensors."""
         (id_,) = read_id(data)
         context = self.contexts.join(id_)
         if context is None:
@@ -160,12 +161,12 @@ class Conductor:
         return context, context.received(data, tensors, sender)
 
     def close(self, reason: PeerError) -> None:
-        """This worker leaves: passes that it drives fail."""
+        """Fail the passes that this worker drives, because it leaves the group."""
         self._closed = True
         for driven in self._driven.copy().values():
             self._fail(driven, reason)
 
-    # For users
+    # Called by users
 
     def begin(
         self,
@@ -182,12 +183,13 @@ class Conductor:
         request: bytes = b"",
         capture: Capture | None = None,
     ) -> DrivenPass:
-        """Run backward from `roots`: of this worker tensors or values, of others values that live there.
+        """Start a backward pass from `roots`, and return without waiting for it.
 
-        `keeps` is held until the end, of which `outcome` is told. With a signal, `wait` must follow: this thread has
-        nothing better to do than this worker's part. Workers that have a `rider` of that number in `riders` give it the
-        request as soon as all their gradients are there; those that cannot know leave it alone. With a `capture`, which
-        `keeps` must hold, gradients come there and are not added up.
+        Roots of this worker are tensors or values; roots of other workers are descriptions of values there. `keeps` is
+        kept alive until the pass has ended, which `outcome` reports. If `outcome` is a Signal, the caller must call
+        `wait`: this thread does this worker's part meanwhile. A worker that has the `rider` in `riders` gives it the
+        request as soon as all its gradients are there; a worker that cannot know this skips it. With a `capture`, which
+        `keeps` must hold, gradients go to the capture and are not accumulated.
         """
         if type(outcome) is Signal and context.running is not None and guard.runs_pass():
             raise UsageError(
@@ -199,7 +201,7 @@ class Conductor:
         self._agent.streams.publish()
         workers = tuple(sorted(roots))
         number, captures = next(self._numbers), capture is not None
-        autocast = scene.described_autocast()
+        autocast = call_context.described_autocast()
         spec = PassSpec(
             context.id, self.name, number, retain, create, fast, workers, rider, request, captures, autocast
         )
@@ -213,7 +215,7 @@ class Conductor:
         return driven
 
     def wait(self, driven: DrivenPass) -> None:
-        """Wait until a pass of this worker has ended; raises its error."""
+        """Wait until a pass of this worker has ended. Raise its error, if any."""
         if profiling.enabled():
             self._parts.attend(driven.context, driven.outcome)
         elif not driven.outcome.done():
@@ -222,12 +224,12 @@ class Conductor:
         self._agent.streams.join()
 
     def under_way(self) -> list[tuple[int, int, float, list[str]]]:
-        """Of the passes that it drives: context, number, when it began, and the workers that have something to do."""
+        """Return context, number, start time and workers with pending tasks of each pass that this worker drives."""
         driven = list(self._driven.copy().values())
         return [(each.spec.context, each.spec.number, each.begun, each.owing) for each in driven]
 
     def follow(self, passed: Future[None], act: Callable[[Future[None]], None]) -> None:
-        """Have `act(passed)`, which may wait for other workers, run once that pass has ended."""
+        """Run `act(passed)`, which may wait for other workers, on another thread once the pass has ended."""
         context = copy_context()
 
         def run(passed: Future[None]) -> None:
@@ -236,24 +238,25 @@ class Conductor:
         passed.add_done_callback(lambda _: self._agent.later(run, passed))
 
     def let_ride(self, context: AutogradContext, rider: int, request: bytes) -> tuple[bool, Any] | None:
-        """Give a rider its turn where all gradients of this worker are there but for those of passes.
+        """Run a rider if this worker has all its gradients, except those from passes.
 
-        None where there is no such rider, or one of these may bring more.
+        Return None if there is no such rider, or if a sent tensor may still receive a gradient.
         """
         found = self.riders.get(rider)
         return None if found is None or context.sends else self._parts.give_turn(found, context.id, request)
 
     def gradients(self, context_id: int) -> dict[Tensor, Tensor]:
-        """The gradients of this worker's leaves in a context, ready to be used by this thread."""
+        """Return the gradients of this worker's leaves in a context, ready for use by this thread."""
         gradients = self.contexts.find(context_id).gradients.as_dict()
         self._agent.streams.adopt(*gradients.values())
         return gradients
 
-    # Driving
+    # Driving passes
 
     def _give(self, driven: DrivenPass, tasks: list[tuple[str, Task]], here: bool = False) -> None:
         if len(tasks) > 1:
-            tasks.sort(key=lambda task: task[0] == self.name)  # so that the others work meanwhile
+            # other workers first: they run while this worker does its part
+            tasks.sort(key=lambda task: task[0] == self.name)
         for worker, task in tasks:
             try:
                 self._parts.give(driven.context, worker, task, here)
@@ -264,7 +267,7 @@ class Conductor:
     def _on_report(self, worker: str, report: Report) -> None:
         driven = self._driven.get(report.spec)
         if driven is None:
-            if worker != self.name:  # it came to the pass after that had failed
+            if worker != self.name:  # this worker joined the pass after the pass had failed
                 with contextlib.suppress(TelegradError):
                     self._agent.notify(worker, Abandon(report.spec))
             return
@@ -285,7 +288,7 @@ class Conductor:
             self._fail(driven, error)
 
     def _fail(self, driven: DrivenPass, error: BaseException) -> None:
-        """End a pass everywhere, and tell who waits for it."""
+        """End a pass on all workers, and fail its outcome."""
         if not self._take(driven):
             return
         driven.note(type(error).__name__)
@@ -297,13 +300,13 @@ class Conductor:
         if self._closed:
             tell(error)
         else:
-            self._agent.later(tell, error)  # its callbacks are user code, and this may be a thread that reads
+            self._agent.later(tell, error)  # callbacks are user code, and this may be a reader thread
 
     def _take(self, driven: DrivenPass) -> bool:
-        """Whether the caller is the one to end the pass; it is asked for once only."""
+        """Return True if the caller must end the pass. This is True once per pass."""
         return self._driven.pop(driven.spec, None) is not None
 
-    # What goes wrong by itself
+    # Failures, ends of contexts, timeouts
 
     def _on_lost(self, who: Identity, reason: PeerError) -> None:
         lost = PeerLost(f"a backward pass cannot go on without worker {who.name!r}: {reason}")

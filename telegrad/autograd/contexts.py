@@ -1,9 +1,9 @@
-"""The contexts of one worker: when they begin, and how each is known to end.
+"""The contexts of one worker: how they begin, and how each worker learns of their ends.
 
-A context ends when its owner says so, and everybody passes the word on to those whom he knows to take part. That word
-may be lost, in ways that its receiver cannot notice. So whoever holds a context of another worker for longer than a
-moment asks the owner from time to time whether it has ended, and at once where a connection is lost over which the
-word might have come. Contexts that end soon, which is the usual case, cost no question.
+A context ends when its owner releases it. Each worker forwards the release to all workers that it knows to take part. A
+release may be lost, in ways that its receiver cannot notice. So a worker that has held a context of another worker for
+more than a moment asks the owner periodically whether it has ended. A worker asks at once if it loses a connection over
+which the release might have come. Contexts that end soon, which is the usual case, cause no such message.
 """
 
 from __future__ import annotations
@@ -17,55 +17,55 @@ from collections.abc import Callable
 from time import monotonic
 from typing import Any, NamedTuple
 
-from telegrad.agent.agent import Agent
-from telegrad.autograd.guard import install
-from telegrad.autograd.record import OWNER_SHIFT, AutogradContext
+from telegrad._core.agent.agent import Agent
+from telegrad._core.membership.members import Identity
+from telegrad.autograd.engine.guard import install
+from telegrad.autograd.engine.record import OWNER_SHIFT, AutogradContext
 from telegrad.errors import ContextEnded, ContextLost, LimitReached, PeerError, PeerLost, TelegradError, UnknownWorker
-from telegrad.group.members import Identity
 
 MOST_OPEN = 1 << 14  # contexts of one other worker
-MOST_PASSES = 1 << 16  # backward passes, of all contexts of one worker
-REMEMBERED = 1 << 16  # contexts that have ended, for what comes late
-LOOK_EVERY = 1.0  # seconds between looks for contexts that stay
+MOST_PASSES = 1 << 16  # backward passes in all contexts of one worker
+REMEMBERED = 1 << 16  # ended contexts, for messages that come late
+LOOK_EVERY = 1.0  # seconds between checks for long-lived contexts
 ASK_AFTER, ASK_AT_MOST = 1.0, 10.0  # seconds: the first pause between questions, which doubles, and the longest
 
 
 class Release(NamedTuple):
-    """A context has ended: let go of it, and pass the word on."""
+    """The context has ended: its receiver releases it and forwards the release."""
 
     context: int
 
 
 class Knock(NamedTuple):
-    """Is anybody there? And which of these contexts have ended? The word of it may have been lost."""
+    """Ask the owner which of these contexts have ended, as a release may be lost, and detect a lost owner."""
 
     contexts: tuple[int, ...]
 
 
 class Doubt(NamedTuple):
-    """The owner of a context cannot be reached from here. Whoever knows of it shall ask for himself."""
+    """The sender cannot reach the owner of a context. Each receiver that has the context asks the owner itself."""
 
     context: int
 
 
 class Contexts:
-    """All contexts in which this worker takes part; others who do hear from here of their ends."""
+    """All contexts in which this worker takes part. Other workers that take part learn of their ends from here."""
 
     def __init__(self, agent: Agent, ended: Callable[[int], None]) -> None:
         """`ended` is called for each context that ends."""
         self._agent = agent
         self._tell_ended = ended
-        # Guards changes of the next five, and looks at all of one. Each look that goes without it is one operation of
-        # a dict, and so atomic: `get`, `in`, `len`.
+        # Guards changes of the next five fields, and iteration over them. Reads without the lock are single dict
+        # operations (`get`, `in`, `len`), and so atomic.
         self._lock = threading.Lock()
         self._contexts: dict[int, AutogradContext] = {}
-        self._open: Counter[int] = Counter()  # of them, by the ranks of their owners; not of this worker's own
-        self._passes: Counter[int] = Counter()  # of contexts that have not ended, by the ranks of the owners
-        self._ended: dict[int, bool] = {}  # the latest, for what comes too late; whether this worker forsook them
-        self._asked: dict[int, tuple[float, float]] = {}  # of those that stay: the last pause, and when to ask next
+        self._open: Counter[int] = Counter()  # open contexts by the rank of their owner, without this worker's own
+        self._passes: Counter[int] = Counter()  # passes in open contexts, by the rank of their owner
+        self._ended: dict[int, bool] = {}  # recently ended contexts; True if this worker lost the owner
+        self._asked: dict[int, tuple[float, float]] = {}  # long-lived contexts: the last pause, and when to ask next
         self._ids = itertools.count(secrets.randbits(OWNER_SHIFT - 1))  # `next` is atomic
-        self._numbers = itertools.count(1)  # of messages
-        self._next_look = 0.0  # the clock's thread alone
+        self._numbers = itertools.count(1)  # message numbers
+        self._next_look = 0.0  # only the timer thread uses it
         agent.on(Release, lambda sender, message: self.release(message.context, sender))
         agent.on(Knock, self._on_knock)
         agent.on(Doubt, self._on_doubt)
@@ -79,7 +79,7 @@ class Contexts:
         return f"<Contexts of {self._agent.name!r}: {len(self)}, and {len(self._ended)} that have ended>"
 
     def begin(self) -> AutogradContext:
-        """A new context, whose owner is this worker."""
+        """Create a context that this worker owns."""
         install()
         context = AutogradContext(
             self._agent.me.id << OWNER_SHIFT | next(self._ids) & ((1 << OWNER_SHIFT) - 1), self._numbers
@@ -89,18 +89,18 @@ class Contexts:
         return context
 
     def get(self, id_: int) -> AutogradContext | None:
-        """The context of that id, if this worker takes part in it."""
+        """Return the context with that id if this worker takes part in it."""
         return self._contexts.get(id_)
 
     def has_ended(self, id_: int) -> bool:
-        """Whether this worker knows that the context has ended."""
+        """Return True if this worker knows that the context has ended."""
         return id_ in self._ended
 
     def find(self, id_: int) -> AutogradContext:
-        """The context of that id.
+        """Return the context with that id.
 
         Raises:
-            ContextEnded: there is none here.
+            ContextEnded: this worker has no such context.
         """
         context = self._contexts.get(id_)
         if context is None:
@@ -111,10 +111,10 @@ class Contexts:
         return context
 
     def join(self, id_: int) -> AutogradContext | None:
-        """The context that another worker speaks of; None where it has ended.
+        """Return the context that another worker refers to, and create it here if needed. Return None if it has ended.
 
         Raises:
-            LimitReached: its owner has as many open as are kept for one worker.
+            LimitReached: its owner has MOST_OPEN contexts open here.
         """
         context = self._contexts.get(id_)
         if context is not None:
@@ -134,10 +134,10 @@ class Contexts:
             return self._contexts.setdefault(id_, made)
 
     def count_passes(self, context: AutogradContext, messages: int = 1) -> None:
-        """Count messages with which a pass began, or that came too early for it: they are kept until its context ends.
+        """Count messages that began a pass, or came too early for it: they are kept until its context ends.
 
         Raises:
-            LimitReached: as many are kept for the owner of the context as are kept for one worker.
+            LimitReached: MOST_PASSES are counted for the owner of the context.
         """
         owner = context.owner
         with self._lock:
@@ -152,7 +152,7 @@ class Contexts:
                 context.passes += messages
 
     def check_kept(self, id_: int) -> None:
-        """Raise ContextLost where this worker let go of a context whose owner may live and go on with it."""
+        """Raise ContextLost if this worker dropped a context that its owner may still use."""
         if self._ended.get(id_):
             raise ContextLost(
                 f"worker {self._agent.name!r} has let go of the autograd context with id: {id_}, since it could not "
@@ -160,14 +160,14 @@ class Contexts:
             )
 
     def succeed(self, former: Contexts) -> None:
-        """This worker goes on in the place of another of its process, whose contexts have ended with it."""
+        """Take over from a former worker of this process. The contexts of that worker have ended."""
         with former._lock:
             ended = [*former._contexts, *former._ended]
         with self._lock:
             self._ended.update(dict.fromkeys(ended, False))
 
     def release(self, id_: int, sender: Identity | None = None) -> None:
-        """End a context here, and with all who know of it from here."""
+        """End a context here, and on all workers that learned of it from here."""
         self._end(id_, Release(id_), sender, forsaken=False)
 
     def _end(self, id_: int, word: Release | Doubt, sender: Identity | None, forsaken: bool) -> None:
@@ -178,7 +178,7 @@ class Contexts:
                 self._open[context.owner] -= context.owner != self._agent.me.id
             self._asked.pop(id_, None)
             self._ended[id_] = forsaken
-            while len(self._ended) > REMEMBERED:  # a predecessor has left as many, see `succeed`
+            while len(self._ended) > REMEMBERED:  # a former worker may have left as many, see `succeed`
                 del self._ended[next(iter(self._ended))]
         if context is None:
             return
@@ -189,10 +189,10 @@ class Contexts:
         self._tell_ended(id_)
 
     def _tell(self, worker: Identity, message: Any) -> None:
-        with contextlib.suppress(TelegradError):  # it has left, and its contexts with it
+        with contextlib.suppress(TelegradError):  # the worker has left, so its contexts have ended
             self._agent.notify(worker.name, message, worker.incarnation, patient=True)
 
-    # Ends of which the word was lost
+    # Lost releases
 
     def _tick(self, now: float) -> float:
         if now >= self._next_look:
@@ -201,13 +201,13 @@ class Contexts:
         return self._next_look
 
     def _foreign(self) -> list[AutogradContext]:
-        """The contexts of which another worker is the owner."""
+        """Return the contexts that other workers own."""
         with self._lock:
             contexts = list(self._contexts.values())
         return [context for context in contexts if context.owner != self._agent.me.id]
 
     def _is_to_be_asked(self, id_: int, now: float) -> bool:
-        """Whether a context has stayed for so long; not at the first look, since most end soon."""
+        """Return True if a question is due. The first check never asks, since most contexts end soon."""
         pause, due = self._asked.get(id_, (0.0, 0.0))
         if now < due:
             return False
@@ -220,7 +220,7 @@ class Contexts:
                 self._asked[id_] = pause, now + pause
 
     def _ask(self, contexts: list[AutogradContext]) -> None:
-        """Ask the owners of contexts whether they have ended; one who has left the group says no more."""
+        """Ask the owners of contexts whether these have ended. Release contexts whose owner has left the group."""
         by_owner: dict[int, list[int]] = {}
         for context in contexts:
             by_owner.setdefault(context.owner, []).append(context.id)
@@ -230,7 +230,7 @@ class Contexts:
             except UnknownWorker:
                 for id_ in ids:
                     self.release(id_)
-            except TelegradError:  # this worker leaves, or cannot look the other up now
+            except TelegradError:  # this worker leaves, or the lookup fails for now
                 pass
 
     def _on_knock(self, sender: Identity, knock: Knock) -> None:
@@ -239,13 +239,14 @@ class Contexts:
             if context is None:
                 self._tell(sender, Release(id_))
             else:
-                context.meet(sender)  # which may have heard of it from one who has died
+                context.meet(sender)  # the sender may know the context from a worker that has died
 
-    # Connections that break, workers that die
+    # Lost connections and dead workers
 
     def _on_lost(self, who: Identity, reason: PeerError) -> None:
-        """The owners must tell of their ends now: it may be one of them that was lost, or who would have told."""
-        dead = not isinstance(reason, PeerLost)  # a connection that broke is no death: that no new one can be made is
+        """Ask the owners at once: the lost worker may be one of them, or may have been about to forward a release."""
+        # PeerLost means a broken connection; a worker is dead once no new connection can be made
+        dead = not isinstance(reason, PeerLost)
         doubtful = []
         for context in self._foreign():
             if dead and context.may_be_of(who):

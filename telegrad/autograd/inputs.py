@@ -1,4 +1,4 @@
-"""Gradients of given tensors through any workers: `telegrad.autograd.grad`."""
+"""Gradients of given tensors across workers: `telegrad.autograd.grad`."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from telegrad import checks
-from telegrad.agent.compiling import not_compiled
-from telegrad.agent.futures import Signal
+from telegrad._core import checks
+from telegrad._core.calls.compiling import not_compiled
+from telegrad._core.calls.futures import Signal
 from telegrad.autograd.api import check_context_id, conductor
-from telegrad.autograd.captures import Capture
+from telegrad.autograd.engine.captures import Capture
 from telegrad.errors import UsageError
 
 
@@ -28,30 +28,30 @@ def grad(
     *,
     timeout: float | None = None,
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of `outputs` with respect to `inputs`, through all workers that the graph leads to.
+    """Return the gradients of `outputs` with respect to `inputs`, across all workers in the graph.
 
-    As `torch.autograd.grad`, which knows no other worker. Nothing is added up: neither in the context nor in `.grad`.
+    `torch.autograd.grad` covers one worker only. No gradient is accumulated, neither in the context nor in `.grad`.
 
     Args:
-        context_id: what `with context() as context_id` gives.
-        outputs: tensors of this worker; one, or a list.
-        inputs: tensors of this worker, leaves or not; one, or a list.
-        grad_outputs: the gradient of each output, None for an output of one element: it is 1 then.
-        retain_graph: keep the graph for another pass; left out, as `create_graph`.
+        context_id: the id from `with context() as context_id`.
+        outputs: one tensor of this worker, or a list.
+        inputs: one tensor of this worker, a leaf or not, or a list.
+        grad_outputs: the gradient of each output. None means 1, for an output of one element.
+        retain_graph: keep the graph for another pass; default: the value of `create_graph`.
         create_graph: record the pass itself, for gradients of gradients.
-        allow_unused: give None for an input on which no output depends, which else is an error.
-        timeout: seconds; 0 for no limit, None for that of the options.
+        allow_unused: return None for an input on which no output depends, instead of raising.
+        timeout: seconds; 0 for no limit, None for the timeout in the options.
 
     Returns:
-        One gradient for each of the inputs.
+        One gradient for each input.
 
     Raises:
-        ContextEnded: there is no such context.
+        ContextEnded: the context does not exist.
         RuntimeError: no output depends on one of the inputs.
-        CallTimeout: the pass did not end in that time.
-        PeerLost: a worker died that took part.
-        UsageError: an output or an input is no tensor of this worker that requires a gradient.
-        Exception: what was raised in the backward of a function, on whatever worker.
+        CallTimeout: the pass did not end within the timeout.
+        PeerLost: a worker that took part died.
+        UsageError: an output or an input is not a tensor of this worker that requires a gradient.
+        Exception: the error of a backward function on any worker.
 
     Example:
         >>> from telegrad import autograd

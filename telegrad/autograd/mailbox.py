@@ -1,4 +1,4 @@
-"""What one worker has to do for the passes of one context, and what it has for each: its part in that pass."""
+"""One worker's queue of tasks for the passes of one context, and its state in each pass."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from telegrad.agent.agent import Agent
-from telegrad.autograd.captures import Capture
-from telegrad.autograd.engine import EngineRunner
-from telegrad.autograd.outbox import Outbox
-from telegrad.autograd.passes import Ledger, Participant, PassSpec, Task
-from telegrad.autograd.record import AutogradContext
+from telegrad._core.agent.agent import Agent
+from telegrad.autograd.engine.captures import Capture
+from telegrad.autograd.engine.engine import EngineRunner
+from telegrad.autograd.engine.outbox import Outbox
+from telegrad.autograd.engine.passes import Ledger, Participant, PassSpec, Task
+from telegrad.autograd.engine.record import AutogradContext
 
 
 class LocalPart:
-    """This worker's part in one pass: what it has to do and to say, its graph, and the gradients that leave."""
+    """This worker's part in one pass: its tasks and reports, its graph, and its outgoing gradients."""
 
     def __init__(
         self,
@@ -29,7 +29,7 @@ class LocalPart:
         gathers: Callable[[Outbox], None],
         capture: Capture | None,
     ) -> None:
-        """`short`: it will not take long; `gathers` is for the outbox; `capture` is there on the driver alone."""
+        """`short`: the part is expected to be short. `gathers` is for the outbox. Only the driver has a `capture`."""
         self.ledger = Ledger(spec, agent.name)
         self.outbox = Outbox(agent, context, self.ledger, short, gathers)
         runner = EngineRunner(context, spec, roots, self.outbox, agent.streams, capture)
@@ -40,19 +40,19 @@ class LocalPart:
 
 
 class Mailbox:
-    """The tasks of one context, done by one thread at a time: whoever puts one in and finds nobody at it.
+    """The tasks of one context. One thread at a time runs them: the thread that adds a task to an idle mailbox starts.
 
-    `parts` and `early` need no lock: each use is one operation of a dict, and those are atomic.
+    `parts` and `early` need no lock: each use is one atomic operation of a dict.
     """
 
     def __init__(self, context: AutogradContext) -> None:
         self.context = context
-        self.parts: dict[PassSpec, LocalPart | None] = {}  # None: the pass has failed, and what comes for it is dropped
-        self.early: dict[PassSpec, list[Task]] = {}  # what came for passes whose roots are not there yet
-        self._lock = threading.Lock()  # guards all below, but for `repr`, which only takes a length
+        self.parts: dict[PassSpec, LocalPart | None] = {}  # None: the pass has failed, and its messages are dropped
+        self.early: dict[PassSpec, list[Task]] = {}  # tasks of passes whose roots are not available yet
+        self._lock = threading.Lock()  # guards all fields below, except in `repr`, which only reads a length
         self._tasks: list[Task] = []
-        self.busy = False  # a thread is at it; who only looks takes no lock
-        self._calls: queue.SimpleQueue[bool] | None = None  # of a thread that is to be at it; see `call`
+        self.busy = False  # a thread runs the tasks; may be read without the lock
+        self._calls: queue.SimpleQueue[bool] | None = None  # see `call`
 
     def __repr__(self) -> str:
         state = "a thread is at it" if self.busy else "nobody is at it"
@@ -60,7 +60,7 @@ class Mailbox:
         return f"<Mailbox of context {self.context.id}: {len(self._tasks)} tasks, {state}; {parts}>"
 
     def put(self, task: Task, here: bool) -> bool:
-        """Add a task; whether the caller must see to it that somebody is at it. `here`: then it does so itself."""
+        """Add a task. Return True if the caller must start a thread for it, or with `here` run it itself."""
         with self._lock:
             self._tasks.append(task)
             if self.busy:
@@ -72,23 +72,23 @@ class Mailbox:
             return False
 
     def take(self) -> list[Task]:
-        """What there is to do, for the thread that is at it; without any, it is at it no longer."""
+        """Remove and return all tasks. If there are none, the calling thread is no longer responsible."""
         with self._lock:
             tasks, self._tasks = self._tasks, []
             self.busy = bool(tasks)
             return tasks
 
     def put_back(self, tasks: list[Task]) -> None:
-        """Put tasks that were taken and not done in front of those that have come since."""
+        """Put tasks that were taken and not done before those that were added since."""
         with self._lock:
             self._tasks[:0] = tasks
 
     def call(self, calls: queue.SimpleQueue[bool] | None) -> None:
-        """From now on have the thread that waits for `calls` do what comes: True calls it. None ends that."""
+        """From now on wake the thread that waits on `calls`, by True, to run tasks. None ends this."""
         with self._lock:
             self._calls = calls
 
     def fail(self, spec: PassSpec) -> None:
-        """A pass has failed: drop this worker's part, and whatever still comes for it."""
+        """Drop this worker's part in a failed pass, and all later messages for it."""
         self.parts[spec] = None
         self.early.pop(spec, None)

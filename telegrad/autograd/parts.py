@@ -1,4 +1,4 @@
-"""This worker's parts in backward passes: which thread does what, what is sent when, and what becomes of failures."""
+"""This worker's parts in backward passes: threads, messages, and handling of failures."""
 
 from __future__ import annotations
 
@@ -13,38 +13,39 @@ from weakref import WeakValueDictionary
 
 from torch import Tensor
 
-from telegrad import instruments
-from telegrad.agent.agent import Agent
-from telegrad.agent.futures import Future, Signal
-from telegrad.agent.naming import user_name
-from telegrad.agent.scene import under_autocast
-from telegrad.autograd.captures import Capture
+from telegrad._core import events
+from telegrad._core.agent.agent import Agent
+from telegrad._core.calls.call_context import under_autocast
+from telegrad._core.calls.call_names import user_name
+from telegrad._core.calls.futures import Future, Signal
+from telegrad._core.interrupts import raised_by_handler
+from telegrad._core.membership.members import Identity
+from telegrad._core.pickling.exceptions import describe, rebuild
 from telegrad.autograd.contexts import Contexts
+from telegrad.autograd.engine.captures import Capture
+from telegrad.autograd.engine.outbox import Outbox, PackedShipment, unpacked
+from telegrad.autograd.engine.passes import Abandon, Bury, Failed, Mark, PassSpec, Report, Start, Task
+from telegrad.autograd.engine.record import AutogradContext, Inside
 from telegrad.autograd.mailbox import LocalPart, Mailbox
-from telegrad.autograd.outbox import Outbox, PackedShipment, unpacked
-from telegrad.autograd.passes import Abandon, Bury, Failed, Mark, PassSpec, Report, Start, Task
-from telegrad.autograd.record import AutogradContext, Inside
 from telegrad.errors import ContextLost, LimitReached, PeerLost, TelegradError
-from telegrad.group.members import Identity
-from telegrad.interrupts import raised_by_handler
-from telegrad.wire.failures import describe, rebuild
 
-SHORT = 1e-3  # tasks that took less last time are run by the thread that reads, as they are expected to be short again
+# seconds. If the last tasks took less, the reader thread runs the next ones, which are expected to be as short.
+SHORT = 1e-3
 
-GATHER = 1e-3  # how long gradients wait at most for others that the same step will bring for the same worker
+GATHER = 1e-3  # seconds: how long gradients wait at most for others that the same step will send to the same worker
 
 OpenRoots = Callable[[Sequence[Any]], Future[list[Tensor]]]
 
 
 class Rider(Protocol):
-    """What wants all gradients that a worker has in a context; an optimizer's share does."""
+    """An object that needs all gradients that a worker has in a context, such as an optimizer's part on that worker."""
 
     def ride(self, context_id: int, request: bytes) -> Any:
-        """Do what the pass asks for, now that they are there; something plain."""
+        """Process the request, now that the gradients are complete. Return a plain value."""
 
 
 class LocalParts:
-    """This worker's parts in all passes that it takes part in, whoever drives them."""
+    """This worker's parts in all passes, whether this or another worker drives them."""
 
     def __init__(
         self,
@@ -54,49 +55,50 @@ class LocalParts:
         reported: Callable[[str, Report], None],
         failed: Callable[[PassSpec, BaseException], None],
     ) -> None:
-        """`open_roots` gives the tensors of values that live here, once they are there.
+        """`open_roots` gives the tensors of values on this worker, once they are available.
 
-        `reported`, with this worker's name, and `failed` are told what concerns a pass that this worker drives.
+        `reported`, with this worker's name, and `failed` are called for passes that this worker drives.
         """
         self._agent = agent
         self._contexts = contexts
         self._open_roots = open_roots
         self._reported = reported
         self._tell_failed = failed
-        self.riders: WeakValueDictionary[int, Rider] = WeakValueDictionary()  # by the numbers that passes have
-        self.captures: WeakValueDictionary[PassSpec, Capture] = WeakValueDictionary()  # of passes that it drives
-        # These need no lock: each use is one operation of a dict or a set, which is atomic, or sets a flag.
-        self._mailboxes: dict[int, Mailbox] = {}  # by contexts
+        self.riders: WeakValueDictionary[int, Rider] = WeakValueDictionary()  # by the numbers that passes use for them
+        # of passes that this worker drives
+        self.captures: WeakValueDictionary[PassSpec, Capture] = WeakValueDictionary()
+        # These need no lock: each use is one atomic operation of a dict or a set, or sets a flag.
+        self._mailboxes: dict[int, Mailbox] = {}  # by context ids
         self._gathering: set[Outbox] = set()
-        self._short = False  # what was done last did not take long
+        self._short = False  # the last tasks did not take long
         for task in (Start, Mark, Bury):
             agent.on(task, self._take_task)
         agent.on(PackedShipment, self._take_shipment)
         agent.on(Abandon, lambda sender, message: self.abandon(message.spec))
 
     def __len__(self) -> int:
-        """Those of contexts that have not ended, but for passes that have failed."""
+        """Return the number of parts in contexts that have not ended, without failed passes."""
         parts = [part for mailbox in self._mailboxes.copy().values() for part in mailbox.parts.copy().values()]
         return len(parts) - parts.count(None)
 
     def at_work(self) -> set[int]:
-        """The contexts that a thread is at."""
+        """Return the contexts whose tasks a thread is running."""
         return {id_ for id_, mailbox in self._mailboxes.copy().items() if mailbox.busy}
 
     def __repr__(self) -> str:
         return f"<LocalParts of {self._agent.name!r}: {list(self._mailboxes.copy().values())}>"
 
-    # Tasks come
+    # Receiving tasks
 
     def give(self, context: AutogradContext, worker: str, task: Task, here: bool = False) -> None:
-        """Have a worker do something. If it is this one: with `here`, by this thread where nobody is at it."""
+        """Send a task to a worker, or queue it here. With `here`, this thread runs it unless another runs tasks."""
         if worker == self._agent.name:
             self._post(context, task, here)
         else:
             self.tell(context, worker, task)
 
     def tell(self, context: AutogradContext, worker: str, message: Task | Report | Abandon) -> None:
-        """Say something to a worker that takes part, and to no other that has come back under its name."""
+        """Send a message to a worker that takes part, but not to a restarted worker of the same name."""
         who = context.met(worker)
         if who is None:
             who = self._agent.identify(worker)
@@ -122,7 +124,7 @@ class LocalParts:
             self._reported(sender.name, report)
 
     def _post(self, context: AutogradContext, task: Task, here: bool = False, by_who_waits: bool = False) -> None:
-        """Something is to be done: by whoever is at it, or by this thread or one that begins now."""
+        """Queue a task. If no thread runs the tasks of its context, this thread or another one begins to."""
         mailbox = self._mailboxes.get(context.id) or self._open(context)
         if not mailbox.put(task, here):
             return
@@ -132,16 +134,16 @@ class LocalParts:
             self._agent.run(self._work, mailbox, self._short, by_who_waits)
 
     def _open(self, context: AutogradContext) -> Mailbox:
-        """The mailbox of a context; one that has ended keeps none, whichever of the two came first."""
+        """Return the mailbox of a context, which is not kept if the context has ended, even during this call."""
         mailbox = self._mailboxes.setdefault(context.id, Mailbox(context))
         if context.ended:
             self.end(context.id)
         return mailbox
 
-    # Tasks are done
+    # Running tasks
 
     def attend(self, context: AutogradContext, outcome: Signal) -> None:
-        """Do what comes for a context on this thread, where a profiler sees it, until `outcome` is there."""
+        """Run the tasks of a context on this thread, so that a profiler sees them, until `outcome` is done."""
         mailbox = self._open(context)
         calls = queue.SimpleQueue[bool]()
         mailbox.call(calls)
@@ -157,7 +159,7 @@ class LocalParts:
                     self._agent.run(self._work, mailbox, self._short)
 
     def _work(self, mailbox: Mailbox) -> None:
-        """Do the tasks of a context until none is left; raises what a handler of a signal has raised meanwhile."""
+        """Run the tasks of a context until none is left. Raise errors that a signal handler raised meanwhile."""
         left: list[list[Task]] = []
         try:
             with self._agent.streams.turn():
@@ -167,13 +169,13 @@ class LocalParts:
                     while left:
                         self._do(mailbox, left.pop(0))
                 self._short = perf_counter() - start < SHORT
-        except BaseException:  # the caller of this thread gets it, so another thread does the rest
+        except BaseException:  # this thread raises the error, so another thread runs the rest
             mailbox.put_back([task for group in left for task in group])
             self._agent.run(self._work, mailbox, False)
             raise
 
     def _do(self, mailbox: Mailbox, tasks: list[Task]) -> None:
-        """Do tasks of one pass, and report. Raises only what a handler of a signal has raised on this thread."""
+        """Run tasks of one pass, and report. Raise only errors that a signal handler raised on this thread."""
         spec, context = tasks[0].spec, mailbox.context
         begun = perf_counter()
         try:
@@ -189,11 +191,11 @@ class LocalParts:
                 letters = part.participant.take(tasks)
             if spec.rider:
                 self._let_ride(mailbox, part)
-            self._agent.streams.publish()  # before anybody hears that it is done
+            self._agent.streams.publish()  # before other workers learn that it is done
             for worker, task in letters:
                 self.give(context, worker, task)
-            if (note := instruments.note) is not None:
-                note((instruments.TOOK_PART, begun, perf_counter(), spec.context, spec.driver, spec.number))
+            if (note := events.note) is not None:
+                note((events.TOOK_PART, begun, perf_counter(), spec.context, spec.driver, spec.number))
             if part.outbox.send_with(part.participant.report):
                 return
             report = part.participant.report()
@@ -207,18 +209,18 @@ class LocalParts:
                 raise
 
     def _let_ride(self, mailbox: Mailbox, part: LocalPart) -> None:
-        """Give the pass's rider its turn, if that has come."""
+        """Run the pass's rider if this worker has all gradients."""
         spec, participant = part.ledger.spec, part.participant
         rider = self.riders.get(spec.rider)
         others = (each.participant for each in mailbox.parts.copy().values() if each is not None)
         is_over = mailbox.context.ended or mailbox.parts.get(spec) is not part  # it may have failed meanwhile
         if rider is None or is_over or mailbox.early or not participant.may_ride(others):
             return
-        part.outbox.send_early()  # the driver may wait for these
+        part.outbox.send_early()  # the driver may wait for these gradients
         participant.ride(self.give_turn(rider, spec.context, spec.request))
 
     def give_turn(self, rider: Rider, context_id: int, request: bytes) -> tuple[bool, Any]:
-        """What becomes of a rider: whether it did what was asked for, and its value or failure."""
+        """Run a rider. Return True and its value, or False and a description of its error."""
         try:
             with Inside(None):
                 return True, rider.ride(context_id, request)
@@ -228,9 +230,9 @@ class LocalParts:
             return False, describe(error, self._agent.name, user_name(rider.ride))
 
     def _begin(self, mailbox: Mailbox, spec: PassSpec, tasks: list[Task]) -> list[Task]:
-        """Make this worker's part, once its own roots are there; what there is to do then.
+        """Create this worker's part once its own roots are available. Return the tasks to run then.
 
-        What comes before waits for them: nodes that they lead to must not run without.
+        Other tasks wait for the roots: the nodes that the roots lead to must not run without them.
         """
         self._contexts.count_passes(mailbox.context, len(tasks))
         roots: Sequence[Tensor] = ()
@@ -252,7 +254,7 @@ class LocalParts:
             tasks = early
         capture = self.captures.get(spec)
         part = LocalPart(self._agent, mailbox.context, spec, roots, self._short, self._gathers, capture)
-        mailbox.parts.setdefault(spec, part)  # the pass may have failed meanwhile
+        mailbox.parts.setdefault(spec, part)  # keep None if the pass has failed meanwhile
         return tasks
 
     def _opened(self, context: AutogradContext, start: Start, done: Any) -> None:
@@ -266,7 +268,7 @@ class LocalParts:
         self._agent.wake_at(monotonic() + GATHER, rough=outbox.rides_with_report)
 
     def send_gathered(self) -> None:
-        """Send what has waited for company; the clock does this, and nobody else."""
+        """Send gradients that waited for others. Only the timer thread calls this."""
         while self._gathering:
             outbox = self._gathering.pop()
             try:
@@ -274,22 +276,22 @@ class LocalParts:
             except Exception as error:
                 self._failed(outbox.spec, error)
 
-    # Passes fail, contexts end
+    # Failed passes, ended contexts
 
     def _failed(self, spec: PassSpec, error: BaseException) -> None:
-        """This worker cannot do its part: the driver has to know."""
+        """Report to the driver that this worker cannot do its part."""
         description = describe(_advised(error), self._agent.name)
         self.abandon(spec)
         if spec.driver != self._agent.name:
-            with contextlib.suppress(TelegradError):  # it has gone, and its context with it
+            with contextlib.suppress(TelegradError):  # the driver has left, so the context has ended
                 self._agent.notify(spec.driver, Failed(spec, description))
         elif isinstance(error, Exception):
             self._tell_failed(spec, rebuild(description))
-        else:  # SystemExit, KeyboardInterrupt: code of this very process wants to end it
+        else:  # SystemExit, KeyboardInterrupt: user code wants to end this process
             self._tell_failed(spec, error)
 
     def abandon(self, spec: PassSpec) -> None:
-        """A pass has failed, here or elsewhere: do no more for it."""
+        """Drop a pass that has failed here or elsewhere."""
         context = self._contexts.get(spec.context)
         if context is None:
             return
@@ -297,13 +299,13 @@ class LocalParts:
         if spec not in mailbox.parts:
             try:
                 self._contexts.count_passes(context)
-            except LimitReached:  # what comes for it is refused as well, so that it failed need not be known
+            except LimitReached:  # later messages for the pass are refused as well, so its failure need not be recorded
                 mailbox.early.pop(spec, None)
                 return
         mailbox.fail(spec)
 
     def lost(self, who: Identity, error: PeerLost) -> None:
-        """A worker is lost: passes in which something was sent to it cannot go on here."""
+        """Fail the passes in which this worker sent something to a lost worker."""
         for mailbox in self._mailboxes.copy().values():
             if mailbox.context.knows(who):
                 for spec, part in mailbox.parts.copy().items():
@@ -311,12 +313,12 @@ class LocalParts:
                         self._failed(spec, error)
 
     def end(self, context_id: int) -> None:
-        """A context has ended: forget what there was to do for it."""
+        """Drop the tasks of a context that has ended."""
         self._mailboxes.pop(context_id, None)
 
 
 def _advised(error: BaseException) -> BaseException:
-    """Where a tensor was changed that the pass needs, the usual reason and what helps."""
+    """Add the usual cause and a remedy to the error for a tensor that was changed in place."""
     if type(error) is not RuntimeError or "modified by an inplace operation" not in str(error):
         return error
     return RuntimeError(

@@ -1,6 +1,6 @@
-"""Saves a model that is spread over workers, and what belongs to its training; all owners write and read at once.
+"""Save and load a model that is spread over workers, and other training state. All owners write and read concurrently.
 
-The files are those of `torch.distributed.checkpoint`, which can read them, too, without any worker.
+The file format is that of `torch.distributed.checkpoint`, which can read the files without any worker.
 """
 
 from telegrad.checkpoint.folders import latest

@@ -1,7 +1,7 @@
-"""Copies of what is saved beside the training, in the memory of the host, which is kept for the next time.
+"""Host copies of the state for saves in the background. Their memory is kept for the next save.
 
-Memory that is new costs as much as the copy: the kernel clears each page of it first, and a device copies into locked
-pages alone without waiting.
+New memory costs as much as the copy: the kernel clears each of its pages first. A device copies asynchronously only
+into page-locked memory.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-Kind = tuple[torch.dtype, int, bool]  # of elements, how many, whether its pages are locked
+Kind = tuple[torch.dtype, int, bool]  # type of elements, their number, True if the pages are locked
 
 
 class Shelf:
-    """Memory that no copy uses just now, on one worker."""
+    """The free memory for copies on one worker."""
 
     def __init__(self, _: Any) -> None:
         self._lock = threading.Lock()  # guards _free
@@ -33,7 +33,7 @@ class Shelf:
         return torch.empty(count, dtype=dtype, device="cpu", pin_memory=locked)
 
     def put(self, used: list[tuple[Kind, Tensor]]) -> None:
-        """What one save has used; what lies here of others is given up, so that it is never more than that."""
+        """Keep the memory of one save. Free all other memory here, which limits the total to one save."""
         by_kind: dict[Kind, list[Tensor]] = {}
         for kind, memory in used:
             by_kind.setdefault(kind, []).append(memory)
@@ -42,18 +42,18 @@ class Shelf:
 
 
 class Copies:
-    """Those of one save."""
+    """The copies of one save."""
 
     def __init__(self, shelf: Shelf, note: Callable[[], None]) -> None:
-        """`note` is called at each tensor."""
+        """`note` is called for each tensor."""
         self._shelf = shelf
         self._note = note
         self._used: list[tuple[Kind, Tensor]] = []
-        self._made: dict[tuple[Any, ...], Tensor] = {}  # of tensors that are parts of the state several times
+        self._made: dict[tuple[Any, ...], Tensor] = {}  # of tensors that occur in the state several times
         self._devices: set[torch.device] = set()
 
     def of(self, value: Any) -> Any:
-        """The same, as it is now."""
+        """Return a copy of the current value."""
         with torch.inference_mode(False), torch.no_grad():
             made = self._copy(value)
         for device in self._devices:
@@ -61,7 +61,7 @@ class Copies:
         return made
 
     def give_back(self) -> None:
-        """Nobody needs them any more."""
+        """Return the memory, because the copies are no longer needed."""
         self._shelf.put(self._used)
         self._used = []
 

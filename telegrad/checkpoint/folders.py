@@ -1,13 +1,13 @@
-"""Which folders are complete checkpoints, which is the newest, and what is left of others; on the files alone.
+"""Find complete checkpoints, the newest one, and leftovers of others. This module only uses the files.
 
-The data of each save have names of their own, and its table of contents takes its place in one step, last of all. So a
-folder is a complete checkpoint at any moment from its first one on: the older one until then, the newer one from then
-on. What no table of contents names is a leftover. The table's time is later than that of all in the same place that
-were there before, whatever the clocks say.
+The data files of each save have unique names, and its table of contents is put in place last, atomically. So from its
+first complete save on, a folder always is a complete checkpoint: the older one before that step, the newer one after
+it. Files that no table of contents names are leftovers. The table's time is later than that of all existing ones in the
+parent folder, whatever the clocks are.
 
-Others may write in the folder where checkpoints are. So each file is made new, under a name that nobody can guess; only
-regular files are read; and only files are removed whose names are as this module makes them, none through a symlink. A
-folder of other programs may have a table of contents, too, such as a checkpoint of torch's own: it is not removed.
+Other users may write in the folder of the checkpoints. So each file is created new, under an unpredictable name. Only
+regular files are read. Only files whose names have this module's format are removed, and never through a symlink. A
+folder of another program may have a table of contents, too, such as a checkpoint of torch: it is not removed.
 """
 
 from __future__ import annotations
@@ -24,23 +24,24 @@ from typing import Any
 
 from torch.distributed.checkpoint.filesystem import FileSystem
 
-from telegrad import checks
-from telegrad.private_files import create, make_folder, open_regular, opened, resolved
+from telegrad.ext.arguments import checks
+from telegrad.ext.files import create, make_folder, open_regular, opened, resolved
 
 Path = str | os.PathLike[str]
 
 CONTENTS = ".metadata"  # the file that makes a folder a checkpoint
-DATA = ".distcp"  # how the names of all others end
-TEMPORARY = ".tmp"  # how the name of the former ends until it is complete
-STEP = 1 << 26  # bytes that are read or written in one step at most
+DATA = ".distcp"  # suffix of all other files
+TEMPORARY = ".tmp"  # suffix of the table of contents until it is complete
+STEP = 1 << 26  # maximum bytes per read or write
 SYNC = 1 << 28  # bytes after which a file is written to the disk
-_PART = re.compile(r"[0-9a-f]{16}__\d+_\d+\.distcp|\.metadata\.[0-9a-f]{16}\.tmp")  # besides the table of contents
+# all files except the table of contents
+_PART = re.compile(r"[0-9a-f]{16}__\d+_\d+\.distcp|\.metadata\.[0-9a-f]{16}\.tmp")
 
 
 class _InSteps(io.FileIO):
-    """A file of which large parts are read and written in steps, so that others can see that it gets on.
+    """A file that is read and written in steps, which shows progress to other workers.
 
-    At its end torch has all of it written to the disk. That would be one long step, so parts are written before.
+    When the file is complete, torch syncs it to the disk. That would be one long step, so parts are synced before.
     """
 
     def __init__(self, file: io.BufferedIOBase, mode: str, note: Callable[[], None]) -> None:
@@ -63,13 +64,13 @@ class _InSteps(io.FileIO):
 
 
 class Files(FileSystem):
-    """Those of torch's writers and readers: a new table of contents takes the place of an older one in one step."""
+    """The file system for torch's writers and readers: a new table of contents replaces an older one atomically."""
 
     def __init__(self, note: Callable[[], None]) -> None:
         """`note` is called at each step of a file."""
         super().__init__()
         self._note = note
-        self._actual: dict[str, str] = {}  # of files for a time: torch's name for each, and the one that it has
+        self._actual: dict[str, str] = {}  # temporary files: the name that torch uses, and the actual one
 
     def init_path(self, path: Path) -> Path:
         return pathlib.Path(resolved(path))
@@ -90,7 +91,7 @@ class Files(FileSystem):
         with create(actual) as created, io.BufferedWriter(_InSteps(created, mode, self._note)) as stream:
             yield stream
 
-    def exists(self, path: Path) -> bool:  # else torch's writer warns of it, and removes it first
+    def exists(self, path: Path) -> bool:  # else torch's writer warns, and removes the file first
         return False
 
     def rename(self, path: Path, new_path: Path) -> None:
@@ -104,15 +105,15 @@ class Files(FileSystem):
 
 
 def latest(folder: Path) -> str | None:
-    """The newest complete checkpoint in a folder: that one itself, or one of those in it.
+    """Return the newest complete checkpoint: the folder itself, or one of the folders in it.
 
-    It needs no group. Of several saves it is the one that was completed last.
+    This function needs no group. The newest checkpoint is the one that was completed last.
 
     Args:
         folder: a path.
 
     Returns:
-        The path of the checkpoint; None where there is none.
+        The path of the checkpoint, or None.
 
     Example:
         >>> from telegrad import checkpoint
@@ -128,21 +129,23 @@ def latest(folder: Path) -> str | None:
 
 
 def tidy(path: str, data: Collection[str]) -> None:
-    """Remove what is left in a complete checkpoint of older ones; `data` are the names of its own files."""
+    """Remove older files from a complete checkpoint; `data` are the names of its own files."""
     _remove_in(resolved(path), lambda name: _is_part(name) and name not in data)
 
 
 def discard(path: str, mark: str) -> None:
-    """Remove what a save has written that failed: its files begin with its `mark`."""
+    """Remove the files of a failed save, which begin with its `mark`."""
     _remove_in(resolved(path), lambda name: name.startswith(mark) or (_is_part(name) and not name.endswith(DATA)))
-    with contextlib.suppress(OSError):  # something else is in it
+    with contextlib.suppress(OSError):  # the folder contains other files
         os.rmdir(path)
 
 
 def keep_newest(path: str, count: int) -> None:
-    """Of the complete checkpoints beside this one, with it, keep so many; remove what others left that were killed.
+    """Keep the newest `count` complete checkpoints in the parent folder, including this one.
 
-    Symlinks beside it, and where they lead to, stay; so do checkpoints that other programs have written.
+    Remove leftovers of killed saves.
+
+    Symlinks and their targets stay, and so do checkpoints of other programs.
     """
     folder = os.path.dirname(os.path.abspath(path))
     found = sorted(each for each in _dated(folder, links=False) if _is_own(each[1]))
@@ -158,12 +161,12 @@ def keep_newest(path: str, count: int) -> None:
 
 
 def _dated(folder: str, links: bool = True) -> list[tuple[int, str]]:
-    """The complete checkpoints in a folder, and when they were completed."""
+    """Return the complete checkpoints in a folder, with their times of completion."""
     return [(moment, path) for path in _folders(folder, links) if (moment := _completed(path))]
 
 
 def _completed(path: str) -> int:
-    """When that was, in nanoseconds; 0 where it is no complete checkpoint."""
+    """Return the time of completion in nanoseconds, or 0 if the folder is no complete checkpoint."""
     try:
         found = os.stat(os.path.join(path, CONTENTS))
     except OSError:
@@ -172,7 +175,7 @@ def _completed(path: str) -> int:
 
 
 def _is_own(path: str) -> bool:
-    """Whether a complete checkpoint has data that `save` has written, and no other."""
+    """Return True if all data files of a complete checkpoint were written by `save`, and there is at least one."""
     try:
         data = [name for name in os.listdir(path) if name.endswith(DATA)]
     except OSError:
@@ -181,7 +184,7 @@ def _is_own(path: str) -> bool:
 
 
 def _is_leftover(path: str, begun: int) -> bool:
-    """Whether a folder has nothing in it but what an incomplete save has written before `begun`."""
+    """Return True if a folder contains only files of an incomplete save from before `begun`."""
     try:
         with os.scandir(path) as entries:
             found = [(_is_part(each.name), each.stat(follow_symlinks=False).st_mtime_ns) for each in entries]
@@ -199,15 +202,15 @@ def _folders(folder: str, links: bool) -> list[str]:
 
 
 def _is_part(name: str) -> bool:
-    """Whether a file of that name is a part of a checkpoint of `save`, besides its table of contents."""
+    """Return True if a file name is that of a part written by `save`, other than the table of contents."""
     return _PART.fullmatch(name) is not None
 
 
 def _remove(path: str) -> None:
-    """The table of contents goes first, so that half of a checkpoint is none."""
+    """Remove a checkpoint. The table of contents is removed first: a partial checkpoint must not look complete."""
     _remove_in(path, CONTENTS.__eq__)
     _remove_in(path, _is_part)
-    with contextlib.suppress(OSError):  # somebody has put something else into it
+    with contextlib.suppress(OSError):  # the folder contains other files
         os.rmdir(path)
 
 
@@ -218,8 +221,8 @@ def _remove_in(path: str, is_wanted: Callable[[str], bool]) -> None:
 
 
 def _sync(folder: str) -> None:
-    """Have what its names lead to outlive the power."""
-    with contextlib.suppress(OSError):  # not on each platform
+    """Sync a folder, which makes its entries survive a power failure."""
+    with contextlib.suppress(OSError):  # not supported on each platform
         descriptor: Any = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(descriptor)

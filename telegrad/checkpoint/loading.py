@@ -1,4 +1,4 @@
-"""Reads a checkpoint: each worker what it has the names of."""
+"""Load a checkpoint. Each worker reads the values that it owns."""
 
 from __future__ import annotations
 
@@ -12,29 +12,27 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from telegrad.checkpoint.folders import CONTENTS, Files, Path
 from telegrad.checkpoint.state import NO_LIMIT, Share, folder_of, pickled, shares_of, unpacked
 from telegrad.errors import UsageError
-from telegrad.interrupts import raised_by_handler
-from telegrad.nn.remote_module import apart
-from telegrad.nn.tree import Branch, joined, state_of
+from telegrad.ext.calls import StepCounter, together
+from telegrad.ext.files import UnsafePath, reason
+from telegrad.ext.modules import Branch, LocalOptimizer, apart, joined, state_of
+from telegrad.ext.processes import raised_by_handler
+from telegrad.ext.workers import current
 from telegrad.optim import DistributedOptimizer
-from telegrad.optim.local import LocalOptimizer
-from telegrad.private_files import UnsafePath, reason
-from telegrad.rpc import current, rpc_async
-from telegrad.rpc.stalls import StepCounter
-from telegrad.rpc.together import together
+from telegrad.rpc import rpc_async
 
 
 def load(state: dict[str, Any], checkpoint_id: Path) -> None:
-    """Read a checkpoint that `save` wrote into a state of the same form, wherever its parts are now.
+    """Load a checkpoint of `save` into a state of the same form, for any distribution of its parts over workers.
 
     Args:
-        state: models, optimizers and what has a `load_state_dict` are changed in place; plain values are replaced in
-            it.
+        state: models, optimizers and objects with `load_state_dict` are changed in place; plain values in it are
+            replaced.
         checkpoint_id: the folder, which all workers must see under that path.
 
     Raises:
-        UsageError: there is no complete checkpoint there, or one of something else.
-        CallTimeout: an owner did not get on for `rpc_timeout`.
-        WorkersFailed: several workers could not read it.
+        UsageError: the folder contains no complete checkpoint, or one of a different state.
+        CallTimeout: an owner made no progress for `rpc_timeout`.
+        WorkersFailed: several workers could not read the checkpoint.
 
     Example:
         >>> from telegrad import checkpoint
@@ -65,11 +63,11 @@ def load(state: dict[str, Any], checkpoint_id: Path) -> None:
                 state[key] = found
 
 
-# On each worker
+# Called on each worker
 
 
 def _load_shares(path: str, shares: list[Share]) -> None:
-    metadata = _contents(path)  # once: of a large model it takes long to unpickle
+    metadata = _contents(path)  # only once: for a large model, unpickling takes long
     for key, branch in shares:
         value = branch.root.local_value()
         if isinstance(value, LocalOptimizer):
@@ -91,7 +89,7 @@ def _load_model(path: str, metadata: Metadata, key: str, branch: Branch) -> None
 
 
 def _find(path: str, metadata: Metadata, start: tuple[str, ...], only: set[str] | None = None) -> Any:
-    """What a checkpoint has at a place in the state, in whatever form; `only` of these names below it."""
+    """Return the values of a checkpoint below a place in the state. With `only`, restrict the names below it."""
     depth = len(start)
     ways = {
         name: way[depth:]
@@ -119,7 +117,7 @@ def _target(metadata: Metadata, name: str) -> Tensor | None:
 
 
 def _with_lists(value: Any) -> Any:
-    """Dictionaries whose keys are positions were lists."""
+    """Turn dictionaries whose keys are positions back into lists."""
     if not isinstance(value, dict):
         return value
     parts = {key: _with_lists(part) for key, part in value.items()}
@@ -143,7 +141,7 @@ def _contents(path: str) -> Metadata:
         raise UsageError(f"the checkpoint in {path!r} is not read: {reason(error)}") from None
     except OSError:
         raise
-    except Exception as error:  # a pickle that is none may raise anything
+    except Exception as error:  # unpickling an invalid file may raise any error
         if raised_by_handler(error):
             raise
         raise UsageError(
@@ -154,10 +152,10 @@ def _contents(path: str) -> Metadata:
 
 
 def _read(path: str, metadata: Metadata, flat: dict[str, Any]) -> None:
-    """Fill `flat` from a checkpoint: its tensors in place, its other values anew.
+    """Fill `flat` from a checkpoint: its tensors in place, its other values by replacement.
 
     Raises:
-        UsageError: it has no value of such a name.
+        UsageError: the checkpoint has no value of such a name.
     """
     missing = sorted(flat.keys() - metadata.state_dict_metadata.keys())
     if missing:

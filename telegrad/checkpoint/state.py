@@ -1,4 +1,4 @@
-"""What belongs to a checkpoint, and which worker has what of it."""
+"""The content of a checkpoint, and its distribution over workers."""
 
 from __future__ import annotations
 
@@ -9,25 +9,24 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from telegrad.checkpoint.folders import Path
-from telegrad.checks import is_path, shown
 from telegrad.errors import UsageError
-from telegrad.nn.tree import Branch, branches
+from telegrad.ext.arguments import is_path, shown
+from telegrad.ext.modules import Branch, branches
 from telegrad.optim import DistributedOptimizer
 from telegrad.rpc import RRef
 
-NO_LIMIT = 0  # seconds: a checkpoint takes as long as the disks need, as long as its owners get on
+NO_LIMIT = 0  # seconds: writing is limited only by the time without progress of an owner
 
 
 class Share(NamedTuple):
-    """Something of the state that lives on one worker: a module, a parameter, or a share of an optimizer."""
+    """A part of the state on one worker: a module, a parameter, or a part of an optimizer."""
 
     key: str  # in the state
     branch: Branch
 
 
 def folder_of(function: str, state: Any, checkpoint_id: Any) -> str:
-    """The folder's path; UsageError where the arguments are of other kinds."""
+    """Return the folder's path. Raise UsageError for arguments of other types."""
     is_mapping = isinstance(state, Mapping)
     others = [key for key in state if not isinstance(key, str)] if is_mapping else []
     if others or not is_mapping:
@@ -36,18 +35,13 @@ def folder_of(function: str, state: Any, checkpoint_id: Any) -> str:
             f"the state of a checkpoint is a dictionary by names, {fault}: "
             f'write checkpoint.{function}({{"model": model}}, folder)'
         )
-    return path_of(checkpoint_id)
-
-
-def path_of(folder: Path) -> str:
-    """The path of a folder; UsageError where it is none."""
-    if not is_path(folder):
-        raise UsageError(f"a checkpoint is in a folder: give its path (checkpoint_id), not {shown(folder)}")
-    return os.fspath(folder)
+    if not is_path(checkpoint_id):
+        raise UsageError(f"a checkpoint is in a folder: give its path (checkpoint_id), not {shown(checkpoint_id)}")
+    return str(os.fspath(checkpoint_id))
 
 
 def shares_of(state: Mapping[str, Any]) -> tuple[dict[str, list[Share]], dict[str, Any]]:
-    """What each worker has of the state; and what is this worker's own, as it is saved."""
+    """Return the parts of the state by worker, and this worker's own values as they are saved."""
     shares: list[Share] = []
     own: dict[str, Any] = {}
     for key, value in state.items():
@@ -64,10 +58,10 @@ def shares_of(state: Mapping[str, Any]) -> tuple[dict[str, list[Share]], dict[st
 
 
 class Pickled:
-    """A value that is written as one, since torch's planner would change it.
+    """A value that is written as a unit, since torch's planner would change it.
 
     The planner takes each mapping apart and names its parts by text. So it loses empty mappings, the types of keys and
-    that of the mapping itself.
+    the type of the mapping.
     """
 
     __slots__ = ("value",)
@@ -77,23 +71,23 @@ class Pickled:
 
 
 def pickled(value: Any) -> Any:
-    """Return the value so that torch's planner does not take it apart."""
+    """Wrap a mapping or list, which torch's planner would take apart."""
     return Pickled(value) if isinstance(value, (Mapping, list)) else value
 
 
 def packed(value: Any) -> Any:
-    """Return the value with all that torch's planner would change as `Pickled`."""
+    """Wrap the parts of a value that torch's planner would change as `Pickled`."""
     if type(value) is list:
         return [packed(part) for part in value]
     if type(value) in (dict, OrderedDict) and value and all(type(key) is str for key in value):
         names = {key for key, part in value.items() if isinstance(part, (Mapping, list))}
-        if not any(_prefixes(key) & names for key in value):  # else two parts could have one name
+        if not any(_prefixes(key) & names for key in value):  # else two parts could have the same name
             return {key: packed(part) for key, part in value.items()}
     return pickled(value)
 
 
 def unpacked(value: Any) -> Any:
-    """Return what `packed` or `pickled` was given."""
+    """Return the value that `packed` or `pickled` was given."""
     if type(value) is dict:
         return {key: unpacked(part) for key, part in value.items()}
     if type(value) is list:
@@ -102,5 +96,5 @@ def unpacked(value: Any) -> Any:
 
 
 def _prefixes(key: str) -> set[str]:
-    """Return all that stands before a dot."""
+    """Return all prefixes of the key that end before a dot."""
     return {key[:place] for place, character in enumerate(key) if character == "."}

@@ -1,6 +1,7 @@
-"""Programs written for `torch.distributed.rpc`, run on Telegrad: `install()`, or `python -m telegrad script.py`.
+"""Run programs written for `torch.distributed.rpc` on Telegrad: `install()`, or `python -m telegrad script.py`.
 
-This file and `inheritance.py` import no torch: they run at the start of every process that inherits the mode.
+This file and `inheritance.py` do not import torch, because they run at the start of every process that inherits the
+mode.
 """
 
 from telegrad.compat.inheritance import install, installed, uninstall

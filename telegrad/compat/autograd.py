@@ -8,19 +8,19 @@ from typing import Any, get_type_hints
 import torch
 from torch import Tensor
 
+from telegrad._core.host.live_objects import instances
+from telegrad._core.worker import current
 from telegrad.autograd import api
-from telegrad.autograd.edges import edge_of
-from telegrad.autograd.record import OWNER_SHIFT, AutogradContext, RecvNode, Send, entered_id
+from telegrad.autograd.engine.edges import edge_of
+from telegrad.autograd.engine.record import OWNER_SHIFT, AutogradContext, RecvNode, Send, entered_id
 from telegrad.compat.missing import missing_from
 from telegrad.errors import AutogradError, ContextEnded, TelegradError
-from telegrad.instances import instances
-from telegrad.rpc import current
 
 __all__ = ["backward", "context", "get_gradients", "is_available"]
 
-_ON_WORKER = re.compile(r"^On worker '([^']+)'.*:$", re.MULTILINE)  # as errors tell where they were raised
+_ON_WORKER = re.compile(r"^On worker '([^']+)'.*:$", re.MULTILINE)  # the line of an error's text that names the worker
 
-# Under the name by which programs that look at a graph know it.
+# The name that programs which inspect a graph expect.
 RecvNode.__name__ = RecvNode.__qualname__ = "torch::distributed::autograd::RecvRpcBackward"
 
 
@@ -29,7 +29,7 @@ def is_available() -> bool:
 
 
 class context:  # noqa: N801 - used like a function
-    """Wraps a forward and a backward pass that cross workers; `with context() as context_id:`."""
+    """A context for a forward and a backward pass across workers; use it as `with context() as context_id:`."""
 
     def __enter__(self) -> int:
         self.autograd_context = _new_context()
@@ -54,7 +54,7 @@ def _run_backward(context_id: int, roots: list[Tensor], retain_graph: bool) -> N
 
 
 def _where(error: Exception) -> int:
-    """The rank of the worker on which an error was raised, as far as its story tells."""
+    """Return the rank of the worker that raised the error, as named in its text; otherwise this worker's rank."""
     agent = current.agent()
     workers = _ON_WORKER.findall(str(error))
     try:
@@ -68,17 +68,17 @@ def _find_gradients(context_id: int) -> dict[Tensor, Tensor]:
 
 
 def dist_backward(context_id: int, roots: list[Tensor], retain_graph: bool = False) -> None:
-    """Run the backward pass from `roots` across all workers, and add up the gradients of leaves in the context."""
+    """Run the backward pass from `roots` across all workers, and accumulate the gradients of leaves in the context."""
     _run_backward(context_id, roots, retain_graph)
 
 
 def get_gradients(context_id: int) -> dict[Tensor, Tensor]:
-    """The gradients of this worker's leaves that were added up in a context."""
+    """Return the gradients of this worker's leaves that were accumulated in a context."""
     return _find_gradients(context_id)
 
 
-# TorchScript code may call the last two: it compiles them, and the two that they call it calls as they are. It reads
-# the types themselves, not their names.
+# TorchScript code may call `dist_backward` and `get_gradients`, which it compiles. The two functions that they call
+# stay in Python (`torch.jit.ignore`). TorchScript needs the annotations as types, not as strings.
 for _function in (_run_backward, _find_gradients, dist_backward, get_gradients):
     _function.__annotations__ = get_type_hints(_function)
 _run_backward = torch.jit.ignore(_run_backward)  # type: ignore[no-untyped-call]
@@ -87,7 +87,7 @@ backward = dist_backward
 
 
 class DistAutogradContext:
-    """What programs may look at of a context, as far as this worker takes part."""
+    """The parts of a context on this worker that programs may inspect."""
 
     def __init__(self, recorded: AutogradContext) -> None:
         self._context = recorded
@@ -109,7 +109,7 @@ class DistAutogradContext:
 
 
 class SendFunction:
-    """Where the gradients of tensors that were sent come in; a node in the manner of `torch.autograd.graph.Node`."""
+    """The node that receives the gradients of sent tensors, with the interface of `torch.autograd.graph.Node`."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -124,7 +124,7 @@ class SendFunction:
 
 
 def _new_context() -> DistAutogradContext:
-    """A context that this thread is in from now on, until `_release_context`."""
+    """Enter a new context on this thread, until `_release_context`."""
     entering = api.context()
     made = _retrieve_context(entering.__enter__())
     made._entered = entering
@@ -132,7 +132,7 @@ def _new_context() -> DistAutogradContext:
 
 
 def _release_context(context_id: int) -> None:
-    """End a context everywhere."""
+    """End a context on all workers."""
     contexts = current.conductor().contexts
     contexts.find(context_id)
     contexts.release(context_id)
@@ -154,7 +154,7 @@ def _is_valid_context(context_id: int) -> None:
 
 
 def _get_max_id() -> int:
-    """The largest id that a context of this worker can have."""
+    """Return the largest id that a context of this worker can have."""
     return (current.agent().me.id + 1 << OWNER_SHIFT) - 1
 
 
@@ -167,7 +167,7 @@ def _get_debug_info() -> dict[str, str]:
 
 
 def _init(worker_id: int) -> None:
-    """Nothing: contexts come with the worker."""
+    """Do nothing: contexts are set up with the worker."""
 
 
 __getattr__ = missing_from("torch.distributed.autograd")

@@ -1,4 +1,4 @@
-"""`torch._C._distributed_autograd`: the names under which programs know the part of torch's autograd that is in C."""
+"""`torch._C._distributed_autograd`: the names of the C++ part of torch's distributed autograd."""
 
 from telegrad.compat.autograd import (
     DistAutogradContext,

@@ -1,4 +1,4 @@
-"""`torch._C._distributed_rpc`: the names under which programs know the part of torch's RPC that is in C."""
+"""`torch._C._distributed_rpc`: the names of the C++ part of torch's RPC."""
 
 from telegrad.compat.missing import missing_from
 from telegrad.compat.rpc import (

@@ -1,4 +1,4 @@
-"""`torch._C._distributed_rpc_testing`: an agent that loses messages on purpose, which Telegrad does not have."""
+"""`torch._C._distributed_rpc_testing`: torch's fault-injecting agent, which Telegrad does not have."""
 
 from telegrad.compat.missing import missing_from
 

@@ -1,9 +1,9 @@
-"""Has something done when a module has just been imported, before whoever imports it goes on.
+"""Import hooks: call a function when a module was imported, before its importer continues.
 
-A module can also be put off: it is there at once, with what the act gives it, and its own code runs when it is asked
-for anything else. It is then imported once more, as any other is, so that the locks of Python's imports hold for it.
+A module's import can also be deferred. The module exists at once, with the attributes that the function sets, and its
+own code runs when another attribute is accessed. It is then imported again normally, which takes Python's import locks.
 
-And a module can be put behind another, which is imported before it.
+A module can also be made to import another one first.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
 from typing import Any
 
-from telegrad.atfork import renewed
+from telegrad._core.atfork import renewed
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Stands before the real finders, and wraps the loaders of the modules that are waited for."""
+    """A finder before the real ones, which wraps the loaders of the watched modules."""
 
     def __init__(self) -> None:
         self.acts: dict[str, Callable[[ModuleType], None]] = {}
         self.ready: dict[str, ModuleType] = {}
         self.late: dict[str, _Late] = {}
-        self.behind: dict[str, str] = {}  # modules, and which is imported before each
+        self.behind: dict[str, str] = {}  # module name to the module that is imported before it
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -51,7 +51,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 class _Loader(importlib.abc.Loader):
-    """A loader that does something after another has done its work."""
+    """A loader that calls a function after another loader has run."""
 
     def __init__(self, loader: importlib.abc.Loader, act: Callable[[ModuleType], None]) -> None:
         self._loader = loader
@@ -63,33 +63,33 @@ class _Loader(importlib.abc.Loader):
     def exec_module(self, module: ModuleType) -> None:
         spec = module.__spec__
         assert spec is not None
-        spec.loader = module.__loader__ = self._loader  # as if nobody had stood between
+        spec.loader = module.__loader__ = self._loader  # restore the original loader
         self._loader.exec_module(module)
         self._act(module)
 
 
 class _Late:
-    """A module whose own code has not run yet."""
+    """A deferred module, whose own code has not run yet."""
 
     def __init__(self) -> None:
-        self.module: ModuleType | None = None  # once it was asked for
+        self.module: ModuleType | None = None  # set by the first import
         self._lock = renewed(threading.Lock())  # guards _asleep
         self._asleep = True
 
     def wake(self) -> None:
-        """Run the module's code, or wait for whoever does."""
+        """Run the module's code, or wait for the thread that runs it."""
         assert self.module is not None
         name = self.module.__name__
         with self._lock:
             if self._asleep:
-                sys.modules.pop(name, None)  # so that it is imported, by whoever comes first now
+                sys.modules.pop(name, None)  # the next import then runs the module
                 self._asleep = False
         importlib.import_module(name)
 
     def __call__(self, name: str) -> Any:
-        """What the module has under a name that it did not have so far: its `__getattr__`."""
+        """Return an attribute that the module does not have yet; serves as the module's `__getattr__`."""
         assert self.module is not None
-        if not name.startswith("__") or name == "__all__":  # others are asked of modules by who only looks around
+        if not name.startswith("__") or name == "__all__":  # other dunder names are probed by introspection
             self.wake()
             if name in vars(self.module):
                 return vars(self.module)[name]
@@ -97,7 +97,7 @@ class _Late:
 
 
 class _LateLoader(_Loader):
-    """As `_Loader`, but the first time only what comes after the work is done."""
+    """A loader that at first only calls the function, and runs the module at the second import."""
 
     def __init__(self, loader: importlib.abc.Loader, act: Callable[[ModuleType], None], late: _Late) -> None:
         super().__init__(loader, act)
@@ -119,7 +119,7 @@ class _LateLoader(_Loader):
 
 
 class _Ready(importlib.abc.Loader):
-    """Gives a module that there is already."""
+    """A loader that returns an existing module."""
 
     def __init__(self, module: ModuleType) -> None:
         self._module = module
@@ -129,40 +129,41 @@ class _Ready(importlib.abc.Loader):
         return self._module
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self._spec  # which the import has changed
+        module.__spec__ = self._spec  # the import has replaced it
 
 
 _finder = _Finder()
 
 
 def after_import(name: str, act: Callable[[ModuleType], None]) -> None:
-    """Have `act(module)` done once, when the module of that name has been imported."""
+    """Call `act(module)` once, after the module of that name is imported."""
     _finder.acts[name] = act
     _stand_first()
 
 
 def put_off_import(name: str, act: Callable[[ModuleType], None]) -> None:
-    """As `after_import`, but a module that is not imported yet runs its own code only when that is needed."""
+    """Do the same as `after_import`, but defer the code of a module that is not imported yet until it is needed."""
     if name not in sys.modules:
         _finder.late[name] = _Late()
     after_import(name, act)
 
 
 def catch_up(name: str) -> None:
-    """Have a module that was put off, and asked for, run its own code now."""
+    """Run the code of a deferred module now, if the module was imported."""
     late = _finder.late.get(name)
     if late is not None and late.module is not None:
         late.wake()
 
 
 def serve_import(name: str, module: ModuleType) -> None:
-    """Have imports of that name find `module`."""
+    """Make imports of that name return `module`."""
     _finder.ready[name] = module
     _stand_first()
 
 
 def import_before(first: str, names: Iterable[str]) -> None:
-    """Import `first` before any of these modules: the act that follows its import needs them whole."""
+    """Import `first` before any of these modules, because the function called after its import needs them fully
+    imported."""
     _finder.behind.update(dict.fromkeys(names, first))
     _stand_first()
 
@@ -173,7 +174,7 @@ def _stand_first() -> None:
 
 
 def forget_import(name: str) -> None:
-    """Have nothing to do with imports of that name any longer."""
+    """Remove all hooks for that name."""
     _finder.acts.pop(name, None)
     _finder.ready.pop(name, None)
     _finder.late.pop(name, None)

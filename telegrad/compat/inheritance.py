@@ -1,10 +1,11 @@
-"""Turns the compatibility mode on and off, and hands it down to the processes that this one starts.
+"""Turn the compatibility mode on and off, and pass it to child processes.
 
-The mode may be on before torch is imported: then it takes effect at the end of that import. A forked child has it as
-its parent has. Any other Python process reads PYTHONPATH, where `boot/sitecustomize.py` turns it on at the start.
+The mode may be turned on before torch is imported; it then takes effect at the end of that import. A forked child
+inherits its parent's mode. Any other Python process reads PYTHONPATH, where `boot/sitecustomize.py` turns the mode on
+at the start.
 
-Who imports torch comes here at its end, and holds the lock of that import, which others wait for. So the lock of this
-file is never held while modules of Telegrad are imported, and torch is imported before them.
+Lock order: the thread that imports torch reaches this file while it holds torch's import lock. So the lock of this file
+is never held while modules of Telegrad are imported, and torch is imported before them.
 """
 
 from __future__ import annotations
@@ -18,34 +19,37 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from telegrad._core.pickling import main_program as programs
 from telegrad.compat.imports import after_import, forget_import, import_before
 from telegrad.errors import UsageError
 from telegrad.version import VERSION
-from telegrad.wire import program as programs
 
 if TYPE_CHECKING:
     from telegrad.compat.substitution import Substitution
 
 BOOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "boot")
 VARIABLE = "PYTHONPATH"
+OF_EXTENSIONS = tuple(
+    f"ext.{name}" for name in ("calls", "graphs", "modules", "references", "starting", "values", "workers")
+)
 # The packages that import torch. The act that follows torch's import needs all of them, none of them half imported.
-WITH_TORCH = ("autograd", "checkpoint", "nn", "optim", "rpc", "weights")
+WITH_TORCH = ("autograd", "checkpoint", "nn", "optim", "rpc", "weights", *OF_EXTENSIONS)
 
 log = logging.getLogger("telegrad")
 
-_lock = threading.RLock()  # guards what follows, and the environment variable; `installed` loads _on without
+_lock = threading.RLock()  # guards the next two and the environment variable; `installed` reads _on without it
 _on = False
-_substitution: Substitution | None = None  # what the mode stands for; none before torch is imported
+_substitution: Substitution | None = None  # the modules that replace torch's; None before torch is imported
 
-if hasattr(os, "register_at_fork"):  # a child shall have the mode, or not have it
+if hasattr(os, "register_at_fork"):  # a child must not be forked in the middle of a change
     os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
 
 
 def install() -> None:
-    """Have `torch.distributed.rpc` and what belongs to it be Telegrad's, here and in all processes started from now on.
+    """Replace `torch.distributed.rpc` and related modules with Telegrad's, here and in all processes started later.
 
-    Names that were imported before are changed too. Where torch is not imported yet, all this is done when it is. Does
-    nothing where the mode is on already. Once the process has joined a group, it is too late.
+    Names that were imported before are replaced too. If torch is not imported yet, this happens when it is. Do nothing
+    if the mode is on already. It must be turned on before the process joins a group.
 
     Raises:
         UsageError: this process is a worker of a group, or torch was built without `torch.distributed`.
@@ -72,7 +76,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Undo `install`: torch's own modules are back, and every name that was changed.
+    """Undo `install`: restore torch's own modules and every changed name.
 
     Raises:
         UsageError: this process is a worker of a group.
@@ -96,7 +100,7 @@ def uninstall() -> None:
 
 
 def installed() -> bool:
-    """Whether the compatibility mode is on in this process.
+    """Return True if the compatibility mode is on in this process.
 
     Example:
         >>> from telegrad import compat
@@ -107,9 +111,9 @@ def installed() -> bool:
 
 
 def child_environment(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables for a Python process that this one starts: with the mode, if it is on here.
+    """Return the environment for a Python process that this one starts, with the mode if it is on here.
 
-    Each process that Telegrad starts has its variables from here.
+    Each process that Telegrad starts gets its environment from here.
     """
     environment = dict(variables)
     if _on:
@@ -130,11 +134,11 @@ def _turn_on() -> None:
 
 def _begin_with_torch() -> None:
     _take_effect()
-    gc.freeze()  # torch stays: the collector need not look through it again and again, and once more at the exit
+    gc.freeze()  # torch's objects stay, so the collector need not scan them again, also not at exit
 
 
 def _take_effect() -> None:
-    """What `install` does once torch is imported; whoever imports it at this moment is waited for."""
+    """Apply the mode once torch is imported; wait if another thread is importing it."""
     global _substitution
     import_module("torch")
     substitution = import_module("telegrad.compat.places").substitution()
@@ -147,7 +151,7 @@ def _take_effect() -> None:
 
 
 def _other_paths() -> list[str]:
-    """What the user's environment has there."""
+    """Return the user's entries of PYTHONPATH."""
     return [path for path in os.environ.get(VARIABLE, "").split(os.pathsep) if path not in ("", BOOT)]
 
 
@@ -159,8 +163,8 @@ def _set_paths(paths: list[str]) -> None:
 
 
 def _check_free() -> None:
-    """What is called in a group must be what has joined it."""
-    ours = sys.modules.get("telegrad.rpc.current")
+    """Raise UsageError if this process is in a group: its calls must use the implementation that joined the group."""
+    ours = sys.modules.get("telegrad._core.worker.current")
     theirs = sys.modules.get("torch.distributed.rpc")
     if getattr(ours, "worker", None) or (hasattr(theirs, "rpc_sync") and theirs._is_current_rpc_agent_set()):  # type: ignore[union-attr]
         raise UsageError(

@@ -1,4 +1,4 @@
-"""What a program finds in place of a name that only the reference's own machinery has."""
+"""The error for names that only torch's own implementation has."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NoReturn
 
 
 def missing_from(module: str) -> Callable[[str], NoReturn]:
-    """The `__getattr__` of a module that stands in for `module`."""
+    """Return the `__getattr__` for a module that replaces `module`."""
 
     def look_up(name: str) -> NoReturn:
         raise AttributeError(

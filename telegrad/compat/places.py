@@ -1,4 +1,4 @@
-"""What stands where: Telegrad's modules, by the names under which programs look for them."""
+"""The table of Telegrad's modules, by the names of the torch modules that they replace."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ MODULES = {
     "torch._C._distributed_rpc_testing": f"{_OURS}.c_rpc_testing",
     "torch._C._distributed_autograd": f"{_OURS}.c_autograd",
 }
-_DEAR = ("torch.distributed.optim",)  # imports half of torch, of which DistributedOptimizer needs nothing
+_DEAR = ("torch.distributed.optim",)  # imports half of torch, which DistributedOptimizer does not need
 _LEGACY_PROFILER = ("ProfilerConfig", "_enable_profiler_legacy", "_parse_legacy_records")
 
 
 def substitution() -> Substitution:
-    """What puts them there.
+    """Return the substitution of these modules.
 
     Raises:
         UsageError: torch was built without `torch.distributed`.
@@ -54,6 +54,6 @@ def substitution() -> Substitution:
         Export("torch.futures", "wait_all", futures.wait_all),
         *(Export("torch.autograd.profiler_legacy", name, getattr(profiler, name)) for name in _LEGACY_PROFILER),
     ]
-    if not hasattr(torch.jit.annotations, "is_rref"):  # torch was built without RPC, and TorchScript has no references
+    if not hasattr(torch.jit.annotations, "is_rref"):  # torch was built without RPC, so TorchScript has no references
         exports.append(Export("torch.jit.annotations", "is_rref", lambda annotation: False))
     return Substitution(modules, exports, put_off=_DEAR)

@@ -1,8 +1,9 @@
-"""The legacy profiler (`torch.autograd.profiler_legacy`) across workers, as the reference has it.
+"""The legacy profiler (`torch.autograd.profiler_legacy`) across workers, like torch's.
 
-A profiled call asks its callee to profile the function too, and then fetches what that saw. The callee's events join
-those of the profiler under names that begin with the call's own: `rpc_sync#f(a -> b)#remote_op: aten::add`. torch lets
-nobody add events to a running profiler, so they are kept beside it, by thread, and put in where it reads its records.
+A profiled call asks its callee to profile the function, and then fetches the callee's events. They are added to the
+caller's profile under names that begin with the call's name: `rpc_sync#f(a -> b)#remote_op: aten::add`. torch has no
+way to add events to a running profiler. So they are kept separately, per thread, and added when torch parses its
+records.
 """
 
 from __future__ import annotations
@@ -18,23 +19,23 @@ import torch
 from torch.autograd import profiler_legacy
 from torch.autograd.profiler_util import FunctionEvent
 
-from telegrad.agent import profiling
-from telegrad.agent.answers import its_future
-from telegrad.agent.naming import runs_as, user_name
-from telegrad.agent.server import ASYNC_MARK, Later
-from telegrad.atfork import renewed
-from telegrad.rpc import current
+from telegrad._core.agent.answers import its_future
+from telegrad._core.agent.server import ASYNC_MARK, Later
+from telegrad._core.atfork import renewed
+from telegrad._core.calls import profiling
+from telegrad._core.calls.call_names import runs_as, user_name
+from telegrad._core.worker import current
 
 REMOTE = "#remote_op: "
-PLAIN = (False,) * 6  # options of a profiler that was made before the mode was on
-MOST_KEPT = 1024  # of reports that nobody has fetched
+PLAIN = (False,) * 6  # options of a profiler that was created before the mode was on
+MOST_KEPT = 1024  # reports that were not fetched
 _FIELDS = (
     *("id", "name", "trace_name", "thread", "fwd_thread", "input_shapes", "stack", "scope", "cpu_memory_usage"),
     *("device_memory_usage", "is_async", "sequence_nr", "device_type", "flops", "node_id", "is_legacy"),
 )
 
-Event = dict[str, Any]  # what a FunctionEvent is made of
-Options = tuple[bool, ...]  # those of a ProfilerConfig, and whether CUDA is profiled
+Event = dict[str, Any]  # the arguments of a FunctionEvent
+Options = tuple[bool, ...]  # the options of a ProfilerConfig, and True if CUDA is profiled
 
 _enable = profiler_legacy._enable_profiler_legacy  # type: ignore[attr-defined]
 _disable = profiler_legacy._disable_profiler_legacy  # type: ignore[attr-defined]
@@ -50,15 +51,15 @@ class Session:
 
     def __init__(self, options: Options) -> None:
         self.options = options
-        self.events: list[Event] = []  # of calls to other workers, and of what ran there
+        self.events: list[Event] = []  # of calls to other workers, and of the functions that ran there
         self.start = perf_counter()
 
     def now(self) -> float:
-        """Microseconds since it began."""
+        """Return the microseconds since the session began."""
         return (perf_counter() - self.start) * 1e6
 
     def add_call(self, name: str, began: float, is_async: bool, there: list[Event]) -> None:
-        """A call has ended; `there` is what its callee saw."""
+        """Add an ended call; `there` has the callee's events."""
         ended = self.now()
         call = {
             "id": next(_ids),
@@ -72,7 +73,8 @@ class Session:
             "node_id": _rank(),
         }
         lasted = max((event["end_us"] for event in there), default=0.0)
-        shift = began + max(ended - began - lasted, 0.0) / 2  # the clocks of two hosts have nothing in common
+        # Centred in the call, because the two hosts' clocks are unrelated.
+        shift = began + max(ended - began - lasted, 0.0) / 2
         self.events.append(call)
         for event in there:
             times = {key: event[key] + shift for key in ("start_us", "end_us")}
@@ -80,12 +82,12 @@ class Session:
             self.events.append({**event, **times, **names, "is_remote": True})
 
 
-_ids = itertools.count(1 << 40)  # far from those that torch gives
+_ids = itertools.count(1 << 40)  # distinct from torch's ids
 _here = threading.local()  # .session
 
 
 def session() -> Session | None:
-    """That of the legacy profiler which runs on this thread, if one does."""
+    """Return the session of the legacy profiler that runs on this thread; None if none does."""
     if _enabled() and _kind() == _LEGACY:
         found: Session | None = getattr(_here, "session", None)
         return found
@@ -96,11 +98,11 @@ def _rank() -> int:
     return current.worker.agent.me.id if current.worker is not None else -1
 
 
-# In place of what the profiler calls
+# Replacements of the functions that the profiler calls
 
 
 def ProfilerConfig(state: Any, *options: Any) -> Any:  # noqa: N802
-    """torch's own, which cannot be read: so its options are remembered."""
+    """Return torch's own config; store the options, because they cannot be read from it."""
     *flags, _ = options
     _here.options = (*flags, state == torch.autograd.ProfilerState.CUDA)  # type: ignore[attr-defined]
     return torch.autograd.ProfilerConfig(state, *options)  # type: ignore[attr-defined]
@@ -112,7 +114,7 @@ def _enable_profiler_legacy(config: Any) -> None:
 
 
 def _parse_legacy_records(thread_records: Any) -> list[FunctionEvent]:
-    """torch's own reading of the records of this thread's profiler, and the events of calls that were made in it."""
+    """Return torch's events of this thread's profiler, and those of calls made during it."""
     events: list[FunctionEvent] = _parse(thread_records)
     for event in events:
         if event.node_id == -1:
@@ -148,12 +150,12 @@ _reports = _Reports()
 
 
 def fetch_report(token: str) -> list[Event]:
-    """The events of one call, for its caller."""
+    """Return the events of one call. Called remotely by its caller."""
     return _reports.take(token)
 
 
 def profile_and_run(token: str, options: Options, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """What `function` returns; its events are there to be fetched once its value is known."""
+    """Run `function` and return its result; its events can be fetched once its value is known."""
     run = Profiled(options)
     try:
         result = run(function, *args, **kwargs)
@@ -173,7 +175,7 @@ runs_as(profile_and_run, lambda token, options, function, *args: user_name(funct
 
 
 class Profiled:
-    """One function's run under a profiler of its own."""
+    """Runs one function under its own profiler."""
 
     def __init__(self, options: Options) -> None:
         self._options = options
@@ -192,7 +194,7 @@ class Profiled:
             self._local = [_as_event(event) for event in _parse_legacy_records(_disable())]
 
     def events(self) -> list[Event]:
-        """What has been seen until now."""
+        """Return the events so far."""
         return self._local + self._session.events
 
 

@@ -1,7 +1,7 @@
-"""Runs another program as if it had been started by itself.
+"""Run another program as if Python had started it directly.
 
-Its module stays `__main__` when its code has ended: functions in it may still be called by other workers, up to
-whatever the program does at the exit of the interpreter. (`runpy` puts the former `__main__` back.)
+Its module stays `__main__` after its code has ended, because other workers may still call its functions until the
+interpreter exits. (`runpy` restores the former `__main__`.)
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 
 def run_script(path: str) -> None:
-    """As `python path`."""
+    """Do the same as `python path`."""
     loader = SourceFileLoader("__main__", path)
     try:
         code = loader.source_to_code(loader.get_data(path), path)
@@ -25,7 +25,7 @@ def run_script(path: str) -> None:
 
 
 def run_module(name: str) -> None:
-    """As `python -m name`."""
+    """Do the same as `python -m name`."""
     spec = find_spec(name)
     if spec is not None and spec.submodule_search_locations is not None:
         spec = find_spec(f"{name}.__main__")

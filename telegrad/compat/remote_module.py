@@ -8,18 +8,18 @@ from typing import Any, NoReturn
 
 from torch import nn
 
-from telegrad.agent.deadlines import DEFAULT
-from telegrad.agent.futures import Future
+from telegrad._core.calls.deadlines import DEFAULT
+from telegrad._core.calls.futures import Future
+from telegrad._core.modules import module_host, remote_module
+from telegrad._core.modules.place import parse_place
+from telegrad._core.pickling.reducers import REDUCERS
 from telegrad.compat import scripted
 from telegrad.compat.missing import missing_from
-from telegrad.nn import hosted, remote_module
-from telegrad.nn.place import parse_place
 from telegrad.rpc import RRef, WorkerInfo, rpc_async
-from telegrad.wire.reducers import REDUCERS
 
 __all__ = ["RemoteModule"]
 
-# What a handle has, in this order; `forward` and `forward_async` come last.
+# The attributes of a handle, in torch's order; `forward` and `forward_async` come last.
 _REMOTE_MODULE_PICKLED_ATTRIBUTES = (
     *vars(nn.Module()),
     *("module_rref", "on", "device", "is_device_map_set", "is_scriptable", "_kind"),
@@ -33,9 +33,9 @@ _REFUSED = (
 
 
 class RemoteModule(remote_module.RemoteModule):
-    """A handle of a module on another worker, with what programs for `torch.distributed.nn` know of it.
+    """A handle of a module on another worker, with the interface of `torch.distributed.nn`.
 
-    Those know that many methods of a module are refused; `telegrad.nn.RemoteModule` has most of them.
+    Like torch's, it refuses many methods of modules; `telegrad.nn.RemoteModule` has most of them.
     """
 
     forward: Callable[..., Any]
@@ -58,7 +58,7 @@ class RemoteModule(remote_module.RemoteModule):
     def init_from_module_rref(
         cls, remote_device: str | WorkerInfo, module_rref: RRef[nn.Module], _module_interface_cls: Any = None
     ) -> RemoteModule:
-        """A handle of a module that exists already; it runs where that one is, whatever worker is named."""
+        """Return a handle of an existing module. Calls run on the module's owner, whatever worker is named."""
         _, device = parse_place(remote_device)
         place = module_rref.owner_name() + (f"/{device}" if device is not None else "")
         made = super().init_from_module_rref(place, module_rref)
@@ -75,12 +75,12 @@ class RemoteModule(remote_module.RemoteModule):
         members = vars(self)
         del members["_trains"], members["_represented"]
         members["is_scriptable"] = False
-        members["_kind"] = members.pop("_kind")  # last
+        members["_kind"] = members.pop("_kind")  # keep torch's order
         members["forward_async"] = partial(run_async, module, device, self.is_device_map_set)
         members["forward"] = partial(run, module, device, self.is_device_map_set)
 
     def __prepare_scriptable__(self) -> nn.Module:
-        """What `torch.jit.script` makes a script module of."""
+        """Return the module that `torch.jit.script` compiles."""
         if not self.is_scriptable:
             raise TypeError("to be scripted, a RemoteModule needs the interface of its module: _module_interface_cls")
         return scripted.make(self.forward, vars(self)["_interface"])
@@ -113,7 +113,7 @@ def run(module: RRef[nn.Module], device: str, has_map: bool, *args: Any, **kwarg
 def run_async(module: RRef[nn.Module], device: str, has_map: bool, *args: Any, **kwargs: Any) -> Future[Any]:
     if device == "cpu":
         return module._call_async("", DEFAULT, args, kwargs, "RemoteModule.forward")
-    return rpc_async(module.owner(), hosted.run_on_device, (module, device, has_map, args, kwargs))
+    return rpc_async(module.owner(), module_host.run_on_device, (module, device, has_map, args, kwargs))
 
 
 REDUCERS[RemoteModule] = REDUCERS[remote_module.RemoteModule]

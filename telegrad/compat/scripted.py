@@ -1,4 +1,4 @@
-"""A RemoteModule inside of TorchScript code: a script module that calls back to Python, with its interface's types."""
+"""A RemoteModule in TorchScript: a script module that calls back to Python, with the types of its interface."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ class ScriptedRemoteModule(torch.nn.Module):
         pass
 """
 
-handles: dict[int, Callable[..., Any]] = {}  # what script modules call; they cannot hold it themselves
+handles: dict[int, Callable[..., Any]] = {}  # the callables of script modules, which cannot hold them
 _numbers = itertools.count()
 
 
 def make(forward: Callable[..., Any], interface: Any) -> nn.Module:
-    """A module that `torch.jit.script` takes, whose `forward` has the signature that `interface` states."""
+    """Return a module for `torch.jit.script`, whose `forward` has the signature of `interface`."""
     signature = inspect.signature(interface.forward, eval_str=True)
     parameters = list(signature.parameters.values())[1:]
     number = next(_numbers)

@@ -1,4 +1,4 @@
-"""Puts modules in the places of others, and changes every name that led to what they replace. It can be undone."""
+"""Replace modules, and every name that refers to the replaced ones. The replacement can be undone."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _ABSENT: Any = object()
 
 
 class Export(NamedTuple):
-    """A module that stays, one of its names, and what that means from now on."""
+    """A name in a module that is not replaced, and its new value."""
 
     place: str
     name: str
     value: Any
-    home: str = ""  # the module that torch's own comes from, where it is not imported before it is used
+    home: str = ""  # the module that defines torch's own value, if torch imports it lazily
 
     @property
     def holder(self) -> Any:
@@ -27,25 +27,25 @@ class Export(NamedTuple):
 
 
 class Substitution:
-    """What is put in the place of what."""
+    """A replacement of modules and of names in other modules."""
 
     def __init__(
         self, modules: Mapping[str, ModuleType], exports: Iterable[Export], put_off: Container[str] = ()
     ) -> None:
-        """`modules` are the new ones, by the names of the old ones, each behind its parent.
+        """`modules` are the new modules by the old names, each after its parent.
 
-        Modules that are `put_off` run their code when more of them is needed than their exports.
+        Modules in `put_off` run their own code only when more than their exports is needed.
         """
         self._put_off = put_off
         self._modules = dict(modules)
         self._old: dict[str, ModuleType | None] = {}
-        self._exports: dict[str, list[Export]] = {}  # by the module that stays
-        self._before: dict[str, dict[str, Any]] = {}  # what modules that stay had under these names
+        self._exports: dict[str, list[Export]] = {}  # by the module that has the names
+        self._before: dict[str, dict[str, Any]] = {}  # the old values of these names
         for export in exports:
             self._exports.setdefault(export.place, []).append(export)
 
     def take_effect(self) -> None:
-        """Put everything in its place. What is not imported yet changes when it is."""
+        """Replace everything. Modules that are not imported yet change when they are."""
         self._old = {name: sys.modules.get(name) for name in self._modules}
         for name, module in self._modules.items():
             serve_import(name, module)
@@ -58,7 +58,7 @@ class Substitution:
         _rebind(self._pairs())
 
     def _enter(self, module: ModuleType) -> None:
-        """Give a module that stays its new members."""
+        """Set the new names of a module."""
         before = self._before.setdefault(module.__name__, {})
         for export in self._exports[module.__name__]:
             was = vars(export.holder).get(export.name, _ABSENT)
@@ -66,17 +66,17 @@ class Substitution:
             setattr(export.holder, export.name, export.value)
 
     def _pairs(self) -> list[tuple[Any, Any]]:
-        """What stands for what, of all that is the old modules' own."""
+        """Return the pairs of old and new values, for everything that the old modules define."""
         return [pair for name, new in self._modules.items() for pair in _pairs_of(self._old[name], new)]
 
     def undo(self) -> None:
-        """Put everything back."""
+        """Restore everything."""
         for place in self._exports:
             catch_up(place)
         for name in (*self._modules, *self._exports):
             forget_import(name)
         for name, ours in self._modules.items():
-            if self._old[name] is None and sys.modules.get(name) is ours:  # it was imported since
+            if self._old[name] is None and sys.modules.get(name) is ours:  # it was imported later
                 del sys.modules[name]
                 self._old[name] = _imported(name)
             _put(name, self._old[name])
@@ -93,7 +93,7 @@ class Substitution:
 
 
 def _put(name: str, module: ModuleType | None) -> None:
-    """Have imports of `name` find a module, or none; its parent has it as an attribute."""
+    """Make imports of `name` return a module, or none; set the parent's attribute, too."""
     place, _, leaf = name.rpartition(".")
     parent = sys.modules.get(place)
     if module is not None:
@@ -104,7 +104,7 @@ def _put(name: str, module: ModuleType | None) -> None:
 
 
 def _is_made_by_its_parent(name: str) -> bool:
-    """Whether no import looks for a module, since its parent is there and is no package."""
+    """Return True if imports do not search for a module, because its imported parent is not a package."""
     parent = sys.modules.get(name.rpartition(".")[0])
     return parent is not None and not hasattr(parent, "__path__")
 
@@ -129,20 +129,20 @@ def _pairs_of(old: ModuleType | None, new: ModuleType) -> list[tuple[Any, Any]]:
 
 
 def _is_of(value: Any, family: list[str]) -> bool:
-    """Whether a value belongs to a package, and is not one that it only imports."""
+    """Return True if a value is defined in the package, not only imported there."""
     if isinstance(value, ModuleType) or not callable(value):
         return False
     return _family(getattr(value, "__module__", None) or "") == family
 
 
 def _family(module: str) -> list[str]:
-    """The package of a module; the parts in C belong to it."""
+    """Return the package of a module; C++ modules count as part of it."""
     return module.replace("torch._C._distributed_", "torch.distributed.").split(".")[:3]
 
 
 def _rebind(pairs: list[tuple[Any, Any]]) -> None:
-    """Have every name, in whatever module, that leads to the first of a pair lead to the second."""
-    by_id = {id(old): (old, new) for old, new in reversed(pairs)}  # of several the first holds
+    """Make every name in any module that refers to the first of a pair refer to the second."""
+    by_id = {id(old): (old, new) for old, new in reversed(pairs)}  # of several entries the first one counts
     spared = {id(vars(each)) for pair in pairs for each in pair if isinstance(each, ModuleType)}
     for name, module in list(sys.modules.items()):
         if (

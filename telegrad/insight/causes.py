@@ -1,265 +1,419 @@
-"""From the graph of waits to findings: circles, and what stands at the ends. Pure."""
+"""The rules that find causes in the graph of waits, and the text of each. No I/O.
+
+A text says "it seems" if the cause was inferred from a line of the program, not from state that Telegrad has.
+"""
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from math import inf
 
-from telegrad.insight.finding import WEIGHTS, Finding
-from telegrad.insight.gatherings import Gathering, gatherings
-from telegrad.insight.phrases import BUSY, FEW, LOCKED, Names, counted, standing
-from telegrad.insight.stories import Said, Stories
-from telegrad.insight.waits import Call, Edge, Node, Pass, Slots, Task, Waits, Whole, lock_of, worker_of
-from telegrad.witness.account import QUEUED, RUNNING
+from telegrad.insight.finding import NOTE, WEIGHTS, Finding
+from telegrad.insight.phrases import (
+    BUSY,
+    DOES,
+    FEW,
+    LOCKED,
+    counted,
+    doing,
+    lasting,
+    lines_of,
+    plural,
+    seconds,
+    several,
+    stacks,
+    standing,
+    waiting,
+    who,
+)
+from telegrad.insight.wait_graph import (
+    CALL,
+    GATHER,
+    SLOTS,
+    THREAD,
+    WORK,
+    WORKER,
+    Edge,
+    Node,
+    WaitGraph,
+    lock_of,
+)
+from telegrad.reporting.account import LEAVING, MEETINGS, QUEUED, RUNNING, Thread, counts
+
+LULL = 60.0  # seconds that a worker may be idle and still counts as busy
+
+# The title and the detail lines, by kind of node and of finding.
+TEXTS = {
+    (CALL, "underway"): (
+        "{to} knows nothing of a call of {function} that {worker} made {ago} ago.",
+        "{to} answers (it is {phase}): it seems that the call has not arrived, since no connection can be made, or "
+        "that its answer is still on its way",
+    ),
+    (CALL, "turn"): ("{calls} not begun to run{age}, though slots are free: it is not its turn, it seems.",),
+    (CALL, "value"): ("{worker} wants a value of {to} that is not made{age}; nothing there seems to make it.",),
+    (CALL, "unfinished"): (
+        "{calls} returned a future or a coroutine that does not end{age}.",
+        "{to} knows of no call of its own that this waits for: a future was never set, it seems, or the coroutine "
+        "awaits something else",
+    ),
+    (CALL, "busy"): ("{calls} not ended{age}; which thread runs it is not known.",),
+    (WORKER, "silent"): ("{worker} does not answer: {silent}.",),
+    (WORKER, "gone"): ("{worker} is gone ({gone}), and others still wait for it.",),
+    (WORKER, "unknown"): ("{worker} is waited for, and no worker of that name has joined.", "These have: {names}"),
+}
+
+_MEETS = re.compile(
+    r"barrier|init_process_group|all_?reduce|all_?gather|reduce_scatter|all_to_all|broadcast|rendezvous|arrive|store\.(wait|get)"
+    r"|\.wait(_for)?\(",
+    re.I,
+)
 
 
 class Causes:
-    def __init__(self, waits: Waits, long: float) -> None:
-        self._waits = waits
-        self._names = Names(waits)
-        self._stories = Stories(waits, self._names, long)
-        self._long = long
-        self.starts = self._starts()
-        self._long_ones = set(self.starts)
-        reached = waits.reached(self.starts)
-        self._reached = reached
-        self._into: dict[Node, list[tuple[Node, Edge]]] = defaultdict(list)
-        for node in reached:
-            for edge in waits.next(node):
-                self._into[edge.to].append((node, edge))
-        self._told: set[Node] = set()  # which a finding names as its cause
+    """The rules, in their order: a node that is the cause of one finding cannot cause a later one."""
 
-    def _starts(self) -> list[Node]:
-        """What has waited for long."""
-        waits, names = self._waits, self._names
-        calls = [call for call in waits.calls_out if names.age(call) >= self._long]
-        strange = [
-            call for call in waits.calls_in if call.caller not in waits.accounts and names.age(call) >= self._long
-        ]
-        passes = [
-            Pass(name, each["context"], each["number"])
-            for name, account in waits.accounts.items()
-            for each in account["passes"]
-            if each["age"] >= self._long
-        ]
-        tasks = [task for task, thread in waits.threads.items() if not waits.awaits[task] and self._is_long(task)]
-        return [*calls, *strange, *tasks, *(each for each in passes if not self._has_thread(each, tasks))]
+    def __init__(self, graph: WaitGraph) -> None:
+        self._graph = graph
+        self._causes: set[Node] = set()
 
-    def _is_long(self, task: Task) -> bool:
-        """A wait whose age cannot be known is taken to be long."""
-        thread = self._waits.threads[task]
-        age = self._names.age(task)
-        if thread["wait"] is not None:
-            what = thread["wait"]["what"]
-            known = "age" in thread["wait"] or what in ("backward", "shutdown", "room")
-            return what not in ("init_rpc", "store", "serve") and (age >= self._long or not (age or known))
-        if task not in self._waits.serves:
-            futures = [edge.to for edge in self._waits.next(task) if edge.why == "future"]
-            if any(self._names.age(call) >= self._long for call in futures):
-                return True
-        return lock_of(thread) is not None and (not age or age >= self._long)
+    def find(self) -> Iterator[Finding]:
+        for rule in (self._cycles, self._barriers, self._slots, self._ends, self._room):
+            yield from rule()
 
-    def _has_thread(self, each: Pass, tasks: list[Task]) -> bool:
-        return any(Edge(each, "pass") in self._waits.next(task) for task in tasks)
+    # Cycles
 
-    def find(self) -> list[Finding]:
-        found = [self._circle(lot) for lot in self._waits.circles(self._reached)]
-        ends = [node for node in self._reached if not self._waits.next(node)]
-        found += [self._gathering(gathering) for gathering in gatherings(self._waits, self._waiters, self._long)]
-        taken = [node for node in self._reached if isinstance(node, Slots)]
-        found += [self._slots(slots) for slots in taken if slots not in self._told]
-        lots = self._alike([node for node in ends if node not in self._told])
-        found += [self._end(kind, lot) for (kind, _), lot in lots.items()]
-        return found + [self._room(task) for task in self._without_room()]
+    def _cycles(self) -> Iterator[Finding]:
+        graph = self._graph
+        for nodes in graph.cycles():
+            oldest = max(range(len(nodes)), key=lambda at: graph.age(nodes[at]) * (nodes[at].kind == CALL))
+            nodes = nodes[oldest:] + nodes[:oldest]
+            edges = [
+                next(edge for edge in graph.edges(node) if edge.to == after)
+                for node, after in zip(nodes, [*nodes[1:], nodes[0]], strict=True)
+            ]
+            links = list(zip(nodes, edges, strict=True))
+            workers = sorted({node.worker for node in nodes})
+            seems = ", it seems" if any(edge.guess for edge in edges) else ""
+            details = [line for node, edge in links for line in self._link(node, edge)]
+            full = [node.worker for node in nodes if node.kind == SLOTS]
+            taker = next((node for node, edge in links if edge.why == "lock"), None)
+            if full:
+                kind, title = "slot deadlock", f"Deadlock through the slots of {several(full)}{seems}: the calls that"
+                title += " have them wait for calls that are queued for one."
+                details += map(self._on_slots, full)
+            elif taker is not None:
+                kind, title = "lock deadlock", f"Deadlock through a lock of {taker.worker}{seems}: who holds it"
+                title += f" ({lock_of(graph.threads[taker])}) waits for what needs it."
+            else:
+                whom = "wait for each other" if len(workers) > 1 else "waits for itself"
+                kind, title = "deadlock", f"Deadlock{seems}: {several(workers)} {whom}."
+            yield self._finding(kind, workers, title, details, circle=nodes)
 
-    # Who waits.
+    def _link(self, node: Node, edge: Edge) -> list[str]:
+        """Return the lines for one edge of a cycle."""
+        if node.kind in (WORKER, WORK) or (node.kind == THREAD and edge.why == "call"):  # the call's own line says it
+            return []
+        sentence, *lines = waiting(self._graph, node)
+        if node.kind == THREAD and edge.why == "lock":
+            return [f"{sentence}, which {who(self._graph, edge.to).rstrip(',')} holds, it seems", *lines]
+        behind = f"{self._graph.function(edge.to)} on {edge.to.to}" if edge.to.kind == CALL else ""
+        seems = {
+            "value": f", a value that {behind} is to make, it seems",
+            "turn": f", and {behind} goes first, it seems",
+            "future": f", and waits for {behind}, it seems",
+        }
+        return [sentence + seems.get(edge.why, ""), *lines]
 
-    def _waiters(self, roots: Collection[Node]) -> list[Node]:
-        """What has waited for long for one of these, nearest first."""
-        seen = set(roots)
-        ahead = list(roots)
-        for node in ahead:
-            fresh = [source for source, _ in self._into[node] if source not in seen]
-            seen.update(fresh)
-            ahead += dict.fromkeys(fresh)
-        return [node for node in ahead if node in self._long_ones or (isinstance(node, Call) and self._names.age(node))]
+    # Workers that are missing where the others wait
 
-    def _told_waiters(self, waiters: Sequence[Node]) -> list[str]:
-        """A few in full, alike ones once, and the rest by their names."""
-        alike: dict[tuple[object, ...], list[Node]] = defaultdict(list)
-        for node in waiters:
-            alike[self._kin(node)].append(node)
-        details: list[str] = []
-        lots = list(alike.values())
-        for lot in lots[: FEW if len(lots) > FEW + 1 else None]:
-            oldest = max(lot, key=self._names.age)
-            sentence, *lines = self._names.waiting(oldest)
-            details += [sentence + self._others(oldest, lot), *lines]
-        rest = [worker_of(node) for lot in lots[FEW:] for node in lot] if len(lots) > FEW + 1 else []
-        return details + ([f"and {len(rest):,} more wait for it: {counted(rest)}"] if rest else [])
+    def _barriers(self) -> Iterator[Finding]:
+        """Find threads that wait in a meeting, which knows the missing workers, and threads that wait at the same
+        line."""
+        graph = self._graph
+        meetings: dict[str, list[Node]] = defaultdict(list)
+        lines: dict[tuple[str, int], list[Node]] = defaultdict(list)
+        for node, thread in graph.threads.items():
+            at, wait = thread["at"], thread["wait"]
+            if wait is not None and wait["what"] in MEETINGS and wait["age"] >= graph.long:
+                meetings[wait["about"]].append(node)
+            elif at is not None and not graph.awaits[node] and not graph.edges(node) and _meets(thread):
+                lines[at["file"], at["line"]].append(node)
+        for meeting, nodes in meetings.items():
+            here = {node.worker for node in nodes}
+            missing = {name for node in nodes for name in (graph.threads[node]["wait"] or {"on": []})["on"]} - here
+            if missing:
+                yield self._barrier(nodes, sorted(here), sorted(missing), meeting)
+        for nodes in lines.values():
+            calls = [graph.serves.get(node) for node in nodes]
+            if max(graph.age(call) if call is not None else inf for call in calls) >= graph.long:
+                yield from self._at_one_line(nodes)
 
-    def _others(self, first: Node, lot: list[Node]) -> str:
-        count = len(lot) - 1 + self._beyond(first)
-        names = [worker_of(node) for node in lot if node is not first]
-        which = f": {counted(names)}" if {*names} - {worker_of(first)} else ""
-        return f" (and {count:,} more like it{which})" if count else ""
+    def _at_one_line(self, nodes: list[Node]) -> Iterator[Finding]:
+        graph, hosts = self._graph, {node.worker for node in nodes}
+        arrived = hosts  # if all threads serve calls on one worker, the callers
+        if len(hosts) == 1:
+            arrived = {graph.serves[node].worker if node in graph.serves else node.worker for node in nodes}
+        held_up = {node.worker for node in graph.waiting_for(nodes)}
+        missing = {*graph.accounts, *graph.gone, *graph.sight.silent} - arrived - held_up
+        if len(missing) > 1:
+            missing -= hosts
+        if len(arrived) >= 2 and 0 < len(missing) <= len(arrived) // 2:
+            at_work = any(standing(graph.threads[graph.mains[name]]) == BUSY for name in missing & graph.mains.keys())
+            weight = NOTE if at_work and not held_up else None
+            yield self._barrier(nodes, sorted(arrived), sorted(missing), "", weight)
 
-    def _kin(self, node: Node) -> tuple[object, ...]:
-        """What makes waits alike: they are for the same, at one line of whatever worker, or at none of one worker."""
-        task = self._thread_of(node)
-        thread = self._waits.threads[task] if task is not None else None
-        at = thread["at"] if thread is not None else None
-        where = (at["file"], at["line"]) if at is not None else (worker_of(node),)
-        if isinstance(node, Call):
-            came = self._waits.calls_in.get(node)
-            queued = came is not None and came["state"] == QUEUED
-            return node.to, self._names.function(node), queued, *where
-        if isinstance(node, Task) and thread is not None:
-            return self._names.doing(thread), *where
-        return node
-
-    def _beyond(self, node: Node) -> int:
-        """How many more there are than are told of one by one; of those that are queued, if any are."""
-        out = self._waits.calls_out.get(node) if isinstance(node, Call) else None
-        if not isinstance(node, Call) or out is None or out["thread"] is not None:
-            return 0
-        came = self._waits.calls_in.get(node)
-        is_last = came is None or came["state"] == QUEUED or not self._waits.queues[node.to]
-        return self._waits.beyond[node.caller, node.to, out["function"]] if is_last else 0
-
-    def _made(
-        self,
-        kind: str,
-        workers: Sequence[str],
-        said: Said,
-        roots: Sequence[Node],
-        circle: Sequence[Node] = (),
+    def _barrier(
+        self, nodes: list[Node], arrived: list[str], missing: list[str], meeting: str, weight: int | None = None
     ) -> Finding:
-        self._told.update(roots, circle)
-        apart = {*circle, *(node for node in roots if not isinstance(node, Call))}
-        waiters = [node for node in self._waiters([*roots, *circle]) if node not in apart]
-        tasks = [node for node in (*circle, *roots) if isinstance(node, Task) and node in self._waits.threads]
-        tasks += [task for node in waiters[:FEW] if (task := self._thread_of(node)) is not None and task not in tasks]
-        return Finding(
-            kind,
-            WEIGHTS[kind] if said.weight is None else said.weight,
-            list(dict.fromkeys(workers)),
-            list(dict.fromkeys(worker_of(node) for node in waiters)),
-            max((self._names.age(node) for node in (*roots, *circle, *waiters)), default=0.0),
-            said.title,
-            said.details + self._told_waiters(waiters),
-            self._names.stacks(tasks),
+        graph, there = self._graph, several(arrived)
+        have, wait = "have" if len(missing) > 1 else "has", "wait" if len(arrived) > 1 else "waits"
+        title = f"{several(missing)} {have} not come, it seems, to where {there} {wait} for all."
+        details = [f"{there} stand at the same line:", *lines_of(graph.threads[nodes[0]])]
+        if meeting:
+            title = f"{several(missing)} {have} not come to {meeting}, where {there} {wait}."
+            details = waiting(graph, nodes[0])
+        for name in missing:
+            if name in graph.sight.silent:
+                details.append(f"{name} does not answer: {graph.sight.silent[name]}")
+            elif name not in graph.accounts:
+                details.append(f"{name} is gone: {graph.gone[name]}")
+            else:
+                details += self._main_of(name) or [f"{name} stands at no line of the program: it is idle"]
+        return self._finding("barrier", missing, title, details, nodes, weight=weight)
+
+    # Slots, and limits of calls in flight
+
+    def _slots(self) -> Iterator[Finding]:
+        graph = self._graph
+        for node in graph.nodes:
+            if node.kind != SLOTS or node in self._causes:
+                continue
+            name, holders = node.worker, graph.holders(node.worker)
+            queued, oldest = graph.queued(name), max(map(graph.age, holders), default=0.0)
+            how = f"by calls that run long (for {seconds(oldest)})"
+            if oldest < graph.long:
+                how = "by short calls, and more come than it can do"
+            title = f"All {plural(graph.accounts[name]['slots'], 'slot')} of {name} are taken {how}"
+            title += f": {plural(queued, 'call')} wait{'s' if queued == 1 else ''} for one."
+            ends, details = [each for each in holders if not graph.edges(each)], []
+            for nodes in self._alike(ends).values():
+                thread = graph.threads[nodes[0]]
+                functions = counted(graph.function(graph.serves[each]) for each in nodes)
+                details += [f"{functions}: {DOES[standing(thread)]}{lasting(graph.age(nodes[0]))}", *lines_of(thread)]
+            yield self._finding("slots", [name], title, [*details, self._on_slots(name)], [node, *ends])
+
+    def _on_slots(self, name: str) -> str:
+        return (
+            f"{name} runs {plural(self._graph.accounts[name]['slots'], 'call')} at once (num_worker_threads). Waits of "
+            "rpc_sync and of a call's future give a slot back; loops and waits of other kinds keep it"
         )
 
-    def _thread_of(self, node: Node) -> Task | None:
-        if isinstance(node, Task):
-            return node
-        out = self._waits.calls_out.get(node) if isinstance(node, Call) else None
-        task = Task(node.caller, out["thread"]) if out and out["thread"] is not None else None  # type: ignore[union-attr]
-        return task if task in self._waits.threads else None
+    def _room(self) -> Iterator[Finding]:
+        graph = self._graph
+        for node in graph.starts:
+            if node.kind != THREAD or graph.wait(node) != "room":
+                continue
+            to = (graph.threads[node]["wait"] or {"on": []})["on"]
+            out = counts(graph.accounts[node.worker]["calls_out"], lambda call: call["to"])
+            title = f"{node.worker} has as many calls in flight to {several(to)} as may be"
+            title += f" ({sum(out[name] for name in to):,} are told of)."
+            hint = f"{several(to)} answers more slowly than {node.worker} calls: wait for some calls before making more"
+            yield self._finding("room", [node.worker], title, [*waiting(graph, node), hint], [node])
 
-    def _via(self, node: Node) -> set[str]:
-        """How it is waited for."""
-        serves = self._waits.serves.get(node) if isinstance(node, Task) else None
-        return {edge.why for each in (node, serves) if each is not None for _, edge in self._into[each]}
+    # Ends of chains of waits
 
-    # Which kind it is.
-
-    def _circle(self, lot: list[Node]) -> Finding:
-        oldest = max(range(len(lot)), key=lambda at: self._names.age(lot[at]) * isinstance(lot[at], Call))
-        lot = lot[oldest:] + lot[:oldest]
-        following = [*lot[1:], lot[0]]
-        edges = [
-            next(edge for edge in self._waits.next(node) if edge.to == after)
-            for node, after in zip(lot, following, strict=True)
-        ]
-        workers = sorted({worker_of(node) for node in lot})
-        if any(isinstance(node, Slots) for node in lot):
-            return self._made("slot deadlock", workers, self._stories.slot_circle(lot, edges), [], lot)
-        if any(edge.why == "lock" for edge in edges):
-            return self._made("lock deadlock", workers, self._stories.lock_circle(lot, edges), [], lot)
-        return self._made("deadlock", workers, self._stories.circle(lot, edges), [], lot)
-
-    def _alike(self, ends: list[Node]) -> dict[tuple[str, str], list[Node]]:
-        """By kind, and by what makes them one finding."""
-        lots: dict[tuple[str, str], list[Node]] = defaultdict(list)
-        for node in ends:
-            kind = self._kind(node)
-            if isinstance(node, Task):
-                at = self._waits.threads[node]["at"]
-                where = f"{at['file']}:{at['line']}" if at is not None else repr(node)
-            elif isinstance(node, Call):
-                where = f"{node.to} {self._names.function(node)}"
+    def _ends(self) -> Iterator[Finding]:
+        graph = self._graph
+        ends = [node for node in graph.nodes if not graph.edges(node) and node not in self._causes]
+        for (kind, _), nodes in self._alike(ends).items():
+            first = max(nodes, key=graph.age)
+            workers = sorted({node.worker for node in nodes})
+            weight = None
+            if first.kind == THREAD:
+                title, details, weight = self._thread(kind, first, nodes)
+            elif first.kind == WORKER and kind == "shutdown":
+                leaving = graph.accounts[first.worker]["phase"] == LEAVING
+                title = f"{first.worker} has {'' if leaving else 'not '}called shutdown, and others wait for it."
+                details, weight = self._main_of(first.worker), NOTE if leaving else None
+            elif first.kind in (CALL, WORKER):
+                workers = [first.to or first.worker]
+                title, *details = (text.format(**self._words(first, len(nodes))) for text in TEXTS[first.kind, kind])
             else:
-                where = repr(node)
-            lots[kind, where].append(node)
+                title = f"A backward pass waits for {several(workers)}, where no thread is at it, it seems."
+                details = self._main_of(workers[0])
+            yield self._finding(kind, workers, title, details, nodes, weight=weight)
+
+    def _alike(self, nodes: Iterable[Node]) -> dict[tuple[str, str], list[Node]]:
+        """Group the nodes by kind of finding, and by what makes them one finding."""
+        lots: dict[tuple[str, str], list[Node]] = defaultdict(list)
+        for node in nodes:
+            at = self._graph.threads[node]["at"] if node.kind == THREAD else None
+            where = f"{node.to} {self._graph.function(node)}" if node.kind == CALL else repr(node)
+            lots[self._kind(node), f"{at['file']}:{at['line']}" if at is not None else where].append(node)
         return lots
 
     def _kind(self, node: Node) -> str:
-        waits = self._waits
-        if isinstance(node, Task):
-            return self._kind_of_task(node)
-        if isinstance(node, Call):
-            came = waits.calls_in.get(node)
-            if came is None:
+        graph = self._graph
+        if node.kind == CALL:
+            if (came := graph.calls_in.get(node)) is None:
                 return "underway"
-            return {QUEUED: "turn", RUNNING: "busy"}.get(
-                came["state"], "value" if waits.is_fetch(node) else "unfinished"
-            )
-        if isinstance(node, Whole):
-            name = node.name
-            if name in waits.sight.silent:
-                return "silent"
-            if name in waits.accounts:
+            ended = "value" if graph.is_fetch(node) else "unfinished"
+            return {QUEUED: "turn", RUNNING: "busy"}.get(came["state"], ended)
+        if node.kind == WORKER:
+            if node.worker in graph.accounts and node.worker not in graph.sight.silent:
                 return "shutdown"
-            known = {each for account in waits.accounts.values() for each in account["members"]}
-            return "gone" if name in waits.gone else "silent" if name in known else "unknown"
-        return "slots" if isinstance(node, Slots) else "backward"
-
-    def _kind_of_task(self, task: Task) -> str:
-        thread = self._waits.threads[task]
-        via = self._via(task)
+            known = {name for account in graph.accounts.values() for name in account["members"]}
+            is_lost = node.worker in graph.gone and node.worker not in graph.sight.silent
+            return "gone" if is_lost else "silent" if node.worker in {*graph.sight.silent, *known} else "unknown"
+        if node.kind != THREAD:
+            return "slots" if node.kind == SLOTS else "backward"
+        sources = (node, graph.serves.get(node))
+        reasons = {edge.why for each in sources if each is not None for _, edge in graph.into[each]}
         for why, kind in (("lock", "lock"), ("value", "value"), ("pass", "backward")):
-            if why in via:
+            if why in reasons:
                 return kind
-        if "shutdown" in via and task == self._waits.main(task.worker):
+        if "shutdown" in reasons and node == graph.mains.get(node.worker):
             return "shutdown"
-        if thread["wait"] is not None:
-            return {"future": "unfinished", "value": "value", "backward": "backward"}.get(
-                thread["wait"]["what"], "wait"
+        if what := graph.wait(node):
+            return {"future": "unfinished", "value": "value", "backward": "backward"}.get(what, "wait")
+        return {LOCKED: "lock", BUSY: "busy"}.get(standing(graph.threads[node]), "asleep")
+
+    def _words(self, node: Node, count: int) -> dict[str, object]:
+        """Return the values for the placeholders in `TEXTS`."""
+        graph, age, function = self._graph, self._graph.age(node), self._graph.function(node)
+        calls = f"{count} calls of {function} on {node.to} have" if count > 1 else f"{function} on {node.to} has"
+        return {
+            **node._asdict(),
+            "function": function,
+            "calls": calls,
+            "age": lasting(age),
+            "ago": seconds(age),
+            "phase": graph.accounts[node.to]["phase"] if node.to else "",
+            "silent": graph.sight.silent.get(node.worker, "nothing is known of it"),
+            "gone": graph.gone.get(node.worker),
+            "names": several(sorted(graph.accounts)),
+        }
+
+    def _thread(self, kind: str, first: Node, nodes: list[Node]) -> tuple[str, list[str], int | None]:
+        """Return the title and details for threads at the same line, and a weight if it differs from the kind's."""
+        graph, thread = self._graph, self._graph.threads[first]
+        at, age, does = thread["at"], lasting(graph.age(first)), doing(thread)
+        details = lines_of(thread)
+        if kind == "shutdown":
+            return self._late(first)
+        if short := graph.awaits[first]:
+            does = f"makes one short call after another, now {graph.function(short[0])} on {short[0].to}"
+        call = graph.serves.get(first)
+        where = graph.function(call) if call is not None else f"in {at['function']}" if at is not None else "at it"
+        if len(nodes) > 1:
+            workers, verb = several(sorted(node.worker for node in nodes)), "run" if call is not None else "are"
+            title = f"{workers}: {len(nodes)} threads {verb} {where}{age}, and each {does}."
+        else:
+            subject = first.worker if call is not None or thread["name"] == "MainThread" else who(graph, first)
+            title = f"{subject} {'runs' if call is not None else 'is'} {where}{age}, and {does}."
+        if kind == "value":
+            title = f"A value is not made, it seems: {title}"
+        elif kind == "backward":
+            title = f"A backward pass waits for user code on {several(node.worker for node in nodes)}: {title}"
+        elif kind == "lock":
+            takers = [node for node, edge in graph.into[first] if edge.why == "lock"]
+            if not takers:
+                owner = who(graph, first).rstrip(",")
+                return f"{owner} waits for a lock ({lock_of(thread)}); who holds it is not seen.", details, None
+            wait = f"{who(graph, takers[0])} waits"
+            if len(takers) > 1:
+                wait = f"{len(takers)} threads of {first.worker} wait"
+            lock = lock_of(graph.threads[takers[0]])
+            title = f"{wait} for a lock ({lock}) that another thread holds, it seems: {title}"
+        return title, details, None
+
+    def _late(self, main: Node) -> tuple[str, list[str], int | None]:
+        """Describe a worker that has not called shutdown. If it is busy, the others may just serve it, which is no
+        hang."""
+        graph, thread, account = self._graph, self._graph.threads[main], self._graph.accounts[main.worker]
+        parting = [node for node in graph.threads if graph.wait(node) in ("shutdown", GATHER)]
+        since = max(map(graph.age, parting), default=0.0)
+        gathers = any(graph.wait(node) == GATHER for node in parting)
+        done = "come to shutdown's _all_gather" if gathers else "called shutdown"
+        at_work = graph.awaits[main] or thread["wait"] is not None or standing(thread) == BUSY
+        if at_work or account["idle"] < min(since, LULL) or account["size"] is None:
+            title = (
+                f"{main.worker} is at work, and has not {done} yet; others have, and serve meanwhile. Its main thread"
             )
-        does = standing(thread)
-        return "lock" if does == LOCKED else "busy" if does == BUSY else "asleep"
+            return f"{title} {doing(thread)}.", lines_of(thread), NOTE
+        title = f"{main.worker} has not {done}, for which others wait: its main thread {doing(thread)}."
+        return title, lines_of(thread), None
 
-    def _end(self, kind: str, lot: list[Node]) -> Finding:
-        first = max(lot, key=self._names.age)
-        workers = sorted({worker_of(node) for node in lot})
-        if isinstance(first, Task):
-            tasks = [node for node in lot if isinstance(node, Task)]
-            takers = [node for node, edge in self._into[first] if edge.why == "lock" and isinstance(node, Task)]
-            return self._made(kind, workers, self._stories.thread(kind, first, tasks, takers), lot)
-        if isinstance(first, Call):
-            return self._made(kind, [first.to], self._stories.call(kind, first, len(lot)), lot)
-        if isinstance(first, Whole):
-            return self._made(kind, workers, self._stories.worker(kind, first.name), lot)
-        return self._made(kind, workers, self._stories.share(workers), lot)
+    def _main_of(self, name: str) -> list[str]:
+        main = self._graph.mains.get(name)
+        return waiting(self._graph, main) if main is not None else []
 
-    def _slots(self, slots: Slots) -> Finding:
-        holders = self._waits.holders(slots.worker)
-        ends = [task for task in holders if not self._waits.next(task)]
-        lots = [[task for task in lot if isinstance(task, Task)] for lot in self._alike(list(ends)).values()]
-        said = self._stories.slots(slots.worker, holders, lots)
-        return self._made("slots", [slots.worker], said, [slots, *ends])
+    # Findings
 
-    def _gathering(self, found: Gathering) -> Finding:
-        return self._made("barrier", found.absent, self._stories.gathering(found), found.tasks)
+    def _finding(
+        self,
+        kind: str,
+        workers: Sequence[str],
+        title: str,
+        details: list[str],
+        roots: Sequence[Node] = (),
+        circle: Sequence[Node] = (),
+        weight: int | None = None,
+    ) -> Finding:
+        graph, causes = self._graph, [*circle, *roots]
+        self._causes.update(causes)
+        apart = {*circle, *(node for node in roots if node.kind != CALL)}
+        waiters = [node for node in graph.waiting_for(causes) if node not in apart]
+        threads = [node for node in causes if node.kind == THREAD]
+        threads += filter(None, (node if node.kind == THREAD else graph.waiter(node) for node in waiters[:FEW]))
+        return Finding(
+            kind,
+            WEIGHTS[kind] if weight is None else weight,
+            list(dict.fromkeys(workers)),
+            list(dict.fromkeys(node.worker for node in waiters)),
+            max(map(graph.age, (*causes, *waiters)), default=0.0),
+            title,
+            details + self._told(waiters),
+            stacks(graph, threads),
+        )
 
-    def _without_room(self) -> list[Task]:
-        return [
-            task
-            for task in self.starts
-            if isinstance(task, Task) and (self._waits.threads[task]["wait"] or {"what": ""})["what"] == "room"
-        ]
+    def _told(self, waiters: Sequence[Node]) -> list[str]:
+        """Describe a few of the waits in full, similar ones once, and name the workers of the others."""
+        graph, alike = self._graph, defaultdict[object, list[Node]](list)
+        for node in waiters:
+            alike[self._key(node)].append(node)
+        lots, details = list(alike.values()), list[str]()
+        shown = len(lots) if len(lots) <= FEW + 1 else FEW
+        for lot in lots[:shown]:
+            oldest = max(lot, key=graph.age)
+            count = len(lot) - 1 + sum(graph.calls_out[node].get("more", 0) for node in lot if node in graph.calls_out)
+            names = [node.worker for node in lot if node is not oldest]
+            which = f": {counted(names)}" if {*names} - {oldest.worker} else ""
+            sentence, *lines = waiting(graph, oldest)
+            details += [sentence + (f" (and {count:,} more like it{which})" if count else ""), *lines]
+        rest = [node.worker for lot in lots[shown:] for node in lot]
+        return details + ([f"and {len(rest):,} more wait for it: {counted(rest)}"] if rest else [])
 
-    def _room(self, task: Task) -> Finding:
-        return self._made("room", [task.worker], self._stories.room(task), [task])
+    def _key(self, node: Node) -> object:
+        """Return the key of similar waits: the same target from one line of any worker, or from one worker without a
+        line."""
+        graph = self._graph
+        waiter = node if node.kind == THREAD else graph.waiter(node)
+        at = graph.threads[waiter]["at"] if waiter is not None else None
+        where = (at["file"], at["line"]) if at is not None else node.worker
+        if node.kind == THREAD:
+            return doing(graph.threads[node]), where
+        if node.kind == CALL:
+            came = graph.calls_in.get(node)
+            return node.to, graph.function(node), came is not None and came["state"] == QUEUED, where
+        return node
+
+
+def _meets(thread: Thread) -> bool:
+    """Return True if a thread seems to wait at a line where several workers synchronize."""
+    at = thread["at"]
+    if at is None or thread["wait"] is not None or standing(thread) == BUSY:
+        return False
+    return _MEETS.search(at["text"]) is not None or _MEETS.search(at["function"]) is not None

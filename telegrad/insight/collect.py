@@ -1,4 +1,4 @@
-"""The trace of a group: what all workers have recorded, their clocks and, where wanted, torch's profiler on each."""
+"""Collect the trace of a group: the recorded events of all workers, their clock offsets and optional torch profiles."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import contextlib
 import gzip
 import json
 import os
+import platform
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from errno import ENOENT
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -18,25 +19,25 @@ from torch import profiler
 from torch._C._profiler import _ExperimentalConfig
 from torch.autograd.profiler import record_function
 
-from telegrad import checks
-from telegrad.agent import profiling
-from telegrad.agent.naming import user_name
-from telegrad.atfork import renewed
 from telegrad.errors import TelegradError, UsageError
-from telegrad.insight import clocks, timeline
-from telegrad.insight.clocks import Exchange, Reading, Relation
-from telegrad.insight.source import Source
-from telegrad.insight.sources import own_group
-from telegrad.insight.timeline import Recorded
-from telegrad.private_files import replacing
-from telegrad.rpc import current, rpc_async, rpc_sync, workers
+from telegrad.ext.arguments import checks
+from telegrad.ext.calls import profiling, user_name
+from telegrad.ext.files import replacing
+from telegrad.ext.processes import renewed
+from telegrad.ext.workers import current
+from telegrad.insight.export import chrome_trace, clock_offsets
+from telegrad.insight.export.chrome_trace import WorkerTrace
+from telegrad.insight.export.clock_offsets import ClockOffset, Exchange
+from telegrad.insight.reading.source import Source
+from telegrad.insight.seen_groups import own_group
+from telegrad.rpc import rpc_async, rpc_sync, workers
 
-EXCHANGES = 50  # with each worker, whenever clocks are compared
-PATIENCE = 10.0  # seconds that a worker has for an answer, and a minute for its profile
-MARKS = 20  # in a profile, when it begins and when it ends
+EXCHANGES = 50  # with one worker of each other clock, in each comparison
+PATIENCE = 10.0  # seconds for a worker's answer; profiles have 60
+MARKS = 20  # markers at each end of a profile, which relate the profiler's clock to perf_counter
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self
 
 Names = Iterable[str]
 
@@ -44,71 +45,65 @@ Names = Iterable[str]
 # Clocks
 
 
-def clock_reading() -> Reading:
-    """What this worker's clocks show now; for remote calls."""
-    return Reading(perf_counter(), time.time(), _which_clock())
+def clock_reading() -> tuple[float, str]:
+    """Return this worker's perf_counter, and the id of its clock. Called remotely."""
+    return perf_counter(), _which_clock()
 
 
 def _which_clock() -> str:
-    """On Linux perf_counter is the kernel's, the same for all processes that share a boot and a namespace of time."""
+    """Return an id of the clock that perf_counter reads, which is equal in all processes that share it.
+
+    On Linux the kernel's clock is shared by all processes of a boot and of a time namespace. On other systems each
+    process may have its own clock.
+    """
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             boot = file.read().strip()
     except OSError:
-        return ""
-    with contextlib.suppress(OSError):  # before Linux 5.6 there was one for all
+        return f"{platform.node()}/{os.getpid()}"
+    with contextlib.suppress(OSError):  # Linux has time namespaces since 5.6
         return f"{boot}/{os.stat('/proc/self/ns/time').st_ino}"
     return boot
 
 
-def measure(name: str, times: int = EXCHANGES) -> list[Exchange]:
-    """Ask a worker for its clock so many times."""
-    found = []
-    for _ in range(times):
-        sent = perf_counter()
-        there = rpc_sync(name, clock_reading, timeout=PATIENCE).time
-        found.append(Exchange(sent, there, there, perf_counter()))
-    return found
+class ClockComparison:
+    """Compares the clocks of all workers with this one's. Two looks, far apart, also give the drift."""
 
-
-def align(names: Names) -> dict[str, Relation]:
-    """How the clocks of these workers relate to this worker's; those who do not answer are UNKNOWN."""
-    comparison = Comparison(names)
-    comparison.look()
-    return comparison.relations()
-
-
-class Comparison:
-    """The clocks of workers beside this one's. To look twice, far apart, tells of their drift."""
-
-    def __init__(self, names: Names) -> None:
-        self._names = list(names)
-        self.readings: dict[str, Reading] = {}  # of the latest look
-        self._exchanges: dict[str, list[Exchange]] = {}
+    def __init__(self) -> None:
+        self.names = [worker.name for worker in workers()]
+        self.times: dict[str, float] = {}  # the latest readings, by worker
+        self._clocks: dict[str, str] = {}  # by worker
+        self._exchanges: dict[str, list[Exchange]] = {}  # by clock
 
     def look(self) -> None:
-        """Read all clocks; workers whose clock is another than this one's take part in exchanges."""
-        self.readings = _from_all(self._names, clock_reading)
-        own = _which_clock()
-        for name, reading in self.readings.items():
-            if not own or reading.clock != own:
+        """Read all clocks, and repeatedly exchange times with one worker of each other clock."""
+        readings = _from_all(self.names, clock_reading)
+        self.times = {name: time for name, (time, _) in readings.items()}
+        self._clocks |= {name: clock for name, (_, clock) in readings.items()}
+        compared = {_which_clock()}
+        for name, (_, clock) in readings.items():
+            if clock not in compared:
                 with contextlib.suppress(TelegradError):
-                    self._exchanges.setdefault(name, []).extend(measure(name))
+                    for _ in range(EXCHANGES):
+                        sent = perf_counter()
+                        there, _ = rpc_sync(name, clock_reading, timeout=PATIENCE)
+                        exchange = Exchange(sent, there, there, perf_counter())
+                        self._exchanges.setdefault(clock, []).append(exchange)
+                    compared.add(clock)
 
-    def relations(self) -> dict[str, Relation]:
-        """How the clocks relate to this worker's."""
-        return {name: self._relation(name) for name in self._names}
-
-    def _relation(self, name: str) -> Relation:
+    def offset(self, name: str) -> ClockOffset:
+        """Return the offset of a worker's clock relative to this worker's."""
+        clock = self._clocks.get(name)
+        if clock in self._exchanges:
+            return clock_offsets.estimate(self._exchanges[clock])
         if name == current.agent().name:
-            return Relation(0.0, 0.0, how=clocks.REFERENCE)
-        if name in self._exchanges:
-            return clocks.relate(self._exchanges[name])
-        return Relation(0.0, 0.0, how=clocks.SAME if name in self.readings else clocks.UNKNOWN)
+            return ClockOffset(0.0, 0.0, how=clock_offsets.REFERENCE)
+        same = clock == _which_clock()
+        return ClockOffset(0.0, 0.0, how=clock_offsets.SAME if same else clock_offsets.UNKNOWN)
 
 
 def _from_all(names: Names, function: Callable[..., Any], patience: float = PATIENCE) -> dict[str, Any]:
-    """Call a function on all; the values of those who answer."""
+    """Call a function on all workers; return the results of those that answer."""
     calls = {}
     for name in names:
         with contextlib.suppress(TelegradError):
@@ -123,73 +118,60 @@ def _from_all(names: Names, function: Callable[..., Any], patience: float = PATI
 # Profiles
 
 
-class _Profiling:
-    """Torch's profiler on this worker."""
+_lock = renewed(threading.Lock())  # guards _running: one profile at a time
+_running: profiler.profile | None = None
 
-    def __init__(self) -> None:
-        self._lock = renewed(threading.Lock())  # guards _running: one at a time
-        self._running: profiler.profile | None = None
 
-    def begin(self) -> bool:
-        """Whether it runs now: not where a profiler runs already, of this tracing or of the program itself."""
-        with self._lock:
-            if self._running is not None or profiling.enabled():
-                return False
-            # Of all threads, since calls run on any.
-            running = profiler.profile(experimental_config=_ExperimentalConfig(profile_all_threads=True))
-            running.start()
-            self._running = running
-        _make_marks()
-        return True
+def begin_profile() -> bool:
+    """Start torch's profiler on this worker; return False if a profiler runs already. Called remotely."""
+    global _running
+    with _lock:
+        if _running is not None or profiling.enabled():
+            return False
+        # all threads, because calls run on any of them
+        running = profiler.profile(experimental_config=_ExperimentalConfig(profile_all_threads=True))
+        running.start()
+        _running = running
+    _make_marks()
+    return True
 
-    def end(self) -> bytes:
-        """What it has seen, as a file that is packed by gzip; empty where it did not run."""
-        _make_marks()
-        with self._lock:
-            running, self._running = self._running, None
-            if running is None:
-                return b""
-            running.stop()
-        with tempfile.TemporaryDirectory() as folder:
-            path = os.path.join(folder, "profile.json")
-            running.export_chrome_trace(path)
-            with open(path, "rb") as file:
-                return gzip.compress(file.read(), 1)
+
+def end_profile() -> bytes:
+    """Return the profile of torch's profiler, compressed by gzip; empty if it did not run. Called remotely."""
+    global _running
+    _make_marks()
+    with _lock:
+        running, _running = _running, None
+        if running is None:
+            return b""
+        running.stop()
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "profile.json")
+        running.export_chrome_trace(path)
+        with open(path, "rb") as file:
+            return gzip.compress(file.read(), 1)
 
 
 def _make_marks() -> None:
     for _ in range(MARKS):
-        with record_function(clocks.mark(perf_counter())):
+        with record_function(clock_offsets.mark(perf_counter())):
             pass
 
 
-_profiling = _Profiling()
-
-
-def begin_profile() -> bool:
-    """Have torch's profiler watch this worker; for remote calls."""
-    return _profiling.begin()
-
-
-def end_profile() -> bytes:
-    """What torch's profiler has seen on this worker; for remote calls."""
-    return _profiling.end()
-
-
-OWN = frozenset(map(user_name, (clock_reading, begin_profile, end_profile)))  # calls that no trace shows
+OWN = frozenset(map(user_name, (clock_reading, begin_profile, end_profile)))  # calls to omit from traces
 
 
 # Traces
 
 
 class tracing:  # noqa: N801 - used like a function
-    """`with tracing(path):` writes what all workers do meanwhile to a file for Perfetto (ui.perfetto.dev).
+    """`with tracing(path):` records all workers during the block, in a file for Perfetto (ui.perfetto.dev).
 
-    As a text it tells what was written, and how exact the clocks are.
+    After the block, `str()` of the object summarizes the file and the accuracy of the clocks.
 
     Args:
-        path: the file; one that ends with .gz is packed.
-        profile: have torch's profiler run on all workers, too; what it sees stands in the file.
+        path: the file; it is compressed if its name ends with .gz.
+        profile: also run torch's profiler on all workers, and include its events.
 
     Raises:
         NotInitialized: this process is in no group.
@@ -207,79 +189,75 @@ class tracing:  # noqa: N801 - used like a function
         self._written = ""
 
     def __enter__(self) -> Self:
-        self._names = [worker.name for worker in workers()]
-        self._comparison = Comparison(self._names)
+        self._comparison = ClockComparison()
         self._comparison.look()
         if self._profile:
-            self._profiled = [name for name, began in _from_all(self._names, begin_profile, 60).items() if began]
-        self._after = {name: reading.time for name, reading in self._comparison.readings.items()}
+            began = _from_all(self._comparison.names, begin_profile, 60)
+            self._profiled = [name for name in began if began[name]]
+        self._after = self._comparison.times
         return self
 
     def __exit__(self, *_: object) -> None:
         profiles = _from_all(self._profiled, end_profile, 60) if self._profile else {}
-        recorded = _recorded(self._names, self._source, self._after, self._comparison, profiles)
-        self._written = _write(self._path, recorded)
+        self._written = _record(self._path, self._source, self._comparison, self._after, profiles)
 
     def __str__(self) -> str:
         return self._written or f"a trace that will be written to {self._path}"
 
 
 def trace(path: str | os.PathLike[str], seconds: float | None = None, profile: bool = False) -> str:
-    """Write what all workers have recorded lately to a file for Perfetto, or what they do in the next seconds.
+    """Write a trace for Perfetto: the latest events of all workers, or their events in the next seconds.
 
     Args:
-        path: the file; one that ends with .gz is packed.
-        seconds: how long to watch; left out, what has been recorded until now is written.
-        profile: have torch's profiler watch, too, which needs `seconds`.
+        path: the file; it is compressed if its name ends with .gz.
+        seconds: how long to record; if not given, the events recorded so far are written.
+        profile: also run torch's profiler, which needs `seconds`.
 
     Returns:
-        What was written, in words.
+        A summary of the file.
 
     Raises:
         NotInitialized: this process is in no group.
-        UsageError: `profile` without `seconds`, or less than none.
+        UsageError: `profile` without `seconds`, or negative `seconds`.
 
     Example:
         >>> told = telegrad.insight.trace("group.json")
     """
-    path = _place_for(path)
     checks.flag("profile", profile)
-    if seconds is None:
-        if profile:
-            raise UsageError(
-                "a profile needs a time: trace(path, seconds=5, profile=True), or `with tracing(path, ...)`"
-            )
-        names = [worker.name for worker in workers()]
-        return _write(path, _recorded(names, own_group(), {}, Comparison(names), {}))
-    _check(seconds)
+    if seconds is not None:
+        checks.seconds("seconds", seconds, "0 for none")
+    elif profile:
+        raise UsageError("a profile needs a time: trace(path, seconds=5, profile=True), or `with tracing(path, ...)`")
+    else:
+        return _record(_place_for(path), own_group(), ClockComparison(), {}, {})
     with tracing(path, profile) as written:
         time.sleep(seconds)
     return str(written)
 
 
 def trace_from_outside(path: str | os.PathLike[str], source: Source, seconds: float | None = None) -> str:
-    """As `trace`, for who is in no group: clocks of other hosts are compared by the calls that were recorded."""
+    """Do the same as `trace`, from a process in no group. Clocks of other hosts are compared by the recorded calls."""
     path = _place_for(path)
     accounts, silent = source.look()
     after: dict[str, float] = {}
     if seconds is not None:
-        _check(seconds)
+        checks.seconds("seconds", seconds, "0 for none")
         after = {account["worker"]: account["clock"] for account in accounts}
         time.sleep(seconds)
     events = source.events(after)
     hosts = {account["worker"]: account["host"] for account in accounts}
     names = list(dict.fromkeys([*hosts, *sorted(events)]))
-    relations = timeline.clocks_of(events, names[0], hosts) if names else {}
-    told = _write(path, {name: Recorded(events.get(name, []), relations[name]) for name in names})
+    offsets = chrome_trace.clocks_of(events, names[0], hosts) if names else {}
+    told = _write(path, {name: WorkerTrace(events.get(name, []), offsets[name]) for name in names})
     lost = {name: why for account in accounts for name, why in account["gone"].items()} | dict(silent)
     return told + "".join(f"\n  {name}: nothing; {why}" for name, why in sorted(lost.items()) if name not in names)
 
 
 def _place_for(path: str | os.PathLike[str]) -> str:
-    """Where a file is to be written; known to be a place for it before anybody waits.
+    """Return the path as text. Check its folder first, before the trace takes time.
 
     Raises:
-        FileNotFoundError: there is no such folder.
+        FileNotFoundError: the folder does not exist.
     """
     folder = os.path.dirname(os.path.abspath(checks.path("path", path)))
     if not os.path.isdir(folder):
@@ -287,24 +265,20 @@ def _place_for(path: str | os.PathLike[str]) -> str:
     return os.fspath(path)
 
 
-def _check(seconds: float) -> None:
-    checks.seconds("seconds", seconds, "0 for none")
-
-
-def _recorded(
-    names: Names, source: Source, after: dict[str, float], comparison: Comparison, profiles: dict[str, bytes]
-) -> dict[str, Recorded]:
-    """What is known of all workers of this group."""
-    events = source.events(after)  # before the exchanges, which are events as well
+def _record(
+    path: str, source: Source, comparison: ClockComparison, after: Mapping[str, float], profiles: Mapping[str, bytes]
+) -> str:
+    """Write the events of all workers since `after`, and return a summary."""
+    events = source.events(after)  # first, because the exchanges are events as well
     comparison.look()
-    relations = comparison.relations()
     opened = {name: json.loads(gzip.decompress(packed)) for name, packed in profiles.items() if packed}
-    return {name: Recorded(events.get(name, []), relations[name], opened.get(name)) for name in names}
+    names = comparison.names
+    return _write(path, {n: WorkerTrace(events.get(n, []), comparison.offset(n), opened.get(n)) for n in names})
 
 
-def _write(path: str, recorded: dict[str, Recorded]) -> str:
-    file = timeline.joined(recorded, OWN)
+def _write(path: str, workers: Mapping[str, WorkerTrace]) -> str:
+    file = chrome_trace.merge(workers, OWN)
     data = json.dumps(file, separators=(",", ":")).encode()
     with replacing(path) as out:
         out.write(gzip.compress(data) if path.endswith(".gz") else data)
-    return f"{path}: {timeline.summary(file)}"
+    return f"{path}: {chrome_trace.summary(file)}"

@@ -1,11 +1,11 @@
-"""Looking at groups of this host from the command line.
+"""The commands that inspect groups of this host.
 
-python -m telegrad why                what keeps groups of this host from going on; exit code 0: nothing, 1: something,
+python -m telegrad why                what keeps groups of this host waiting; exit code 0: nothing, 1: something,
                                       2: a worker does not answer, or there is none
 python -m telegrad top                a live view in the terminal
 python -m telegrad dashboard          a live view in the browser
-python -m telegrad trace FILE         what has happened lately, on all workers, for ui.perfetto.dev
-python -m telegrad dump               have each worker write down what it is at, and what has happened lately
+python -m telegrad trace FILE         the latest events of all workers, for ui.perfetto.dev
+python -m telegrad dump               have each worker write its state and latest events to a file
 """
 
 from __future__ import annotations
@@ -19,18 +19,17 @@ import time
 from collections.abc import Callable, Mapping
 
 from telegrad.errors import UsageError
-from telegrad.group.address import loopback
-from telegrad.insight.files import Written
-from telegrad.insight.source import Source
-from telegrad.insight.sources import HostGroup, groups_here
-from telegrad.witness.desk import HAS_DESKS
+from telegrad.ext.processes import loopback
+from telegrad.insight.reading.source import Source
+from telegrad.insight.seen_groups import DumpFiles, HostGroup, groups_here
+from telegrad.reporting.desk import HAS_DESKS
 
-LONGEST = 20.0  # seconds, after which no further group is looked at
-NONE_HERE = 2  # an exit code: nobody, or nothing, to look at
+LONGEST = 20.0  # seconds, after which no further group is queried
+NONE_HERE = 2  # the exit code if there is no worker
 
 
 def main(arguments: list[str]) -> int:
-    """Run one of the commands; its exit code."""
+    """Run a command; return its exit code."""
     parser = _parser()
     given = parser.parse_args(arguments)
     if given.group and vars(given).get("files"):
@@ -61,8 +60,12 @@ def _parser() -> argparse.ArgumentParser:
     why.add_argument("--stacks", action="store_true", help="the stacks of the threads that are named, too")
     why.add_argument("files", nargs="*", help="look at these instead, which workers have written (see dump)")
     top = add("top", _top, "A live view in the terminal.")
-    top.add_argument("--once", action="store_true", help="print one table, and end")
-    top.add_argument("--interval", type=_seconds, default=1.0, help="seconds between looks")
+    top.add_argument("--once", action="store_true", help="print the tables once, and end")
+    top.add_argument("--interval", type=_seconds, default=1.0, help="seconds from one time of asking to the next")
+    top.add_argument("--sort", default="", metavar="COLUMN", help="sort by this column: the highest numbers first")
+    top.add_argument("--filter", default="", metavar="WORDS", help="only rows that show all of these words")
+    top.add_argument("--worker", default="", metavar="NAME", help="the calls, threads, bytes and passes of this worker")
+    top.add_argument("--stacks", action="store_true", help="with --worker: the stacks of its threads, too")
     dashboard = add("dashboard", _dashboard, "A live view in the browser.")
     dashboard.add_argument("--host", default=loopback(), help="the address to listen on; this host alone if not given")
     dashboard.add_argument("--port", type=int, default=0, help="a free one if not given")
@@ -82,13 +85,13 @@ def _seconds(text: str) -> float:
     return seconds
 
 
-_seconds.__name__ = "number of seconds"  # as argparse calls it
+_seconds.__name__ = "number of seconds"  # the name in argparse's error messages
 
 
 def _why(given: argparse.Namespace) -> int:
-    from telegrad.insight import reasons
+    from telegrad.insight.report import Report
 
-    groups: dict[str, Source] = {"": Written(given.files)} if given.files else dict(_groups(given.group))
+    groups: dict[str, Source] = {"": DumpFiles(given.files)} if given.files else dict(_groups(given.group))
     if not groups:
         return _nobody()
     told, worst, until = {}, 0, time.monotonic() + LONGEST
@@ -97,41 +100,41 @@ def _why(given: argparse.Namespace) -> int:
             print(f"not all of {len(groups)} groups were looked at: choose one with --group", file=sys.stderr)
             worst = 2
             break
-        sight = group.look()
-        findings = reasons.explain(sight)
-        worst = max(worst, reasons.status(findings))
+        report = Report(group.look())
+        worst = max(worst, report.status)
         if given.json:
-            told[name] = reasons.as_json(findings, sight)
+            told[name] = report.as_json()
         else:
             if len(groups) > 1:
                 print(f"group {name or '?'} ({group}):")
-            print(reasons.text(findings, sight, stacks=given.stacks))
+            print(report.text(stacks=given.stacks))
     if given.json:
         print(json.dumps(told, indent=1))
     return worst
 
 
 def _top(given: argparse.Namespace) -> int:
-    from telegrad.insight import reasons, top
+    from telegrad.insight import top
 
     group = _one_group(given.group)
     if group is None:
         return NONE_HERE
+    view = top.View(given.sort, given.filter, given.worker, given.stacks)
     if given.once:
-        print(top.once(group))
+        print(top.once(group, view=view))
     else:
-        top.run(group, reasons.told, given.interval)
+        top.run(group, given.interval, view)
     return 0
 
 
 def _dashboard(given: argparse.Namespace) -> int:
-    from telegrad.insight import reasons
+    from telegrad.insight import report
     from telegrad.insight.web import Dashboard
 
     group = _one_group(given.group)
     if group is None:
         return NONE_HERE
-    with contextlib.closing(Dashboard(group, reasons.told, given.host, given.port)) as dashboard:
+    with contextlib.closing(Dashboard(group, report.told, given.host, given.port)) as dashboard:
         print(f"{dashboard.url}\nCtrl-C ends it.", flush=True)
         while True:
             time.sleep(3600)
@@ -140,7 +143,7 @@ def _dashboard(given: argparse.Namespace) -> int:
 def _trace(given: argparse.Namespace) -> int:
     from telegrad.insight import collect
 
-    source: Source | None = Written(given.files) if given.files else _one_group(given.group)
+    source: Source | None = DumpFiles(given.files) if given.files else _one_group(given.group)
     if source is None:
         return NONE_HERE
     print(collect.trace_from_outside(given.file, source, given.seconds))
@@ -178,9 +181,8 @@ def _listed(groups: Mapping[str, HostGroup]) -> str:
 
 
 def _nobody() -> int:
-    if HAS_DESKS:
-        why = "ask where one does, as the same user and in the same container"
-    else:
-        why = "workers can be asked from outside on Linux only; from inside of a group, telegrad.insight does"
-    print(f"no worker of yours runs on this host, as far as can be seen: {why}", file=sys.stderr)
+    where = "run the command on a worker's host, as the same user and in the same container"
+    if not HAS_DESKS:
+        where = "workers can be asked from outside on Linux only; in a program, telegrad.insight asks its own group"
+    print(f"no worker of this user was found on this host: {where}", file=sys.stderr)
     return NONE_HERE

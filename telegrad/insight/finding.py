@@ -1,72 +1,54 @@
-"""What was found out of a group that waits."""
+"""A finding: one cause of waits in a group."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
-from telegrad.witness.account import Account
-
-NOTE = 10  # of this weight and below: good to know, and no hang
+NOTE = 10  # findings of this weight and below are not hangs
 
 WEIGHTS = {
-    "nobody": 100,  # could be asked
+    "nobody": 100,  # no worker could be asked
     "silent": 95,  # a worker does not answer
     "deadlock": 90,
     "slot deadlock": 90,  # through the slots of a worker
     "lock deadlock": 88,  # through a lock, it seems
-    "store": 85,  # nobody serves it
-    "sizes": 85,  # of the group, which the workers do not agree on
-    "missing": 80,  # workers have not come
-    "gone": 75,  # a worker that others still wait for
-    "unknown": 75,  # no worker of that name was ever there
-    "generations": 70,  # of the group: the workers are of several
-    "barrier": 65,  # one has not come to where all others wait
+    "store": 85,  # no store is served
+    "sizes": 85,  # the workers disagree about the group's size
+    "missing": 80,  # workers have not joined
+    "gone": 75,  # a lost worker that others still wait for
+    "unknown": 75,  # no worker of that name ever joined
+    "generations": 70,  # the workers belong to several generations of the group
+    "barrier": 65,  # a worker has not come to a line where all others wait
     "lock": 60,  # held by another thread, it seems
-    "backward": 55,  # a pass waits for user code, or for who is not at it
-    "value": 55,  # of a reference: what makes it does not end
-    "slots": 50,  # all taken by calls that run long
-    "unfinished": 50,  # a call has returned a future or a coroutine that does not end
-    "shutdown": 45,  # one does not call it
-    "busy": 40,  # a call runs on and on
-    "asleep": 40,  # a call stands still
-    "underway": 40,  # a call has not arrived, or its answer has not
-    "room": 35,  # for more calls in flight
-    "turn": 35,  # of an actor, or to run at all
+    "backward": 55,  # a pass waits for user code, or for a worker without a thread in it
+    "value": 55,  # of a reference: the call that makes it does not end
+    "slots": 50,  # all taken by long calls
+    "unfinished": 50,  # a call returned a future or a coroutine that does not end
+    "shutdown": 45,  # a worker does not call shutdown
+    "busy": 40,  # a call runs for long
+    "asleep": 40,  # a call makes no progress
+    "underway": 40,  # a call, or its response, has not arrived
+    "room": 35,  # the limit of calls in flight is reached
+    "turn": 35,  # a call waits for its actor, or to start
     "wait": 30,  # for something else
 }
 
 
 class Finding(NamedTuple):
-    """One cause, and who waits for it."""
+    """One cause, and all nodes that wait for it."""
 
     kind: str
     weight: int
-    workers: list[str]  # where the cause is
-    waiting: list[str]  # who waits for it
-    age: float  # seconds, of the longest wait; 0 where it is not known
+    workers: list[str]  # workers that have the cause
+    waiting: list[str]  # workers that wait for it
+    age: float  # seconds of the longest wait; 0 if unknown
     title: str
     details: list[str]
     stacks: dict[str, list[str]]  # of the threads concerned, innermost last
 
 
-def made(
-    kind: str,
-    workers: list[str],
-    title: str,
-    details: list[str],
-    waiting: Sequence[Account] = (),
-    weight: int | None = None,
-    stacks: dict[str, list[str]] | None = None,
-) -> Finding:
-    """One for which those workers wait as a whole, for as long as they are in their phase."""
-    names = [account["worker"] for account in waiting]
-    age = max((account["phase_age"] for account in waiting), default=0.0)
-    return Finding(kind, WEIGHTS[kind] if weight is None else weight, workers, names, age, title, details, stacks or {})
-
-
 def status(findings: list[Finding]) -> int:
-    """The exit code: 0 where nothing waits for long, 1 where something does, 2 where workers do not answer."""
+    """Return the exit code: 0 if nothing waits for long, 1 if something does, 2 if workers do not answer."""
     if any(finding.kind in ("silent", "nobody") for finding in findings):
         return 2
     return int(any(finding.weight > NOTE for finding in findings))

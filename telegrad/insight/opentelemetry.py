@@ -1,29 +1,25 @@
 """Traces and metrics of calls, for OpenTelemetry.
 
-`instrument()` makes a client span around each call that this worker makes, and a server span around each that it runs.
-The context of the first travels with the call, so the spans of one request make one trace over all workers, and spans
-that a function makes by itself are inside of its server span. Names follow the conventions for remote calls:
-`rpc.method` is the function, `server.address` the worker that runs it.
+`instrument()` makes a client span around each outgoing call of this worker, and a server span around each function that
+it serves. The client span's context is sent with the call, so the spans of one request form one trace over all workers.
+Spans that a function makes itself are children of its server span. Names follow the conventions for RPC: `rpc.method`
+is the function, `server.address` the worker that runs it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Coroutine, Sequence
+from functools import lru_cache
 from time import perf_counter
 from types import CoroutineType
 from typing import Any, TypeVar
 
 import torch
 
-from telegrad.agent import profiling, scene
-from telegrad.agent.futures import Future, Signal
-from telegrad.agent.naming import user_name
-from telegrad.agent.profiling import Event
-from telegrad.agent.server import ASYNC_MARK, Later
-from telegrad.insight.labels import without_object
+from telegrad.ext.calls import ASYNC_MARK, Event, Future, Later, Signal, call_context, profiling, user_name
+from telegrad.ext.values import first_line
+from telegrad.insight.export.event_counters import function_label
 from telegrad.version import VERSION
-from telegrad.wire.stories import first_line
 
 try:
     from opentelemetry import context, propagate
@@ -34,31 +30,32 @@ except ImportError as error:
     raise ImportError("traces for OpenTelemetry need its API: pip install 'telegrad[opentelemetry]'") from error
 
 T = TypeVar("T")
+Attributes = tuple[dict[str, str], dict[str, str]]
 
 SYSTEM = "telegrad"
-# The bounds that the conventions advise, in seconds, and finer ones below, since calls take some 30 microseconds.
+# The bounds of the conventions, in seconds, and finer ones below, because calls take about 30 microseconds.
 BOUNDS = (0.00005, 0.0001, 0.0005, 0.001, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10)
 
 
 def instrument(tracer_provider: TracerProvider | None = None, meter_provider: MeterProvider | None = None) -> None:
-    """From now on, make spans and metrics of this process's calls.
+    """Start making spans and metrics of this process's calls.
 
-    It may come before or after `init_rpc`. Workers that are not instrumented pass on what they get.
+    It may be called before or after `init_rpc`. Workers that are not instrumented forward the context they receive.
 
     Args:
-        tracer_provider: what makes the spans; left out, the one that the program has set.
-        meter_provider: what makes the metrics; left out, the one that the program has set.
+        tracer_provider: the provider of spans; by default the one that the program has set.
+        meter_provider: the provider of metrics; by default the one that the program has set.
     """
-    profiling.follow(Tracing(tracer_provider, meter_provider))
+    profiling.follow(CallTracer(tracer_provider, meter_provider))
 
 
 def uninstrument() -> None:
-    """No longer; spans that have begun still end."""
+    """Stop making spans and metrics; spans that have begun still end."""
     profiling.follow(None)
 
 
-class Tracing:
-    """A follower of calls."""
+class CallTracer:
+    """Makes spans and metrics of calls."""
 
     def __init__(self, tracer_provider: TracerProvider | None, meter_provider: MeterProvider | None) -> None:
         self._tracer = get_tracer("telegrad", VERSION, tracer_provider)
@@ -79,24 +76,22 @@ class Tracing:
     # At the caller
 
     def called(self, event: Event, call: Callable[[], T]) -> T:
-        leg = self._leg_of(event)
-        with leg.current():
+        span = self._client_span(event)
+        with span:
             value = call()
-        leg.end()
+        span.end()
         return value
 
     def begun(self, event: Event, call: Callable[[], tuple[T, Future[Any]]]) -> T:
-        leg = self._leg_of(event)
-        with leg.current():
+        span = self._client_span(event)
+        with span:
             value, future = call()
-        leg.end_with(future)
+        span.end_with(future)
         return value
 
-    def _leg_of(self, event: Event) -> Leg:
-        told = {"telegrad.worker": event.here}
-        return self._leg(
-            SpanKind.CLIENT, self._client, without_object(user_name(event.function)), event.there, told, None
-        )
+    def _client_span(self, event: Event) -> CallSpan:
+        method = function_label(user_name(event.function))
+        return self._span(SpanKind.CLIENT, self._client, _attributes(method, event.there, event.here, ""), None)
 
     def baggage(self) -> dict[str, str]:
         told: dict[str, str] = {}
@@ -108,114 +103,113 @@ class Tracing:
     def in_place_of(
         self, function: Callable[..., Any], args: Sequence[Any], here: str, caller: str
     ) -> Callable[..., Any]:
-        name = without_object(user_name(function, args))
+        attributes = _attributes(function_label(user_name(function, args)), here, here, caller)
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            told = {"telegrad.worker": here, "client.address": caller}
-            leg = self._leg(SpanKind.SERVER, self._server, name, here, told, propagate.extract(scene.baggage()))
-            with leg.current():
+            span = self._span(SpanKind.SERVER, self._server, attributes, propagate.extract(call_context.baggage()))
+            with span:
                 result = function(*args, **kwargs)
             if type(result) is CoroutineType:
-                return leg.around(result)
+                return span.around(result)
             future = result.future if type(result) is Later else result
             if isinstance(future, torch._C.Future | Signal) and (future is not result or hasattr(function, ASYNC_MARK)):
-                leg.end_with(future)
+                span.end_with(future)
             else:
-                leg.end()
+                span.end()
             return result
 
         return run
 
-    def resumed(self, baggage: dict[str, str]) -> AbstractContextManager[None]:
-        return _attached(propagate.extract(baggage))
+    def resumed(self, baggage: dict[str, str]) -> Attached:
+        return Attached(propagate.extract(baggage))
 
-    def _leg(
-        self,
-        kind: SpanKind,
-        lasted: Histogram,
-        method: str,
-        server: str,
-        told: dict[str, str],
-        parent: Context | None,
-    ) -> Leg:
-        common = {"rpc.system.name": SYSTEM, "rpc.method": method, "server.address": server}
-        # Their older names, for what reads only those.
-        older = {"rpc.system": SYSTEM, "rpc.service": method.rpartition(".")[0] or SYSTEM}
-        span = self._tracer.start_span(method, parent, kind, {**common, **older, **told})
-        return Leg(span, set_span_in_context(span, parent), lasted, common)
+    def _span(self, kind: SpanKind, lasted: Histogram, attributes: Attributes, parent: Context | None) -> CallSpan:
+        common, all_of_them = attributes
+        span = self._tracer.start_span(common["rpc.method"], parent, kind, all_of_them)
+        return CallSpan(span, set_span_in_context(span, parent), lasted, common)
 
 
-class Leg:
-    """One side of a call, as a span and an entry in a histogram."""
+@lru_cache(4096)
+def _attributes(method: str, server: str, here: str, caller: str) -> Attributes:
+    """Return the attributes for a histogram entry, and those for a span; `caller` is empty on the caller's side."""
+    common = {"rpc.system.name": SYSTEM, "rpc.method": method, "server.address": server}
+    # The older names, for tools that read only those.
+    older = {"rpc.system": SYSTEM, "rpc.service": method.rpartition(".")[0] or SYSTEM}
+    client = {"client.address": caller} if caller else {}
+    return common, {**common, **older, "telegrad.worker": here, **client}
+
+
+class Attached:
+    """A context manager that makes an OpenTelemetry context current in this thread."""
+
+    def __init__(self, inside: Context) -> None:
+        self._inside = inside
+
+    def __enter__(self) -> None:
+        self._token = context.attach(self._inside)
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        context.detach(self._token)
+
+
+class CallSpan(Attached):
+    """One side of a call, as a span and a histogram entry.
+
+    Inside its `with` block it is the current span of this thread. An exception that leaves the block ends it; otherwise
+    `end` or `end_with` does.
+    """
 
     def __init__(self, span: Any, inside: Context, lasted: Histogram, attributes: dict[str, str]) -> None:
-        """`inside` is the context of what happens within."""
+        super().__init__(inside)
         self._span = span
-        self._inside = inside
         self._lasted = lasted
         self._attributes = attributes
         self._begun = perf_counter()
 
-    @contextmanager
-    def current(self) -> Iterator[None]:
-        """Inside, the span is that of this thread; it ends with what is raised there, and only then."""
-        try:
-            with _attached(self._inside):
-                yield
-        except BaseException as error:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        super().__exit__(kind, error, trace)
+        if error is not None:
             self._span.record_exception(error)
-            self._fail(error)
+            self._fail(type(error).__name__, first_line(error))
             self.end()
-            raise
 
     async def _awaited(self, inner: Coroutine[Any, Any, Any]) -> Any:
-        # Attached once, as this runs in a task of its own: spans that the function holds across waits stay current.
-        with self.current():
+        # Attached once, because this runs in its own task: spans that the function holds across waits stay current.
+        with self:
             value = await inner
         self.end()
         return value
 
     def around(self, inner: CoroutineType[Any, Any, Any]) -> Coroutine[Any, Any, Any]:
-        """A coroutine that does what that one does, inside."""
+        """Return a coroutine that runs another one inside the span."""
         made: Any = self._awaited(inner)
-        made.__qualname__ = inner.__qualname__  # by which errors name the function
+        made.__qualname__ = inner.__qualname__  # errors name the function by it
         return made  # type: ignore[no-any-return]
 
     def end_with(self, future: torch._C.Future[Any] | Signal) -> None:
-        """Have it end when a future is done."""
+        """End the span when a future is done."""
         if isinstance(future, Signal):
             future.add_done_callback(self._done)
         else:
-            torch._C.Future.add_done_callback(future, self._done)  # with torch's own, a failure counts as unseen still
+            # Use torch's own method: the failure then still counts as unretrieved.
+            torch._C.Future.add_done_callback(future, self._done)
 
     def _done(self, future: Any) -> None:
         failure = getattr(future, "failure", None)
         if failure is not None:
-            self._fail_by(failure.kind, failure.text)
+            self._fail(failure.kind, failure.text)
         else:
             try:
                 future.wait()
             except BaseException as error:
-                self._fail(error)
+                self._fail(type(error).__name__, first_line(error))
         self.end()
 
-    def _fail(self, error: BaseException) -> None:
-        self._fail_by(type(error).__name__, first_line(error))
-
-    def _fail_by(self, kind: str, text: str) -> None:
-        self._attributes["error.type"] = kind
+    def _fail(self, kind: str, text: str) -> None:
+        self._attributes = {**self._attributes, "error.type": kind}
         self._span.set_attribute("error.type", kind)
         self._span.set_status(Status(StatusCode.ERROR, text))
 
     def end(self) -> None:
         self._span.end()
         self._lasted.record(perf_counter() - self._begun, self._attributes, context=self._inside)
-
-
-@contextmanager
-def _attached(inside: Context) -> Iterator[None]:
-    token = context.attach(inside)
-    try:
-        yield
-    finally:
-        context.detach(token)

@@ -1,23 +1,24 @@
-"""Metrics of one worker, for Prometheus: of what it tells of itself at a scrape, and of what has happened since.
+"""Metrics of one worker for Prometheus: its state at a scrape, and counts of its events.
 
-What happens is counted as it happens, by `Tallies`; all else is looked at when it is asked for.
+Events are counted as they happen, by `EventCounters`; everything else is read at a scrape.
 """
 
 from __future__ import annotations
 
 import socket
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from telegrad import instruments
 from telegrad.errors import TelegradError, UsageError
-from telegrad.group.address import loopback
-from telegrad.insight.serving import BoundedServer
-from telegrad.insight.tallies import Durations, Tallies, by_function
-from telegrad.rpc import current
+from telegrad.ext.events import CALLED, CONNECTED, FREED, LOST, MADE, PASSED, RAN, STAGED, STEPPED, events
+from telegrad.ext.processes import loopback
+from telegrad.ext.workers import current
+from telegrad.insight.export.event_counters import EventCounters
+from telegrad.insight.export.serving import BoundedServer
+from telegrad.reporting.account import GOING_ON, JOINING, LEAVING, MEMBER, QUEUED, RUNNING, Account, counts
+from telegrad.reporting.witness import witness_of
 from telegrad.version import VERSION
-from telegrad.witness.account import GOING_ON, JOINING, LEAVING, MEMBER, QUEUED, RUNNING, Account, counts
 
 try:
     from prometheus_client import REGISTRY, CollectorRegistry, MetricsHandler
@@ -33,30 +34,50 @@ except ImportError as error:
     raise ImportError("metrics for Prometheus need its client: pip install 'telegrad[prometheus]'") from error
 
 
+CALL = ("function", "peer", "outcome")
+COUNT, SUM, SIZE, DURATION = "count", "sum", "size", "duration"
+
+# Metrics of events: name, text, kind of event, labels, and the figure that is reported.
+OF_EVENTS = (
+    ("calls", "Calls of this worker that have ended", CALLED, CALL, COUNT),
+    ("call_duration_seconds", "How long they took", CALLED, ("function",), DURATION),
+    ("call_bytes", "Bytes of the tensors that they sent", CALLED, ("function",), SIZE),
+    ("served", "Calls of others that have run here", RAN, CALL, COUNT),
+    ("served_duration_seconds", "How long they ran", RAN, ("function",), DURATION),
+    ("connections", "Connections that were made", CONNECTED, ("how",), COUNT),
+    ("connections_lost", "Connections that have broken", LOST, ("peer",), COUNT),
+    ("references_made", "References to values of a worker that were made", MADE, ("peer",), COUNT),
+    ("references_freed", "Those that were let go", FREED, (), COUNT),
+    ("passes", "Backward passes that this worker drove", PASSED, ("outcome",), COUNT),
+    ("pass_duration_seconds", "How long they took", PASSED, (), DURATION),
+    ("stage_actions", "Actions of pipelines' stages", STAGED, ("stage", "action"), COUNT),
+    ("stage_seconds", "How long they took together", STAGED, ("stage", "action"), SUM),
+    ("step_duration_seconds", "Steps of optimizers' shares", STEPPED, ("optimizer",), DURATION),
+)
+
+
 def own_account() -> Account:
-    """What this process's worker tells of itself.
+    """Return the state of this process's worker.
 
     Raises:
-        NotInitialized: it is none.
+        NotInitialized: this process has no worker.
     """
-    worker: Any = current.joined()
-    account: Account = worker.witness.account()
-    return account
+    return witness_of(current.joined()).account()
 
 
 class Metrics(Collector):
-    """A collector: of the worker that gives the account."""
+    """A Prometheus collector for one worker."""
 
     def __init__(self, account: Callable[[], Account]) -> None:
-        """`account` is called at each scrape; it may raise a TelegradError where this process is in no group."""
-        self.tallies = Tallies()
+        """`account` is called at each scrape; it may raise a TelegradError if this process is in no group."""
+        self.counters = EventCounters()
         self._account = account
 
     def describe(self) -> Iterator[Metric]:
         return self._of_events()
 
     def collect(self) -> Iterator[Metric]:
-        with self.tallies.lock:
+        with self.counters.lock:
             families = list(self._of_events())
         try:
             account = self._account()
@@ -69,23 +90,16 @@ class Metrics(Collector):
         yield from families
 
     def _of_events(self) -> Iterator[Metric]:
-        seen, call = self.tallies, ["function", "peer", "outcome"]
-        calls, served = by_function(seen.calls), by_function(seen.served)
-        yield _counter("calls", "Calls of this worker that have ended", _counts(seen.calls), call)
-        yield _durations("call_duration_seconds", "How long they took", calls, "function")
-        sizes: dict[tuple[str, ...], float] = {(name,): each.size for name, each in calls.items() if each.size}
-        yield _counter("call_bytes", "Bytes of the tensors that they sent", sizes, ["function"])
-        yield _counter("served", "Calls of others that have run here", _counts(seen.served), call)
-        yield _durations("served_duration_seconds", "How long they ran", served, "function")
-        yield _counter("connections", "Connections that were made", seen.connected, ["how"])
-        yield _counter("connections_lost", "Connections that have broken", seen.lost, ["peer"])
-        yield _counter("references_made", "References to values of a worker that were made", seen.made, ["peer"])
-        yield _counter("references_freed", "Those that were let go", seen.freed, [])
-        yield _counter("passes", "Backward passes that this worker drove", seen.passes, ["outcome"])
-        yield _durations("pass_duration_seconds", "How long they took", seen.pass_durations)
-        yield _counter("stage_actions", "Actions of pipelines' stages", seen.stage_actions, ["stage", "action"])
-        yield _counter("stage_seconds", "How long they took together", seen.stage_seconds, ["stage", "action"])
-        yield _durations("step_duration_seconds", "Steps of optimizers' shares", seen.step_durations, "optimizer")
+        for name, text, kind, labels, figure in OF_EVENTS:
+            found = self.counters.by(kind, labels)
+            if figure == DURATION:
+                family = HistogramMetricFamily(f"telegrad_{name}", text, labels=labels)
+                for key, each in found.items():
+                    family.add_metric(key, each.buckets(), each.sum)
+                yield family
+            else:
+                values = {key: float(getattr(each, figure)) for key, each in found.items()}
+                yield _counter(name, text, {key: value for key, value in values.items() if value}, labels)
 
 
 def _of_account(account: Account) -> Iterator[Metric]:
@@ -99,67 +113,51 @@ def _of_account(account: Account) -> Iterator[Metric]:
     yield _gauge("members_gone", "Members that have died or left early", len(account["gone"]))
     yield _gauge("slots", "Calls that may run at once", account["slots"])
     yield _gauge("slots_busy", "Calls that run and do not wait", account["busy"])
-    yield _gauges("references", "References, by kind", account["references"], "kind")
+    yield _gauge("references", "References, by kind", account["references"], "kind")
     yield _gauge("contexts", "Autograd contexts", account["contexts"])
     yield _gauge("passes_in_progress", "Backward passes that this worker drives now", len(account["passes"]))
     yield _gauge("resident_memory_bytes", "Memory of the process", account["memory"])
     yield _gauge("shared_memory_bytes", "Shared memory that it has lent", account["shared"])
     waits = Counter(thread["wait"]["what"] for thread in account["threads"] if thread["wait"] is not None)
-    yield _gauges("waits", "Threads that wait, by what for", waits, "what")
-    for name, text, amounts in (
-        ("sent_bytes", "Bytes that were sent", account["bytes_out"]),
-        ("received_bytes", "Bytes that have come", account["bytes_in"]),
-    ):
-        yield _counter(name, text, {(peer,): amount for peer, amount in amounts.items()}, ["peer"])
+    yield _gauge("waits", "Threads that wait, by what for", waits, "what")
+    yield _counter("sent_bytes", "Bytes that were sent", account["bytes_out"], ["peer"])
+    yield _counter("received_bytes", "Bytes that have come", account["bytes_in"], ["peer"])
 
 
 def _of_calls(account: Account) -> Iterator[Metric]:
     out, come = account["calls_out"], account["calls_in"]
-    yield _gauges("calls_in_flight", "Calls without an answer yet", counts(out, lambda call: call["to"]), "peer")
-    ages = [call["age"] for call in out]
-    yield _gauge("oldest_call_seconds", "The age of the oldest of them, 0 where there is none", max(ages, default=0))
+    yield _gauge("calls_in_flight", "Calls without an answer yet", counts(out, lambda call: call["to"]), "peer")
+    oldest = max((call["age"] for call in out), default=0)
+    yield _gauge("oldest_call_seconds", "The age of the oldest of them, 0 where there is none", oldest)
     states = counts(come, lambda call: call["state"])
     serving = {state: states[state] for state in (RUNNING, QUEUED, GOING_ON)}
-    yield _gauges("serving", "Calls of others that were not answered yet", serving, "state")
+    yield _gauge("serving", "Calls of others that were not answered yet", serving, "state")
     yield _counter("answered", "Calls of others since the start", {(): account["calls_done"]}, [])
 
 
 def _phase(phase: str) -> Metric:
     phases = {each: float(each == phase) for each in (JOINING, MEMBER, LEAVING)}
-    return _gauges("phase", "1 for the phase of the worker's life; no phase: it is in no group", phases, "phase")
+    return _gauge("phase", "1 for the phase of the worker's life; no phase: it is in no group", phases, "phase")
 
 
-def _gauge(name: str, text: str, value: float) -> Metric:
-    return GaugeMetricFamily(f"telegrad_{name}", text, value)
-
-
-def _gauges(name: str, text: str, values: Mapping[str, float], label: str) -> Metric:
+def _gauge(name: str, text: str, values: float | Mapping[str, float], label: str = "") -> Metric:
+    if not isinstance(values, Mapping):
+        return GaugeMetricFamily(f"telegrad_{name}", text, values)
     family = GaugeMetricFamily(f"telegrad_{name}", text, labels=[label])
     for key, value in values.items():
         family.add_metric([key], value)
     return family
 
 
-def _counter(name: str, text: str, counts: Mapping[tuple[str, ...], float], labels: list[str]) -> Metric:
+def _counter(name: str, text: str, values: Mapping[Any, float], labels: Sequence[str]) -> Metric:
     family = CounterMetricFamily(f"telegrad_{name}", text, labels=labels)
-    for key, count in counts.items():
-        family.add_metric(list(key), count)
-    return family
-
-
-def _counts(calls: Mapping[tuple[str, ...], Durations]) -> dict[tuple[str, ...], float]:
-    return {labels: each.count for labels, each in calls.items()}
-
-
-def _durations(name: str, text: str, durations: Mapping[str, Durations], label: str = "") -> Metric:
-    family = HistogramMetricFamily(f"telegrad_{name}", text, labels=[label] if label else [])
-    for key, each in durations.items():
-        family.add_metric([key] if label else [], each.buckets(), each.sum)
+    for key, value in values.items():
+        family.add_metric([key] if isinstance(key, str) else key, value)
     return family
 
 
 class Registered:
-    """Metrics that a registry has, until `close`."""
+    """Metrics in a registry, until `close`."""
 
     def __init__(self, account: Callable[[], Account], registry: CollectorRegistry) -> None:
         self._registry = registry
@@ -171,22 +169,22 @@ class Registered:
                 "this registry has Telegrad's metrics already: close() what serve_metrics or register returned, or "
                 "give another registry"
             ) from None
-        instruments.add(self.metrics.tallies)
+        events.add(self.metrics.counters)
 
     def close(self) -> None:
-        instruments.remove(self.metrics.tallies)
+        events.remove(self.metrics.counters)
         self._registry.unregister(self.metrics)
 
 
 def register(registry: CollectorRegistry = REGISTRY, account: Callable[[], Account] = own_account) -> Registered:
-    """Have a registry, which the program serves by itself, give this worker's metrics, too.
+    """Add this worker's metrics to a registry that the program serves itself.
 
     Args:
-        registry: one of `prometheus_client`; left out, its default.
-        account: what tells of this worker.
+        registry: a registry of `prometheus_client`; by default its default registry.
+        account: returns the worker's state.
 
     Returns:
-        What has `close()`, which takes them out again.
+        The registration; its `close()` removes the metrics.
 
     Raises:
         UsageError: this registry has these metrics already.
@@ -196,11 +194,11 @@ def register(registry: CollectorRegistry = REGISTRY, account: Callable[[], Accou
 
 class _Handler(MetricsHandler):
     server_version, sys_version = "telegrad", ""
-    timeout = 10.0  # seconds, for a request to come
+    timeout = 10.0  # seconds to receive a request
 
 
 class Served(Registered):
-    """Metrics under an address, until `close`."""
+    """Metrics served at an address, until `close`."""
 
     def __init__(self, account: Callable[[], Account], registry: CollectorRegistry, host: str, port: int) -> None:
         super().__init__(account, registry)
@@ -234,18 +232,18 @@ def serve_metrics(
     registry: CollectorRegistry = REGISTRY,
     account: Callable[[], Account] = own_account,
 ) -> Served:
-    """Serve this worker's metrics and all others of the registry at `http://host:port/metrics`, on a thread of its own.
+    """Serve this worker's metrics and all others of the registry at `http://host:port/metrics`, on its own thread.
 
-    It may begin before `init_rpc`, and outlasts the group.
+    It may be called before `init_rpc`, and continues after the group ends.
 
     Args:
-        port: at which port; 0 for a free one, which is `port` of what is returned.
-        host: at which address of this host, else the loopback address.
-        registry: one of `prometheus_client`; left out, its default.
-        account: what tells of this worker.
+        port: the port; 0 for a free one, which is `port` of the result.
+        host: the address of this host to listen on; by default the loopback address.
+        registry: a registry of `prometheus_client`; by default its default registry.
+        account: returns the worker's state.
 
     Returns:
-        What has the address, `host` and `port`, and `close()`.
+        The server, with `host`, `port` and `close()`.
 
     Raises:
         UsageError: the port is taken, or this registry has these metrics already.

@@ -1,43 +1,90 @@
-"""`telegrad top`: what the workers of a group do right now, in a terminal."""
+"""`telegrad top`: the current state of a group's workers, in a terminal."""
 
 from __future__ import annotations
 
+import shutil
+import sys
 import time
-from collections.abc import Callable
+from typing import NamedTuple
 
 from telegrad.errors import UsageError
-from telegrad.insight.source import Sight, Source
-from telegrad.insight.tables import WORKERS, as_text, ordered
-from telegrad.insight.watching import FUNCTIONS, Watch, functions, troubles, workers
-from telegrad.safe_text import safe
+from telegrad.ext.texts import safe
+from telegrad.insight.reading import tables
+from telegrad.insight.reading.history import GroupHistory
+from telegrad.insight.reading.source import Source
+
+LEAST = 0.2  # minimum seconds between two queries
+NOTES = 3  # maximum number of lines with problems
+HOME, END_OF_LINE, END = "\x1b[H", "\x1b[K\n", "\x1b[J"  # control sequences: to the top; clear the rest of line, screen
 
 
-def run(source: Source, why: Callable[[Sight], str], interval: float = 1.0) -> None:
-    """Show a group until the user quits, and ask it anew every `interval` seconds; `why` tells what it waits for.
+class View(NamedTuple):
+    """The settings of the view of a group."""
+
+    sort: str = ""  # the column by which tables are sorted, if they have it
+    words: str = ""  # show only rows with all of these
+    worker: str = ""  # show this worker instead of the whole group
+    stacks: bool = False  # also show that worker's stacks
+
+    def text(self, history: GroupHistory, height: int = 0) -> str:
+        """Return the group as text, with tables that fit into `height` lines, if given.
+
+        Raises:
+            UsageError: there is no such column or worker.
+        """
+        columns = list(dict.fromkeys(column for table in tables.ALL for column in table))
+        if self.sort and self.sort not in columns:
+            raise UsageError(f"no table has a column {self.sort!r}; there are: {', '.join(columns)}")
+        sight = history.sight
+        places = sorted({account["place"] for account in sight.accounts})
+        notes = [f"no news: {history.trouble}; asked again"] if history.trouble else []
+        notes += [f"{name} is silent: {why}" for name, why in sight.silent.items()]
+        notes += [f"{name} has gone: {why}" for name, why in history.lost().items()]
+        if height and len(notes) > NOTES:
+            notes[NOTES - 1 :] = [f"and {len(notes) - NOTES + 1} more"]
+        about = [f"{len(sight.accounts)} workers", f"{len(sight.silent)} silent", f"store {', '.join(places)}"]
+        found = [" | ".join(about), *(f"! {safe(note)}" for note in notes), ""]
+        if self.worker and (history.last or sight.silent):
+            told, shown = tables.of_worker(history, self.worker, self.stacks)
+            found += [*told.splitlines(), ""]
+        else:
+            shown = tables.of_group(history)
+        shown = [table for table in shown if table.rows]
+        for left, table in zip(range(len(shown), 0, -1), shown, strict=True):
+            lines = tables.lines(table.columns, tables.texts(table, self.sort, self.words))
+            room = max(4, (height - len(found)) // left - 2)  # an equal part of the remaining lines
+            if height and len(lines) > room:
+                lines[room - 1 :] = [f"... and {len(lines) - room + 1} more"]
+            found += [f"{table.name}:", *lines, ""]
+        return "\n".join(found)
+
+
+GROUP = View()
+
+
+def run(source: Source, interval: float = 1.0, view: View = GROUP) -> None:
+    """Show a group, and query it every `interval` seconds, until Ctrl-C.
 
     Raises:
-        UsageError: Textual is not installed.
+        UsageError: there is no such column or worker.
     """
-    try:
-        from telegrad.insight.terminal.app import Top
-    except ModuleNotFoundError as error:
-        if (error.name or "").split(".")[0] not in ("textual", "rich"):
-            raise
-        raise UsageError(
-            "top needs Textual: pip install 'telegrad[insight]'; a plain table, `top --once`, does without"
-        ) from None
-    Top(source, why, interval).run()
+    history = GroupHistory()
+    while True:
+        begun = time.monotonic()
+        history.update(source)
+        if sys.stdout.isatty():
+            width, height = shutil.get_terminal_size()
+            lines = view.text(history, height - 1).splitlines()[: height - 1]
+            print(HOME + "".join(line[:width] + END_OF_LINE for line in lines), end=END, flush=True)
+        else:
+            print(view.text(history), flush=True)
+        time.sleep(max(0.0, begun + max(interval, LEAST) - time.monotonic()))
 
 
-def once(source: Source, between: float = 1.0) -> str:
-    """Tables of workers and functions, as plain text; rates are those of `between` seconds."""
-    watch = Watch()
-    watch.look(source)
+def once(source: Source, between: float = 1.0, view: View = GROUP) -> str:
+    """Return one view as text with all lines; rates are over `between` seconds."""
+    history = GroupHistory()
+    history.update(source)
     time.sleep(between)
-    view = watch.look(source)
-    parts = [as_text(WORKERS, ordered(workers(view), WORKERS.by, WORKERS.descending))]
-    if view.functions:
-        parts.append(as_text(FUNCTIONS, ordered(functions(view), FUNCTIONS.by, FUNCTIONS.descending)))
-    if notes := troubles(view):
-        parts.append("\n".join(f"! {safe(note)}" for note in notes))
-    return "\n\n".join(parts) + "\n"
+    history.update(source)
+    return view.text(history)

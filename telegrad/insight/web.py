@@ -1,7 +1,6 @@
-"""A group in a browser: the server of the pages in `pages/`, and of what they show.
+"""The dashboard's HTTP server: it serves the pages in `pages/`, and their data.
 
-Who has the token may look, nobody else; what is shown leaves by these doors alone. It is asked for in the address once,
-and kept by the browser in a cookie. Nothing can be changed from here.
+Each request needs the token, first in the address, and then in a cookie of the browser. No request changes anything.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ from importlib import resources
 from typing import Any
 from urllib.parse import parse_qs, quote, urlsplit
 
-from telegrad.addresses import bracketed
-from telegrad.insight.history import History
-from telegrad.insight.serving import BoundedServer
-from telegrad.insight.snapshot import snapshot
-from telegrad.insight.source import Sight, Source
+from telegrad.ext.processes import bracketed
+from telegrad.insight.export.serving import BoundedServer
+from telegrad.insight.reading.history import GroupHistory
+from telegrad.insight.reading.snapshot import detail, snapshot
+from telegrad.insight.reading.source import Sight, Source
 
-PAUSE = 1.0  # seconds at least from one look at the group to the next
-SPANS = (2.0, 5.0, 15.0, 60.0)  # seconds that can be shown, as the page offers them: each is computed once in PAUSE
+PAUSE = 1.0  # minimum seconds between two queries of the group
+SPANS = (2.0, 5.0, 15.0, 60.0)  # the spans in seconds that the page offers; each is computed once in PAUSE
 KINDS = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 HEADERS = {
     "Cache-Control": "no-store",
@@ -36,19 +35,19 @@ HEADERS = {
     "img-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
-    "Referrer-Policy": "no-referrer",  # the address has the token in it at first
+    "Referrer-Policy": "no-referrer",  # the first address contains the token
     "X-Content-Type-Options": "nosniff",
 }
 
 
 class Dashboard:
-    """Serves until `close()`, by threads of its own; `url` is what a browser has to open.
+    """A dashboard, served at `url` by its own threads until `close()`.
 
-    It asks `source` while somebody looks, and at most once a second however many do. `why` says in words why the group
+    The group is queried when a page asks, at most once a second for any number of pages. `why` explains why the group
     waits.
 
     Raises:
-        OSError: nobody can listen at that host and port.
+        OSError: this process cannot listen at that host and port.
     """
 
     def __init__(
@@ -60,10 +59,14 @@ class Dashboard:
         token: str | None = None,
     ) -> None:
         self.token: str = token or secrets.token_urlsafe(24)
-        self.watch: Watch = Watch(source)
-        self.why = why
+        self._source, self._why = source, why
+        # Guards the three below. It is held while the source is queried, which may take seconds; other viewers wait.
+        self._lock = threading.Lock()
+        self._history = GroupHistory()
+        self._shown: dict[float, dict[str, Any]] = {}  # snapshots since the last query, by span
+        self._next = 0.0  # when the group may be queried again
         digest = hashlib.sha256(f"cookie {self.token}".encode()).hexdigest()
-        # browsers do not tell apart the ports of a host
+        # Browsers share cookies between the ports of a host.
         self.cookie: tuple[str, str] = (f"telegrad-{digest[:12]}", digest)
         self._host = host
         try:
@@ -76,15 +79,39 @@ class Dashboard:
 
     @property
     def url(self) -> str:
-        """With the token; to be kept to oneself."""
+        """Return the address with the token, which is a secret."""
         return f"http://{bracketed(self._host)}:{self.port}/?token={quote(self.token)}"
 
     @property
     def port(self) -> int:
         return self._server.port
 
+    def data(self, seconds: float, worker: str = "") -> dict[str, Any]:
+        """Return the data of the last `seconds`, and the tables of one worker."""
+        with self._lock:
+            self._ask()
+            if seconds not in self._shown:
+                self._shown[seconds] = snapshot(self._history, seconds)
+            return self._shown[seconds] | ({"worker": detail(self._history, worker)} if worker else {})
+
+    def why(self) -> str:
+        """Return an explanation why the group waits."""
+        with self._lock:
+            self._ask()
+            sight = self._history.sight
+        try:
+            return self._why(sight)
+        except Exception as error:
+            return f"That cannot be told: {type(error).__name__}: {error}"
+
+    def _ask(self) -> None:
+        if time.monotonic() >= self._next:
+            self._next = time.monotonic() + PAUSE
+            self._shown.clear()
+            self._history.update(self._source)
+
     def lets_in(self, token: str, cookies: str) -> bool:
-        """Whether the token is right, or one of the cookies; takes the same time for all that are wrong."""
+        """Return True if the token or a cookie is right. Compare in constant time."""
         try:
             kept = SimpleCookie(cookies).get(self.cookie[0])
         except CookieError:
@@ -94,7 +121,7 @@ class Dashboard:
         return secrets.compare_digest(token.encode(), self.token.encode()) or known
 
     def is_called(self, host: str) -> bool:
-        """Whether it can be meant by this `Host`. A page from elsewhere whose name leads here is told by its name."""
+        """Return True if a `Host` names this server, not another site whose name resolves to it (DNS rebinding)."""
         try:
             name = urlsplit(f"//{host}").hostname or ""
             own = {"localhost", self._host.lower(), socket.gethostname().lower()}
@@ -112,45 +139,6 @@ class Dashboard:
         self.close()
 
 
-class Watch:
-    """Looks at the group when it is asked for, at most once in PAUSE; all viewers share what it finds."""
-
-    def __init__(self, source: Source, clock: Callable[[], float] = time.monotonic) -> None:
-        self._source = source
-        self._clock = clock
-        # Guards all below; who asks the source has it for up to two seconds, and the others wait for what is found.
-        self._lock = threading.Lock()
-        self._history = History()
-        self._shown: dict[float, dict[str, Any]] = {}  # since the last look, by how many seconds
-        self._looked = float("-inf")
-        self._trouble = ""
-
-    def data(self, seconds: float) -> dict[str, Any]:
-        """What is shown of the last `seconds`."""
-        with self._lock:
-            self._look()
-            if seconds not in self._shown:
-                self._shown[seconds] = snapshot(self._history, seconds) | {"trouble": self._trouble}
-            return self._shown[seconds]
-
-    def sight(self) -> Sight:
-        with self._lock:
-            self._look()
-            return self._history.sight
-
-    def _look(self) -> None:
-        if self._clock() - self._looked < PAUSE:
-            return
-        self._looked = self._clock()
-        self._shown.clear()
-        try:
-            after = self._history.take(self._source.look())
-            self._history.add(self._source.events(after))
-            self._trouble = ""
-        except Exception as error:
-            self._trouble = f"{type(error).__name__}: {error}"
-
-
 class _Server(BoundedServer):
     def __init__(self, dashboard: Dashboard, host: str, port: int) -> None:
         self.dashboard = dashboard
@@ -162,7 +150,7 @@ class _Server(BoundedServer):
 class _Handler(BaseHTTPRequestHandler):
     server: _Server
     server_version, sys_version = "telegrad", ""
-    timeout = 10.0  # seconds, for a request to come
+    timeout = 10.0  # seconds to receive a request
 
     def do_GET(self) -> None:
         dashboard = self.server.dashboard
@@ -173,9 +161,10 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(403, b"Open the address that the dashboard has printed: it has the token in it.")
         elif path == "/data":
             seconds = _number(query.get("seconds", [""])[0])
-            self._answer(200, json.dumps(dashboard.watch.data(seconds)).encode(), "application/json")
+            data = dashboard.data(seconds, query.get("worker", [""])[0])
+            self._answer(200, json.dumps(data).encode(), "application/json")
         elif path == "/why":
-            self._answer(200, self._why().encode())
+            self._answer(200, dashboard.why().encode())
         else:
             self._page(path[1:] or "index.html")
 
@@ -185,7 +174,7 @@ class _Handler(BaseHTTPRequestHandler):
     do_HEAD = do_POST = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = refuse  # noqa: N815
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
-        pass  # addresses have the token in them
+        pass  # the addresses contain the token
 
     def _may_look(self, token: str) -> bool:
         dashboard = self.server.dashboard
@@ -200,13 +189,6 @@ class _Handler(BaseHTTPRequestHandler):
             cookie = "=".join(self.server.dashboard.cookie) + "; HttpOnly; SameSite=Strict; Path=/"
             self._answer(200, body, KINDS[name.rpartition(".")[2]], {"Set-Cookie": cookie})
 
-    def _why(self) -> str:
-        dashboard = self.server.dashboard
-        try:
-            return dashboard.why(dashboard.watch.sight())
-        except Exception as error:
-            return f"That cannot be told: {type(error).__name__}: {error}"
-
     def _answer(self, status: int, body: bytes, kind: str = "text/plain", more: dict[str, str] | None = None) -> None:
         self.send_response(status)
         for name, value in (HEADERS | (more or {})).items():
@@ -219,7 +201,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _number(text: str) -> float:
-    """Of seconds, from a query; the nearest that can be served."""
+    """Return the seconds of a query, rounded to a supported span."""
     try:
         wanted = min(SPANS[-1], float(text))
     except ValueError:

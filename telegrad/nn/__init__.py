@@ -1,6 +1,6 @@
-"""Modules that live on other workers: `telegrad.nn`."""
+"""Modules on other workers: `telegrad.nn`."""
 
-from telegrad.nn.pipeline import Pipeline
-from telegrad.nn.remote_module import RemoteModule
+from telegrad._core.modules.remote_module import RemoteModule
+from telegrad.pipeline.pipeline import Pipeline
 
 __all__ = ["Pipeline", "RemoteModule"]

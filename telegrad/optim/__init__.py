@@ -1,4 +1,4 @@
-"""Optimizers whose parameters live on several workers: `telegrad.optim`."""
+"""Optimizers for parameters on several workers: `telegrad.optim`."""
 
 from telegrad.optim.clipping import clip_grad_norm_
 from telegrad.optim.optimizer import DistributedOptimizer

@@ -1,4 +1,4 @@
-"""Clipping by the norm over all workers."""
+"""Clip gradients by their norm over all workers."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from telegrad import checks
+from telegrad._core import checks
+from telegrad._core.modules.module_tree import Branch, parameters_of
+from telegrad._core.rpc.api import rpc_async
+from telegrad._core.rpc.joint_calls import together
+from telegrad._core.rpc.references import RRef
+from telegrad._core.worker import current
 from telegrad.errors import UsageError
-from telegrad.nn.checks import check_context_id
-from telegrad.nn.tree import Branch, parameters_of
 from telegrad.optim.local import LocalOptimizer
 from telegrad.optim.norms import check_norms, limited, norm_of, scale
 from telegrad.optim.optimizer import DistributedOptimizer
-from telegrad.rpc import RRef, current, rpc_async
-from telegrad.rpc.together import together
 
 
 def clip_grad_norm_(
@@ -25,21 +26,21 @@ def clip_grad_norm_(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
-    """Scale the gradients of a context so that their norm, over all workers, is at most `max_norm`.
+    """Scale the gradients of a context to a norm, over all workers, of at most `max_norm`.
 
     Args:
-        context_id: what `with context() as context_id` gives.
+        context_id: the id from `with context() as context_id`.
         params: an optimizer, for all of its parameters, or references to parameters and modules.
         max_norm: the largest norm.
-        norm_type: which norm; 2 is the Euclidean one.
-        error_if_nonfinite: raise where the norm is infinite or not a number.
+        norm_type: the order of the norm; 2 is the Euclidean norm.
+        error_if_nonfinite: raise if the norm is infinite or not a number.
 
     Returns:
-        The norm that they had.
+        The norm before the scaling.
 
     Raises:
-        ContextEnded: there is no such context.
-        RuntimeError: with `error_if_nonfinite`, where the norm is infinite or not a number; nothing is scaled.
+        ContextEnded: the context does not exist.
+        RuntimeError: the norm is infinite or not a number, and `error_if_nonfinite` is set; nothing is scaled.
 
     Example:
         >>> from telegrad import autograd, optim
@@ -49,7 +50,7 @@ def clip_grad_norm_(
         ...     optim.clip_grad_norm_(context_id, layer.remote_parameters(), max_norm=1.0)
         tensor(2.2361)
     """
-    check_context_id(context_id, "clip_grad_norm_")
+    checks.context_id(context_id, "clip_grad_norm_")
     check_norms(max_norm, norm_type, error_if_nonfinite)
     by_worker: dict[str, list[RRef[Any]]] = {}
     for reference in _references(params):
@@ -65,7 +66,7 @@ def clip_grad_norm_(
 
 
 def _references(params: Any) -> list[RRef[Any]]:
-    """Those whose gradients are clipped."""
+    """Return references to the parameters, modules or optimizer parts whose gradients are clipped."""
     if isinstance(params, DistributedOptimizer):
         return list(params.locals.values())
     one = isinstance(params, RRef | Tensor | nn.Module)
@@ -88,7 +89,7 @@ def _scale(own: list[RRef[Any]], context_id: int, factor: float) -> None:
 
 
 def _gradients(own: list[RRef[Any]], context_id: int) -> list[Tensor]:
-    """The gradients that there are of these parameters, each once."""
+    """Return the existing gradients of these parameters, each once."""
     parameters: dict[int, Tensor] = {}
     for reference in own:
         value = reference.local_value()

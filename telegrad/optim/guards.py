@@ -1,4 +1,4 @@
-"""Who may change parameters: steps that touch the same ones take turns, others do not."""
+"""Locks for changes of parameters: steps on the same parameters run one after another, others run concurrently."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from telegrad.atfork import in_child, renewed
-from telegrad.rpc.turns import Turns
+from telegrad._core.atfork import in_child, renewed
+from telegrad._core.worker.turns import Turns
 
 _lock = renewed(threading.Lock())  # guards _guards
 _guards: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # by parameter
 _numbers = itertools.count()
-in_child(_guards.clear)  # the turns that threads of the parent have never end
+in_child(_guards.clear)  # threads of the parent that hold turns do not exist in a child
 
 
 class Guard:
-    """The turns of parameters that are always changed together."""
+    """The lock of parameters that are always changed together."""
 
     def __init__(self) -> None:
-        self.number = next(_numbers)  # whoever takes several takes them in this order
+        self.number = next(_numbers)  # lock order: a thread acquires several guards by ascending number
         self.turns = Turns()
 
 
 def guards_of(parameters: Iterable[Tensor]) -> list[Guard]:
-    """What to hold while these are changed; one for all that nobody has asked for before."""
+    """Return the guards to hold while these parameters are changed. Parameters without a guard get a common new one."""
     with _lock:
         own = Guard()
         found: set[Guard] = {_guards.setdefault(each, own) for each in parameters}  # type: ignore[no-untyped-call]
@@ -36,7 +36,7 @@ def guards_of(parameters: Iterable[Tensor]) -> list[Guard]:
 
 
 def holding(guards: list[Guard]) -> AbstractContextManager[None]:
-    """`with holding(guards):` what runs inside is the only one to change these parameters."""
+    """Hold `guards` in a `with` block, where only this thread changes these parameters."""
     return guards[0].turns.taken() if len(guards) == 1 else _holding_all(guards)
 
 

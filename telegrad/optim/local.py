@@ -1,4 +1,4 @@
-"""One worker's share of a distributed optimizer."""
+"""One worker's part of a distributed optimizer."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from telegrad import checks, instruments
-from telegrad.agent.deadlines import DEFAULT
-from telegrad.agent.futures import Future
-from telegrad.autograd.gradients import Gradients, total
-from telegrad.autograd.record import AutogradContext
+from telegrad._core import checks, events
+from telegrad._core.calls.deadlines import DEFAULT
+from telegrad._core.calls.futures import Future
+from telegrad._core.modules.module_host import on_host
+from telegrad._core.modules.module_tree import Branch, parameters_of
+from telegrad._core.rpc.functions import must_finish
+from telegrad._core.rpc.references import RRef
+from telegrad._core.worker import current
+from telegrad.autograd.engine.gradients import Gradients, total
+from telegrad.autograd.engine.record import AutogradContext
 from telegrad.errors import UsageError
-from telegrad.nn.hosted import on_host
-from telegrad.nn.tree import Branch, parameters_of
 from telegrad.optim import untraced
 from telegrad.optim.guards import guards_of, holding
 from telegrad.optim.norms import norm_of, scale
-from telegrad.rpc import RRef, current
-from telegrad.rpc.functions import must_finish
 
 Hyperparameters = dict[str, Any]
-Changes = Mapping[int, Hyperparameters]  # of hyperparameters, by the numbers of their groups
+Changes = Mapping[int, Hyperparameters]  # of hyperparameters, by group number
 USER_NAMES = {
     "ride": "step",
     "norm": "step",
@@ -39,7 +40,7 @@ USER_NAMES = {
 
 
 class LocalOptimizer:
-    """An optimizer of the usual kind, over the parameters that live on this worker."""
+    """A plain torch optimizer for the parameters on this worker."""
 
     def __init__(self, make: Callable[..., Optimizer], args: Sequence[Any], kwargs: Mapping[str, Any], hogwild: bool):
         self._make: Callable[[list[dict[str, Any]]], Optimizer] = lambda groups: untraced.made(
@@ -48,13 +49,13 @@ class LocalOptimizer:
         self._step: Callable[[], Any]
         self._hogwild = hogwild
         self._optimizer: Optimizer | None = None
-        self.groups: list[int] = []  # the numbers that the groups of this worker have in the whole
-        self.names: list[str] = []  # of the parameters, in the model
+        self.groups: list[int] = []  # the numbers of this worker's groups in the whole optimizer
+        self.names: list[str] = []  # of the parameters in the model
         self.parameters: list[Tensor] = []
-        self._targets: list[Tensor] = []  # what the optimizer changes, for each parameter
+        self._targets: list[Tensor] = []  # the tensor that the optimizer changes for each parameter
         self._guards = guards_of([])
-        self._kept = Gradients()  # of contexts that have ended, for the next step
-        self._retired = False  # another has its place; guarded by the guards
+        self._kept = Gradients()  # gradients of ended contexts, for the next step
+        self._retired = False  # a newer part has replaced this one; guarded by the guards
 
     def _telegrad_runs(self, method: str) -> str:
         return f"{_user_name(method)} ({type(self._optimizer).__name__})"
@@ -62,9 +63,9 @@ class LocalOptimizer:
     def add_group(
         self, number: int, branches: Sequence[Branch], options: Hyperparameters
     ) -> tuple[list[str], Hyperparameters]:
-        """Take on a group of parameters, whose `number` is its place among the groups of all workers.
+        """Add a parameter group, whose `number` is its index in the distributed optimizer.
 
-        Their names, and what is settled for them, the optimizer's defaults included.
+        Return the names of its parameters, and its options including the optimizer's defaults.
         """
         named = _named_parameters(branches, self.parameters)
         parameters = list(named.values())
@@ -86,15 +87,18 @@ class LocalOptimizer:
     # Stepping
 
     def ride(self, context_id: int, request: bytes) -> Any:
-        """With a backward pass: do what was pickled, which is one of the following."""
+        """Run a pickled request during a backward pass: one of the methods below with its arguments."""
         method, *args = pickle.loads(request)
         return getattr(self, method)(context_id, *args)
 
     @must_finish
     def step(self, context_id: int, changes: Changes, factor: float = 1.0) -> int | None:
-        """Apply the gradients of a context, scaled before; to how many parameters, or None where it is not known here.
+        """Apply the gradients of a context, multiplied by `factor`.
 
-        `changes` are those of the groups' hyperparameters since the last step.
+        Return the number of parameters that had a gradient.
+
+        Return None if this worker does not know the context. `changes` are the changed hyperparameters since the last
+        step.
         """
         assert self._optimizer is not None
         start = perf_counter()
@@ -110,27 +114,27 @@ class LocalOptimizer:
             try:
                 for parameter, target in zip(self.parameters, self._targets, strict=True):
                     if self._hogwild:
-                        target.data = parameter.data  # which may have moved meanwhile
+                        target.data = parameter.data  # the parameter's data may have been replaced meanwhile
                     target.grad = gradients.get(parameter)
                 self._step()
             finally:
                 for target, gradient in zip(self._targets, before, strict=True):
                     target.grad = gradient
-        if (note := instruments.note) is not None:
-            note((instruments.STEPPED, start, perf_counter(), context_id, type(self._optimizer).__name__))
+        if (note := events.note) is not None:
+            note((events.STEPPED, start, perf_counter(), context_id, type(self._optimizer).__name__))
         return None if context is None else sum(parameter in gradients for parameter in self.parameters)
 
     @must_finish
     def retire(self) -> None:
-        """Step no more: what is still under way of a batch that has failed shall not change the parameters."""
+        """Refuse later steps: pending steps of a failed batch must not change the parameters."""
         with holding(self._guards):
             self._retired = True
 
     def norm(self, context_id: int, norm_type: float) -> float | None:
-        """That of the gradients of a context, if there are any, with what was kept for the next step."""
+        """Return the norm of the gradients of a context, including kept gradients, or None if there are none."""
         context = current.conductor().contexts.get(context_id)
         with holding(self._guards):
-            kept = self._kept.as_dict()  # which the step takes, and not this: the pass may fail yet
+            kept = self._kept.as_dict()  # the step removes these, not this method: the pass may still fail
             gradients = {} if context is None else context.gradients.as_dict()
         both = {each: total(gradients[each], kept[each]) for each in gradients if each in kept}
         known = {**kept, **gradients, **both}
@@ -141,13 +145,14 @@ class LocalOptimizer:
         assert self._optimizer is not None
         if changes:
             for number, group in zip(self.groups, self._optimizer.param_groups, strict=True):
-                group.update(copy.deepcopy(changes.get(number, {})))  # the optimizer may change tensors in place
+                # a copy: the optimizer may change tensors in place
+                group.update(copy.deepcopy(changes.get(number, {})))
 
     # Gradients
 
     @must_finish
     def accumulate(self, context_id: int) -> int | None:
-        """Keep the gradients of a context for the next step; of how many parameters, or None as above."""
+        """Keep the gradients of a context for the next step. Return as `step`."""
         context = current.conductor().contexts.get(context_id)
         gradients = {} if context is None else context.gradients.as_dict()
         found = [parameter for parameter in self.parameters if parameter in gradients]
@@ -158,12 +163,12 @@ class LocalOptimizer:
 
     @must_finish
     def gather(self, context_id: int) -> None:
-        """Add what was kept for the next step to the gradients of a context."""
+        """Add the gradients kept for the next step to those of a context."""
         with holding(self._guards):
             self._gather(context_id)
 
     def _gather(self, context_id: int) -> AutogradContext | None:
-        """The context, where this worker takes part in it or has kept something for it."""
+        """Return the context if this worker takes part in it, or has kept gradients for it."""
         contexts = current.conductor().contexts
         kept = self._kept.as_dict()
         if not kept:
@@ -175,17 +180,17 @@ class LocalOptimizer:
             self._kept.clear()
         return context
 
-    # Its state, by the names of the parameters
+    # State, by the names of the parameters
 
     def state(self, has_map: bool = True) -> dict[str, dict[str, Any]]:
-        """What the optimizer keeps; on the CPU for a caller who has no device map to this worker."""
+        """Return the optimizer's state. Without a device map to the caller, the tensors are on the CPU."""
         assert self._optimizer is not None
         state = untraced.call(self._optimizer, "state_dict")["state"]
         named = {name: state[index] for index, name in enumerate(self.names) if index in state}
         return named if has_map else on_host(named)
 
     def kept(self, has_map: bool = True) -> Changes:
-        """Return the groups by their numbers: some optimizers keep values there that change with each step."""
+        """Return the groups by their numbers: some optimizers store values there that change with each step."""
         assert self._optimizer is not None
         groups = zip(self.groups, self._optimizer.param_groups, strict=True)
         found = copy.deepcopy({number: hyperparameters(group) for number, group in groups})
@@ -193,7 +198,7 @@ class LocalOptimizer:
 
     @must_finish
     def load(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        """Take over the state of this worker's parameters."""
+        """Load the state of this worker's parameters."""
         assert self._optimizer is not None
         with holding(self._guards):
             whole = untraced.call(self._optimizer, "state_dict")
@@ -202,7 +207,7 @@ class LocalOptimizer:
 
 
 def ask(local: RRef[LocalOptimizer], method: str, *args: Any) -> Future[Any]:
-    """Call a method of an owner's share, under the name that a timeout shall tell."""
+    """Call a method of an owner's part, under the method name that timeout errors show."""
     return local._call_async(method, DEFAULT, args, {}, _user_name(method))
 
 
@@ -211,7 +216,7 @@ def _user_name(method: str) -> str:
 
 
 def check_maker(optimizer_class: Any) -> None:
-    """Raise UsageError where this makes no optimizers of the usual kind."""
+    """Raise UsageError if `optimizer_class` does not create supported optimizers."""
     if isinstance(optimizer_class, Optimizer) or not callable(optimizer_class):
         raise UsageError(
             f"DistributedOptimizer takes a class of optimizers (optimizer_class), not {checks.shown(optimizer_class)}: "
@@ -222,7 +227,7 @@ def check_maker(optimizer_class: Any) -> None:
 
 
 def check_needs_no_closure(optimizer_class: type) -> None:
-    """Raise UsageError where a step is none that follows a backward pass."""
+    """Raise UsageError if the optimizer's step needs a closure."""
     step = getattr(optimizer_class, "step", None)
     if step is None:
         raise UsageError(f"{optimizer_class.__name__} is no class of optimizers: it has no step")
@@ -235,7 +240,7 @@ def check_needs_no_closure(optimizer_class: type) -> None:
 
 
 def hyperparameters(group: Mapping[str, Any]) -> Hyperparameters:
-    """A parameter group without its parameters."""
+    """Return a parameter group without its parameters."""
     return {name: value for name, value in group.items() if name not in ("params", "param_names")}
 
 
@@ -252,10 +257,10 @@ def _differ(one: Any, other: Any) -> bool:
 
 
 def agreed(number: int, kept: Mapping[str, Changes], without: Iterable[str]) -> Hyperparameters:
-    """Return what all owners of group `number` have in it, of what they have `kept`, `without` these names.
+    """Return the values that all owners of group `number` have `kept`, except those of the names in `without`.
 
     Raises:
-        UsageError: values of two owners differ.
+        UsageError: two owners have different values.
     """
     found = [(worker, groups[number]) for worker, groups in kept.items() if number in groups]
     first, group = found[0]
@@ -271,7 +276,7 @@ def agreed(number: int, kept: Mapping[str, Changes], without: Iterable[str]) -> 
 
 
 def _named_parameters(branches: Iterable[Branch], taken: Iterable[Tensor]) -> dict[str, Tensor]:
-    """The parameters of the branches, each once."""
+    """Return the parameters of the branches, each once."""
     known = {id(parameter) for parameter in taken}
     named: dict[str, Tensor] = {}
     for branch in branches:

@@ -1,4 +1,4 @@
-"""Norms of gradients, and how far they are above a limit."""
+"""Norms of gradients, and the factor that limits them."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from telegrad import checks
+from telegrad._core import checks
 from telegrad.errors import UsageError
 
 
 def norm_of(gradients: Iterable[Tensor], norm_type: float) -> Tensor | None:
-    """That of one worker's gradients, if there are any; on the CPU: the host waits for it once."""
+    """Return the norm of one worker's gradients, or None without gradients.
+
+    The norm is on the CPU, so the host waits for the device only once.
+    """
     values = [_plain(gradient) for gradient in gradients]
     return nn.utils.get_total_norm([each.detach() for each in values], norm_type).cpu() if values else None
 
@@ -33,7 +36,7 @@ def _plain(gradient: Any) -> Tensor:
 
 
 def check_norms(max_norm: Any, norm_type: Any, error_if_nonfinite: Any) -> None:
-    """Raise InvalidArgument for what says no way of clipping."""
+    """Raise InvalidArgument for invalid clipping arguments."""
     checks.number("max_norm", max_norm, 0)
     checks.number("norm_type", norm_type, 0)
     checks.flag("error_if_nonfinite", error_if_nonfinite)
@@ -48,13 +51,13 @@ def scale(gradients: Iterable[Tensor], factor: float) -> None:
 def limited(
     norms: Iterable[Tensor | None], max_norm: float, norm_type: float, error_if_nonfinite: bool, context_id: int
 ) -> tuple[Tensor, float]:
-    """The norm over all workers, and the factor that keeps it at `max_norm`: at most 1.
+    """Return the norm over all workers, and the factor, at most 1, that limits it to `max_norm`.
 
     Raises:
-        RuntimeError: with `error_if_nonfinite`, where the norm is infinite or not a number.
+        RuntimeError: the norm is infinite or not a number, and `error_if_nonfinite` is set.
     """
-    there = [norm.cpu() for norm in norms if norm is not None]  # a map may lead elsewhere
-    # In torch the norm of order 0 is the number of gradients that are not zero, and so a sum of those of the workers.
+    there = [norm.cpu() for norm in norms if norm is not None]  # a device map may have put them on other devices
+    # In torch the norm of order 0 is the number of nonzero gradients, so the workers' norms are summed.
     total = torch.linalg.vector_norm(torch.stack(there), norm_type or 1.0) if there else torch.tensor(0.0)
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(

@@ -1,4 +1,4 @@
-"""One optimizer for parameters on several workers: it keeps the hyperparameters, the workers do the rest."""
+"""An optimizer for parameters on several workers. It keeps the hyperparameters; the owners of the parameters step."""
 
 from __future__ import annotations
 
@@ -12,52 +12,53 @@ from weakref import WeakSet
 from torch import nn
 from torch.optim import Optimizer
 
-from telegrad import checks
-from telegrad.agent.compiling import not_compiled
-from telegrad.agent.deadlines import DEFAULT, check_timeout
-from telegrad.agent.futures import Future
-from telegrad.agent.naming import known_as
-from telegrad.autograd.record import Inside
+from telegrad._core import checks
+from telegrad._core.calls.call_names import known_as
+from telegrad._core.calls.compiling import not_compiled
+from telegrad._core.calls.deadlines import DEFAULT, check_timeout
+from telegrad._core.calls.futures import Future
+from telegrad._core.hints import hint
+from telegrad._core.modules.module_tree import Branch, Model, branches
+from telegrad._core.modules.remote_module import RemoteModule
+from telegrad._core.rpc.api import rpc_async
+from telegrad._core.rpc.joint_calls import together
+from telegrad._core.rpc.references import RRef
+from telegrad._core.rpc.restorable import revive
+from telegrad._core.worker import current
+from telegrad.autograd.engine.record import Inside
 from telegrad.errors import ContextEnded, InvalidArgument, TelegradError, UsageError
-from telegrad.hints import hint
-from telegrad.nn.checks import check_context_id
-from telegrad.nn.remote_module import RemoteModule
-from telegrad.nn.tree import Branch, Model, branches
 from telegrad.optim.local import Hyperparameters, LocalOptimizer, agreed, ask, changed, check_maker, hyperparameters
 from telegrad.optim.norms import check_norms
 from telegrad.optim.riding import Clipped, Done, StepRide, Whole, has_hooks_before, may_ride
 from telegrad.optim.untraced import import_tracer, may_import
-from telegrad.rpc import RRef, current, rpc_async
-from telegrad.rpc.lasting import revive
-from telegrad.rpc.together import together
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self
 
 _GROUP = "a dictionary with references under 'params'"
 _GROUPS = "the list of dictionaries under 'param_groups' of a state"
 
 
 class DistributedOptimizer(Optimizer):
-    """Runs an optimizer on each worker that owns some of the parameters, with the gradients of an autograd context.
+    """Run an optimizer on each worker that owns some of the parameters, with the gradients of an autograd context.
 
-    It is a `torch.optim.Optimizer` itself: schedulers of `torch.optim.lr_scheduler` work on it, and changes to
-    `param_groups` reach the owners with the next `step`. Several may share parameters: their steps take turns.
+    This class is a `torch.optim.Optimizer`: schedulers of `torch.optim.lr_scheduler` work on it, and changes of
+    `param_groups` reach the owners with the next `step`. Optimizers that share parameters step one after another.
 
     Args:
-        optimizer_class: any optimizer that needs no closure; called on each owner with its parameters, `args` and
+        optimizer_class: any optimizer that needs no closure. Each owner calls it with its parameters, `args` and
             `kwargs`.
-        params_rref: references to parameters, or to modules for all of theirs; or parameter groups, dictionaries with
-            such under `"params"`. `for_module` finds those of a model.
+        params_rref: references to parameters, or to modules for all of their parameters. Or parameter groups:
+            dictionaries with these under `"params"`. `for_module` finds the references of a model.
         *args: for `optimizer_class`.
-        hogwild: a step does not spoil the backward passes of other contexts that have used the parameters already; they
-            go on with the parameters as they are then, as asynchronous training does. Without, they fail, as local
-            autograd does when a tensor that it needs was changed.
+        hogwild: a step does not break backward passes of other contexts that have already used the parameters. They use
+            the changed parameters, as asynchronous training does. By default they fail, as local autograd does after a
+            change of a tensor that it needs.
         **kwargs: for `optimizer_class`.
 
     Raises:
         UsageError: `optimizer_class` needs a closure, or there is no parameter.
-        Exception: what `optimizer_class` raises on an owner; WorkersFailed where it does so on several.
+        Exception: the error of `optimizer_class` on an owner; WorkersFailed if several owners failed.
 
     Example:
         >>> from telegrad import autograd, optim
@@ -79,15 +80,15 @@ class DistributedOptimizer(Optimizer):
         check_maker(optimizer_class)
         checks.flag("hogwild", hogwild)
         self._maker = (optimizer_class, args, kwargs, hogwild)
-        self.locals: dict[str, RRef[LocalOptimizer]] = {}  # by their workers
-        self._rider = secrets.randbits(63)  # under which passes know the owners' shares
+        self.locals: dict[str, RRef[LocalOptimizer]] = {}  # by worker
+        self._rider = secrets.randbits(63)  # the number by which passes find the owners' parts
         self._rides: WeakSet[StepRide] = WeakSet()
         self._keeps = False  # owners may have kept gradients for the next step
-        self._done: dict[int, Done] = {}  # by contexts, for the call of `step` that follows; each use is atomic
+        self._done: dict[int, Done] = {}  # by context id, for the call of `step` that follows; each use is atomic
         self._names: dict[str, set[str]] = {}  # of the parameters of each worker
-        self._sent: list[Hyperparameters] = []  # what the owners have, by group
+        self._sent: list[Hyperparameters] = []  # the hyperparameters at the owners, by group
         self._members: list[list[Branch]] = []  # of each group
-        self._model: Model | None = None  # whose branches the first group has
+        self._model: Model | None = None  # the model that the first group was made from
         super().__init__(_checked(params_rref), {})
         self.defaults: dict[str, Any] = {**self._sent[0]}
 
@@ -100,10 +101,10 @@ class DistributedOptimizer(Optimizer):
         hogwild: bool = False,
         **kwargs: Any,
     ) -> Self:
-        """An optimizer of all parameters of a model: of its own modules, and of those on other workers.
+        """Create an optimizer for all parameters of a model, on this and other workers.
 
-        What its modules hold as attributes belongs to it, too: `RemoteModule`s and references to modules and
-        parameters, from worker to worker.
+        The parameters of `RemoteModule`s and references that modules hold as attributes are included, recursively
+        across workers.
 
         Args:
             optimizer_class: any optimizer that needs no closure.
@@ -122,7 +123,7 @@ class DistributedOptimizer(Optimizer):
 
     @not_compiled
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Take on more parameters, with hyperparameters of their own."""
+        """Add a group of parameters with its own hyperparameters."""
         checks.mapping("param_group", param_group, _GROUP)
         if "params" not in param_group:
             checks.wrong("param_group", _GROUP, param_group)
@@ -135,11 +136,11 @@ class DistributedOptimizer(Optimizer):
     def _share_out(
         self, number: int, members: list[Branch], options: Hyperparameters
     ) -> tuple[list[str], Hyperparameters]:
-        """Have the owners take on a group; the names of its parameters, and the options with the defaults."""
+        """Add a group at the owners. Return the names of its parameters, and the options with the defaults."""
         by_worker: dict[str, list[Branch]] = {}
         for branch in members:
             by_worker.setdefault(branch.root.owner_name(), []).append(branch)
-        if may_import(self._maker[0]):  # which takes seconds, and is not what a timeout is for
+        if may_import(self._maker[0]):  # the import takes seconds, which must not count against a timeout
             together(
                 by_worker,
                 lambda worker, _: rpc_async(worker, import_tracer, timeout=0),
@@ -149,7 +150,7 @@ class DistributedOptimizer(Optimizer):
         names: list[str] = []
         for worker, (local, own_names, settled) in added.items():
             if not own_names:
-                continue  # and no share, which each step would call
+                continue  # do not keep an empty part, which each step would call
             self.locals[worker] = local
             self._names.setdefault(worker, set()).update(own_names)
             names += own_names
@@ -161,20 +162,20 @@ class DistributedOptimizer(Optimizer):
         return names, options
 
     def recover(self, timeout: float = DEFAULT) -> None:
-        """Go on after workers were lost and have come back: all owners begin anew, with the hyperparameters of now.
+        """Continue after workers were lost and restarted: all owners start again, with the current hyperparameters.
 
-        The model is to be recovered before, and the state loaded behind it: `telegrad.recover` does all of it. Steps
-        that are still under way for what has failed change nothing any more.
+        Recover the model before, and load the optimizer's state afterwards: `telegrad.recover` does all of this.
+        Pending steps of the failed batch no longer change anything.
 
         Args:
-            timeout: seconds for each; 0 for no limit, left out that of the options.
+            timeout: seconds for each owner; 0 for no limit, default: the timeout in the options.
 
         Raises:
-            CannotRestore: a parameter is lost, and nothing says how to make it anew.
+            CannotRestore: a parameter is lost, and there is no record of how to make it again.
         """
         check_timeout(timeout)
         for future in [*self._retiring()]:
-            with suppress(TelegradError):  # it is a dead one's, or has just died
+            with suppress(TelegradError):  # the owner is dead, or dies now
                 future.wait()
         if self._model is not None:
             self._members[0] = branches(self._model)
@@ -193,7 +194,7 @@ class DistributedOptimizer(Optimizer):
                 yield ask(local, "retire")
 
     def _branches(self, params: Any) -> list[Branch]:
-        """The members of a group; those that come without a name are called by their position among all."""
+        """Return the members of a group. Members without a name are named by their position among all."""
         several = [params] if isinstance(params, RRef) else checks.several("params", params, "a list of references")
         first = sum(len(group["params"]) for group in self.param_groups)
         return [
@@ -208,17 +209,17 @@ class DistributedOptimizer(Optimizer):
 
     @not_compiled
     def step(self, context_id: int) -> None:  # type: ignore[override]
-        """Have all owners apply the gradients of a context, all at once; parameters without one stay as they are.
+        """Make all owners apply the gradients of a context concurrently. Parameters without a gradient do not change.
 
         Args:
-            context_id: what `with context() as context_id` gives.
+            context_id: the id from `with context() as context_id`.
 
         Raises:
-            ContextEnded: there is no such context.
-            Exception: what the optimizer raised on a worker; WorkersFailed where it did so on several. The others have
+            ContextEnded: the context does not exist.
+            Exception: the optimizer's error on an owner; WorkersFailed if several owners failed. The others have
                 stepped.
         """
-        check_context_id(context_id, "step")
+        checks.context_id(context_id, "step")
         done = self._done.get(context_id, Done())
         changes = self._sending(self._changes()) if done.changes is None else done.changes
         self._on_all("step", context_id, changes, done.factor, done=done.counts)
@@ -227,10 +228,10 @@ class DistributedOptimizer(Optimizer):
             self._sent[number].update(new)
 
     def _telegrad_ride(self, context_id: int) -> StepRide:
-        """For `backward(..., step=self)`: a step that the owners take by themselves, where nobody could tell.
+        """For `backward(..., step=self)`: return a step that the owners take during the pass, if it is equivalent.
 
-        Not where a hook, or the method of a subclass, may do something before; nor with changes of
-        hyperparameters where another such is under way: the owners might take them over in another order.
+        An optimizer with a hook or an overridden method that may run before the step gets a step after the pass. So do
+        changes of hyperparameters while another such step is pending: owners might apply them in another order.
         """
         whole, changes = self._whole(), self._changes()
         plain = type(self).step is DistributedOptimizer.step and not has_hooks_before(self)
@@ -242,7 +243,7 @@ class DistributedOptimizer(Optimizer):
         return Whole(self._rider, self.locals, self._finish, self._rides)
 
     def _finish(self, context_id: int, done: Done) -> None:
-        """Take a step, of which a pass has done a part."""
+        """Take a step that a pass has partly done."""
         self._done[context_id] = done
         try:
             self.step(context_id)
@@ -250,39 +251,39 @@ class DistributedOptimizer(Optimizer):
             del self._done[context_id]
 
     def clipped(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Clipped:
-        """For `backward(..., step=optimizer.clipped(1.0))`: gradients are clipped first, as `clip_grad_norm_` does.
+        """For `backward(..., step=optimizer.clipped(1.0))`: clip gradients as `clip_grad_norm_` does, then step.
 
         Args:
             max_norm: the largest norm over all workers.
-            norm_type: which norm.
-            error_if_nonfinite: raise where the norm is infinite or not a number.
+            norm_type: the order of the norm.
+            error_if_nonfinite: raise if the norm is infinite or not a number.
 
         Returns:
-            What `backward` takes, again and again; its `norm` is the one that the gradients had.
+            A reusable `step` argument for `backward`. Its `norm` is the norm of the last gradients before clipping.
         """
         check_norms(max_norm, norm_type, error_if_nonfinite)
         return Clipped(self._whole, max_norm, norm_type, error_if_nonfinite)
 
     @not_compiled
     def accumulate(self, context_id: int) -> None:
-        """Keep the gradients of a context: they are added to those of the context of the next step or clipping.
+        """Keep the gradients of a context: the next step or clipping adds them to those of its context.
 
         Args:
-            context_id: what `with context() as context_id` gives.
+            context_id: the id from `with context() as context_id`.
         """
-        check_context_id(context_id, "accumulate")
+        checks.context_id(context_id, "accumulate")
         self._keeps = True
         self._on_all("accumulate", context_id)
 
     def _on_all(self, method: str, context_id: int, *args: Any, done: Mapping[str, Future[Any]] = {}) -> None:
-        check_context_id(context_id, method)
+        checks.context_id(context_id, method)
         contexts = current.conductor().contexts
-        if contexts.has_ended(context_id):  # the owners may not have heard of it yet
+        if contexts.has_ended(context_id):  # the owners may not know this yet
             raise ContextEnded(
                 f"the autograd context with id: {context_id} has ended, and its gradients with it: "
                 f"call {method}() inside of its `with` block"
             )
-        # The calls are no part of the context, unless owners that have kept something may have to join it.
+        # The calls do not join the context, unless owners with kept gradients may have to join it.
         with nullcontext() if self._keeps else Inside(None):
             counts = together(
                 self.locals, lambda worker, local: done.get(worker) or ask(local, method, context_id, *args)
@@ -300,12 +301,12 @@ class DistributedOptimizer(Optimizer):
             )
 
     def _changes(self) -> dict[int, Hyperparameters]:
-        """Return a copy of the values that changed in the groups since the last step, by the groups' numbers."""
+        """Return a copy of the values that changed in the groups since the last step, by group number."""
         pairs = enumerate(zip(self.param_groups, self._sent, strict=True))
         return {number: new for number, (group, sent) in pairs if (new := changed(group, sent))}
 
     def _sending(self, changes: dict[int, Hyperparameters]) -> dict[int, Hyperparameters]:
-        """Until these have come to all owners, it is not known what they have."""
+        """Forget the owners' values of these names until all owners have received the changes."""
         for number, new in changes.items():
             for name in new:
                 self._sent[number].pop(name, None)
@@ -318,10 +319,10 @@ class DistributedOptimizer(Optimizer):
             "Use a new context for each step"
         )
 
-    # Its state
+    # State
 
     def state_dict(self) -> dict[str, Any]:
-        """A copy of the whole state, by the names of the parameters; of the same form on any number of workers."""
+        """Return the whole state, by parameter names. Its form does not depend on the number of workers."""
         has_map = current.agent().maps_devices_to
         states = together(self.locals, lambda worker, local: ask(local, "state", has_map(worker)))
         return {
@@ -330,10 +331,10 @@ class DistributedOptimizer(Optimizer):
         }
 
     def state_groups(self) -> list[dict[str, Any]]:
-        """The parameter groups as a state has them: with names, and what the owners' optimizers keep in them.
+        """Return the parameter groups as in `state_dict`: with names, and with the values in the owners' optimizers.
 
         Raises:
-            UsageError: the owners of a group keep different values.
+            UsageError: the owners of a group have different values.
         """
         has_map = current.agent().maps_devices_to
         kept = together(self.locals, lambda worker, local: ask(local, "kept", has_map(worker)))
@@ -348,10 +349,10 @@ class DistributedOptimizer(Optimizer):
         ]
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over a state from `state_dict`, wherever the parameters are now.
+        """Load a state from `state_dict`, for any distribution of the parameters.
 
         Raises:
-            UsageError: it is of other parameters.
+            UsageError: the state is for other parameters.
         """
         wanted = "a dictionary that state_dict() gave"
         checks.mapping("state_dict", state_dict, wanted)
@@ -365,13 +366,13 @@ class DistributedOptimizer(Optimizer):
         together(shares, lambda worker, own: ask(self.locals[worker], "load", own))
 
     def load_groups(self, groups: list[dict[str, Any]]) -> None:
-        """Take over the hyperparameters of a state; the owners hear of them with the next step.
+        """Load the hyperparameters of a state. The owners get them with the next step.
 
         Args:
             groups: the `"param_groups"` of a state.
 
         Raises:
-            UsageError: it is of other parameters.
+            UsageError: the groups are for other parameters.
         """
         for group in checks.several("groups", groups, _GROUPS):
             if not isinstance(group, Mapping) or "params" not in group:
@@ -386,10 +387,11 @@ class DistributedOptimizer(Optimizer):
             )
         for own, group in zip(self.param_groups, groups, strict=True):
             own.update(hyperparameters(group))
-        self._sending(dict(enumerate(map(hyperparameters, groups))))  # owners may have changed what they were given
+        # owners may have changed the values that they were sent
+        self._sending(dict(enumerate(map(hyperparameters, groups))))
 
     def register_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> NoReturn:
-        """Not supported, as are the hooks of loading: the state is on the workers."""
+        """Not supported, like the hooks for loading: the state is on the workers."""
         raise UsageError(
             "DistributedOptimizer calls no hooks of its state: change what state_dict() gives, or what is loaded"
         )
@@ -405,7 +407,7 @@ class DistributedOptimizer(Optimizer):
 
 
 def _checked(params: Any) -> Any:
-    """What `torch.optim.Optimizer` can take for parameters or for their groups."""
+    """Return `params` in a form that `torch.optim.Optimizer` accepts."""
     for_all = "Write DistributedOptimizer.for_module(optimizer_class, model) for all parameters of a model"
     if isinstance(params, nn.Module):
         raise UsageError(f"DistributedOptimizer takes references to parameters, not {type(params).__name__}. {for_all}")
@@ -441,7 +443,7 @@ def _add_group(
     own: list[Branch],
     options: Hyperparameters,
 ) -> tuple[RRef[LocalOptimizer], list[str], Hyperparameters]:
-    """On an owner: another group of its parameters, the first of which makes its optimizer."""
+    """On an owner: add a group of its parameters. The first group creates the optimizer."""
     if local is None:
         local = RRef(LocalOptimizer(*maker))
         current.conductor().riders[rider] = local.local_value()

@@ -1,7 +1,7 @@
-"""Steps that ride with a backward pass, so that they need no calls of their own.
+"""Optimizer steps that are fused with a backward pass, and need no calls of their own.
 
-The pass brings a request for its share of the optimizer to each owner that it comes to: to step, or to tell the norm of
-its gradients where these will be clipped. What owners have done by themselves, `step` need not ask for any more.
+The pass carries a request to the optimizer's part on each owner that it reaches: to step, or to return the norm of its
+gradients for clipping. `step` then calls only the owners that the pass has not reached.
 """
 
 from __future__ import annotations
@@ -15,36 +15,36 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, _global_optimizer_pre_hooks
 
-from telegrad.agent.futures import Future
+from telegrad._core.calls.futures import Future
+from telegrad._core.pickling.exceptions import rebuild
+from telegrad._core.rpc.joint_calls import together
+from telegrad._core.rpc.references import RRef
 from telegrad.autograd.api import look_at_step
 from telegrad.optim.local import Changes, LocalOptimizer, ask
 from telegrad.optim.norms import limited
-from telegrad.rpc import RRef
-from telegrad.rpc.together import together
-from telegrad.wire.failures import rebuild
 
-PLAIN = (int, float, bool, str, type(None))  # kinds of hyperparameters that a pass can take along, and tuples of such
+PLAIN = (int, float, bool, str, type(None))  # types of hyperparameters that a pass can carry, and tuples of them
 
 
 class Done(NamedTuple):
-    """What a pass has done of a step already."""
+    """The work that a pass has already done for a step."""
 
     counts: Mapping[str, Future[int | None]] = {}  # of owners that have stepped
-    changes: Changes | None = None  # which these have taken over
+    changes: Changes | None = None  # that these owners have applied
     factor: float = 1.0  # for the gradients
 
 
 class Whole(NamedTuple):
-    """What is known here of an optimizer over several workers."""
+    """The state of a distributed optimizer that fused steps need."""
 
-    rider: int  # the number under which passes know its shares
+    rider: int  # the number by which passes find the owners' parts
     locals: Mapping[str, RRef[LocalOptimizer]]
-    finish: Callable[[int, Done], None]  # takes the step of a context, of which so much is done
-    rides: WeakSet[StepRide]  # under way; of a pass that failed, until nobody knows it any more
+    finish: Callable[[int, Done], None]  # takes the remaining step of a context
+    rides: WeakSet[StepRide]  # pending; after a failed pass, until garbage collection
 
 
 class StepRide:
-    """A step that rides; or, without `changes`, one that waits for the end of the pass."""
+    """A step fused with a pass; without `changes`, a step after the end of the pass."""
 
     def __init__(self, whole: Whole, context_id: int, changes: Changes | None) -> None:
         self._whole = whole
@@ -56,7 +56,7 @@ class StepRide:
             whole.rides.add(self)
 
     def end(self, rode: Mapping[str, tuple[bool, Any]]) -> None:
-        """Have the others step, too."""
+        """Make the other owners step, too."""
         try:
             self._whole.finish(self._context_id, Done(_futures(rode), self._changes))
         finally:
@@ -67,11 +67,11 @@ class Clipped:
     """An optimizer's step with clipped gradients, for `backward(..., step=...)`."""
 
     def __init__(self, whole: Callable[[], Whole], max_norm: float, norm_type: float, error_if_nonfinite: bool) -> None:
-        """`whole` is called for each step, since `recover` replaces the shares of the owners."""
+        """`whole` is called for each step, since `recover` replaces the owners' parts."""
         self.max_norm = max_norm
         self.norm_type = norm_type
         self.error_if_nonfinite = error_if_nonfinite
-        self.norm: Tensor | None = None  # of the last pass, before it was clipped
+        self.norm: Tensor | None = None  # of the last pass, before clipping
         self._whole = whole
 
     def __repr__(self) -> str:
@@ -82,7 +82,7 @@ class Clipped:
 
 
 class ClippedRide:
-    """The norms of gradients ride; then all step with the factor that follows from these."""
+    """A step with clipping: the pass collects norms of gradients, then all owners step with the resulting factor."""
 
     def __init__(self, whole: Whole, context_id: int, clipped: Clipped) -> None:
         self._whole = whole
@@ -92,7 +92,7 @@ class ClippedRide:
         self.request = pickle.dumps(("norm", clipped.norm_type), 5)
 
     def end(self, rode: Mapping[str, tuple[bool, Any]]) -> None:
-        """Have the others tell their norms, and all step."""
+        """Get the norms of the other owners, and make all owners step."""
         there, how = _futures(rode), self._clipped
         told = together(
             self._whole.locals,
@@ -110,7 +110,7 @@ def has_hooks_before(optimizer: Optimizer) -> bool:
 
 
 def may_ride(changes: Changes) -> bool:
-    """Whether a pass can take these along."""
+    """Return True if a pass can carry these changes."""
     return all(_is_plain(value) for changed in changes.values() for value in changed.values())
 
 
@@ -119,7 +119,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _futures(rode: Mapping[str, tuple[bool, Any]]) -> dict[str, Future[Any]]:
-    """Of what owners have done by themselves, as if they had been asked."""
+    """Return completed futures for the results of owners that stepped during the pass."""
     futures: dict[str, Future[Any]] = {}
     for worker, (worked, value) in rode.items():
         future = futures[worker] = Future()

@@ -1,8 +1,8 @@
-"""Torch's optimizers without `torch._dynamo`, whose import takes seconds.
+"""Use torch's optimizers without importing `torch._dynamo`, which takes seconds.
 
-They import it to ask it not to trace what they do. As long as nobody else has imported it, nothing traces and there is
-nobody to ask: then what stands behind those wrappers (`__wrapped__`) is called. Optimizers whose own code may run into
-a wrapper are left alone; `may_import` tells beforehand which.
+They import it to exclude their methods from tracing. As long as no other code has imported it, nothing is traced. Then
+this module calls the functions inside of those wrappers (`__wrapped__`). Optimizers whose own code may call a wrapper
+are used unchanged; `may_import` identifies them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TRACER = "torch._dynamo"
 
 
 def may_import(make: Callable[..., Optimizer]) -> bool:
-    """Whether an optimizer that is made by `make` may import the tracer, all that is done here notwithstanding."""
+    """Return True if an optimizer made by `make` may import the tracer in spite of this module."""
     if not _is_class(make):
         return True
     steps = {inspect.unwrap(vars(base)["step"]) for base in make.__mro__[:-1] if "step" in vars(base)}
@@ -34,12 +34,12 @@ def import_tracer() -> None:
 
 
 def made(make: Callable[..., Optimizer], groups: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Optimizer:
-    """`make(groups, *args, **kwargs)`."""
+    """Return `make(groups, *args, **kwargs)`, without the import if possible."""
     if not _is_class(make):
         return make(groups, *args, **kwargs)
     optimizer = make.__new__(make)
     own = vars(optimizer)
-    own["add_param_group"] = MethodType(_unasked(make.add_param_group), optimizer)  # which the constructor calls
+    own["add_param_group"] = MethodType(_unasked(make.add_param_group), optimizer)  # called by the constructor
     try:
         optimizer.__init__(groups, *args, **kwargs)  # type: ignore[misc]
     finally:
@@ -48,14 +48,14 @@ def made(make: Callable[..., Optimizer], groups: Any, args: Sequence[Any], kwarg
 
 
 def call(optimizer: Optimizer, method: str, *args: Any) -> Any:
-    """`optimizer.method(*args)`."""
+    """Call `optimizer.method(*args)`, without the import if possible."""
     return _unasked(getattr(type(optimizer), method))(optimizer, *args)
 
 
 def step_of(optimizer: Optimizer) -> Callable[[], Any]:
-    """`optimizer.step`."""
+    """Return `optimizer.step`, in a form that avoids the import if possible."""
     kind = type(optimizer)
-    guarded: Any = getattr(kind.step, "__wrapped__", None)  # behind what runs the hooks
+    guarded: Any = getattr(kind.step, "__wrapped__", None)  # inside of the wrapper that runs the hooks
     if not hasattr(kind.step, "hooked") or not _asks(guarded):
         return optimizer.step
 
@@ -70,7 +70,7 @@ def step_of(optimizer: Optimizer) -> Callable[[], Any]:
 
 
 def _is_class(make: Callable[..., Optimizer]) -> TypeGuard[type[Optimizer]]:
-    """Whether calling it does no more than to initialize an object."""
+    """Return True if calling `make` only initializes an object."""
     usual = isinstance(make, type) and issubclass(make, Optimizer) and make.__new__ is object.__new__
     return usual and type(make).__call__ is type.__call__
 
@@ -80,5 +80,5 @@ def _unasked(function: Any) -> Any:
 
 
 def _asks(function: Any) -> bool:
-    """Whether it is a wrapper that imports the tracer."""
+    """Return True for a wrapper that imports the tracer."""
     return TRACER in getattr(getattr(function, "__code__", None), "co_names", ()) and hasattr(function, "__wrapped__")

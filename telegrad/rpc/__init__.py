@@ -1,18 +1,16 @@
 """Remote procedure calls: run a function on another worker, by its name, with tensors as arguments and results.
 
-To try what stands here: `with telegrad.local(2):` makes a group of this process, "driver", and of worker0 and worker1.
+To try the examples: `with telegrad.local(2):` makes a group of this process, "driver", and of worker0 and worker1.
 """
 
-from telegrad.importing import uncollected
+from telegrad._core.importing import uncollected
 
 with uncollected():
-    from telegrad.agent.cancelling import cancelled
-    from telegrad.agent.futures import Future
-    from telegrad.agent.scene import time_left
-    from telegrad.group.members import WorkerInfo
-    from telegrad.rpc import functions
-    from telegrad.rpc.actors import actor
-    from telegrad.rpc.api import (
+    from telegrad._core.calls.call_context import time_left
+    from telegrad._core.calls.cancelling import cancelled
+    from telegrad._core.calls.futures import Future
+    from telegrad._core.membership.members import WorkerInfo
+    from telegrad._core.rpc.api import (
         UNSET_RPC_TIMEOUT,
         _rref_context_get_debug_info,
         debug_info,
@@ -22,18 +20,26 @@ with uncollected():
         rpc_stream,
         rpc_sync,
     )
-    from telegrad.rpc.elastic import Generation
-    from telegrad.rpc.generations import generation, rendezvous_again
-    from telegrad.rpc.groupcalls import GroupFuture
-    from telegrad.rpc.groups import Group, group
-    from telegrad.rpc.life import init_rpc, serve, shutdown, stop_serving
-    from telegrad.rpc.options import BackendType, RpcBackendOptions, TelegradOptions, TensorPipeRpcBackendOptions
-    from telegrad.rpc.presence import on_join, on_leave, on_lost, wait_for_workers, workers
-    from telegrad.rpc.publishing import lookup, publish
-    from telegrad.rpc.references import RRef
-    from telegrad.rpc.refgroups import RefGroup
-    from telegrad.rpc.streams import Stream
-    from telegrad.transport.tls import TlsFiles
+    from telegrad._core.rpc.presence import on_join, on_leave, on_lost, wait_for_workers, workers
+    from telegrad._core.rpc.references import RRef
+    from telegrad._core.security.tls import TlsFiles
+    from telegrad._core.start.elastic import Generation
+    from telegrad._core.start.generations import generation, rendezvous_again
+    from telegrad._core.start.life import init_rpc, serve, shutdown, stop_serving
+    from telegrad._core.streams.streams import Stream
+    from telegrad._core.worker.actors import actor
+    from telegrad._core.worker.options import (
+        BackendType,
+        RpcBackendOptions,
+        TelegradOptions,
+        TensorPipeRpcBackendOptions,
+    )
+    from telegrad.groups.group import Group, group
+    from telegrad.groups.group_calls import GroupFuture
+    from telegrad.groups.ref_group import RefGroup
+    from telegrad.publishing.published import lookup, publish
+    from telegrad.reporting import witness as _witness  # noqa: F401 - registers itself, for `telegrad why`
+    from telegrad.rpc import functions
 
 PyRRef = RRef  # its name in the documentation of torch.distributed.rpc
 

@@ -1,1 +1,1 @@
-"""`telegrad run`: workers of this host, by their roles, that are started again when they fail."""
+"""`telegrad run`: start the workers of this host by their roles, and restart failed ones."""

@@ -1,4 +1,4 @@
-"""Processes that end with this one, and all that they have started with them."""
+"""Child processes that end with this process, together with all processes that they start."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
-from telegrad.processes import own_session, signal_at_parents_end
+from telegrad.ext.processes import own_session, signal_at_parents_end
 
 PIECE = 1 << 16  # bytes
 _RESET = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class Child:
-    """One, with a session and a group of processes of its own."""
+    """A child process with its own session and process group."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        """Start it.
+        """Start the process.
 
         Raises:
             OSError: it cannot be started.
@@ -42,20 +42,20 @@ class Child:
             os.set_blocking(pipe, False)
 
     def code(self) -> int | None:
-        """How it has ended, if it has."""
+        """Return the exit code, or None while the process runs."""
         return self._process.poll()
 
     def tell(self, number: int) -> None:
-        """Send a signal to it alone."""
+        """Send a signal to the process, but not to its children."""
         self._process.send_signal(number)
 
     def signal(self, number: int) -> None:
-        """To it and all that it has started."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # it has ended
+        """Send a signal to the process and its whole group."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # the group has ended
             os.killpg(self.pid, number)
 
     def close(self) -> None:
-        """After its end: what it has left behind ends, too."""
+        """Kill the rest of the group, and close the pipes. Call it after the process ended."""
         self.signal(signal.SIGKILL)
         assert self._process.stdout is not None
         assert self._process.stderr is not None
@@ -64,7 +64,7 @@ class Child:
 
 
 def read(pipe: int) -> bytes | None:
-    """What there is; b"" at its end, None where nothing is there now."""
+    """Return the available data; b"" at the end of the pipe, None if there is none now."""
     try:
         return os.read(pipe, PIECE)
     except BlockingIOError:
@@ -72,7 +72,7 @@ def read(pipe: int) -> bytes | None:
 
 
 def _found(program: str, environment: Mapping[str, str]) -> str:
-    """`python` is the one that runs this."""
+    """Return the path of a program; `python` is this process's interpreter."""
     if program == "python":
         return sys.executable
     found = shutil.which(program, path=environment.get("PATH"))
@@ -82,14 +82,14 @@ def _found(program: str, environment: Mapping[str, str]) -> str:
 
 
 def _before(parent: int) -> Callable[[], None]:
-    """What the child does before it becomes another program. This process has one thread, so it may do anything."""
+    """Return the function that the child runs before exec. This process has only one thread, so it may run any code."""
 
     def prepare() -> None:
         for number in _RESET:
-            signal.signal(number, signal.SIG_DFL)  # where this was started in the background, SIGINT is ignored
+            signal.signal(number, signal.SIG_DFL)  # SIGINT is ignored if this process was started in the background
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         signal_at_parents_end(signal.SIGKILL)
-        if os.getppid() != parent:  # it has ended before that
+        if os.getppid() != parent:  # the parent ended before the call above
             os._exit(1)
 
     return prepare

@@ -1,22 +1,22 @@
-"""What a process prints, cut into lines."""
+"""Split the output of a process into lines."""
 
 from __future__ import annotations
 
 from math import inf
 
-PATIENCE = 1.0  # seconds until what has no end yet is shown as it stands
+PATIENCE = 1.0  # seconds until an incomplete line is shown
 LONGEST = 1 << 16  # bytes
 
 
 class Lines:
-    """Of one stream. A line that a carriage return writes anew is shown as a terminal would: as it was last."""
+    """The lines of one stream. Of a line overwritten after carriage returns, only the last version is shown."""
 
     def __init__(self) -> None:
         self._rest = b""
-        self.due = inf  # when the rest is to be shown, unless it has ended by then
+        self.due = inf  # when the incomplete line is to be shown
 
     def feed(self, data: bytes, now: float) -> list[bytes]:
-        """Those that have ended by this."""
+        """Add data; return the lines that are complete now."""
         *whole, self._rest = (self._rest + data).split(b"\n")
         if len(self._rest) >= LONGEST:
             whole.append(self._rest)
@@ -28,11 +28,11 @@ class Lines:
         return [_seen(line) for line in whole]
 
     def look(self, now: float) -> list[bytes]:
-        """The rest, where it is time."""
+        """Return the incomplete line if it is due."""
         return self.flush() if now >= self.due else []
 
     def flush(self) -> list[bytes]:
-        """The rest."""
+        """Return the incomplete line."""
         rest, self._rest, self.due = self._rest, b"", inf
         return [_seen(rest)] if rest else []
 

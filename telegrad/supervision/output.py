@@ -1,4 +1,4 @@
-"""Where what workers print goes: to this program's own streams, behind their names, and into a file for each."""
+"""Write the output of workers to this program's own streams, prefixed with their names, and to one file for each."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from collections.abc import Sequence
 from io import RawIOBase
 from pathlib import Path
 
-from telegrad.private_files import create, make_folder
+from telegrad.ext.files import create, make_folder
 
-LAST_LINES = 10  # of a worker, in the message that it has ended the group
-MOST_ALIKE = 1000  # folders of runs that begin in one second
+LAST_LINES = 10  # of a worker's output, in the message that it has ended the group
+MOST_ALIKE = 1000  # folders of runs that begin in the same second
 STREAMS = {"stdout": 1, "stderr": 2}
-NAME = "telegrad"  # before lines of our own
-_COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)  # as terminals number them; red is for ourselves
+NAME = "telegrad"  # the prefix of the supervisor's own lines
+_COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)  # terminal colour codes; red is for the supervisor
 _OURS = 31
 
 
 class Output:
-    """One folder for each run, and `latest` leads to it."""
+    """The output of one run: a new folder, to which the link `latest` points."""
 
     def __init__(self, folder: str) -> None:
         """Make the folder.
@@ -41,23 +41,23 @@ class Output:
         return self.folder / f"{name}.log"
 
     def raw(self, name: str, data: bytes) -> None:
-        """What a worker has printed, for its file."""
-        with contextlib.suppress(OSError):  # the disk is full: the others must not end for that
+        """Append a worker's output to its file."""
+        with contextlib.suppress(OSError):  # the disk is full: the other workers must not end because of it
             file = self._files.get(name)
             if file is None:
                 file = self._files[name] = create(self.path(name)).detach()
             file.write(data)
 
     def lines(self, name: str, stream: str, lines: Sequence[bytes]) -> None:
-        """Lines of it, for whoever looks on."""
+        """Write a worker's lines to this program's stream."""
         colour = self._colours.setdefault(name, _COLOURS[len(self._colours) % len(_COLOURS)])
         self._last.setdefault(name, deque(maxlen=LAST_LINES)).extend(lines)
         prefix = f"\033[{colour}m[{name}]\033[0m " if self._coloured[stream] else f"[{name}] "
-        with contextlib.suppress(OSError):  # who looked on has gone
+        with contextlib.suppress(OSError):  # the reader of the stream has gone
             _write(STREAMS[stream], b"".join(prefix.encode() + line + b"\n" for line in lines))
 
     def say(self, text: str) -> None:
-        """A line of our own."""
+        """Write a line of the supervisor."""
         self.lines(NAME, "stderr", text.encode().splitlines())
         self.raw(NAME, f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n".encode())
 
@@ -70,7 +70,7 @@ class Output:
 
 
 def _fresh(folder: str) -> Path:
-    """Make a folder that nobody else has made, and have `latest` lead to it; others may write in `folder`."""
+    """Make a new folder, and point `latest` to it. Other users may write in `folder`."""
     above = Path(make_folder(folder))
     stem = time.strftime("%Y-%m-%d_%H-%M-%S")
     for number in range(MOST_ALIKE):
@@ -81,7 +81,7 @@ def _fresh(folder: str) -> Path:
         except FileExistsError:
             if number == MOST_ALIKE - 1:
                 raise
-    with contextlib.suppress(OSError):  # the system has no links, or `latest` is another user's
+    with contextlib.suppress(OSError):  # the system has no links, or `latest` belongs to another user
         fresh = above / f".latest-{secrets.token_hex(8)}"
         fresh.symlink_to(own.name)
         fresh.replace(above / "latest")
@@ -89,7 +89,7 @@ def _fresh(folder: str) -> Path:
 
 
 def _write(descriptor: int, data: bytes) -> None:
-    """All of it, also where others who have the terminal made it return at once."""
+    """Write all data, even if another process has made the terminal non-blocking."""
     while data:
         try:
             data = data[os.write(descriptor, data) :]

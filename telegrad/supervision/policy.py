@@ -1,63 +1,65 @@
-"""Decides what becomes of workers: who is started again and when, and how the group ends.
+"""The restart policy: which workers are restarted and when, and how the group ends.
 
-A worker WAITS for its start, RUNS, is ENDING once it was asked to, and has ENDED. One that fails (its exit code is not
-0) is started again, alone or with its whole role, at most `restarts` times `within` a time; or the group ends. A start
-follows the one before by at least PAUSES, so that one which fails at once is not started in a circle; one that has run
-for LONG comes back at once.
+A worker WAITS for its start, RUNS, is ENDING after it was asked to end, and has ENDED. A worker fails if its exit code
+is not 0. It is then restarted, alone or with its whole role, at most `restarts` times `within` a time; otherwise the
+group ends. Starts are at least PAUSES apart, which prevents a tight loop if a worker fails at once. A worker that has
+run for LONG is restarted at once.
 
-The group ends in order when the workers of all roles have ended with 0, but for those that serve until then: these are
-told by the store (`EndStore`), then asked by SIGTERM, then killed, with `grace` between. A signal of the user is for
-those that do not serve; the others are told after them. A second one kills. On a failure all are asked at once.
+The group ends normally when all workers have ended with 0, except those that serve until then. Those are ended through
+the store (`EndServing`), then by SIGTERM, then by SIGKILL, with `grace` between. A signal of the user is forwarded to
+the workers that do not serve; the others end after them. A second signal kills all. On a failure all workers are asked
+to end at once.
 
-Events come with the time, and give what to do. `due` is when to call `look`, `code` the exit code, once all is over.
+Events take the current time and return actions. `due` is when to call `look`; `code` is the exit code once all have
+ended.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from math import inf
 from typing import NamedTuple
 
-from telegrad.processes import named
-from telegrad.supervision.roles import END, RESTART_ROLE, Role, Seat
+from telegrad.ext.processes import named
+from telegrad.supervision.roles import END, RESTART_ROLE, Role, WorkerSlot
 
 WAITS, RUNS, ENDING, ENDED = "waits", "runs", "is ending", "has ended"
-PAUSES = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)  # seconds from start to start, after so many quick failures
-LONG = 5.0  # seconds of a run that did not fail quickly
-NOT_FOUND = 127  # the exit code where a command could not be started, as shells have it
+PAUSES = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)  # minimum seconds between two starts, by quick failures in a row
+LONG = 5.0  # seconds; a shorter run is a quick failure
+NOT_FOUND = 127  # the exit code if a command could not be started, as in shells
 SIGINT, SIGKILL, SIGTERM = 2, 9, 15  # of POSIX
 
 
 class Start(NamedTuple):
-    """Start a worker, which was started again so often."""
+    """Start a worker; `restarts` counts its earlier starts."""
 
     name: str
     restarts: int
 
 
 class Signal(NamedTuple):
-    """Send a worker, and what it has started, a signal."""
+    """Send a signal to a worker's process group."""
 
     name: str
     number: int
 
 
-class EndStore(NamedTuple):
-    """Tell those who serve that the group has ended."""
+class EndServing(NamedTuple):
+    """Notify the serving workers that the group has ended."""
 
 
-class Say(NamedTuple):
-    """Tell the user."""
+class Log(NamedTuple):
+    """Show a text to the user."""
 
     text: str
 
 
-Act = Start | Signal | EndStore | Say
+Action = Start | Signal | EndServing | Log
 
 
-class Standing(NamedTuple):
-    """What there is to know of a worker."""
+class WorkerStatus(NamedTuple):
+    """The state of a worker, for the user."""
 
     name: str
     state: str
@@ -65,16 +67,17 @@ class Standing(NamedTuple):
     restarts: int
 
 
-class _Budget:
-    """How often something may still fail, and how long is to be waited after it did."""
+class _RestartBudget:
+    """The number of failures that a worker or a role may still have, and the delay of its next start."""
 
     def __init__(self, role: Role) -> None:
         self._role = role
         self._failures: deque[float] = deque()
-        self._quick = 0  # failures in a row, where runs were not long
+        self._quick = 0  # quick failures in a row
 
     def spend(self, begun: float, now: float) -> float | None:
-        """When what began at `begun` and has failed now may begin again; None where it may not."""
+        """Record a failure of a run that began at `begun`; return when the next start may be, or None if no restart is
+        left."""
         while self._failures and self._failures[0] <= now - self._role.within:
             self._failures.popleft()
         if len(self._failures) >= self._role.restarts:
@@ -87,40 +90,42 @@ class _Budget:
         return f"{len(self._failures)} of {self._role.restarts} within {self._role.within:g} s"
 
 
-class _One:
-    """A worker."""
+class _WorkerState:
+    """The state of one worker."""
 
-    def __init__(self, seat: Seat, budget: _Budget) -> None:
-        self.name = seat.name
-        self.role = seat.role
-        self.budget = budget  # of its own, or of its role
+    def __init__(self, slot: WorkerSlot, budget: _RestartBudget) -> None:
+        self.name = slot.name
+        self.role = slot.role
+        self.budget = budget  # of the worker, or shared by its role
         self.state = WAITS
-        self.since = 0.0  # when it came into this state
+        self.since = 0.0  # when it entered this state
         self.begun = 0.0
         self.starts = 0
-        self.due = inf  # when it is to be started, or is asked again to end
+        self.due = inf  # when it is to be started, or the next step to end it is due
 
     def become(self, state: str, now: float, due: float = inf) -> None:
         self.state, self.since, self.due = state, now, due
 
 
 class Policy:
-    """The machine."""
+    """The state machine of one run."""
 
-    def __init__(self, seats: Iterable[Seat], grace: float) -> None:
-        self._all: dict[str, _One] = {}
-        shared: dict[str, _Budget] = {}
-        for seat in seats:
-            role = seat.role
-            of_role = shared.setdefault(role.name, _Budget(role))
-            self._all[seat.name] = _One(seat, of_role if role.on_failure == RESTART_ROLE else _Budget(role))
+    def __init__(self, slots: Iterable[WorkerSlot], grace: float) -> None:
+        self._all: dict[str, _WorkerState] = {}
+        shared: dict[str, _RestartBudget] = {}
+        for slot in slots:
+            role = slot.role
+            of_role = shared.setdefault(role.name, _RestartBudget(role))
+            self._all[slot.name] = _WorkerState(
+                slot, of_role if role.on_failure == RESTART_ROLE else _RestartBudget(role)
+            )
         self._grace = grace
-        self._due: dict[str, float] = {}  # when roles that are restarted may begin again
-        self._ending: int | None = None  # the exit code to come, once the group ends
-        self._told = False  # those that serve, that the group has ended
-        self.failed = ""  # the worker that ended it
+        self._due: dict[str, float] = {}  # when roles that restart together may start
+        self._ending: int | None = None  # the exit code, once the group is ending
+        self._told = False  # True once EndServing was issued
+        self.failed = ""  # the worker whose failure ended the group
 
-    # What is known
+    # State
 
     @property
     def code(self) -> int | None:
@@ -131,47 +136,50 @@ class Policy:
     def due(self) -> float:
         return min(one.due for one in self._all.values())
 
-    def standings(self) -> list[Standing]:
-        return [Standing(one.name, one.state, one.since, max(0, one.starts - 1)) for one in self._all.values()]
+    def statuses(self) -> list[WorkerStatus]:
+        return [WorkerStatus(one.name, one.state, one.since, max(0, one.starts - 1)) for one in self._all.values()]
 
-    def _in(self, *states: str) -> list[_One]:
+    def _in(self, *states: str) -> list[_WorkerState]:
         return [one for one in self._all.values() if one.state in states]
 
     # Events
 
     def begin(self, now: float) -> None:
-        """All are to be started."""
+        """Schedule the start of all workers."""
         for one in self._all.values():
             one.become(WAITS, now, now)
 
-    def look(self, now: float) -> list[Act]:
-        """Time may have come for something; at most one is started, since that may fail and end all."""
-        acts: list[Act] = []
+    def look(self, now: float) -> list[Action]:
+        """Do what is due. Start at most one worker, because its start may fail and end the group."""
+        actions: list[Action] = []
         for one in self._all.values():
             if one.due > now:
                 continue
             if one.state == WAITS:
-                return [*acts, self._start(one, now)]
-            if one.state == RUNS:  # it should have ended by itself
-                acts += self._ask(one, SIGTERM, now)
+                one.become(RUNS, now)
+                one.begun = now
+                one.starts += 1
+                return [*actions, Start(one.name, one.starts - 1)]
+            if one.state == RUNS:  # it has not ended after EndServing
+                actions += self._ask(one, SIGTERM, now)
             elif one.state == ENDING:
                 one.due = inf
-                acts += [
-                    Say(f"{one.name} does not end within {self._grace:g} s and is killed"),
+                actions += [
+                    Log(f"{one.name} does not end within {self._grace:g} s and is killed"),
                     Signal(one.name, SIGKILL),
                 ]
-        return acts
+        return actions
 
-    def could_not_start(self, name: str, why: str, now: float) -> list[Act]:
-        """Its command cannot be run, now or later."""
+    def could_not_start(self, name: str, why: str, now: float) -> list[Action]:
+        """Handle that a worker's command cannot be run, now or later."""
         one = self._all[name]
         one.become(ENDED, now)
         if self._ending is not None:
             return self._end_serving(now)
-        return self._fail(one, f"{name} could not be started: {why}", NOT_FOUND, now)
+        return self._fail(f"{name} could not be started: {why}", NOT_FOUND, now, name)
 
-    def ended(self, name: str, code: int, now: float) -> list[Act]:
-        """Its process has ended; `code` is negative for a signal."""
+    def ended(self, name: str, code: int, now: float) -> list[Action]:
+        """Handle the end of a worker's process; `code` is negative for a signal."""
         one = self._all[name]
         asked = one.state == ENDING
         one.become(ENDED, now)
@@ -180,68 +188,60 @@ class Policy:
         if asked:
             return self._begin_together(one.role, now)
         if code == 0:
-            return [Say(f"{name} has ended with exit code 0"), *self._end_if_done(now)]
+            return [Log(f"{name} has ended with exit code 0"), *self._end_if_done(now)]
         return self._after_failure(one, code, now)
 
-    def signalled(self, number: int, now: float) -> list[Act]:
-        """The user wants an end; the second time at once."""
+    def signalled(self, number: int, now: float) -> list[Action]:
+        """Handle a signal of the user: end the group; at the second signal kill it."""
         if self._ending is not None:
             living = self._in(RUNS, ENDING)
             for one in living:
                 one.become(ENDING, now)
-            return [Say("all are killed"), *(Signal(one.name, SIGKILL) for one in living)]
+            return [Log("all are killed"), *(Signal(one.name, SIGKILL) for one in living)]
         if all(one.role.serves for one in self._in(RUNS, ENDING)):
             return self._end(128 + number, number, now)
-        self._ending = 128 + number
-        self._begin_no_more(now)
-        return [act for one in self._in(RUNS) if not one.role.serves for act in self._ask(one, number, now)]
+        self._begin_to_end(128 + number, now)
+        return [action for one in self._in(RUNS) if not one.role.serves for action in self._ask(one, number, now)]
 
-    def given_up(self, why: str, now: float) -> list[Act]:
-        """The group cannot be."""
-        return [] if self._ending is not None else [Say(f"{why}: the group ends"), *self._end(1, SIGTERM, now)]
+    def abort(self, why: str, now: float) -> list[Action]:
+        """End the group because it cannot run."""
+        return [] if self._ending is not None else self._fail(why, 1, now)
 
-    # What follows
+    # Reactions
 
-    def _start(self, one: _One, now: float) -> Start:
-        one.become(RUNS, now)
-        one.begun = now
-        one.starts += 1
-        return Start(one.name, one.starts - 1)
-
-    def _ask(self, one: _One, number: int, now: float) -> list[Act]:
+    def _ask(self, one: _WorkerState, number: int, now: float) -> list[Action]:
         one.become(ENDING, now, now + self._grace)
         return [Signal(one.name, number)]
 
-    def _after_failure(self, one: _One, code: int, now: float) -> list[Act]:
+    def _after_failure(self, one: _WorkerState, code: int, now: float) -> list[Action]:
         lasted = now - one.begun
         how = f"{one.name} ended with {named(code)} after {lasted:.1f} s"
         if one.role.on_failure == END:
-            return self._fail(one, how, code, now)
+            return self._fail(how, code, now, one.name)
         due = one.budget.spend(one.begun, now)
         if due is None:
             often = f"{one.role.restarts} restarts within {one.role.within:g} s are used up"
-            return self._fail(
-                one, f"{how}, and {often if one.role.restarts else 'is not to be started again'}", code, now
-            )
+            why = f"{how}, and {often if one.role.restarts else 'is not to be started again'}"
+            return self._fail(why, code, now, one.name)
         later = f" in {due - now:.1f} s" if due > now else ""
         if one.role.on_failure == RESTART_ROLE:
             text = f"{how}; all of role {one.role.name!r} are started again{later} ({one.budget})"
-            return [Say(text), *self._restart_role(one, due, now)]
+            return [Log(text), *self._restart_role(one, due, now)]
         one.become(WAITS, now, due)
-        return [Say(f"{how}; it is started again{later} ({one.budget})")]
+        return [Log(f"{how}; it is started again{later} ({one.budget})")]
 
-    def _restart_role(self, failed: _One, due: float, now: float) -> list[Act]:
+    def _restart_role(self, failed: _WorkerState, due: float, now: float) -> list[Action]:
         self._due[failed.role.name] = due
-        acts: list[Act] = []
+        actions: list[Action] = []
         for one in self._of(failed.role):
             if one.state == RUNS:
-                acts += self._ask(one, SIGTERM, now)
+                actions += self._ask(one, SIGTERM, now)
             elif one.state == WAITS:
                 one.become(ENDED, now)
-        return acts + self._begin_together(failed.role, now)
+        return actions + self._begin_together(failed.role, now)
 
-    def _begin_together(self, role: Role, now: float) -> list[Act]:
-        """Once none of a role runs any more, they are started again at once."""
+    def _begin_together(self, role: Role, now: float) -> list[Action]:
+        """Restart all workers of a role once none of them runs."""
         all_of_it = self._of(role)
         if all(one.state == ENDED for one in all_of_it):
             due = max(now, self._due.pop(role.name))
@@ -249,47 +249,43 @@ class Policy:
                 one.become(WAITS, now, due)
         return []
 
-    def _of(self, role: Role) -> list[_One]:
+    def _of(self, role: Role) -> list[_WorkerState]:
         return [one for one in self._all.values() if one.role is role]
 
-    def _end_if_done(self, now: float) -> list[Act]:
+    def _end_if_done(self, now: float) -> list[Action]:
         living = self._in(WAITS, RUNS, ENDING)
         if any(not one.role.serves for one in living) or (
             living and all(one.role.serves for one in self._all.values())
         ):
             return []
-        self._ending = 0
-        if not living:
-            return self._end_serving(now)
-        self._begin_no_more(now)
-        text = f"all work is done: {_listed(living)} {'is' if len(living) == 1 else 'are'} to end"
-        return [Say(text), *self._end_serving(now)]
+        self._begin_to_end(0, now)
+        names = ", ".join(one.name for one in living)
+        text = f"all work is done: {names} {'is' if len(living) == 1 else 'are'} to end"
+        return [*([Log(text)] if living else []), *self._end_serving(now)]
 
-    def _end_serving(self, now: float) -> list[Act]:
-        """Those that serve are told to end, once, when nobody else lives."""
+    def _end_serving(self, now: float) -> list[Action]:
+        """Issue EndServing once, when only serving workers are left."""
         if self._told or any(not one.role.serves for one in self._in(RUNS, ENDING)):
             return []
         self._told = True
         for one in self._in(RUNS):
             one.due = now + self._grace
-        return [EndStore()]
+        return [EndServing()]
 
-    def _begin_no_more(self, now: float) -> None:
+    def _begin_to_end(self, code: int, now: float) -> None:
+        """Start no more workers; `code` is the future exit code."""
+        self._ending = code
         for one in self._in(WAITS):
             one.become(ENDED, now)
 
-    def _fail(self, one: _One, why: str, code: int, now: float) -> list[Act]:
-        self.failed = one.name
-        return [Say(f"{why}: the group ends"), *self._end(128 - code if code < 0 else code, SIGTERM, now)]
+    def _fail(self, why: str, code: int, now: float, failed: str = "") -> list[Action]:
+        self.failed = failed
+        return [Log(f"{why}: the group ends"), *self._end(128 - code if code < 0 else code, SIGTERM, now)]
 
-    def _end(self, code: int, number: int, now: float) -> list[Act]:
-        self._ending, self._told = code, True
-        acts: list[Act] = [EndStore()]
-        self._begin_no_more(now)
+    def _end(self, code: int, number: int, now: float) -> list[Action]:
+        self._begin_to_end(code, now)
+        self._told = True
+        actions: list[Action] = [EndServing()]
         for one in self._in(RUNS):
-            acts += self._ask(one, number, now)
-        return acts
-
-
-def _listed(ones: Sequence[_One]) -> str:
-    return ", ".join(one.name for one in ones)
+            actions += self._ask(one, number, now)
+        return actions

@@ -1,6 +1,6 @@
-"""What `telegrad run` is to start: roles, as a file or options name them.
+"""The configuration of `telegrad run`: roles, from a file or from options.
 
-grace = 10                       # options of the whole: LOGS and GRACE
+grace = 10                       # options of the run: logs and grace
 [learner]                        # each table is a role
 command = "python learner.py"
 [actor]
@@ -10,19 +10,18 @@ count = 4
 from __future__ import annotations
 
 import shlex
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
-from telegrad.checks import shown
 from telegrad.errors import UsageError
-from telegrad.group.members import check_name, check_role
-from telegrad.hints import did_you_mean
+from telegrad.ext.arguments import shown
+from telegrad.ext.joining import check_name, check_role
+from telegrad.ext.texts import did_you_mean
 
 RESTART, RESTART_ROLE, END = "restart", "restart-role", "end"
 POLICIES = (RESTART, RESTART_ROLE, END)
-SERVE = ("python", "-m", "telegrad", "worker")  # of a role without a command of its own
+SERVE = ("python", "-m", "telegrad", "worker")  # the default command
 
 
 @dataclass(frozen=True)
@@ -33,18 +32,18 @@ class Role:
     command: tuple[str, ...] = SERVE
     count: int = 1
     env: Mapping[str, str] = field(default_factory=dict)
-    restarts: int = 3  # of each worker, or of the role as a whole where it is restarted so
+    restarts: int = 3  # of each worker, or of the whole role if it restarts together
     within: float = 300.0  # seconds
     on_failure: str = RESTART
-    serves: bool = True  # until the others are done
-    node: int | None = None  # the host where it runs, of several; None is each
+    serves: bool = True  # until the others have ended
+    node: int | None = None  # the host that runs the role, of several; None: each host
 
 
 KEYS = tuple(each.name for each in fields(Role))[1:]
 
 
-class Seat(NamedTuple):
-    """A worker that is to run here, whichever process it is."""
+class WorkerSlot(NamedTuple):
+    """A worker of this host, across the restarts of its process."""
 
     name: str
     number: int
@@ -54,16 +53,18 @@ class Seat(NamedTuple):
         return text.replace("{name}", self.name).replace("{number}", str(self.number))
 
 
-class Plan(NamedTuple):
-    """All that is to be started."""
+class RunConfig(NamedTuple):
+    """The configuration of a run."""
 
     roles: tuple[Role, ...]
     logs: str = "logs"
-    grace: float = 10.0  # seconds for workers to end, once they were asked to
+    grace: float = 10.0  # seconds for workers to end after they were asked to
 
-    def seats(self, node: int) -> list[Seat]:
-        """Those of the host of that number: names go on from host to host."""
-        return [Seat(f"{role.name}{number}", number, role) for role in self.roles for number in _numbers(role, node)]
+    def slots(self, node: int) -> list[WorkerSlot]:
+        """Return the workers of the host of that number. Numbers in names continue from host to host."""
+        return [
+            WorkerSlot(f"{role.name}{number}", number, role) for role in self.roles for number in _numbers(role, node)
+        ]
 
 
 def _numbers(role: Role, node: int) -> range:
@@ -72,17 +73,17 @@ def _numbers(role: Role, node: int) -> range:
     return range(node * role.count, (node + 1) * role.count)
 
 
-def read(text: str, changes: Mapping[str, Any]) -> Plan:
-    """The plan of a file, with what options change in it or add: tables as those of the file.
+def read(text: str, changes: Mapping[str, Any]) -> RunConfig:
+    """Parse a file, apply the changes of the options, and return the configuration. `changes` has the form of the file.
 
     Raises:
-        UsageError: it is no such file, or says what cannot be.
+        UsageError: the file is invalid or inconsistent.
     """
     told = _changed(_parsed(text), changes)
     tables = {key: value for key, value in told.items() if isinstance(value, Mapping)}
     rest = {key: value for key, value in told.items() if key not in tables}
     _check_keys(rest, ("logs", "grace"), "the file")
-    plan = Plan(tuple(_role(name, table) for name, table in tables.items()), **rest)
+    plan = RunConfig(tuple(_role(name, table) for name, table in tables.items()), **rest)
     if not plan.roles:
         raise UsageError("there is no role to run: give a file with tables such as [actor], or a command behind --")
     _check(isinstance(plan.logs, str), "logs is the name of a folder", plan.logs)
@@ -98,10 +99,8 @@ def _changed(told: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, A
 def _parsed(text: str) -> dict[str, Any]:
     if not text:
         return {}
-    if sys.version_info >= (3, 11):
-        import tomllib
-    else:
-        import tomli as tomllib
+    import tomllib
+
     try:
         told: dict[str, Any] = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -110,7 +109,7 @@ def _parsed(text: str) -> dict[str, Any]:
 
 
 def _role(name: str, table: Mapping[str, Any]) -> Role:
-    check_role(name or " ")  # "" would be none at all
+    check_role(name or " ")  # the empty name would mean no role
     of = f"role {name!r}"
     _check_keys(table, KEYS, of)
     given = dict(table)

@@ -1,8 +1,7 @@
-"""The program that keeps a group's store for `telegrad run`, and ends what that has started where it is killed.
+"""The process that serves a group's store for `telegrad run`. If the supervisor is killed, it kills the workers.
 
-It reads words from its standard input: `+PID` and `-PID` for groups of processes that begin and end, `over` when the
-group has ended, and `key FOLDER` for a folder to be removed at the end. When that input ends, the supervisor has
-ended.
+It reads lines from its standard input: `+PID` and `-PID` for process groups that start and end, `over` when the group
+has ended, and `key FOLDER` for a folder to remove at the end. At the end of the input, the supervisor has ended.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ import threading
 import traceback
 from typing import Any
 
-READY = b"ready\n"  # on its standard output, once the store is served
+READY = b"ready\n"  # written to standard output once the store is served
 
-_served: list[Any] = []  # the store and the `Keeping` of the directory, once they are served; no lock: set in one step
+_served: list[Any] = []  # the store and the directory's `Keeping`, once served; no lock: extended in one step
 
 
 def main(arguments: list[str]) -> None:
-    """`arguments`: the descriptor of the listening socket, and the host's address; none where others keep the store."""
-    if arguments:  # meanwhile, since to import torch takes seconds
+    """`arguments`: the listening socket's descriptor and the host's address; none if another host serves the store."""
+    if arguments:  # on a thread, because the import of torch takes seconds
         threading.Thread(target=_serve, args=arguments, name="telegrad-serve", daemon=True).start()
     else:
         _say_ready()
@@ -53,20 +52,16 @@ def _serve(listener: str, host: str) -> None:
     try:
         import torch  # noqa: F401 - first, since the compatibility mode takes effect with it
 
-        from telegrad.group import finding
-        from telegrad.group.board import OPEN, SERVED, Board
-        from telegrad.group.keys import find_keys
-        from telegrad.group.renewing import Renewal
-        from telegrad.group.sealing import SealedStore
-        from telegrad.group.tcp import serve_on
+        from telegrad.ext.joining import OPEN, SERVED, Board, Renewal, SealedStore, find_directory, find_keys
+        from telegrad.ext.starting import serve_on
 
         keys = find_keys()
         with socket.socket(fileno=int(listener)) as listening:
             port = listening.getsockname()[1]
-            keeping = finding.Keeping(keys, host, finding.noted(port))
+            keeping = find_directory.Keeping(keys, host, find_directory.noted(port))
             store = SealedStore(serve_on(listening)[0], keys)
-        finding.note(port, keeping.pointer)
-        finding.write_pointer(store, keeping.pointer._replace(launched=True))
+        find_directory.note(port, keeping.pointer)
+        find_directory.write_pointer(store, keeping.pointer._replace(launched=True))
         Board(store).write(SERVED, OPEN)
         Renewal(store.renew).begin()
         _served.extend((store, keeping))
@@ -77,10 +72,10 @@ def _serve(listener: str, host: str) -> None:
 
 
 def _end_group() -> None:
-    """Have the members of a dynamic group end that only serve."""
+    """End the members of a dynamic group that only serve."""
     from telegrad.errors import TelegradError
-    from telegrad.group.finding import connect
-    from telegrad.group.registry import Registry
+    from telegrad.ext.joining import connect
+    from telegrad.ext.workers import Registry
 
     store, keeping = _served
     directory = connect(keeping.pointer, store.keys)

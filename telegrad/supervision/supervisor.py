@@ -1,7 +1,7 @@
-"""The rim of `policy`: one thread that starts processes, reads what they print, and hears of signals and ends.
+"""The I/O of `policy`: one thread that starts processes, reads their output, and handles signals and exits.
 
-One thread, so that what a child does before it becomes another program is safe, and so that its end is that of all
-children. The store is kept by a process of its own (`storekeeper`): it needs torch, which takes seconds to import.
+There is only one thread, which makes it safe to run code in the child before exec. Its end is also the end of all
+children. The store is served by a separate process (`storekeeper`), because it needs torch, whose import takes seconds.
 """
 
 from __future__ import annotations
@@ -21,44 +21,40 @@ from collections.abc import Iterator, Mapping
 from math import inf
 from time import monotonic
 
-from telegrad.addresses import family_of
 from telegrad.compat.inheritance import child_environment
 from telegrad.errors import UsageError
-from telegrad.group import supervised
-from telegrad.group.address import is_address, listening_address
-from telegrad.group.keys import FILE, FILE_VARIABLE, given_keys, user_keys
-from telegrad.keyring import new_key
-from telegrad.private_files import create_once
-from telegrad.processes import SAFE_PATH, named, own_session, shared_cores
-from telegrad.progress import spelled
+from telegrad.ext.files import create_once
+from telegrad.ext.joining import FILE, FILE_VARIABLE, given_keys, new_key, supervised, user_keys
+from telegrad.ext.processes import SAFE_PATH, family_of, is_address, listening_address, named, own_session, shared_cores
+from telegrad.ext.texts import spelled
 from telegrad.supervision import children
 from telegrad.supervision.children import Child
 from telegrad.supervision.lines import Lines
 from telegrad.supervision.output import STREAMS, Output
-from telegrad.supervision.policy import Act, EndStore, Policy, Say, Signal, Start
-from telegrad.supervision.roles import Plan, Seat
+from telegrad.supervision.policy import Action, EndServing, Log, Policy, Signal, Start
+from telegrad.supervision.roles import RunConfig, WorkerSlot
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-FORWARDED = signal.SIGUSR2  # has a worker write down what it is at
+FORWARDED = signal.SIGUSR2  # makes a worker write its state to a file
 STATUS = signal.SIGUSR1
 LAST_WORDS = 1.0  # seconds for the storekeeper to end
-MOST_PIECES = 16  # to read of a worker that has ended: Linux lets a pipe hold 1 MiB (fs.pipe-max-size)
-CROWD = 1024  # connections that wait for the store to be served
-_FOREIGN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK", "TORCHELASTIC_USE_AGENT_STORE")  # of who started us
+MOST_PIECES = 16  # maximum number of reads from an ended worker: Linux lets a pipe hold 1 MiB (fs.pipe-max-size)
+CROWD = 1024  # connections that wait until the store is served
+_FOREIGN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK", "TORCHELASTIC_USE_AGENT_STORE")  # of our launcher
 
 Source = tuple[str, str]  # a process and one of its streams
 
 
 class Supervisor:
-    """One run."""
+    """Supervises one run."""
 
-    def __init__(self, plan: Plan, host: str, port: int, node: int, output: Output) -> None:
-        """Listen where the store is to be, on the first host.
+    def __init__(self, plan: RunConfig, host: str, port: int, node: int, output: Output) -> None:
+        """On the first host, listen at the store's address.
 
         Raises:
-            OSError: that cannot be.
+            OSError: this process cannot listen there.
         """
-        self._seats = {seat.name: seat for seat in plan.seats(node)}
+        self._seats = {slot.name: slot for slot in plan.slots(node)}
         self._plan = plan
         self._policy = Policy(self._seats.values(), plan.grace)
         self._output = output
@@ -75,7 +71,7 @@ class Supervisor:
         self._storekeeper: subprocess.Popen[bytes] | None = None
 
     def run(self) -> int:
-        """Until all is over; the exit code."""
+        """Run until all workers have ended; return the exit code."""
         try:
             with self._hears_signals():
                 self._begin_storekeeper()
@@ -98,7 +94,7 @@ class Supervisor:
         place = supervised.place(self._host, self._port)
         self._output.say(f"starts {roles}; the group meets at {place}, its logs are in {self._output.folder}")
 
-    # What happens
+    # Events
 
     def _turn(self) -> None:
         due = min([self._policy.due, *(lines.due for lines in self._lines.values())])
@@ -131,23 +127,23 @@ class Supervisor:
                 for child in self._children.values():
                     child.tell(number)
 
-    def _do(self, acts: list[Act]) -> None:
-        for act in acts:
-            if isinstance(act, Start):
-                self._start(self._seats[act.name], act.restarts)
-            elif isinstance(act, Signal):
-                if act.name in self._children:
-                    self._children[act.name].signal(act.number)
-            elif isinstance(act, EndStore):
+    def _do(self, actions: list[Action]) -> None:
+        for action in actions:
+            if isinstance(action, Start):
+                self._start(self._seats[action.name], action.restarts)
+            elif isinstance(action, Signal):
+                if action.name in self._children:
+                    self._children[action.name].signal(action.number)
+            elif isinstance(action, EndServing):
                 self._tell_storekeeper("over")
-            elif isinstance(act, Say):
-                self._output.say(act.text)
+            elif isinstance(action, Log):
+                self._output.say(action.text)
 
     def _status(self) -> str:
         now = monotonic()
         return "\n".join(
             f"{one.name} {one.state} for {spelled(now - one.since)}, restarts: {one.restarts}{self._process(one.name)}"
-            for one in self._policy.standings()
+            for one in self._policy.statuses()
         )
 
     def _process(self, name: str) -> str:
@@ -155,32 +151,32 @@ class Supervisor:
 
     # Workers
 
-    def _start(self, seat: Seat, restarts: int) -> None:
-        command = [seat.filled_in(word) for word in seat.role.command]
+    def _start(self, slot: WorkerSlot, restarts: int) -> None:
+        command = [slot.filled_in(word) for word in slot.role.command]
         try:
-            child = Child(command, self._environment(seat, restarts))
+            child = Child(command, self._environment(slot, restarts))
         except (OSError, subprocess.SubprocessError) as error:
-            self._do(self._policy.could_not_start(seat.name, str(error), monotonic()))
+            self._do(self._policy.could_not_start(slot.name, str(error), monotonic()))
             return
         self._tell_storekeeper(f"+{child.pid}")
-        self._children[seat.name] = child
+        self._children[slot.name] = child
         for stream, pipe in child.pipes.items():
-            self._lines[seat.name, stream] = Lines()
-            self._selector.register(pipe, selectors.EVENT_READ, (seat.name, stream))
+            self._lines[slot.name, stream] = Lines()
+            self._selector.register(pipe, selectors.EVENT_READ, (slot.name, stream))
         if restarts:
             self._output.raw(
-                seat.name, f"--- started again: {time.strftime('%H:%M:%S')}, restarts: {restarts}\n".encode()
+                slot.name, f"--- started again: {time.strftime('%H:%M:%S')}, restarts: {restarts}\n".encode()
             )
 
-    def _environment(self, seat: Seat, restarts: int) -> Mapping[str, str]:
+    def _environment(self, slot: WorkerSlot, restarts: int) -> Mapping[str, str]:
         inherited = {key: value for key, value in os.environ.items() if key not in _FOREIGN}
-        own = {key: seat.filled_in(value) for key, value in seat.role.env.items()}
-        named_so = supervised.variables(seat.name, seat.role.name, restarts, self._host, self._port)
+        own = {key: slot.filled_in(value) for key, value in slot.role.env.items()}
+        named_so = supervised.variables(slot.name, slot.role.name, restarts, self._host, self._port)
         given = {**shared_cores(len(self._seats)), "PYTHONUNBUFFERED": "1", **inherited, **self._key}
         return child_environment({**given, **named_so, **own})
 
     def _read(self, source: Source) -> bool:
-        """Whether there was something; at the end of a stream it is watched no more."""
+        """Read a stream; return True if it had data. At its end, stop watching it."""
         name, stream = source
         pipe = self._children[name].pipes[stream]
         data = children.read(pipe)
@@ -197,10 +193,10 @@ class Supervisor:
             self._output.lines(name, stream, lines)
 
     def _bury(self, name: str, child: Child) -> None:
-        """A process has ended: what it printed last is in its pipes."""
-        child.signal(signal.SIGKILL)  # what it has left behind, which may print without an end
+        """Handle the end of a process: read the rest of its output from the pipes."""
+        child.signal(signal.SIGKILL)  # its remaining children might print for ever
         for stream in STREAMS:
-            for _ in range(MOST_PIECES):  # a process that has left its group may print on without end
+            for _ in range(MOST_PIECES):  # a process that has left the group may print for ever
                 if stream not in child.pipes or not self._read((name, stream)):
                     break
             if stream in child.pipes:
@@ -213,7 +209,7 @@ class Supervisor:
     # The storekeeper
 
     def _begin_storekeeper(self) -> None:
-        """Start it, for the first time or again."""
+        """Start the storekeeper, for the first time or again."""
         self._ready = False
         self._storekeeper = self._start_storekeeper()
         if self._key_folder:
@@ -261,7 +257,7 @@ class Supervisor:
                 self._output.say(f"the process that kept the group's store ended with {how}; it is started again")
                 self._begin_storekeeper()
             else:
-                self._do(self._policy.given_up(f"the group's store could not be served ({how})", monotonic()))
+                self._do(self._policy.abort(f"the group's store could not be served ({how})", monotonic()))
 
     def _part_from_storekeeper(self) -> None:
         assert self._storekeeper is not None
@@ -282,7 +278,7 @@ class Supervisor:
 
     @contextlib.contextmanager
     def _hears_signals(self) -> Iterator[None]:
-        """Those that come wake `select` up. Those that whoever started this wants to be ignored stay so."""
+        """Make signals wake `select`. Signals that the parent process made this one ignore stay ignored."""
         ours, theirs = socket.socketpair()
         with ours, theirs:
             ours.setblocking(False)
@@ -313,13 +309,13 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _key_for_children(is_alone: bool) -> str:
-    """Return a private folder with a new key for all that this starts; "" where each finds the group's key by itself.
+    """Return a private folder with a new key for all child processes; "" if each finds the group's key itself.
 
-    A variable would not do, since programs print their environment, nor a pipe, since processes that a worker starts
-    need the key as well.
+    An environment variable is unsafe, because programs print their environment. A pipe does not suffice, because the
+    children of workers need the key as well.
 
     Raises:
-        UsageError: there is no key, and this host is not alone; or the one that is given cannot be used.
+        UsageError: there is no key, and this host is not alone; or the given key cannot be used.
         OSError: there is no folder for temporary files.
     """
     if given_keys() is not None:

@@ -1,4 +1,4 @@
-"""Weights that a learner publishes, and that actors on any host read: whole versions, each with its number."""
+"""Publish weights from a learner to actors on any host: whole, numbered versions."""
 
 from telegrad.weights.publisher import Publisher
 from telegrad.weights.sharded import Shard, ShardedPublisher, ShardedSubscriber

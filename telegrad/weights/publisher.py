@@ -1,57 +1,57 @@
-"""The learner's end: it publishes versions of its weights."""
+"""The learner's side: publish versions of weights."""
 
 from __future__ import annotations
 
-import secrets
 import threading
 import weakref
+from collections.abc import Callable, Mapping
+from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from telegrad import checks, forks
-from telegrad.agent.compiling import not_compiled
-from telegrad.errors import CallTimeout, UsageError
-from telegrad.group.members import listed
-from telegrad.progress import Wait
-from telegrad.rpc import current
-from telegrad.weights.arranging import Layouts
-from telegrad.weights.changes import Deltas, Finder
-from telegrad.weights.desk import LOOK, Box, Desk
-from telegrad.weights.feed import Feed
-from telegrad.weights.layout import Layout
-from telegrad.weights.rounding import Rounding
-from telegrad.weights.sources import read_from
-from telegrad.weights.words import About, Out, Party
+from telegrad.errors import CallTimeout, InvalidArgument, UsageError
+from telegrad.ext.arguments import checks
+from telegrad.ext.calls import known_as, not_compiled
+from telegrad.ext.processes import forks
+from telegrad.ext.texts import Wait
+from telegrad.ext.workers import current, listed
+from telegrad.rpc import RRef, rpc_sync
+from telegrad.weights.transfer.deltas import DeltaEncoder, Deltas
+from telegrad.weights.transfer.feed import Feed
+from telegrad.weights.transfer.messages import Outgoing, Party, VersionInfo
+from telegrad.weights.transfer.rounding import Rounding
+from telegrad.weights.transfer.service import TICK, Endpoint, WeightsService
+from telegrad.weights.transfer.tree_layout import Layout, Snapshots
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self
 
-PIECE = 1 << 20  # bytes that travel at a time between hosts
-KEEP = 8  # versions, at most, for those who want every one
+PIECE = 1 << 20  # bytes per message between hosts
+KEEP = 8  # maximum number of versions for subscribers that read every one
 
 
 class Publisher:
-    """Publishes versions of what a learner has under a name, for the `Subscriber`s of any worker.
+    """Publishes versions of a learner's weights under a name, to the `Subscriber`s of any worker.
 
-    The source is read at each `publish`, and then only. `close()`, leaving `with publisher:` or dropping it ends it.
+    The source is read only by `publish`. `close()`, leaving `with publisher:` or garbage collection ends the publisher.
 
     Args:
-        name: what subscribers ask this worker for.
+        name: the name that subscribers use.
         source: a module, a `RemoteModule`, a `Pipeline`, a reference to a module, a state dict or any other tree of
-            tensors, or a function that gives one.
-        keep: so many of the last versions are kept for who iterates over all of them and has not come to them yet.
-        dtype: floating numbers that take more room are rounded to this type, such as `torch.bfloat16`; or a function of
-            a tensor's name and the tensor that gives its type, or None to leave it as it is.
-        deltas: other hosts that have the version before get only what has changed since. "fast" finds what is the same;
-            "small" also takes a second per 100 MB to deflate the bits that flip, which pays on links slower than that;
+            tensors, or a function that returns one.
+        keep: the maximum number of recent versions kept for subscribers that iterate over all of them.
+        dtype: larger floating-point types are rounded to this type, such as `torch.bfloat16`. Or a function that gets a
+            tensor's name and the tensor, and returns its type, or None to keep it.
+        deltas: send only the differences to hosts that have the previous version. "fast" omits unchanged elements;
+            "small" also spends a second per 100 MB to deflate changed bits, which helps on links slower than that;
             "off".
 
     Raises:
-        UsageError: this worker publishes something under that name already.
-        InvalidArgument: nothing can be published from that source.
+        UsageError: this worker already publishes under that name.
+        InvalidArgument: the source cannot be published.
 
     Example:
         >>> publisher = telegrad.weights.Publisher("numbers", {"bias": torch.ones(2)})
@@ -72,45 +72,47 @@ class Publisher:
         check_published(name, dtype, deltas)
         checks.count("keep", keep, what="a number of versions")
         self.name = name
-        self._read = read_from(source)
+        self._read = _reader_of(source)
         worker = current.here()
         self._agent = worker.agent
-        self._desk = worker.attached(Desk)
-        self._publishing = threading.RLock()  # guards _layouts, and that a version is filled by the layout that it has
-        self._layouts = Layouts(dtype)
-        self._finder = Finder(deltas)
-        self._box = PublisherBox(self._desk, secrets.token_hex(8), keep)
-        self._desk.publish(name, self._box)
-        self._end = weakref.finalize(self, _close_later, self._desk, name, self._box)
+        self._service = worker.attached(WeightsService)
+        self._publishing = (
+            threading.RLock()
+        )  # guards _snapshots, and keeps the layout of a version constant while it is filled
+        self._snapshots = Snapshots(dtype)
+        self._encoder = DeltaEncoder(deltas)
+        self._endpoint = PublisherEndpoint(self._service, name, keep)
+        self._service.add(self._endpoint, name)
+        self._end = weakref.finalize(self, self._service.close_later, self._endpoint)
         self._end.atexit = False
 
     @not_compiled
     def publish(self, wait: float | None = None) -> int:
-        """Publish the source as it is now.
+        """Publish the current state of the source.
 
-        Returns once the source was copied: it may be changed from then on.
+        Return once the source was copied: it may be changed from then on.
 
         Args:
-            wait: also wait until every subscriber has taken this version or a later one, for so many seconds at most; 0
-                for no limit.
+            wait: also wait until every subscriber has read this version or a later one, for at most this many seconds;
+                0 for no limit.
 
         Returns:
-            The number of this version, from 1 on.
+            The number of this version, counted from 1.
 
         Raises:
             UsageError: the publisher was closed.
-            InvalidArgument: the source gives something that cannot be published; likewise `CannotEncode`.
-            CallTimeout: somebody has not taken it in time. It was published all the same.
+            InvalidArgument: the source contains a value that cannot be published; `CannotEncode` is possible, too.
+            CallTimeout: a subscriber has not read it in time. The version was published all the same.
         """
         check_wait(wait)
         if not self._end.alive:
             raise UsageError(f"the publisher {self.name!r} was closed, and publishes no more: make a new one")
         tree = self._read()
         with self._publishing:
-            arranged = self._layouts.of(tree)
-            memory = self._agent.memory.common(arranged.layout.size)
-            arranged.fill(memory)
-            number = self._box.publish(arranged.layout, memory, self._finder)
+            snapshot = self._snapshots.of(tree)
+            memory = self._agent.memory.common(snapshot.layout.size)
+            snapshot.fill(memory)
+            number = self._endpoint.publish(snapshot.layout, memory, self._encoder)
         if wait is not None:
             self._wait_for_readers(number, wait)
         return number
@@ -118,33 +120,33 @@ class Publisher:
     @property
     def version(self) -> int:
         """The number of the newest version; 0 before the first."""
-        return self._box.feed_.shelf.newest
+        return self._endpoint.feed.store.newest
 
     @property
     def versions(self) -> list[int]:
-        """Those whose memory this worker keeps: the newest, and what others are about to read."""
-        with self._box.changed:
-            return sorted(self._box.stock)
+        """The versions whose memory this worker keeps: the newest, and those that others are about to read."""
+        with self._endpoint.changed:
+            return sorted(self._endpoint.memory)
 
     @property
     def subscribers(self) -> dict[str, int]:
-        """Who subscribes, by worker, with the version that its user took last; 0 for none."""
-        with self._box.changed:
-            taken = [*self._box.feed_.taken.items()]
+        """The subscribers, with the version that the user of each has read last; 0 for none."""
+        with self._endpoint.changed:
+            taken = [*self._endpoint.feed.taken.items()]
         return {_label(party): number for party, number in taken}
 
     def _wait_for_readers(self, number: int, timeout: float) -> None:
-        box = self._box
+        endpoint = self._endpoint
         until = monotonic() + timeout if timeout > 0 else float("inf")
 
         def missing() -> list[str]:
-            return [party.worker for party in box.behind(number)]
+            return [party.worker for party in endpoint.behind(number)]
 
         def text() -> str:
             return f"Publisher.publish: version {number} of {self.name!r} was not taken yet by {listed(missing())}"
 
         with Wait("Publisher.publish", text, missing, worker=self._agent.name) as wait, self._agent.waiting():
-            while box.behind(number) and not self._agent.closed:
+            while endpoint.behind(number) and not self._agent.closed:
                 left = until - monotonic()
                 if left <= 0:
                     raise CallTimeout(
@@ -152,14 +154,14 @@ class Publisher:
                         "It was published, and they can have it"
                     )
                 wait.look()
-                with box.changed:
-                    box.changed.wait_for(lambda: not box.feed_.behind(number), min(left, LOOK))
+                with endpoint.changed:
+                    endpoint.changed.wait_for(lambda: not endpoint.feed.behind(number), min(left, TICK))
 
     @not_compiled
     def close(self) -> None:
-        """Publish no more. Subscribers keep what they have."""
-        if self._end.detach() and not forks.is_inherited(self._desk):
-            _close(self._desk, self.name, self._box)
+        """End publishing. Subscribers keep the versions that they have."""
+        if self._end.detach() and not forks.is_inherited(self._service):
+            self._endpoint.close()
 
     def __enter__(self) -> Self:
         return self
@@ -172,49 +174,76 @@ class Publisher:
         return f"<Publisher {self.name!r}: {state}>"
 
 
-class PublisherBox(Box):
-    """With the machine of a publisher."""
+def _reader_of(source: Any) -> Callable[[], Any]:
+    """Return a function that returns the current state of a source."""
+    if isinstance(source, nn.Module):  # includes remote modules and pipelines, whose state_dict asks the owners
+        return source.state_dict
+    if isinstance(source, RRef):
+        return partial(rpc_sync, source.owner(), _state_of, (source,))
+    if isinstance(source, Mapping | list | tuple | Tensor):
+        return lambda: source
+    if callable(source):
+        return source  # type: ignore[no-any-return]
+    raise InvalidArgument(
+        f"source must be a module, a state dict, another tree of tensors, or a function that gives one, "
+        f"not {checks.shown(source)}"
+    )
 
-    def __init__(self, desk: Desk, feed: str, keep: int) -> None:
-        me = desk.party(0)
-        self.feed_ = Feed(me, desk.agent.me.host, keep)
-        super().__init__(desk, feed, me, self.feed_)
 
-    def publish(self, layout: Layout, memory: Tensor, finder: Finder) -> int:
-        about = About(layout.number, layout.description, layout.size, PIECE)
-        base, old = self._base(about)
-        found = finder.find(layout, about, old, memory) if old is not None else {}
+@known_as("Publisher.publish")
+def _state_of(reference: RRef[Any]) -> Any:
+    value = reference.local_value()
+    return value.state_dict() if isinstance(value, nn.Module) else value
+
+
+class PublisherEndpoint(Endpoint):
+    """The endpoint of a publisher, whose state machine is a `Feed`."""
+
+    def __init__(self, service: WeightsService, name: str, keep: int) -> None:
+        me = service.party(publishes=True)
+        self._name = name
+        self.feed = Feed(me, service.agent.me.host, keep)
+        super().__init__(service, me, self.feed)
+
+    def publish(self, layout: Layout, memory: Tensor, encoder: DeltaEncoder) -> int:
+        info = VersionInfo(layout.number, layout.description, layout.size, PIECE)
+        base, old = self._base(info)
+        found = encoder.encode(layout, info, old, memory) if old is not None else {}
         number = 0
 
-        def put() -> Out:
+        def put() -> Outgoing:
             nonlocal number
-            number = self.feed_.shelf.newest + 1
-            self.stock[number] = memory
+            number = self.feed.store.newest + 1
+            self.memory[number] = memory
             for piece, delta in found.items() if number == base + 1 else ():
-                self.changes.keep(number, piece, delta, about.size)
-            return self.feed_.publish(about)
+                self.deltas.keep(number, piece, delta, info.size)
+            return self.feed.publish(info)
 
-        self.step(put)
+        self.update(put)
         return number
 
-    def _base(self, about: About) -> tuple[int, Tensor | None]:
-        """The newest version, whose memory is given where others may want what changes in it."""
+    def _base(self, info: VersionInfo) -> tuple[int, Tensor | None]:
+        """Return the newest version, with its memory if others may want the differences from it."""
         with self.changed:
-            shelf = self.feed_.shelf
-            last = shelf.about.get(shelf.newest)
-            fits = last is not None and last.layout == about.layout and self.feed_.leaves_the_host
-            return shelf.newest, self.stock[shelf.newest] if fits else None
+            store = self.feed.store
+            last = store.info.get(store.newest)
+            fits = last is not None and last.layout == info.layout and self.feed.leaves_the_host
+            return store.newest, self.memory[store.newest] if fits else None
 
-    def look(self) -> None:
-        self.step(self.feed_.look)
+    def on_tick(self) -> None:
+        self.update(self.feed.on_tick)
+
+    def close(self) -> None:
+        self._service.remove(self, self._name)
+        self.update(self.feed.close)
 
     def behind(self, number: int) -> list[Party]:
         with self.changed:
-            return self.feed_.behind(number)
+            return self.feed.behind(number)
 
 
 def check_published(name: Any, dtype: Any, deltas: Any) -> None:
-    """Raise InvalidArgument where nothing can be published so."""
+    """Raise InvalidArgument for arguments that cannot be published with."""
     checks.text("name", name, 'a name, as in Publisher("policy", model)')
     if dtype is not None and not isinstance(dtype, torch.dtype):
         checks.function("dtype", dtype, "a type of floating numbers, or a function of a name and a tensor")
@@ -222,21 +251,10 @@ def check_published(name: Any, dtype: Any, deltas: Any) -> None:
 
 
 def check_wait(wait: Any) -> None:
-    """Raise InvalidArgument for what is no time to wait for readers."""
+    """Raise InvalidArgument if `wait` is no timeout."""
     if wait is not None:
         checks.seconds("wait", wait)
 
 
 def _label(party: Party) -> str:
     return party.worker if party.number == 1 else f"{party.worker} ({party.number})"
-
-
-def _close(desk: Desk, name: str, box: PublisherBox) -> None:
-    desk.unpublish(name, box)
-    box.step(box.feed_.close)
-
-
-def _close_later(desk: Desk, name: str, box: PublisherBox) -> None:
-    """Nobody holds it any more: on another thread, since this may be any, with any lock held."""
-    if not forks.is_inherited(desk):
-        desk.agent.later(lambda _: _close(desk, name, box), None)

@@ -1,9 +1,9 @@
-"""Weights of which several workers own parts: one version of all, and readers that pull what they need of it.
+"""Publish and read weights that several workers own in parts. Each version is consistent over all owners.
 
-Each owner publishes what it has, as if it were alone. Then the driver publishes the contents: who has which part of
-which tensor, and under which number. So a version is there for readers only when all of its parts are, and what its
-contents name is all that they look at: parts of two versions never meet. Owners keep some versions before the newest,
-for who has read the contents of those. Who comes too late all the same goes on to newer contents.
+Each owner publishes its parts independently. Then the driver publishes the contents: the owner of each part of each
+tensor, and the owners' version numbers. So readers see a version only when all of its parts exist. They use only the
+parts that its contents name, so parts of two versions never mix. Owners keep some versions before the newest, for
+readers of older contents. A reader that still comes too late continues with newer contents.
 """
 
 from __future__ import annotations
@@ -17,24 +17,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from telegrad import checks
-from telegrad.agent.deadlines import DEFAULT
 from telegrad.errors import CallTimeout, InvalidArgument, UsageError
-from telegrad.group.members import WorkerInfo
-from telegrad.nn.tree import Branch, branches, state_of
+from telegrad.ext.arguments import checks
+from telegrad.ext.calls import DEFAULT, together
+from telegrad.ext.modules import Branch, branches, state_of
+from telegrad.ext.workers import WorkerInfo
 from telegrad.rpc import RRef, remote
-from telegrad.rpc.together import together
-from telegrad.weights.changes import Deltas
-from telegrad.weights.loading import Source
 from telegrad.weights.publisher import Publisher, check_published, check_wait
-from telegrad.weights.rounding import Rounding
 from telegrad.weights.shards import Box, Copy, Part, plan, slices
-from telegrad.weights.spans import flags_of
 from telegrad.weights.subscriber import Subscriber
+from telegrad.weights.transfer.deltas import Deltas
+from telegrad.weights.transfer.rounding import Rounding
+from telegrad.weights.transfer.tree_layout import place_of
 from telegrad.weights.version import Version
 
-KEEP = 4  # versions of each owner, at most: readers that take longer than as many are published may find none whole
-PARTS = ".parts"  # the end of the names under which owners publish
+KEEP = 4  # versions kept per owner: a reader that takes longer than this many publications may find none complete
+PARTS = ".parts"  # suffix of the names under which owners publish
 
 State = Callable[[], Mapping[str, Any]]
 _WANTED = "a list of names, or a dictionary with the Box of each"
@@ -42,7 +40,7 @@ Wanted = Iterable[str] | Mapping[str, Box | None] | None
 
 
 class Shard(NamedTuple):
-    """A part of a tensor, in the state of an owner: it begins at `offsets` of a tensor of that `shape`.
+    """A part of a tensor in the state of an owner. It begins at `offsets` in a tensor of shape `shape`.
 
     Example:
         >>> telegrad.weights.Shard(torch.ones(2, 4), offsets=(2, 0), shape=(8, 4)).shape
@@ -55,24 +53,24 @@ class Shard(NamedTuple):
 
 
 class Content(NamedTuple):
-    """What an owner has of one tensor."""
+    """An owner's part of one tensor."""
 
     part: Part
     shape: tuple[int, ...]  # of the whole tensor
 
 
 class ShardedPublisher:
-    """Publishes versions of what several workers own, under a name; this worker drives.
+    """Publishes versions of weights that several workers own, under one name. This worker is the driver.
 
     Args:
-        name: what subscribers ask this worker for.
-        source: a model that is spread over workers, or for each worker a function that gives its part of the state:
-            tensors by their names, `Shard`s or `DTensor`s where it has a part of one.
+        name: the name that subscribers use.
+        source: a model that is spread over workers. Or for each worker a function that returns its part of the state:
+            tensors by their names, with a `Shard` or `DTensor` for a part of a tensor.
         dtype: as for `Publisher`.
         deltas: as for `Publisher`.
 
     Raises:
-        UsageError: something is published under that name already.
+        UsageError: this worker already publishes under that name.
 
     Example:
         >>> halves = nn.Sequential(*(telegrad.nn.RemoteModule(on, nn.Linear, (2, 2)) for on in ["worker0", "worker1"]))
@@ -90,12 +88,12 @@ class ShardedPublisher:
             for worker, share in _shares(source).items()
         }
         self._contents: dict[str, list[Content]] = {}
-        self._editions = dict.fromkeys(self._owners, 0)  # of the contents of each, as far as they are known here
+        self._editions = dict.fromkeys(self._owners, 0)  # edition of each owner's contents that is known here
         self._manifest: dict[str, Any] = {}
         self._publisher = Publisher(name, self._manifest)
 
     def publish(self, wait: float | None = None) -> int:
-        """Publish what all owners have now. It must not change meanwhile.
+        """Publish the current parts of all owners. They must not change during the call.
 
         Args:
             wait: as for `Publisher.publish`.
@@ -104,7 +102,7 @@ class ShardedPublisher:
             The number of this version.
 
         Raises:
-            WorkersFailed: several owners could not; where only one could not, its own error. There is no such version.
+            WorkersFailed: several owners failed; if only one failed, its own error is raised. There is no new version.
             CallTimeout: as for `Publisher.publish`, like its other errors.
         """
         check_wait(wait)
@@ -122,7 +120,7 @@ class ShardedPublisher:
         return self._publisher.version
 
     def close(self) -> None:
-        """Publish no more. Subscribers keep what they have."""
+        """End publishing. Subscribers keep the versions that they have."""
         self._publisher.close()
         together(self._owners, lambda _, owner: owner.rpc_async().close())
 
@@ -131,7 +129,7 @@ class ShardedPublisher:
 
 
 class Owner:
-    """What one worker owns."""
+    """The parts that one worker owns."""
 
     def __init__(self, name: str, share: list[Branch] | State, dtype: Rounding, deltas: Deltas) -> None:
         self._share = share
@@ -141,7 +139,10 @@ class Owner:
         self._publisher = Publisher(name, self._state, KEEP, dtype, deltas)
 
     def publish(self, known: int) -> tuple[int, int, list[Content] | None]:
-        """The number of the version, the edition of its contents, and these unless they are known."""
+        """Publish.
+
+        Return the number of the version, the edition of its contents, and the contents if `known` is another edition.
+        """
         found = self._share() if callable(self._share) else _state_of(self._share)
         contents = []
         self._state.clear()
@@ -159,7 +160,7 @@ class Owner:
 
 
 def _shares(source: Any) -> dict[str, Any]:
-    """What each worker publishes."""
+    """Return the source of each worker."""
     if isinstance(source, nn.Module | RRef):
         shares: dict[str, Any] = {}
         for branch in branches(source):
@@ -178,7 +179,8 @@ def _state_of(shares: list[Branch]) -> dict[str, Any]:
 
 
 def _described(name: str, value: Any) -> tuple[Content, Tensor]:
-    distributed = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())  # else there is none
+    # if not imported, there are no DTensors
+    distributed = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
     if isinstance(value, Shard):
         tensor, offsets, shape = value.tensor, tuple(value.offsets), tuple(value.shape)
     elif isinstance(value, distributed):
@@ -205,17 +207,17 @@ def _described(name: str, value: Any) -> tuple[Content, Tensor]:
 
 
 class ShardedSubscriber:
-    """Reads the versions that a `ShardedPublisher` publishes.
+    """Reads the versions of a `ShardedPublisher`.
 
     Args:
         worker: the worker of the publisher.
-        name: that of the publisher.
-        wanted: names of tensors, or the part that is wanted of each (`{"layer.weight": Box((0, 0), (64, 128))}`; None
-            stands for all of it). It need not be a part that somebody owns. Left out, all tensors are read.
-        timeout: seconds until there is such a publisher; 0 for no limit, left out that of the options.
+        name: the name of the publisher.
+        wanted: names of tensors, or the wanted part of each (`{"layer.weight": Box((0, 0), (64, 128))}`; None means all
+            of it). The parts need not match those of the owners. Default: all tensors.
+        timeout: seconds to wait for the publisher; 0 for no limit, default: the timeout in the options.
 
     Raises:
-        UnknownPublisher: that worker publishes nothing of that name.
+        UnknownPublisher: that worker has no publisher of that name.
         UnknownWorker: there is no such worker.
 
     Example:
@@ -243,10 +245,10 @@ class ShardedSubscriber:
         self._taken: Version | None = None
 
     def newest(self, timeout: float = DEFAULT) -> Version:
-        """The newest version that is known here; see `Subscriber.newest`.
+        """Return the newest version known here; see `Subscriber.newest`.
 
         Args:
-            timeout: seconds; 0 for no limit, left out that of the options.
+            timeout: seconds; 0 for no limit, default: the timeout in the options.
 
         Returns:
             A `Version`.
@@ -254,11 +256,11 @@ class ShardedSubscriber:
         return self._obtain(self._manifest.newest, timeout)
 
     def at_least(self, number: int, timeout: float = DEFAULT) -> Version:
-        """That version or a later one; see `Subscriber.at_least`.
+        """Return that version or a later one; see `Subscriber.at_least`.
 
         Args:
-            number: the least number.
-            timeout: seconds; 0 for no limit, left out that of the options.
+            number: the lowest acceptable number.
+            timeout: seconds; 0 for no limit, default: the timeout in the options.
 
         Returns:
             A `Version`.
@@ -267,11 +269,11 @@ class ShardedSubscriber:
         return self._obtain(lambda timeout: self._manifest.at_least(number, timeout), timeout)
 
     def refresh(self, max_behind: int = 0, timeout: float = DEFAULT) -> Version:
-        """A version that is at most so far behind the newest; see `Subscriber.refresh`.
+        """Return a version that is at most `max_behind` versions behind the newest; see `Subscriber.refresh`.
 
         Args:
-            max_behind: how many versions it may be behind.
-            timeout: seconds; 0 for no limit, left out that of the options.
+            max_behind: the accepted number of newer versions.
+            timeout: seconds; 0 for no limit, default: the timeout in the options.
 
         Returns:
             A `Version`.
@@ -281,7 +283,7 @@ class ShardedSubscriber:
 
     @property
     def version(self) -> int:
-        """The number of the version that was taken last; 0 before the first."""
+        """The number of the version that was read last; 0 before the first."""
         return self._taken.number if self._taken is not None else 0
 
     def _obtain(self, read: Callable[[float], Version], timeout: float) -> Version:
@@ -308,7 +310,7 @@ class ShardedSubscriber:
             contents = self._manifest.at_least(contents.number + 1, left())
 
     def _gather(self, version: Version, left: Callable[[], float]) -> Version | None:
-        """All that is wanted of a version; None where an owner keeps its part no more."""
+        """Return the wanted parts of a version, or None if an owner no longer keeps its part."""
         contents: dict[str, list[Content]] = version.state["contents"]
         if self._plan is None or self._plan.contents != contents:
             self._plan = Plan(contents, self._wanted)
@@ -325,7 +327,7 @@ class ShardedSubscriber:
         return Gathered(version.number, self._plan.state(parts))
 
     def close(self) -> None:
-        """Read no more; versions that were taken stay."""
+        """End reading. Versions that were read stay valid."""
         for subscriber in (self._manifest, *self._owners.values()):
             subscriber.close()
 
@@ -334,7 +336,7 @@ class ShardedSubscriber:
 
 
 class Plan:
-    """How a state is made of what owners have."""
+    """How to make a state from the owners' parts."""
 
     def __init__(self, contents: dict[str, list[Content]], wanted: Wanted) -> None:
         self.contents = contents
@@ -349,19 +351,19 @@ class Plan:
         owned = {owner: [content.part for content in theirs] for owner, theirs in contents.items()}
         for copy in plan(owned, self._parts):
             self._copies[copy.wanted].append(copy)
-        owners: dict[str, tuple[str, str]] = {}  # by names: one, and which of its parts it is
+        owners: dict[str, tuple[str, str]] = {}  # by tensor name: an owner, and the index of its part
         for owner, theirs in owned.items():
             for index, each in enumerate(theirs):
                 owners.setdefault(each.name, (owner, str(index)))
         bare = [part for part, copies in zip(self._parts, self._copies, strict=True) if not copies]
-        self._empty = {part: owners[part.name] for part in bare}  # without elements, but of a type
+        self._empty = {part: owners[part.name] for part in bare}  # parts without elements, which still need a type
         used = {copy.owner for copies in self._copies for copy in copies}
         self.owners = sorted(used.union(owner for owner, _ in self._empty.values()))
 
     def state(self, parts: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """By name; what is a part as somebody owns it stays where it is.
+        """Return the state by name. A part that matches an owner's part is not copied.
 
-        What is put together from parts that are the same, under two names, is put together once.
+        If two names are joined from the same parts, they are joined once.
         """
         made: dict[Any, Tensor] = {}
         state: dict[str, Tensor] = {}
@@ -373,10 +375,7 @@ class Plan:
             sources = [parts[copy.owner][str(copy.owned)][slices(copy.source)] for copy in copies]
             same = (
                 part.box.sizes,
-                tuple(
-                    (copy.target, source.data_ptr(), source.dtype, source.stride(), flags_of(source))
-                    for copy, source in zip(copies, sources, strict=True)
-                ),
+                tuple((copy.target, place_of(source)) for copy, source in zip(copies, sources, strict=True)),
             )
             if same not in made:
                 made[same] = _joined(part, [copy.target for copy in copies], sources)
@@ -407,11 +406,7 @@ class Gathered(Version):
     def __init__(self, number: int, state: dict[str, Tensor]) -> None:
         self.number = number
         self._state = state
-        self._memory = None
-        self._plans = [None]
-
-    def _sources(self) -> Mapping[str, Source]:
-        return self.state  # type: ignore[no-any-return]
+        self._layout = None
 
     def __repr__(self) -> str:
         return f"<Version {self.number}: {sum(each.nbytes for each in self._state.values())} bytes, gathered>"

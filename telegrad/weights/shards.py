@@ -1,7 +1,7 @@
-"""Tensors of which several workers have parts, and who wants which part: what to copy from where to where.
+"""Compute the copies that make wanted parts of tensors from the parts that several workers own.
 
-A part is a box of a tensor, as in `torch.distributed.checkpoint`: where it begins in each dimension, and how far it
-goes. What is wanted need not be cut as it is owned; what several own is copied from the first of them.
+A part is a box in a tensor, as in `torch.distributed.checkpoint`: its offset and size in each dimension. Wanted parts
+need not match owned parts.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from telegrad.errors import UsageError
 
 
 class Box(NamedTuple):
-    """A part of a tensor: where it begins in each dimension, and how far it goes.
+    """A part of a tensor: its offset and size in each dimension.
 
     Example:
         >>> rows = telegrad.weights.Box(offsets=(2, 0), sizes=(2, 4))  # rows 2 and 3 of a tensor with 4 columns
@@ -24,29 +24,29 @@ class Box(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A box of the tensor of that name."""
+    """A box of the named tensor."""
 
     name: str
     box: Box
 
 
 class Copy(NamedTuple):
-    """`source` of an owner's part becomes `target` of a part that is wanted; both as the part sees them."""
+    """Copy `source` in an owner's part to `target` in a wanted part. Both boxes are relative to their part."""
 
     owner: str
-    owned: int  # which of its parts
+    owned: int  # index of the part
     source: Box
-    wanted: int  # which of the parts
+    wanted: int  # index of the wanted part
     target: Box
 
 
 def plan(owned: Mapping[str, Sequence[Part]], wanted: Sequence[Part]) -> list[Copy]:
-    """How to make all that is wanted from what the owners have, each element once.
+    """Return the copies that make all wanted parts, with each element copied once.
 
-    Of several that have it, the first in order gives it.
+    An element that several owners have is copied from the first of them.
 
     Raises:
-        UsageError: nobody has what is wanted, or somebody has it with other dimensions.
+        UsageError: no owner has a wanted element, or an owner has the tensor with a different number of dimensions.
     """
     parts: dict[str, list[tuple[str, int, Box]]] = {}
     for owner, theirs in owned.items():
@@ -71,44 +71,37 @@ def plan(owned: Mapping[str, Sequence[Part]], wanted: Sequence[Part]) -> list[Co
 
 
 def within(inner: Box, outer: Box) -> Box:
-    """A box as another one sees it."""
+    """Return a box relative to another one."""
     return Box(tuple(a - b for a, b in zip(inner.offsets, outer.offsets, strict=True)), inner.sizes)
 
 
 def slices(box: Box) -> tuple[slice, ...]:
-    """It, to index a tensor with."""
-    return tuple(slice(start, start + size) for start, size in zip(box.offsets, box.sizes, strict=True))
+    """Return the index of a box in its tensor."""
+    return tuple(slice(start, start + size) for start, size in zip(*box, strict=True))
 
 
 def overlap(one: Box, other: Box) -> Box | None:
-    """What two boxes have in common; None where that is nothing."""
-    starts = [max(pair) for pair in zip(one.offsets, other.offsets, strict=True)]
-    ends = [min(pair) for pair in zip(_ends(one), _ends(other), strict=True)]
-    if any(start >= end for start, end in zip(starts, ends, strict=True)):
-        return None
-    return Box(tuple(starts), tuple(end - start for start, end in zip(starts, ends, strict=True)))
+    """Return the intersection of two boxes, or None if it is empty."""
+    starts = tuple(map(max, one.offsets, other.offsets))
+    ends = [min(a + size, b + length) for a, size, b, length in zip(*one, *other, strict=True)]
+    sizes = tuple(end - start for start, end in zip(starts, ends, strict=True))
+    return Box(starts, sizes) if all(size > 0 for size in sizes) else None
 
 
 def without(box: Box, hole: Box) -> Iterable[Box]:
-    """The rest of a box, in boxes that do not overlap."""
+    """Yield the rest of a box without a hole, in boxes that do not overlap."""
     both = overlap(box, hole)
     if both is None:
         yield box
         return
-    for dimension, (start, size) in enumerate(zip(both.offsets, both.sizes, strict=True)):
-        first, end = box.offsets[dimension], box.offsets[dimension] + box.sizes[dimension]
-        for begin, stop in ((first, start), (start + size, end)):
-            if begin < stop:
-                yield _between(box, dimension, begin, stop)
-        box = _between(box, dimension, start, start + size)
-
-
-def _ends(box: Box) -> list[int]:
-    return [start + size for start, size in zip(box.offsets, box.sizes, strict=True)]
-
-
-def _between(box: Box, dimension: int, start: int, end: int) -> Box:
-    """The slab of a box from `start` to `end` in one dimension."""
-    offsets, sizes = [*box.offsets], [*box.sizes]
-    offsets[dimension], sizes[dimension] = start, end - start
-    return Box(tuple(offsets), tuple(sizes))
+    for at, (start, size) in enumerate(zip(*both, strict=True)):
+        first, end = box.offsets[at], box.offsets[at] + box.sizes[at]
+        slabs = [
+            Box(
+                (*box.offsets[:at], begin, *box.offsets[at + 1 :]),
+                (*box.sizes[:at], stop - begin, *box.sizes[at + 1 :]),
+            )
+            for begin, stop in ((first, start), (start + size, end), (start, start + size))
+        ]
+        yield from (slab for slab in slabs[:2] if slab.sizes[at])
+        box = slabs[2]

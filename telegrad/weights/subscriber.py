@@ -1,4 +1,4 @@
-"""An actor's end: it reads versions."""
+"""An actor's side: read versions of weights."""
 
 from __future__ import annotations
 
@@ -9,33 +9,30 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from telegrad import checks, forks
-from telegrad.agent.compiling import not_compiled
-from telegrad.agent.deadlines import DEFAULT, check_timeout, limit_of
 from telegrad.errors import CallTimeout, PublisherLost, UsageError
-from telegrad.group.members import WorkerInfo
-from telegrad.progress import Wait, attended
-from telegrad.rpc import current
-from telegrad.rpc.targets import target
-from telegrad.weights.desk import LOOK, Desk
-from telegrad.weights.joining import SubscriberBox, find_feed
+from telegrad.ext.arguments import checks
+from telegrad.ext.calls import DEFAULT, check_timeout, limit_of, not_compiled, target
+from telegrad.ext.processes import forks
+from telegrad.ext.texts import Wait, attended
+from telegrad.ext.workers import WorkerInfo, current
+from telegrad.weights.subscription import SubscriberEndpoint
+from telegrad.weights.transfer.service import TICK, WeightsService
 from telegrad.weights.version import Version, check_module
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self
 
 
 class Subscriber:
-    """Reads the versions that a `Publisher` of another worker publishes, or of this one; `for version in subscriber`:
-    each.
+    """Reads the versions of a `Publisher` on this or another worker; `for version in subscriber` yields each.
 
     Args:
         worker: the worker of the publisher.
-        name: that of the publisher, which is waited for where there is none yet.
-        timeout: seconds for that; 0 for no limit, left out that of the options.
+        name: the name of the publisher. If it does not exist yet, the constructor waits for it.
+        timeout: seconds for this wait; 0 for no limit, default: the timeout in the options.
 
     Raises:
-        UnknownPublisher: that worker publishes nothing of that name; it says what it does.
+        UnknownPublisher: that worker has no publisher of that name; the message lists those that it has.
         UnknownWorker: there is no such worker.
 
     Example:
@@ -57,144 +54,141 @@ class Subscriber:
         limit = self._limit(timeout)
         to = self._agent.identify(target(worker, "worker"))
         self.worker: str = to.name
-        desk = here.attached(Desk)
+        service = here.attached(WeightsService)
         with attended(Wait("Subscriber", lambda: self._story("wait for the publisher"), lambda: [to.name])):
-            feed = find_feed(self._agent, to, name, limit)
-        self._box = SubscriberBox(desk, feed, name, to)
-        self._end = weakref.finalize(self, _close_later, desk, self._box)
+            self._endpoint = SubscriberEndpoint(service, name, to, limit)
+        self._end = weakref.finalize(self, service.close_later, self._endpoint)
         self._end.atexit = False
-        desk.add(self._box)
-        self._box.join()
         self._taken: Version | None = None
         self._every = False
 
-    # Which version
+    # Reading versions
 
     @not_compiled
     def newest(self, timeout: float = DEFAULT) -> Version:
-        """The newest version that is on this host; waits only where none is.
+        """Return the newest version on this host. Wait only if there is none.
 
-        Goes on to give the last one when the publisher has gone.
+        After the publisher has gone, this still returns the last version.
 
         Args:
-            timeout: seconds; 0 for no limit, left out that of the options.
+            timeout: seconds; 0 for no limit, default: the timeout in the options.
 
         Returns:
             A `Version`.
 
         Raises:
-            PublisherLost: the publisher has gone, and no version is here.
-            CallTimeout: none has come in time.
+            PublisherLost: the publisher has gone, and there is no version here.
+            CallTimeout: no version arrived in time.
         """
         check_timeout(timeout)
-        box = self._box
-        if box.may_ask_for_newer():
-            box.ask_for_newer(LOOK)
-        found = box.find(1)
+        endpoint = self._endpoint
+        if endpoint.may_ask_for_newer():
+            endpoint.ask_for_newer(TICK)
+        found = endpoint.find(1)
         return self._take(found) if found is not None else self._obtain("newest", lambda: 1, False, timeout)
 
     @not_compiled
     def at_least(self, number: int, timeout: float = DEFAULT) -> Version:
-        """That version or a later one, the newest there is; waits until there is one.
+        """Wait for that version or a later one. Return the newest.
 
         Args:
-            number: the least number.
-            timeout: seconds; 0 for no limit, left out that of the options.
+            number: the lowest acceptable number.
+            timeout: seconds; 0 for no limit, default: the timeout in the options.
 
         Returns:
             A `Version`.
 
         Raises:
-            PublisherLost: the publisher has gone, and it cannot come.
-            CallTimeout: it has not come in time.
+            PublisherLost: the publisher has gone, so the version cannot arrive.
+            CallTimeout: the version did not arrive in time.
         """
         checks.count("number", number, 0, what="the number of a version")
         check_timeout(timeout)
-        found = self._box.find(number)
+        found = self._endpoint.find(number)
         return self._take(found) if found is not None else self._obtain("at_least", lambda: number, False, timeout)
 
     @not_compiled
     def refresh(self, max_behind: int = 0, timeout: float = DEFAULT) -> Version:
-        """A version that is not too old.
+        """Return a version that is not too old.
 
-        What a publisher has published before it calls this worker is known here.
+        This worker knows all versions that a publisher published before it called this worker.
 
         Args:
-            max_behind: how many versions it may be behind the newest that was published, as far as is known here.
-            timeout: seconds; 0 for no limit, left out that of the options.
+            max_behind: how many versions the result may be behind the newest published one that is known here.
+            timeout: seconds; 0 for no limit, default: the timeout in the options.
 
         Returns:
             A `Version`.
 
         Raises:
-            PublisherLost: the publisher has gone, so that nobody can know.
-            CallTimeout: no such version has come in time.
+            PublisherLost: the publisher has gone, so the newest version is unknown.
+            CallTimeout: no such version arrived in time.
         """
         checks.count("max_behind", max_behind, 0, what="a number of versions")
         check_timeout(timeout)
-        self._box.check()
-        box = self._box
+        self._endpoint.check()
+        endpoint = self._endpoint
         limit = self._limit(timeout)
         until = monotonic() + limit if limit else float("inf")
-        while not self._agent.handle_notices(min(until - monotonic(), LOOK)):
-            box.check()
+        while not self._agent.handle_notices(min(until - monotonic(), TICK)):
+            endpoint.check()
             if monotonic() >= until:
                 raise CallTimeout(
                     f"which version of {self.name!r} is the newest was not known within {limit:g} s, since this worker "
                     "has not handled all messages that had come"
                 )
-        number = max(1, box.known - max_behind)
-        if self._taken is not None and self._taken.number >= number and not box.is_newer_here(self._taken.number):
+        number = max(1, endpoint.known - max_behind)
+        if self._taken is not None and self._taken.number >= number and not endpoint.is_newer_here(self._taken.number):
             return self._taken
         return self.at_least(number, timeout)
 
     def __iter__(self) -> Iterator[Version]:
-        """Every version from now on, in order, until the publisher closes.
+        """Iterate over every version from now on, in order, until the publisher closes.
 
-        It keeps what this reader has not come to yet, up to a bound (`keep`); who is farther behind goes on with the
-        oldest that is kept, so that numbers are left out.
+        The publisher keeps the versions that this reader has not reached yet, up to a bound (`keep`). A reader that is
+        further behind continues with the oldest kept one, and skips numbers.
 
         Raises:
             PublisherLost: the publisher was lost.
         """
         self._every = True
-        begun = self._taken.number if self._taken is not None else self._box.known
-        self._box.taken(begun, True)
+        begun = self._taken.number if self._taken is not None else self._endpoint.known
+        self._endpoint.taken(begun, True)
         try:
             while True:
                 last = max(begun, self.version)
                 try:
-                    yield self._obtain("iteration", lambda last=last: self._box.next_after(last), True, 0)  # type: ignore[misc]
+                    yield self._obtain("iteration", lambda last=last: self._endpoint.next_after(last), True, 0)  # type: ignore[misc]
                 except PublisherLost:
-                    if self._box.over:
+                    if self._endpoint.over:
                         return
                     raise
         finally:
             self._every = False
-            self._box.taken(self.version, False)
+            self._endpoint.taken(self.version, False)
 
     def _after(self, number: int, timeout: float) -> Version:
-        """The version that follows that one, or the oldest later one that is kept.
+        """Return the version after that one, or the oldest later one that is kept.
 
-        From now on, all that come are kept for this reader.
+        From now on, all new versions are kept for this reader.
         """
         self._every = True
-        return self._obtain("after", lambda: self._box.next_after(number), True, timeout)
+        return self._obtain("after", lambda: self._endpoint.next_after(number), True, timeout)
 
     @property
     def version(self) -> int:
-        """The number of the version that was taken last; 0 before the first."""
+        """The number of the version that was read last; 0 before the first."""
         return self._taken.number if self._taken is not None else 0
 
     @property
     def behind(self) -> int:
-        """How many versions have been published since the one that was taken last."""
-        return max(0, self._box.known - self.version)
+        """The number of versions published since the one that was read last."""
+        return max(0, self._endpoint.known - self.version)
 
-    # What to do with it
+    # Loading
 
     def load_into(self, module: nn.Module | Mapping[str, Any]) -> None:
-        """Copy the version that was taken last, else the newest, into a module; see `Version.load_into`.
+        """Copy the version that was read last, or else the newest, into a module; see `Version.load_into`.
 
         Args:
             module: a module, or its state dict.
@@ -203,52 +197,52 @@ class Subscriber:
         (self._taken or self.newest()).load_into(module)
 
     def swap_into(self, module: nn.Module) -> None:
-        """Have a module's tensors lie in the version that was taken last, else the newest; see `Version.swap_into`.
+        """Make a module's tensors use the memory of the version that was read last, or else the newest.
 
         Args:
-            module: a module that only reads them.
+            module: a module that only reads its tensors.
         """
         if not isinstance(module, nn.Module):
             checks.wrong("module", "a module", module)
         (self._taken or self.newest()).swap_into(module)
 
-    # How
+    # Implementation
 
     def _take(self, version: Version) -> Version:
         if self._taken is None or version.number != self._taken.number:
             self._taken = version
-            self._box.taken(version.number, self._every)
+            self._endpoint.taken(version.number, self._every)
         return self._taken
 
     def _obtain(self, what: str, least: Callable[[], int], exact: bool, timeout: float) -> Version:
-        box, agent = self._box, self._agent
+        endpoint, agent = self._endpoint, self._agent
         limit = self._limit(timeout)
         until = monotonic() + limit if limit else float("inf")
 
         def text() -> str:
-            return f"Subscriber.{what}: {self._story(f'wait for version {least()}')}; {box.known} is known of"
+            return f"Subscriber.{what}: {self._story(f'wait for version {least()}')}; {endpoint.known} is known of"
 
         wait = Wait(f"Subscriber.{what}", text, lambda: [self.worker], worker=agent.name)
         with wait, agent.waiting():
             while True:
                 if not self._end.alive:
                     raise UsageError(f"the subscriber to {self.name!r} was closed: make a new one")
-                heard = box.heard
-                found = box.find(least(), exact)
+                heard = endpoint.changes
+                found = endpoint.find(least(), exact)
                 if found is not None:
                     return self._take(found)
-                box.check()
-                box.want(least(), exact)
+                endpoint.check()
+                endpoint.want(least(), exact)
                 left = until - monotonic()
                 if left <= 0:
-                    hint = "" if box.known else ". Nothing was published yet: call publisher.publish() there"
+                    hint = "" if endpoint.known else ". Nothing was published yet: call publisher.publish() there"
                     raise CallTimeout(
                         f"version {least()} of {self.name!r} on worker {self.worker!r} has not come within "
-                        f"{limit:g} s; the newest known of is {box.known}, the last taken {self.version}{hint}"
+                        f"{limit:g} s; the newest known of is {endpoint.known}, the last taken {self.version}{hint}"
                     )
                 wait.look()
-                with box.changed:
-                    box.changed.wait_for(lambda heard=heard: box.heard != heard, min(left, LOOK))  # type: ignore[misc]
+                with endpoint.changed:
+                    endpoint.changed.wait_for(lambda heard=heard: endpoint.changes != heard, min(left, TICK))  # type: ignore[misc]
 
     def _limit(self, timeout: float) -> float:
         return limit_of(timeout, self._agent.timeout)
@@ -258,9 +252,9 @@ class Subscriber:
 
     @not_compiled
     def close(self) -> None:
-        """Read no more; versions that were taken stay."""
+        """End reading. Versions that were read stay valid."""
         if self._end.detach() and not forks.is_inherited(self._agent):
-            self._box.leave()
+            self._endpoint.close()
 
     def __enter__(self) -> Self:
         return self
@@ -269,11 +263,5 @@ class Subscriber:
         self.close()
 
     def __repr__(self) -> str:
-        state = f"at version {self.version} of {self._box.known}" if self._end.alive else "closed"
+        state = f"at version {self.version} of {self._endpoint.known}" if self._end.alive else "closed"
         return f"<Subscriber to {self.name!r} on {self.worker!r}: {state}>"
-
-
-def _close_later(desk: Desk, box: SubscriberBox) -> None:
-    """Nobody holds it any more: on another thread, since this may be any, with any lock held."""
-    if not forks.is_inherited(desk):
-        desk.agent.later(lambda _: box.leave(), None)

@@ -1,8 +1,8 @@
-"""Weights for TorchRL's collectors: a scheme that stands where `RPCWeightSyncScheme` does.
+"""A weight scheme for TorchRL's collectors, which replaces `RPCWeightSyncScheme`.
 
-The trainer publishes a version, and tells each collector to read it. So weights leave the trainer once for each host,
-whatever the number of collectors there, and no process group is needed for them. Collectors must be workers of the
-group: with TorchRL's own `RPCCollector` that is a program run as `python -m telegrad train.py`.
+The trainer publishes a version, and makes each collector read it. So weights leave the trainer once per host, whatever
+the number of collectors there, and need no process group. Collectors must be workers of the group: with TorchRL's own
+`RPCCollector` that is a program run as `python -m telegrad train.py`.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 from uuid import uuid4
 
-from telegrad.agent.futures import Future
 from telegrad.errors import CallTimeout, UsageError
+from telegrad.ext.calls import Future
 from telegrad.rpc import RRef, get_worker_info, rpc_async
 from telegrad.weights.publisher import Publisher
 from telegrad.weights.subscriber import Subscriber
@@ -27,25 +27,25 @@ __all__ = ["TelegradWeightSyncScheme"]
 
 NO_LIMIT = 0
 
-_publishers: dict[str, str] = {}  # on the workers of collectors: who publishes under which name
+_publishers: dict[str, str] = {}  # on the workers of collectors: the publishing worker of each feed
 
 
 class TelegradWeightSyncScheme(WeightSyncScheme):
-    """Has collectors read what the trainer publishes: `weight_sync_schemes={"policy": TelegradWeightSyncScheme()}`.
+    """Makes collectors read versions of the trainer: `weight_sync_schemes={"policy": TelegradWeightSyncScheme()}`.
 
     Args:
-        strategy: as TorchRL's other schemes take it.
-        **publishing: what `Publisher` takes beside its name and source, such as `dtype=torch.bfloat16`.
+        strategy: as for TorchRL's other schemes.
+        **publishing: arguments of `Publisher` besides its name and source, such as `dtype=torch.bfloat16`.
     """
 
     def __init__(self, strategy: str = "tensordict", **publishing: Any) -> None:
         super().__init__(strategy)
-        self._feed = f"torchrl-{uuid4().hex}"  # goes along to the collectors
+        self._feed = f"torchrl-{uuid4().hex}"  # is sent to the collectors
         self._publishing = publishing
         self._publisher: Publisher | None = None
-        self._state: dict[str, Any] = {}  # what is published next
+        self._state: dict[str, Any] = {}  # the next version's content
 
-    # The trainer's
+    # Trainer
 
     def _init_on_sender_impl(self, *, model_id: str, context: Any, num_workers: int, **_: Any) -> None:
         if context is None or getattr(context, "collector_rrefs", None) is None:
@@ -73,7 +73,7 @@ class TelegradWeightSyncScheme(WeightSyncScheme):
         self._publisher.publish()
         super().send(prepared, worker_ids)
 
-    # The collectors'
+    # Collectors
 
     def _init_on_receiver_impl(
         self, *, model_id: str, context: Any = None, worker_idx: int | None = None, model: Any = None, **_: Any
@@ -92,14 +92,14 @@ class TelegradWeightSyncScheme(WeightSyncScheme):
         return state | {"_publisher": None, "_state": {}, "_sender_transports": None, "_receiver_transport": None}
 
     def shutdown(self) -> None:
-        """Publish and read no more."""
+        """Stop publishing and reading."""
         super().shutdown()
-        self._publisher = self._sender_transports = self._receiver_transport = None  # which end as they are dropped
+        self._publisher = self._sender_transports = self._receiver_transport = None  # garbage collection closes them
         _publishers.pop(self._feed, None)
 
 
 class Signal:
-    """Tells one collector that there is something to read."""
+    """Notifies one collector that there is a new version."""
 
     def __init__(self, feed: str, collector: RRef[Any]) -> None:
         self._feed = feed
@@ -120,11 +120,11 @@ class Signal:
             told.wait()
 
     def setup_connection_and_weights_on_sender(self) -> None:
-        """Nothing: weights are there with the first `send`."""
+        """Do nothing: the first `send` brings the weights."""
 
 
 class Reading:
-    """A collector's subscription, once it is known who publishes."""
+    """A collector's subscription, made once the publishing worker is known."""
 
     def __init__(self, feed: str) -> None:
         self._feed = feed
@@ -133,7 +133,7 @@ class Reading:
     def receive_weights(
         self, timeout: float | None = None, *, weights: Any = None, model: Any = None, strategy: Any = None
     ) -> Any:
-        """The newest weights, applied to the model; None where they are applied already, or have not come in time."""
+        """Apply the newest weights to the model, and return them. Return None if there are no new ones in time."""
         if self._subscriber is None:
             publisher = _publishers.get(self._feed)
             if publisher is None:
@@ -151,17 +151,17 @@ class Reading:
         return TensorDict(version.state).unflatten_keys(".")
 
     def setup_connection_and_weights_on_receiver(self, **_: Any) -> None:
-        """Nothing: weights come with the trainer's first `send`."""
+        """Do nothing: the trainer's first `send` brings the weights."""
 
 
 def _receive(collector: RRef[Any], feed: str, publisher: str) -> None:
-    """On the worker of a collector."""
+    """Read the weights, on the worker of a collector."""
     _publishers[feed] = publisher
     collector.local_value()._receive_weights_scheme()
 
 
 def _flat(weights: Any) -> dict[str, Any]:
-    """By names with dots, as in a state dict."""
+    """Return weights by names with dots, as in a state dict."""
     if isinstance(weights, TensorDictBase):
         flat: dict[str, Any] = weights.data.flatten_keys(".").to_dict()
         return flat

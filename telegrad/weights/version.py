@@ -1,4 +1,4 @@
-"""A version as its reader has it."""
+"""A version as a reader sees it."""
 
 from __future__ import annotations
 
@@ -7,19 +7,18 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from telegrad import checks
 from telegrad.errors import InvalidArgument
-from telegrad.weights.layout import Layout
-from telegrad.weights.loading import Source, load, load_by_its_rules, own_state, swap, tensors_of
+from telegrad.ext.arguments import checks
+from telegrad.weights.load_version import load, load_by_load_state_dict, own_state, swap, tensors_of
+from telegrad.weights.transfer.tree_layout import Layout
 
 _MODULE = "a module, or its state dict"
 
 
 class Version:
-    """One whole version, which lives as long as this or one of its tensors does; from a subscriber.
+    """One whole version, from a subscriber. Its memory is kept while the version or one of its tensors exists.
 
-    Its tensors lie in memory that others of this host read, too: they are to be read, not written to. `number` counts
-    from 1 on.
+    Other processes on this host read the same memory, so the tensors must not be written to. `number` counts from 1.
 
     Example:
         >>> publisher = telegrad.weights.Publisher("scale", {"scale": torch.ones(1)})
@@ -30,20 +29,21 @@ class Version:
         >>> publisher.close()
     """
 
+    _layout: Layout | None
+
     def __init__(self, number: int, layout: Layout, memory: Tensor) -> None:
         self.number = number
         self._layout = layout
-        self._memory: Tensor | None = memory
-        self._size = memory.numel()
-        self._plans = layout.plans
+        self._memory = memory
+        self._found: list[Tensor] = []
         self._state: Any = None
 
     @property
     def state(self) -> Any:
-        """What was published, with tensors in the places of the publisher's."""
+        """The published tree, with tensors in place of the publisher's."""
         if self._state is None:
-            assert self._memory is not None
-            self._state = self._layout.tree(self._memory)
+            assert self._layout is not None
+            self._state = self._layout.tree(self._tensors())
         return self._state
 
     def load_into(self, module: nn.Module | Mapping[str, Any]) -> None:
@@ -52,33 +52,34 @@ class Version:
         Args:
             module: a module, or its state dict.
 
-        A module whose state is more than its parameters and buffers (with hooks, an extra state, or a way of its own to
-        load it) is given the whole state by `load_state_dict`.
+        If a module's state is more than its parameters and buffers (hooks, an extra state, or its own way to load), the
+        whole state is loaded by `load_state_dict`.
 
         Raises:
-            InvalidArgument: names, shapes or types do not fit, or tensors of the module share memory that cannot hold
-                what was published; it says which, and nothing was copied.
+            InvalidArgument: names, shapes or types do not match, or tensors of the module share memory that cannot hold
+                the published values; the message names them, and nothing was copied.
         """
         check_module(module)
-        theirs = self._sources()
+        tensors, names = self._sources()
         own = own_state(module) if isinstance(module, nn.Module) else tensors_of(module)
         if own is None:
             assert isinstance(module, nn.Module)
-            load_by_its_rules(self._memory, self.number, self.state, theirs, module)
+            theirs = {name: tensors[number] for name, number in names.items()}
+            load_by_load_state_dict(self.number, self.state, theirs, module)
         else:
-            self._plans[0] = load(self._memory, self.number, theirs, own, self._plans[0])
+            load(self.number, self._layout, tensors, names, own)
 
     def swap_into(self, module: nn.Module) -> None:
-        """Have the parameters and buffers of a module lie in this version's memory, without a copy.
+        """Make the parameters and buffers of a module use this version's memory, without a copy.
 
-        They are to be read, then. Who writes to them all the same changes them for this process alone.
+        The module must not write to them. A write would change them for this process only.
 
         Args:
-            module: a module that only reads them.
+            module: a module that only reads its tensors.
 
         Raises:
-            InvalidArgument: names, shapes or types do not fit, or the module's tensors share memory in another way than
-                those of the version; it says which, and nothing was changed.
+            InvalidArgument: names, shapes or types do not match, or the module's tensors share memory in a different
+                way than those of the version; the message names them, and nothing was changed.
         """
         if not isinstance(module, nn.Module):
             checks.wrong("module", "a module", module)
@@ -88,32 +89,39 @@ class Version:
                 f"version {self.number} cannot be swapped into {type(module).__name__}, whose state is more than its "
                 "parameters and buffers: load_into has it load the state"
             )
-        swap(self._memory, self.number, self._sources(), own, module)
+        tensors, names = self._sources()
+        swap(self.number, {name: tensors[number] for name, number in names.items()}, own, module)
 
-    def _sources(self) -> Mapping[str, Source]:
-        """Where its tensors are, by name.
+    def _tensors(self) -> list[Tensor]:
+        if not self._found:
+            assert self._layout is not None
+            self._found = self._layout.tensors(self._memory)
+        return self._found
+
+    def _sources(self) -> tuple[list[Tensor], Mapping[str, int]]:
+        """Return the tensors, and their indices by name.
 
         Raises:
-            InvalidArgument: it is no state dict, or has tensors without a name.
+            InvalidArgument: the version is no state dict, or has tensors without a name.
         """
-        views = self._layout.named
-        if views is not None:
-            return views
+        layout = self._layout
+        if layout is not None and layout.names is not None:
+            return self._tensors(), layout.names
         if not isinstance(self.state, Mapping):
             raise InvalidArgument(f"version {self.number} is no state dict, but of type {type(self.state).__name__}")
         found = tensors_of(self.state)
-        if len({*map(id, found.values())}) < len(self._layout.views):
+        if layout is not None and len({*map(id, found.values())}) < len(layout.views):
             raise InvalidArgument(
                 f"version {self.number} has tensors inside of other things than dictionaries, lists and tuples, and so "
                 "without a name: take them from its state"
             )
-        return found
+        return [*found.values()], {name: number for number, name in enumerate(found)}
 
     def __repr__(self) -> str:
-        return f"<Version {self.number}: {self._size} bytes>"
+        return f"<Version {self.number}: {self._memory.numel()} bytes>"
 
 
 def check_module(module: Any) -> None:
-    """Raise InvalidArgument for what has no tensors to load into."""
+    """Raise InvalidArgument for a value that tensors cannot be loaded into."""
     if not isinstance(module, nn.Module):
         checks.mapping("module", module, _MODULE)

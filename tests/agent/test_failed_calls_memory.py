@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from telegrad import rpc
-from telegrad.rpc import current
-from telegrad.rpc.worker import Worker
+from telegrad._core.worker import current
+from telegrad._core.worker.worker import Worker
+from telegrad.reporting.witness import witness_of
 from tests.cluster import agents, wait_until
 
 _alive: list[weakref.ref[Any]] = []
@@ -72,7 +73,7 @@ def two() -> Iterator[list[Worker]]:
 def test_a_failed_call_leaves_no_cycle(two: list[Worker], kind: str, looked: str) -> None:
     looks: dict[str, list[Callable[[], object]]] = {
         "at nothing": [],
-        "by telegrad": [each.witness.observer.account for each in two],
+        "by telegrad": [witness_of(each).observer.account for each in two],
     }
     current.enter(two[0])
     gc.collect()

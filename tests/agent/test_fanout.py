@@ -11,15 +11,16 @@ import pytest
 import torch
 
 import telegrad.autograd as autograd
-from telegrad.agent import fanout
-from telegrad.agent.agent import Agent
-from telegrad.agent.fanout import EachCall
-from telegrad.agent.futures import Future
+from telegrad._core.agent import fanout
+from telegrad._core.agent.agent import Agent
+from telegrad._core.agent.fanout import EachCall
+from telegrad._core.calls.futures import Future
+from telegrad._core.memory.warm_memory import SHARING
+from telegrad._core.pickling import pickling
+from telegrad._core.worker import current
+from telegrad._core.worker.worker import Worker
 from telegrad.errors import CallTimeout, CannotEncode, PeerError, RemoteError, TelegradWarning, UnknownWorker
-from telegrad.rpc import RRef, current, remote
-from telegrad.rpc.worker import Worker
-from telegrad.transport.memory import SHARING
-from telegrad.wire import pickling
+from telegrad.rpc import RRef, remote
 from tests.cluster import PATIENCE, agents, in_threads
 
 MB = 1 << 20
@@ -81,10 +82,11 @@ def test_all_are_called_with_one_encoding(workers: list[Worker], monkeypatch: py
 
 
 def test_workers_of_another_program_have_an_encoding_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("telegrad.agent.agent.program", lambda: "this one")
+    monkeypatch.setattr("telegrad._core.agent.agent.program", lambda: "this one")
     with agents(4) as workers:
         agent = workers[0].agent
-        agent._connections.peer("w2").program = "another"
+        peer = agent._connections.peer("w2")
+        peer.member = peer.member._replace(program="another")
         assert values(call_each(agent, here)) == list(OTHERS)
         assert agent._fanout.encodings == 2
 
@@ -246,8 +248,8 @@ def test_all_are_sent_before_anybody_is_waited_for() -> None:
         agent = workers[0].agent
         values(call_each(agent, here, to=("w1", "w2")))
         peer = agent._connections.peer("w1")
-        with peer._lock:
-            peer._calls._most_calls = 1
+        with peer.lock:
+            peer.calls._most_calls = 1
         first = call_each(agent, consume, to=("w1",))
         (futures, _) = in_threads(lambda: call_each(agent, release_who_waits, to=("w1", "w2")), lambda: values(first))
         assert values(futures) == [None, None]

@@ -16,14 +16,14 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from telegrad.agent.entrance import Caller
+from telegrad._core.agent.incoming import Caller
+from telegrad._core.memory.blobs import Chunk
+from telegrad._core.pickling.exceptions import rebuild
+from telegrad._core.transport import writer
+from telegrad._core.transport.link import Link
+from telegrad._core.wire.messages import CALL, CANCEL, FAILURE, NOTICE, PULSE, Message
+from telegrad._core.worker.worker import Worker
 from telegrad.errors import LimitReached, PeerError
-from telegrad.rpc.worker import Worker
-from telegrad.transport import writer
-from telegrad.transport.blobs import Chunk
-from telegrad.transport.link import Link
-from telegrad.wire.failures import rebuild
-from telegrad.wire.messages import CALL, CANCEL, FAILURE, NOTICE, PULSE, Message
 from tests.cluster import agents, wait_until
 
 MOST = 2000  # calls of one caller that may wait
@@ -144,7 +144,7 @@ def test_a_caller_that_is_not_read_hears_that_the_callee_lives(three: tuple[Work
         link_of(flooder).send(call(number, hold, number))
     wait_until(lambda: is_held(callee, "w1"))
     before = link_of(flooder).taken
-    flooder.agent._connections.peer("w0").expect()
+    flooder.agent._connections.peer("w0").connection.read_in_background()
     wait_until(lambda: link_of(flooder).taken > before)
 
 

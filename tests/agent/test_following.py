@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
-from telegrad.agent import profiling, scene
-from telegrad.agent.futures import Future
-from telegrad.agent.profiling import Event
+from telegrad._core.calls import call_context, profiling
+from telegrad._core.calls.futures import Future
+from telegrad._core.calls.profiling import Event
 from telegrad.rpc import remote, rpc_async, rpc_sync
 from tests.cluster import wait_until
 
@@ -42,7 +42,7 @@ class Notes:
         self, function: Callable[..., Any], args: Sequence[Any], here: str, caller: str
     ) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
-            token = _inside.set(scene.baggage().get("way", "") + f"{caller}>")
+            token = _inside.set(call_context.baggage().get("way", "") + f"{caller}>")
             try:
                 return function(*args, **kwargs)
             finally:
@@ -71,9 +71,9 @@ def way(*to: str) -> str:
 
 
 async def carried() -> list[dict[str, str]]:
-    before = scene.baggage()
+    before = call_context.baggage()
     await asyncio.sleep(0)
-    return [before, scene.baggage()]
+    return [before, call_context.baggage()]
 
 
 def carried_on(to: str) -> Any:
@@ -82,7 +82,7 @@ def carried_on(to: str) -> Any:
 
 def stop_following(to: str) -> Any:
     profiling.follow(None)
-    return rpc_sync(to, scene.baggage)
+    return rpc_sync(to, call_context.baggage)
 
 
 def test_it_surrounds_calls_at_both_ends(notes: Notes) -> None:
@@ -102,4 +102,4 @@ def test_what_travels_holds_in_each_step_of_a_coroutine(notes: Notes) -> None:
 
 def test_who_does_not_follow_passes_on_what_came(notes: Notes) -> None:
     assert rpc_sync("w1", rpc_sync, ("w2", stop_following, ("w3",))) == {"way": "w0>"}
-    assert scene.baggage() == {}
+    assert call_context.baggage() == {}

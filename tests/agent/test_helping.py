@@ -8,10 +8,10 @@ from typing import Any, NoReturn
 
 import pytest
 
-from telegrad.agent import helping
-from telegrad.agent.futures import Future
-from telegrad.agent.works import INSTANT, Work
-from telegrad.transport.reading import Owner, Reading
+from telegrad._core.calls.futures import Future
+from telegrad._core.reactor import helping
+from telegrad._core.reactor.scheduler import Work
+from telegrad._core.transport.reading import Owner, Reading
 
 
 class Reactor:
@@ -64,7 +64,7 @@ def errand(reactor: Reactor, done: list[str], name: str, then: Callable[[], None
         done.append(argument)
         then()
 
-    return lambda: submit(reactor, Work(act, name, INSTANT))
+    return lambda: submit(reactor, Work(act, name))
 
 
 def test_does_what_it_reads_and_what_follows_from_that(reactor: Reactor) -> None:
@@ -113,6 +113,6 @@ def test_an_error_in_an_errand_is_not_that_of_the_wait(reactor: Reactor, caplog:
     def fail(_: None) -> NoReturn:
         raise KeyError("inside")
 
-    link = Link(lambda: submit(reactor, Work(fail, None, INSTANT)))
+    link = Link(lambda: submit(reactor, Work(fail, None)))
     run_for(Future(), [link], reactor)
     assert "inside" in caplog.text

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import random
-from collections import deque
 from math import inf
 from typing import Any
 
 import pytest
 
-from telegrad.agent import intake as module
-from telegrad.agent.entrance import Caller
-from telegrad.agent.intake import AHEAD, LOOK_AGAIN, MOST_UNREAD, READ_ON, Intake
-from telegrad.agent.reactor import STUCK_AFTER, TURN
-from telegrad.agent.slots import STALLED_AFTER, Slots
-from telegrad.agent.works import QUICK, Work, WorkQueue
-from telegrad.group.members import Identity
-from telegrad.transport.link import Link
+from telegrad._core.agent import backlog as module
+from telegrad._core.agent.backlog import AHEAD, LOOK_AGAIN, MOST_UNREAD, READ_ON, STALLED_AFTER, Intake
+from telegrad._core.agent.incoming import Caller
+from telegrad._core.membership.members import Identity
+from telegrad._core.reactor.reactor import STUCK_AFTER, TURN
+from telegrad._core.reactor.scheduler import Scheduler, Work, WorkQueue
+from telegrad._core.transport.link import Link
 
 READ = 128  # calls that one read brings
 RUNS = 20e-6  # seconds that a quick call takes
@@ -54,12 +52,11 @@ class Simulation:
         self.due = inf
         monkeypatch.setattr(module, "monotonic", lambda: self.now)
         monkeypatch.setattr(module, "unread", lambda link: link.left)
-        self.slots = Slots(SLOTS)
+        self.scheduler = Scheduler(SLOTS)
         self.intake = Intake(self, 40_000, 1 << 28, self.before)  # type: ignore[arg-type]
         self.callers = [Caller(Identity(f"w{rank}", rank, "life"), False, ()) for rank in range(callers)]
         self.links = {caller: FakeLink() for caller in self.callers}
         self.sends = dict.fromkeys(self.callers, 0)  # calls that wait in the socket
-        self.ready: deque[WorkQueue] = deque()
         self.running: list[tuple[float, Caller, int]] = []
         self.numbers = 0
         self.most = 0  # calls of one caller that waited to begin
@@ -69,7 +66,7 @@ class Simulation:
         self.due = min(self.due, when)
 
     def hold_up(self, queue: WorkQueue, is_held_up: bool) -> None:
-        queue.is_held_up = is_held_up
+        self.scheduler.hold_up(queue, is_held_up)
 
     def read(self) -> None:
         """One look at all connections."""
@@ -81,21 +78,17 @@ class Simulation:
             for _ in range(count):
                 self.numbers += 1
                 caller.calls[self.numbers] = None  # type: ignore[assignment]
-                if caller.queue.append(Work(lambda _: None, (caller, self.numbers, self.now), QUICK)):
-                    self.ready.append(caller.queue)
+                self.scheduler.add(Work(lambda _: None, (caller, self.numbers, self.now)), caller.queue)
             self.intake.check(caller, link)
             self.most = max(self.most, len(caller.queue))
 
     def run(self, takes: float) -> None:
         """As the leader: works, one of each queue in turn, between two looks at the connections."""
         until = self.now + TURN
-        while self.ready and self.now <= until:
-            queue = self.ready.popleft()
-            work, has_more = self.slots.begin(queue)
-            if has_more:
-                self.ready.append(queue)
+        while self.now <= until:
+            work, _ = self.scheduler.next(self.scheduler.ready)
             if work is None:
-                continue
+                return
             caller, number, since = work.argument
             if takes > STUCK_AFTER:  # by threads of their own
                 self.running.append((self.now + takes, caller, number))
@@ -105,11 +98,11 @@ class Simulation:
             self.took[caller].append(self.now - since)
 
     def end(self, caller: Caller, number: int) -> None:
-        self.slots.end(caller.queue)
+        self.scheduler.end(caller.queue)
         del caller.calls[number]
         if self.intake.stopped:
             self.intake.look(caller)
-        self.ready.extend(self.slots.free())
+        self.scheduler.retry()
 
     def step(self, takes: float) -> None:
         self.read()

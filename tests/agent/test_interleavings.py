@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from telegrad.agent.cancelling import cancelled
-from telegrad.agent.entrance import Caller
-from telegrad.contracts import CheckedLock
+from telegrad._core.agent.incoming import Caller
+from telegrad._core.calls.cancelling import cancelled
+from telegrad._core.locks import CheckedLock
+from telegrad._core.worker.worker import Worker
 from telegrad.errors import CallCancelled, LeftEarly, PeerError, PeerLost
-from telegrad.rpc.worker import Worker
 from tests.cluster import PATIENCE, agents, in_threads, wait_until
 
 SEEDS = 3

@@ -7,17 +7,23 @@ import itertools
 import os
 import random
 import threading
+import time
 import weakref
 from time import perf_counter
 from typing import Any, NoReturn
 
 import pytest
 
-from telegrad.agent import reactor as module
-from telegrad.agent.reactor import TURN, Reactor
-from telegrad.agent.works import LONG, QUICK, Work, WorkQueue
-from telegrad.transport.poller import READ
-from tests.cluster import PATIENCE
+from telegrad._core.reactor import reactor as module
+from telegrad._core.reactor.reactor import TURN, Reactor
+from telegrad._core.reactor.scheduler import Work, WorkQueue
+from telegrad._core.reactor.timer import TimerThread
+from telegrad._core.transport.poller import READ
+from tests.cluster import PATIENCE, wait_until
+
+
+def reactor_of(slots: int = 1) -> Reactor:
+    return Reactor(slots, 1, lambda: None, TimerThread(lambda _: 0.0))
 
 
 def test_it_may_be_closed_while_a_thread_of_it_is_about_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -30,7 +36,7 @@ def test_it_may_be_closed_while_a_thread_of_it_is_about_to_start(monkeypatch: py
         assert closed.wait(PATIENCE)
         start(thread)
 
-    reactor = Reactor(1, 1, lambda: None, lambda: None)
+    reactor = reactor_of()
     starting = threading.Thread(target=reactor.start)
     monkeypatch.setattr(threading.Thread, "start", start_late)
     start(starting)
@@ -47,7 +53,7 @@ def test_a_program_that_closes_descriptors_of_its_worker_is_told_so_in_one_line(
 ) -> None:
     raised: list[object] = []
     monkeypatch.setattr(threading, "excepthook", raised.append)
-    reactor = Reactor(1, 1, lambda: None, lambda: None)
+    reactor = reactor_of()
 
     def poll(_: float | None) -> NoReturn:
         raise OSError(errno.EBADF, os.strerror(errno.EBADF))
@@ -55,7 +61,7 @@ def test_a_program_that_closes_descriptors_of_its_worker_is_told_so_in_one_line(
     monkeypatch.setattr(reactor.poller, "poll", poll)
     os.close(reactor.poller._waker.fileno())
     reactor.start()
-    for thread in list(reactor._threads.values()):
+    for thread in list(reactor._threads._threads.values()):
         thread.join(PATIENCE)
     reactor.close()
     assert raised == []
@@ -76,19 +82,19 @@ def test_the_leader_looks_at_all_connections_again_soon_however_long_works_take(
     def take(seconds: float) -> None:
         now[0] += seconds
 
-    reactor = Reactor(4, 1, lambda: None, lambda: None)
-    look = reactor._poll
+    reactor = reactor_of(4)
+    look = reactor._polling.poll
 
     def poll() -> None:
         looks.append(now[0])
         look()
 
-    monkeypatch.setattr(reactor, "_poll", poll)
+    monkeypatch.setattr(reactor._polling, "poll", poll)
     queues = [WorkQueue() for _ in range(3)]
     for _ in range(500):
         for queue in queues:  # before there is a thread
-            reactor.submit(Work(take, chance.uniform(0, longest), QUICK), queue)
-    reactor.submit(Work(lambda _: done.set(), None, QUICK), queues[0])
+            reactor.submit(Work(take, chance.uniform(0, longest)), queue)
+    reactor.submit(Work(lambda _: done.set(), None), queues[0])
     try:
         reactor.start()
         assert done.wait(PATIENCE)
@@ -104,10 +110,10 @@ class Value:
     pass
 
 
-@pytest.mark.parametrize("first", [QUICK, LONG])
-def test_what_a_call_held_is_let_go_before_its_thread_runs_the_next(first: int) -> None:
+@pytest.mark.parametrize("is_long", [False, True])
+def test_what_a_call_held_is_let_go_before_its_thread_runs_the_next(is_long: bool) -> None:
     """For as long as the next one runs, a value that nobody wants any more would be kept."""
-    reactor = Reactor(1, 1, lambda: None, lambda: None)
+    reactor = reactor_of()
     begun, goes_on, runs, ends = (threading.Event() for _ in range(4))
     threads: list[int] = []
 
@@ -126,12 +132,12 @@ def test_what_a_call_held_is_let_go_before_its_thread_runs_the_next(first: int) 
     queue = WorkQueue()
     reactor.start()
     try:
-        reactor.submit(Work(hold, value, first), queue)
+        reactor.submit(Work(hold, value, is_long), queue)
         del value
         assert begun.wait(PATIENCE)
-        reactor.submit(Work(wait, None, LONG), queue)
-        while not reactor.backed_up:  # until another thread leads and has found no slot
-            reactor.unstick(perf_counter() + 1)
+        reactor.submit(Work(wait, None, is_long=True), queue)
+        while not reactor._scheduler.waiting:  # until another thread leads and has found no slot
+            reactor.watch(perf_counter() + 1)
         goes_on.set()
         assert runs.wait(PATIENCE)
         assert threads[0] == threads[1]
@@ -149,7 +155,7 @@ def test_the_leader_looks_at_all_connections_again_soon_where_one_always_has_mor
     """`takes`: seconds of each read, and of what it brings."""
     now, looks = [1.0], [1.0]
     monkeypatch.setattr(module, "perf_counter", lambda: now[0])
-    reactor = Reactor(1, 1, lambda: None, lambda: None)
+    reactor = reactor_of()
 
     class Busy:
         prompt = True
@@ -164,6 +170,40 @@ def test_the_leader_looks_at_all_connections_again_soon_where_one_always_has_mor
 
     monkeypatch.setattr(reactor.poller, "poll", poll)
     while len(looks) < 10:
-        reactor._poll()
+        reactor._polling.poll()
     reactor.close()
     assert max(later - sooner for sooner, later in itertools.pairwise(looks[1:])) <= TURN + 3 * takes
+
+
+def test_work_may_be_submitted_on_a_thread_that_holds_the_lock() -> None:
+    """As a finaliser does that makes a call, where the collector runs it under the lock."""
+    reactor = reactor_of()
+    queue, ran = WorkQueue(), threading.Semaphore(0)
+    reactor.start()
+    try:
+        for each in (None, queue):
+            with reactor._lock:
+                reactor.submit(Work(lambda _: ran.release(), None), each)
+            assert ran.acquire(timeout=PATIENCE)
+    finally:
+        reactor.close()
+
+
+def test_a_wake_up_that_a_busy_poll_has_read_ends_the_leader_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    reactor = reactor_of()
+    polling, closing = reactor._polling, threading.Event()
+    spin = polling._spin
+
+    def spin_into_the_close(start: float) -> Any:
+        closing.set()
+        while not polling._closed:
+            time.sleep(1e-3)
+        polling._recent = None
+        return spin(start)
+
+    monkeypatch.setattr(polling, "_spin", spin_into_the_close)
+    polling._spins = True
+    reactor.start()
+    assert closing.wait(PATIENCE)
+    reactor.close()
+    wait_until(lambda: not len(reactor._threads))

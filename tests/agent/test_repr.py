@@ -8,22 +8,23 @@ import time
 
 import pytest
 
-from telegrad.agent.futures import Future
-from telegrad.rpc.worker import Worker
-from telegrad.wire.messages import CALL, Message
+from telegrad._core.calls.futures import Future
+from telegrad._core.wire.messages import CALL, Message
+from telegrad._core.worker.worker import Worker
 
 
 def test_an_agent_and_its_parts_tell_their_state(pair: list[Worker]) -> None:
     agent = pair[0].agent
     agent.call("w1", operator.add, (1, 2), None)
-    calls = agent._connections.peer("w1")
-    link = calls.link
+    peer = agent._connections.peer("w1")
+    link = peer.link
     assert link is not None
-    with calls._lock, agent._reactor._lock:
+    with peer.lock, agent._reactor._lock:
         told = repr(agent)
     assert re.fullmatch(
-        r"<Agent 'w0': <Connections: \[<OutgoingCalls to 'w1': <Calls: connected; 0 in flight>>.*\], "
-        r"and \d from others>; <Reactor: \d+ threads, 0 works to begin; <Slots: 0 of 16 busy, 0 wait>>>",
+        r"<Agent 'w0': <Connections: \[<Peer 'w1': connected; 0 calls in flight>.*\], "
+        r"and \d from others>; <Reactor: \d+ threads, 0 to look at; "
+        r"<Scheduler: 0 of 16 slots busy, 0 works wait for one>>>",
         told,
     )
     assert re.fullmatch(r"<Link to 'w1': 0 to send; <Reading: (nobody|the leader)>>", repr(link))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from telegrad.agent.deadlines import DEFAULT, check_timeout, limit_of
+from telegrad._core.calls.deadlines import DEFAULT, check_timeout, limit_of
 from telegrad.errors import InvalidArgument
 
 

@@ -15,9 +15,10 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import telegrad.autograd as autograd
-from telegrad.autograd.record import RecvNode
+from telegrad._core.worker import current
+from telegrad.autograd.engine.record import RecvNode
 from telegrad.errors import ContextEnded, UnusedSends
-from telegrad.rpc import RRef, current, remote, rpc_async, rpc_sync
+from telegrad.rpc import RRef, remote, rpc_async, rpc_sync
 from tests.autograd import orders
 from tests.autograd.functions import Told, recomputed
 from tests.autograd.making import make

@@ -14,10 +14,11 @@ import torch
 from torch import nn
 
 import telegrad.autograd as autograd
-from telegrad.autograd.schedule import GraphSchedule, GraphStep
+from telegrad._core.worker import current
+from telegrad._core.worker.worker import Worker
+from telegrad.autograd.engine.schedule import GraphSchedule, GraphStep
 from telegrad.errors import CallTimeout, ContextEnded, NotOwner, RemoteError, UnusedSends, UsageError
-from telegrad.rpc import Future, RRef, current, functions, remote, rpc_async, rpc_sync
-from telegrad.rpc.worker import Worker
+from telegrad.rpc import Future, RRef, functions, remote, rpc_async, rpc_sync
 from tests.cluster import PATIENCE, agents, in_threads, wait_until
 
 Call = Callable[..., Any]

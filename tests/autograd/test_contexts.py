@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from telegrad._core.membership.members import Identity
 from telegrad.autograd.contexts import REMEMBERED, Contexts, Knock, Release
-from telegrad.autograd.record import OWNER_SHIFT
+from telegrad.autograd.engine.record import OWNER_SHIFT
 from telegrad.errors import ContextLost, PeerUnreachable
-from telegrad.group.members import Identity
 from tests.autograd.rivals import Rival
 
 ME, OWNER = Identity("me", 0, "a"), Identity("owner", 1, "b")

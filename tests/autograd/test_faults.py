@@ -11,8 +11,9 @@ import pytest
 import torch
 
 import telegrad.autograd as autograd
+from telegrad._core.worker import current
 from telegrad.errors import ContextLost, PeerError, PeerLost, PeerUnreachable
-from telegrad.rpc import current, rpc_async, rpc_sync
+from telegrad.rpc import rpc_async, rpc_sync
 from tests.cluster import PATIENCE, Process, group
 
 

@@ -13,11 +13,12 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from telegrad import autograd
+from telegrad._core.worker import current
+from telegrad._core.worker.worker import Worker
 from telegrad.errors import CannotEncode, TelegradWarning, UsageError
 from telegrad.nn import RemoteModule
 from telegrad.optim import DistributedOptimizer
-from telegrad.rpc import current, rpc_sync
-from telegrad.rpc.worker import Worker
+from telegrad.rpc import rpc_sync
 from tests.cluster import in_threads
 
 Found = Sequence[Tensor | None]

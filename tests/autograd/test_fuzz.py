@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from telegrad.rpc import current
-from telegrad.rpc.worker import Worker
+from telegrad._core.worker import current
+from telegrad._core.worker.worker import Worker
 from tests.autograd import programs
 from tests.cluster import PATIENCE, agents
 

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from telegrad import autograd
+from telegrad._core.worker import current
 from telegrad.errors import ContextEnded, UsageError
-from telegrad.rpc import current, rpc_sync
+from telegrad.rpc import rpc_sync
 
 Grad = Callable[..., Sequence[Any]]
 Call = Callable[..., Any]

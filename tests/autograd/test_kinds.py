@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Self
 
 import pytest
 import torch
@@ -11,7 +11,6 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
-from typing_extensions import Self
 
 from telegrad import autograd
 from telegrad.errors import CannotEncode, TelegradError, UsageError

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from telegrad.autograd.engine.passes import Bury, PassSpec
+from telegrad.autograd.engine.record import AutogradContext
 from telegrad.autograd.mailbox import Mailbox
 from telegrad.autograd.parts import LocalParts
-from telegrad.autograd.passes import Bury, PassSpec
-from telegrad.autograd.record import AutogradContext
 
 SPEC = PassSpec(1, "driver", 1, False, False, False, ("driver",))
 TASK, OTHER = Bury(SPEC, ("", 1)), Bury(SPEC, ("", 2))

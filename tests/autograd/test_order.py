@@ -11,9 +11,10 @@ import torch.distributed
 from torch import nn
 
 import telegrad.autograd as autograd
-from telegrad.autograd import byhand
-from telegrad.rpc import current, rpc_sync
-from telegrad.rpc.worker import Worker
+from telegrad._core.worker import current
+from telegrad._core.worker.worker import Worker
+from telegrad.autograd.engine import node_calls
+from telegrad.rpc import rpc_sync
 from tests.autograd.functions import Join, recomputed
 from tests.cluster import Process, free_port, group
 
@@ -243,13 +244,13 @@ def test_where_all_gradients_are_there_the_engine_runs_the_rest_by_itself(
 ) -> None:
     """By hand runs only what gives to a node that waits, and what is in Python behind it."""
     by_hand = []
-    original = byhand.run
+    original = node_calls.run
 
     def run(node: Any, *rest: Any) -> Any:
         by_hand.append(type(node).__name__)
         return original(node, *rest)
 
-    monkeypatch.setattr(byhand, "run", run)
+    monkeypatch.setattr(node_calls, "run", run)
     with autograd.context() as context:
         base = torch.ones(2, requires_grad=True) * 1
         side = base.sin().cos().exp().tanh()

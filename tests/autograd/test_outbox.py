@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from telegrad.agent.notices import notice_to
-from telegrad.autograd.outbox import Outbox, PackedShipment, unpacked
-from telegrad.autograd.passes import Key, Ledger, PassSpec, Report, Shipment
-from telegrad.autograd.record import AutogradContext
-from telegrad.group.members import Identity
-from telegrad.wire.messages import HAS_GRAPH, PATIENT
+from telegrad._core.agent.notices import notice_to
+from telegrad._core.membership.members import Identity
+from telegrad._core.wire.messages import HAS_GRAPH, PATIENT
+from telegrad.autograd.engine.outbox import Outbox, PackedShipment, unpacked
+from telegrad.autograd.engine.passes import Key, Ledger, PassSpec, Report, Shipment
+from telegrad.autograd.engine.record import AutogradContext
 from tests.autograd.rivals import Rival
 
 DRIVER, OTHER = Identity("driver", 0, "a"), Identity("other", 1, "b")

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import telegrad.rpc as rpc
-from telegrad.agent.agent import Agent
-from telegrad.rpc import current
-from telegrad.transport import memory
-from telegrad.transport.link import Link
-from telegrad.transport.waker import Waker
+from telegrad._core.agent.agent import Agent
+from telegrad._core.memory import warm_memory
+from telegrad._core.transport.link import Link
+from telegrad._core.transport.waker import Waker
+from telegrad._core.worker import current
 
 PATIENCE = 30.0
 GLANCE = 0.02
@@ -57,7 +57,7 @@ def holding() -> Holding:
 
 def keep_briefly() -> None:
     """Before joining: do not let what is only kept warm look like a leak."""
-    memory.KEEP = KEEP
+    warm_memory.KEEP = KEEP
 
 
 def left(before: Holding, dead: int) -> dict[str, int]:

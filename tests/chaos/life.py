@@ -9,8 +9,8 @@ import torch
 
 import telegrad.rpc as rpc
 from telegrad import errors
-from telegrad.rpc import cluster
-from telegrad.transport import lanes
+from telegrad._core.memory import lanes
+from telegrad._core.start import cluster
 from telegrad.weights import publisher
 from tests.chaos import functions, leaks
 from tests.chaos.board import Board

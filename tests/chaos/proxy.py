@@ -21,10 +21,10 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self
 
-    from telegrad.agent.agent import Agent
-    from telegrad.group.members import Member
+    from telegrad._core.agent.agent import Agent
+    from telegrad._core.membership.members import Member
 
 T = TypeVar("T")
 Address = tuple[str, int]
@@ -306,7 +306,7 @@ def _reset(sock: socket.socket) -> None:
 
 def stand_behind_proxy(proxy: Address) -> None:
     """In a worker's process, before it joins: it publishes the address of a door of the proxy's in place of its own."""
-    from telegrad.agent.agent import Agent
+    from telegrad._core.agent.agent import Agent
 
     describe = Agent.describe
 

@@ -16,9 +16,9 @@ import torch
 import telegrad.autograd as autograd
 import telegrad.rpc as rpc
 from telegrad import errors
-from telegrad.rpc import current
-from telegrad.transport import link
-from telegrad.wire import messages
+from telegrad._core.transport import link
+from telegrad._core.wire import messages
+from telegrad._core.worker import current
 from tests.chaos import functions, life
 from tests.chaos.board import Board
 from tests.chaos.proxy import Proxy
@@ -291,7 +291,7 @@ def test_a_leader_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_clock_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     with agents(2) as (worker, _):
-        failed = fails_once(monkeypatch, worker.agent._reactor, "unstick")
+        failed = fails_once(monkeypatch, worker.agent._reactor, "watch")
         with pytest.raises(errors.CallTimeout):
             worker.agent.call_async("w1", time.sleep, (0.5,), None, 0.1).wait()
         assert failed

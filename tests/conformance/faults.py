@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch.distributed.rpc import backend_registry
 
-from telegrad.agent.agent import Agent
+from telegrad._core.agent.agent import Agent
+from telegrad._core.references.delivery import Batch
+from telegrad._core.worker import current
+from telegrad._core.worker.values import fetch
 from telegrad.autograd.contexts import Release
 from telegrad.errors import PeerLost
-from telegrad.rpc import TensorPipeRpcBackendOptions, current
-from telegrad.rpc.values import fetch
-from telegrad.rref.courier import Batch
+from telegrad.rpc import TensorPipeRpcBackendOptions
 
 NOTICES: dict[str, type[Any]] = {"RREF_FORK_REQUEST": Batch, "RREF_CHILD_ACCEPT": Batch, "RREF_USER_DELETE": Batch}
 NOTICES["CLEANUP_AUTOGRAD_CONTEXT_REQ"] = Release

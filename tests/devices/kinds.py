@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from telegrad.devices import sharing
-from telegrad.rpc import current
-from telegrad.rpc.worker import Worker
+from telegrad._core.devices import device_sharing
+from telegrad._core.worker import current
+from telegrad._core.worker.worker import Worker
 from tests import accelerator
 from tests.accelerator.apart import apart
 from tests.cluster import agents
@@ -71,8 +71,8 @@ def group(
     map_ = {here: there, there: here} if crossed else {here: here}
     maps = {f"w{rank}": map_ for rank in range(count)} if kind != "cpu" else {}
     sharer = {"sim": Sharer()} if share and kind == "sim" else {}
-    shares = {**sharing.SHARERS, **sharer} if share else {}
-    with replaced(sharing.SHARERS, shares), agents(count, **{"device_maps": maps, **options}) as made:
+    shares = {**device_sharing.SHARERS, **sharer} if share else {}
+    with replaced(device_sharing.SHARERS, shares), agents(count, **{"device_maps": maps, **options}) as made:
         current.enter(made[0])
         try:
             yield made

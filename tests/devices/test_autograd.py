@@ -10,8 +10,8 @@ from torch import nn
 
 import telegrad.autograd as autograd
 from telegrad import rpc
-from telegrad.devices.streams import on
-from telegrad.rpc import current
+from telegrad._core.devices.device_streams import on
+from telegrad._core.worker import current
 from tests.autograd import programs
 from tests.devices.kinds import group, on_devices, places
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from telegrad import errors, rpc
-from telegrad.devices.maps import Devices, faults, turned
-from telegrad.devices.routes import for_answers, for_calls, for_gradients
-from telegrad.rpc import current
-from telegrad.rpc.cluster import start
-from telegrad.rpc.options import TelegradOptions, TensorPipeRpcBackendOptions
-from telegrad.wire.tensors import HOST
+from telegrad._core.devices.device_maps import Devices, faults, turned
+from telegrad._core.devices.routes import for_answers, for_calls, for_gradients
+from telegrad._core.start.cluster import start
+from telegrad._core.wire.tensors import HOST
+from telegrad._core.worker import current
+from telegrad._core.worker.options import TelegradOptions, TensorPipeRpcBackendOptions
 from tests.accelerator.apart import apart
 from tests.cluster import agents, in_threads, opened
 from tests.devices.kinds import SIM, group, places

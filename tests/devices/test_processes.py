@@ -9,8 +9,8 @@ import torch
 
 import telegrad.autograd as autograd
 from telegrad import rpc
-from telegrad.devices import sharing
-from telegrad.rpc import current
+from telegrad._core.devices import device_sharing
+from telegrad._core.worker import current
 from tests import accelerator
 from tests.cluster import free_port, init, processes, run_all
 from tests.devices.kinds import CUDA, SIM, Sharer, places
@@ -22,7 +22,7 @@ ROUNDS = 5
 def begin(rank: int, kind: str, port: int, transport: str, share: bool = False) -> None:
     if kind == "sim":
         accelerator.load()
-        sharing.SHARERS.update({"sim": Sharer()} if share else {})
+        device_sharing.SHARERS.update({"sim": Sharer()} if share else {})
     logging.getLogger("telegrad").setLevel(logging.INFO)
     here, there = places(kind)
     maps = {f"worker{other}": {here: there, there: here} for other in range(2)}

@@ -16,11 +16,11 @@ from torch.profiler import ProfilerActivity, profile
 import telegrad.autograd as autograd
 import telegrad.checkpoint as checkpoint
 from telegrad import rpc
-from telegrad.devices.streams import on
+from telegrad._core.devices.device_streams import on
+from telegrad._core.worker import current
+from telegrad._core.worker.worker import Worker
 from telegrad.nn import Pipeline, RemoteModule
 from telegrad.optim import DistributedOptimizer, clip_grad_norm_
-from telegrad.rpc import current
-from telegrad.rpc.worker import Worker
 from tests.cluster import in_threads
 from tests.devices.kinds import group, on_devices, on_host_and_devices, places
 from tests.test_checkpoint import step

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from telegrad.directory import etcd
-from telegrad.directory.etcd import EtcdDirectory
+from telegrad.directories import etcd
+from telegrad.directories.etcd import EtcdDirectory
 
 Connect = Callable[..., EtcdDirectory]
 

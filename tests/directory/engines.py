@@ -10,13 +10,13 @@ import threading
 import time
 from collections.abc import Callable
 
-from telegrad.directory import server
-from telegrad.directory.client import EmbeddedDirectory, _Link
-from telegrad.directory.keeper import Keeper
-from telegrad.directory.server import Server
-from telegrad.directory.table import DEFAULT, Limits
-from telegrad.keyring import Keyring
-from telegrad.transport.sockets import shut
+from telegrad._core.directory import server
+from telegrad._core.directory.client import EmbeddedDirectory, EmbeddedSession
+from telegrad._core.directory.keeper import Keeper
+from telegrad._core.directory.server import Server
+from telegrad._core.directory.table import DEFAULT, Limits
+from telegrad._core.security.keyring import Keyring
+from telegrad._core.sockets import shut
 from tests.cluster import KEYS
 from tests.directory.harness import PATIENCE, written
 
@@ -30,6 +30,8 @@ class ProcessEngine:
 
     def __init__(self) -> None:
         self.keeper = Keeper(KEYS, limits=Limits(changes=CHANGES))
+        with contextlib.closing(self.client(PATIENCE)) as client:
+            client.list("")  # some tests wait for less than a process takes to start
 
     def client(self, patience: float = 10.0) -> EmbeddedDirectory:
         return EmbeddedDirectory(self.keeper.address, KEYS, patience)
@@ -74,9 +76,11 @@ class ThreadEngine:
         self._clients.append(EmbeddedDirectory(self.address, keys, patience))
         return self._clients[-1]
 
-    def link(self) -> _Link:
-        """Return a connection behind its handshake, of which no thread reads."""
-        return self.client()._connect()
+    def session(self, client: EmbeddedDirectory | None = None) -> EmbeddedSession:
+        """Return a connection behind its handshake, which no client uses."""
+        session = (client or self.client())._sessions._make(0)
+        session.open(time.monotonic() + PATIENCE)
+        return session
 
     def connections(self) -> int:
         return len(self.server._connections)

@@ -19,8 +19,8 @@ from typing import Any
 
 import pytest
 
-from telegrad.directory import etcd
-from telegrad.directory.etcd import EtcdDirectory
+from telegrad.directories import etcd
+from telegrad.directories.etcd import EtcdDirectory
 
 ETCD = shutil.which("etcd") or ""
 needs_etcd = pytest.mark.skipif(not ETCD, reason="there is no etcd: apt-get install etcd-server")

@@ -9,7 +9,17 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from telegrad.directory.protocol import ABSENT, Directory, DirectoryLost, Entry, Event, Events, Lease, LeaseLost, Swap
+from telegrad._core.directory.protocol import (
+    ABSENT,
+    Directory,
+    DirectoryLost,
+    Entry,
+    Event,
+    Events,
+    Lease,
+    LeaseLost,
+    Swap,
+)
 from tests.directory.harness import LONG, PATIENCE, Engine, Fixtures, Make, check_acts, contend
 from tests.directory.naive import Naive
 

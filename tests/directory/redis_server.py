@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import pytest
 import redis
 
-from telegrad.directory.on_redis import RedisDirectory
+from telegrad.directories.on_redis import RedisDirectory
 from tests.cluster import free_port
 
 PROGRAM = shutil.which("redis-server")

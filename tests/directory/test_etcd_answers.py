@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from telegrad.directory.protocol import DirectoryLost, DirectoryRefused, Entry, Lease, LeaseLost, Swap
+from telegrad._core.directory.protocol import DirectoryLost, DirectoryRefused, Entry, Lease, LeaseLost, Swap
 from telegrad.errors import StoreUntrusted
 from tests.directory.conftest import Connect
 from tests.directory.harness import LONG, SOON, assert_refused_in_a_child
@@ -224,7 +224,7 @@ def test_a_forked_process_leaves_the_connections_alone(played: Play, connected: 
     client = connected(f"etcd://127.0.0.1:{server.port}")
     client.list("")
     assert_refused_in_a_child(client)
-    assert next(iter(client._client._idle.values()))[0].is_usable()
+    assert next(iter(client._client.sessions._idle.values()))[0].usable()
     client.list("")
     assert len(server.asked) == 2
 

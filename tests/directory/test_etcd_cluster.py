@@ -11,10 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from telegrad.directory import etcd
-from telegrad.directory.etcd import SILENCE, EtcdDirectory
-from telegrad.directory.etcd_messages import ends_live_leases
-from telegrad.directory.protocol import DirectoryLost, Event, LeaseLost
+from telegrad._core.directory.protocol import DirectoryLost, Event, LeaseLost
+from telegrad.directories import etcd
+from telegrad.directories.etcd import SILENCE, EtcdDirectory
+from telegrad.directories.etcd_messages import ends_live_leases
 from tests.directory.contract import Contract
 from tests.directory.etcd_servers import Balancer, Cluster, Node, needs_etcd
 from tests.directory.faults import Faults, count
@@ -58,7 +58,7 @@ class TestSomeFail(Three):
         """Return a client that asks `first` until that fails, and the others then."""
         rest = [each for each in engine.nodes if each is not first] if others else []
         client = etcd.connect(f"{engine.address([first, *rest])}/tests/group", patience)
-        client._client._endpoints.current = 0
+        client._client.sessions.current = 0
         return client
 
     @pytest.mark.parametrize("asked", ["leader", "follower"])
@@ -108,9 +108,9 @@ class TestSomeFail(Three):
             entry = written(client.swap(f"{place}a", b"1"))
             first.pause()
             assert client.list(place).entries == (entry,)
-            assert client._client.current() != 0
+            assert client._client.sessions.current != 0
             second = written(client.swap(f"{place}a", b"2", entry.revision))
-            client._client._endpoints.current = 0
+            client._client.sessions.current = 0
             began = time.monotonic()
             with pytest.raises(DirectoryLost, match="read the key again"):
                 client.swap(f"{place}a", b"3", second.revision)

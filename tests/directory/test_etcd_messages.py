@@ -1,4 +1,4 @@
-"""The addresses of etcd, and what needs no server: HTTP byte by byte, lost data, which endpoint is next."""
+"""The addresses of etcd, its answers, and data that was lost; without a server."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from telegrad.directory import etcd, etcd_messages
-from telegrad.directory.etcd_messages import (
+from telegrad._core.directory.protocol import DirectoryRefused, Listing, Swap
+from telegrad.directories import etcd, etcd_messages
+from telegrad.directories.etcd_messages import (
     Continuity,
-    Endpoints,
     Header,
     Malformed,
     Refused,
@@ -22,8 +22,6 @@ from telegrad.directory.etcd_messages import (
     ends_live_leases,
     parse_url,
 )
-from telegrad.directory.http_responses import LONGEST_LINE, BadResponse, ResponseReader
-from telegrad.directory.protocol import DirectoryRefused, Listing, Swap
 from telegrad.errors import UsageError
 
 
@@ -84,64 +82,6 @@ def test_files_that_cannot_be_used(tmp_path: pathlib.Path) -> None:
             etcd.connect(f"etcd://127.0.0.1?{query}")
 
 
-LENGTH = b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nab\r\nc"
-CHUNKS = (
-    b"HTTP/1.1 404 Not Found\r\nTransfer-Encoding: chunked\r\nTrailer: X\r\n\r\n"
-    b"2\r\nab\r\n3;name=1\r\n\r\nc\r\n0\r\nX: y\r\n\r\n"
-)
-CLOSED = b"HTTP/1.0 400 Bad Request\r\n\r\nab\r\nc"
-
-
-@pytest.mark.parametrize(("data", "status", "keeps"), [(LENGTH, 200, True), (CHUNKS, 404, True), (CLOSED, 400, False)])
-@pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
-def test_responses_in_pieces(data: bytes, status: int, keeps: bool, size: int) -> None:
-    reader = ResponseReader()
-    for start in range(0, len(data), size):
-        assert not reader.is_over
-        reader.push(data[start : start + size])
-    if data is CLOSED:
-        assert not reader.is_over
-        reader.push(b"")
-    assert (reader.is_over, reader.status, reader.keeps_connection) == (True, status, keeps)
-    assert reader.body == b"ab\r\nc"
-
-
-def test_a_chunk_is_there_before_the_next_one() -> None:
-    reader = ResponseReader()
-    reader.push(CHUNKS[: CHUNKS.index(b"3;")])
-    assert (bytes(reader.body), reader.is_over) == (b"ab", False)
-
-
-def test_a_server_that_closes_the_connection_behind_its_response() -> None:
-    reader = ResponseReader()
-    reader.push(LENGTH.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n", 1))
-    assert (reader.is_over, reader.keeps_connection) == (True, False)
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"SSH-2.0-OpenSSH_9.2\r\n",
-        b"HTTP/1.1 abc\r\n",
-        b"HTTP/1.1 200 OK\r\nContent-Length: many\r\n\r\n",
-        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
-        b"x" * (LONGEST_LINE + 1),
-    ],
-)
-def test_what_is_no_response(data: bytes) -> None:
-    with pytest.raises(BadResponse):
-        ResponseReader().push(data)
-
-
-@pytest.mark.parametrize("end", [0, 10, len(LENGTH) - 1])
-def test_a_connection_that_ends_within_a_response(end: int) -> None:
-    reader = ResponseReader()
-    if end:
-        reader.push(LENGTH[:end])
-    with pytest.raises(BadResponse, match="within a response"):
-        reader.push(b"")
-
-
 @pytest.mark.parametrize("version", ["3.3.27", "3.4.0", "3.4.30", "3.5.0", "3.5.12", "3.5.0-rc.1"])
 def test_versions_that_end_leases(version: str) -> None:
     assert ends_live_leases(version)
@@ -167,22 +107,6 @@ def test_another_cluster() -> None:
     assert not seen.check(Header(10, 7, 5, 2), 0, True)
     assert not seen.check(Header(0, 0, 0, 0), 5, False)  # a message without a header
     assert "(a and b)" in seen.check(Header(11, 7, 6, 2), 5, True)
-
-
-def test_the_next_endpoint() -> None:
-    endpoints = Endpoints(3, 2)
-    endpoints.mark_failed(2)
-    assert endpoints.current == 0
-    endpoints.mark_failed(2)  # another thread has seen that as well
-    assert endpoints.current == 0
-
-
-def test_pauses_come_after_each_round_and_grow() -> None:
-    pauses = [Endpoints(2, 0).pause(failures, 0.5) for failures in range(1, 20)]
-    assert pauses[::2] == [0.0] * 10
-    assert pauses[1:10:2] == [0.05, 0.1, 0.2, 0.4, 0.5]
-    assert Endpoints(1, 0).pause(100_000, 0.0) == 0.25
-    assert Endpoints(1, 0).pause(100_000, 1.0) == 0.75
 
 
 KEY_VALUE = {"key": "YQ==", "value": "dg==", "mod_revision": "7", "create_revision": "5", "lease": "2"}

@@ -14,10 +14,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from telegrad.directory.client import EmbeddedDirectory
-from telegrad.directory.keeper import Keeper
-from telegrad.directory.protocol import DirectoryLost, DirectoryReset, LeaseLost
-from telegrad.directory.store import remove
+from telegrad._core.directory.client import EmbeddedDirectory
+from telegrad._core.directory.keeper import Keeper
+from telegrad._core.directory.protocol import DirectoryLost, DirectoryReset, LeaseLost
+from telegrad._core.directory.table import remove
 from tests.cluster import KEYS
 from tests.directory.engines import until
 from tests.directory.harness import PATIENCE, is_gone, wait_for, written
@@ -184,8 +184,8 @@ def test_a_killed_server_is_started_by_another_keeper_with_what_it_knew(keeper: 
 
 PROGRAM = """
 import os, sys, time
-from telegrad.directory.keeper import Keeper
-from telegrad.keyring import Keyring
+from telegrad._core.directory.keeper import Keeper
+from telegrad._core.security.keyring import Keyring
 keeper = Keeper(Keyring([b"tgk1-" + 43 * b"A"]))
 if not os.fork():  # a child that holds the pipe, too
     sys.stdout.close()

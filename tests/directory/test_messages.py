@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from telegrad.directory.channel import Channel
-from telegrad.directory.messages import (
+from telegrad._core.directory.channel import Channel
+from telegrad._core.directory.protocol import KEY_BYTES, VALUE_BYTES, Entry, Event
+from telegrad._core.directory.requests import (
     LONGEST_REQUEST,
     Reply,
     Request,
@@ -17,10 +18,9 @@ from telegrad.directory.messages import (
     write_reply,
     write_request,
 )
-from telegrad.directory.protocol import KEY_BYTES, VALUE_BYTES, Entry, Event
+from telegrad._core.security.noise import TAG, Ciphers, CipherState, DecryptionFailed
+from telegrad._core.security.records import RECORD
 from telegrad.errors import ProtocolViolation
-from telegrad.transport.noise import TAG, Ciphers, CipherState, DecryptionFailed
-from telegrad.transport.records import RECORD
 
 NUMBERS = st.integers(0, 2**32 - 1)
 REVISIONS = st.integers(0, 2**63)

@@ -14,9 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from telegrad.directory import on_redis
-from telegrad.directory.on_redis import RedisDirectory
-from telegrad.directory.protocol import (
+from telegrad._core.directory.protocol import (
     ABSENT,
     Compacted,
     DirectoryLost,
@@ -26,7 +24,9 @@ from telegrad.directory.protocol import (
     LeaseLost,
     Swap,
 )
-from telegrad.directory.redis_connections import Session
+from telegrad.directories import on_redis
+from telegrad.directories.on_redis import RedisDirectory
+from telegrad.directories.redis_connections import RedisSession
 from telegrad.errors import StoreUntrusted
 from tests.directory.contract import Contract
 from tests.directory.faults import Faults
@@ -257,21 +257,21 @@ def test_only_a_compare_and_set_is_not_sent_again(shared: Server, monkeypatch: p
     """The connection breaks when the server has the command, and before its reply is there."""
     (client,) = clients_of(shared, "again", 1)
     lease = client.grant(LONG)
-    ask, cut = Session.ask, threading.Event()
+    ask, cut = RedisSession.ask, threading.Event()
 
-    def ask_and_break(session: Session, *command: bytes | str | int) -> object:
+    def ask_and_break(session: RedisSession, *command: bytes | str | int) -> object:
         reply = ask(session, *command)
         if cut.is_set():
             cut.clear()
             raise ConnectionError("cut")
         return reply
 
-    monkeypatch.setattr(Session, "ask", ask_and_break)
+    monkeypatch.setattr(RedisSession, "ask", ask_and_break)
     for act in (lambda: client.renew(lease), lambda: client.list(""), lambda: client.watch("", ABSENT, 0.0)):
         cut.set()
         act()
     cut.set()
-    with pytest.raises(DirectoryLost, match="the outcome is unknown"):
+    with pytest.raises(DirectoryLost, match="outcome is unknown"):
         client.swap("a", b"1")
     assert read(client, "a") == ("a", b"1", 1, 1, 0)
 

@@ -13,9 +13,9 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from telegrad.directory.on_redis import RedisDirectory
-from telegrad.directory.protocol import DirectoryLost, DirectoryRefused
-from telegrad.directory.redis_settings import RIGHTS
+from telegrad._core.directory.protocol import DirectoryLost, DirectoryRefused
+from telegrad.directories.on_redis import RedisDirectory
+from telegrad.directories.redis_settings import RIGHTS
 from telegrad.errors import UsageError
 from tests.cluster import free_port
 from tests.directory.harness import SOON, written
@@ -141,7 +141,7 @@ def write_certificate(folder: pathlib.Path, name: str) -> None:
     """Write a certificate for 127.0.0.1 that its own key has signed."""
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
-    now = datetime.datetime.now(datetime.timezone.utc)
+    now = datetime.datetime.now(datetime.UTC)
     certificate = (
         x509.CertificateBuilder(subject, subject, key.public_key(), x509.random_serial_number())
         .not_valid_before(now - datetime.timedelta(hours=1))

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from telegrad.directory.protocol import Entry, Event
-from telegrad.directory.redis_replies import Changes, Malformed, Reply, read_reply
+from telegrad._core.directory.protocol import Entry, Event
+from telegrad.directories.redis_replies import Changes, Malformed, Reply, read_reply
 
 ENTRY = Entry("a", b"of a value\n", 7, 5, 2)
 RECORD = b"7 5 2 of a value\n"

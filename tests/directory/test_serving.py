@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import sqlite3
 import threading
 import time
 from collections.abc import Iterator
 
 import pytest
 
-from telegrad.directory import messages, server
-from telegrad.directory.client import EmbeddedDirectory
-from telegrad.directory.messages import Request, write_request
-from telegrad.directory.protocol import Directory, DirectoryLost, LeaseLost
-from telegrad.directory.server import QUEUED, Server
-from telegrad.errors import AuthenticationFailed, InvalidArgument
-from telegrad.keyring import Keyring, open_ring
+from telegrad._core.directory import requests as messages
+from telegrad._core.directory import server
+from telegrad._core.directory.client import EmbeddedDirectory, EmbeddedSession
+from telegrad._core.directory.protocol import Directory, DirectoryLost, LeaseLost
+from telegrad._core.directory.requests import Reply, Request, write_request
+from telegrad._core.directory.server import QUEUED, Server
+from telegrad._core.directory.sessions import KEPT
+from telegrad._core.security.keyring import Keyring, open_ring
+from telegrad.errors import AuthenticationFailed, InvalidArgument, UsageError
 from tests.cluster import KEYS
 from tests.directory.engines import Middleman, ThreadEngine, until
 from tests.directory.harness import PATIENCE, SOON, assert_refused_in_a_child, written
@@ -45,76 +46,99 @@ def slowest(client: Directory, count: int = 20) -> float:
 # Clients
 
 
-def test_a_client_has_one_connection(thread: ThreadEngine) -> None:
+def send(session: EmbeddedSession, *requests: Request) -> None:
+    session._sock.sendall(b"".join(session._channel.encrypt(write_request(n, each)) for n, each in enumerate(requests)))
+
+
+def receive(session: EmbeddedSession, count: int) -> list[Reply]:
+    found: list[Reply] = []
+    session._sock.settimeout(PATIENCE)
+    while len(found) < count:
+        data = session._sock.recv(1 << 18)
+        assert data, "the server has closed the connection"
+        found += [messages.read_reply(each)[1] for each in session._channel.decrypt(data)]
+    return found
+
+
+def test_a_client_keeps_its_connections(thread: ThreadEngine) -> None:
     client = thread.client()
-    watching = [threading.Thread(target=client.watch, args=(f"{n}", 0, PATIENCE)) for n in range(4)]
-    for each in watching:
-        each.start()
-    for n in range(4):
-        client.swap(f"{n}", b"")
-    assert thread.connections() == 1
-    for each in watching:
-        each.join(PATIENCE)
+    for _ in range(3):
+        since = client.list("").revision
+        watching = [threading.Thread(target=client.watch, args=(f"{n}", since, PATIENCE)) for n in range(6)]
+        for each in watching:
+            each.start()
+        until(lambda: len(thread.server._service._watches._waiting) == 6)
+        for n in range(6):
+            entries = client.list(f"{n}").entries
+            client.swap(f"{n}", None if entries else b"", entries[0].revision if entries else 0)
+        for each in watching:
+            each.join(PATIENCE)
+    until(lambda: 1 <= thread.connections() <= KEPT)
     client.close()
     until(lambda: thread.connections() == 0)
 
 
+def test_the_end_of_a_client_that_watches_is_seen(thread: ThreadEngine) -> None:
+    session = thread.session()
+    send(session, Request(messages.WATCH, "a", seconds=1000.0))
+    until(lambda: len(thread.server._service._watches._waiting) == 1)
+    session.close()
+    until(lambda: not thread.server._service._watches._waiting)
+    assert thread.connections() == 0
+
+
 def test_a_client_that_does_not_read_waits_alone(thread: ThreadEngine) -> None:
-    client, link = thread.client(), thread.link()
+    client, session = thread.client(), thread.session()
     for n in range(8):
-        client.swap(f"large/{n}", bytes(100_000))
-    for n in range(500):
-        link.send(write_request(n, Request(messages.LIST, "large/")))
+        client.swap(f"large/{n}", b"x" * 100_000)
+    send(session, *[Request(messages.LIST, "large/")] * 100)
     until(lambda: any(len(each.unsent) > QUEUED for each in thread.server._connections.values()))
     assert slowest(client) < SOON
     assert max(len(each.unsent) for each in thread.server._connections.values()) < QUEUED + 2_000_000
-    found = 0
-    while found < 500:  # once it reads, it gets all
-        found += len(link.receive(threading.Lock()))
-    link.close()
+    assert len(receive(session, 100)) == 100  # once it reads, it gets all
+    session.close()
 
 
 def test_a_client_that_floods_is_answered_in_turn(thread: ThreadEngine) -> None:
-    client, link = thread.client(), thread.link()
+    client, session = thread.client(), thread.session()
     slowest(client)
-    flood = threading.Event()
-
-    def send() -> None:
-        lock, found = threading.Lock(), 0
-        for n in range(20_000):
-            link.send(write_request(n, Request(messages.LIST, "")))
-        flood.set()
-        while found < 20_000:
-            found += len(link.receive(lock))
-
-    flooding = threading.Thread(target=send, daemon=True)
-    flooding.start()
-    assert flood.wait(PATIENCE)
+    count, found = 5_000, list[Reply]()
+    reading = threading.Thread(target=lambda: found.extend(receive(session, count)))
+    flooding = threading.Thread(target=send, args=(session, *[Request(messages.LIST, "")] * count))
+    for each in (reading, flooding):
+        each.start()
     assert slowest(client) < SOON
-    flooding.join(2 * PATIENCE)
-    assert not flooding.is_alive()
-    link.close()
+    for each in (reading, flooding):
+        each.join(2 * PATIENCE)
+    assert len(found) == count
+    session.close()
+
+
+def is_closed(session: EmbeddedSession) -> bool:
+    session._sock.settimeout(PATIENCE)
+    return not session._sock.recv(1)
 
 
 def test_a_request_that_is_none_ends_its_connection_alone(thread: ThreadEngine) -> None:
-    client, link = thread.client(), thread.link()
+    client, session = thread.client(), thread.session()
     client.list("")
-    link.send(b"no request")
-    with pytest.raises(OSError, match="closed"):
-        link.receive(threading.Lock())
-    link.close()
+    session._sock.sendall(session._channel.encrypt(b"no request"))
+    assert is_closed(session)
+    session.close()
     client.list("")
     assert thread.connections() == 1
 
 
-def test_the_oldest_of_many_connections_of_one_client_ends(thread: ThreadEngine) -> None:
+def test_the_oldest_of_many_connections_of_one_client_ends(
+    thread: ThreadEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "MOST_OF_ONE", 4)
     client = thread.client()
-    links = [client._connect() for _ in range(server.MOST_OF_ONE + 1)]
-    with pytest.raises(OSError, match="closed"):
-        links[0].receive(threading.Lock())
-    assert thread.connections() == server.MOST_OF_ONE
-    for link in links:
-        link.close()
+    sessions = [thread.session(client) for _ in range(5)]
+    assert is_closed(sessions[0])
+    until(lambda: thread.connections() == 4)
+    for each in sessions:
+        each.close()
 
 
 def test_arguments_that_there_are_none_of(thread: ThreadEngine) -> None:
@@ -133,15 +157,10 @@ def test_arguments_that_there_are_none_of(thread: ThreadEngine) -> None:
 
 
 def test_limits_are_told(thread: ThreadEngine) -> None:
-    link = thread.link()
-    for n in range(100):
-        link.send(write_request(n, Request(messages.WATCH, "nothing", seconds=100.0)))
-    lock = threading.Lock()
-    found: list[bytes] = []
-    while len(found) < 36:
-        found += link.receive(lock)
-    assert {messages.read_reply(each)[1].outcome for each in found} == {messages.FULL}
-    link.close()
+    session = thread.session()
+    send(session, *[Request(messages.WATCH, "nothing", seconds=100.0)] * 100)
+    assert {each.outcome for each in receive(session, 36)} == {messages.FULL}
+    session.close()
 
 
 def test_an_address_that_is_none() -> None:
@@ -185,7 +204,7 @@ def test_what_is_done_where_a_reply_was_lost(thread: ThreadEngine, monkeypatch: 
         monkeypatch.setattr(thread.server, "_send", drop)
 
     lose_reply()
-    with pytest.raises(DirectoryLost, match="read it again"):
+    with pytest.raises(DirectoryLost, match="outcome is unknown: read the key again"):
         client.swap("a", b"1")
     [entry] = client.list("").entries
     assert entry.value == b"1"
@@ -215,21 +234,21 @@ def test_nothing_is_answered_that_could_not_be_stored() -> None:
     address = listener.getsockname()
     found, errors = Server(listener, KEYS), []
 
-    def save(journal: object, revision: int, compacted: int) -> None:
-        raise sqlite3.OperationalError("database or disk is full")
+    def fail(revision: int) -> None:
+        raise UsageError("database or disk is full")
 
     def run() -> None:
         try:
             found.run()
-        except sqlite3.OperationalError as error:
+        except UsageError as error:
             errors.append(error)
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     client = EmbeddedDirectory(address, KEYS, 1.0)
     client.list("")
-    found._store.save = save
-    with pytest.raises(DirectoryLost, match="read it again"):
+    found._table.file.commit = fail
+    with pytest.raises(DirectoryLost, match="read the key again"):
         client.swap("a", b"")
     thread.join(PATIENCE)
     assert len(errors) == 1
@@ -259,7 +278,7 @@ def test_replies_and_handshakes_that_are_altered_count_as_connections_that_broke
     thread: ThreadEngine, middleman: Middleman, behind: EmbeddedDirectory
 ) -> None:
     middleman.to_alter = 5
-    with pytest.raises(DirectoryLost, match="read it again"):
+    with pytest.raises(DirectoryLost, match="read the key again"):
         behind.swap("a", b"1")
     assert written(behind.swap("b", b"1"))
     assert middleman.altered == 5
@@ -273,7 +292,7 @@ def test_a_path_that_alters_all_is_told_once_the_patience_is_over(
 ) -> None:
     middleman.to_alter = float("inf")
     for ask in (lambda: behind.list(""), lambda: behind.swap("a", b"")):
-        with pytest.raises(DirectoryLost, match=r"did not answer for 2 s: .*the directory at"):
+        with pytest.raises(DirectoryLost, match=r"the directory at .* did not answer within 2 s"):
             ask()
     middleman.to_alter = 0
     behind.list("")
@@ -284,7 +303,7 @@ def test_another_server_at_the_address_is_not_the_directory(middleman: Middleman
     first, other = middleman.target, ThreadEngine(Keyring([OTHER]))
     middleman.target = other.address
     middleman.cut()
-    with pytest.raises(DirectoryLost, match=r"did not answer for 2 s: .*same key"):
+    with pytest.raises(DirectoryLost, match=r"did not answer within 2 s .*same key"):
         behind.list("")
     middleman.target = first
     behind.list("")

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
-from telegrad.directory.protocol import ABSENT, Compacted, Event, LeaseLost, Swap
-from telegrad.directory.table import OVERHEAD, Ended, Granted, Limits, Saved, Table, Written
+from telegrad._core.directory.protocol import ABSENT, Compacted, Event, LeaseLost, Swap
+from telegrad._core.directory.table import OVERHEAD, Limits, Table
 from telegrad.errors import LimitReached
 from tests.directory.naive import Naive
 
@@ -19,7 +19,7 @@ KEPT = 12  # changes
 
 
 class Beside(RuleBasedStateMachine):
-    """The table, and the model; and what was saved, of which the table is made anew now and then."""
+    """The table, which is opened anew now and then, and the model."""
 
     leases = Bundle("leases")
 
@@ -27,8 +27,7 @@ class Beside(RuleBasedStateMachine):
         super().__init__()
         self.now = 0.0
         self.model = Naive()
-        self.table = Table(Limits(changes=KEPT))
-        self.saved = Saved()
+        self.table = Table(limits=Limits(changes=KEPT))
 
     @rule(target=leases, ttl=st.sampled_from([1.0, 2.0, 5.0]))
     def grant(self, ttl: float) -> int:
@@ -59,7 +58,7 @@ class Beside(RuleBasedStateMachine):
     def stop(self, seconds: float) -> None:
         """The server did not run for a while."""
         self.now += seconds
-        self.table.postpone(seconds)
+        self.table.extend_leases(seconds)
         self.model.postpone(seconds)
 
     @rule(
@@ -81,8 +80,8 @@ class Beside(RuleBasedStateMachine):
     @rule()
     def start_again(self) -> None:
         """All leases get their whole ttl."""
-        self.store()
-        self.table = Table(Limits(changes=KEPT), self.saved, self.now)
+        self.table.file.commit(self.table.revision)
+        self.table.load(self.now)
         for lease in self.model.leases:
             self.model.renew(lease, self.now)
 
@@ -107,28 +106,6 @@ class Beside(RuleBasedStateMachine):
         assert found == wanted
         assert self.table.changes(prefix, since, most) == (since, [])
 
-    def store(self) -> None:
-        """What `store.py` does."""
-        entries = {entry.key: (entry, client) for entry, client in self.saved.entries}
-        leases = {each.lease: each for each in self.saved.leases}
-        changes = list(self.saved.changes)
-        for change in self.table.journal:
-            match change:
-                case Granted():
-                    leases[change.lease] = change
-                case Ended(lease):
-                    del leases[lease]
-                case Written(Event(_, key, entry) as event, client):
-                    changes.append(event)
-                    entries.pop(key, None)
-                    if entry is not None:
-                        entries[key] = entry, client
-        self.table.journal.clear()
-        kept = tuple(event for event in changes if event.revision > self.table.compacted)
-        self.saved = Saved(
-            self.table.revision, self.table.compacted, tuple(entries.values()), tuple(leases.values()), kept
-        )
-
     @invariant()
     def agrees(self) -> None:
         assert self.table.revision == self.model.revision
@@ -149,11 +126,10 @@ class Beside(RuleBasedStateMachine):
 
     @invariant()
     def counts_what_is_used(self) -> None:
-        total = self.table._total
         entries = self.model.entries.values()
-        assert (total.keys, total.leases) == (len(entries), len(self.model.leases))
-        values = sum(OVERHEAD + len(entry.key) + len(entry.value) for entry in entries)
-        assert total.bytes == values + OVERHEAD * len(self.model.leases)
+        assert (len(self.table._sorted), len(self.table._leases)) == (len(entries), len(self.model.leases))
+        assert sum(self.table._clients.values()) == len(entries)
+        assert self.table._used.bytes == sum(OVERHEAD + len(entry.key.encode()) + len(entry.value) for entry in entries)
 
 
 TestBeside = Beside.TestCase
@@ -180,8 +156,17 @@ def test_the_keys_that_have_changed() -> None:
     assert [table.changed(since) for since in range(5)] == [{*"abc"}, {*"abc"}, {*"ac"}, {"a"}, set()]
 
 
+def test_keys_of_odd_characters_are_under_their_prefix() -> None:
+    table = Table()
+    keys = sorted(["a", "a\U0010ffff", "a\U0010ffffb", "aé", "b"])
+    for key in keys:
+        table.swap(key, b"")
+    assert [entry.key for entry in table.list("a").entries] == keys[:-1]
+    assert [entry.key for entry in table.list("a\U0010ffff").entries] == keys[2:4]
+
+
 def test_the_changes_of_one_revision_are_forgotten_together() -> None:
-    table = Table(Limits(changes=8))
+    table = Table(limits=Limits(changes=8))
     lease = table.grant(1.0, 0.0)
     for n in range(8):
         table.swap(f"{n}", b"", lease=lease)
@@ -195,24 +180,17 @@ def test_the_changes_of_one_revision_are_forgotten_together() -> None:
 
 
 def test_large_changes_are_forgotten_sooner() -> None:
-    table = Table(Limits(change_bytes=10_000))
+    table = Table(limits=Limits(change_bytes=10_000))
     for _ in range(20):
         table.swap("a", bytes(1000), table.revision)
     assert 5 <= len(table.changes("", table.compacted)[1]) <= 10
 
 
-@pytest.mark.parametrize(
-    ("limits", "what"),
-    [
-        (Limits(keys=16), "keys"),
-        (Limits(bytes=16 * (OVERHEAD + 1)), "bytes"),  # each key has one
-    ],
-)
-def test_one_client_does_not_fill_the_table(limits: Limits, what: str) -> None:
-    table = Table(limits)
+def test_one_client_does_not_fill_the_table() -> None:
+    table = Table(limits=Limits(keys=4, keys_of_one=2))
     for key in "ab":
         table.swap(key, b"", client="one")
-    with pytest.raises(LimitReached, match=f"this client has .* {what}"):
+    with pytest.raises(LimitReached, match="this client has 2 keys"):
         table.swap("c", b"", client="one")
     assert table.revision == 2
     assert table.swap("c", b"", client="two").done
@@ -221,24 +199,23 @@ def test_one_client_does_not_fill_the_table(limits: Limits, what: str) -> None:
     assert table.swap("d", b"", client="one").done
     assert table.swap("d", None, table.revision, client="one") == Swap(True, None)
     assert table.swap("e", b"", client="one").done
-    for key in "fghijklmnopq":
-        table.swap(key, b"", client=key)
-    assert len(table.list("").entries) == 16
-    with pytest.raises(LimitReached, match="all clients together"):
+    with pytest.raises(LimitReached, match="all clients together have 4 keys"):
         table.swap("r", b"", client="three")
-    assert table.swap(
-        "a", b"", table.list("a").entries[0].revision, client="three"
-    ).done  # there are no more than before
+    assert table.swap("a", b"", table.list("a").entries[0].revision, client="three").done  # no more than before
 
 
-def test_one_client_does_not_have_all_leases() -> None:
-    table = Table(Limits(leases=16))
-    first, _ = table.grant(1.0, 0.0, "one"), table.grant(1.0, 0.0, "one")
+def test_values_and_leases_have_limits() -> None:
+    table = Table(limits=Limits(bytes=2 * OVERHEAD + 10, leases=1))
+    table.swap("a", bytes(9))
+    with pytest.raises(LimitReached, match="bytes"):
+        table.swap("b", b"")
+    lease = table.grant(1.0, 0.0)
     with pytest.raises(LimitReached, match="leases"):
-        table.grant(1.0, 0.0, "one")
-    table.grant(1.0, 0.0, "two")
-    table.revoke(first)
-    assert table.grant(1.0, 0.0, "one")
+        table.grant(1.0, 0.0)
+    table.revoke(lease)
+    table.swap("a", b"", 1)
+    table.swap("b", b"")
+    table.grant(1.0, 0.0)
 
 
 @given(st.lists(st.sampled_from([0.0, 0.5, 1.0, 3.0])))

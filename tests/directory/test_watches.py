@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from telegrad.directory import messages
-from telegrad.directory.messages import Request, read_reply, write_request
-from telegrad.directory.protocol import ABSENT, Compacted, Events
-from telegrad.directory.service import Service
-from telegrad.directory.table import Limits, Table
-from telegrad.directory.watches import EACH, LONGEST_GATHERING, MOST_WATCHES, Watches
+from telegrad._core.directory import requests
+from telegrad._core.directory.protocol import ABSENT, Compacted, Events
+from telegrad._core.directory.requests import Request, read_reply, write_request
+from telegrad._core.directory.service import Service
+from telegrad._core.directory.table import Limits, Table
+from telegrad._core.directory.watches import EACH, LONGEST_GATHERING, MOST_WATCHES, Watches
 from telegrad.errors import LimitReached, ProtocolViolation
 
 PREFIXES = ["", "a", "a/", "b"]
@@ -52,9 +52,9 @@ class Watcher:
         number, reply = read_reply(data)
         assert number == self.number
         self.waits = False
-        self.is_compacted = reply.outcome == messages.COMPACTED
+        self.is_compacted = reply.outcome == requests.COMPACTED
         if not self.is_compacted:
-            assert reply.outcome == messages.DONE
+            assert reply.outcome == requests.DONE
             assert reply.revision >= self.since
             self.since = reply.revision
             self.seen += reply.changes
@@ -65,7 +65,7 @@ class Life:
 
     def __init__(self, seed: int, kept: int) -> None:
         self.chance = random.Random(seed)
-        self.table, self.now = Table(Limits(changes=kept)), 0.0
+        self.table, self.now = Table(limits=Limits(changes=kept)), 0.0
         self.watches = Watches(self.table)
         self.log: Events = []  # all changes
         self.watchers = [Watcher(n, self.chance.choice(PREFIXES), 0) for n in range(8)]
@@ -114,7 +114,7 @@ def test_watchers_miss_nothing(seed: int, steps: int, kept: int) -> None:
 
 
 def test_a_watch_that_waits_needs_no_changes_of_other_prefixes() -> None:
-    table = Table(Limits(changes=6))
+    table = Table(limits=Limits(changes=6))
     watches = Watches(table)
     watches.add(1, 1, "a", 0, 10.0, 0.0)
     for _ in range(50):
@@ -227,7 +227,7 @@ def test_a_number_is_used_once() -> None:
 # The service
 
 
-def ask(service: Service, request: Request, now: float = 0.0) -> messages.Reply:
+def ask(service: Service, request: Request, now: float = 0.0) -> requests.Reply:
     reply = service.answer(1, "client", write_request(3, request), now)
     assert reply is not None
     number, found = read_reply(reply)
@@ -240,14 +240,14 @@ def test_requests_that_are_refused() -> None:
     service = Service(Table())
     for request in (
         Request(99),
-        Request(messages.GRANT, seconds=0.0),
-        Request(messages.GRANT, seconds=float("nan")),
-        Request(messages.GRANT, seconds=float("inf")),
-        Request(messages.SWAP, "", b""),
-        Request(messages.SWAP, "a\0", b""),
-        Request(messages.SWAP, "a", bytes((1 << 20) + 1)),
+        Request(requests.GRANT, seconds=0.0),
+        Request(requests.GRANT, seconds=float("nan")),
+        Request(requests.GRANT, seconds=float("inf")),
+        Request(requests.SWAP, "", b""),
+        Request(requests.SWAP, "a\0", b""),
+        Request(requests.SWAP, "a", bytes((1 << 20) + 1)),
     ):
-        assert ask(service, request).outcome == messages.REFUSED
+        assert ask(service, request).outcome == requests.REFUSED
     assert service.table.revision == 0
     with pytest.raises(ProtocolViolation):
         service.answer(1, "client", b"short", 0.0)
@@ -258,21 +258,21 @@ def test_an_operation_of_a_later_version() -> None:
 
 
 def test_outcomes() -> None:
-    service = Service(Table(Limits(keys=8, changes=8)))
-    lease = ask(service, Request(messages.GRANT, seconds=1.0)).revision
-    assert ask(service, Request(messages.RENEW, lease=lease)).outcome == messages.DONE
-    assert ask(service, Request(messages.SWAP, "a", b"", lease=lease)).outcome == messages.DONE
-    assert ask(service, Request(messages.SWAP, "a", b"")).outcome == messages.NOT_DONE
-    assert ask(service, Request(messages.SWAP, "b", b"")).outcome == messages.FULL
+    service = Service(Table(limits=Limits(keys=1, changes=8)))
+    lease = ask(service, Request(requests.GRANT, seconds=1.0)).revision
+    assert ask(service, Request(requests.RENEW, lease=lease)).outcome == requests.DONE
+    assert ask(service, Request(requests.SWAP, "a", b"", lease=lease)).outcome == requests.DONE
+    assert ask(service, Request(requests.SWAP, "a", b"")).outcome == requests.NOT_DONE
+    assert ask(service, Request(requests.SWAP, "b", b"")).outcome == requests.FULL
     assert service.next_at() == 1.0
     service.collect(1.0)
-    assert ask(service, Request(messages.RENEW, lease=lease)).outcome == messages.LEASE_LOST
-    assert ask(service, Request(messages.REVOKE, lease=lease)).outcome == messages.DONE
-    assert ask(service, Request(messages.LIST, "")) == messages.Reply(messages.DONE, 3)
-    assert ask(service, Request(messages.WATCH, "a", revision=9, seconds=1.0)).outcome == messages.COMPACTED
-    assert len(ask(service, Request(messages.WATCH, "", seconds=float("nan"))).changes) == 2
+    assert ask(service, Request(requests.RENEW, lease=lease)).outcome == requests.LEASE_LOST
+    assert ask(service, Request(requests.REVOKE, lease=lease)).outcome == requests.DONE
+    assert ask(service, Request(requests.LIST, "")) == requests.Reply(requests.DONE, 3)
+    assert ask(service, Request(requests.WATCH, "a", revision=9, seconds=1.0)).outcome == requests.COMPACTED
+    assert len(ask(service, Request(requests.WATCH, "", seconds=float("nan"))).changes) == 2
     assert (
-        service.answer(1, "client", write_request(4, Request(messages.WATCH, "", revision=3, seconds=1.0)), 1.0) is None
+        service.answer(1, "client", write_request(4, Request(requests.WATCH, "", revision=3, seconds=1.0)), 1.0) is None
     )
     service.leave(1)
     assert service.collect(9.0) == []

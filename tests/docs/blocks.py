@@ -1,7 +1,8 @@
 """The code blocks of a page, and the programs that they make.
 
 A Python block whose first line is a comment with a file's name (`# train.py`) begins that file, and the Python blocks
-behind it continue it. Blocks before any such line are one program without a name. Where blocks take something as given
+behind it continue it. Blocks before any such line are one program without a name. A file that another one of the page
+imports is a module: it lies beside the program, and is not run by itself. Where blocks take something as given
 (a model, a group of workers), `given/` has a file of the page's path: cells of Python, each under a line that says
 where it belongs, `# before: words` or `# after: words` of a block, or `# at the end`.
 """
@@ -24,6 +25,7 @@ _MARKER = re.compile(r"<!-- not run: (.+) -->\n+\Z")
 _INLINE = re.compile(r"(?<!`)`((?:python -m|telegrad|make|pip install|pytest|torchrun|\.venv/bin/\w+) [^`]+)`")
 _FIGURES = re.compile(r"<!-- figures differ -->\n+\Z")
 _FILE = re.compile(r"# ([\w.]+\.(?:py|toml))(?: .*)?\n")
+_IMPORT = re.compile(r"^(?:import|from) (\w+)", re.MULTILINE)
 _CELL = re.compile(r"^# (before: .+|after: .+|at the end)\n", re.MULTILINE)
 
 
@@ -112,6 +114,13 @@ def programs_of(page: pathlib.Path) -> dict[str, list[Cell]]:
     if programs:
         programs[name] += [cell for words, cell in given if words == "at the end"]
     return programs
+
+
+def modules_of(page: pathlib.Path) -> dict[str, str]:
+    """Return the content of the files of a page that its other programs import."""
+    texts = {name: "\n".join(cell.text for cell in cells) for name, cells in programs_of(page).items()}
+    imported = {name for text in texts.values() for name in _IMPORT.findall(text)}
+    return {name: text for name, text in texts.items() if name.removesuffix(".py") in imported}
 
 
 def _given(page: pathlib.Path) -> list[tuple[str, Cell]]:

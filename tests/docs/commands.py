@@ -10,10 +10,10 @@ import json
 import re
 import shlex
 
-from telegrad import worker
 from telegrad.insight import command as insight
-from telegrad.supervision import command as supervision
+from telegrad.launch import worker_command
 from telegrad.supervision import roles
+from telegrad.supervision import run_command as supervision
 from tests.docs.blocks import ROOT, Block
 
 # What these start is looked at; they may not be installed where the tests run.
@@ -69,7 +69,7 @@ def _telegrad(words: list[str]) -> str:
         options, command = supervision._split(words[1:])
         return _parsed(supervision._parser(), options) or (fault_of(command) if command else "")
     if words[:1] == ["worker"]:
-        return _parsed(worker._parser(), words[1:])
+        return _parsed(worker_command._parser(), words[1:])
     if words[0] in INSIGHT:
         return _parsed(insight._parser(), words)
     known = words[0] in ("--version", "--help", "-m") or words[0].endswith(".py")

@@ -19,8 +19,9 @@ from typing import IO, Any, NamedTuple, cast
 
 import torch
 
-from telegrad import compat, hosting, worker
-from telegrad.wire import functions
+from telegrad import compat
+from telegrad._core.pickling import function_names
+from telegrad.launch import local, worker_command
 from tests.cluster import free_port
 from tests.docs.blocks import Cell
 
@@ -33,9 +34,13 @@ class Outcome(NamedTuple):
     printed: dict[tuple[str, int], list[str]]  # by file and line of each print
 
 
-def perform(cells: list[Cell], file: str, arguments: list[str], installs: bool, folder: str) -> Outcome:
-    """Be that program: this process is no good for anything else afterwards."""
+def perform(
+    cells: list[Cell], modules: dict[str, str], file: str, arguments: list[str], installs: bool, folder: str
+) -> Outcome:
+    """Be that program, with `modules` beside it: this process is no good for anything else afterwards."""
     os.chdir(folder)
+    for name, text in modules.items():
+        pathlib.Path(name).write_text(text)
     os.dup2(os.open("out", os.O_CREAT | os.O_WRONLY | os.O_APPEND), 1)
     os.dup2(os.open("err", os.O_CREAT | os.O_WRONLY | os.O_APPEND), 2)
     sys.stdout, sys.stderr = (os.fdopen(number, "w", 1, closefd=False) for number in (1, 2))
@@ -86,7 +91,7 @@ def _listen_to_prints() -> dict[tuple[str, int], list[str]]:
 def _fork_instead_of_spawning() -> None:
     process: Any = multiprocessing.process.current_process()
     process._config["daemon"] = False  # it may have children
-    fork, context, host = multiprocessing.get_context("fork"), cast(Any, multiprocessing), cast(Any, hosting)
+    fork, context, host = multiprocessing.get_context("fork"), cast(Any, multiprocessing), cast(Any, local)
     context.get_context = lambda method=None: fork
     host.subprocess = types.SimpleNamespace(
         Popen=Forked, PIPE=subprocess.PIPE, TimeoutExpired=subprocess.TimeoutExpired
@@ -122,9 +127,9 @@ class Forked:
             os.environ.update(env)
             sys.stdout, sys.stderr = (os.fdopen(number, "w", 1, closefd=False) for number in (1, 2))
             sys.modules["__main__"] = types.ModuleType("__main__")  # what the program defines is not known to a worker
-            functions._program = None
+            function_names._program = None
             linecache.clearcache()
-            code = worker.main(arguments)
+            code = worker_command.main(arguments)
         except BaseException:
             traceback.print_exc()
         finally:

@@ -25,6 +25,7 @@ from tests.docs.blocks import (
     commands_of,
     indented,
     inline_commands,
+    modules_of,
     places_of_given,
     programs_of,
     runs_of,
@@ -41,6 +42,7 @@ ELSEWHERE = {
     "docs/running.md": "tests/test_running.py",
     "docs/security.md": "tests/test_security_page.py",
 }
+AS_USERS_DO = [ROOT / "docs" / "extensions.md", *ROOT.glob("docs/tutorials/*.md")]  # whose workers are not forked, too
 FEW = 20  # blocks that say why nobody runs them
 FIGURE = re.compile(r"-?\d+(?:[.,]\d+)*(?:e-?\d+)?")
 LINE = re.compile(r"print\(.*\) +# (.+)$")
@@ -71,8 +73,8 @@ def test_the_programs_run(page: pathlib.Path) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("page", [page for page in RUNNING if page.parent == ROOT / "docs" / "tutorials"], ids=path_of)
-def test_tutorials_run_as_users_run_them(page: pathlib.Path, tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize("page", [page for page in RUNNING if page in AS_USERS_DO], ids=path_of)
+def test_pages_run_as_users_run_them(page: pathlib.Path, tmp_path: pathlib.Path) -> None:
     for name, cells in programs_of(page).items():
         (tmp_path / name).write_text("\n".join(cell.text for cell in cells))
     for run in runs_of(page):
@@ -85,8 +87,10 @@ def test_tutorials_run_as_users_run_them(page: pathlib.Path, tmp_path: pathlib.P
 
 def outcome_of(page: pathlib.Path, run: Run) -> Outcome:
     with tempfile.TemporaryDirectory() as folder, processes(1) as (process,):
-        cells = programs_of(page)[run.file]
-        return process.run(perform, cells, run.file, run.arguments, run.installs, folder, patience=3 * PATIENCE)
+        cells, modules = programs_of(page)[run.file], modules_of(page)
+        return process.run(
+            perform, cells, modules, run.file, run.arguments, run.installs, folder, patience=3 * PATIENCE
+        )
 
 
 def shows(block: Block, out: str) -> bool:
@@ -141,7 +145,7 @@ def test_few_blocks_are_excused() -> None:
 
 def test_every_program_is_run() -> None:
     for page in RUNNING:
-        assert {run.file for run in runs_of(page)} == programs_of(page).keys(), path_of(page)
+        assert {run.file for run in runs_of(page)} == programs_of(page).keys() - modules_of(page), path_of(page)
 
 
 def test_an_output_is_one_of_a_program() -> None:

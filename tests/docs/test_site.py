@@ -108,7 +108,7 @@ def test_a_reader_can_change_to_each_version_that_is_there(tmp_path: pathlib.Pat
 def site(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     """The folder of this version's pages, freshly made."""
     for package in ("sphinx", "myst_parser", "pydata_sphinx_theme", "sphinx_copybutton"):
-        pytest.importorskip(package, reason="needs what makes the site: pip install -e '.[docs]'")
+        pytest.importorskip(package, reason="needs what makes the site: pip install --group docs")
     build = runpy.run_path(str(DOCS / "build.py"))
     folder: pathlib.Path = tmp_path_factory.mktemp("site") / "docs"
     assert build["build"](folder) == 0

@@ -8,9 +8,9 @@ from typing import Any, NoReturn
 import pytest
 
 from telegrad import errors
-from telegrad.group import address
-from telegrad.group.address import ADDRESS_VARIABLE, ELSEWHERE, host_identity, local_address_towards, own_address
-from telegrad.group.tcp import serve_tcp
+from telegrad._core.stores import address
+from telegrad._core.stores.address import ADDRESS_VARIABLE, ELSEWHERE, host_identity, local_address_towards, own_address
+from telegrad._core.stores.tcp_store import serve_tcp
 
 
 @pytest.fixture(autouse=True)

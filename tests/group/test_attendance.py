@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from telegrad.group.attendance import MOST_ASKED, Attendance
-from telegrad.group.members import Member
+from telegrad._core.joining.attendance import MOST_ASKED, Attendance
+from telegrad._core.membership.members import Member
 
 
 def member(rank: int) -> Member:

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from telegrad.directory.protocol import Directory, DirectoryLost, LeaseLost
+from telegrad._core.directory.protocol import Directory, DirectoryLost, LeaseLost
+from telegrad._core.membership.dynamic import DynamicGroup
+from telegrad._core.membership.members import Member
+from telegrad._core.membership.registry import Claim, Claimed, Registry
 from telegrad.errors import InvalidArgument
-from telegrad.group.dynamic import DynamicGroup
-from telegrad.group.members import Member
-from telegrad.group.registry import Claim, Claimed, Registry
 from tests.cluster import wait_until
 from tests.directory.naive import NaiveEngine
 

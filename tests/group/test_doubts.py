@@ -17,11 +17,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from telegrad._core.membership import membership
+from telegrad._core.membership.doubts import AGAIN, KNOCKS, PATIENCE, Doubt
+from telegrad._core.membership.membership import Membership
+from telegrad._core.membership.registry import Came, Registered
 from telegrad.errors import PeerLost
-from telegrad.group import membership
-from telegrad.group.doubts import AGAIN, KNOCKS, PATIENCE, Doubt
-from telegrad.group.membership import Membership
-from telegrad.group.registry import Came, Registered
 from tests import cluster
 from tests.cluster import agents
 

@@ -11,10 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from telegrad import errors
-from telegrad.directory.protocol import DirectoryLost, DirectoryRefused, DirectoryReset
-from telegrad.group.dynamic import DynamicGroup
-from telegrad.group.members import Member
-from telegrad.group.registry import EXPIRED, LEFT, LOST, Came, Change, Ended, Gone
+from telegrad._core.directory.protocol import DirectoryLost, DirectoryRefused, DirectoryReset
+from telegrad._core.membership.dynamic import DynamicGroup
+from telegrad._core.membership.members import Member
+from telegrad._core.membership.registry import EXPIRED, LEFT, LOST, Came, Change, Ended, Gone
 from tests.cluster import wait_until
 from tests.directory.naive import NaiveEngine
 

@@ -12,8 +12,9 @@ import pytest
 
 import telegrad.rpc as rpc
 from telegrad import errors
-from telegrad.group import generations
-from telegrad.rpc.options import TelegradOptions
+from telegrad._core.joining import forming
+from telegrad._core.worker import current
+from telegrad._core.worker.options import TelegradOptions
 from tests.cluster import PATIENCE, free_port, opened, processes, run_all, wait_until
 from tests.directory import etcd_servers, redis_server
 
@@ -169,8 +170,8 @@ def test_workers_go_on_without_the_server_and_meet_again(server: Server) -> None
 
 def again(url: str, name: str, count: int) -> tuple[int, list[str], list[str]]:
     """Join an elastic group, unless this worker is in it, and wait until it has so many workers."""
-    if rpc.current.worker is None:
-        generations.LAST_CALL = 0.3
+    if current.worker is None:
+        forming.LAST_CALL = 0.3
         options = TelegradOptions(init_method=url, rpc_timeout=PATIENCE)
         rpc.init_rpc(name, min_workers=1, max_workers=3, rpc_backend_options=options)
     while rpc.rendezvous_again().size != count:

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from telegrad import errors
-from telegrad.group import files
+from telegrad._core.stores import file_store
 from tests.cluster import opened, wait_until
 from tests.other_user import NOBODY, as_nobody, is_root, shared
 
@@ -34,7 +34,7 @@ def content(entries: list[tuple[str, bytes]]) -> bytes:
 
 def test_torch_reads_what_it_writes_and_the_reverse(tmp_path: Path) -> None:
     path = str(tmp_path / "store")
-    mine, theirs = files.FileStore(path), dist.FileStore(path, -1)
+    mine, theirs = file_store.FileStore(path), dist.FileStore(path, -1)
     mine.set("a", "1")
     theirs.set("b", "2")
     assert theirs.get("a") == mine.get("a") == b"1"
@@ -55,13 +55,13 @@ def test_torch_reads_what_it_writes_and_the_reverse(tmp_path: Path) -> None:
 
 def test_counters_of_several_views_lose_nothing(tmp_path: Path) -> None:
     def count(_: int) -> None:
-        store = files.FileStore(str(tmp_path / "store"))
+        store = file_store.FileStore(str(tmp_path / "store"))
         for _ in range(50):
             store.add("n", 1)
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(count, range(4)))
-    assert files.FileStore(str(tmp_path / "store")).get("n") == b"200"
+    assert file_store.FileStore(str(tmp_path / "store")).get("n") == b"200"
 
 
 @settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -76,7 +76,7 @@ def test_any_content_is_read_or_refused_at_once(
     path.chmod(0o600)
     begun, refused = time.monotonic(), ""
     try:
-        store = files.FileStore(str(path))
+        store = file_store.FileStore(str(path))
         store.add("counter", 1)
         store.compare_set("a", "", "1")
     except errors.StoreUntrusted as error:
@@ -84,13 +84,13 @@ def test_any_content_is_read_or_refused_at_once(
     assert not refused or str(path) in refused
     assert time.monotonic() - begun < SOON
     if kept >= len(content(entries)) and not behind:
-        assert all(files.FileStore(str(path)).check([key]) for key, _ in entries)
+        assert all(file_store.FileStore(str(path)).check([key]) for key, _ in entries)
 
 
 @pytest.mark.parametrize("spoil", ["cut", "garbled", "zeros", "replaced", "gone"])
 def test_a_file_that_is_changed_while_it_is_used(tmp_path: Path, spoil: str) -> None:
     path = tmp_path / "store"
-    store = files.FileStore(str(path))
+    store = file_store.FileStore(str(path))
     store.set("a", "value")
     if spoil == "cut":
         os.truncate(path, path.stat().st_size - 2)
@@ -139,9 +139,9 @@ def test_a_file_of_another_user(shared: pathlib.Path) -> None:
 def test_a_lock_that_is_held_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import fcntl
 
-    monkeypatch.setattr(files, "LOCKED", 0.1)
+    monkeypatch.setattr(file_store, "LOCKED", 0.1)
     path = tmp_path / "store"
-    store = files.FileStore(str(path))
+    store = file_store.FileStore(str(path))
     with path.open() as reader:
         fcntl.flock(reader, fcntl.LOCK_SH)
         with pytest.raises(errors.StoreLost, match=f"{path}.*locked by another process"):
@@ -154,7 +154,7 @@ def test_a_look_needs_no_lock(tmp_path: Path) -> None:
     import fcntl
 
     path = tmp_path / "store"
-    store = files.FileStore(str(path))
+    store = file_store.FileStore(str(path))
     store.set("a", "1")
     with path.open() as writer:
         fcntl.flock(writer, fcntl.LOCK_EX)
@@ -164,7 +164,7 @@ def test_a_look_needs_no_lock(tmp_path: Path) -> None:
 
 
 def test_what_is_waited_for(tmp_path: Path) -> None:
-    mine, theirs = (files.FileStore(str(tmp_path / "store")) for _ in range(2))
+    mine, theirs = (file_store.FileStore(str(tmp_path / "store")) for _ in range(2))
     with ThreadPoolExecutor(1) as pool:
         got = pool.submit(mine.get, "a")
         wait_until(got.running)

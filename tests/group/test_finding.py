@@ -19,19 +19,20 @@ import torch.distributed as dist
 
 import telegrad.rpc as rpc
 from telegrad import errors
-from telegrad.directory.keeper import Keeper
-from telegrad.directory.protocol import Directory
-from telegrad.group import finding
-from telegrad.group.address import host_identity
-from telegrad.group.board import OPEN, SERVED, Board
-from telegrad.group.elastic import COME, GENERATION
-from telegrad.group.finding import POINTER, Found, Keeping, Pointer, find_directory
-from telegrad.group.joining import _directory_is_used
-from telegrad.group.members import Member
-from telegrad.group.quorum import Arrival, Formed
-from telegrad.group.registry import Registry
-from telegrad.keyring import Keyring, new_key
-from telegrad.rpc.options import TelegradOptions
+from telegrad._core.directory.keeper import Keeper
+from telegrad._core.directory.protocol import Directory
+from telegrad._core.joining.generation_keys import COME, GENERATION
+from telegrad._core.joining.joining import _directory_is_used
+from telegrad._core.joining.quorum import Arrival, Formed
+from telegrad._core.membership.members import Member
+from telegrad._core.membership.registry import Registry
+from telegrad._core.security.keyring import Keyring, new_key
+from telegrad._core.stores import find_directory as finding
+from telegrad._core.stores.address import host_identity
+from telegrad._core.stores.board import OPEN, SERVED, Board
+from telegrad._core.stores.find_directory import POINTER, Found, Keeping, Pointer, find_directory
+from telegrad._core.worker import current
+from telegrad._core.worker.options import TelegradOptions
 from tests.cluster import KEYS, PATIENCE, Process, free_port, in_threads, processes, sealed, wait_until
 from tests.directory.harness import written
 
@@ -372,7 +373,7 @@ def names() -> list[str]:
 
 
 def directory_pid() -> int:
-    keeping = rpc.current.joined().directory._keeping
+    keeping = current.joined().directory._keeping
     return int(keeping._keeper.pid)
 
 

@@ -11,15 +11,15 @@ import pytest
 import torch.distributed as dist
 
 from telegrad import errors
-from telegrad.directory.protocol import ABSENT, DirectoryLost, Swap
-from telegrad.group import generations
-from telegrad.group.elastic import COME, GENERATION, arrivals_in, end, is_wanted, lives_in, look
-from telegrad.group.finding import Found
-from telegrad.group.generations import Coming
-from telegrad.group.held import HeldDirectory
-from telegrad.group.members import Member
-from telegrad.group.quorum import Arrival, Before, Formed, Limits
-from telegrad.group.stores import Meeting
+from telegrad._core.directory.protocol import ABSENT, DirectoryLost, Swap
+from telegrad._core.joining import forming
+from telegrad._core.joining.forming import Coming
+from telegrad._core.joining.generation_keys import COME, GENERATION, arrivals_in, end, is_wanted, lives_in, look
+from telegrad._core.joining.held_directory import HeldDirectory
+from telegrad._core.joining.quorum import Arrival, Before, Formed, Limits
+from telegrad._core.membership.members import Member
+from telegrad._core.stores.find_directory import Found
+from telegrad._core.stores.stores import Meeting
 from tests.cluster import KEYS, PATIENCE, sealed, wait_until
 from tests.directory.naive import NaiveClient, NaiveEngine
 
@@ -108,7 +108,7 @@ def test_all_who_come_form_the_first_one(place: Place) -> None:
 
 
 def test_the_last_call(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generations, "LAST_CALL", 0.2)
+    monkeypatch.setattr(forming, "LAST_CALL", 0.2)
     coming = [place.come(name, Limits(2)) for name in "ab"]
     assert [sorted(names(future.result(WAIT))) for future in coming] == [["a", "b"]] * 2
 

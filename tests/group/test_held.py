@@ -10,16 +10,16 @@ from collections.abc import Iterator
 
 import pytest
 
-from telegrad.directory.keeper import Keeper
-from telegrad.directory.protocol import DirectoryLost
-from telegrad.group.board import Board
-from telegrad.group.elastic import COME, GENERATION, look
-from telegrad.group.finding import POINTER, Found, Pointer, connect, find_directory
-from telegrad.group.held import HeldDirectory
-from telegrad.group.members import Member
-from telegrad.group.places import is_here
-from telegrad.group.quorum import Arrival, Formed
-from telegrad.group.stores import Meeting, join_store
+from telegrad._core.directory.keeper import Keeper
+from telegrad._core.directory.protocol import DirectoryLost
+from telegrad._core.joining.generation_keys import COME, GENERATION, look
+from telegrad._core.joining.held_directory import HeldDirectory
+from telegrad._core.joining.quorum import Arrival, Formed
+from telegrad._core.membership.members import Member
+from telegrad._core.stores.board import Board
+from telegrad._core.stores.find_directory import POINTER, Found, Pointer, connect, find_directory
+from telegrad._core.stores.stores import Meeting, join_store
+from telegrad._core.stores.urls import is_here
 from tests.cluster import KEYS, PATIENCE, free_port, opened, wait_until
 
 FORMED = Formed(1, (Member("w", 0, "life", "", "host", "", ("127.0.0.1", 1)),), limits="1")

@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 
-from telegrad.directory.client import EmbeddedDirectory
-from telegrad.group import finding, joining
-from telegrad.group.stores import open_store
-from telegrad.rpc import cluster, current
-from telegrad.rpc.options import TelegradOptions
-from telegrad.rpc.worker import Worker
+from telegrad._core.directory.client import EmbeddedDirectory
+from telegrad._core.joining import joining
+from telegrad._core.start import cluster
+from telegrad._core.stores import find_directory
+from telegrad._core.stores.stores import open_store
+from telegrad._core.worker import current
+from telegrad._core.worker.options import TelegradOptions
+from telegrad._core.worker.worker import Worker
 from tests.cluster import KEYS, PATIENCE, wait_until
 
 THREADS = ("telegrad-directory", "telegrad-lease", "telegrad-keeper")
@@ -36,7 +38,7 @@ def interrupt(*_: Any) -> None:
 @pytest.mark.parametrize(
     ("where", "what", "others"),
     [
-        pytest.param(finding, "write_pointer", 0, id="directory-started"),
+        pytest.param(find_directory, "write_pointer", 0, id="directory-started"),
         pytest.param(EmbeddedDirectory, "list", 1, id="directory-found"),
         pytest.param(joining, "mark_of", 0, id="first-joined"),
         pytest.param(joining, "mark_of", 1, id="joined"),

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from telegrad.directory.protocol import ABSENT, DirectoryLost, Lease, LeaseLost, Swap
+from telegrad._core.directory.protocol import ABSENT, DirectoryLost, Lease, LeaseLost, Swap
+from telegrad._core.membership.dynamic import DynamicGroup
+from telegrad._core.membership.members import Member
+from telegrad._core.membership.registry import LOST, Change, Ended, Gone, LifeOver, Registry
 from telegrad.errors import WorkerTaken
-from telegrad.group.dynamic import DynamicGroup
-from telegrad.group.members import Member
-from telegrad.group.registry import LOST, Change, Ended, Gone, LifeOver, Registry
 from tests.cluster import wait_until
 from tests.directory.naive import NaiveClient, NaiveEngine
 

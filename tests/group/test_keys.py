@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 
 import telegrad
 from telegrad import errors, rpc
-from telegrad.group.keys import find_keys, given_keys
-from telegrad.keyring import Keyring, check_key, new_key, read_keys
-from telegrad.rpc.options import TelegradOptions
-from telegrad.supervision import command
-from telegrad.transport.tls import TlsFiles
+from telegrad._core.security.keyring import Keyring, check_key, new_key, read_keys
+from telegrad._core.security.tls import TlsFiles
+from telegrad._core.stores.group_keys import find_keys, given_keys
+from telegrad._core.worker.options import TelegradOptions
+from telegrad.supervision import run_command
 
 KEY = "a key that all workers share"
 
@@ -65,7 +65,7 @@ def test_the_users_own_file(home: pathlib.Path) -> None:
 
 
 def test_processes_at_once_find_one_key() -> None:
-    program = "from telegrad.group.keys import find_keys; print(find_keys().derive(b'test')[0].hex())"
+    program = "from telegrad._core.stores.group_keys import find_keys; print(find_keys().derive(b'test')[0].hex())"
     made = [subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) for _ in range(4)]
     assert len({process.communicate(timeout=60)[0] for process in made}) == 1
 
@@ -214,7 +214,7 @@ def test_each_start_tells_of_a_wrong_setting_by_its_name(
         with pytest.raises(errors.UsageError, match=words) as caught:
             start()
         assert caught.value.__cause__ is None
-    assert command.main(["--", "true"]) == command.WRONG
+    assert run_command.main(["--", "true"]) == run_command.WRONG
     assert re.match(f"telegrad run: .*{words}", capsys.readouterr().err)
 
 
@@ -224,7 +224,7 @@ def test_a_wrong_key_is_no_fault_of_the_file_of_roles(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "roles.toml").write_text("[actor]\n")
     monkeypatch.setenv("TELEGRAD_KEY", "short")
-    assert command.main(["roles.toml"]) == command.WRONG
+    assert run_command.main(["roles.toml"]) == run_command.WRONG
     said = capsys.readouterr().err
     assert said.startswith("telegrad run: TELEGRAD_KEY has 5 bytes")
     assert "roles.toml" not in said

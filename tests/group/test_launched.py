@@ -17,11 +17,12 @@ import pytest
 
 import telegrad.rpc as rpc
 from telegrad import errors
-from telegrad.directory.protocol import Lease
-from telegrad.group import address, on_ray
-from telegrad.group.address import await_name
-from telegrad.group.launched import open_meeting
-from telegrad.rpc.life import init_rpc
+from telegrad._core.directory.protocol import Lease
+from telegrad._core.joining import on_ray
+from telegrad._core.joining.launched import open_meeting
+from telegrad._core.start.life import init_rpc
+from telegrad._core.stores import address
+from telegrad._core.stores.address import await_name
 from tests.cluster import free_port, processes, run_all
 from tests.group.test_surroundings import MPICH, OPEN_MPI, SLURM, SUBMITIT
 

@@ -8,11 +8,11 @@ import time
 
 import pytest
 
-from telegrad.directory.protocol import CLOCK_DRIFT, DirectoryLost, Events, Lease, LeaseLost, check_ttl
-from telegrad.group.dynamic import DynamicGroup
-from telegrad.group.joining import ttl_of
-from telegrad.group.members import Member
-from telegrad.group.registry import LOST, Change, Gone
+from telegrad._core.directory.protocol import CLOCK_DRIFT, DirectoryLost, Events, Lease, LeaseLost, check_ttl
+from telegrad._core.joining.joining import ttl_of
+from telegrad._core.membership.dynamic import DynamicGroup
+from telegrad._core.membership.members import Member
+from telegrad._core.membership.registry import LOST, Change, Gone
 from tests.cluster import wait_until
 from tests.directory.naive import NaiveClient, NaiveEngine
 

@@ -9,7 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from telegrad import errors
-from telegrad.group.members import LONGEST_NAME, Member, Members, check_name, unknown
+from telegrad._core.membership.members import (
+    LONGEST_NAME,
+    Member,
+    Members,
+    check_name,
+    describe_missing,
+    missing_names,
+    unknown,
+)
 
 
 def member(name: str, id_: int, address: str = "127.0.0.1") -> Member:
@@ -64,3 +72,16 @@ def test_names(name: str) -> None:
 def test_names_that_cannot_be(name: Any) -> None:
     with pytest.raises(errors.InvalidName, match="Worker name must match"):
         check_name(name)
+
+
+def test_so_many_are_wanted() -> None:
+    assert describe_missing({"a", "b"}, 2) == ""
+    assert describe_missing({"b", "a"}, 3) == "there are 2 workers, not 3: a, b"
+    assert describe_missing(set(), 1, "actor") == "there are 0 workers of role 'actor', not 1: none"
+    assert missing_names({"a"}, 3) == []
+
+
+def test_some_are_wanted_by_name() -> None:
+    assert describe_missing({"a", "b"}, ["a"]) == ""
+    assert describe_missing({"a", "b"}, ["c", "a", "d"]) == "'c', 'd' not there; there are a, b"
+    assert missing_names({"a"}, ["a", "c"]) == ["c"]

@@ -7,10 +7,10 @@ import queue
 
 import pytest
 
-from telegrad.directory.protocol import DirectoryLost
+from telegrad._core.directory.protocol import DirectoryLost
+from telegrad._core.membership.registry import LEFT, LOST, Came, Registered
+from telegrad._core.worker.worker import Worker
 from telegrad.errors import PeerError, PeerLost, PeerSilent
-from telegrad.group.registry import LEFT, LOST, Came, Registered
-from telegrad.rpc.worker import Worker
 from tests.cluster import PATIENCE, agents, wait_until
 
 

@@ -10,9 +10,9 @@ import pytest
 import torch.distributed as dist
 
 import telegrad.rpc as rpc
-from telegrad.group import finding
-from telegrad.group.address import host_identity
-from telegrad.group.finding import Pointer
+from telegrad._core.stores import find_directory
+from telegrad._core.stores.address import host_identity
+from telegrad._core.stores.find_directory import Pointer
 from tests.cluster import PATIENCE, free_port, processes
 from tests.group.test_finding import Finder, call, finder, has_started, hold, join, pointer_in_note, values
 
@@ -22,16 +22,16 @@ __all__ = ["finder"]
 def test_a_note_of_another_host_is_not_followed(finder: Finder, monkeypatch: pytest.MonkeyPatch) -> None:
     """As after the host was started again, or where hosts share the folder of a user."""
     hold(finder.find(dist.HashStore(), True))
-    monkeypatch.setattr(finding, "host_identity", lambda: "another boot")
+    monkeypatch.setattr(find_directory, "host_identity", lambda: "another boot")
     assert values(finder.find(dist.HashStore(), True).directory) == []
 
 
 def test_a_note_leads_to_the_store_of_its_port_alone(finder: Finder, monkeypatch: pytest.MonkeyPatch) -> None:
     hold(finder.find(dist.HashStore(), True))
-    assert finding.noted(finder.port) is not None
-    assert finding.noted(free_port()) is None
-    monkeypatch.setattr(finding, "host_identity", lambda: "another boot")
-    assert finding.noted(finder.port) is None
+    assert find_directory.noted(finder.port) is not None
+    assert find_directory.noted(free_port()) is None
+    monkeypatch.setattr(find_directory, "host_identity", lambda: "another boot")
+    assert find_directory.noted(finder.port) is None
 
 
 @pytest.mark.parametrize("change", ["none", "other", "emptied"])
@@ -49,7 +49,7 @@ def test_a_note_is_found_from_another_login(
     else:
         shutil.rmtree(tmp_path / "run")
         (tmp_path / "run").mkdir(mode=0o700)
-        finding.note(free_port(), pointer_in_note(finder))  # removes the notes of directories that are over
+        find_directory.note(free_port(), pointer_in_note(finder))  # removes the notes of directories that are over
     found = finder.find(dist.HashStore(), True)
     assert not has_started(found)
     assert values(found.directory) == [b"kept"]
@@ -57,9 +57,9 @@ def test_a_note_is_found_from_another_login(
 
 def test_notes_of_directories_that_are_over_are_removed(finder: Finder, tmp_path: pathlib.Path) -> None:
     over, old, recent = free_port(), free_port(), free_port()
-    finding.note(over, Pointer("127.0.0.1", free_port(), host_identity(), f"{tmp_path}/removed"))
-    path = pathlib.Path(finding._note_path(over))
-    others = [path.with_name(f"{'0' * finding.MACHINE}-{port}") for port in (old, recent)]
+    find_directory.note(over, Pointer("127.0.0.1", free_port(), host_identity(), f"{tmp_path}/removed"))
+    path = pathlib.Path(find_directory._note_path(over))
+    others = [path.with_name(f"{'0' * find_directory.MACHINE}-{port}") for port in (old, recent)]
     for other in others:
         other.write_text("note of another host")
     os.utime(others[0], (0, 0))
@@ -74,10 +74,10 @@ def test_a_note_that_another_user_could_have_planted_is_not_used(
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    finding.note(finder.port, Pointer("127.0.0.1", 9, host_identity(), f"{tmp_path}/planted"))
-    assert finding.noted(finder.port) is not None
+    find_directory.note(finder.port, Pointer("127.0.0.1", 9, host_identity(), f"{tmp_path}/planted"))
+    assert find_directory.noted(finder.port) is not None
     (tmp_path / "state" / "telegrad" / "directory").chmod(0o777)
-    assert finding.noted(finder.port) is None
+    assert find_directory.noted(finder.port) is None
     assert "another folder is used" in caplog.text
 
 
@@ -87,15 +87,15 @@ def test_it_is_told_that_no_note_can_be_written(
     def refuse(path: str) -> None:
         raise OSError(28, "No space left on device", path)
 
-    monkeypatch.setattr(finding, "replacing", refuse)
-    finding.note(free_port(), Pointer("127.0.0.1", 9, host_identity(), str(tmp_path)))
+    monkeypatch.setattr(find_directory, "replacing", refuse)
+    find_directory.note(free_port(), Pointer("127.0.0.1", 9, host_identity(), str(tmp_path)))
     assert "No space left on device" in caplog.text
     assert "begins another group" in caplog.text
 
 
 @pytest.mark.parametrize("note", ["", "[", "[]", '["h", "p", 1, 2, 3]'])
 def test_a_damaged_note_is_no_note(finder: Finder, note: str) -> None:
-    pathlib.Path(finding._note_path(finder.port)).write_text(note)
+    pathlib.Path(find_directory._note_path(finder.port)).write_text(note)
     assert finder.find(dist.HashStore(), True).keeping is not None
 
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from telegrad._core.stores.urls import is_here, split, spot_of
 from telegrad.errors import UsageError
-from telegrad.group.places import is_here, split, spot_of
 
 URLS = st.lists(
     st.one_of(

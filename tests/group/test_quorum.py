@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from telegrad.group.members import Member
-from telegrad.group.quorum import NONE, Arrival, Before, Formed, Limits, Quorum
+from telegrad._core.joining.quorum import NONE, Arrival, Before, Formed, Limits, Quorum
+from telegrad._core.membership.members import Member
 
 ANY = Limits(1)
 

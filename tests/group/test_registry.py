@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from telegrad.directory.protocol import Directory, Lease
+from telegrad._core.directory.protocol import Directory, Lease
+from telegrad._core.membership.members import Member
+from telegrad._core.membership.registry import EXPIRED, LEFT, LOST, Came, Ended, Gone, IsAlive, Registered, Registry
 from telegrad.errors import WorkerTaken
-from telegrad.group.members import Member
-from telegrad.group.registry import EXPIRED, LEFT, LOST, Came, Ended, Gone, IsAlive, Registered, Registry
 from tests.directory.naive import NaiveEngine
 
 LONG = 60.0

@@ -14,12 +14,13 @@ from typing import Any, TypeVar
 import pytest
 import torch.distributed as dist
 
-from telegrad import errors, progress
-from telegrad.group.board import REFUSED, Board
-from telegrad.group.members import Member
-from telegrad.group.rendezvous import Roster, join_static
-from telegrad.group.sealing import SealedStore
-from telegrad.keyring import Keyring, new_key
+from telegrad import errors
+from telegrad._core import progress
+from telegrad._core.joining.rendezvous import Roster, join_static
+from telegrad._core.membership.members import Member
+from telegrad._core.security.keyring import Keyring, new_key
+from telegrad._core.stores.board import REFUSED, Board
+from telegrad._core.stores.sealed_store import SealedStore
 from tests.cluster import PATIENCE, free_port, opened, processes, run_all, sealed
 
 T = TypeVar("T")

@@ -17,21 +17,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from telegrad import errors
-from telegrad.directory.protocol import Directory
-from telegrad.group import sealing
-from telegrad.group.board import OPEN, SERVED, Board
-from telegrad.group.files import FileStore
-from telegrad.group.generations import Coming
-from telegrad.group.held import HeldDirectory
-from telegrad.group.quorum import Before, Limits
-from telegrad.group.renewing import Renewal
-from telegrad.group.sealing import SealedStore, Sealer
-from telegrad.group.stores import Meeting, join_store, open_store
-from telegrad.keyring import Keyring, new_key, read_keys
-from telegrad.rpc import current
-from telegrad.rpc.cluster import start
-from telegrad.rpc.options import TelegradOptions
-from telegrad.rpc.worker import Worker
+from telegrad._core.directory.protocol import Directory
+from telegrad._core.joining.forming import Coming
+from telegrad._core.joining.held_directory import HeldDirectory
+from telegrad._core.joining.quorum import Before, Limits
+from telegrad._core.security.keyring import Keyring, new_key, read_keys
+from telegrad._core.start.cluster import start
+from telegrad._core.stores import sealed_store
+from telegrad._core.stores.board import OPEN, SERVED, Board
+from telegrad._core.stores.file_store import FileStore
+from telegrad._core.stores.key_renewal import Renewal
+from telegrad._core.stores.sealed_store import SealedStore, Sealer
+from telegrad._core.stores.stores import Meeting, join_store, open_store
+from telegrad._core.worker import current
+from telegrad._core.worker.options import TelegradOptions
+from telegrad._core.worker.worker import Worker
 from tests.cluster import PATIENCE, in_threads, wait_until
 from tests.directory import redis_server
 
@@ -122,7 +122,7 @@ def test_whoever_wrote_it(boards: dict[str, set[str]], lists: bool) -> None:
             member.renew()
             assert unreadable(store) == []
         else:  # a stranger has filled the store: what was seen is renewed still
-            monkeypatch.setattr(sealing, "_MOST_PLACES", 0)
+            monkeypatch.setattr(sealed_store, "_MOST_PLACES", 0)
             member._renew_at = 0
             member.read("", SERVED)
             member.renew()
@@ -132,7 +132,7 @@ def test_whoever_wrote_it(boards: dict[str, set[str]], lists: bool) -> None:
 @pytest.mark.parametrize("kept", [False, True])
 def test_a_dynamic_group(file: KeyFile, tmp_path: pathlib.Path, kept: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where its store is kept by no worker, as by torchrun."""
-    monkeypatch.setattr(sealing, "RENEW_AGAIN", 0.1)
+    monkeypatch.setattr(sealed_store, "RENEW_AGAIN", 0.1)
     raw: Any = FileStore(f"{tmp_path}/store")
     if kept:
         raw = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

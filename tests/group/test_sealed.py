@@ -8,10 +8,10 @@ import pathlib
 import pytest
 
 from telegrad import errors
-from telegrad.directory.protocol import Directory, Event
-from telegrad.group import sealed
-from telegrad.group.sealed import SealedDirectory
-from telegrad.keyring import Keyring, new_key, read_keys
+from telegrad._core.directory.protocol import Directory, Event
+from telegrad._core.security.keyring import Keyring, new_key, read_keys
+from telegrad._core.stores import sealed_directory
+from telegrad._core.stores.sealed_directory import SealedDirectory
 from tests.cluster import KEYS
 from tests.directory.harness import written
 from tests.directory.naive import NaiveEngine
@@ -141,7 +141,7 @@ def test_seals_are_renewed_once_the_key_was_replaced(raw: Directory, tmp_path: p
 def test_what_a_slow_host_has_sealed_is_renewed_while_there_are_two_keys(
     raw: Directory, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sealed, "RENEW_AGAIN", 0.0)
+    monkeypatch.setattr(sealed_directory, "RENEW_AGAIN", 0.0)
     old, new = new_key(), new_key()
     directory = SealedDirectory(raw, KeyFile(tmp_path / "key", new, old).ring(), "place")
     directory.renew_seals()

@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from telegrad import errors
-from telegrad.group.board import Board
-from telegrad.group.sealing import Sealer
-from telegrad.keyring import Keyring, new_key
+from telegrad._core.security.keyring import Keyring, new_key
+from telegrad._core.stores.board import Board
+from telegrad._core.stores.sealed_store import Sealer
 from tests.cluster import KEYS, sealed
 
 OTHERS = Keyring([new_key()])

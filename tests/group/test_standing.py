@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-from telegrad.group.dynamic import DynamicGroup
-from telegrad.group.members import Member
-from telegrad.group.registry import LOST, Change, Gone
+from telegrad._core.membership.dynamic import DynamicGroup
+from telegrad._core.membership.members import Member
+from telegrad._core.membership.registry import LOST, Change, Gone
 from tests.cluster import PATIENCE, agents
 from tests.directory.naive import NaiveEngine
 

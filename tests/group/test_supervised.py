@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from telegrad.group.supervised import is_kept, own_name, variables
+from telegrad._core.stores.supervised import is_kept, own_name, variables
 
 ACTOR = variables("actor3", "actor", 2, "h", 1234)
 

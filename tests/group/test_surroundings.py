@@ -7,10 +7,10 @@ import re
 
 import pytest
 
-import telegrad.group.surroundings
+import telegrad._core.joining.launchers
+from telegrad._core.joining.launchers import FIRST_PORT, PORT, PORTS, Surroundings, first_host, look_around
+from telegrad._core.stores.supervised import STORE
 from telegrad.errors import UsageError
-from telegrad.group.supervised import STORE
-from telegrad.group.surroundings import FIRST_PORT, PORT, PORTS, Surroundings, first_host, look_around
 
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "none",
@@ -193,6 +193,6 @@ def test_the_page_tells_of_the_variables_that_are_looked_at() -> None:
     page = pathlib.Path(__file__).parent.parent.parent / "docs" / "clusters.md"
     rows = [line for line in page.read_text().splitlines() if line.startswith("| ")][1:]
     told = {name for row in rows for name in re.findall(r"`([A-Z_]+)`", row)}
-    looked_at = pathlib.Path(telegrad.group.surroundings.__file__).read_text()
+    looked_at = pathlib.Path(telegrad._core.joining.launchers.__file__).read_text()
     assert len(told) > 12
     assert {name for name in told if name not in looked_at} == set()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from telegrad.group.telling import Teller
+from telegrad._core.membership.callbacks import Teller
 from tests.cluster import PATIENCE
 
 

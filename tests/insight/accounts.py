@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from telegrad.witness.account import MEMBER, RUNNING, Account, CallIn, CallOut, PassOut, Thread, Wait
+from telegrad.reporting.account import MEMBER, RUNNING, Account, CallIn, CallOut, PassOut, Thread, Wait
 
 
 def made_up() -> Account:

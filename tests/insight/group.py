@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from telegrad.insight.source import Sight
-from telegrad.instruments import CALLED, PASSED, RAN, STAGED, STEPPED, TOOK_PART, Event
-from telegrad.nn.schedule import Timeline, plan, simulate
-from telegrad.witness.account import MEMBER, RUNNING, Account
+from benchmarks.schedule_simulation import simulate
+from telegrad._core.events import CALLED, PASSED, RAN, STAGED, STEPPED, TOOK_PART, Event
+from telegrad.insight.reading.source import Sight
+from telegrad.pipeline.pipeline_schedule import plan
+from telegrad.reporting.account import MEMBER, RUNNING, Account
 
 WORKERS = ["trainer", "stage1", "stage2", "stage3"]
 DAY = 1_790_000_000.0  # the time of day at which their clocks show START
@@ -107,9 +108,9 @@ class Group:
         scale = self.step * 0.75 / _TIMELINE.length
         found: dict[str, list[Event]] = {worker: [] for worker in WORKERS}
         for worker, spans in zip(WORKERS, _TIMELINE.spans, strict=True):
-            ends = [(begun + span.start * scale, begun + span.end * scale) for span in spans]
-            for span, (start, end) in zip(spans, ends, strict=True):
-                found[worker].append((STAGED, start, end, ("p", number), span.action.kind, *span.action[1:]))
+            for action, start, end in spans:
+                times = begun + start * scale, begun + end * scale
+                found[worker].append((STAGED, *times, ("p", number), action.kind, *action[1:]))
             call = (begun, begun + self.step * 0.8)
             failure = "ValueError" if number % 40 == 7 and worker == "stage2" else ""
             if worker != "trainer":
@@ -138,9 +139,5 @@ def _call_in(number: int) -> dict[str, Any]:
     return {"caller": "trainer", "number": number, "function": "torch.add", "age": 0.9, "state": RUNNING, "thread": 7}
 
 
-def _timeline() -> Timeline:
-    stations = tuple(range(len(WORKERS)))
-    return simulate(plan("1f1b", stations, 6), stations, 6, lambda action: 2.0 if action.kind == "backward" else 1.0)
-
-
-_TIMELINE = _timeline()
+_STATIONS = tuple(range(len(WORKERS)))
+_TIMELINE = simulate(plan("1f1b", _STATIONS, 6), _STATIONS, 6)

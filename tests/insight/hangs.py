@@ -16,12 +16,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed import barrier, init_process_group
 
 import telegrad.rpc as rpc
 from telegrad import autograd
 from telegrad.compat.rpc.api import _all_gather
-from telegrad.nn import Pipeline, RemoteModule
 from telegrad.rpc import functions
 from tests.cluster import init
 
@@ -141,38 +139,6 @@ def take() -> None:
         pass
 
 
-def ring(rank: int, stage: Stage) -> None:
-    stage.join(rank, 3)
-    with lock:
-        rpc.rpc_sync(f"worker{(rank + 1) % 3}", has_begun)
-        rpc.rpc_sync(f"worker{(rank + 1) % 3}", take)
-
-
-def has_begun() -> None:
-    while not lock.locked():
-        time.sleep(0.001)
-
-
-def two_orders(rank: int, stage: Stage) -> None:
-    stage.join(rank, 1)
-    with lock:
-        threading.Thread(target=other_order, name="collector", daemon=True).start()
-        held.wait()
-        say()
-        with second_lock:
-            pass
-
-
-second_lock = threading.Lock()
-
-
-def other_order() -> None:
-    with second_lock:
-        held.set()
-        with lock:
-            pass
-
-
 # One that others wait for
 
 
@@ -180,16 +146,6 @@ def loop(rank: int, stage: Stage) -> None:
     stage.join(rank, 3)
     if rank != 1:
         rpc.rpc_sync("worker1", spin)
-
-
-def chain(rank: int, stage: Stage) -> None:
-    stage.join(rank, 3)
-    if rank == 0:
-        rpc.rpc_sync("worker1", relay)
-
-
-def relay() -> None:
-    rpc.rpc_async("worker2", sleep).wait()
 
 
 def sleep() -> None:
@@ -218,40 +174,6 @@ def held_interpreter(rank: int, stage: Stage) -> None:
 def match() -> None:
     say()
     re.match(r"(a+)+$", "a" * 64 + "b")
-
-
-def lock_of_another_thread(rank: int, stage: Stage) -> None:
-    stage.join(rank, 2)
-    if rank == 0:
-        threading.Thread(target=collect, name="collector", daemon=True).start()
-        held.wait()
-        say()
-        with lock:
-            pass
-
-
-def collect() -> None:
-    with lock:
-        held.set()
-        time.sleep(1e6)
-
-
-def long_turn(rank: int, stage: Stage) -> None:
-    stage.join(rank, 2)
-    if rank == 0:
-        values.append(rpc.remote("worker1", Sleeper))
-        values[0].rpc_async().sleep()
-        values[0].rpc_sync().get()
-
-
-@rpc.actor
-class Sleeper:
-    def sleep(self) -> None:
-        say()
-        time.sleep(1e6)
-
-    def get(self) -> int:
-        return 0
 
 
 # What never ends
@@ -307,40 +229,10 @@ def hook(_: torch.Tensor) -> None:
     time.sleep(1e6)
 
 
-def own_hook(rank: int, stage: Stage) -> None:
-    stage.join(rank, 2)
-    if rank == 0:
-        with autograd.context() as context:
-            x = torch.ones(3, requires_grad=True)
-            x.register_hook(hook)
-            autograd.backward(context, [rpc.rpc_sync("worker1", torch.mul, args=(2 * x, 2)).sum()])
-
-
-class SleepyStage(torch.nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        sleep()
-        return x
-
-
-def stage_that_sleeps(rank: int, stage: Stage) -> None:
-    stage.join(rank, 3)
-    if rank == 0:
-        stages = [RemoteModule("worker1", torch.nn.Linear, (4, 4)), RemoteModule("worker2", SleepyStage)]
-        pipeline = Pipeline(stages, chunks=2)
-        with autograd.context() as context:
-            pipeline.forward_backward(context, torch.ones(4, 4), torch.ones(4, 4), torch.nn.functional.mse_loss)
-
-
 def waits_for_all(rank: int, stage: Stage) -> None:
     stage.join(rank, 3)
     if rank == 0:
         torch.futures.wait_all([rpc.rpc_async("worker1", leaf), rpc.rpc_async("worker2", sleep)])
-
-
-def waits_for_what_follows(rank: int, stage: Stage) -> None:
-    stage.join(rank, 2)
-    if rank == 0:
-        rpc.rpc_async("worker1", sleep).then(lambda future: future.wait()).wait()
 
 
 # Coming together, and leaving
@@ -352,11 +244,6 @@ def missing(rank: int, stage: Stage) -> None:
         time.sleep(1e6)
     stage.hangs()
     stage.join(rank, 3)
-
-
-def size_too_large(rank: int, stage: Stage) -> None:
-    stage.hangs()
-    stage.join(rank, 4)
 
 
 def no_store(rank: int, stage: Stage) -> None:
@@ -401,24 +288,6 @@ def forgotten_meeting(rank: int, stage: Stage) -> None:
     rpc.group().barrier("epoch")
 
 
-def died_before_the_barrier(rank: int, stage: Stage) -> None:
-    stage.join(rank, 4)
-    if rank == 3:
-        rpc.rpc_sync("worker0", leaf)
-        say()
-        os._exit(1)
-    rpc.rpc_sync("worker0", arrive, args=(f"worker{rank}",))
-
-
-def forgotten_collective(rank: int, stage: Stage) -> None:
-    stage.join(rank, 3)
-    init_process_group("gloo", f"file://{stage.pipe}.store", world_size=3, rank=rank)
-    if rank == 1:
-        load_data()
-    say()
-    barrier()
-
-
 def no_shutdown(rank: int, stage: Stage) -> None:
     stage.join(rank, 3)
     if rank == 2:
@@ -433,13 +302,6 @@ def no_gather(rank: int, stage: Stage) -> None:
         load_data()
     say()
     _all_gather(None, {"worker0", "worker1", "worker2"}, timeout=0)
-
-
-def shutdown_and_a_call(rank: int, stage: Stage) -> None:
-    stage.join(rank, 2)
-    if rank == 0:
-        values.append(rpc.rpc_async("worker1", sleep))
-    rpc.shutdown()
 
 
 # More than there is room for
@@ -487,10 +349,7 @@ HANGS = {
     "lock across a call": Hang(
         2, lock_across_a_call, "lock deadlock", ("worker0", "worker1"), ("hold_and_call", "with lock:", "it seems")
     ),
-    "ring": Hang(3, ring, "lock deadlock", ("worker0", "worker1", "worker2"), ("in take", "with lock:"), 3),
-    "two orders": Hang(1, two_orders, "lock deadlock", ("worker0",), ("with second_lock:", "with lock:", "collector")),
     "loop": Hang(3, loop, "busy", ("worker1",), ("spin", "main thread waits for", "(and 1 more like it: worker"), 2),
-    "chain": Hang(3, chain, "asleep", ("worker2",), ("sleep", "worker1, in", "relay", "time.sleep(1e6)")),
     "stopped": Hang(
         2, stopped, "silent", ("worker1",), ("worker1 does not answer", "SIGSTOP", 'rpc.rpc_sync("worker1", stop)')
     ),
@@ -501,24 +360,15 @@ HANGS = {
         ("worker1",),
         ("holds the interpreter", "in match", 'rpc.rpc_sync("worker1", match)'),
     ),
-    "lock of another thread": Hang(
-        2, lock_of_another_thread, "lock", ("worker0",), ("in collect: time.sleep(1e6)", "with lock:")
-    ),
-    "long turn": Hang(2, long_turn, "asleep", ("worker1",), ("Sleeper.sleep", "where it is queued", ".get()")),
     "value never made": Hang(3, value_never_made, "value", ("worker1",), ("to_here()", "in sleep: time.sleep(1e6)")),
     "coroutine": Hang(2, coroutine, "unfinished", ("worker1",), ("listen",)),
     "future never set": Hang(2, future_never_set, "unfinished", ("worker1",), ("promise", "never set")),
     "hook": Hang(2, hook_that_sleeps, "backward", ("worker1",), ("in hook: time.sleep(1e6)", "autograd.backward(")),
-    "own hook": Hang(2, own_hook, "backward", ("worker0",), ("in hook: time.sleep(1e6)",)),
-    "stage": Hang(3, stage_that_sleeps, "asleep", ("worker2",), ("in sleep: time.sleep(1e6)", "forward_backward(")),
     "wait for all": Hang(3, waits_for_all, "asleep", ("worker2",), ("in sleep: time.sleep(1e6)", "futures.wait_all(")),
-    "what follows": Hang(2, waits_for_what_follows, "asleep", ("worker1",), ("in sleep: time.sleep(1e6)", ".then(")),
     "missing": Hang(3, missing, "missing", ("rank 1",), ("rank 1 has not come: the group of 3",), 3),
-    "size too large": Hang(2, size_too_large, "missing", ("rank 2", "rank 3"), ("world_size=4 is too large",), 2),
     "no store": Hang(2, no_store, "store", ("worker1", "worker2"), ("No store answers", "rank 0"), 2),
     "never joined": Hang(2, never_joined, "unknown", ("worker7",), ("worker7", "rpc.wait_for_workers([")),
     "barrier": Hang(4, forgotten_barrier, "barrier", ("worker3",), ("worker3 has not come", "in load_data"), 4),
-    "died": Hang(4, died_before_the_barrier, "barrier", ("worker3",), ("worker3 has not come", "worker3 is gone"), 4),
     "meeting": Hang(
         4,
         forgotten_meeting,
@@ -527,14 +377,12 @@ HANGS = {
         ("worker3 has not come to barrier 'epoch' of the group (everybody)", "in load_data", 'barrier("epoch")'),
         4,
     ),
-    "collective": Hang(3, forgotten_collective, "barrier", ("worker1",), ("worker1 has not come", "barrier()"), 3),
     "no shutdown": Hang(
         3, no_shutdown, "shutdown", ("worker2",), ("worker2 has not called shutdown", "in load_data"), 3
     ),
     "no gather": Hang(
         3, no_gather, "shutdown", ("worker2",), ("worker2 has not come to shutdown's _all_gather", "in load_data"), 3
     ),
-    "shutdown and a call": Hang(2, shutdown_and_a_call, "asleep", ("worker1",), ("sleep", "is in shutdown")),
     "no room": Hang(
         2, no_room, "slots", ("worker1",), ("held.wait()", "as many calls in flight to worker1 as may be (32,768")
     ),

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 import telegrad.autograd as autograd
 import telegrad.rpc as rpc
-from telegrad.insight.gradients import GradientGraph, graph
-from telegrad.rpc import current
+from telegrad._core.worker import current
+from telegrad.insight.export.autograd_graph import GradientGraph, graph
 from tests.cluster import agents
 
 FILE = pathlib.Path(__file__).parents[2] / "docs" / "insight" / "graph.svg"

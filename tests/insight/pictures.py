@@ -28,9 +28,8 @@ def main() -> None:
             group = Group()
             dashboard = Dashboard(group, lambda sight: WHY)
             for _ in range(20):
-                group.now += 1
-                dashboard.watch._looked = float("-inf")
-                dashboard.watch.data(15)
+                dashboard._next = 0.0
+                dashboard.data(15)
             page = browser.new_page(color_scheme=theme, viewport={"width": width, "height": 900})
             page.goto(dashboard.url)
             page.get_by_role("button", name="Why does it wait?").click()

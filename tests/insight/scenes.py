@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from telegrad.insight.source import Sight
-from telegrad.witness.account import GOING_ON, LEAVING, MEMBER, QUEUED, RUNNING, Account, Line, Thread, Wait
+from telegrad.insight.reading.source import Sight
+from telegrad.reporting.account import GOING_ON, LEAVING, MEMBER, QUEUED, RUNNING, Account, Line, Thread, Wait
 
 FOLDER = "/home/ann/project"
 

@@ -15,12 +15,13 @@ from collections.abc import Iterator
 import pytest
 
 from telegrad import rpc
+from telegrad._core.worker import current
 from telegrad.errors import UsageError
 from telegrad.insight import command
-from telegrad.insight.sources import HostGroup, groups_here
-from telegrad.rpc import current, rpc_sync, shutdown
-from telegrad.witness import desk, dump
-from telegrad.witness.desk import Place
+from telegrad.insight.seen_groups import HostGroup, groups_here
+from telegrad.reporting import desk, dump
+from telegrad.reporting.desk import Place
+from telegrad.rpc import rpc_sync, shutdown
 from tests.cluster import PATIENCE, Process, group
 
 pytestmark = pytest.mark.skipif(not desk.HAS_DESKS, reason="groups cannot be looked at from outside here")
@@ -144,7 +145,7 @@ def test_nobody_is_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     monkeypatch.setattr(command, "groups_here", dict)
     for arguments in (["why"], ["why", "--group", "none"], ["top", "--once"], ["dump"], ["trace", "trace.json"]):
         assert command.main(arguments) == 2
-        assert "no worker of yours runs on this host" in capsys.readouterr().err
+        assert "no worker of this user was found on this host" in capsys.readouterr().err
 
 
 def test_one_of_several_groups(monkeypatch: pytest.MonkeyPatch) -> None:

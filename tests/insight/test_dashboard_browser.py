@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from telegrad.insight.source import Sight
+from telegrad.insight.reading.source import Sight
 from telegrad.insight.web import Dashboard
 from tests.insight.browsers import BROWSER, OPTIONS
 from tests.insight.group import WORKERS, Group
@@ -79,7 +79,9 @@ def test_all_views_show_the_group(open_page: Open) -> None:
     assert "trainer → stage1" in rows(page, "flows-table")
     assert len(rows(page, "longest-table")) == 20
     assert len(rows(page, "gantt-table")) == page.locator("#gantt rect").count() == 48  # of 4 stages, 6 micro-batches
-    assert page.locator("#topology circle").count() == 4
+    page.locator("#matrix .flow").nth(6).wait_for(state="attached")  # rates are known from the second look on
+    titles = page.locator("#matrix .flow title").all_text_contents()
+    assert sorted(title.partition(":")[0] for title in titles)[-2:] == ["trainer → stage1", "trainer → stage2"]
     assert page.locator("#timeline path").count() == 5  # of each colour one
     assert "trainer called torch.add on stage1: for 1 s now" in page.locator("#longest-table").text_content()
     assert page.locator("#memory-chart polyline").count() == 4
@@ -96,7 +98,23 @@ def test_news_arrive_by_themselves_and_leave_rows_in_place(open_page: Open, grou
     group.silent = {"stage3": "stuck in C"}
     page.get_by_text("Live; no answer from stage3").wait_for()
     assert "no answer: stuck in C" in page.locator("#workers-table").inner_text()
-    assert page.locator("#topology .silent").count() == 1
+    assert page.locator("#matrix .silent").count() == 2  # of its row and of its column
+
+
+def test_one_worker(open_page: Open, group: Group) -> None:
+    page = open_page()
+    assert page.locator("#tables table").count() == 0
+    page.get_by_label("Calls, threads, bytes and passes of").select_option("trainer")
+    page.get_by_text("trainer rank 0 on node, pid 100").wait_for()
+    assert "torch.add" in page.locator("#tables table").first.inner_text()
+    assert page.locator("#tables caption").all_text_contents() == [
+        "Calls out: 2", "Calls in: 0", "Threads: 0", "Bytes: 2", "Passes: 0"
+    ]  # fmt: skip
+    group.silent = {"trainer": "stuck in C"}
+    page.get_by_text("! trainer gives no account: stuck in C").wait_for()
+    assert "torch.add" in page.locator("#tables table").first.inner_text()  # as it told before
+    page.get_by_label("Calls, threads, bytes and passes of").select_option("no worker")
+    page.locator("#tables table").first.wait_for(state="detached")
 
 
 def test_it_recovers_when_the_server_was_gone(open_page: Open, dashboard: Dashboard, group: Group) -> None:
@@ -194,14 +212,14 @@ def test_screen_readers_find_names(open_page: Open) -> None:
     page = open_page()
     nameless = page.evaluate(
         """() => [...document.querySelectorAll(`svg[role=img]:not([aria-label]), table:not(:has(caption)),
-            section:not([aria-labelledby]), [role=region]:not([aria-label], [aria-labelledby]), th:not([scope])`)]
+            section:not([aria-label]), [role=region]:not([aria-label], [aria-labelledby]), th:not([scope])`)]
             .map((each) => each.outerHTML)"""
     )
     assert nameless == []
     assert page.locator("h1").count() == page.locator("main").count() == page.get_by_role("banner").count() == 1
     assert page.get_by_role("status").get_attribute("id") == "state"
     assert page.get_by_role("img", name="calls of 4 workers").count() == 1
-    for name in ("Workers", "Traffic", "Calls", "Functions", "Training", "Memory", "References"):
+    for name in ("Workers", "One worker", "Traffic", "Calls", "Functions", "Training", "Memory", "References"):
         assert page.get_by_role("region", name=name, exact=True).count() >= 1
 
 

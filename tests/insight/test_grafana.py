@@ -30,7 +30,7 @@ def samples() -> dict[str, set[str]]:
     registry = CollectorRegistry()
     registered = register(registry, made_up)
     for event in EVENTS:
-        registered.metrics.tallies(event)
+        registered.metrics.counters(event)
     text = generate_latest(registry).decode()
     registered.close()
     found: dict[str, set[str]] = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any, NoReturn
 
@@ -22,17 +23,16 @@ from torch.nn.functional import mse_loss
 from torch.profiler import ProfilerActivity, profile
 
 import telegrad.autograd as autograd
-from telegrad.agent import profiling
+from telegrad._core.calls import call_context, profiling
 from telegrad.errors import CallTimeout
 from telegrad.insight import opentelemetry
 from telegrad.nn import Pipeline, RemoteModule
 from telegrad.rpc import Future, functions, remote, rpc_async, rpc_sync
-from tests.cluster import PATIENCE
+from tests.cluster import PATIENCE, Process
 
 pytestmark = pytest.mark.usefixtures("here")
 
-_spans = TracerProvider()
-tracer = _spans.get_tracer("program")
+tracer = trace.get_tracer("program")  # until `begin`
 
 
 class Exporter(InMemorySpanExporter):
@@ -97,16 +97,20 @@ def _key(span: ReadableSpan) -> tuple[str, SpanKind]:
     return span.name.rpartition(".")[2], span.kind
 
 
+def begin() -> Seen:
+    """Instrument this process, as a program would."""
+    global tracer
+    made, spans = Seen(), TracerProvider()
+    spans.add_span_processor(SimpleSpanProcessor(made.exporter))
+    tracer = spans.get_tracer("program")
+    opentelemetry.instrument(spans, MeterProvider([made.reader]))
+    return made
+
+
 @pytest.fixture
 def seen() -> Iterator[Seen]:
-    made = Seen()
-    processor = SimpleSpanProcessor(made.exporter)
-    _spans.add_span_processor(processor)
-    opentelemetry.instrument(_spans, MeterProvider([made.reader]))
-    yield made
+    yield begin()
     opentelemetry.uninstrument()
-    processor.shutdown()
-    _spans._active_span_processor._span_processors = ()
 
 
 CLIENT, SERVER, INTERNAL = SpanKind.CLIENT, SpanKind.SERVER, SpanKind.INTERNAL
@@ -279,3 +283,75 @@ def test_nothing_is_left_when_it_ends(seen: Seen) -> None:
     assert profiling.wanted is profiling.enabled
     assert rpc_sync("w1", abs, (-1,)) == 1
     assert seen.names() == []
+
+
+# Over several processes
+
+_seen: list[Seen] = []
+Told = tuple[str, SpanKind, int, int | None, int]  # name, kind, number, number of the parent, number of the trace
+
+
+def begin_here() -> None:
+    _seen.append(begin())
+
+
+def end_here(count: int) -> list[Told]:
+    """Return the spans of this process, as soon as there are so many."""
+    seen = _seen.pop()
+    with seen.exporter.changed:
+        assert seen.exporter.changed.wait_for(lambda: len(seen.exporter.get_finished_spans()) >= count, PATIENCE)
+    opentelemetry.uninstrument()
+    return [
+        (*_key(span), span.context.span_id, span.parent.span_id if span.parent else None, span.context.trace_id)
+        for span in seen.exporter.get_finished_spans()
+    ]
+
+
+def passes_on(to: str) -> tuple[int, list[str]]:
+    return rpc_sync(to, inner, (1,)), list(call_context.baggage())
+
+
+async def fails_there(to: str) -> Any:
+    return await rpc_async(to, int, ("none",))
+
+
+def program(to: str, function: Any, other: str) -> Any:
+    with tracer.start_as_current_span("program"):
+        return rpc_sync(to, function, (other,))
+
+
+@pytest.mark.parametrize(
+    ("to", "function", "other", "names", "counts"),
+    [
+        ("worker1", fails_there, "worker0", ["program", "fails_there", "fails_there", "int", "int"], (3, 2)),
+        ("worker2", passes_on, "worker1", ["program", "passes_on", "inner", "work"], (2, 2)),  # worker2 has no spans
+    ],
+)
+def test_one_trace_over_processes(
+    workers: list[Process], to: str, function: Any, other: str, names: list[str], counts: tuple[int, int]
+) -> None:
+    for worker in workers[:2]:
+        worker.run(begin_here)
+    with pytest.raises(AssertionError, match="ValueError") if function is fails_there else nullcontext():
+        assert workers[0].run(program, to, function, other) == (2, ["traceparent"])
+    spans = [told for worker, count in zip(workers, counts, strict=False) for told in worker.run(end_here, count)]
+    assert len({trace for *_, trace in spans}) == 1
+    parents = {parent: (name, number) for name, _, number, parent, _ in spans}
+    way, number = [], None
+    while number in parents:
+        name, number = parents[number]
+        way.append(name)
+    assert way == names  # each in the one before
+    assert len(spans) == len(names)
+
+
+def test_without_a_provider_nothing_is_made(workers: list[Process]) -> None:
+    assert workers[3].run(_without_a_provider)
+
+
+def _without_a_provider() -> bool:
+    opentelemetry.instrument()
+    try:
+        return rpc_sync("worker2", abs, (-1,)) == 1 and not trace.get_current_span().is_recording()
+    finally:
+        opentelemetry.uninstrument()

@@ -13,36 +13,35 @@ from prometheus_client import CollectorRegistry
 from prometheus_client import Counter as OwnCounter
 from prometheus_client.parser import text_string_to_metric_families
 
-from telegrad import instruments
+from telegrad._core import events
 from telegrad.errors import UsageError
-from telegrad.insight.labels import OTHER
+from telegrad.insight.export.event_counters import BOUNDS, MOST, OTHER, EventCounters
 from telegrad.insight.prometheus import Served, register, serve_metrics
-from telegrad.insight.tallies import BOUNDS, MOST_FUNCTIONS, MOST_OUTCOMES, MOST_PEERS, Tallies, by_function
 from telegrad.version import VERSION
 from tests.cluster import PATIENCE
 from tests.insight.accounts import made_up
 
-EVENTS: list[instruments.Event] = [
-    (instruments.CALLED, 1.0, 1.0002, "worker1", 1, "model.forward", 4096, ""),
-    (instruments.CALLED, 1.0, 3.0, "worker1", 2, "model.forward", 0, "CallTimeout"),
-    (instruments.CALLED, 1.0, 1.5, "worker2", 3, "to_here() of <RRef 1.2 on 'worker2'>", 0, ""),
-    (instruments.RAN, 1.0, 1.02, "worker1", 1, "work", ""),
-    (instruments.RAN, 1.0, 1.02, "worker1", 2, "work", "KeyError"),
-    (instruments.CONNECTED, 1.0, 1.0, "worker1", "unix"),
-    (instruments.LOST, 1.0, 1.0, "worker1", "it died"),
-    (instruments.MADE, 1.0, 1.0, "worker1", 1),
-    (instruments.FREED, 1.0, 1.0, 1),
-    (instruments.PASSED, 1.0, 1.25, 1, 1, ""),
-    (instruments.STAGED, 1.0, 1.25, 1, "F", 0, 0),
-    (instruments.STAGED, 1.0, 1.5, 1, "F", 0, 1),
-    (instruments.STEPPED, 1.0, 1.003, 1, "Adam"),
-    (instruments.JOINED, 1.0, 1.0, "worker0", 0, 4),
+EVENTS: list[events.Event] = [
+    (events.CALLED, 1.0, 1.0002, "worker1", 1, "model.forward", 4096, ""),
+    (events.CALLED, 1.0, 3.0, "worker1", 2, "model.forward", 0, "CallTimeout"),
+    (events.CALLED, 1.0, 1.5, "worker2", 3, "to_here() of <RRef 1.2 on 'worker2'>", 0, ""),
+    (events.RAN, 1.0, 1.02, "worker1", 1, "work", ""),
+    (events.RAN, 1.0, 1.02, "worker1", 2, "work", "KeyError"),
+    (events.CONNECTED, 1.0, 1.0, "worker1", "unix"),
+    (events.LOST, 1.0, 1.0, "worker1", "it died"),
+    (events.MADE, 1.0, 1.0, "worker1", 1),
+    (events.FREED, 1.0, 1.0, 1),
+    (events.PASSED, 1.0, 1.25, 1, 1, ""),
+    (events.STAGED, 1.0, 1.25, 1, "F", 0, 0),
+    (events.STAGED, 1.0, 1.5, 1, "F", 0, 1),
+    (events.STEPPED, 1.0, 1.003, 1, "Adam"),
+    (events.JOINED, 1.0, 1.0, "worker0", 0, 4),
 ]
 
 
-def scrape(served: Served) -> dict[tuple[str, ...], float]:
-    """The samples, by their names and the values of their labels."""
-    with urlopen(f"http://{served.host}:{served.port}/metrics", timeout=PATIENCE) as answer:
+def scrape(port: int) -> dict[tuple[str, ...], float]:
+    """Return the samples, by their names and the values of their labels."""
+    with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=PATIENCE) as answer:
         families = text_string_to_metric_families(answer.read().decode())
         return {
             (sample.name, *(sample.labels[label] for label in sorted(sample.labels))): sample.value
@@ -60,8 +59,8 @@ def served() -> Iterator[Served]:
 
 def test_what_has_happened_is_counted(served: Served) -> None:
     for event in EVENTS:
-        served.metrics.tallies(event)
-    found = scrape(served)
+        served.metrics.counters(event)
+    found = scrape(served.port)
     # labels in alphabetical order: function, outcome, peer
     assert found["telegrad_calls_total", "model.forward", "ok", "worker1"] == 1
     assert found["telegrad_calls_total", "model.forward", "CallTimeout", "worker1"] == 1
@@ -85,7 +84,7 @@ def test_what_has_happened_is_counted(served: Served) -> None:
 
 
 def test_what_a_worker_tells_of_itself(served: Served) -> None:
-    found = scrape(served)
+    found = scrape(served.port)
     # group, host, pid, program, rank, version, worker
     assert found["telegrad_info", "b7", "here", "4711", "train.py", "0", VERSION, "worker0"] == 1
     for name, value in {
@@ -117,8 +116,8 @@ def test_what_a_worker_tells_of_itself(served: Served) -> None:
 def test_outside_of_a_group_it_says_so() -> None:
     served = serve_metrics(0, registry=CollectorRegistry())
     try:
-        assert {name: value for name, value in scrape(served).items() if value} == {}
-        assert ("telegrad_phase", "member") in scrape(served)
+        assert {name: value for name, value in scrape(served.port).items() if value} == {}
+        assert ("telegrad_phase", "member") in scrape(served.port)
     finally:
         served.close()
 
@@ -128,17 +127,17 @@ def test_an_own_registry_and_the_listener_come_and_go() -> None:
     own = OwnCounter("steps", "Of the program", registry=registry)
     own.inc()
     registered = register(registry, made_up)
-    note: Any = instruments.note
+    note: Any = events.note
     note(EVENTS[0])
     labels = {"function": "model.forward", "peer": "worker1", "outcome": "ok"}
     assert registry.get_sample_value("telegrad_calls_total", labels) == registry.get_sample_value("steps_total") == 1
     with pytest.raises(UsageError):
         register(registry, made_up)
     registered.close()
-    note = instruments.note
+    note = events.note
     if note is not None:  # of others
         note(EVENTS[0])
-    assert [each.count for each in registered.metrics.tallies.calls.values()] == [1]
+    assert [each.count for each in registered.metrics.counters.by(events.CALLED, ()).values()] == [1]
     assert registry.get_sample_value("telegrad_calls_total", labels) is None
     register(registry, made_up).close()
 
@@ -151,42 +150,41 @@ def test_a_port_that_is_taken_leaves_nothing_behind(served: Served) -> None:
 
 
 def test_labels_do_not_grow_without_end() -> None:
-    tallies = Tallies()
+    counters = EventCounters()
     for number in range(1000):
-        tallies((instruments.CALLED, 0.0, 1.0, f"worker{number}", number, f"f{number}", 1, f"Error{number}"))
-    assert sum(each.count for each in tallies.calls.values()) == 1000
-    functions, peers, outcomes = (set(each) for each in zip(*tallies.calls, strict=True))
-    assert len(functions) == len(by_function(tallies.calls)) == MOST_FUNCTIONS + 1
-    assert len(peers) == MOST_PEERS + 1
-    assert len(outcomes) == MOST_OUTCOMES + 1
-    assert tallies.calls[OTHER, OTHER, OTHER].count == 1000 - MOST_PEERS
-    tallies((instruments.CALLED, 0.0, 1.0, "worker0", 0, "f0", 1, ""))
-    assert tallies.calls["f0", "worker0", "ok"].count == 1
+        counters((events.CALLED, 0.0, 1.0, f"worker{number}", number, f"f{number}", 1, f"Error{number}"))
+    counters((events.CALLED, 0.0, 1.0, "worker0", 0, "f0", 1, ""))
+    found = counters.by(events.CALLED, ("function", "peer", "outcome"))
+    assert sum(each.count for each in found.values()) == sum(each.size for each in found.values()) == 1001
+    assert found[OTHER, OTHER, OTHER].count == 1000 - MOST["peer"]
+    assert found["f0", "worker0", "ok"].count == 1
+    for label in ("function", "peer"):
+        assert len(counters.by(events.CALLED, (label,))) == MOST[label] + 1
+    assert len(counters.by(events.CALLED, ("outcome",))) == MOST["outcome"] + 2  # and "ok"
 
 
 def test_durations_at_their_bounds() -> None:
-    tallies = Tallies()
-    for bound in BOUNDS:
-        tallies((instruments.PASSED, 0.0, bound, 1, 1, ""))
-    tallies((instruments.PASSED, 0.0, BOUNDS[-1] + 1, 1, 1, ""))
-    buckets = tallies.pass_durations[""].buckets()
-    assert [count for _, count in buckets] == list(range(1, len(BOUNDS) + 2))
-    assert [float(bound) for bound, _ in buckets] == [*BOUNDS, float("inf")]
+    counters = EventCounters()
+    for bound in (*BOUNDS, BOUNDS[-1] + 1):
+        counters((events.PASSED, 0.0, bound, 1, 1, ""))
+    (found,) = counters.by(events.PASSED, ()).values()
+    assert [count for _, count in found.buckets()] == list(range(1, len(BOUNDS) + 2))
+    assert [float(bound) for bound, _ in found.buckets()] == [*BOUNDS, float("inf")]
 
 
 def test_threads_count_side_by_side() -> None:
-    tallies = Tallies()
+    counters = EventCounters()
 
     def tell() -> None:
         for event in itertools.islice(itertools.cycle(EVENTS[:2]), 1000):
-            tallies(event)
+            counters(event)
 
     threads = [threading.Thread(target=tell) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(PATIENCE)
-    assert by_function(tallies.calls)["model.forward"].count == 4000
+    assert counters.by(events.CALLED, ())[()].count == 4000
 
 
 def test_what_cannot_be_served_is_said() -> None:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from urllib.request import urlopen
-
 import pytest
 import torch
-from prometheus_client.parser import text_string_to_metric_families
 
 import telegrad.autograd as autograd
 from telegrad.insight.prometheus import Served, serve_metrics
 from telegrad.rpc import remote, rpc_async, rpc_sync
-from tests.cluster import PATIENCE, Process
+from tests.cluster import Process
+from tests.insight.test_prometheus import scrape
 
-pytest.importorskip("telegrad.witness.witness")
+pytest.importorskip("telegrad.reporting.witness")
 
 _served: list[Served] = []
 
@@ -37,16 +35,6 @@ def use() -> None:
     with autograd.context() as context:
         loss = rpc_sync("worker1", torch.sum, (torch.ones(2, requires_grad=True),))
         autograd.backward(context, loss)
-
-
-def scrape(port: int) -> dict[tuple[str, ...], float]:
-    with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=PATIENCE) as answer:
-        families = text_string_to_metric_families(answer.read().decode())
-        return {
-            (sample.name, *(sample.labels[label] for label in sorted(sample.labels))): sample.value
-            for family in families
-            for sample in family.samples
-        }
 
 
 def test_two_workers_count_what_they_do(workers: list[Process]) -> None:

@@ -13,7 +13,7 @@ from urllib.request import urlopen
 import pytest
 from prometheus_client import CollectorRegistry
 
-from telegrad.insight import serving
+from telegrad.insight.export import serving
 from telegrad.insight.prometheus import serve_metrics
 from telegrad.insight.web import Dashboard
 from tests.cluster import PATIENCE, wait_until

@@ -7,12 +7,14 @@ import json
 import re
 from collections.abc import Iterator
 from importlib import resources
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from telegrad.insight.source import Sight
-from telegrad.insight.web import SPANS, Dashboard, Watch
+from telegrad.insight import web
+from telegrad.insight.reading.source import Sight
+from telegrad.insight.web import SPANS, Dashboard
 from tests.insight.group import WORKERS, Group
 
 TOKEN = "secret"
@@ -117,6 +119,14 @@ def test_data(dashboard: Dashboard) -> None:
     assert [worker["worker"] for worker in data["workers"]] == WORKERS
     assert (data["seconds"], data["trouble"]) == (5, "")
     assert data["gantt"]["bars"]
+    assert "worker" not in data
+    one = json.loads(ask(dashboard, "/data?worker=stage1", Cookie=cookie(dashboard))[1])["worker"]
+    assert "stage1 rank 1 on node, pid 101" in one["about"]
+    name, columns, rows = one["tables"][1]
+    assert (name, columns[:2], len(rows)) == ("Calls in", [["age", True], ["from", False]], 1)
+    assert rows[0][:4] == ["900ms", "trainer", "running", "torch.add"]
+    other = json.loads(ask(dashboard, "/data?worker=x", Cookie=cookie(dashboard))[1])["worker"]
+    assert (other["about"][:26], other["tables"]) == ("no worker is called 'x' he", [])
 
 
 @pytest.mark.parametrize(
@@ -134,10 +144,9 @@ def test_the_seconds_of_the_page_are_those_that_are_served(dashboard: Dashboard)
     options = re.search(r'<select id="seconds">(.*?)</select>', page, re.DOTALL)
     assert options is not None
     assert tuple(map(float, re.findall(r'value="(\d+)"', options[1]))) == SPANS
-    dashboard.watch._shown.clear()
     for number in range(100):
         ask(dashboard, f"/data?seconds={number / 2 + 0.001}", Cookie=cookie(dashboard))
-    assert set(dashboard.watch._shown) <= set(SPANS)
+    assert set(dashboard._shown) <= set(SPANS)
 
 
 def test_why_is_told_and_its_failure_too(dashboard: Dashboard) -> None:
@@ -156,30 +165,16 @@ def test_each_dashboard_has_a_token_and_a_cookie_of_its_own() -> None:
         assert ask(other, other.url.removeprefix(f"http://127.0.0.1:{other.port}"))[0] == 200
 
 
-def watched() -> tuple[Watch, Group, list[float]]:
-    group, now = Group(), [0.0]
-    return Watch(group, lambda: now[0]), group, now
-
-
-def test_the_group_is_asked_while_somebody_looks_and_once_a_second_at_most() -> None:
-    watch, group, now = watched()
-    assert group.looks == 0
-    for time, looks in [(0.0, 1), (0.9, 1), (1.0, 2), (1.5, 2), (99.0, 3)]:
-        now[0] = time
-        watch.data(5)
-        watch.sight()
-        assert group.looks == looks
-
-
-def test_a_group_that_cannot_be_asked_is_told_with_what_was_seen_last() -> None:
-    watch, group, now = watched()
-    seen = watch.data(5)
-    group.failure, now[0] = ConnectionError("gone"), 2.0
-    data = watch.data(5)
-    assert data["trouble"] == "ConnectionError: gone"
-    assert data["workers"] == seen["workers"]
-    group.failure, now[0] = None, 4.0
-    assert watch.data(5)["trouble"] == ""
+def test_the_group_is_asked_while_somebody_looks_and_once_a_second_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(web, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    group = Group()
+    with Dashboard(group, why) as dashboard:
+        assert group.looks == 0
+        for now[0], looks in [(0.0, 1), (0.9, 1), (1.0, 2), (1.5, 2), (99.0, 3)]:
+            dashboard.data(5)
+            dashboard.why()
+            assert group.looks == looks
 
 
 def test_pages_name_only_one_another() -> None:

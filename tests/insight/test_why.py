@@ -8,104 +8,30 @@ from typing import Any
 
 import pytest
 
-from telegrad.insight.paths import circles
+from telegrad.insight.finding import Finding, status
 from telegrad.insight.phrases import seconds
-from telegrad.insight.reasons import Finding, as_json, explain, status, text
-from telegrad.insight.source import Sight
-from telegrad.witness.account import JOINING, LEAVING, Account
+from telegrad.insight.reading.source import Sight
+from telegrad.insight.report import Report
+from telegrad.reporting.account import JOINING, LEAVING, Account
 from tests.insight.scenes import GOING_ON, QUEUED, Scene, wait
 
 
 def only(scene: Scene, kind: str, *workers: str) -> tuple[Finding, str]:
     """The one finding, whose cause is at these workers; and the text of all."""
-    found = explain(scene.sight)
-    told = text(found, scene.sight, stacks=True)
+    report = Report(scene.sight)
+    found, told = report.findings, report.text(stacks=True)
     print(told)
     assert [finding.kind for finding in found] == [kind]
     assert found[0].workers == list(workers)
     assert all(len(line) <= 100 for line in told.splitlines())
-    json.dumps(as_json(found, scene.sight))
+    json.dumps(report.as_json())
     return found[0], " ".join(told.split())
 
 
 def kinds(scene: Scene) -> list[str]:
-    found = explain(scene.sight)
-    print(text(found, scene.sight))
-    return [finding.kind for finding in found]
-
-
-def test_nested_calls_that_take_all_slots() -> None:
-    scene = Scene("worker0", "worker1", slots=1)
-    main = scene.thread("worker0", "train.py:9 main: rpc.rpc_sync('worker1', outer)")
-    outer = scene.call(
-        "worker0", "worker1", "train.outer", 8, by=main, runs="train.py:20 outer: while not f.done():", asleep=False
-    )
-    inner = scene.call(
-        "worker1", "worker0", "train.inner", 7.9, runs="train.py:30 inner: rpc.rpc_sync('worker1', leaf)"
-    )
-    scene.waits("worker0", inner or 0)
-    scene.call("worker0", "worker1", "train.leaf", 7.8, by=inner)
-    finding, told = only(scene, "slot deadlock", "worker0", "worker1")
-    assert "Deadlock through the slots of worker1" in told
-    assert "num_worker_threads" in told
-    assert "train.py:30 in inner" in told
-    assert outer is not None
-    assert finding.age == 8
-
-
-def circle(*names: str) -> Scene:
-    scene = Scene(*names)
-    main = scene.thread(names[0], "train.py:9 main: rpc.rpc_sync(next, ask)")
-    by = main
-    for caller, to in zip(names, (*names[1:], names[0]), strict=True):
-        place = "train.py:20 ask: with turn:" if to == names[0] else "train.py:21 ask: rpc.rpc_sync(next, ask)"
-        by = scene.call(caller, to, "train.ask", 5, by=by, runs=place) or 0
-    return scene
-
-
-def test_two_that_wait_for_each_other() -> None:
-    scene = Scene("worker0", "worker1")
-    for caller, to in (("worker0", "worker1"), ("worker1", "worker0")):
-        scene.thread(caller, f"train.py:9 main: rpc.rpc_sync('{to}', ask)")
-    first = scene.call("worker0", "worker1", "train.ask", 5, by=1, runs="train.py:20 ask: rpc.rpc_sync(other, ask)")
-    second = scene.call(
-        "worker1", "worker0", "train.ask", 4.9, by=first, runs="train.py:20 ask: rpc.rpc_sync(other, ask)"
-    )
-    scene["worker0"]["calls_out"].append(
-        {"to": "worker1", "number": 77, "function": "train.ask", "age": 4.8, "timeout": 0.0, "thread": second}
-    )
-    scene["worker1"]["calls_in"].append(
-        {"caller": "worker0", "number": 77, "function": "train.ask", "age": 4.8, "state": "running", "thread": first}
-    )
-    finding, told = only(scene, "deadlock", "worker0", "worker1")
-    assert "Deadlock: worker0 and worker1 wait for each other." in told
-    assert "train.py:20 in ask: rpc.rpc_sync(other, ask)" in told
-    assert finding.stacks
-
-
-def test_a_lock_that_is_held_across_a_call_through_three_workers() -> None:
-    scene = circle("worker0", "worker1", "worker2")
-    scene["worker0"]["threads"][0]["at"]["text"] = "rpc.rpc_sync(next, ask)  # with turn held"  # type: ignore[index]
-    finding, told = only(scene, "lock deadlock", "worker0", "worker1", "worker2")
-    assert "it seems" in finding.title
-    assert "turn" in finding.title
-    assert "train.py:20 in ask: with turn:" in told
-
-
-def test_an_endless_loop_and_those_who_wait_for_it() -> None:
-    names = [f"worker{rank}" for rank in range(10)]
-    scene = Scene(*names)
-    for name in names[1:]:
-        main = scene.thread(name, "train.py:9 main: rpc.rpc_sync('worker0', spin)")
-        if name == "worker1":
-            scene.call(name, "worker0", "train.spin", 12, by=main, runs="train.py:20 spin: while True:", asleep=False)
-        else:
-            scene.call(name, "worker0", "train.spin", 11, by=main, runs="train.py:20 spin: while True:", asleep=False)
-    finding, told = only(scene, "busy", "worker0")
-    assert "worker0: 9 threads run train.spin, for 12 s" in told
-    assert "worker1's main thread waits for train.spin on worker0, for 12 s (and 8 more like it: worker2, " in told
-    assert set(finding.waiting) == set(names[1:])
-    assert status([finding]) == 1
+    report = Report(scene.sight)
+    print(report.text())
+    return [finding.kind for finding in report.findings]
 
 
 def test_an_endless_loop_at_the_end_of_a_chain() -> None:
@@ -116,17 +42,6 @@ def test_an_endless_loop_at_the_end_of_a_chain() -> None:
     finding, told = only(scene, "busy", "worker2")
     assert finding.waiting == ["worker1", "worker0"]
     assert told.index("worker1, in train.relay for worker0, waits") < told.index("worker0's main thread waits")
-
-
-def test_a_worker_that_does_not_answer() -> None:
-    scene = Scene("worker0", "worker1")
-    main = scene.thread("worker0", "train.py:9 main: rpc.rpc_sync('worker2', work)")
-    scene.call("worker0", "worker2", "train.work", 4, by=main)
-    scene.silent["worker2"] = "stopped (SIGSTOP)"
-    finding, told = only(scene, "silent", "worker2")
-    assert "worker2 does not answer: stopped (SIGSTOP)." in told
-    assert "worker0's main thread waits for train.work on worker2, for 4.0 s" in told
-    assert status([finding]) == 2
 
 
 def test_a_silent_worker_for_which_nobody_waits() -> None:
@@ -147,29 +62,11 @@ def joining(*names: str, size: int | None, missing: list[str]) -> Scene:
     return scene
 
 
-def test_a_worker_that_has_not_come() -> None:
-    _, told = only(joining("worker0", "worker1", size=3, missing=["rank 2"]), "missing", "rank 2")
-    assert "rank 2 has not come: the group of 3 cannot form." in told
-    assert "worker0 and worker1 wait at tcp://127.0.0.1:29500, for 12 s" in told
-    assert "world_size=3 is too large" in told
-
-
 def test_sizes_that_differ() -> None:
     scene = joining("worker0", "worker1", size=3, missing=["rank 2"])
     scene["worker1"]["size"] = 2
     _, told = only(scene, "sizes", "worker0", "worker1")
     assert "worker0 expects 3 workers and worker1 expects 2 workers" in told
-
-
-def test_a_store_that_nobody_serves() -> None:
-    scene = joining("worker1", "worker2", size=3, missing=[])
-    for rank, name in enumerate(("worker1", "worker2"), 1):
-        scene[name]["rank"] = rank
-        scene[name]["place"] = ""
-        scene[name]["threads"][0]["wait"] = wait("store", about="the store at hosta:29500, which nobody serves yet")
-    _, told = only(scene, "store", "worker1", "worker2")
-    assert "No store answers at hosta:29500" in told
-    assert "rank 0" in told
 
 
 def test_a_barrier_that_one_has_not_come_to() -> None:
@@ -182,20 +79,6 @@ def test_a_barrier_that_one_has_not_come_to() -> None:
     assert "train.py:30 in load: time.sleep(1000)" in told
 
 
-def test_a_barrier_that_is_served_by_one() -> None:
-    scene = Scene("worker0", "worker1", "worker2", "worker3")
-    scene.thread("worker0", "train.py:60 serve: rpc.shutdown()")
-    inside = ["/usr/lib/python3.11/threading.py:327 wait"]
-    for name in ("worker1", "worker2"):
-        main = scene.thread(name, "train.py:40 step: rpc.rpc_sync('worker0', arrive)")
-        place = "train.py:50 arrive: everybody.wait_for(lambda: len(came) == 3)"
-        scene.call(name, "worker0", "train.arrive", 9, by=main, runs=place, inside=inside)
-    scene.thread("worker3", "train.py:30 load: sock.recv(1)")
-    finding, told = only(scene, "barrier", "worker3")
-    assert finding.waiting == ["worker1", "worker2"]
-    assert "train.py:50 in arrive" in told
-
-
 def test_a_barrier_to_which_a_dead_worker_does_not_come() -> None:
     scene = Scene("worker0", "worker1", "worker2")
     for name in ("worker0", "worker1", "worker2"):
@@ -203,32 +86,6 @@ def test_a_barrier_to_which_a_dead_worker_does_not_come() -> None:
     scene["worker1"]["gone"] = {"worker3": "its process ended"}
     _, told = only(scene, "barrier", "worker3")
     assert "worker3 is gone: its process ended" in told
-
-
-def test_a_value_that_is_never_made() -> None:
-    scene = Scene("worker0", "worker1")
-    main = scene.thread("worker0", "train.py:9 main: print(reference.to_here())")
-    scene.call("worker0", "worker1", "train.make", 6, runs="train.py:20 make: time.sleep(1e6)")
-    scene.call("worker0", "worker1", "to_here() of a reference", 5.9, by=main, state=GOING_ON)
-    finding, told = only(scene, "value", "worker1")
-    assert "it seems" in finding.title
-    assert "train.make" in finding.title
-    assert "reference.to_here()" in told
-    assert "train.py:20 in make: time.sleep(1e6)" in told
-
-
-def test_a_backward_pass_that_waits_for_a_hook() -> None:
-    scene = Scene("worker0", "worker1", "worker2")
-    scene.thread("worker0", "train.py:9 main: dist_autograd.backward(c, [loss])", wait=wait("backward", "worker1"))
-    scene["worker0"]["passes"].append({"context": 7, "number": 1, "age": 6.5, "owing": ["worker1", "worker2"]})
-    scene.thread("worker1", "train.py:70 main: rpc.shutdown()", wait=wait("shutdown", "worker0", age=0.2))
-    scene.thread(
-        "worker1", "train.py:50 hook: time.sleep(1e6)", outside=["/lib/torch/autograd/__init__.py:353 backward"]
-    )
-    finding, told = only(scene, "backward", "worker1")
-    assert "train.py:50 in hook: time.sleep(1e6)" in told
-    assert finding.waiting == ["worker0"]
-    assert finding.age == 6.5
 
 
 def test_a_backward_pass_of_which_nobody_is_at_its_part() -> None:
@@ -256,14 +113,6 @@ def leaving(place: str, **more: Any) -> Scene:
     return scene
 
 
-def test_a_shutdown_that_one_never_calls() -> None:
-    finding, told = only(leaving("train.py:33 main: input()"), "shutdown", "worker2")
-    assert finding.waiting == ["worker0", "worker1"]
-    assert "worker2 has not called shutdown" in told
-    assert "train.py:33 in main: input()" in told
-    assert status([finding]) == 1
-
-
 def test_servers_that_wait_for_a_driver_at_work_are_no_hang() -> None:
     finding, told = only(leaving("train.py:33 main: loss = model(x)", asleep=False), "shutdown", "worker2")
     assert status([finding]) == 0
@@ -281,29 +130,18 @@ def test_a_driver_that_calls_now_and_then_is_at_work() -> None:
     assert status([finding]) == 1
 
 
-def test_a_drop_in_program_of_which_one_does_not_come_to_shutdown() -> None:
-    scene = Scene("worker0", "worker1", "worker2")
-    for name, on in (("worker0", "worker2"), ("worker1", "worker0")):
-        scene.thread(name, "train.py:70 main: rpc.shutdown()", wait=wait("_all_gather", on, age=20.0))
-    scene.thread("worker2", "train.py:33 main: input()")
-    finding, told = only(scene, "shutdown", "worker2")
-    assert finding.waiting == ["worker0", "worker1"]
-    assert "worker2 has not come to shutdown's _all_gather, for which others wait" in told
-    assert "worker1's main thread is in _all_gather (shutdown calls it, too), and waits for worker0, for 20 s" in told
-
-
 def test_workers_that_serve_are_well() -> None:
     scene = Scene("worker0", "worker1")
     scene.thread("worker0", "train.py:9 main: time.sleep(10)")
     scene.thread("worker1", wait=wait("serve", about="what others call"))
-    assert explain(scene.sight) == []
-    assert "worker1: main thread serves the others" in text([], scene.sight)
+    assert Report(scene.sight).findings == []
+    assert "worker1: main thread serves the others" in Report(scene.sight).text()
 
 
 def test_a_worker_that_was_started_anew_is_not_gone() -> None:
     scene = Scene("worker0", "worker1")
     scene["worker0"]["gone"] = {"worker1": "its process ended", "worker2": "its process ended"}
-    (finding,) = explain(scene.sight)
+    (finding,) = Report(scene.sight).findings
     assert finding.workers == ["worker2"]
 
 
@@ -325,39 +163,6 @@ def test_a_shutdown_that_waits_for_a_call() -> None:
     assert set(finding.waiting) == {"worker0", "worker1", "worker2"}
 
 
-def test_slots_that_are_used_up() -> None:
-    scene = Scene("worker0", "worker1", slots=2)
-    main = scene.thread("worker0", "train.py:9 main: torch.futures.wait_all(futures)")
-    for _ in range(2):
-        scene.call("worker0", "worker1", "train.slow", 6, runs="train.py:20 slow: time.sleep(1e6)")
-    for _ in range(3):
-        scene.call("worker0", "worker1", "train.quick", 5.9)
-    finding, told = only(scene, "slots", "worker1")
-    assert "All 2 slots of worker1 are taken by calls that run long (for 6.0 s): 3 calls wait for one." in told
-    assert "train.slow (2): sleeps, for 6.0 s" in told
-    assert "(and 2 more like it)" in told
-    assert main
-    assert finding.waiting == ["worker0"]
-
-
-def test_a_coroutine_that_never_ends() -> None:
-    scene = Scene("worker0", "worker1")
-    main = scene.thread("worker0", "train.py:9 main: rpc.rpc_sync('worker1', listen)")
-    scene.call("worker0", "worker1", "train.listen", 6, by=main, state=GOING_ON)
-    finding, told = only(scene, "unfinished", "worker1")
-    assert "a future was never set, it seems" in told
-    assert "train.listen" in finding.title
-
-
-def test_a_coroutine_that_waits_for_a_call() -> None:
-    scene = Scene("worker0", "worker1", "worker2")
-    main = scene.thread("worker0", "train.py:9 main: rpc.rpc_sync('worker1', relay)")
-    scene.call("worker0", "worker1", "train.relay", 6, by=main, state=GOING_ON)
-    scene.call("worker1", "worker2", "train.spin", 5.9, runs="train.py:20 spin: while True:", asleep=False)
-    finding, _ = only(scene, "busy", "worker2")
-    assert finding.waiting == ["worker1", "worker0"]
-
-
 def test_a_caller_without_room() -> None:
     scene = Scene("worker0", "worker1")
     scene.thread("worker0", "train.py:9 main: rpc.rpc_async('worker1', f)", wait=wait("room", "worker1", age=3.0))
@@ -365,7 +170,7 @@ def test_a_caller_without_room() -> None:
         scene.call("worker0", "worker1", "train.f", 4, runs="train.py:20 f: gate.wait()")
     found = kinds(scene)
     assert found == ["asleep", "room"]
-    told = " ".join(text(explain(scene.sight), scene.sight).split())
+    told = " ".join(Report(scene.sight).text().split())
     assert "(and 19 more like it)" in told
     assert "as many calls in flight to worker1 as may be" in told
 
@@ -386,15 +191,6 @@ def test_a_worker_that_is_gone_and_not_waited_for() -> None:
     finding, told = only(scene, "gone", "worker1")
     assert status([finding]) == 0
     assert "Note: worker1 is gone: left early." in told
-
-
-def test_a_name_that_never_joined() -> None:
-    scene = Scene("worker0", "worker1")
-    scene.thread(
-        "worker0", "train.py:9 main: rpc.wait_for_workers(['worker7'])", wait=wait("workers", "worker7", age=9.0)
-    )
-    _, told = only(scene, "unknown", "worker7")
-    assert "no worker of that name has joined" in told
 
 
 def test_generations_that_differ() -> None:
@@ -433,18 +229,17 @@ def test_a_with_that_takes_no_lock() -> None:
     scene = Scene("worker0")
     scene.thread("worker0", "train.py:9 main: with open(path) as file:")
     scene.thread("worker0", "train.py:10 main: with condition:", name="other", asleep=False)
-    assert explain(scene.sight) == []
+    assert Report(scene.sight).findings == []
 
 
 def test_all_is_well() -> None:
     scene = Scene("worker0", "worker1")
     main = scene.thread("worker0", "train.py:9 main: rpc.rpc_sync('worker1', work)")
     scene.call("worker0", "worker1", "train.work", 0.02, by=main, runs="train.py:20 work: x = x @ x", asleep=False)
-    found = explain(scene.sight)
-    told = " ".join(text(found, scene.sight).split())
-    print(told)
-    assert found == []
-    assert status(found) == 0
+    report = Report(scene.sight)
+    told = " ".join(report.text().split())
+    assert report.findings == []
+    assert report.status == 0
     assert told.startswith(
         "Nothing waits for long. 2 workers asked, all answered; 1 call in flight, the oldest for 0.0 s"
     )
@@ -480,9 +275,9 @@ def test_an_actor_whose_turn_does_not_end() -> None:
 
 
 def test_nobody_could_be_asked() -> None:
-    found = explain(Sight([], {}))
-    assert status(found) == 2
-    assert "No worker could be asked" in text(found, Sight([], {}))
+    report = Report(Sight([], {}))
+    assert report.status == 2
+    assert "No worker could be asked" in report.text()
 
 
 def test_the_weightiest_comes_first() -> None:
@@ -497,8 +292,8 @@ def test_alike_workers_share_a_line() -> None:
     names = [f"worker{rank}" for rank in range(300)]
     scene = Scene(*names)
     for name in names:
-        scene.thread(name, "train.py:70 main: rpc.shutdown()", wait=wait("shutdown"))
-    told = text([], scene.sight)
+        scene.thread(name, "train.py:70 main: rpc.shutdown()", wait=wait("serve"))
+    told = Report(scene.sight).text()
     assert "worker0, worker1, worker2, worker3, worker4, worker5, worker6 and 293 others" in told
     assert len(told.splitlines()) < 8
 
@@ -557,7 +352,7 @@ def test_a_stage_of_a_pipeline_that_sleeps() -> None:
     main = scene.thread("worker0", "train.py:9 main: pipeline.forward_backward(context, x, y, loss)")
     scene.call("worker0", "worker1", "stage 1 of 2 of a Pipeline (First)", 7, by=main, state=GOING_ON)
     scene.call("worker0", "worker2", "stage 2 of 2 of a Pipeline (Second)", 7, state=GOING_ON)
-    outside = ["/lib/telegrad/nn/run.py:120 _act"]
+    outside = ["/lib/telegrad/pipeline/run.py:120 _do"]
     scene.thread("worker2", "train.py:30 forward: time.sleep(1e6)", outside=outside, name="telegrad-worker")
     finding, told = only(scene, "asleep", "worker2")
     assert "train.py:30 in forward" in told
@@ -599,7 +394,7 @@ def test_a_member_of_which_nothing_is_known() -> None:
 def test_a_worker_that_leaves_and_has_nothing_to_do() -> None:
     scene = leaving("train.py:70 main: rpc.shutdown()", wait=wait("shutdown", age=0.1))
     _tell(scene["worker2"], phase=LEAVING, phase_age=0.1)
-    assert status(explain(scene.sight)) == 0
+    assert Report(scene.sight).status == 0
 
 
 def test_those_who_do_not_say_for_whom_they_wait() -> None:
@@ -618,19 +413,14 @@ def test_times(age: float, said: str) -> None:
     assert seconds(age) == said
 
 
-def test_circles() -> None:
-    graph = {"a": ["b"], "b": ["c", "x"], "c": ["b", "d"], "d": ["e"], "e": ["d"], "x": [], "s": ["t", "x"], "t": ["s"]}
-    assert circles(graph, graph.__getitem__, lambda node: node == "s") == [["b", "c"], ["d", "e"]]
-
-
 @pytest.mark.parametrize("seed", range(100))
 def test_whatever_workers_tell_there_are_words_for_it(seed: int) -> None:
     scene = at_random(random.Random(seed))
-    found = explain(scene.sight)
-    told = text(found, scene.sight, stacks=True)
+    report = Report(scene.sight)
+    told = report.text(stacks=True)
     assert all(len(line) <= 100 for line in told.splitlines()), told
-    assert status(found) in (0, 1, 2)
-    json.dumps(as_json(found, scene.sight))
+    assert report.status in (0, 1, 2)
+    json.dumps(report.as_json())
 
 
 def at_random(chance: random.Random) -> Scene:
@@ -651,7 +441,9 @@ def at_random(chance: random.Random) -> Scene:
                 chance.choice(["", f"train.py:{chance.randint(1, 9)} step: {chance.choice(places)}"]),
                 wait=chance.choice([None, wanted]),
                 asleep=chance.choice([True, False, None]),
-                outside=chance.choice([[], ["/lib/torch/autograd/graph.py:1 run"], ["/telegrad/nn/run.py:1 act"]]),
+                outside=chance.choice(
+                    [[], ["/lib/torch/autograd/graph.py:1 run"], ["/telegrad/pipeline/run.py:1 act"]]
+                ),
             )
         for _ in range(chance.randint(0, 2)):
             owing = chance.sample(strangers, chance.randint(0, 3))

@@ -12,10 +12,11 @@ from contextlib import contextmanager, suppress
 
 import pytest
 
-from telegrad.insight.reasons import NOTE, Finding, explain, status, text
-from telegrad.insight.source import Sight
-from telegrad.insight.sources import HostGroup
-from telegrad.witness import desk
+from telegrad.insight.finding import NOTE, Finding
+from telegrad.insight.reading.source import Sight
+from telegrad.insight.report import Report
+from telegrad.insight.seen_groups import HostGroup
+from telegrad.reporting import desk
 from tests.cluster import PATIENCE, Process, free_port, processes
 from tests.insight.hangs import HANGS, Hang, Stage, work
 
@@ -49,21 +50,20 @@ def hanging(hang: Hang, folder: pathlib.Path) -> Iterator[list[Process]]:
         os.close(reading)
 
 
-def explained(group: list[Process], hang: Hang) -> tuple[list[Finding], str, float]:
+def explained(group: list[Process], hang: Hang) -> tuple[Report, str, float]:
     """What is found, and how long the last look took; looks again while the wait is young."""
     until = time.monotonic() + LONG + 2 * WITHIN
     while True:
         begun = time.monotonic()
-        sight = look_at(group)
-        found = explain(sight, LONG)
-        told = text(found, sight)
+        report = Report(inspect(group), LONG)
+        told = report.text()
         took = time.monotonic() - begun
-        done = is_it(hang, found, told) and status(found) == expected_status(hang) and took < WITHIN
+        done = is_it(hang, report.findings, told) and report.status == expected_status(hang) and took < WITHIN
         if done or time.monotonic() > until:
-            return found, told, took
+            return report, told, took
 
 
-def look_at(group: list[Process]) -> Sight:
+def inspect(group: list[Process]) -> Sight:
     pids = {process.pid for process in group}
     return HostGroup(place for place in desk.places() if place.pid in pids).look()
 
@@ -79,23 +79,14 @@ def is_it(hang: Hang, found: list[Finding], told: str) -> bool:
     return first == (hang.kind, *hang.workers) and all(words in said for words in hang.words)
 
 
-# Those that are much like others.
-ALIKE = {
-    *("ring", "two orders", "chain", "lock of another thread", "long turn", "own hook", "stage", "what follows"),
-    *("size too large", "died", "collective", "shutdown and a call"),
-}
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.nightly) if name in ALIKE else name for name in HANGS]
-)
+@pytest.mark.parametrize("name", HANGS)
 def test_a_hang_is_explained(name: str, tmp_path: pathlib.Path) -> None:
     hang = HANGS[name]
     with hanging(hang, tmp_path) as group:
-        found, told, took = explained(group, hang)
+        report, told, took = explained(group, hang)
     print(f"{told}\nin {took:.2f} s")
-    assert is_it(hang, found, told)
-    assert status(found) == expected_status(hang)
+    assert is_it(hang, report.findings, told)
+    assert report.status == expected_status(hang)
     assert took < WITHIN
 
 
@@ -104,7 +95,7 @@ def test_a_group_at_work_is_well(tmp_path: pathlib.Path) -> None:
     titles: list[str] = []
     with hanging(at_work, tmp_path) as group:
         for _ in range(20):
-            sight = look_at(group)
-            titles += {each.title for each in explain(sight) if each.weight > NOTE}
+            sight = inspect(group)
+            titles += {each.title for each in Report(sight).findings if each.weight > NOTE}
             assert len(sight.accounts) == 3
     assert len(titles) < 2, titles  # where others take all processors for a second, one step is a long wait indeed

@@ -47,7 +47,7 @@ def needs(*programs: str) -> str:
 
 def needs_module(name: str) -> None:
     if importlib.util.find_spec(name) is None:
-        pytest.skip(f"{name} is not installed: pip install 'telegrad[launchers]'")
+        pytest.skip(f"{name} is not installed: pip install --group launchers")
 
 
 def output_of(command: list[str], cwd: pathlib.Path, **variables: str) -> str:

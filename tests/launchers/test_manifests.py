@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from telegrad import worker
-from telegrad.directory import etcd_messages
-from telegrad.group.surroundings import look_around
+from telegrad._core.joining.launchers import look_around
+from telegrad.directories import etcd_messages
+from telegrad.launch import worker_command
 
 FOLDER = pathlib.Path(__file__).parent.parent.parent / "examples" / "clusters"
 VERSIONS = ("1.30", "1.31")
@@ -30,8 +30,8 @@ OF_A_REPLICATED_JOB = {"name", "groupName", "template", "replicas", "dependsOn"}
 
 pytestmark = pytest.mark.nightly
 
-yaml = pytest.importorskip("yaml", reason="PyYAML is not installed: pip install 'telegrad[launchers]'")
-validator = pytest.importorskip("kubernetes_validate", reason="pip install 'telegrad[launchers]'")
+yaml = pytest.importorskip("yaml", reason="PyYAML is not installed: pip install --group launchers")
+validator = pytest.importorskip("kubernetes_validate", reason="pip install --group launchers")
 
 
 def documents(name: str) -> list[dict[str, Any]]:
@@ -78,7 +78,7 @@ def test_the_deployment_is_valid(version: str) -> None:
 def test_the_pods_of_the_deployment_find_their_directory() -> None:
     (deployment,) = documents("deployment.yaml")
     (container,) = deployment["spec"]["template"]["spec"]["containers"]
-    given = worker._parser().parse_args(container["command"][container["command"].index("worker") + 1 :])
+    given = worker_command._parser().parse_args(container["command"][container["command"].index("worker") + 1 :])
     assert etcd_messages.parse_url(given.init_method).prefix == "runs/7/"
     assert deployment["spec"]["selector"]["matchLabels"] == deployment["spec"]["template"]["metadata"]["labels"]
 

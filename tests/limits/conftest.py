@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from telegrad.rpc import current
+from telegrad._core.worker import current
 from tests.cluster import agents
 
 

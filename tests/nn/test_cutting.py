@@ -15,7 +15,7 @@ from torch.nn.functional import dropout
 from torch.utils._pytree import tree_leaves
 
 from telegrad.errors import UsageError
-from telegrad.nn.cutting import Cut, cut
+from telegrad.pipeline.cutting.split import SplitModel, split_model
 
 WIDTH = 6
 
@@ -156,7 +156,7 @@ CASES = {
 }
 
 
-def sent(made: Cut) -> list[nn.Module]:
+def sent(made: SplitModel) -> list[nn.Module]:
     """As the workers get them."""
     return [pickle.loads(pickle.dumps(stage)) for stage in made.stages]
 
@@ -167,7 +167,7 @@ def applied(model: nn.Module, inputs: Any) -> Any:
     return model(inputs[0], inputs[1], other=inputs[2]) if isinstance(inputs, tuple) else model(inputs)
 
 
-def through(made: Cut, stages: list[nn.Module], inputs: Any) -> Any:
+def through(made: SplitModel, stages: list[nn.Module], inputs: Any) -> Any:
     value = inputs if made.inputs is None else made.inputs(inputs)
     for stage in stages:
         value = stage(value)
@@ -184,7 +184,7 @@ def test_stages_give_what_the_whole_gives(name: str) -> None:
     case = CASES[name]
     model, inputs = case.make(), case.inputs()
     before = dict(vars(model)), set(model.state_dict())
-    made = cut(model, len(case.at) + 1, at=case.at, example=inputs)
+    made = split_model(model, len(case.at) + 1, at=case.at, example=inputs)
     assert (dict(vars(model)), set(model.state_dict())) == before
     stages = sent(made)
     torch.manual_seed(1)
@@ -205,7 +205,7 @@ def test_stages_give_what_the_whole_gives(name: str) -> None:
 
 
 def test_a_sequence_stays_one() -> None:
-    chain = cut(named(), 2, at=["layers.2"]).stages
+    chain = split_model(named(), 2, at=["layers.2"]).stages
     assert [type(stage) for stage in chain] == [nn.Sequential, nn.Sequential]
     assert list(chain[0].state_dict()) == ["embed.weight", "embed.bias", "layers.0.weight", "layers.0.bias"]
 
@@ -225,7 +225,7 @@ class Switching(nn.Module):
 @pytest.mark.parametrize(("make", "at"), [(Layers, "layers.2"), (Switching, "second")])
 def test_stages_follow_train_and_eval(make: Callable[[], nn.Module], at: str) -> None:
     model, inputs = make().eval(), torch.randn(5, WIDTH)
-    made = cut(model, 2, at=[at], example=inputs)
+    made = split_model(model, 2, at=[at], example=inputs)
     stages = sent(made)
     for mode in (False, True, False):
         model.train(mode)
@@ -256,16 +256,16 @@ def test_by_itself_it_is_cut_into_stages_of_about_equal_size(
     make: Callable[[], nn.Module], count: int, wanted: list[int]
 ) -> None:
     model = make()
-    stages = cut(model, count, example=torch.randn(4, WIDTH)).stages
+    stages = split_model(model, count, example=torch.randn(4, WIDTH)).stages
     assert [sum(name.endswith("weight") for name, _ in stage.named_parameters()) for stage in stages] == wanted
 
 
 def test_without_an_example_a_sequence_is_cut_between_its_children() -> None:
-    assert cut(nn.Sequential(linear(), Choosing(), linear()), 3).parts == [["0"], ["1"], ["2"]]
+    assert split_model(nn.Sequential(linear(), Choosing(), linear()), 3).parts == [["0"], ["1"], ["2"]]
 
 
 def test_a_count_of_children_for_each_stage() -> None:
-    assert cut(sequence(), 3, balance=[1, 3, 1]).parts == [["0"], ["1", "2", "3"], ["4"]]
+    assert split_model(sequence(), 3, balance=[1, 3, 1]).parts == [["0"], ["1", "2", "3"], ["4"]]
 
 
 class Tied(nn.Module):
@@ -281,11 +281,11 @@ class Tied(nn.Module):
 
 
 def test_what_several_stages_train_is_listed() -> None:
-    assert sorted(cut(Tied(), 3, at=["middle", "head"], example=torch.randn(4, WIDTH)).ties) == [
+    assert sorted(split_model(Tied(), 3, at=["middle", "head"], example=torch.randn(4, WIDTH)).ties) == [
         (0, "embed.weight", 2, "head.weight"),
         (1, "middle.weight", 2, "middle.weight"),
     ]
-    assert cut(Tied(), 1, example=torch.randn(4, WIDTH)).ties == []
+    assert split_model(Tied(), 1, example=torch.randn(4, WIDTH)).ties == []
 
 
 class Counting(nn.Module):
@@ -368,7 +368,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], int, dict[str, Any], str]] = {
 def test_what_cannot_be_cut(what: str) -> None:
     make, count, where, said = REFUSED[what]
     with pytest.raises(UsageError, match=said):
-        cut(make(), count, **{"example": torch.randn(4, WIDTH), **where})
+        split_model(make(), count, **{"example": torch.randn(4, WIDTH), **where})
 
 
 class Slow(nn.Module):
@@ -392,7 +392,7 @@ def test_other_threads_use_their_modules_meanwhile() -> None:
         thread.start()
         thread.join()
 
-    cut(Slow(meanwhile), 2, at=["second"], example=inputs, check=False)  # Slow changes `found`
+    split_model(Slow(meanwhile), 2, at=["second"], example=inputs, check=False)  # Slow changes `found`
     assert found[0].shape == (5, WIDTH)
 
 
@@ -409,6 +409,6 @@ class Twins(nn.Module):
 
 
 def test_a_weight_that_a_stage_has_twice_is_tied_once() -> None:
-    made = cut(Twins(), 2, at=["late"], example=torch.randn(4, WIDTH))
+    made = split_model(Twins(), 2, at=["late"], example=torch.randn(4, WIDTH))
     assert made.ties == [(0, "early.weight", 1, "late.weight")]
     assert {"late.weight", "last.weight"} <= set(made.stages[1].state_dict())

@@ -13,11 +13,12 @@ from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss
 
 import telegrad.autograd as autograd
+from telegrad._core.worker import current
 from telegrad.errors import PeerError, TelegradWarning, UsageError
 from telegrad.nn import Pipeline, RemoteModule
-from telegrad.nn.schedule import SCHEDULES
 from telegrad.optim import DistributedOptimizer
-from telegrad.rpc import RRef, current, remote, rpc_sync
+from telegrad.pipeline.pipeline_schedule import SCHEDULES
+from telegrad.rpc import RRef, remote, rpc_sync
 from tests.cluster import agents
 
 pytestmark = pytest.mark.usefixtures("here")

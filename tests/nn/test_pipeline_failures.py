@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,13 +18,14 @@ from torch.nn.functional import mse_loss
 
 import telegrad.autograd as autograd
 import telegrad.checkpoint as checkpoint
+from telegrad._core.worker import current
 from telegrad.errors import PeerError, UsageError
 from telegrad.nn import Pipeline, RemoteModule
-from telegrad.nn.batches import Ends, Job
-from telegrad.nn.schedule import SCHEDULES
-from telegrad.nn.station import Stations
 from telegrad.optim import DistributedOptimizer
-from telegrad.rpc import RRef, actor, current, remote, rpc_sync
+from telegrad.pipeline.batches import BatchInputs, BatchSpec
+from telegrad.pipeline.pipeline_schedule import SCHEDULES
+from telegrad.pipeline.station import StageWorkers
+from telegrad.rpc import RRef, actor, remote, rpc_sync
 from tests.cluster import PATIENCE, agents, group
 
 WIDTH = 4
@@ -181,10 +183,10 @@ def test_a_worker_that_dies_is_named_at_once_and_its_stage_goes_on_elsewhere(
 @pytest.mark.usefixtures("here")
 def test_a_batch_that_was_stopped_before_it_came_does_not_begin() -> None:
     stages = [RemoteModule("w1", Stage, (0,)), RemoteModule("w2", Stage, (1,))]
-    crew = Pipeline(stages, chunks=2)._gather()
-    job = Job((crew.pipeline, 1), 1, crew.driver, "1f1b", crew.stations_of, crew.workers, (), 2, False)
-    crew.stations[1]._call("stop", 5, (1,), {})
-    assert crew.stations[1]._call("run", 5, (job, Ends()), {}) is None
+    driver = Pipeline(stages, chunks=2)._drive()
+    spec = BatchSpec((driver.pipeline, 1), 1, ("w0", ""), "1f1b", driver.stations_of, driver.workers, (), 2, False)
+    driver.stations[1]._call("stop", 5, (1,), {})
+    assert driver.stations[1]._call("run", 5, (spec, BatchInputs()), {}) is None
 
 
 @pytest.mark.usefixtures("here")
@@ -217,7 +219,7 @@ def test_stations_give_up_a_batch_whose_driver_has_died() -> None:
         with ThreadPoolExecutor(1) as pool:
             ended = pool.submit(drive)
             assert Held.begun.wait(PATIENCE)
-            (station,) = second.attached(Stations)._stations.values()
+            (station,) = second.attached(StageWorkers)._stations.values()
             driver.agent.close()
             ended.result(PATIENCE)
             deadline = time.monotonic() + PATIENCE
@@ -268,30 +270,30 @@ def test_an_actor_that_drives_a_pipeline_whose_stage_calls_it(trains: bool) -> N
 
 
 class Rider:
-    """Has a delivery look for work while it is at it."""
+    """Has a message look for work during its turn."""
 
     def __init__(self) -> None:
         self.turns = 0
 
     def ride(self, context_id: int, request: bytes) -> None:
         self.turns += 1
-        (station,) = current.here().attached(Stations)._stations.values()
+        (station,) = current.here().attached(StageWorkers)._stations.values()
         for run in station._runs.values():
             run._go_on()
-        time.sleep(0.05)  # as long as a step: whoever was begun comes to its end meanwhile
+        time.sleep(0.05)  # as long as a step, so that a second turn would begin meanwhile
 
 
-def test_a_rider_has_one_turn_also_where_a_delivery_comes_to_look_for_work() -> None:
+def test_a_rider_has_one_turn_also_where_a_message_looks_for_work() -> None:
     with agents(2) as (driver, other):
         current.enter(driver)
         pipeline = Pipeline([RemoteModule("w1", Stage, (0,))], chunks=2)
         rider = Rider()
         other.conductor.riders[7] = rider
-        crew = pipeline._gather()
+        made = pipeline._drive()
         inputs, targets = batch(0)
-        ends = Ends([crew.bundled(0, inputs)] * 2, [crew.bundled(0, targets)] * 2, mse_loss, [1.0, 1.0])
+        given = BatchInputs([made.pack(0, inputs)] * 2, [made.pack(0, targets)] * 2, mse_loss, [1.0, 1.0])
+        ride: Any = SimpleNamespace(rider=7, request=b"")
         with autograd.context():
-            job = Job((crew.pipeline, 1), 1, crew.driver, "1f1b", crew.stations_of, crew.workers, (), 2, True, 7, b"")
-            (product,) = crew.play(job, ends)
-        assert rider.turns == len(product.rode) == 1
+            (result,) = made.run_batch("1f1b", given, 2, True, ride)
+        assert rider.turns == len(result.rode) == 1
         current.enter(None)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from telegrad._core.modules.place import parse_place
 from telegrad.errors import UsageError
-from telegrad.nn.place import parse_place
 
 
 @pytest.mark.parametrize(

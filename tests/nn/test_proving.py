@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from telegrad.errors import UsageError
-from telegrad.nn.cutting import Cut, cut
+from telegrad.pipeline.cutting.split import SplitModel, split_model
 
 WIDTH = 4
 
@@ -207,7 +207,7 @@ def copied(value: Any) -> Any:
     return tree_map_only(Tensor, lambda tensor: made.setdefault(tensor, tensor.clone()), value)
 
 
-def through(made: Cut, stages: list[nn.Module], inputs: Tensor) -> Tensor:
+def through(made: SplitModel, stages: list[nn.Module], inputs: Tensor) -> Tensor:
     assert made.inputs is not None
     value: Any = made.inputs(inputs)
     made.inputs.check(value, True)
@@ -216,7 +216,7 @@ def through(made: Cut, stages: list[nn.Module], inputs: Tensor) -> Tensor:
     return value
 
 
-def check_equal(model: nn.Module, made: Cut, rounds: int = 3) -> None:
+def check_equal(model: nn.Module, made: SplitModel, rounds: int = 3) -> None:
     """Train for some rounds in both modes, the stages as workers get them."""
     stages = [pickle.loads(pickle.dumps(stage)) for stage in made.stages]
     names = [(number, name) for number, stage in enumerate(stages) for name, _ in stage.named_parameters()]
@@ -253,7 +253,7 @@ def check_equal(model: nn.Module, made: Cut, rounds: int = 3) -> None:
 @pytest.mark.parametrize("name", EQUAL)
 def test_stages_do_what_the_whole_does(name: str) -> None:
     model = EQUAL[name]().double()
-    check_equal(model, cut(model, 2, at=["b"], example=torch.randn(8, WIDTH, dtype=torch.float64)))
+    check_equal(model, split_model(model, 2, at=["b"], example=torch.randn(8, WIDTH, dtype=torch.float64)))
 
 
 # Refused
@@ -440,17 +440,19 @@ REFUSED: list[tuple[Callable[[], nn.Module], str]] = [
 @pytest.mark.parametrize(("make", "said"), REFUSED)
 def test_what_stages_would_not_do_is_refused(make: Callable[[], nn.Module], said: str) -> None:
     with pytest.raises(UsageError, match=said):
-        cut(make().double(), 2, at=["b"], example=torch.randn(8, WIDTH, dtype=torch.float64))
+        split_model(make().double(), 2, at=["b"], example=torch.randn(8, WIDTH, dtype=torch.float64))
 
 
 def test_a_generator_that_is_not_used_up_is_no_state() -> None:
     """Nor is a global with the name of a part of the model."""
-    made = cut(Two(seed_of_a_generator).double(), 2, at=["b"], example=torch.randn(8, WIDTH, dtype=torch.float64))
+    made = split_model(
+        Two(seed_of_a_generator).double(), 2, at=["b"], example=torch.randn(8, WIDTH, dtype=torch.float64)
+    )
     assert len(made.stages) == 2
 
 
 def test_without_the_check_nothing_runs_but_the_recording() -> None:
-    made = cut(Two(global_state), 2, at=["b"], example=torch.randn(8, WIDTH), check=False)
+    made = split_model(Two(global_state), 2, at=["b"], example=torch.randn(8, WIDTH), check=False)
     assert len(made.stages) == 2
 
 
@@ -461,15 +463,15 @@ def test_a_sequence_is_compared_too_where_there_is_an_example() -> None:
             return super().forward(value) * len(GLOBAL)
 
     model = nn.Sequential(Counting(WIDTH, WIDTH), Counting(WIDTH, WIDTH))
-    assert len(cut(model, 2, at=["1"]).stages) == 2
+    assert len(split_model(model, 2, at=["1"]).stages) == 2
     with pytest.raises(UsageError, match="differ from the model in training, with 8 samples: output 0"):
-        cut(model, 2, at=["1"], example=torch.randn(8, WIDTH))
+        split_model(model, 2, at=["1"], example=torch.randn(8, WIDTH))
 
 
 def test_a_buffer_that_stages_of_a_sequence_share_is_refused() -> None:
     norm = nn.BatchNorm1d(WIDTH)
-    with pytest.raises(UsageError, match=r"'2.running_mean' is used by the stages \[0, 1\]"):
-        cut(nn.Sequential(norm, nn.Linear(WIDTH, WIDTH), norm), 2, at=["1"])
+    with pytest.raises(UsageError, match=r"'0.running_mean' is used by the stages \[0, 1\]"):
+        split_model(nn.Sequential(norm, nn.Linear(WIDTH, WIDTH), norm), 2, at=["1"])
 
 
 def test_the_model_the_generators_and_gradients_are_as_before() -> None:
@@ -484,7 +486,7 @@ def test_the_model_the_generators_and_gradients_are_as_before() -> None:
     modes = [each.training for each in model.modules()]
     before = torch.get_rng_state(), random.getstate(), torch.is_grad_enabled()
     with torch.no_grad():
-        cut(model, 2, at=["b"], example=torch.randn(8, WIDTH, dtype=torch.float64, generator=torch.Generator()))
+        split_model(model, 2, at=["b"], example=torch.randn(8, WIDTH, dtype=torch.float64, generator=torch.Generator()))
     assert torch.equal(torch.get_rng_state(), before[0])
     assert (random.getstate(), torch.is_grad_enabled()) == before[1:]
     assert [each.training for each in model.modules()] == modes
@@ -514,7 +516,7 @@ class Positions(nn.Module):
 
 
 def test_a_micro_batch_of_another_kind_is_refused() -> None:
-    made = cut(Positions(), 2, at=["last"], example=torch.ones(4, 8))
+    made = split_model(Positions(), 2, at=["last"], example=torch.ones(4, 8))
     assert made.inputs is not None
     for size_ in (1, 2, 7):
         made.inputs.check(made.inputs(torch.ones(size_, 5)), True)
@@ -539,7 +541,7 @@ def test_a_size_of_one_makes_torch_log_nothing(caplog: pytest.LogCaptureFixture)
     torch_logger = logging.getLogger("torch._export.non_strict_utils")
     torch_logger.addHandler(caplog.handler)
     try:
-        made = cut(Positions(), 2, at=["last"], example=torch.ones(4, 1))
+        made = split_model(Positions(), 2, at=["last"], example=torch.ones(4, 1))
     finally:
         torch_logger.removeHandler(caplog.handler)
     assert made.inputs is not None
@@ -547,7 +549,7 @@ def test_a_size_of_one_makes_torch_log_nothing(caplog: pytest.LogCaptureFixture)
 
 
 def test_a_constant_of_the_example_stays_one() -> None:
-    made = cut(Positions(), 2, at=["last"], example={"value": torch.ones(4, 8), "scale": 2.0})
+    made = split_model(Positions(), 2, at=["last"], example={"value": torch.ones(4, 8), "scale": 2.0})
     assert made.inputs is not None
     made.inputs.check(made.inputs({"value": torch.ones(4, 8), "scale": 2.0}), True)
     with pytest.raises(UsageError, match=r"it has 3.0 where the example had 2.0"):
@@ -558,7 +560,7 @@ def test_one_sample_that_is_a_case_of_its_own_is_refused_alone() -> None:
     def squeezed(m: Two, value: Tensor) -> Tensor:
         return m.b(m.a(value)) if value.shape[0] > 1 else value
 
-    made = cut(Two(squeezed), 2, at=["b"], example=torch.ones(4, WIDTH))
+    made = split_model(Two(squeezed), 2, at=["b"], example=torch.ones(4, WIDTH))
     assert made.inputs is not None
     made.inputs.check(made.inputs(torch.ones(2, WIDTH)), True)
     with pytest.raises(UsageError, match="sizes of 0 and 1"):
@@ -571,7 +573,7 @@ def test_one_sample_that_the_model_does_not_take_is_refused() -> None:
     def normalized(m: Two, value: Tensor) -> Tensor:
         return m.b(m.norm(m.a(value)))
 
-    made = cut(Two(normalized), 2, at=["b"], example=torch.ones(4, WIDTH))
+    made = split_model(Two(normalized), 2, at=["b"], example=torch.ones(4, WIDTH))
     assert made.inputs is not None
     one = made.inputs(torch.ones(1, WIDTH))
     made.inputs.check(one, False)
@@ -580,7 +582,7 @@ def test_one_sample_that_the_model_does_not_take_is_refused() -> None:
 
 
 def test_stages_move_with_what_makes_tensors_in_them() -> None:
-    made = cut(Two(size), 2, at=["b"], example=torch.ones(4, WIDTH))
+    made = split_model(Two(size), 2, at=["b"], example=torch.ones(4, WIDTH))
     assert made.inputs is not None
     value: Any = made.inputs(torch.ones(3, WIDTH, device="meta"))
     for stage in made.stages:
@@ -657,7 +659,7 @@ def test_programs_by_chance_are_equal_or_refused(seed: int) -> None:
         return
     at = sorted(random.Random(seed).sample(["layers.1", "layers.2", "layers.3"], 2))
     try:
-        made = cut(model, 3, at=at, example=example)
+        made = split_model(model, 3, at=at, example=example)
     except UsageError as error:
         assert "changed in place" in str(error) or "differ" in str(error), error  # noqa: PT017
     else:

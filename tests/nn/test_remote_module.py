@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 
 import telegrad.autograd as autograd
+from telegrad._core.worker import current
 from telegrad.errors import TelegradWarning, UnknownWorker, UsageError
 from telegrad.nn import RemoteModule
-from telegrad.rpc import RRef, current, debug_info, get_worker_info, remote, rpc_sync
+from telegrad.rpc import RRef, debug_info, get_worker_info, remote, rpc_sync
 
 pytestmark = pytest.mark.usefixtures("here")
 

@@ -17,9 +17,9 @@ import telegrad.autograd as autograd
 import telegrad.checkpoint as checkpoint
 import telegrad.rpc as rpc
 from telegrad import errors
+from telegrad._core.worker import current
 from telegrad.nn import Pipeline, RemoteModule
 from telegrad.optim import DistributedOptimizer
-from telegrad.rpc import current
 from tests.rpc.test_publishing import Crowd
 from tests.test_checkpoint_values import Growing
 

@@ -1,4 +1,4 @@
-"""Schedules of pipelines: complete, free of deadlocks, as short and as small as the literature says."""
+"""Schedules of pipelines: complete, free of deadlocks, as short and as small as the literature says; tied weights."""
 
 from __future__ import annotations
 
@@ -6,17 +6,23 @@ import random
 
 import pytest
 
-from telegrad.nn.schedule import (
+from benchmarks.schedule_simulation import Timeline, simulate
+from telegrad.errors import UsageError
+from telegrad.pipeline.pipeline_schedule import (
+    ADD_GRADIENT,
     BACKWARD,
     FORWARD,
     INPUT,
+    LOAD_WEIGHT,
     SCHEDULES,
+    SEND_GRADIENT,
+    SEND_WEIGHT,
     WEIGHTS,
     Action,
-    Timeline,
+    TiedWeight,
+    parse_tied,
     plan,
-    simulate,
-    takes_turns,
+    with_tied,
 )
 
 WORLDS = 2_500  # of each schedule
@@ -89,10 +95,10 @@ def test_any_pipeline_comes_to_its_end_whatever_takes_how_long(schedule: str) ->
         plans = plan(schedule, stations, batches)
         check_complete(schedule, plans, stations, batches)
         found = simulate(plans, stations, batches, lambda _, chance=chance: chance.expovariate(1))  # type: ignore[misc]
-        ends = {span.action: span.end for own in found.spans for span in own}
+        ends = {action: end for own in found.spans for action, _, end in own}
         for own in found.spans:
-            for span in own:
-                assert all(ends[needed] <= span.start for needed in needs(span.action, len(stations), schedule))
+            for action, start, _ in own:
+                assert all(ends[needed] <= start for needed in needs(action, len(stations), schedule))
 
 
 def needs(action: Action, stages: int, schedule: str) -> list[Action]:
@@ -107,16 +113,32 @@ def needs(action: Action, stages: int, schedule: str) -> list[Action]:
     return [Action(FORWARD, stage, batch), *behind]
 
 
-def test_inference_goes_forward_only() -> None:
-    for schedule in SCHEDULES:
-        plans = plan(schedule, around(3), 4, trains=False)
-        assert [len(own) for own in plans] == [4, 4, 4]
-        assert simulate(plans, around(3), 4).length == 6
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_inference_goes_forward_only(schedule: str) -> None:
+    plans = plan(schedule, around(3), 4, trains=False)
+    assert [len(own) for own in plans] == [4, 4, 4]
+    assert simulate(plans, around(3), 4).length == 6
+    tied = with_tied(plans, around(3), [TiedWeight(2, "head", 0, "table")], trains=False)
+    assert tied == [[Action(LOAD_WEIGHT, 0, 0), *plans[0]], plans[1], [Action(SEND_WEIGHT, 2, 0), *plans[2]]]
 
 
-def test_stages_that_go_around() -> None:
-    assert takes_turns((0, 1, 2, 0, 1, 2))
-    assert takes_turns((0, 1))
-    assert not takes_turns((0, 1, 0))
-    assert not takes_turns((0, 1, 1, 0))
-    assert not takes_turns((0, 0, 1, 1))
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_tied_values_come_before_and_gradients_go_after_all_that_the_replica_does(schedule: str) -> None:
+    stations = around(2, 2)
+    plans = plan(schedule, stations, 4)
+    first, second = with_tied(plans, stations, [TiedWeight(0, "table", 3, "head")], trains=True)
+    assert first == [Action(SEND_WEIGHT, 0, 0), *plans[0], Action(ADD_GRADIENT, 0, 0)]
+    own = [action.kind for action in second if action.stage == 3]
+    assert (own[0], own[-1]) == (LOAD_WEIGHT, SEND_GRADIENT)
+    assert second.index(Action(LOAD_WEIGHT, 3, 0)) > 0  # the other stage does not wait
+    assert [action for action in second if action.kind not in (LOAD_WEIGHT, SEND_GRADIENT)] == plans[1]
+
+
+def test_names_of_tied_weights() -> None:
+    found = parse_tied(["0.a.weight", "2.b", "1.c"], 3)
+    assert found == [TiedWeight(0, "a.weight", 2, "b"), TiedWeight(0, "a.weight", 1, "c")]
+    with pytest.raises(UsageError, match="named together"):
+        parse_tied(["0.weight"], 3)
+    for name in ("3.weight", "weight", "0", "x.weight"):
+        with pytest.raises(UsageError, match="names no parameter of one of 3 stages"):
+            parse_tied(["0.weight", name], 3)

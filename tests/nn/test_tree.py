@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from telegrad._core.modules.module_tree import branches
 from telegrad.errors import UsageError
 from telegrad.nn import RemoteModule
-from telegrad.nn.tree import branches
 from telegrad.rpc import RRef, remote, rpc_sync
 
 pytestmark = pytest.mark.usefixtures("here")

@@ -14,11 +14,12 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import telegrad.autograd as autograd
+from telegrad._core.worker import current
+from telegrad._core.worker.worker import Worker
 from telegrad.errors import CannotEncode, ContextEnded, PeerError, TelegradWarning, UsageError, WorkersFailed
 from telegrad.nn import RemoteModule
 from telegrad.optim import DistributedOptimizer
-from telegrad.rpc import RRef, current, remote, rpc_sync
-from telegrad.rpc.worker import Worker
+from telegrad.rpc import RRef, remote, rpc_sync
 from tests.cluster import agents, in_threads
 
 pytestmark = pytest.mark.usefixtures("here")

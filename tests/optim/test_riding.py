@@ -17,14 +17,15 @@ from torch.optim import lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import telegrad.autograd as autograd
-from telegrad.agent.agent import Agent
+from telegrad._core.agent.agent import Agent
+from telegrad._core.transport.link import Link
+from telegrad._core.wire.messages import CALL, FAILURE, RESULT, Message
+from telegrad._core.worker import current
+from telegrad._core.worker.worker import Worker
 from telegrad.errors import ContextEnded, TelegradWarning, UsageError, WorkersFailed
 from telegrad.nn import RemoteModule
 from telegrad.optim import DistributedOptimizer, clip_grad_norm_
-from telegrad.rpc import RRef, current, remote, rpc_sync
-from telegrad.rpc.worker import Worker
-from telegrad.transport.link import Link
-from telegrad.wire.messages import CALL, FAILURE, RESULT, Message
+from telegrad.rpc import RRef, remote, rpc_sync
 from tests.cluster import PATIENCE, in_threads
 from tests.optim.test_optimizer import Fails, Model, Squared, data, linear, loss_of, make_leaf, same, together
 

@@ -11,10 +11,10 @@ from collections.abc import Callable
 import torch
 
 import telegrad.rpc as rpc
-from telegrad.directory.protocol import ABSENT, DirectoryLost, Entry, LeaseLost
+from telegrad._core.directory.protocol import ABSENT, DirectoryLost, Entry, LeaseLost
+from telegrad._core.membership.dynamic import DynamicGroup
+from telegrad._core.worker import current
 from telegrad.errors import TelegradError
-from telegrad.group.dynamic import DynamicGroup
-from telegrad.rpc import current
 from tests.partitions import record
 from tests.partitions.record import Final, Recorder
 

@@ -30,9 +30,10 @@ import torch
 import telegrad.autograd as autograd
 import telegrad.rpc as rpc
 import telegrad.weights as weights
+from telegrad._core.worker import current
 from telegrad.nn import RemoteModule
 from telegrad.optim import DistributedOptimizer
-from telegrad.rpc import RRef, current
+from telegrad.rpc import RRef
 
 LIMIT = 10.0  # seconds that anything may take afterwards, on a busy machine
 A, B = "worker1", "worker2"
@@ -67,7 +68,7 @@ class Injection:
             caller = frame.f_back
             if caller is None or caller.f_trace is None or module.startswith("asyncio"):
                 return None  # it is not called by this package
-        if module == "telegrad.interrupts":
+        if module == "telegrad._core.interrupts":
             return None
         frame.f_trace_opcodes = True
         frame.f_trace_lines = False
@@ -90,7 +91,7 @@ Injection.trace = FunctionType(Injection.trace.__code__, {**globals(), "__name__
 
 def settle() -> None:
     """Have what has arrived come out. (Where functions are traced, a handler that waits is run up to 5 ms later.)"""
-    waiting: Any = getattr(sys.modules.get("telegrad.interrupts"), "_deferred", ())
+    waiting: Any = getattr(sys.modules.get("telegrad._core.interrupts"), "_deferred", ())
     while waiting:
         time.sleep(1e-4)
 
@@ -358,7 +359,7 @@ def standing() -> dict[str, Any]:
         "blocks": blocks,
         "threads": sum(not thread.name.startswith("telegrad-worker") for thread in threading.enumerate()),
         "calls": [under_way(peer) for peer in peers],
-        "slots": agent._reactor._slots.busy,
+        "slots": agent._reactor._scheduler.busy,
         "lent": sum(len(blocks) for blocks in lent()),
         "here": books(),
         A: rpc.rpc_sync(A, books, timeout=LIMIT),
@@ -374,9 +375,8 @@ def link_of(descriptor: str) -> str:
 
 
 def under_way(peer: Any) -> tuple[int, int, int]:
-    with peer._lock:
-        calls = peer._calls
-        return len(calls.in_flight), len(calls._backlog), calls._weight
+    with peer.lock:
+        return len(peer.calls.in_flight), len(peer.connection._queue), peer.calls._weight
 
 
 def lent() -> list[Any]:

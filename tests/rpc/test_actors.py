@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from telegrad import errors
-from telegrad.rpc import RRef, actor, current, functions, remote, rpc_async, rpc_sync
-from telegrad.rpc.actors import _Queue
+from telegrad._core.worker import current
+from telegrad._core.worker.actors import _Queue
+from telegrad.rpc import RRef, actor, functions, remote, rpc_async, rpc_sync
 from tests.cluster import PATIENCE, agents, group
 
 pytestmark = pytest.mark.usefixtures("here")

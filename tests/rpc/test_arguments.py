@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
+from telegrad._core.worker.worker import Worker
 from telegrad.errors import CannotEncode, InvalidArgument, UsageError
 from telegrad.rpc import RRef, TensorPipeRpcBackendOptions, remote, rpc_async, rpc_sync
-from telegrad.rpc.worker import Worker
 from tests.naming import alike
 
 pytestmark = pytest.mark.usefixtures("here", "nothing_travels")

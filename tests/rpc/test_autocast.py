@@ -12,7 +12,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.checkpoint import checkpoint
 
 import telegrad.autograd as autograd
-from telegrad.agent.futures import Future
+from telegrad._core.calls.futures import Future
 from telegrad.nn import Pipeline, RemoteModule
 from telegrad.rpc import RRef, functions, remote, rpc_async, rpc_sync
 

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from telegrad.agent.calls import COMPANY
-from telegrad.rpc import Future, current, functions, remote, rpc_async
-from telegrad.rpc.worker import Worker
+from telegrad._core.agent.peer import BATCH
+from telegrad._core.worker import current
+from telegrad._core.worker.worker import Worker
+from telegrad.rpc import Future, functions, remote, rpc_async
 from tests.cluster import PATIENCE, agents
 
-MANY = 3 * COMPANY - 1  # so that the last ones have no company
+MANY = 3 * BATCH - 1  # so that the last ones have no company
 
 there: list[torch.futures.Future[int]] = []
 lock = threading.Lock()  # guards there

@@ -7,13 +7,14 @@ import threading
 from collections import Counter
 from types import FrameType
 
-from telegrad.rpc import api, current
+from telegrad._core.rpc import api
+from telegrad._core.worker import current
 from tests.cluster import agents
 from tests.rpc.test_calls import echo
 
 BATCHES = 20
 CALLS = 20  # of one batch
-MOST = 80  # of both workers, for one call: 69, and some more where a program uses actors
+MOST = 80  # of both workers, for one call: 71, and some more where a program uses actors
 CLOCK = "telegrad-clock"  # the thread whose work depends on the time that passes, not on the calls
 # How often a thread looks whether something has come depends on the machine, and locks are checked in tests only.
 LOOKS = (
@@ -22,12 +23,14 @@ LOOKS = (
     "poller.py",
     "reading.py",
     "waker.py",
-    "clock.py",
+    "timer.py",
     "health.py",
-    "agent/pending.py",
 )
 LOOKING = frozenset(
-    ("read", "_read", "buffer", "on_readable", "stop_reading", "_poll", "_spin", "receive", "_wait", "wait_readable")
+    (
+        *("read", "_read", "buffer", "on_readable", "stop_reading", "poll", "_spin", "receive", "_wait"),
+        *("wait_readable", "_use_waker", "_wait_done", "notify_waiter"),
+    )
 )
 
 

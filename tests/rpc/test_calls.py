@@ -17,8 +17,9 @@ import pytest
 import torch
 
 from telegrad import errors
-from telegrad.rpc import Future, api, functions
-from telegrad.rpc.worker import Worker
+from telegrad._core.rpc import api, functions
+from telegrad._core.worker.worker import Worker
+from telegrad.rpc import Future
 from tests.cluster import agents
 from tests.naming import alike
 

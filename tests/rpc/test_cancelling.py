@@ -16,9 +16,10 @@ import torch
 
 import telegrad.autograd as autograd
 import telegrad.rpc as rpc
+from telegrad._core.worker import current
+from telegrad._core.worker.worker import Worker
 from telegrad.errors import CallCancelled, CallTimeout, PeerLost
-from telegrad.rpc import RRef, actor, current, functions, remote, rpc_async, rpc_sync
-from telegrad.rpc.worker import Worker
+from telegrad.rpc import RRef, actor, functions, remote, rpc_async, rpc_sync
 from tests.cluster import PATIENCE, agents, group
 
 pytestmark = pytest.mark.usefixtures("here")
@@ -748,11 +749,11 @@ def hold_with_a_shorter_limit(to: str) -> None:
 
 
 def by_its_limit() -> None:
-    from telegrad.agent import scene
+    from telegrad._core.calls import call_context
 
-    here = scene._current.get()
+    here = call_context._current.get()
     assert here is not None
-    with scene.entered(
+    with call_context.entered(
         here._replace(until=time.monotonic() + 0.1, whose="the 0.2 s of the call of hold_elsewhere by worker 'w0'")
     ):
         rpc_sync("w1", hold)

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 import telegrad.rpc as rpc
-from telegrad.agent.agent import Agent
-from telegrad.rpc import current
-from telegrad.rpc.worker import Worker
-from telegrad.rref.courier import Batch
-from telegrad.transport.link import Link
-from telegrad.wire.messages import CALL, FAILURE, RESULT, Message
+from telegrad._core.agent.agent import Agent
+from telegrad._core.references.delivery import Batch
+from telegrad._core.transport.link import Link
+from telegrad._core.wire.messages import CALL, FAILURE, RESULT, Message
+from telegrad._core.worker import current
+from telegrad._core.worker.worker import Worker
 from tests.cluster import PATIENCE, agents
 
 T = TypeVar("T")

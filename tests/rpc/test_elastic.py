@@ -16,8 +16,8 @@ import torch
 
 import telegrad.rpc as rpc
 from telegrad import autograd, errors
-from telegrad.group import generations
-from telegrad.rpc.options import TelegradOptions
+from telegrad._core.joining import forming
+from telegrad._core.worker.options import TelegradOptions
 from tests.cluster import PATIENCE, Process, free_port, processes
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -38,7 +38,7 @@ def options(place: str, timeout: float = PATIENCE) -> TelegradOptions:
 
 
 def join(place: str, name: str, least: int = 1, most: int | None = None, timeout: float = PATIENCE) -> Any:
-    generations.LAST_CALL = 0.3
+    forming.LAST_CALL = 0.3
     rpc.init_rpc(name, min_workers=least, max_workers=most, rpc_backend_options=options(place, timeout))
     return rpc.generation()
 

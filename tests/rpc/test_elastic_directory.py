@@ -17,11 +17,12 @@ import pytest
 
 import telegrad.rpc as rpc
 from telegrad import errors
-from telegrad.directory.client import EmbeddedDirectory
-from telegrad.directory.protocol import Swap
-from telegrad.group import generations, held
-from telegrad.group.elastic import COME, GENERATION
-from telegrad.rpc.options import TelegradOptions
+from telegrad._core.directory.client import EmbeddedDirectory
+from telegrad._core.directory.protocol import Swap
+from telegrad._core.joining import forming, held_directory
+from telegrad._core.joining.generation_keys import COME, GENERATION
+from telegrad._core.worker import current
+from telegrad._core.worker.options import TelegradOptions
 from tests.cluster import PATIENCE, Process, free_port, processes, wait_until
 
 
@@ -39,7 +40,7 @@ def kill_directory() -> None:
                 os.kill(keeping._keeper.pid, signal.SIGKILL)
 
 
-holders: list[held.HeldDirectory] = []  # of this process
+holders: list[held_directory.HeldDirectory] = []  # of this process
 
 
 def work(place: str, name: str, folder: str, fatal: int = 0, kills: str = "") -> int:
@@ -48,10 +49,10 @@ def work(place: str, name: str, folder: str, fatal: int = 0, kills: str = "") ->
     `fatal`: the generation as whose decider this worker dies at once. `kills`: "with" has the directory die with it,
     "often" kills the directory three times.
     """
-    generations.LAST_CALL = 0.3
-    hold, swap = held.HeldDirectory.hold, EmbeddedDirectory.swap
+    forming.LAST_CALL = 0.3
+    hold, swap = held_directory.HeldDirectory.hold, EmbeddedDirectory.swap
 
-    def note(self: held.HeldDirectory, *arguments: Any) -> None:
+    def note(self: held_directory.HeldDirectory, *arguments: Any) -> None:
         hold(self, *arguments)
         holders.append(self)
 
@@ -65,7 +66,7 @@ def work(place: str, name: str, folder: str, fatal: int = 0, kills: str = "") ->
             os.kill(os.getpid(), signal.SIGKILL)
         return found
 
-    setattr(held.HeldDirectory, "hold", note)  # noqa: B010 - a method, to which mypy lets nobody assign
+    setattr(held_directory.HeldDirectory, "hold", note)  # noqa: B010 - a method, to which mypy lets nobody assign
     setattr(EmbeddedDirectory, "swap", die)  # noqa: B010
     if kills == "often":
         threading.Thread(target=kill_often, daemon=True).start()
@@ -81,7 +82,7 @@ def work(place: str, name: str, folder: str, fatal: int = 0, kills: str = "") ->
             now = rpc.rendezvous_again()
             if now.number != number:
                 number, step = now.number, 0
-                lives = [member.incarnation for member in rpc.current.joined().membership.present()]
+                lives = [member.incarnation for member in current.joined().membership.present()]
                 with open(path / f"log {name} {os.getpid()}", "a") as log:
                     log.write(json.dumps([number, now.size, lives]) + "\n")
             step += 1

@@ -9,8 +9,8 @@ import sys
 import pytest
 
 import telegrad.rpc as rpc
-from telegrad.group import generations
-from telegrad.rpc.options import TelegradOptions
+from telegrad._core.joining import forming
+from telegrad._core.worker.options import TelegradOptions
 from tests.cluster import PATIENCE, free_port, processes
 from tests.rpc import test_elastic
 from tests.rpc.test_elastic import end, is_right, train, wait_for_steps, wait_until
@@ -23,7 +23,7 @@ def train_with_silence(place: str, name: str, folder: str, least: int) -> object
     """Make steps in a group that waits for other workers for far longer than this test does."""
 
     def join(place: str, name: str, least: int, most: int) -> None:
-        generations.LAST_CALL = 0.3
+        forming.LAST_CALL = 0.3
         options = TelegradOptions(init_method=place, rpc_timeout=10 * PATIENCE, silence=SILENCE, heartbeat=SILENCE)
         rank = int(name.removeprefix("w"))
         rpc.init_rpc(name, rank=rank, min_workers=least, max_workers=most, rpc_backend_options=options)

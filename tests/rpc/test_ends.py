@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 
 import telegrad.rpc as rpc
-from telegrad import errors, progress
+from telegrad import errors
+from telegrad._core import progress
 from telegrad.rpc import Future
 from tests.cluster import PATIENCE, Process, agents, free_port, group, in_threads, init, wait_until
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import telegrad.autograd as autograd
-from telegrad.agent.futures import Future
+from telegrad._core.calls.futures import Future
 from telegrad.errors import WorkersFailed
 from telegrad.nn import Pipeline, RemoteModule
 from telegrad.optim import DistributedOptimizer
@@ -121,7 +121,7 @@ def test_only_the_users_lines_are_told(function: Callable[..., Any]) -> None:
 
 def test_the_debug_variable_keeps_the_lines_of_the_internals(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TELEGRAD_DEBUG", "1")
-    assert "telegrad/agent/server.py" in told_by(nested, 0)
+    assert "telegrad/_core/agent/server.py" in told_by(nested, 0)
 
 
 def test_the_users_function_and_the_worker_are_named() -> None:

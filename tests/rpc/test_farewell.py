@@ -14,14 +14,14 @@ from typing import Any
 
 import pytest
 
+from telegrad._core.membership import leaving as parting
+from telegrad._core.membership.doubts import Doubt
+from telegrad._core.membership.leaving import LeavingTogether
+from telegrad._core.membership.membership import Greeting
+from telegrad._core.membership.shutdown_barrier import Ask, Entered, Leave, Message, Quiet
+from telegrad._core.progress import FIRST
+from telegrad._core.worker.worker import Worker
 from telegrad.errors import PeerError, PeerLost, PeerUnreachable, ShutDown
-from telegrad.group import parting
-from telegrad.group.doubts import Doubt
-from telegrad.group.farewell import Ask, Entered, Leave, Message, Quiet
-from telegrad.group.membership import Greeting
-from telegrad.group.parting import Together
-from telegrad.progress import FIRST
-from telegrad.rpc.worker import Worker
 from tests.cluster import PATIENCE, agents, free_port
 
 begun, may_end = threading.Event(), threading.Event()
@@ -116,7 +116,7 @@ def test_letters_leave_in_the_order_in_which_they_were_decided(
     slow = threading.Thread(target=leader.parting._begin)
     slow.start()
     assert greets.wait(PATIENCE)
-    assert isinstance(leader.parting, Together)
+    assert isinstance(leader.parting, LeavingTogether)
     leader.parting._on_message(other.me.identity, Entered())
     goes_on.set()
     assert_ends(slow)
@@ -186,7 +186,7 @@ def test_a_letter_whose_connection_is_reset_is_sent_again(
         assert_ends(each)
     assert lost
     for worker in group:
-        assert isinstance(worker.parting, Together)
+        assert isinstance(worker.parting, LeavingTogether)
         assert worker.parting._farewell.lost_ones == set()
 
 
@@ -224,7 +224,7 @@ def test_a_dead_worker_whose_address_answers_is_not_waited_for(
         waits = leaving(stays)
         times(stays).get(timeout=PATIENCE)
         stays.agent._connections.tell_lost(dead.me.identity, broken_off())
-        assert isinstance(stays.parting, Together)
+        assert isinstance(stays.parting, LeavingTogether)
         assert stays.parting._farewell.lost_ones == set(), "once is no death"
         stays.agent._connections.tell_lost(dead.me.identity, broken_off())
         assert_ends(waits)

@@ -7,8 +7,8 @@ import random
 
 import pytest
 
+from telegrad._core.streams.flow_control import ITEM, Answer, Intake, Supply
 from telegrad.errors import ProtocolViolation
-from telegrad.rpc.flow import ITEM, Answer, Intake, Supply
 
 
 def fed(window: int = 4, most: int = 100) -> Supply[str]:

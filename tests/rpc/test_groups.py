@@ -20,12 +20,12 @@ import torch
 
 import telegrad.rpc as rpc
 from telegrad import errors
-from telegrad.agent.agent import Agent
-from telegrad.agent.notices import Handlers
-from telegrad.group.members import Member
-from telegrad.group.stores import open_store
-from telegrad.rpc.cluster import start
-from telegrad.rpc.options import TelegradOptions
+from telegrad._core.agent.agent import Agent
+from telegrad._core.agent.notices import Handlers
+from telegrad._core.membership.members import Member
+from telegrad._core.start.cluster import start
+from telegrad._core.stores.stores import open_store
+from telegrad._core.worker.options import TelegradOptions
 from tests.cluster import KEYS, PATIENCE, Process, agents, free_port, group, in_threads, init, processes, run_all
 
 ONE_SECOND = 1.0

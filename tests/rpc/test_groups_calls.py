@@ -14,8 +14,10 @@ import torch
 
 import telegrad.rpc as rpc
 from telegrad import autograd, errors
-from telegrad.rpc import current, functions
-from telegrad.rpc.worker import Worker
+from telegrad._core.worker import current
+from telegrad._core.worker.worker import Worker
+from telegrad.groups.reduction import parts, tree_of
+from telegrad.rpc import functions
 from tests.cluster import PATIENCE, Process, agents, group
 
 NAMES = [f"w{rank}" for rank in range(1, 6)]
@@ -245,6 +247,20 @@ def test_who_is_late_in_a_reduction_is_named(actors: rpc.Group) -> None:
     assert list(caught.value.errors) == ["w4"]
     assert isinstance(caught.value.errors["w4"], errors.CallTimeout)
     assert caught.value.reduced == "w1w2w3w5"
+
+
+def in_order(tree: range) -> list[int]:
+    """The places as they are combined."""
+    return [tree.start, *(place for part in parts(tree) for place in in_order(part))]
+
+
+@pytest.mark.parametrize("size", range(1, 101, 3))
+def test_the_tree_of_a_reduction_keeps_the_order(size: int) -> None:
+    assert in_order(range(size)) == list(range(size))
+    found = {place: tree_of(size, place) for place in range(size)}
+    for tree, depth in found.values():
+        assert depth <= 4
+        assert all(found[part.start] == (part, depth + 1) for part in parts(tree))
 
 
 # Maps

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import operator
 import os
 import pathlib
+import random
 import signal
 import threading
 import time
@@ -18,11 +20,14 @@ import torch.distributed as dist
 
 import telegrad
 import telegrad.rpc as rpc
-from telegrad import errors, progress
-from telegrad.rpc import collectives, current
-from telegrad.rpc.collectives import Keeper
-from telegrad.rpc.options import TelegradOptions
-from telegrad.rpc.worker import Worker
+from telegrad import errors
+from telegrad._core import progress
+from telegrad._core.membership.members import Identity
+from telegrad._core.worker import current
+from telegrad._core.worker.options import TelegradOptions
+from telegrad._core.worker.worker import Worker
+from telegrad.groups import meetings
+from telegrad.groups.meetings import Arrival, Meetings
 from tests.cluster import PATIENCE, agents, group, processes, run_all, wait_until
 
 come: list[str] = []
@@ -61,10 +66,10 @@ def test_who_comes_by_a_call_that_is_cancelled_has_not_come(five: list[Worker], 
     for callee in ("w1", "w2"):  # the first keeps the meeting
         with pytest.raises(errors.CallTimeout):
             rpc.rpc_sync(callee, meet, (actors, "cancelled"), timeout=0.2)
-    meetings = five[1].attached(Keeper)._gatherings._meetings
-    wait_until(lambda: not meetings and not five[1].agent._server.going_on)
+    kept = five[1].attached(Meetings)._meetings
+    wait_until(lambda: not kept and not five[1].agent._server.going_on)
     rest = actors[2:].rpc_async(meet, (actors, "cancelled"))
-    wait_until(lambda: [meeting.missing for kept in meetings.values() for meeting in kept] == [["w1", "w2"]])
+    wait_until(lambda: [meeting.missing for each in kept.values() for meeting in each] == [["w1", "w2"]])
     assert not rest.done()
     actors[:2].rpc_sync(meet, (actors, "cancelled"))
     rest.wait()
@@ -130,10 +135,10 @@ def test_those_who_did_not_come_are_named(actors: rpc.Group) -> None:
 def test_a_thread_that_gives_up_leaves_another_of_its_worker_in_its_meeting(
     five: list[Worker], actors: rpc.Group
 ) -> None:
-    meetings = five[1].attached(Keeper)._gatherings._meetings
+    kept = five[1].attached(Meetings)._meetings
     pair = rpc.group(["w1", "w2"])
     first = rpc.rpc_async("w2", sum_up, (pair,))
-    wait_until(lambda: meetings)
+    wait_until(lambda: kept)
     with pytest.raises(errors.CallTimeout, match=r"after 0\.1 s 'w1' did not come"):
         rpc.rpc_sync("w2", sum_up, (pair,), {"timeout": 0.1})
     assert not first.done()
@@ -142,11 +147,11 @@ def test_a_thread_that_gives_up_leaves_another_of_its_worker_in_its_meeting(
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no such signals")
 def test_a_worker_whose_wait_is_interrupted_has_not_come(five: list[Worker], actors: rpc.Group) -> None:
-    meetings = five[1].attached(Keeper)._gatherings._meetings
+    kept = five[1].attached(Meetings)._meetings
     main = threading.get_ident()
 
     def interrupt() -> None:
-        wait_until(lambda: meetings)
+        wait_until(lambda: kept)
         signal.pthread_kill(main, signal.SIGINT)
 
     current.enter(five[2])
@@ -155,7 +160,7 @@ def test_a_worker_whose_wait_is_interrupted_has_not_come(five: list[Worker], act
     with pytest.raises(KeyboardInterrupt):
         actors.barrier("interrupted")
     thread.join()
-    wait_until(lambda: not meetings)
+    wait_until(lambda: not kept)
 
 
 def leave_by_exit(first: Any, second: Any) -> Any:
@@ -173,6 +178,49 @@ def test_only_members_meet(actors: rpc.Group) -> None:
         actors.barrier()
     with pytest.raises(errors.UsageError, match="process_group is called by"):
         telegrad.process_group(actors)
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_meetings_in_any_order_of_events(seed: int) -> None:
+    """Each worker arrives for each of several rounds, withdraws some arrivals, and gets the values of one meeting."""
+    draw, server = random.Random(seed), Meetings.__new__(Meetings)
+    server._lock, server._meetings = threading.Lock(), {}
+    names = ["a", "b", "c"][: draw.randint(2, 3)]
+    key = ("barrier", "everybody", "")
+    numbers = itertools.count()
+    waits: dict[str, list[tuple[Arrival, int, Any]]] = {name: [] for name in names}
+    got: dict[str, list[list[int]]] = {name: [] for name in names}
+    brought = dict.fromkeys(names, 0)
+    while min(map(len, got.values())) < 4:
+        name = draw.choice(names)
+        arrival = Arrival(Identity(name, 0, name), next(numbers))
+        if draw.random() < 0.3 and waits[name]:
+            given_up, value, _ = waits[name].pop()  # the last: so the values that count are in order
+            missing = server.missing(given_up)
+            assert missing
+            assert server.withdraw(given_up) == missing
+            assert server.withdraw(given_up) is None
+            brought[name] = value - 1
+        elif len(waits[name]) < 3:
+            brought[name] += 1
+            waits[name].append((arrival, brought[name], server.arrive(key, arrival, names, brought[name], None)))
+        for each, waiting in waits.items():
+            while waiting and waiting[0][2].done():
+                got[each].append([value for _, value in waiting.pop(0)[2].value()])
+    for found in got.values():
+        assert found[:4] == [[number] * len(names) for number in range(1, 5)]
+    for name in names:
+        for arrival, _, _ in waits[name]:
+            server.withdraw(arrival)
+    assert not server._meetings
+
+
+def test_a_worker_that_gives_up_is_not_named_before_those_that_never_came() -> None:
+    meeting = meetings.Meeting(["a", "b", "c"])
+    meeting.withdrew.add("a")
+    assert meeting.missing == ["b", "c"]
+    meeting.withdrew |= {"b", "c"}
+    assert meeting.missing == ["a", "b", "c"]
 
 
 # In processes
@@ -201,7 +249,7 @@ def test_who_dies_before_it_came_is_named(victim: int) -> None:
 
 
 def meet_a_stopped_worker() -> tuple[str, str]:
-    collectives.PATIENCE = 0.2
+    meetings.PATIENCE = 0.2
     try:
         rpc.group().barrier("stopped", timeout=1.0)
     except Exception as error:
@@ -210,7 +258,7 @@ def meet_a_stopped_worker() -> tuple[str, str]:
 
 
 def has_meetings(count: int) -> None:
-    wait_until(lambda: len(current.here().attached(Keeper)._gatherings._meetings) == count)
+    wait_until(lambda: len(current.here().attached(Meetings)._meetings) == count)
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no such signals")

@@ -11,8 +11,8 @@ import torch
 
 import telegrad.rpc as rpc
 from telegrad import errors
-from telegrad.rpc import current
-from telegrad.rpc.worker import Worker
+from telegrad._core.worker import current
+from telegrad._core.worker.worker import Worker
 from tests.cluster import PATIENCE, agents, group
 
 NAMES = ["w1", "w2", "w3", "w4"]

@@ -11,9 +11,9 @@ import pytest
 
 import telegrad.rpc as rpc
 from telegrad import errors
-from telegrad.rpc import current
-from telegrad.rpc.options import TelegradOptions
-from telegrad.rpc.worker import Worker
+from telegrad._core.worker import current
+from telegrad._core.worker.options import TelegradOptions
+from telegrad._core.worker.worker import Worker
 from tests.cluster import PATIENCE, agents, processes
 
 
@@ -45,6 +45,7 @@ def test_who_is_in_a_group() -> None:
     assert rpc.WorkerInfo("w2", 2) in actors
     assert 2 in actors
     assert "w0" not in actors
+    assert True not in actors  # though rank 1 is
     assert rpc.group().names == [f"w{rank}" for rank in range(6)]
     assert rpc.group(["w3", 1, rpc.WorkerInfo("w0", 0)]).names == ["w3", "w1", "w0"]
     assert rpc.group(actors) == actors

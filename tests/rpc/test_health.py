@@ -16,9 +16,9 @@ import pytest
 
 import telegrad.rpc as rpc
 from telegrad import errors
-from telegrad.group.dynamic import DynamicGroup
-from telegrad.group.members import Member
-from telegrad.rpc.options import TelegradOptions
+from telegrad._core.membership.dynamic import DynamicGroup
+from telegrad._core.membership.members import Member
+from telegrad._core.worker.options import TelegradOptions
 from tests.cluster import PATIENCE, Process, agents, free_port, group, processes, wait_until
 
 SILENCE = 0.5

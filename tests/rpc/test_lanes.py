@@ -17,14 +17,15 @@ from typing import Any, cast
 import pytest
 import torch
 
-from telegrad.agent.connections import Connections
+from telegrad._core.agent.connections import Connections
+from telegrad._core.memory import lanes
+from telegrad._core.memory.lanes import LANES
+from telegrad._core.sockets import tune_tcp
+from telegrad._core.transport import connect, listener
+from telegrad._core.transport.connect import Target
+from telegrad._core.transport.link import Link
+from telegrad._core.worker.worker import Worker
 from telegrad.errors import PeerLost
-from telegrad.rpc.worker import Worker
-from telegrad.transport import connect, lanes, listener
-from telegrad.transport.connect import Target
-from telegrad.transport.lanes import LANES
-from telegrad.transport.link import Link
-from telegrad.transport.sockets import tune_tcp
 from tests.cluster import agents, group, in_threads, run_all, wait_until
 from tests.transport.test_tls import Authority
 

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 import telegrad.rpc as rpc
-from telegrad.rpc import current
-from telegrad.rpc.worker import Worker
+from telegrad._core.worker import current
+from telegrad._core.worker.worker import Worker
 from tests.cluster import agents, in_threads
 from tests.trees import DATA, LARGE, TREES, Record, alike
 

@@ -14,8 +14,8 @@ import torch
 
 import telegrad.rpc as rpc
 from telegrad import errors
-from telegrad.rpc import current
-from telegrad.rpc.lasting import revive
+from telegrad._core.rpc.restorable import revive
+from telegrad._core.worker import current
 from tests.cluster import PATIENCE, in_threads
 from tests.rpc.test_publishing import USES, Counter, Crowd, ended, keep, kept
 

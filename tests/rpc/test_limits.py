@@ -11,17 +11,18 @@ import torch
 
 import telegrad.rpc as rpc
 from telegrad import autograd
+from telegrad._core.memory.blobs import SHARE_FROM
+from telegrad._core.memory.warm_memory import SHARING
+from telegrad._core.references import table as table_module
+from telegrad._core.security.handshake import StreamId
+from telegrad._core.transport.connect import Target
+from telegrad._core.transport.listener import MOST_CONNECTIONS
+from telegrad._core.worker import current
+from telegrad._core.worker.worker import Worker
 from telegrad.autograd import contexts as contexts_module
-from telegrad.autograd.passes import Abandon, Mark, PassSpec
+from telegrad.autograd.engine.passes import Abandon, Mark, PassSpec
 from telegrad.errors import LimitReached, PeerError
-from telegrad.rpc import RRef, current
-from telegrad.rpc.worker import Worker
-from telegrad.rref import table as table_module
-from telegrad.transport.blobs import SHARE_FROM
-from telegrad.transport.connect import Target
-from telegrad.transport.handshake import StreamId
-from telegrad.transport.listener import MOST_CONNECTIONS
-from telegrad.transport.memory import SHARING
+from telegrad.rpc import RRef
 from tests.cluster import agents, wait_until
 
 MOST = 20

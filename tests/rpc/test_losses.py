@@ -13,9 +13,9 @@ import pytest
 
 import telegrad.rpc as rpc
 from telegrad import errors
-from telegrad.group import finding
-from telegrad.rpc import current
-from telegrad.rpc.options import TelegradOptions
+from telegrad._core.stores import find_directory
+from telegrad._core.worker import current
+from telegrad._core.worker.options import TelegradOptions
 from tests.cluster import PATIENCE, Process, free_port, in_threads, processes, wait_until
 
 SILENCE = 3.0
@@ -125,7 +125,7 @@ def test_a_death_is_seen_without_a_directory(members: list[Process]) -> None:
     members[0].join()
     os.kill(pid, signal.SIGKILL)
     members[3].kill()
-    wait_for([members[2]], ["w1", "w2", "w4"], finding.PATIENCE + AT_ONCE)
+    wait_for([members[2]], ["w1", "w2", "w4"], find_directory.PATIENCE + AT_ONCE)
     assert members[1].run(call, "w4") == 3
     began = time.monotonic()
     in_threads(*[lambda process=process: process.run(rpc.shutdown) for process in (members[1], members[2], members[4])])

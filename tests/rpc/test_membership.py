@@ -18,13 +18,13 @@ import torch.distributed as dist
 
 import telegrad.rpc as rpc
 from telegrad import errors
-from telegrad.group import supervised
-from telegrad.group.board import OPEN, SERVED, Board
-from telegrad.group.finding import POINTER, Keeping
-from telegrad.group.keys import user_keys
-from telegrad.group.sealing import SealedStore
-from telegrad.rpc import current
-from telegrad.rpc.options import TelegradOptions
+from telegrad._core.stores import supervised
+from telegrad._core.stores.board import OPEN, SERVED, Board
+from telegrad._core.stores.find_directory import POINTER, Keeping
+from telegrad._core.stores.group_keys import user_keys
+from telegrad._core.stores.sealed_store import SealedStore
+from telegrad._core.worker import current
+from telegrad._core.worker.options import TelegradOptions
 from tests.cluster import PATIENCE, Process, free_port, group, processes, wait_until
 
 events: queue.Queue[tuple[Any, ...]] = queue.Queue()

@@ -13,22 +13,21 @@ import torch
 
 import telegrad.rpc as rpc
 from telegrad import errors
-from telegrad.rpc import current, ledger
-from telegrad.rpc.ledger import ENTRY, LONGEST, Key, Ledger
-from telegrad.rpc.once import Desk, once, size_of
+from telegrad._core.retries import idempotency
+from telegrad._core.retries.idempotency import ENTRY, LONGEST, IdempotencyTable, IdempotentCalls, run_once, size_of
+from telegrad._core.worker import current
 from tests.rpc.test_returns import Stage, stage, wait_until
 
 __all__ = ["stage"]
 
-MOST_OF_CALLER, MOST, MOST_FORGOTTEN = 10 * ENTRY, 25 * ENTRY, 6
+MOST_OF_CALLER, MOST = 10 * ENTRY, 25 * ENTRY
 made: list[int] = []
 
 
 @pytest.fixture(autouse=True)
 def little_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ledger, "MOST_OF_CALLER", MOST_OF_CALLER)
-    monkeypatch.setattr(ledger, "MOST", MOST)
-    monkeypatch.setattr(ledger, "MOST_FORGOTTEN", MOST_FORGOTTEN)
+    monkeypatch.setattr(idempotency, "MOST_OF_CALLER", MOST_OF_CALLER)
+    monkeypatch.setattr(idempotency, "MOST", MOST)
     made.clear()
 
 
@@ -37,62 +36,64 @@ class Calls:
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
-        self.ledger: Ledger[Key] = Ledger()
+        self.table = IdempotencyTable()
         self.now = 0.0
         self.numbers = dict.fromkeys("abcd", 0)
-        self.running: list[Key] = []
-        self.until: dict[Key, float] = {}  # calls that have begun, and how long they may be repeated
-        self.settled: set[Key] = set()
+        self.running: list[tuple[str, int]] = []
+        self.until: dict[tuple[str, int], float] = {}  # calls that have begun, and how long they may be repeated
+        self.settled: set[tuple[str, int]] = set()
 
     def come(self) -> None:
         name = self.rng.choice([*self.numbers])
         self.numbers[name] += 1
-        key, left = Key(name, self.numbers[name]), self.rng.choice([0.0, 1.0, 100.0])
-        assert self.ledger.find(key, left, self.now) is None
-        assert not self.ledger.has_forgotten(key)
-        self.ledger.begin(key, key, left, self.now)
+        key, left = (name, self.numbers[name]), self.rng.choice([0.0, 1.0, 100.0])
+        entry = self.table.enter(*key, left, self.now)
+        assert entry is not None
+        assert entry.outcome is None
+        entry.outcome = key
         self.running.append(key)
         self.until[key] = self.now + (left or LONGEST)
 
     def end(self) -> None:
         if self.running:
             key = self.running.pop(self.rng.randrange(len(self.running)))
-            self.ledger.ended(key, self.rng.choice([0, 0, ENTRY, 3 * ENTRY, 40 * ENTRY]))
+            self.table.ended(*key, self.rng.choice([0, 0, ENTRY, 3 * ENTRY, 40 * ENTRY]))
 
     def repeat(self) -> None:
         """A call that has begun is known, or refused, as long as it may come: it never runs again."""
         for key in self.rng.sample([*self.until], min(5, len(self.until))):
             if key not in self.settled and self.until[key] > self.now:
-                entry = self.ledger.find(key, 1e-9, self.now)
-                assert (entry is not None and entry.outcome == key) or self.ledger.has_forgotten(key)
+                entry = self.table.enter(*key, 1e-9, self.now)
+                assert entry is None or entry.outcome == key
                 assert entry is not None or key not in self.running
 
     def settle(self) -> None:
         for key in self.rng.sample([*self.until], min(3, len(self.until))):
             self.settled.add(key)
-            self.ledger.settled(key)
+            self.table.settled(*key)
 
     def wait(self) -> None:
         self.now += self.rng.choice([0.1, 1.0, 50.0])
-        self.ledger.expire(self.now)
+        self.table.expire(self.now)
 
     def die(self) -> None:
         if self.rng.random() < 0.05 and len(self.numbers) > 1:
             name = self.rng.choice([*self.numbers])
             del self.numbers[name]
-            self.ledger.died(name)
+            self.table.died(name)
             assert not self.kept_for(name)
+            assert self.table.enter(name, 1 << 40, 1.0, self.now) is None
 
     def kept_for(self, name: str) -> list[int]:
-        return [entry.weight for key, entry in self.ledger._answers.items() if key.caller == name]
+        caller = self.table._callers.get(name)
+        return [entry.weight for entry in caller.entries.values() if entry.ended] if caller is not None else []
 
     def check(self) -> None:
         weights = [self.kept_for(name) for name in "abcd"]
-        assert self.ledger.kept == sum(map(sum, weights))
-        assert self.ledger.kept <= MOST or sum(map(len, weights)) == 1
+        assert self.table.kept == sum(map(sum, weights))
+        assert self.table.kept <= MOST or len(max(weights, key=sum)) == 1
         assert all(sum(each) <= MOST_OF_CALLER or len(each) == 1 for each in weights)
-        assert all(len(each.forgotten) <= MOST_FORGOTTEN for each in self.ledger._callers.values())
-        assert all(len(self.ledger) - len(self.ledger._answers) == len(self.running) for _ in "1")
+        assert len(self.table) - sum(map(len, weights)) == len(self.running)
 
 
 def test_any_order_of_calls_keeps_no_more_than_may_be_kept_and_runs_each_once() -> None:
@@ -104,13 +105,12 @@ def test_any_order_of_calls_keeps_no_more_than_may_be_kept_and_runs_each_once() 
                 calls.rng.choice(events)()
                 calls.check()
             for key in calls.running:
-                calls.ledger.ended(key)
+                calls.table.ended(*key)
             for key in calls.until:
-                calls.ledger.settled(key)
-            calls.ledger.expire(calls.now + 2 * LONGEST)
-            assert not calls.ledger._entries
-            assert not calls.ledger.kept
-            assert all(caller.floor for caller in calls.ledger._callers.values())
+                calls.table.settled(*key)
+            calls.table.expire(calls.now + 2 * LONGEST)
+            assert not len(calls.table)
+            assert not calls.table.kept
         except BaseException:
             print(f"SEED={seed}")
             raise
@@ -162,7 +162,7 @@ def make(number: int) -> bytes:
 
 def call(number: int) -> bytes:
     """Make an idempotent call, and never say that its answer has come."""
-    taken: bytes = rpc.rpc_sync("x", once, (number, 30.0, make, number))
+    taken: bytes = rpc.rpc_sync("x", run_once, (number, 30.0, make, number))
     return taken
 
 
@@ -170,7 +170,7 @@ def test_a_call_whose_answer_was_let_go_is_not_run_again(stage: Stage) -> None:
     x = stage.come("x")
     for number in range(1, 7):
         call(number)
-    assert x.attached(Desk)._ledger.kept <= MOST_OF_CALLER
+    assert x.attached(IdempotentCalls)._table.kept <= MOST_OF_CALLER
     assert len(call(6)) == 3 * ENTRY
     with pytest.raises(errors.AnswerLost, match=r"worker 'x' does not keep .* may have run.* call it anew where it"):
         call(1)
@@ -185,9 +185,9 @@ def test_nothing_is_kept_for_a_caller_that_has_died(stage: Stage) -> None:
     x.membership.refresh()  # else it knows nobody, and so hears of nobody's death
     stage.crash(caller)
     current.enter(stage.all[0])
-    wait_until(lambda: not len(x.attached(Desk)) and not x.attached(Desk)._ledger.kept)
+    wait_until(lambda: not len(x.attached(IdempotentCalls)) and not x.attached(IdempotentCalls)._table.kept)
     with pytest.raises(errors.AnswerLost):
-        x.attached(Desk).enter(Key(caller.agent.incarnation, 7), 30.0)  # one that had been on its way
+        x.attached(IdempotentCalls).enter(caller.agent.incarnation, 7, 30.0)  # one that had been on its way
     assert made == [1, 2, 3, 4, 5, 6]
 
 

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from telegrad.agent.agent import Agent
-from telegrad.rpc import Future, current, remote, rpc_async, rpc_sync
-from telegrad.rpc.worker import Worker
+from telegrad._core.agent.agent import Agent
+from telegrad._core.worker import current
+from telegrad._core.worker.worker import Worker
+from telegrad.rpc import Future, remote, rpc_async, rpc_sync
 from tests.cluster import PATIENCE, agents, group, in_threads
 
 FEW = 50
@@ -55,11 +56,11 @@ def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Worker, Worker]]:
 
 def limit(agent: Agent, **limits: Any) -> None:
     """What may be in flight to workers that were not called yet."""
-    agent._connections._settings = agent._connections._settings._replace(**limits)
+    agent._connections.settings = agent._connections.settings._replace(**limits)
 
 
 def in_flight(worker: Worker) -> int:
-    return sum(each.outstanding for each in worker.agent._connections._peers.values())
+    return sum(len(each.calls.in_flight) for each in worker.agent._connections._peers.values())
 
 
 def crowd(caller: Worker, begin: Callable[[int], Future[Any]]) -> list[Any]:

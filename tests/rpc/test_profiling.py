@@ -14,7 +14,7 @@ from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile
 
 import telegrad.autograd as autograd
-from telegrad.agent.profiling import event_name
+from telegrad._core.calls.profiling import event_name
 from telegrad.nn import RemoteModule
 from telegrad.rpc import Future, functions, remote, rpc_async, rpc_sync
 from tests.cluster import PATIENCE

@@ -16,16 +16,17 @@ import pytest
 
 import telegrad.rpc as rpc
 from telegrad import errors
-from telegrad.directory.client import EmbeddedDirectory
-from telegrad.group import finding
-from telegrad.group.finding import Pointer
-from telegrad.group.stores import open_store
-from telegrad.keyring import Keyring
-from telegrad.rpc import current, registering
-from telegrad.rpc.cluster import start
-from telegrad.rpc.options import TelegradOptions
-from telegrad.rpc.publishing import Offers
-from telegrad.rpc.worker import Worker
+from telegrad._core.directory.client import EmbeddedDirectory
+from telegrad._core.security.keyring import Keyring
+from telegrad._core.start.cluster import start
+from telegrad._core.stores import find_directory
+from telegrad._core.stores.find_directory import Pointer
+from telegrad._core.stores.stores import open_store
+from telegrad._core.worker import current
+from telegrad._core.worker.options import TelegradOptions
+from telegrad._core.worker.worker import Worker
+from telegrad.publishing import registration
+from telegrad.publishing.published import Offers
 from tests.cluster import KEYS, PATIENCE, agents, processes, wait_until
 from tests.directory.engines import Middleman
 
@@ -326,7 +327,7 @@ def middlemen(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Middleman]]:
         made.append(Middleman(pointer.address))
         return EmbeddedDirectory(made[-1].address, keys, patience, pointer.path)
 
-    monkeypatch.setattr(finding, "connect", connect)
+    monkeypatch.setattr(find_directory, "connect", connect)
     yield made
     for each in made:
         each.close()
@@ -354,7 +355,7 @@ def test_a_worker_registers_where_its_first_connection_is_spoiled(monkeypatch: p
         middlemen[-1].to_alter = 3 if len(middlemen) == 1 else 0
         return EmbeddedDirectory(middlemen[-1].address, keys, patience)
 
-    monkeypatch.setattr(registering, "EmbeddedDirectory", connect)
+    monkeypatch.setattr(registration, "EmbeddedDirectory", connect)
     with agents(2) as workers:
         current.enter(workers[1])
         rpc.publish("counter", Counter)

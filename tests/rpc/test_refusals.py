@@ -9,9 +9,9 @@ import pytest
 
 import telegrad.rpc as rpc
 from telegrad import errors
-from telegrad.directory.protocol import DirectoryRefused
-from telegrad.group.dynamic import DynamicGroup
-from telegrad.rpc import registering
+from telegrad._core.directory.protocol import DirectoryRefused
+from telegrad._core.membership.dynamic import DynamicGroup
+from telegrad.publishing import registration as registering
 from tests.cluster import wait_until
 from tests.rpc.test_owners import Counter, group, offers_of, on, registration
 

@@ -17,10 +17,10 @@ import torch.distributed as dist
 
 import telegrad.rpc as rpc
 from telegrad import errors
-from telegrad.group.board import Board
-from telegrad.group.keys import user_keys
-from telegrad.group.stores import open_store
-from telegrad.rpc.options import TelegradOptions
+from telegrad._core.stores.board import Board
+from telegrad._core.stores.group_keys import user_keys
+from telegrad._core.stores.stores import open_store
+from telegrad._core.worker.options import TelegradOptions
 from tests.cluster import PATIENCE, free_port, processes, run_all
 
 Place = tuple[str, dict[str, str]]

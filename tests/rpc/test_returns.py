@@ -18,16 +18,15 @@ import torch
 
 import telegrad.rpc as rpc
 from telegrad import errors
-from telegrad.agent.cancelling import Nested, Served, serving
-from telegrad.group.membership import Membership
-from telegrad.group.stores import open_store
-from telegrad.rpc import current
-from telegrad.rpc.cluster import start
-from telegrad.rpc.lobby import Fate
-from telegrad.rpc.once import Desk
-from telegrad.rpc.options import TelegradOptions
-from telegrad.rpc.returns import fate_of
-from telegrad.rpc.worker import Worker
+from telegrad._core.calls.cancelling import Nested, Served, serving
+from telegrad._core.membership.membership import Membership
+from telegrad._core.retries.idempotency import IdempotentCalls
+from telegrad._core.retries.retry_queue import Failure, classify
+from telegrad._core.start.cluster import start
+from telegrad._core.stores.stores import open_store
+from telegrad._core.worker import current
+from telegrad._core.worker.options import TelegradOptions
+from telegrad._core.worker.worker import Worker
 from tests.cluster import KEYS, PATIENCE, agents
 
 LATER = 0.3  # seconds after which somebody comes
@@ -263,7 +262,7 @@ def test_a_worker_that_leaves_waits_for_nobody(stage: Stage) -> None:
 
 
 def test_a_call_that_waits_for_its_worker_waits_for_a_directory_that_does_not_answer() -> None:
-    assert fate_of(errors.DirectoryLost("etcd did not answer")) is Fate.NOT_RUN
+    assert classify(errors.DirectoryLost("etcd did not answer")) is Failure.NOT_RUN
 
 
 def test_in_a_group_of_fixed_size_nobody_waits_for_one_that_is_lost() -> None:
@@ -460,7 +459,7 @@ def test_a_call_that_lost_its_connection_is_run_once(stage: Stage, function: Cal
 
 def settled(worker: Worker) -> None:
     """Nothing is kept for calls whose callers have their answers."""
-    wait_until(lambda: not len(worker.attached(Desk)))
+    wait_until(lambda: not len(worker.attached(IdempotentCalls)))
 
 
 def raise_once(what: str) -> None:

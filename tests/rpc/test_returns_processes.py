@@ -12,8 +12,8 @@ from collections.abc import Callable
 import pytest
 
 import telegrad.rpc as rpc
+from telegrad._core.worker.options import TelegradOptions
 from telegrad.errors import PeerError, PeerLost, RRefError, ShutDown, UnknownWorker
-from telegrad.rpc.options import TelegradOptions
 from tests.cluster import PATIENCE, Process, context, free_port, processes
 
 NAMES = ("x", "y")

@@ -10,8 +10,8 @@ import pytest
 import telegrad
 import telegrad.rpc as rpc
 from telegrad import errors
-from telegrad.group.members import Member, named
-from telegrad.rpc.options import TelegradOptions
+from telegrad._core.membership.members import Member, named
+from telegrad._core.worker.options import TelegradOptions
 from tests.cluster import PATIENCE, free_port, processes, run_all
 
 

@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from telegrad import errors
-from telegrad.keyring import Keyring
-from telegrad.rpc.worker import Worker
-from telegrad.transport.handshake import Claim, Initiator
-from telegrad.transport.tls import TlsFiles
+from telegrad._core.security.handshake import Claim, Initiator
+from telegrad._core.security.keyring import Keyring
+from telegrad._core.security.tls import TlsFiles
+from telegrad._core.worker.worker import Worker
 from tests.cluster import agents, wait_until
 from tests.transport.test_tls import DAY, Authority
 
@@ -152,7 +152,7 @@ def test_tls_refuses_the_certificate_of_another_authority(certificates: list[Tls
     mine, theirs = certificates
     mixed = TlsFiles(theirs.certificate, theirs.private_key, mine.authority)
     with agents(2, transport="tcp", tls=mine) as (a, b):
-        a.agent._connections._settings = a.agent.settings._replace(tls=mixed)
+        a.agent._connections.settings = a.agent.settings._replace(tls=mixed)
         with pytest.raises(errors.PeerError, match="w1"):
             a.agent.call("w1", operator.add, (1, 2), None)
         with knock(b) as sock:  # no TLS at all

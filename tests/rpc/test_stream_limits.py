@@ -14,18 +14,20 @@ from typing import Any
 
 import pytest
 
-from telegrad.agent.works import WorkQueue
-from telegrad.errors import LimitReached, PeerError, PeerLost, ProtocolViolation
-from telegrad.group.members import Identity
-from telegrad.rpc import Stream, current, feeding, remote, rpc_stream, rpc_sync
-from telegrad.rpc.feeding import Feed, Reader, Readers, Taken, Unfed
-from telegrad.rpc.flow import ITEM, Supply
-from telegrad.rpc.worker import Worker
-from telegrad.rpc.yielding import Streamed
-from telegrad.transport import writer
-from telegrad.transport.blobs import Chunk
-from telegrad.transport.link import Link
-from telegrad.wire.messages import CALL, Message
+from telegrad._core.membership.members import Identity
+from telegrad._core.memory.blobs import Chunk
+from telegrad._core.reactor.scheduler import WorkQueue
+from telegrad._core.streams import producer as feeding
+from telegrad._core.streams.flow_control import ITEM, Supply
+from telegrad._core.streams.generator_runs import Producer
+from telegrad._core.streams.producer import Feed, Reader, Readers, Taken
+from telegrad._core.transport import writer
+from telegrad._core.transport.link import Link
+from telegrad._core.wire.messages import CALL, Message
+from telegrad._core.worker import current
+from telegrad._core.worker.worker import Worker
+from telegrad.errors import CallCancelled, LimitReached, PeerError, ProtocolViolation
+from telegrad.rpc import Stream, rpc_stream, rpc_sync
 from tests.cluster import agents, wait_until
 
 MOST = 5  # streams
@@ -116,27 +118,24 @@ def test_a_stream_has_one_function(three: tuple[Worker, Worker, Worker]) -> None
     callee, caller, _ = three
     with rpc_stream("w0", endless, ("first",), window=1) as stream:
         assert next(stream) == 0
-        streamed = Streamed(endless, stream._id, False)
-        calls = [caller.agent.call_async("w0", streamed, (str(number),), None) for number in range(2 * MOST)]
+        producer = Producer(endless, stream._number, 1, False)
+        calls = [caller.agent.call_async("w0", producer, (str(number),), None) for number in range(2 * MOST)]
         assert [call.wait() for call in calls] == 2 * MOST * [None]
     wait_until(lambda: is_forgotten(callee, caller))
     assert set(yielded) == {"first"}
 
 
 def test_a_worker_has_no_part_in_the_streams_of_others(three: tuple[Worker, Worker, Worker]) -> None:
-    callee, caller, other = three
+    callee, _, other = three
     with rpc_stream("w0", numbered, (4,), window=2) as stream:
-        maker, number = stream._id
-        with pytest.raises(PeerLost, match="the stream that worker 'w2' reads from worker 'w0' was lost"):
-            other.agent.call("w0", feeding.pull, (maker, number, 2, 2), None)
-        assert other.agent.call("w0", Streamed(endless, stream._id, False), ("other",), None) is None
-        other.agent.notify("w0", Unfed(maker, number), callee.agent.incarnation)
-        other.agent.notify("w0", Taken(maker, number, 2), callee.agent.incarnation)
+        pulled = other.agent.call_async("w0", feeding.pull, (stream._number, 2, 2), None)
+        other.agent.notify("w0", Taken(stream._number, 2), callee.agent.incarnation)
         assert [int.from_bytes(item[:2], "big") for item in stream] == [0, 1, 2, 3]
-    reference = remote("w0", list)
-    with pytest.raises(PeerLost):
-        caller.agent.call("w0", feeding.pull, (*reference._handle.id, 0, 0), None)
-    assert not yielded
+    assert not pulled.done()
+    assert pulled.cancel()
+    with pytest.raises(CallCancelled):
+        pulled.wait()
+    wait_until(lambda: is_forgotten(callee, other))
 
 
 @pytest.mark.parametrize("function", [endless, endless_async])
@@ -183,7 +182,6 @@ def test_what_a_worker_had_open_is_dropped_when_it_has_gone(three: tuple[Worker,
     kept = [rpc_stream("w0", endless, (str(number), SIZE)) for number in range(MOST)]
     wait_until(lambda: waits_for_others(callee, caller) and len(yielded) == MOST)
     caller.agent.close(PeerError("the end"))
-    callee.references._on_death(f"w1#{caller.agent.incarnation}")
     wait_until(lambda: is_forgotten(callee, caller))
     assert set(closed) == set(yielded)
     del kept
@@ -200,18 +198,15 @@ async def endless_uncancelled(name: str, item: Any = 0) -> AsyncIterator[Any]:
 
 
 @pytest.mark.parametrize("function", [endless, endless_async, endless_uncancelled])
-def test_functions_end_with_the_connection_of_their_reader(
-    function: Any, three: tuple[Worker, Worker, Worker], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Those that wait, and those that have not begun, whatever becomes of the references of the reader."""
+def test_functions_end_with_the_connection_of_their_reader(function: Any, three: tuple[Worker, Worker, Worker]) -> None:
+    """Those that wait, and those that have not begun."""
     callee, caller, _ = three
-    monkeypatch.setattr(callee.references, "_on_lost", lambda who, reason: None)
     kept = [rpc_stream("w0", function, (str(number), SIZE)) for number in range(MOST)]
     wait_until(lambda: len(yielded) == MOST)
     if function is not endless_uncancelled:
         wait_until(lambda: waits_for_others(callee, caller))
     caller.agent.close(PeerError("the end"))
-    wait_until(lambda: (reader := reader_of(callee, caller)) is not None and reader._running == 0)
+    wait_until(lambda: is_forgotten(callee, caller))
     wait_until(lambda: set(closed) == set(yielded))  # the loop closes what an async generator has left open
     wait_until(lambda: callee.agent.idle)
     del kept
@@ -231,11 +226,11 @@ def test_no_items_are_made_for_a_connection_that_is_not_read(
     count = 2000
     with unread(link):
         for number in range(count):  # all of them say that all was read
-            body = pickle.dumps(((*stream._id, 10 + number, 10**9), {}), 5)
-            link.send(Message(CALL, 1_000_000 + number, head=b"telegrad.rpc.feeding:pull", body=body))
+            body = pickle.dumps(((stream._number, 10 + number, 10**9), {}), 5)
+            link.send(Message(CALL, 1_000_000 + number, head=b"telegrad._core.streams.producer:pull", body=body))
         for number in range(10):
-            body = pickle.dumps(((*stream._id, number, 10**9), {}), 5)
-            link.send(Message(CALL, 2_000_000 + number, head=b"telegrad.rpc.feeding:pull", body=body))
+            body = pickle.dumps(((stream._number, number, 10**9), {}), 5)
+            link.send(Message(CALL, 2_000_000 + number, head=b"telegrad._core.streams.producer:pull", body=body))
         wait_until(lambda: queue.is_held_up)
         current.enter(other)
         assert rpc_sync("w0", operator.neg, (1,)) == -1
@@ -308,14 +303,15 @@ def lawfully_waits(feed: Feed, reader: Reader) -> bool:
 
 
 class Account:
-    """Streams of one reader over two connections, and functions that yield as `Streamed` does."""
+    """Streams of one reader over two connections, and functions that yield as `Producer` does."""
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
         self.turns = Turns()
         self.reader = Reader(self.turns, Identity("w1", 1, "b"))  # type: ignore[arg-type]
         self.queues = [WorkQueue(), WorkQueue()]
-        self.feeds = [Feed(self.reader, rng.randint(1, 9)) for _ in range(6)]
+        self.feeds = [self.reader.feed(number) for number in range(6)]
+        assert all(feed.begin(rng.randint(1, 9)) for feed in self.feeds)
         self.rooms: dict[Feed, Any] = {}
         self.pulls: Counter[Feed] = Counter()
         self.events = [self.produce] * 4 + [self.pull, self.take, self.hold_up, self.close]
@@ -330,8 +326,13 @@ class Account:
             feed.put(None, self.rng.randint(0, LARGEST))
 
     def pull(self, feed: Feed) -> None:
-        feed.pull(self.pulls[feed], self.rng.randint(0, 1000), self.rng.choice(self.queues))
+        pull = feed.pull(self.pulls[feed], self.rng.randint(0, 1000), self.rng.choice(self.queues))
         self.pulls[feed] += 1
+        pull.add_done_callback(lambda _: self.check_not_drained(feed))
+
+    def check_not_drained(self, feed: Feed) -> None:
+        """The answer of a pull leaves before that of the function's call."""
+        assert not feed.drained.done() or feed.closed
 
     def take(self, feed: Feed) -> None:
         feed.take(self.rng.randint(0, 1000))
@@ -358,6 +359,7 @@ class Account:
         for feed in self.feeds:
             feed.close()
             assert self.rooms.get(feed) is None or self.rooms[feed].done()
+            assert feed.drained.done()
         assert not self.reader.kept
         assert not self.reader.waiting
 

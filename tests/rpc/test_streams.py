@@ -22,22 +22,12 @@ import torch
 
 import telegrad.autograd as dist_autograd
 from telegrad import errors
-from telegrad.agent.awaiting import happening
-from telegrad.rpc import (
-    RRef,
-    Stream,
-    actor,
-    current,
-    debug_info,
-    functions,
-    remote,
-    rpc_async,
-    rpc_stream,
-    rpc_sync,
-    streams,
-)
-from telegrad.rpc.parcels import LARGE
-from telegrad.rpc.worker import Worker
+from telegrad._core.calls.awaiting import happening
+from telegrad._core.streams import streams
+from telegrad._core.streams.items import LARGE
+from telegrad._core.worker import current
+from telegrad._core.worker.worker import Worker
+from telegrad.rpc import RRef, Stream, actor, debug_info, functions, remote, rpc_async, rpc_stream, rpc_sync
 from tests.cluster import PATIENCE, Process, agents, group, in_threads, wait_until
 
 here_w0 = pytest.mark.usefixtures("here")
@@ -617,14 +607,15 @@ def test_gradients_go_back_through_items(window: int) -> None:
 
 
 @here_w0
-def test_gradients_of_some_items_while_the_stream_is_open() -> None:
+def test_gradients_of_some_items_while_the_stream_is_open_and_once_it_is_closed() -> None:
     weight = torch.ones(3, requires_grad=True)
     with dist_autograd.context() as context:
         with rpc_stream("w1", scaled, (weight, 1000), window=8) as stream:
-            first, second, _ = next(stream), next(stream), next(stream)
+            first, second, third = next(stream), next(stream), next(stream)
             dist_autograd.backward(context, [(first * second).sum()])
+        dist_autograd.backward(context, [third.sum()])  # it is closed, and its call cancelled
         grad = dist_autograd.get_gradients(context)[weight]
-    assert torch.equal(grad, torch.full((3,), 4.0))
+    assert torch.equal(grad, torch.full((3,), 7.0))
 
 
 @here_w0
@@ -865,4 +856,4 @@ def test_large_tensors_between_processes(workers: list[Process]) -> None:
 def test_nothing_is_left(five: list[Worker]) -> None:
     gc.collect()
     wait_until(lambda: is_quiet(five[0]) and is_quiet(five[1]))
-    assert Stream.__module__ == "telegrad.rpc.streams"
+    assert Stream.__module__ == "telegrad._core.streams.streams"

@@ -11,12 +11,13 @@ import torch
 from torch import nn
 
 import telegrad.autograd as autograd
-from telegrad.agent.agent import Agent
+from telegrad._core.agent.agent import Agent
+from telegrad._core.worker import current
+from telegrad._core.worker.worker import Worker
 from telegrad.errors import CallTimeout, PeerUnreachable, ShutDown
 from telegrad.nn import Pipeline, RemoteModule
 from telegrad.optim import DistributedOptimizer
-from telegrad.rpc import RRef, current, remote, rpc_async, rpc_sync
-from telegrad.rpc.worker import Worker
+from telegrad.rpc import RRef, remote, rpc_async, rpc_sync
 from tests.cluster import PATIENCE, agents
 
 SHORT = 0.05

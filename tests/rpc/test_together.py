@@ -7,10 +7,10 @@ import time
 
 import pytest
 
-from telegrad import progress
+from telegrad._core import progress
+from telegrad._core.rpc.joint_calls import together
 from telegrad.errors import WorkersFailed
 from telegrad.rpc import rpc_async
-from telegrad.rpc.together import together
 from tests.cluster import PATIENCE
 
 WORKERS = {"w1": 1, "w2": 2, "w3": 3}

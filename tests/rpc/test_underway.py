@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from telegrad import hints
+from telegrad._core import hints
+from telegrad._core.worker import current
 from telegrad.errors import TelegradWarning
-from telegrad.rpc import Future, RRef, current, remote, rpc_async, rpc_sync
+from telegrad.rpc import Future, RRef, remote, rpc_async, rpc_sync
 from tests.cluster import PATIENCE, agents, in_threads
 
 LARGE = 1 << 16

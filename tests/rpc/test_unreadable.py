@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from telegrad._core.rpc import api
+from telegrad._core.worker import current
 from telegrad.errors import TelegradError
-from telegrad.rpc import api, current
 from tests.cluster import PATIENCE, agents
 from tests.wire.test_failures import HIDDEN, Nameless, hides
 

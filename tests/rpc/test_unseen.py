@@ -13,9 +13,9 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
-from telegrad.agent import profiling, unseen
+from telegrad._core.calls import profiling, unretrieved
+from telegrad._core.worker.worker import Worker
 from telegrad.rpc import Future, RRef, remote, rpc_async, rpc_sync
-from telegrad.rpc.worker import Worker
 from tests.agent.test_following import Notes
 from tests.cluster import PATIENCE
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("here")
 @pytest.fixture(autouse=True)
 def forgetful(monkeypatch: pytest.MonkeyPatch) -> None:
     """What other tests have seen does not count."""
-    monkeypatch.setattr(unseen, "_seen", {})
+    monkeypatch.setattr(unretrieved, "_seen", {})
 
 
 class Heard(logging.Handler):

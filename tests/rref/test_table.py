@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
+from telegrad._core.membership.leaving import LeavingTogether
+from telegrad._core.membership.members import Member
+from telegrad._core.references.letters import DROPPED, Letter
+from telegrad._core.worker import current
+from telegrad._core.worker.worker import Worker
 from telegrad.errors import PeerUnreachable, RRefError, UnknownWorker
-from telegrad.group.members import Member
-from telegrad.group.parting import Together
-from telegrad.rpc import RRef, current, remote
-from telegrad.rpc.worker import Worker
-from telegrad.rref.letters import DROPPED, Letter
+from telegrad.rpc import RRef, remote
 from tests.cluster import PATIENCE, agents, in_threads, wait_until
 
 
@@ -54,7 +55,7 @@ def test_what_a_debugger_meets_tells_its_state_whoever_holds_a_lock(worker: Work
     own, other = RRef(1), remote("w1", int)
     other.to_here()
     parting, membership, table = worker.parting, worker.membership, worker.references
-    assert isinstance(parting, Together)
+    assert isinstance(parting, LeavingTogether)
     with table._lock, parting._lock, membership._changed, own._handle.box._lock:
         told = [repr(each) for each in (worker, own, own._handle, own._handle.box, table, parting, membership)]
     assert told[0] == "<Worker 'w0', in <Members: w0, w1>>"
@@ -62,7 +63,7 @@ def test_what_a_debugger_meets_tells_its_state_whoever_holds_a_lock(worker: Work
     assert told[2].endswith(": <Box: int>>")
     assert told[3] == "<Box: int>"
     assert told[4] == "<ReferenceTable of 'w0': 1 owned, 1 used>"
-    assert told[5].startswith("<Together: 'w0' in <Farewell of 0: WAITING, led by 0, 0 of 2")
+    assert told[5].startswith("<LeavingTogether: 'w0' in <Farewell of 0: WAITING, led by 0, 0 of 2")
     assert told[6] == "<Membership of 'w0': 2 present>"
     assert repr(other).startswith("<RRef w0/")
     assert repr(other._handle).endswith(": on 'w1'>")
@@ -136,7 +137,7 @@ def test_a_worker_of_a_dynamic_group_tells_its_state() -> None:
     with agents(1, dynamic=True) as (only,):
         assert re.fullmatch(r"<Worker 'w0', in <DynamicGroup: epoch \d+; with w0>>", repr(only))
         assert repr(only.directory.registry) == f"<Registry of '' in {only.directory.directory!r}>"
-        assert repr(only.parting) == "<Alone: 'w0' leaves a dynamic group by itself>"
+        assert repr(only.parting) == "<Leaving: 'w0'>"
     assert "closed, in <DynamicGroup: over: this worker has left the group;" in repr(only)
 
 

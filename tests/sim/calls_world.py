@@ -1,292 +1,322 @@
-"""A world of callers, connections and a callee around the machine of calls, in which anything may happen next.
+"""A `Peer` in a world where anything may happen next: callers, a network, a callee, a clock, cancellers, the close.
 
-Each actor is a generator; what it does between two yields happens at once, as under the lock, or in one write. A seed
-decides who goes on. What must hold is checked as it happens, and once nothing is left to do.
+The peer is the real one, with simulated links. Each act runs on a fiber, which may be suspended where a lock is taken
+or given back, and around each write. A seed decides which goes on. These rules are checked:
+
+    ONCE      each call ends once, and is sent at most once
+    ORDER     what one caller sends arrives in that order
+    LINK      a call that was sent fails with the link that carried it, and with no other
+    LOST      what was not sent is told as lost, unless it was a call that ended before
+    QUEUED    a call that is cancelled in the queue is not sent, unless it carries references
+    CANCEL    a callee that has a call which ended without an answer is told, behind the call
+    TIME      a call is ended at its deadline, and not before
+    APART     the tensors of a message that another thread sends are copies
+    NOTHING   in the end nothing is in flight, queued or counted
 """
 
 from __future__ import annotations
 
+import operator
 import random
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from math import inf
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
 
-from telegrad.agent.calls import Calls, Instruction, State
+from telegrad._core import events as instruments
+from telegrad._core.agent import peer
+from telegrad._core.agent.pending_call import PendingCall
+from telegrad._core.membership.members import Member
+from telegrad._core.pickling.exceptions import fresh
+from telegrad._core.reactor import lazy_link
+from telegrad._core.wire.messages import BYE, CALL, CANCEL, HAS_REFERENCES, NOTICE, RESULT, Message
+from telegrad.errors import CallTimeout, PeerError, PeerLost, PeerUnreachable, ShutDown
+from tests.sim.fibers import Fibers
 
-MOST = 40  # of everything
-
-
-@dataclass(eq=False)
-class Call:
-    """One of a caller's; and what has become of it."""
-
-    caller: int
-    number: int
-    timeout: float = 0.0
-    deadline: float = inf
-    weight: int = 0
-    id: int = 0
-    connection: int = 0
-    timed: bool = False
-    unwanted: bool = False
-    carries: bool = False
-    fates: list[str] = field(default_factory=list)
-    runs: int = 0
-    waited: bool = False  # for a connection, as it was cancelled
-    heard: bool = False  # the callee has, that it is not wanted
+MOST_ACTS = 3000
+APART = "a copy"
+fibers = Fibers()
 
 
-@dataclass(eq=False)
-class Word:
-    """That a call is not wanted."""
-
-    call: Call
+def set_apart(blobs: list[Any]) -> list[Any]:
+    return [APART] * len(blobs)
 
 
-Sent = Call | Word
-Machine = Calls[Call, Sent]
+class Call(PendingCall):
+    """Knows its message, and whether it was queued as it was cancelled."""
+
+    __slots__ = ("is_ignored", "message", "was_queued")
+
+    is_ignored: bool  # the callee does not answer
+    message: Message
+    was_queued: bool
+
+    def send_cancel(self) -> None:
+        queue = self.peer.connection._queue
+        self.was_queued = self.was_queued or any(call is self for _, call in queue)
+        super().send_cancel()
 
 
-def carries(sent: Sent) -> bool:
-    return isinstance(sent, Call) and sent.carries
+class Lock:
+    """Another fiber may go on before it is taken, and after it was given back."""
+
+    def __init__(self, step: Callable[[], None]) -> None:
+        self._step = step
+        self._is_held = False
+
+    def __enter__(self) -> None:
+        self._step()
+        while self._is_held:
+            fibers.suspend()
+        self._is_held = True
+
+    def __exit__(self, *_: object) -> None:
+        self._is_held = False
+        self._step()
+
+    def _is_owned(self) -> bool:
+        return self._is_held
+
+    acquire, release = __enter__, __exit__
 
 
-@dataclass(eq=False)
-class Connection:
-    number: int
-    lives: bool = True
-    arrived: list[Call] = field(default_factory=list)  # and not answered
-    served: dict[int, Call] = field(default_factory=dict)  # all that came
+class Link:
+    """One connection, seen from both ends."""
+
+    def __init__(self, world: World) -> None:
+        self.number = len(world.links)
+        self.closed: PeerError | None = None
+        self.is_broken = False
+        self.served: dict[int, Call] = {}
+        self.unanswered: list[Call] = []
+        self.cancelled: set[int] = set()
+        self._world = world
+
+    def send(self, message: Message, later: bool = False) -> bool:
+        self._world.step()
+        if self.closed is not None or self.is_broken:
+            raise fresh(self.closed or PeerLost(f"link {self.number} broke"))
+        self._world.arrive(self, message)
+        self._world.step()
+        return True
+
+    def close(self, reason: PeerError) -> None:
+        if self.closed is None:
+            self.closed = reason
+            self._world.step()
+            self._world.peer.link_closed(self, reason)  # type: ignore[arg-type]
+
+    def fail(self, error: BaseException) -> None:
+        self.close(PeerLost(f"link {self.number} failed: {error}"))
 
 
 class World:
-    def __init__(self, seed: int, make: type[Machine] = Calls) -> None:
+    def __init__(self, seed: int) -> None:
         self.chance = random.Random(seed)
-        self.calls: Machine = make(MOST, 1000, carries)
         self.now = 0.0
-        self.all: list[Call] = []
-        self.arrivals: dict[int, list[int]] = {}  # by caller: the numbers of its calls, as they came
-        self.connections: dict[int, Connection] = {}
-        self.open: Connection | None = None  # as the rim holds it
-        self.losses = 0  # that the layers above are told of
-        self.actors: list[Iterator[None]] = [self.caller(number) for number in range(self.chance.randint(1, 4))]
-        self.busy = len(self.actors)  # the callers, connectors and those who tell of a call, that have not ended
-        self.actors += [self.network(), self.callee(), self.clock()]
-        if self.chance.random() < 0.3:
-            self.actors.append(self.closer())
-        if self.chance.random() < 0.5:
-            self.actors.append(self.canceller())
+        self.calls: list[Call] = []
+        self.ends: Counter[int] = Counter()  # by id: how often a call has ended
+        self.broken_rules: list[str] = []
+        self.notices: dict[bytes, bool] = {}  # by head: whether it has arrived
+        self.last: dict[int, int] = {}  # by caller: the number of the message that arrived last
+        self.links: list[Link] = []
+        self.losses = 0
+        self.jobs: list[Callable[[], None]] = []  # acts that have not begun
+        host = SimpleNamespace(
+            reactor=SimpleNamespace(submit=lambda work: self.start(work.run, work.argument), is_behind=False),
+            layers=SimpleNamespace(last_word=lambda *_: ""),
+            settings=SimpleNamespace(most_calls=40, most_bytes=1000),
+            complete=self.complete,
+            wake_at=lambda *_: None,
+            connect_to=lambda _: self.connect(),
+            peer_lost=lambda *_: self.lose(),
+        )
+        with patch.object(peer, "new_lock", lambda: Lock(self.step)):
+            self.peer = peer.Peer(Member("w1", 1, "", "", "", "", ("", 0)), None, False, host)  # type: ignore[arg-type]
+
+    # The scheduler
 
     def run(self) -> None:
-        for _ in range(4000):
-            if not self.busy and not self.calls.in_flight:
-                break
-            actor = self.chance.choice(self.actors)
+        with (
+            patch.object(lazy_link, "run_beside", self.run_beside),
+            patch.object(lazy_link, "set_apart", set_apart),
+            patch.object(instruments, "note", self.note_end),
+            patch.object(instruments, "alarm", lambda _: None),
+        ):
             try:
-                next(actor)
-            except StopIteration:
-                self.actors.remove(actor)
-        else:
-            raise AssertionError(f"calls wait for ever: {self.calls!r}, {self.busy} are busy")
+                self._run()
+            finally:
+                fibers.kill_all()
         self.check_end()
 
-    # Who calls
+    def _run(self) -> None:
+        events = [self.answer, self.tick]
+        events += [self.break_link] if self.chance.random() < 0.7 else []
+        events += [self.cancel] if self.chance.random() < 0.5 else []
+        closes_at = self.chance.randint(0, 200) if self.chance.random() < 0.3 else -1
+        self.jobs += [partial(self.caller, number) for number in range(self.chance.randint(1, 4))]
+        for count in range(MOST_ACTS):
+            suspended = [*fibers._suspended]
+            acts = len(suspended) + len(self.jobs)
+            if not acts and not self.peer.calls.in_flight:
+                return
+            if count == closes_at:
+                self.start(self.close)
+            elif self.chance.random() < 0.8 and acts:
+                chosen = self.chance.randrange(acts)
+                if chosen < len(suspended):
+                    fibers.resume(suspended[chosen])
+                else:
+                    fibers.start(self.jobs.pop(chosen - len(suspended)))
+            else:
+                fibers.start(self.chance.choice(events))
+        raise AssertionError(f"calls wait for ever: {self.peer!r}, {acts} acts have not ended")
 
-    def caller(self, number: int) -> Iterator[None]:
-        for count in range(self.chance.randint(1, 6)):
-            call = Call(number, count, weight=self.chance.choice([0, 100]), carries=self.chance.random() < 0.3)
-            timed = self.chance.random() < 0.3
-            if timed:
+    def start(self, act: Callable[..., None], *args: Any) -> None:
+        self.jobs.append(partial(act, *args))
+
+    def step(self) -> None:
+        """Another act may go on here."""
+        if self.chance.random() < 0.5:
+            fibers.suspend()
+
+    # The callers
+
+    def caller(self, caller: int) -> None:
+        for number in range(self.chance.randint(1, 6)):
+            flags = HAS_REFERENCES if self.chance.random() < 0.3 else 0
+            kind = CALL if self.chance.random() < 0.8 else NOTICE
+            blobs = [fibers.current] if self.chance.random() < 0.3 else []
+            message = Message(kind, 0, flags, b"%d %d" % (caller, number), blobs=blobs)
+            if kind == NOTICE:
+                self.notices[message.head] = False
+                self.peer.notify(message, False)
+                continue
+            outcome: Any = SimpleNamespace(quick=self.chance.random() < 0.5) if self.chance.random() < 0.7 else None
+            call = Call(self.peer, operator.neg, 0, outcome)
+            call.message, call.was_queued, call.is_ignored = message, False, False
+            call.weight = self.chance.choice([0, 100])
+            if outcome is not None and self.chance.random() < 0.3:
                 call.timeout = self.chance.choice([1.0, 20.0])
                 call.deadline = self.now + call.timeout
-            if self.calls.state is State.CLOSED:
-                break
-            self.all.append(call)
-            instruction = self.calls.begin(call, call)
-            if timed:
-                self.calls.time(call)
-            yield from self.deliver(call, instruction, self.open)
-            if call.unwanted:
-                yield from self.tell(call)
-            if self.chance.random() < 0.15 and self.calls.take(call.id) is not None:
-                call.fates.append("given up")
-                yield from self.tell(call)
-            yield
-        self.busy -= 1
+                call.is_ignored = self.chance.random() < 0.5
+            self.calls.append(call)
+            try:
+                self.peer.call(call, message)
+            except PeerError:
+                assert self.peer.connection.closed is not None
+                self.calls.remove(call)
+                return
+            if outcome is None and self.chance.random() < 0.2 and not call.done:
+                self.peer.forget(call)
+            self.step()
 
-    def canceller(self) -> Iterator[None]:
-        """Another thread, that ends calls of all callers."""
-        while True:
-            yield
-            if self.chance.random() < 0.2 and self.calls.in_flight:
-                call = self.calls.take(self.chance.choice([*self.calls.in_flight]))
-                assert call is not None
-                call.fates.append("cancelled")
-                self.begin_telling(call)
+    def cancel(self) -> None:
+        """Another thread cancels a call of any caller."""
+        if self.peer.calls.in_flight and self.chance.random() < 0.2:
+            self.peer.cancel(self.chance.choice([*self.peer.calls.in_flight.values()]), "")
 
-    def begin_telling(self, call: Call) -> None:
-        self.busy += 1
-        self.actors.append(self.teller(call))
+    def close(self) -> None:
+        self.losses += 1
+        self.peer.close(ShutDown("closed"))
 
-    def teller(self, call: Call) -> Iterator[None]:
-        yield
-        yield from self.tell(call)
-        self.busy -= 1
+    # The network, and the callee
 
-    def tell(self, call: Call) -> Iterator[None]:
-        """As `OutgoingCalls._tell`."""
-        word = Word(call)
-        call.waited |= any(waiting is call for waiting, _ in self.calls._backlog)
-        instruction, link = self.calls.tell(call, word), self.open
-        yield
-        if instruction is Instruction.SEND and link is not None:
-            self.write(link, word)
+    def run_beside(self, _: str, run: Callable[[], None]) -> None:
+        if self.chance.random() < 0.1:
+            raise RuntimeError("no thread")
+        self.start(run)
 
-    def deliver(self, call: Call, instruction: Instruction, link: Connection | None) -> Iterator[None]:
-        """As `OutgoingCalls._follow`."""
-        while instruction in (Instruction.SEND, Instruction.SET_APART):
-            yield
-            if instruction is Instruction.SEND:
-                assert link is not None, "there is no connection to send it over"
-                if self.write(link, call):
-                    return
-                yield
-                if self.open is link:
-                    self.open = None
-                    self.calls.missed(self.calls.connection)
-                yield
-            instruction = self.calls.send(call, call, is_apart=instruction is Instruction.SET_APART)
-            link = self.open
-        if instruction is Instruction.CONNECT:
-            self.busy += 1
-            self.actors.append(self.connector(self.calls.connection))
-
-    def write(self, link: Connection, call: Sent) -> bool:
-        if not link.lives:
-            return False
-        if isinstance(call, Word):
-            served = link.served.get(call.call.id)
-            if served is not None:
-                assert served.unwanted, "a call was ended that is wanted"
-                served.heard = True
-            return True
-        link.served[call.id] = call
-        call.runs += 1
-        assert call.runs == 1, "a call was sent twice"
-        order = self.arrivals.setdefault(call.caller, [])
-        assert not order or order[-1] < call.number, "a later call came first"
-        order.append(call.number)
-        link.arrived.append(call)
-        return True
-
-    # The connection
-
-    def connector(self, number: int) -> Iterator[None]:
-        """As `OutgoingCalls._make_link`."""
-        yield
+    def connect(self) -> Link:
+        self.step()
         if self.chance.random() < 0.3:
-            self.losses += 1
-            self.fail(self.calls.refused(keeps_messages=self.chance.random() < 0.3), 0)
-            self.busy -= 1
+            raise PeerUnreachable("no answer")
+        self.links.append(Link(self))
+        return self.links[-1]
+
+    def lose(self) -> None:
+        self.losses += 1
+
+    def break_link(self) -> None:
+        living = [link for link in self.links if not link.is_broken]
+        if living and self.chance.random() < 0.1:
+            broken = self.chance.choice(living)
+            broken.is_broken = True
+            fibers.suspend()
+            broken.close(PeerLost(f"link {broken.number} broke"))
+
+    def arrive(self, link: Link, message: Message) -> None:
+        if message.kind == BYE:
             return
-        link = self.connections[number] = Connection(number)
-        while True:
-            yield
-            backlog = self.calls.drain()
-            if self.calls.state is State.OPEN:
-                self.open = link
-            if not backlog:
-                break
-            for at, (call, sent) in enumerate(backlog):
-                yield
-                written = self.write(link, sent)
-                if call is not None and call.unwanted:
-                    yield
-                    written = written and self.write(link, Word(call))
-                if not written:
-                    yield
-                    self.losses += 1
-                    self.fail(self.calls.refused(backlog[at:]), 0)
-                    self.busy -= 1
-                    return
-        yield
-        if self.calls.state is State.CLOSED:
-            link.lives = False
-        elif not link.lives:
-            self.end(link)
-        self.busy -= 1
+        if message.kind == CANCEL:
+            if message.id in link.served:
+                self.check(link.served[message.id].abandoned, "CANCEL: for a call that has not ended")
+                link.cancelled.add(message.id)
+            return
+        own = all(blob is fibers.current or blob == APART for blob in message.blobs)
+        self.check(own, "APART: tensors are not copied")
+        caller, number = map(int, message.head.split())
+        self.check(self.last.get(caller, -1) < number, "ORDER: a later message came first, or one came twice")
+        self.last[caller] = number
+        if message.kind == NOTICE:
+            self.notices[message.head] = True
+        else:
+            (call,) = (each for each in self.calls if each.message.head == message.head)
+            link.served[message.id] = call
+            link.unanswered.append(call)
 
-    def network(self) -> Iterator[None]:
-        """Breaks connections; that is told later."""
-        while True:
-            yield
-            living = [each for each in self.connections.values() if each.lives]
-            if living and self.chance.random() < 0.1:
-                broken = self.chance.choice(living)
-                broken.lives = False
-                for _ in range(self.chance.randint(0, 10)):
-                    yield
-                self.end(broken)
+    def answer(self) -> None:
+        waiting = [(link, call) for link in self.links for call in link.unanswered if not call.is_ignored]
+        if waiting:
+            link, call = self.chance.choice(waiting)
+            link.unanswered.remove(call)
+            if link.closed is None:
+                self.peer.on_messages(link, [Message(RESULT, call.id)])  # type: ignore[arg-type]
 
-    def end(self, link: Connection) -> None:
-        self.losses += 1
-        if self.open is link:
-            self.open = None
-        self.fail(self.calls.ended(link.number), link.number)
+    def tick(self) -> None:
+        self.now += self.chance.choice([0.01, 0.5])
+        self.peer.expire(self.now)
 
-    def callee(self) -> Iterator[None]:
-        while True:
-            yield
-            waiting = [each for each in self.connections.values() if each.arrived and each.lives]
-            if waiting:
-                link = self.chance.choice(waiting)
-                answered = link.arrived.pop(self.chance.randrange(len(link.arrived)))
-                yield
-                call = self.calls.take(answered.id) if link.lives else None
-                if call is not None:
-                    assert call is answered, "an answer went to another call"
-                    call.fates.append("answered")
+    # What is checked
 
-    def clock(self) -> Iterator[None]:
-        while True:
-            yield
-            self.now += self.chance.choice([0.01, 0.5])
-            assert self.calls.next_deadline() >= self.now - 1 or self.calls.in_flight, "a deadline of no call"
-            for call in self.calls.expired(self.now):
-                assert call.deadline <= self.now, "a call was ended before its time"
-                call.fates.append("expired")
-                self.begin_telling(call)
+    def note_end(self, event: tuple[Any, ...]) -> None:
+        self.ends[event[4]] += 1
 
-    def closer(self) -> Iterator[None]:
-        for _ in range(self.chance.randint(0, 300)):
-            yield
-        self.losses += 1
-        link, self.open = self.open, None
-        failed = self.calls.close()
-        for call in failed:
-            call.fates.append("closed")
-        if link is not None:
-            link.lives = False
+    def complete(self, call: Any) -> None:
+        self.check(call.outcome is not None, "ONCE: an outcome was told twice")
+        call.outcome = None
+        is_late = isinstance(call.error, CallTimeout)
+        self.check(not is_late or call.deadline <= self.now, "TIME: a call was ended before its time")
 
-    def fail(self, failed: list[Call], number: int) -> None:
-        for call in failed:
-            call.fates.append("failed")
-            if number:
-                assert call.connection == number, "a call failed with a connection that did not carry it"
-
-    # What must hold in the end
+    def check(self, holds: bool, rule: str) -> None:
+        """Note what the peer would take for an error of a link."""
+        self.broken_rules += [] if holds else [rule]
 
     def check_end(self) -> None:
-        for call in self.all:
-            assert len(call.fates) == 1, f"{call} ended {len(call.fates)} times: {call.fates}"
-            assert call.runs or self.losses or call.waited, f"{call} was never sent, and nobody hears of that"
-            if call.waited and not call.carries:
-                assert not call.runs, f"{call} was sent, though it was cancelled before that"
-            carriers = [link for link in self.connections.values() if link.lives and call.id in link.served]
-            assert call.heard or not (call.unwanted and carriers), f"nobody told the callee of the end of {call}"
-        assert not self.calls.in_flight
-        assert self.calls._weight == 0, "what was taken was not given back"
-        assert self.calls.next_deadline() == inf
-        assert not any(call is not None for call, _ in self.calls._backlog), "calls are left in the backlog"
-        told = [sent for _, sent in self.calls._backlog]
-        assert self.calls.state is not State.OPEN or not told, "words are left in the backlog"
+        assert not self.broken_rules, self.broken_rules[0]
+        for call in self.calls:
+            carriers = [link for link in self.links if call.id in link.served]
+            assert self.ends[call.id] == 1, f"ONCE: {call} ended {self.ends[call.id]} times"
+            assert call.outcome is None, f"ONCE: the outcome of {call} was not told"
+            assert len(carriers) <= 1, f"ONCE: {call} was sent over {len(carriers)} links"
+            carries = bool(call.message.flags & HAS_REFERENCES)
+            if not carriers and (carries or not call.abandoned):
+                assert self.losses, f"LOST: {call} was not sent, and nobody hears of that"
+            if call.was_queued and not carries:
+                assert not carriers, f"QUEUED: {call} was sent, though it was cancelled before"
+            for link in carriers:
+                said = str(call.error)
+                assert carries or not said.startswith("link") or said.startswith(f"link {link.number} "), (
+                    f"LINK: {call}, {said}"
+                )
+                heard = call.id in link.cancelled or link.is_broken or link.closed is not None
+                assert heard or not call.abandoned, f"CANCEL: the callee does not know of the end of {call}"
+        queue = self.peer.connection._queue
+        kept = {message.head for message, _ in queue}  # until a thread can be started
+        missing = [head for head, has_arrived in self.notices.items() if not has_arrived and head not in kept]
+        assert self.losses or not missing, "LOST: a control message was not sent"
+        assert self.peer.calls._weight == 0, "NOTHING: the weight of a call was not given back"
+        assert all(call is None for _, call in queue), "NOTHING: calls are left in the queue"
+        assert self.peer.link is None or not queue, "NOTHING: messages are left in the queue"

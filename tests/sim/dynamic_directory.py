@@ -6,7 +6,7 @@ from collections.abc import Callable
 from math import inf
 from typing import TYPE_CHECKING, Any
 
-from telegrad.directory.protocol import (
+from telegrad._core.directory.protocol import (
     ABSENT,
     Compacted,
     DirectoryLost,
@@ -16,8 +16,8 @@ from telegrad.directory.protocol import (
     Listing,
     Swap,
 )
-from telegrad.directory.table import Ended, Granted, Limits, Saved, Table, Written
-from telegrad.group.registry import _departure
+from telegrad._core.directory.table import Limits, Table
+from telegrad._core.membership.registry import _departure
 
 if TYPE_CHECKING:
     from tests.sim.dynamic_worker import Worker
@@ -35,7 +35,9 @@ class Server:
 
     def __init__(self, world: World, limits: Limits, rate: float) -> None:
         self.world = world
-        self.table = Table(limits)
+        self.table = Table(limits=limits)
+        self._noted = 0  # the revision until which was noted what has changed
+        self._leases: set[int] = set()
         self.state = UP
         self.ended: dict[int, float] = {}  # when each lease has ended, in true time
         self.lives: dict[str, int] = {}  # the epochs of those that were published
@@ -64,13 +66,17 @@ class Server:
 
     def note(self) -> None:
         """Take note of what has changed."""
-        journal, self.table.journal = self.table.journal, []
-        if not journal:
+        table, since = self.table, self._noted
+        leases = set(table._leases)
+        for lease in self._leases - leases:
+            self.ended[lease] = self.world.now
+        is_quiet = table.revision == since and leases == self._leases
+        self._noted, self._leases = table.revision, leases
+        if is_quiet:
             return
-        for change in journal:
-            if isinstance(change, Ended):
-                self.ended[change.lease] = self.world.now
-            elif isinstance(change, Written) and (entry := change.event.entry) is not None:
+        # Where one operation has changed more than is kept, it has deleted keys alone.
+        for event in table.changes("", since)[1] if since >= table.compacted else ():
+            if (entry := event.entry) is not None:
                 kind, _, rest = entry.key.removeprefix("live/").partition("/")
                 if kind == "ended":
                     self.decisions.append((entry.revision, entry.value.decode()))
@@ -88,7 +94,7 @@ class Server:
             return
         self.state = UP
         if self.now - self._stopped_at > STOPPED:
-            self.table.postpone(self.now - self._stopped_at)
+            self.table.extend_leases(self.now - self._stopped_at)
 
     def kill(self) -> None:
         self.state = DOWN
@@ -97,11 +103,9 @@ class Server:
         """Start anew with what the file has: all that any client was told."""
         if self.state != DOWN:
             return
-        old = self.table
-        entries = tuple((entry, old._writers[key]) for key, entry in sorted(old._entries.items()))
-        leases = tuple(Granted(lease, held.ttl, held.client) for lease, held in sorted(old._leases.items()))
-        saved = Saved(old.revision, old.compacted, entries, leases, tuple(old._changes))
-        self.table, self.state = Table(old.limits, saved, self.now), UP
+        self.table.file.commit(self.table.revision)
+        self.table.load(self.now)
+        self.state = UP
 
 
 class Link:
@@ -113,7 +117,7 @@ class Link:
 
     def grant(self, ttl: float) -> Lease:
         sent = self.worker.clock()
-        lease = self._ask(lambda table, now: table.grant(ttl, now, self.worker.life))
+        lease = self._ask(lambda table, now: table.grant(ttl, now))
         return Lease(lease, ttl, sent + ttl)
 
     def renew(self, lease: Lease) -> Lease:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, NoReturn
 
-from telegrad.directory.protocol import CLOCK_DRIFT, Entry
-from telegrad.group.registry import MEMBERS, Ended, _departure
+from telegrad._core.directory.protocol import CLOCK_DRIFT, Entry
+from telegrad._core.membership.registry import MEMBERS, Ended, _departure
 
 if TYPE_CHECKING:
     from tests.sim.dynamic_directory import Server
@@ -82,7 +82,7 @@ class Checked:
 
     def _check_claims(self, worker: Worker) -> None:
         for value, claim in worker.claims.items():
-            entry = self.server.table._entries.get(f"live/published/{value}")
+            entry, _ = self.server.table._entries.get(f"live/published/{value}", (None, ""))
             if worker.life in self.wronged:
                 continue
             if entry is None or entry.value.decode() != worker.life:

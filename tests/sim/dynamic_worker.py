@@ -8,11 +8,11 @@ from collections.abc import Callable, Collection
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from telegrad.directory.protocol import DirectoryLost, LeaseLost
+from telegrad._core.directory.protocol import DirectoryLost, LeaseLost
+from telegrad._core.membership.members import Identity, Member
+from telegrad._core.membership.membership import Membership
+from telegrad._core.membership.registry import Change, Claim, Ended, LifeOver
 from telegrad.errors import PeerError, PeerLost, ShutDown, WorkerTaken
-from telegrad.group.members import Identity, Member
-from telegrad.group.membership import Membership
-from telegrad.group.registry import Change, Claim, Ended, LifeOver
 from tests.sim.dynamic_directory import Link
 from tests.sim.dynamic_invariants import TTL
 from tests.sim.fibers import Fibers

@@ -17,11 +17,11 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
-from telegrad.directory.table import Limits
-from telegrad.group.doubts import Doubt
-from telegrad.group.dynamic import DynamicGroup
-from telegrad.group.members import Member
-from telegrad.group.registry import Registry
+from telegrad._core.directory.table import Limits
+from telegrad._core.membership.doubts import Doubt
+from telegrad._core.membership.dynamic import DynamicGroup
+from telegrad._core.membership.members import Member
+from telegrad._core.membership.registry import Registry
 from tests.sim.dynamic_directory import UP, Server
 from tests.sim.dynamic_invariants import DRIFT, TTL, Broken, Checked
 from tests.sim.dynamic_worker import Thread, Worker, fibers, run_here
@@ -239,10 +239,10 @@ class World(Checked):
 def patched() -> contextlib.ExitStack:
     """Have the threads of a group be steps of the world's."""
     stack = contextlib.ExitStack()
-    for module in ("dynamic", "membership", "telling"):
-        stack.enter_context(mock.patch(f"telegrad.group.{module}.Background", Thread))
-    stack.enter_context(mock.patch("telegrad.group.dynamic.run_beside", run_here))
-    stack.enter_context(mock.patch("telegrad.group.membership.Knocks", Knocks))
+    for module in ("dynamic", "membership", "callbacks"):
+        stack.enter_context(mock.patch(f"telegrad._core.membership.{module}.Background", Thread))
+    stack.enter_context(mock.patch("telegrad._core.membership.dynamic.run_beside", run_here))
+    stack.enter_context(mock.patch("telegrad._core.membership.membership.Knocks", Knocks))
     stack.enter_context(mock.patch.object(logging.getLogger("telegrad"), "exception", fail))
     return stack
 
@@ -268,7 +268,7 @@ class Knocks(list[Doubt]):
 def run(seed: int, kinds: Kinds, counts: Counter[str]) -> list[str]:
     """Simulate one world; return what has happened."""
     world = World(seed, kinds, counts)
-    with patched(), mock.patch("telegrad.group.membership.monotonic", world.time):
+    with patched(), mock.patch("telegrad._core.membership.membership.monotonic", world.time):
         try:
             world.run()
         except BaseException as error:

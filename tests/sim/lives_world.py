@@ -1,8 +1,9 @@
 """Workers that die and come back under their names, and the calls of another to them, in any order of events.
 
-As in `calls_world`, each actor is a generator; what it does between two yields happens at once. There is a machine of
-calls for each life of a worker, a lobby for the calls that wait, and a ledger in each life. A life that was struck out
-may live on, and the next one may listen where an earlier one did.
+Each actor is a generator; what it does between two yields happens at once. There is a table of calls for each life of
+a worker, with a connection such as `calls_world` tests; a queue of the calls that are made once more, and a table of
+idempotent calls in each life. A life that was struck out may live on, and the next one may listen where an earlier one
+did.
 """
 
 from __future__ import annotations
@@ -13,14 +14,13 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
-from telegrad.agent.calls import Calls, Instruction, State
-from telegrad.rpc.ledger import Key, Ledger
-from telegrad.rpc.lobby import Fate, Lobby, Manner, rest, verdict
+from telegrad._core.agent.call_table import CallTable
+from telegrad._core.retries.idempotency import IdempotencyTable
+from telegrad._core.retries.retry_queue import Failure, RetryPolicy, RetryQueue, backoff, should_retry
 
 NAMES = ("x", "y")
-HELLO = 5.0
-PLAIN = Manner(False, False)
-MANNERS = [PLAIN, Manner(True, False), Manner(False, True), *2 * [Manner(True, True)]]
+PLAIN = RetryPolicy(False, False)
+POLICIES = [PLAIN, RetryPolicy(True, False), RetryPolicy(False, True), *2 * [RetryPolicy(True, True)]]
 
 
 @dataclass(eq=False)
@@ -39,7 +39,7 @@ class Life:
     name: str
     number: int
     place: int  # where it listens
-    ledger: Ledger[Run]
+    table: IdempotencyTable
     lives: bool = True
     arrived: list[Attempt] = field(default_factory=list)
     running: list[tuple[Attempt, Run]] = field(default_factory=list)
@@ -47,46 +47,38 @@ class Life:
 
 @dataclass(eq=False)
 class Asked:
-    """A call, as its user sees it: what waits in the lobby."""
+    """A call, as its user sees it: what waits in the queue."""
 
     to: str
-    manner: Manner
+    policy: RetryPolicy
     bound: Life | None  # it is for this life alone
     number: int
     until: float
-    rests_until: float = 0.0
     repeats: int = 0
     lost: bool = False
     attempts: int = 0
     fates: list[str] = field(default_factory=list)
     runs: list[Run] = field(default_factory=list)
 
-    @property
-    def waits(self) -> bool:
-        return self.manner.waits
-
 
 @dataclass(eq=False)
 class Attempt:
-    """One time that it is made, or a look."""
+    """One time that it is made."""
 
-    asked: Asked | None
+    asked: Asked
     meant: Life
-    tell: Callable[[Fate | None], None]
+    tell: Callable[[Failure | None], None]
     timeout: float
     deadline: float
     left: float
     id: int = 0
     weight: int = 0
-    connection: int = 0
-    timed: bool = False
-    unwanted: bool = False
+    outcome: bool = True
     link: Connection | None = None
 
 
 @dataclass(eq=False)
 class Connection:
-    number: int
     life: Life
     side: Side
     whole: bool = True
@@ -101,8 +93,10 @@ class Side:
 
     def __init__(self, life: Life) -> None:
         self.life = life
-        self.calls: Calls[Attempt, Attempt] = Calls(1000, 1000, lambda _: False)
+        self.calls: CallTable[Attempt] = CallTable(1000, 1000)
         self.open: Connection | None = None
+        self.queue: list[Attempt] = []
+        self.is_connecting = False
         self.connections: list[Connection] = []
 
 
@@ -113,10 +107,12 @@ class Unknown(Exception):
 class World:
     """What stands in methods of one line each is what variants do wrong."""
 
-    def __init__(self, seed: int, lobby: type[Lobby[Asked]] = Lobby, ledger: type[Ledger[Run]] = Ledger) -> None:
+    def __init__(
+        self, seed: int, queue: type[RetryQueue[Asked]] = RetryQueue, table: type[IdempotencyTable] = IdempotencyTable
+    ) -> None:
         self.chance = random.Random(seed)
-        self.make_ledger = ledger
-        self.lobby: Lobby[Asked] = lobby()
+        self.make_table = table
+        self.queue: RetryQueue[Asked] = queue()
         self.now = 0.0
         self.names: dict[str, Side] = {}  # as `Connections` has them
         self.sides: dict[Life, Side] = {}
@@ -133,7 +129,7 @@ class World:
         self.users = self.chance.randint(1, 3)
         self.breaks = self.chance.choice([0.02, 0.3])  # how likely a connection is to break at a look
         self.actors: list[Iterator[None]] = [self.user() for _ in range(self.users)]
-        self.actors += [self.fate(), self.network(), self.callees(), self.callees(), self.clock(), self.looker()]
+        self.actors += [self.fate(), self.network(), self.callees(), self.callees(), self.clock(), self.retrier()]
         self.busy = self.users
 
     def run(self) -> None:
@@ -151,7 +147,7 @@ class World:
                 self.actors.remove(actor)
         else:
             raise AssertionError(
-                f"calls wait for ever: {[each for each in self.all if not each.fates]}, {self.lobby!r}"
+                f"calls wait for ever: {[each for each in self.all if not each.fates]}, {self.queue!r}"
             )
         self.check_end()
 
@@ -168,7 +164,7 @@ class World:
     def come(self, name: str) -> None:
         earlier = [life.place for life in self.lives if life.name == name and life.place not in self.doors]
         place = self.chance.choice([*earlier, len(self.lives) + 100])
-        life = Life(name, len(self.lives), place, self.make_ledger())
+        life = Life(name, len(self.lives), place, self.make_table())
         self.lives.append(life)
         self.listed[name] = self.doors[place] = life
 
@@ -246,13 +242,13 @@ class World:
         self.busy -= 1
 
     def one_call(self) -> Iterator[None]:
-        manner = self.chance.choice(MANNERS)
+        policy = self.chance.choice(POLICIES)
         until = self.now + 1.0 if self.chance.random() < 0.3 else inf
         bound = None
         to = self.chance.choice(self.names_used)
-        if manner == PLAIN and self.lives and self.chance.random() < 0.5:
+        if policy == PLAIN and self.lives and self.chance.random() < 0.5:
             bound = self.chance.choice([life for life in self.lives if life.name == to] or [None])
-        asked = Asked(to, manner, bound, len(self.all) + 1, until)
+        asked = Asked(to, policy, bound, len(self.all) + 1, until)
         self.all.append(asked)
         yield from self.attempt(asked)
 
@@ -264,120 +260,113 @@ class World:
             if asked.bound is not None and found[0].life is not asked.bound:
                 raise Unknown
         except Unknown:
-            self.failed(asked, Fate.NOT_RUN)
+            self.failed(asked, Failure.NOT_RUN)
             return
         left = asked.until - self.now if asked.until < inf else 0.0
         if left < 0:
-            self.failed(asked, Fate.OVER)
+            self.failed(asked, Failure.FINAL)
             return
 
-        def tell(fate: Fate | None) -> None:
-            if fate is None:
+        def tell(failure: Failure | None) -> None:
+            if failure is None:
+                self.queue.end(asked, answered=True)
                 asked.fates.append("answered")
             else:
-                self.failed(asked, fate)
+                self.failed(asked, failure)
 
         yield from self.send(found[0], Attempt(asked, found[0].life, tell, left, asked.until, left))
 
-    def failed(self, asked: Asked, fate: Fate) -> None:
-        """As `Persistent._goes_on`."""
-        if not self.goes_on(asked, fate):
-            asked.fates.append(fate.name)
+    def failed(self, asked: Asked, failure: Failure) -> None:
+        """As `RetriedCall._goes_on`."""
+        if not self.goes_on(asked, failure):
+            self.queue.end(asked)
+            asked.fates.append(failure.name)
             return
-        if fate is Fate.MAY_HAVE_RUN:
+        pause = 0.0
+        if failure is Failure.MAY_HAVE_RUN:
             asked.lost = True
-            asked.rests_until = self.now + rest(asked.repeats)
+            pause = backoff(asked.repeats)
             asked.repeats += 1
-        assert self.lobby.enter(asked, self.now)
+        assert self.queue.wait(asked, self.now, pause)
 
-    def goes_on(self, asked: Asked, fate: Fate) -> bool:
-        return verdict(asked.manner, fate, asked.lost)
+    def goes_on(self, asked: Asked, failure: Failure) -> bool:
+        return should_retry(asked.policy, failure, asked.lost)
 
-    def key(self, asked: Asked) -> Key:
-        return Key("me", asked.number)
+    def number(self, asked: Asked) -> int:
+        return asked.number
 
-    # Looks
+    # Retries
 
-    def looker(self) -> Iterator[None]:
+    def retrier(self) -> Iterator[None]:
         while True:
             yield
             if self.chance.random() < 0.3:
                 self.see()
-            for to in self.lobby.looks(self.now):
+            for to in self.queue.due(self.now):
                 assert isinstance(to, str)
-                self.begin(self.look(to))
+                self.begin(self.attempt_all(to))
 
-    def look(self, to: str) -> Iterator[None]:
-        found: list[Side] = []
+    def attempt_all(self, to: str) -> Iterator[None]:
+        """As `Retries._attempt`."""
+        for asked in self.queue.ready(to, self.now):
+            if self.queue.begin(asked):
+                yield from self.attempt(asked)
+                side = self.names.get(to)
+                if side is None or side.open is None:
+                    break
 
-        def tell(fate: Fate | None) -> None:
-            if fate is None:
-                for asked in self.lobby.there(to, self.now):
-                    self.begin(self.attempt(asked))
-            else:
-                for asked in self.lobby.not_there(to, self.now):
-                    asked.fates.append(fate.name)
-
-        try:
-            yield from self.peer(to, found)
-        except Unknown:
-            tell(Fate.NOT_RUN)
-            return
-        yield from self.send(found[0], Attempt(None, found[0].life, tell, HELLO, self.now + HELLO, HELLO))
-
-    # A message leaves, as in `OutgoingCalls`
+    # A message leaves, as in `LazyLink`
 
     def send(self, side: Side, attempt: Attempt) -> Iterator[None]:
-        calls = side.calls
-        instruction, link = calls.begin(attempt, attempt), side.open
-        if attempt.timeout:
-            calls.time(attempt)
-        while instruction in (Instruction.SEND, Instruction.SET_APART):
+        side.calls.add(attempt)
+        while (link := side.open) is not None:
+            attempt.link = link
             yield
-            if instruction is Instruction.SEND:
-                assert link is not None
-                if self.write(link, attempt):
-                    return
-                if side.open is link:
-                    side.open = None
-                    calls.missed(calls.connection)
-            instruction = calls.send(attempt, attempt, is_apart=instruction is Instruction.SET_APART)
-            link = side.open
-        if instruction is Instruction.CONNECT:
-            self.begin(self.connector(side, calls.connection))
+            if self.write(link, attempt):
+                return
+            if side.open is link:
+                side.open = None
+        side.queue.append(attempt)
+        if not side.is_connecting:
+            side.is_connecting = True
+            self.begin(self.connector(side))
 
     def write(self, link: Connection, attempt: Attempt) -> bool:
         if not link.lives:
             return False
         assert attempt.meant is link.life, f"what was meant for life {attempt.meant.number} came to {link.life.number}"
-        attempt.link = link
         link.life.arrived.append(attempt)
         return True
 
-    def connector(self, side: Side, number: int) -> Iterator[None]:
+    def connector(self, side: Side) -> Iterator[None]:
         yield
         life = self.door(side.life)
         if life is None or (not self.calm and self.chance.random() < 0.05):
             self.forget_lost(side)
-            self.end_all(side.calls.refused(), Fate.NOT_RUN)
+            self.abort(side, side.queue, Failure.NOT_RUN)
             return
-        link = Connection(number, life, side)
+        link = Connection(life, side)
         side.connections.append(link)
         while True:
             yield
-            backlog = side.calls.drain()
-            if side.calls.state is State.OPEN:
-                side.open = link
-            if not backlog:
+            batch, side.queue = side.queue, []
+            if not batch:
+                side.open, side.is_connecting = link, False
                 break
-            for at, (_, attempt) in enumerate(backlog):
+            for attempt in batch:
+                attempt.link = link
+            for at, attempt in enumerate(batch):
                 yield
                 if not self.write(link, attempt):
                     self.forget_lost(side)
-                    self.end_all(side.calls.refused(backlog[at:]), Fate.MAY_HAVE_RUN)
+                    self.abort(side, [*batch[at:], *side.queue], Failure.MAY_HAVE_RUN)
                     return
         if not link.lives:
             self.end(link)
+
+    def abort(self, side: Side, unsent: list[Attempt], fate: Failure) -> None:
+        side.is_connecting, side.queue = False, []
+        self.end_all([attempt for attempt in unsent if side.calls.pop(attempt.id) is not None], fate)
 
     def door(self, wanted: Life) -> Life | None:
         """Who answers where a life has listened, if it is that one."""
@@ -400,9 +389,9 @@ class World:
         if link.side.open is link:
             link.side.open = None
         self.forget_lost(link.side)
-        self.end_all(link.side.calls.ended(link.number), Fate.MAY_HAVE_RUN)
+        self.end_all(link.side.calls.pop_all(lambda attempt: attempt.link is link), Failure.MAY_HAVE_RUN)
 
-    def end_all(self, attempts: list[Attempt], fate: Fate) -> None:
+    def end_all(self, attempts: list[Attempt], fate: Failure) -> None:
         for attempt in attempts:
             attempt.tell(fate)
 
@@ -421,26 +410,25 @@ class World:
                 self.finish(life, *life.running.pop(self.chance.randrange(len(life.running))))
 
     def take(self, life: Life, attempt: Attempt) -> None:
-        """As `once`."""
+        """As `run_once`."""
         asked = attempt.asked
         run = Run(life, [attempt])
-        if asked is not None and asked.manner.repeats:
-            entry = life.ledger.find(self.key(asked), attempt.left, self.now)
-            if entry is not None:
+        if asked.policy.repeats:
+            entry = life.table.enter("me", self.number(asked), attempt.left, self.now)
+            assert entry is not None
+            if entry.outcome is not None:
                 entry.outcome.attempts.append(attempt)
                 if entry.outcome.done:
                     self.answer(entry.outcome)
                 return
-            life.ledger.begin(self.key(asked), run, attempt.left, self.now)
-        if asked is not None:
-            asked.runs.append(run)
+            entry.outcome = run
+        asked.runs.append(run)
         life.running.append((attempt, run))
 
     def finish(self, life: Life, attempt: Attempt, run: Run) -> None:
         run.done = True
-        asked = attempt.asked
-        if asked is not None and asked.manner.repeats:
-            life.ledger.ended(self.key(asked))
+        if attempt.asked.policy.repeats:
+            life.table.ended("me", self.number(attempt.asked))
         self.answer(run)
 
     def answer(self, run: Run) -> None:
@@ -448,10 +436,10 @@ class World:
         for attempt in attempts:
             link = attempt.link
             assert link is not None
-            if link.lives and link.side.calls.take(attempt.id) is not None:
+            if link.lives and link.side.calls.pop(attempt.id) is not None:
                 attempt.tell(None)
-                if attempt.asked is not None and attempt.asked.manner.repeats and self.chance.random() < 0.7:
-                    run.life.ledger.settled(self.key(attempt.asked))
+                if attempt.asked.policy.repeats and self.chance.random() < 0.7:
+                    run.life.table.settled("me", self.number(attempt.asked))
 
     # Time
 
@@ -460,12 +448,12 @@ class World:
             yield
             self.now += self.chance.choice([0.002, 0.02])
             for side in list(self.sides.values()):
-                self.end_all(side.calls.expired(self.now), Fate.OVER)
-            for asked in self.lobby.expired(self.now):
+                self.end_all(side.calls.pop_expired(self.now), Failure.FINAL)
+            for asked, _ in self.queue.expired(self.now):
                 assert asked.until <= self.now
                 asked.fates.append("late")
             for life in self.lives:
-                life.ledger.expire(self.now)
+                life.table.expire(self.now)
 
     # What must hold
 
@@ -474,19 +462,19 @@ class World:
             assert len(asked.fates) == 1, f"{asked} ended {len(asked.fates)} times"
             self.check_runs(asked)
             (how,) = asked.fates
-            if asked.manner == PLAIN:
+            if asked.policy == PLAIN:
                 assert asked.attempts == 1, f"{asked} was made again"
-            if asked.until == inf and asked.manner.waits:
+            if asked.until == inf and asked.policy.waits:
                 assert how in ("answered", "MAY_HAVE_RUN"), f"{asked} did not wait"
-                assert how == "answered" or not asked.manner.repeats, f"{asked} was given up"
+                assert how == "answered" or not asked.policy.repeats, f"{asked} was given up"
             assert how != "late" or asked.until < inf
-        assert not len(self.lobby)
+        assert self.queue.empty
         self.check_names()
 
     def check_runs(self, asked: Asked) -> None:
         lives = [run.life for run in asked.runs]
         assert len(set(lives)) == len(lives), f"{asked} has run twice in one life"
-        assert asked.manner.repeats or len(lives) <= 1, f"{asked} has run {len(lives)} times"
+        assert asked.policy.repeats or len(lives) <= 1, f"{asked} has run {len(lives)} times"
         assert asked.bound is None or all(life is asked.bound for life in lives), f"{asked} has run elsewhere"
         assert asked.fates != ["answered"] or any(run.done for run in asked.runs), f"{asked} was answered by nobody"
 

@@ -7,9 +7,9 @@ from collections import Counter
 from math import inf
 from typing import Any
 
-from telegrad.rref.courier import Batch, Courier
-from telegrad.rref.letters import Id, Letter
-from telegrad.rref.protocol import References
+from telegrad._core.references.delivery import Batch, Courier
+from telegrad._core.references.letters import Id, Letter
+from telegrad._core.references.protocol import References
 
 ABSENT, PRESENT, FREED = "absent", "present", "freed"
 HOPELESS = "hopeless"  # whoever uses it finds an error in its place

@@ -1,22 +1,35 @@
-"""Each call ends once, whatever happens around it; and variants of the machine that are wrong are found."""
+"""Each call ends once, whatever happens around it; and peers that are wrong are found."""
 
 from __future__ import annotations
 
+import contextlib
+import operator
 from collections.abc import Callable
+from math import inf
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 
-from telegrad.agent.calls import COMPANY, Calls, Instruction, State
-from tests.sim.calls_world import Call, Machine, Sent, Word, World, carries
+from telegrad._core.agent.call_table import SEARCH_PAUSE, CallTable
+from telegrad._core.agent.peer import BATCH, Peer
+from telegrad._core.agent.pending_call import PendingCall
+from telegrad._core.reactor import lazy_link
+from telegrad._core.reactor.lazy_link import LazyLink
+from telegrad._core.wire.messages import CALL, CANCEL, NOTICE, Message
+from telegrad.errors import PeerError
+from tests.sim import calls_world
+from tests.sim.calls_world import World
 
-SEEDS = 3000
-AT_NIGHT = 100_000
+SEEDS = 600
+AT_NIGHT = 20_000
 
 
-def run(seeds: range, make: type[Machine] = Calls) -> None:
+def run(seeds: range) -> None:
     for seed in seeds:
         try:
-            World(seed, make).run()
+            World(seed).run()
         except AssertionError as error:
             raise AssertionError(f"seed {seed}: {error}") from error
 
@@ -26,245 +39,145 @@ def test_each_call_ends_once() -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_each_call_ends_once_in_many_worlds() -> None:
     run(range(SEEDS, SEEDS + AT_NIGHT))
 
 
-class FailsWithAnyConnection(Calls[Call, Sent]):
-    """A late word of the end of one connection fails the calls of the next one."""
-
-    def ended(self, connection: int) -> list[Call]:
-        waiting = [call for call, _ in self._backlog]
-        self.missed(connection)
-        return self._take_all(lambda call: call not in waiting)
+def fail_the_calls_of_any_link(peer: Peer, link: Any, reason: PeerError) -> None:
+    for call in list(peer.calls.in_flight.values()):
+        if call.link is not None:
+            peer.fail([call], call.connection_lost_error(reason))
+    link_closed(peer, link, reason)
 
 
-class OpensTooEarly(Machine):
-    """What comes later overtakes the backlog."""
-
-    def drain(self) -> list[tuple[Call | None, Sent]]:
-        drained = super().drain()
-        if drained and self.state is State.BEING_MADE:
-            self._go("made")
-        return drained
+def send_again(peer: Peer, link: Any, reason: PeerError) -> None:
+    again: list[Any] = [call for call in peer.calls.in_flight.values() if call.link is link]
+    peer.connection.link = None
+    for call in again:
+        peer.connection.send(call.message, call)
+    link_closed(peer, link, reason)
 
 
-class ForgetsTheBacklog(Machine):
-    """Where no connection can be made, what waits for it goes on waiting."""
-
-    def refused(self, unsent: object = (), keeps_messages: bool = False) -> list[Call]:
-        self._backlog = []
-        return super().refused()
+def open_before_the_queue_is_empty(lazy: LazyLink, link: Any) -> Any:
+    batch = next_batch(lazy, link)
+    lazy.link = link
+    return batch
 
 
-class KeepsTheWeight(Machine):
-    """Calls that run out of time leave their bytes behind."""
-
-    def expired(self, now: float) -> list[Call]:
-        return [call for call in self._deadlines.due(now) if self.in_flight.pop(call.id, None)]
+def forget_the_queue(lazy: LazyLink, *_: Any, **__: Any) -> bool:
+    lazy._is_connecting, lazy._queue = False, []
+    return False
 
 
-class SendsAgain(Machine):
-    """A call that was sent over a connection that ended is sent over the next one, too."""
-
-    def ended(self, connection: int) -> list[Call]:
-        self.missed(connection)
-        if self.state is State.NONE:
-            self._backlog += [(call, call) for call in self.in_flight.values() if call.connection == connection]
-            return []
-        return super().ended(connection)
+def add_without_deadline(table: CallTable[Any], call: Any) -> bool:
+    add(table, call)
+    table.next_due = inf
+    return False
 
 
-class DropsWhatIsOver(Machine):
-    """Of a call that ran out of time before there was a connection, the other side never hears."""
-
-    def drain(self) -> list[tuple[Call | None, Sent]]:
-        self._backlog = [(call, sent) for call, sent in self._backlog if call is None or call.id in self.in_flight]
-        return super().drain()
-
-
-class TellsOnlyOnceOpen(Machine):
-    """Of calls that were handed to a connection that is still being made, the callee hears nothing."""
-
-    def tell(self, call: Call, word: Sent) -> Instruction:
-        instruction = super().tell(call, word)
-        if instruction is Instruction.WAIT:
-            self._backlog.pop()
-        return instruction
+def tell_and_then_note(call: PendingCall) -> None:
+    if call.link is not None:
+        with contextlib.suppress(PeerError):
+            call.link.send(Message(CANCEL, call.id))
+    call.abandoned = True
 
 
-class SendsWhatIsUnwanted(Machine):
-    """What was cancelled before there was a connection runs all the same, until the callee hears of that."""
-
-    def drain(self) -> list[tuple[Call | None, Sent]]:
-        self._carries = lambda _: True
-        return super().drain()
-
-
-class ForgetsThatItIsUnwanted(Machine):
-    """Who sends a call does not learn that it was cancelled meanwhile."""
-
-    def tell(self, call: Call, word: Sent) -> Instruction:
-        instruction = super().tell(call, word)
-        call.unwanted = call.unwanted and instruction is not Instruction.DROP
-        return instruction
+def tell_only_over_an_open_link(call: PendingCall) -> None:
+    call.abandoned = True
+    if call.link is not None and call.link is call.peer.connection.link:
+        with contextlib.suppress(PeerError):
+            call.link.send(Message(CANCEL, call.id))
 
 
-WRONG = [
-    FailsWithAnyConnection,
-    OpensTooEarly,
-    ForgetsTheBacklog,
-    KeepsTheWeight,
-    SendsAgain,
-    DropsWhatIsOver,
-    TellsOnlyOnceOpen,
-    SendsWhatIsUnwanted,
-    ForgetsThatItIsUnwanted,
+link_closed, next_batch, add = Peer.link_closed, LazyLink._next_batch, CallTable.add
+WRONG: list[tuple[Any, str, Callable[..., Any]]] = [
+    (Peer, "link_closed", fail_the_calls_of_any_link),
+    (Peer, "link_closed", send_again),
+    (LazyLink, "_next_batch", open_before_the_queue_is_empty),
+    (LazyLink, "_abort", forget_the_queue),
+    (CallTable, "pop", lambda table, id_: table.in_flight.pop(id_, None)),  # the weight is not given back
+    (CallTable, "add", add_without_deadline),
+    (lazy_link, "_is_obsolete", lambda _, call: call is not None and call.abandoned),  # references do not arrive
+    (lazy_link, "_is_obsolete", lambda *_: False),
+    (PendingCall, "send_cancel", tell_and_then_note),
+    (PendingCall, "send_cancel", tell_only_over_an_open_link),
+    (calls_world, "set_apart", list),
 ]
 
 
-@pytest.mark.parametrize("wrong", WRONG)
-def test_what_is_wrong_is_found(wrong: type[Machine]) -> None:
-    with pytest.raises(AssertionError, match="seed"):
-        run(range(SEEDS), wrong)
+@pytest.mark.parametrize(("target", "name", "wrong"), WRONG, ids=[f"{wrong.__name__}" for _, _, wrong in WRONG])
+def test_what_is_wrong_is_found(target: Any, name: str, wrong: Callable[..., Any]) -> None:
+    with patch.object(target, name, wrong), pytest.raises(AssertionError, match="seed"):
+        run(range(SEEDS))
 
 
 # One by one
 
 
-@pytest.fixture
-def calls() -> Machine:
-    return Calls(3, 100, carries)
+def call(weight: int = 0, deadline: float = inf, is_timed: bool = True) -> Any:
+    return SimpleNamespace(id=0, weight=weight, deadline=deadline, outcome=object() if is_timed else None)
+
+
+def test_a_table_is_full_by_number_or_by_weight() -> None:
+    table: CallTable[Any] = CallTable(3, 100)
+    for _ in range(3):
+        table.add(call())
+    assert table.is_full
+    table.pop(1)
+    table.pop(1)
+    assert not table.is_full
+    table.pop(2)
+    table.add(call(weight=100))
+    assert table.is_full
+    assert [each.id for each in table.pop_all(lambda each: each.weight > 0)] == [4]
+    assert not table.is_full
+    assert repr(table) == "1 calls in flight"
+
+
+def test_calls_expire_in_time_and_the_table_is_searched_only_then() -> None:
+    table: CallTable[Any] = CallTable(100, 100)
+    slow, quick, soon = call(deadline=60.0), call(deadline=1.0), call(deadline=1.001)
+    assert table.add(slow)
+    assert table.add(quick)
+    assert not table.add(soon)
+    assert not table.add(call(deadline=0.5, is_timed=False))  # a thread waits for it
+    assert table.pop_expired(0.9) == []
+    assert table.next_due == 1.0
+    assert table.pop_expired(1.0) == [quick]
+    assert table.next_due == 1.0 + SEARCH_PAUSE
+    table.pop(soon.id)
+    assert table.pop_expired(2.0) == []  # a lower bound
+    assert table.next_due == 60.0
+    assert table.pop_expired(61.0) == [slow]
+    assert table.next_due == inf
 
 
 @pytest.fixture
-def begin(calls: Machine) -> Callable[..., Call]:
-    def begun(**fields: float) -> Call:
-        call = Call(0, 0, **fields)  # type: ignore[arg-type]
-        calls.begin(call, call)
-        return call
-
-    return begun
+def world() -> World:
+    """Where no act is suspended, and all goes well."""
+    world = World(0)
+    world.chance = SimpleNamespace(random=lambda: 1.0)  # type: ignore[assignment]
+    return world
 
 
-def connect(calls: Machine) -> None:
-    assert calls.send(None, Call(0, 0), is_apart=True) is Instruction.CONNECT
-    while calls.drain():
-        pass
-    assert calls.state is State.OPEN
+def test_control_messages_wait_where_no_thread_can_be_started(world: World) -> None:
+    call = calls_world.Call(world.peer, operator.neg, 0)
+    call.message = Message(CALL, 0, 0, b"0 1")
+    world.calls.append(call)
+    world.notices[b"0 0"] = False
+    with patch.object(lazy_link, "run_beside", side_effect=RuntimeError("no thread")):
+        world.peer.notify(Message(NOTICE, 0, 0, b"0 0"), False)
+    assert not world.losses
+    with patch.object(lazy_link, "run_beside", lambda _, run: run()):
+        world.peer.call(call, call.message)
+    assert world.notices[b"0 0"]
+    assert list(world.links[0].served) == [call.id]
 
 
-def test_what_another_thread_will_send_is_set_apart_first(calls: Machine, begin: Callable[..., Call]) -> None:
-    call = begin()
-    assert calls.send(call, call) is Instruction.SET_APART
-    assert calls.state is State.NONE
-    assert calls.send(call, call, is_apart=True) is Instruction.CONNECT
-    assert calls.send(None, call, is_apart=True) is Instruction.WAIT
-    assert calls.drain() == [(call, call), (None, call)]
-    assert calls.drain() == []
-    assert calls.send(begin(), call) is Instruction.SEND
-
-
-def test_messages_without_answer_may_wait_for_the_next_one(calls: Machine, begin: Callable[..., Call]) -> None:
-    call, notice = begin(), Call(0, 0)
-    calls.send(call, call, is_apart=True)
-    calls.send(None, notice, is_apart=True)
-    assert calls.refused(keeps_messages=True) == [call]
-    other = begin()
-    assert calls.send(other, other, is_apart=True) is Instruction.CONNECT
-    assert calls.drain() == [(None, notice), (other, other)]
-
-
-def test_what_a_call_carries_is_sent_though_it_is_over(calls: Machine, begin: Callable[..., Call]) -> None:
-    call = begin()
-    assert calls.take(call.id) is call
-    assert calls.take(call.id) is None
-    assert calls.send(call, call, is_apart=True) is Instruction.CONNECT
-    assert calls.drain() == [(call, call)]
-
-
-def test_a_connection_that_was_missed_is_made_again(calls: Machine, begin: Callable[..., Call]) -> None:
-    connect(calls)
-    calls.missed(calls.connection - 1)
-    assert calls.state is State.OPEN  # an older one
-    calls.missed(calls.connection)
-    call = begin()
-    assert calls.send(call, call, is_apart=True) is Instruction.CONNECT
-    assert calls.connection == 2
-    assert calls.ended(1) == []
-
-
-def test_nothing_leaves_once_all_is_closed(calls: Machine, begin: Callable[..., Call]) -> None:
-    call = begin()
-    calls.send(call, call, is_apart=True)
-    assert calls.close() == [call]
-    assert calls.close() == []
-    assert calls.send(None, call) is Instruction.DROP
-    assert calls.drain() == []
-    assert calls.refused() == []
-    assert calls.state is State.CLOSED
-
-
-def test_the_callee_is_told_behind_the_call_and_over_its_connection(calls: Machine, begin: Callable[..., Call]) -> None:
-    connect(calls)
-    call = begin()
-    assert calls.take(call.id) is call
-    assert calls.tell(call, Word(call)) is Instruction.SEND
-    assert call.unwanted
-    calls.ended(calls.connection)
-    assert calls.tell(call, Word(call)) is Instruction.DROP  # it knows
-    other = begin()
-    assert calls.send(other, other, is_apart=True) is Instruction.CONNECT
-    assert calls.tell(call, Word(call)) is Instruction.DROP  # this is another
-    assert calls.drain() == [(other, other)]
-    word = Word(other)
-    assert calls.tell(other, word) is Instruction.WAIT
-    assert calls.drain() == [(None, word)]
-
-
-def test_what_was_cancelled_before_it_left_stays_unless_it_carries_something(
-    calls: Machine, begin: Callable[..., Call]
-) -> None:
-    light, laden = begin(), begin(carries=True)
-    for call in (light, laden):
-        calls.send(call, call, is_apart=True)
-        assert calls.take(call.id) is call
-        assert calls.tell(call, Word(call)) is Instruction.DROP
-    assert calls.drain() == [(laden, laden)]  # and who sends it sees that it is not wanted
-    assert calls.drain() == []
-    assert calls.state is State.OPEN
-
-
-def test_it_is_crowded_by_number_or_by_weight(calls: Machine, begin: Callable[..., Call]) -> None:
-    few = [begin() for _ in range(3)]
-    assert calls.crowded
-    calls.take(few[0].id)
-    assert not calls.crowded
-    calls.take(few[1].id)
-    heavy = begin(weight=100)
-    assert calls.crowded
-    calls.take(heavy.id)
-    assert not calls.crowded
-
-
-def test_of_many_calls_some_wait_for_company(begin: Callable[..., Call], calls: Machine) -> None:
-    made = [begin() for _ in range(3 * COMPANY)]
-    assert [calls.leaves_with_others(call) for call in made].count(False) == 3
-
-
-def test_deadlines(calls: Machine, begin: Callable[..., Call]) -> None:
-    first = begin(timeout=2.0, deadline=2.0)
-    assert calls.time(first)
-    assert not calls.time(begin(timeout=2.0, deadline=2.5))
-    begin(timeout=1.0, deadline=1.0)
-    assert calls.next_deadline() == 2.0
-    assert calls.expired(1.9) == []
-    assert calls.expired(2.1) == [first]
-    assert calls.next_deadline() == 2.5
-
-
-def test_its_state_can_be_seen(calls: Machine, begin: Callable[..., Call]) -> None:
-    call = begin()
-    calls.send(call, call, is_apart=True)
-    assert repr(calls) == "<Calls: a connection is being made, 1 messages wait for it; 1 in flight>"
+def test_of_many_calls_some_are_sent_together(world: World) -> None:
+    sent: list[bool] = []
+    world.peer.connection.link = SimpleNamespace(send=lambda _, later: sent.append(later))  # type: ignore[assignment]
+    for _ in range(3 * BATCH):
+        world.peer.call(PendingCall(world.peer, None, 0, SimpleNamespace()), Message(CALL))
+    assert sent == [*BATCH * [False], *2 * [*(BATCH - 1) * [True], False]]

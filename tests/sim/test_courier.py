@@ -7,7 +7,14 @@ from math import inf
 from hypothesis import given
 from hypothesis import strategies as st
 
-from telegrad.rref.courier import ACKNOWLEDGE_WITHIN, MOST_REMEMBERED, RESEND_AFTER, RESEND_AT_MOST, Batch, Courier
+from telegrad._core.references.delivery import (
+    ACKNOWLEDGE_WITHIN,
+    MOST_REMEMBERED,
+    RESEND_AFTER,
+    RESEND_AT_MOST,
+    Batch,
+    Courier,
+)
 
 
 def test_letters_to_one_worker_travel_together() -> None:

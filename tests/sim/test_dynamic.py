@@ -31,11 +31,10 @@ from collections.abc import Collection, Iterable, Iterator
 
 import pytest
 
-from telegrad.directory.protocol import ABSENT, Entry, Lease
-from telegrad.errors import WorkerTaken
-from telegrad.group.dynamic import DynamicGroup
-from telegrad.group.members import Member
-from telegrad.group.registry import (
+from telegrad._core.directory.protocol import ABSENT, Entry, Lease
+from telegrad._core.membership.dynamic import DynamicGroup
+from telegrad._core.membership.members import Member
+from telegrad._core.membership.registry import (
     Change,
     Claim,
     Claimed,
@@ -46,6 +45,7 @@ from telegrad.group.registry import (
     Registry,
     _holder,
 )
+from telegrad.errors import WorkerTaken
 from tests.sim.dynamic_world import Kinds, run
 
 ONLY = [int(os.environ["TELEGRAD_SEED"])] if "TELEGRAD_SEED" in os.environ else None

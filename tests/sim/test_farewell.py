@@ -12,7 +12,17 @@ from typing import Any
 
 import pytest
 
-from telegrad.group.farewell import DONE, LEAVING, WAITING, Entered, Farewell, Leave, Letter, Missing, Quiet
+from telegrad._core.membership.shutdown_barrier import (
+    DONE,
+    LEAVING,
+    WAITING,
+    Entered,
+    Farewell,
+    Leave,
+    Letter,
+    Missing,
+    Quiet,
+)
 
 SEEDS = [int(os.environ["TELEGRAD_SEED"])] if "TELEGRAD_SEED" in os.environ else range(2000)
 

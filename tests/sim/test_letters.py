@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from telegrad.group.members import Identity
-from telegrad.rref.letters import key_of, number
+from telegrad._core.membership.members import Identity
+from telegrad._core.references.letters import key_of, number
 
 
 def test_a_worker_that_comes_later_under_the_same_name_is_another() -> None:

@@ -11,8 +11,17 @@ from typing import Any
 
 import pytest
 
-from telegrad.rpc.ledger import LONGEST, Entry, Key, Ledger
-from telegrad.rpc.lobby import FIRST_PAUSE, LONGEST_PAUSE, LONGEST_REST, Fate, Lobby, Manner, rest, verdict
+from telegrad._core.retries.idempotency import LONGEST, Entry, IdempotencyTable
+from telegrad._core.retries.retry_queue import (
+    FIRST_PAUSE,
+    LONGEST_BACKOFF,
+    LONGEST_PAUSE,
+    Failure,
+    RetryPolicy,
+    RetryQueue,
+    backoff,
+    should_retry,
+)
 from tests.sim.lives_world import Asked, Life, Run, Side, World
 
 SEEDS = range(1000)
@@ -63,15 +72,22 @@ class KeepsNames(World):
 class RepeatsAnything(World):
     """What may have run is made once more, though it is not said to be idempotent."""
 
-    def goes_on(self, asked: Asked, fate: Fate) -> bool:
-        return super().goes_on(asked, fate) or (fate is Fate.MAY_HAVE_RUN and asked.manner.waits)
+    def goes_on(self, asked: Asked, failure: Failure) -> bool:
+        return super().goes_on(asked, failure) or (failure is Failure.MAY_HAVE_RUN and asked.policy.waits)
 
 
-class HasAnotherKeyEachTime(World):
+class NeverWaits(World):
+    """A call fails at once if its worker is not there."""
+
+    def goes_on(self, asked: Asked, failure: Failure) -> bool:
+        return failure is not Failure.NOT_RUN and super().goes_on(asked, failure)
+
+
+class HasAnotherNumberEachTime(World):
     """The callee cannot know that it is the same call."""
 
-    def key(self, asked: Asked) -> Key:
-        return Key("me", 1000 * asked.number + self.chance.randrange(1000))
+    def number(self, asked: Asked) -> int:
+        return 1000 * asked.number + self.chance.randrange(1000)
 
     def finish(self, life: Life, attempt: Any, run: Run) -> None:
         run.done = True
@@ -87,181 +103,176 @@ class AppliesToAnyLife(World):
         asked.bound = bound
 
 
-class LooksOnce(Lobby[Asked]):
-    """Who was not there at the first look is never looked for again."""
+class AttemptsOnce(RetryQueue[Asked]):
+    """A worker that was not there at the first attempt is called by none of those that wait any more."""
 
-    def not_there(self, to: str | int, now: float, hopeless: bool = False) -> list[Asked]:
-        failed = super().not_there(to, now, hopeless)
-        if to in self._doors:
-            self._doors[to].due = inf
-        return failed
+    def due(self, now: float) -> list[str | int]:
+        found = super().due(now)
+        for to in found:
+            self._targets[to].due = inf
+        return found
 
 
-class ForgetsThoseWhoRest(Lobby[Asked]):
-    """Those who may not go on yet are not looked after any more."""
+class ForgetsThoseThatPause(RetryQueue[Asked]):
+    """Calls that may not be made yet are dropped as others are made."""
 
-    def there(self, to: str | int, now: float) -> list[Asked]:
-        ready = super().there(to, now)
-        if to in self._doors:
-            self._doors[to].due = inf
+    def ready(self, to: str | int, now: float) -> list[Asked]:
+        ready = super().ready(to, now)
+        for call in [call for call, at in self._targets[to].calls.items() if now < at < inf] if ready else []:
+            self._targets[to].calls[call] = inf
         return ready
 
 
-class FailsAll(Lobby[Asked]):
-    """Nobody waits for a return."""
+class MakesOneTwice(RetryQueue[Asked]):
+    """A call that is being made counts as one that waits."""
 
-    def not_there(self, to: str | int, now: float, hopeless: bool = False) -> list[Asked]:
-        return super().not_there(to, now, hopeless=True)
+    def begin(self, call: Asked) -> bool:
+        return call in getattr(self._targets.get(call.to), "calls", ())
+
+    def ready(self, to: str | int, now: float) -> list[Asked]:
+        return list(getattr(self._targets.get(to), "calls", ()))
 
 
-class ForgetsAtOnce(Ledger[Run]):
+class ForgetsAtOnce(IdempotencyTable):
     """Answers are not kept."""
 
-    def ended(self, key: Key, weight: int = 0) -> list[Entry[Run]]:
-        return super().ended(key, weight) or [self._take_out(key)]
+    def ended(self, name: str, number: int, weight: int = 0) -> list[Entry]:
+        return super().ended(name, number, weight) or [self._take_out(self._callers[name], number)]
 
 
-class ForgetsWhatRuns(Ledger[Run]):
+class ForgetsCallsThatRun(IdempotencyTable):
     """What has not ended is not known."""
 
-    def find(self, key: Key, left: float, now: float) -> Entry[Run] | None:
-        entry = super().find(key, left, now)
-        return entry if entry is not None and entry.ended else None
+    def enter(self, name: str, number: int, left: float, now: float) -> Entry | None:
+        entry = super().enter(name, number, left, now)
+        if entry is not None and not entry.ended:
+            entry.outcome = None
+        return entry
 
 
-class ForgetsTooEarly(Ledger[Run]):
+class ForgetsTooEarly(IdempotencyTable):
     """Answers go whose calls may still be made again."""
 
-    def expire(self, now: float) -> list[Entry[Run]]:
+    def expire(self, now: float) -> list[Entry]:
         return super().expire(inf)
 
 
-WRONG_WORLDS = [OpensToAnybody, NotesTooLate, KeepsNames, RepeatsAnything, HasAnotherKeyEachTime, AppliesToAnyLife]
-WRONG_LOBBIES = [LooksOnce, ForgetsThoseWhoRest, FailsAll]
-WRONG_LEDGERS = [ForgetsAtOnce, ForgetsWhatRuns, ForgetsTooEarly]
+WRONG_WORLDS = [OpensToAnybody, NotesTooLate, KeepsNames, RepeatsAnything, NeverWaits, HasAnotherNumberEachTime]
+WRONG_QUEUES = [AttemptsOnce, ForgetsThoseThatPause, MakesOneTwice]
+WRONG_TABLES = [ForgetsAtOnce, ForgetsCallsThatRun, ForgetsTooEarly]
 
 
-@pytest.mark.parametrize("wrong", WRONG_WORLDS)
+@pytest.mark.parametrize("wrong", [*WRONG_WORLDS, AppliesToAnyLife])
 def test_a_wrong_world_is_found(wrong: type[World]) -> None:
     with pytest.raises(AssertionError, match="SEED"):
         run(SEEDS, wrong)
 
 
-@pytest.mark.parametrize("wrong", WRONG_LOBBIES)
-def test_a_wrong_lobby_is_found(wrong: type[Lobby[Asked]]) -> None:
+@pytest.mark.parametrize("wrong", WRONG_QUEUES)
+def test_a_wrong_queue_is_found(wrong: type[RetryQueue[Asked]]) -> None:
     with pytest.raises(AssertionError, match="SEED"):
-        run(SEEDS, lobby=wrong)
+        run(SEEDS, queue=wrong)
 
 
-@pytest.mark.parametrize("wrong", WRONG_LEDGERS)
-def test_a_wrong_ledger_is_found(wrong: type[Ledger[Run]]) -> None:
+@pytest.mark.parametrize("wrong", WRONG_TABLES)
+def test_a_wrong_table_is_found(wrong: type[IdempotencyTable]) -> None:
     with pytest.raises(AssertionError, match="SEED"):
-        run(SEEDS, ledger=wrong)
+        run(SEEDS, table=wrong)
 
 
 # One by one
 
 
-def asked(to: str = "x", waits: bool = True, until: float = inf, rests: float = 0.0) -> Asked:
-    return Asked(to, Manner(waits, True), None, 1, until, rests)
+def asked(to: str = "x", until: float = inf) -> Asked:
+    return Asked(to, RetryPolicy(True, True), None, 1, until)
 
 
 def test_what_a_failure_means() -> None:
-    patient, again, both, plain = Manner(True, False), Manner(False, True), Manner(True, True), Manner(False, False)
-    absent, lost, over = Fate.NOT_RUN, Fate.MAY_HAVE_RUN, Fate.OVER
-    assert [verdict(each, absent, False) for each in (patient, again, both, plain)] == [True, False, True, False]
-    assert [verdict(each, lost, True) for each in (patient, again, both, plain)] == [False, True, True, False]
-    assert not any(verdict(each, over, False) for each in (patient, again, both, plain))
-    assert verdict(both, absent, True)  # a repeated one waits, too
+    patient, again, both, plain = (
+        RetryPolicy(*each) for each in [(True, False), (False, True), (True, True), (False, False)]
+    )
+    absent, lost, over = Failure.NOT_RUN, Failure.MAY_HAVE_RUN, Failure.FINAL
+    assert [should_retry(each, absent, False) for each in (patient, again, both, plain)] == [True, False, True, False]
+    assert [should_retry(each, lost, True) for each in (patient, again, both, plain)] == [False, True, True, False]
+    assert not any(should_retry(each, over, False) for each in (patient, again, both, plain))
+    assert should_retry(both, absent, True)  # a repeated one waits, too
 
 
-def test_who_may_have_run_rests_ever_longer() -> None:
-    assert rest(0) == 0.0
-    rests = [rest(repeats) for repeats in range(1, 12)]
-    assert rests == sorted(rests)
-    assert rests[-1] == LONGEST_REST
+def test_a_call_that_may_have_run_pauses_ever_longer() -> None:
+    assert backoff(0) == 0.0
+    pauses = [backoff(repeats) for repeats in range(1, 12)]
+    assert pauses == sorted(pauses)
+    assert pauses[-1] == LONGEST_BACKOFF
 
 
-def test_one_look_is_made_for_all_who_wait_for_a_worker() -> None:
-    lobby: Lobby[Asked] = Lobby()
+def test_calls_to_one_worker_are_made_together_after_pauses_that_grow() -> None:
+    queue: RetryQueue[Asked] = RetryQueue()
     first, second, other = asked(), asked(), asked("y")
     for each in (first, second, other):
-        assert lobby.enter(each, 1.0)
-    assert lobby.looks(1.0) == ["x", "y"]
-    assert lobby.looks(1.0) == []
-    assert lobby.there("x", 1.1) == [first, second]
-    assert len(lobby) == 1
-    assert repr(lobby) == "<Lobby: 1 for 'y'>"
-    assert lobby.there("x", 1.1) == lobby.not_there("x", 1.1) == []  # nobody waits any more
-
-
-def test_looks_become_rarer() -> None:
-    lobby: Lobby[Asked] = Lobby()
-    lobby.enter(asked(), 0.0)
-    now, pauses = 0.0, []
+        assert queue.wait(each, 1.0, why="no")
+    assert repr(queue) == "<RetryQueue: 2 to 'x', 1 to 'y'>"
+    now, pauses = 1.0, []
     for _ in range(8):
-        assert lobby.looks(now) == ["x"]
-        assert lobby.next() == inf
-        assert lobby.not_there("x", now) == []
-        pauses.append(lobby.next() - now)
-        now = lobby.next()
-    assert pauses[0] == FIRST_PAUSE
+        assert queue.due(now) == ["x", "y"]
+        assert queue.due(now) == []
+        assert queue.ready("x", now) == [first, second]
+        assert queue.begin(first)
+        assert not queue.begin(first)
+        assert not queue.withdraw(first)
+        assert queue.wait(first, now)  # to the end of the queue
+        first, second = second, first
+        pauses.append(queue.next() - now)
+        now = queue.next()
+    assert pauses[0] == pytest.approx(FIRST_PAUSE)
     assert pauses[-1] == pytest.approx(LONGEST_PAUSE)
+    assert queue.why("y") == "no"
+    assert queue.end(other)
+    assert queue.begin(first)
+    assert queue.end(first, answered=True)
+    assert queue.next() <= now  # the other call need not wait
 
 
-def test_who_does_not_wait_fails_with_the_first_look() -> None:
-    lobby: Lobby[Asked] = Lobby()
-    patient, hasty = asked(), asked(waits=False)
-    lobby.enter(patient, 0.0)
-    lobby.enter(hasty, 0.0)
-    lobby.looks(0.0)
-    assert lobby.not_there("x", 0.1) == [hasty]
-    assert lobby.not_there("x", 0.2, hopeless=True) == [patient]
-    assert not len(lobby)
-
-
-def test_who_rests_goes_on_later() -> None:
-    lobby: Lobby[Asked] = Lobby()
-    tired = asked(rests=2.0)
-    lobby.enter(tired, 0.0)
-    lobby.looks(0.0)
-    assert lobby.there("x", 1.0) == []
-    assert lobby.next() == 2.0
-    assert lobby.looks(2.0) == ["x"]
-    assert lobby.there("x", 2.0) == [tired]
+def test_one_that_pauses_is_made_later() -> None:
+    queue: RetryQueue[Asked] = RetryQueue()
+    call = asked()
+    queue.wait(call, 0.0, 2.0)
+    assert queue.due(1.0) == []
+    assert queue.next() == 2.0
+    assert queue.due(2.0) == ["x"]
+    assert queue.begin(call)
+    assert queue.next() == inf
 
 
 def test_time_and_leaving() -> None:
-    lobby: Lobby[Asked] = Lobby()
+    queue: RetryQueue[Asked] = RetryQueue()
     late, gone, last = asked(until=3.0), asked(), asked("y")
     for each in (late, gone, last):
-        lobby.enter(each, 0.0)
-    lobby.looks(0.0)
-    assert lobby.next() == 3.0
-    assert lobby.expired(2.9) == []
-    assert lobby.expired(3.0) == [late]
-    assert lobby.leave(gone)
-    assert not lobby.leave(gone)
-    assert lobby.close() == [last]
-    assert not lobby.enter(asked(), 4.0)
-    assert lobby.next() == inf
+        queue.wait(each, 0.0, 9.0)
+    assert queue.next() == 3.0
+    assert queue.expired(2.9) == []
+    assert queue.expired(3.0) == [(late, "")]
+    assert queue.withdraw(gone)
+    assert not queue.withdraw(gone)
+    assert queue.close() == [last]
+    assert not queue.wait(asked(), 4.0)
+    assert queue.next() == inf
 
 
 def test_an_answer_is_kept_until_it_is_settled_or_out_of_time() -> None:
-    ledger: Ledger[str] = Ledger()
-    keys = [Key("a", number) for number in range(4)]
-    for key in keys:
-        assert ledger.find(key, 5.0, 0.0) is None
-        ledger.begin(key, f"outcome {key.number}", 5.0, 0.0)
-    assert ledger.settled(keys[0]) is None  # it runs still
-    assert [entry.outcome for entry in ledger.ended(keys[0])] == ["outcome 0"]
-    assert ledger.ended(keys[1]) == []
-    assert ledger.settled(keys[1]).outcome == "outcome 1"
-    assert ledger.settled(keys[1]) is None
-    assert ledger.ended(keys[2]) == []
-    assert ledger.find(keys[2], 0.0, 1.0).outcome == "outcome 2"  # now without a limit
-    assert ledger.find(keys[3], 1.0, 1.0).outcome == "outcome 3"
-    assert repr(ledger) == "<Ledger: 1 run, 1 answers kept>"
-    assert ledger.expire(LONGEST) == []
-    assert len(ledger.expire(1.0 + LONGEST)) == 1
-    assert len(ledger) == 1  # what runs stays
+    table = IdempotencyTable()
+    entries = [table.enter("a", number, 5.0, 0.0) for number in range(1, 5)]
+    for entry in entries:
+        assert entry.outcome is None
+        entry.outcome = "known"
+    assert table.settled("a", 1) is None  # it runs still
+    assert table.ended("a", 1) == [entries[0]]
+    assert table.ended("a", 2) == []
+    assert table.settled("a", 2) is entries[1]
+    assert table.settled("a", 2) is None
+    assert table.ended("a", 3) == []
+    assert table.enter("a", 3, 0.0, 1.0) is entries[2]  # now without a limit
+    assert table.enter("a", 4, 1.0, 1.0) is entries[3]
+    assert repr(table) == "<IdempotencyTable: 1 run, 1 answers kept>"
+    assert table.expire(LONGEST) == []
+    assert table.expire(1.0 + LONGEST) == [entries[2]]
+    assert len(table) == 1  # what runs stays

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from telegrad.autograd import passes
-from telegrad.autograd.passes import Driver, Ledger, LeftOut, Participant, PassSpec
-from telegrad.autograd.schedule import LEAF, PLAIN, RECV, EngineCall, GraphSchedule
+from telegrad.autograd.engine import passes
+from telegrad.autograd.engine.passes import Driver, Ledger, LeftOut, Participant, PassSpec
+from telegrad.autograd.engine.schedule import LEAF, PLAIN, RECV, EngineCall, GraphSchedule
 
 SEED = os.environ.get("TELEGRAD_SEED")
 SEEDS = [int(SEED)] if SEED else range(300)

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from telegrad.transport.reading import Owner, Reading
+from telegrad._core.transport.reading import Owner, Reading
 from tests.sim.baton import Baton, Lock
 
 SEEDS = 400

@@ -12,7 +12,19 @@ from typing import Any
 
 import pytest
 
-from telegrad.group.steps import FINISH, HERE, LEAVING, MOVE, SERVING, STAY, Impatient, Letter, Move, Standing, Steps
+from telegrad._core.membership.generation_steps import (
+    FINISH,
+    HERE,
+    LEAVING,
+    MOVE,
+    SERVING,
+    STAY,
+    Impatient,
+    Letter,
+    Move,
+    Standing,
+    Steps,
+)
 
 SEEDS = [int(os.environ["TELEGRAD_SEED"])] if "TELEGRAD_SEED" in os.environ else range(2000)
 MOST_STEPS = 4

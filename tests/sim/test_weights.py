@@ -22,9 +22,18 @@ from typing import Any
 
 import pytest
 
-from telegrad.weights.feed import PATIENCE, Feed
-from telegrad.weights.follower import Follower
-from telegrad.weights.words import About, Forgot, Leave, Lent, Opened, Over, Party, Piece
+from telegrad.weights.transfer.feed import PATIENCE, Feed
+from telegrad.weights.transfer.fetcher import Fetcher
+from telegrad.weights.transfer.messages import (
+    Closed,
+    JoinAgain,
+    Leave,
+    Party,
+    Piece,
+    VersionInfo,
+    VersionOpened,
+    WholeVersion,
+)
 
 SEEDS = [int(os.environ["TELEGRAD_SEED"])] if "TELEGRAD_SEED" in os.environ else range(2_000)
 NIGHTLY = [] if "TELEGRAD_SEED" in os.environ else range(2_000, 100_000)
@@ -42,8 +51,8 @@ class Reader:
         self.party = party
         self.host = host
         self.every = every
-        self.machine = Follower(PUBLISHER)
-        self.stock: dict[int, Content] = {}
+        self.machine = Fetcher(PUBLISHER)
+        self.memory: dict[int, Content] = {}
         self.lent: set[int] = set()  # versions whose bytes its user has, and writes to
         self.taken = 0
 
@@ -54,7 +63,7 @@ class World:
     def __init__(self, seed: int, faults: bool) -> None:
         self.random = chance = random.Random(seed)
         self.feed = Feed(PUBLISHER, "host0", KEEP)
-        self.stock: dict[int, Content] = {}
+        self.memory: dict[int, Content] = {}
         self.readers: dict[Party, Reader] = {}
         self.lines: dict[tuple[str, str], list[tuple[Party, Party, Any, Content | None]]] = {}
         self.losses: list[tuple[str, str]] = []  # (who will hear, that its connection with whom has ended)
@@ -100,38 +109,38 @@ class World:
         self.versions -= 1
         self.layout += self.random.random() < 0.3
         pieces = self.random.randint(0, 9)
-        number = self.feed.shelf.newest + 1
-        self.stock[number] = dict.fromkeys(range(pieces), number)
-        self.send(PUBLISHER, self.feed.publish(About(self.layout, b"layout %d" % self.layout, pieces, 1)))
-        assert self.feed.shelf.is_whole(number), "W4"
+        number = self.feed.store.newest + 1
+        self.memory[number] = dict.fromkeys(range(pieces), number)
+        self.send(PUBLISHER, self.feed.publish(VersionInfo(self.layout, b"layout %d" % self.layout, pieces, 1)))
+        assert self.feed.store.is_complete(number), "W4"
         self.check_kept()
 
     def check_kept(self) -> None:
         readers = len(self.feed.taken)
-        assert len(self.feed.shelf.about) <= KEEP + readers, f"W4: {list(self.feed.shelf.about)} are kept"
+        assert len(self.feed.store.info) <= KEEP + readers, f"W4: {list(self.feed.store.info)} are kept"
 
     def use(self, reader: Reader, waits: bool = False) -> None:
         """Its user looks for a version, or waits for it."""
         machine = reader.machine
         if reader.every:
-            least = max(reader.taken + 1, machine.shelf.oldest)
-            number = least if machine.shelf.is_whole(least) else 0
+            least = max(reader.taken + 1, machine.store.oldest)
+            number = least if machine.store.is_complete(least) else 0
         else:
             least = reader.taken + 1
-            number = machine.shelf.newest_whole()
+            number = machine.store.newest_complete()
             number = number if number >= least else 0
         if not number:
             patient = waits or reader.every or self.random.random() < 0.7
             self.send(reader.party, machine.want(least, reader.every, patient), reader)
             return
-        assert set(reader.stock[number].values()) <= {number}, f"W1: {reader.stock[number]} as {number}"
-        assert len(reader.stock[number]) == machine.shelf.about[number].pieces, "W1"
-        assert machine.shelf.about[number].description == b"layout %d" % machine.shelf.about[number].layout
+        assert set(reader.memory[number].values()) <= {number}, f"W1: {reader.memory[number]} as {number}"
+        assert len(reader.memory[number]) == machine.store.info[number].pieces, "W1"
+        assert machine.store.info[number].description == b"layout %d" % machine.store.info[number].layout
         assert number > reader.taken, "W2"
         if reader.every and reader.taken and number != reader.taken + 1:
-            assert self.feed.shelf.newest - KEEP >= reader.taken, f"W3: {reader.taken}, then {number}"
+            assert self.feed.store.newest - KEEP >= reader.taken, f"W3: {reader.taken}, then {number}"
         if number in reader.lent:
-            reader.stock[number] = dict.fromkeys(reader.stock[number], WRITTEN)
+            reader.memory[number] = dict.fromkeys(reader.memory[number], WRITTEN)
         reader.taken = number
         self.send(reader.party, machine.taken(number, reader.every), reader)
 
@@ -174,7 +183,7 @@ class World:
         reader = self.readers.pop(self.random.choice(sorted(self.readers)))
         self.joins = [party for party in self.joins if party != reader.party]
         self.log.append(f"{reader.party} leaves")
-        self.send(reader.party, [*reader.machine.leave(), (PUBLISHER, Leave())], reader)
+        self.send(reader.party, reader.machine.leave(), reader)
 
     def living(self) -> set[str]:
         return {"learner", *(party.worker for party in self.readers)}
@@ -183,55 +192,55 @@ class World:
 
     def send(self, sender: Party, out: list[tuple[Party, Any]], reader: Reader | None = None) -> None:
         """As the rim does: bytes go along, and those of what is let go of are dropped."""
-        stock, shelf = (self.stock, self.feed.shelf) if reader is None else (reader.stock, reader.machine.shelf)
-        for to, word in out:
-            self.log.append(f"{sender.worker}.{sender.number} -> {to.worker}.{to.number}: {word}")
+        stock, store = (self.memory, self.feed.store) if reader is None else (reader.memory, reader.machine.store)
+        for to, message in out:
+            self.log.append(f"{sender.worker}.{sender.number} -> {to.worker}.{to.number}: {message}")
             content = None
-            if isinstance(word, Lent):
-                content = dict(stock[word.number])
+            if isinstance(message, WholeVersion):
+                content = dict(stock[message.number])
                 assert WRITTEN not in content.values(), "W8"
-            elif isinstance(word, Piece):
-                assert set(stock[word.number]) >= {word.piece}, "W1"
-                content = {word.piece: stock[word.number][word.piece]}
+            elif isinstance(message, Piece):
+                assert set(stock[message.number]) >= {message.piece}, "W1"
+                content = {message.piece: stock[message.number][message.piece]}
                 assert WRITTEN not in content.values(), "W8"
                 if self.random.random() < 0.5:
-                    word = word._replace(base=0)  # what has changed is not known here
+                    message = message._replace(base=0)  # what has changed is not known here
             if to.worker in self.living():
-                self.lines.setdefault((sender.worker, to.worker), []).append((sender, to, word, content))
+                self.lines.setdefault((sender.worker, to.worker), []).append((sender, to, message, content))
             elif (sender.worker, to.worker) not in self.losses:
                 self.losses.append((sender.worker, to.worker))
-        for number in [number for number in stock if number not in shelf.about]:
+        for number in [number for number in stock if number not in store.info]:
             del stock[number]
 
     def deliver(self, line: tuple[str, str]) -> None:
-        sender, to, word, content = self.lines[line].pop(0)
+        sender, to, message, content = self.lines[line].pop(0)
         if to == PUBLISHER:
-            self.send(PUBLISHER, self.feed.receive(sender, word))
+            self.send(PUBLISHER, self.feed.receive(sender, message))
             self.check_kept()
         elif to in self.readers:
-            self.take(self.readers[to], sender, word, content)
-        elif not isinstance(word, Leave | Forgot):
+            self.take(self.readers[to], sender, message, content)
+        elif not isinstance(message, Leave | JoinAgain):
             self.lines.setdefault((to.worker, sender.worker), []).append((to, sender, Leave(), None))
 
-    def take(self, reader: Reader, sender: Party, word: Any, content: Content | None) -> None:
+    def take(self, reader: Reader, sender: Party, message: Any, content: Content | None) -> None:
         machine = reader.machine
-        if isinstance(word, Forgot) and sender == PUBLISHER:
+        if isinstance(message, JoinAgain) and sender == PUBLISHER:
             if reader.party not in self.joins:
                 self.joins.append(reader.party)
             return
-        if isinstance(word, Piece) and machine.expects(word):
+        if isinstance(message, Piece) and machine.expects(message):
             assert content is not None
-            base = reader.stock.get(word.base, {0: WRITTEN})
-            if word.base and (WRITTEN in base.values() or self.random.random() < 0.05):
-                self.send(reader.party, machine.distrust(word.number), reader)
+            base = reader.memory.get(message.base, {0: WRITTEN})
+            if message.base and (WRITTEN in base.values() or self.random.random() < 0.05):
+                self.send(reader.party, machine.distrust(message.number), reader)
                 return
-            assert not word.base or machine.shelf.is_whole(word.base), "W1: from one that is not whole"
-            reader.stock[word.number] |= content
-        if isinstance(word, Lent | Opened) and word.number not in machine.shelf.about:
-            reader.stock[word.number] = content or {}
-            (reader.lent.add if isinstance(word, Lent) else reader.lent.discard)(word.number)
-        assert not isinstance(word, Over)
-        self.send(reader.party, machine.receive(sender, word), reader)
+            assert not message.base or machine.store.is_complete(message.base), "W1: from one that is not whole"
+            reader.memory[message.number] |= content
+        if isinstance(message, WholeVersion | VersionOpened) and message.number not in machine.store.info:
+            reader.memory[message.number] = content or {}
+            (reader.lent.add if isinstance(message, WholeVersion) else reader.lent.discard)(message.number)
+        assert not isinstance(message, Closed)
+        self.send(reader.party, machine.receive(sender, message), reader)
 
     def hear(self, loss: tuple[str, str]) -> None:
         self.losses.remove(loss)
@@ -258,17 +267,17 @@ class World:
                 action, *subject = self.random.choice(options)
                 action(*subject)
         self.faults = self.to_come = 0
-        if not self.feed.shelf.newest:
+        if not self.feed.store.newest:
             self.versions = max(self.versions, 1)
         while self.versions:
             self.publish()
         self.settle()
-        newest = self.feed.shelf.newest
+        newest = self.feed.store.newest
         for reader in self.readers.values():
             assert reader.taken == newest, f"W5: {reader.party} has {reader.taken} of {newest}"
             # what was lent is dropped where others were to rely on this reader for a while; its user has it
-            assert set(reader.stock) <= {newest} or self.one_sided, f"W6: {reader.party} keeps {list(reader.stock)}"
-        assert set(self.stock) == {newest} or self.one_sided, f"W6: the publisher keeps {list(self.stock)}"
+            assert set(reader.memory) <= {newest} or self.one_sided, f"W6: {reader.party} keeps {list(reader.memory)}"
+        assert set(self.memory) == {newest} or self.one_sided, f"W6: the publisher keeps {list(self.memory)}"
 
     def settle(self) -> None:
         """Until nothing happens any more, however long each looks."""
@@ -278,7 +287,7 @@ class World:
             if options:
                 action, *subject = self.random.choice(options)
                 action(*subject)
-            late = [reader for reader in self.readers.values() if reader.taken < self.feed.shelf.newest]
+            late = [reader for reader in self.readers.values() if reader.taken < self.feed.store.newest]
             if not options and not late:
                 quiet += 1
                 if quiet > PATIENCE + 1:
@@ -287,11 +296,11 @@ class World:
                 if not options or self.random.random() < 0.2:
                     self.use(reader, waits=True)
             if not options and not any(self.lines.values()):
-                late = [reader for reader in late if reader.taken < self.feed.shelf.newest]
+                late = [reader for reader in late if reader.taken < self.feed.store.newest]
                 assert self.one_sided or not late, f"W7: {late[0].party} waits in vain"
-                self.send(PUBLISHER, self.feed.look())
+                self.send(PUBLISHER, self.feed.on_tick())
                 for reader in self.readers.values():
-                    self.send(reader.party, reader.machine.look(), reader)
+                    self.send(reader.party, reader.machine.on_tick(), reader)
         raise AssertionError(f"W5: no end: {[(reader.party, reader.taken) for reader in self.readers.values()]}")
 
 

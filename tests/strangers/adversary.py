@@ -11,9 +11,9 @@ import itertools
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from telegrad._core.security.handshake import LONGEST, Acceptor, Claim, Initiator
+from telegrad._core.security.keyring import Keyring
 from telegrad.errors import HandshakeError, PeerUnreachable
-from telegrad.keyring import Keyring
-from telegrad.transport.handshake import LONGEST, Acceptor, Claim, Initiator
 
 NAMED = (HandshakeError, PeerUnreachable)
 MOST_ENDS = 8

@@ -14,15 +14,15 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.distributed as dist
 
+from telegrad._core.security.noise import KEY, CipherState, DecryptionFailed
+from telegrad._core.security.records import RecordReader, RecordWriter
+from telegrad._core.stores.board import Board
+from telegrad._core.stores.file_store import FileStore
+from telegrad._core.stores.sealed_store import SealedStore, Sealer
+from telegrad._core.wire.messages import split, unpack_numbers
+from telegrad._core.wire.packing import pack
+from telegrad._core.wire.unpacking import unpack
 from telegrad.errors import CannotDecode, ProtocolViolation, StoreUntrusted
-from telegrad.group.board import Board
-from telegrad.group.files import FileStore
-from telegrad.group.sealing import SealedStore, Sealer
-from telegrad.transport.noise import KEY, CipherState, DecryptionFailed
-from telegrad.transport.records import RecordReader, RecordWriter
-from telegrad.wire.messages import split, unpack_numbers
-from telegrad.wire.packing import pack
-from telegrad.wire.unpacking import unpack
 from tests.cluster import KEYS
 from tests.strangers.adversary import CUT, DELIVER, FLIP, JOIN, RAW, RENAME, Move, Network, honest
 from tests.strangers.streams import SMALL, agree, samples, scratch_of

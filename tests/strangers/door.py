@@ -10,9 +10,9 @@ import socket
 import time
 from collections.abc import Callable
 
-from telegrad.rpc.worker import Worker
-from telegrad.transport.handshake import Initiator
-from telegrad.transport.records import LONGEST, RECORD, RecordReader, RecordWriter
+from telegrad._core.security.handshake import Initiator
+from telegrad._core.security.records import LONGEST, RECORD, RecordReader, RecordWriter
+from telegrad._core.worker.worker import Worker
 from tests.cluster import PATIENCE
 
 LATE = 1.0  # seconds that may pass until a worker looks whether somebody is late

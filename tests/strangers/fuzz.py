@@ -16,13 +16,13 @@ import sys
 import tempfile
 
 INSTRUMENTED = [
-    "telegrad.wire.frames",
-    "telegrad.wire.messages",
-    "telegrad.transport.handshake",
-    "telegrad.transport.records",
-    "telegrad.group.sealing",
-    "telegrad.group.files",
-    "telegrad.wire.unpacking",
+    "telegrad._core.wire.frames",
+    "telegrad._core.wire.messages",
+    "telegrad._core.security.handshake",
+    "telegrad._core.security.records",
+    "telegrad._core.stores.sealed_store",
+    "telegrad._core.stores.file_store",
+    "telegrad._core.wire.unpacking",
 ]
 MEGABYTES = 512  # of memory: a target that needs more has failed
 NAMES = ["frames", "handshake", "records", "store", "decoders"]

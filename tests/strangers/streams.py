@@ -13,10 +13,9 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-from telegrad.errors import ProtocolViolation
-from telegrad.wire import frames
-from telegrad.wire.frames import FrameReader
-from telegrad.wire.messages import (
+from telegrad._core.wire import frames
+from telegrad._core.wire.frames import FrameReader
+from telegrad._core.wire.messages import (
     BYE,
     CALL,
     ENTRY,
@@ -30,7 +29,8 @@ from telegrad.wire.messages import (
     encode,
     pack_numbers,
 )
-from telegrad.wire.tensors import HOST
+from telegrad._core.wire.tensors import HOST
+from telegrad.errors import ProtocolViolation
 
 Plain = tuple[int, int, int, bytes, bytes, bytes, list[Any]]  # what a frame holds
 

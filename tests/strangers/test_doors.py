@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
-from telegrad.keyring import Keyring
-from telegrad.transport import listener
-from telegrad.transport.handshake import Claim, Initiator
-from telegrad.transport.listener import Listener
-from telegrad.transport.poller import READ, Poller
+from telegrad._core.security.handshake import Claim, Initiator
+from telegrad._core.security.keyring import Keyring
+from telegrad._core.transport import listener
+from telegrad._core.transport.listener import Listener
+from telegrad._core.transport.poller import READ, Poller
 from tests.strangers.door import HAS_PROC, eventually
 
 KEY = Keyring([b"the key of the group"])

@@ -16,11 +16,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from telegrad.keyring import Keyring
-from telegrad.rpc.worker import Worker
-from telegrad.transport import listener
-from telegrad.transport.handshake import Claim, Initiator
-from telegrad.transport.refusals import MOST_LINES
+from telegrad._core.security.handshake import Claim, Initiator
+from telegrad._core.security.keyring import Keyring
+from telegrad._core.security.refusals import MOST_LINES
+from telegrad._core.transport import listener
+from telegrad._core.worker.worker import Worker
 from tests.cluster import agents
 from tests.strangers.door import (
     HAS_PROC,

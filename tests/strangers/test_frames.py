@@ -6,10 +6,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from telegrad._core.wire.frames import SCRATCH, FrameReader
+from telegrad._core.wire.messages import CALL, ENTRY, PREFIX
+from telegrad._core.wire.tensors import HOST
 from telegrad.errors import ProtocolViolation
-from telegrad.wire.frames import SCRATCH, FrameReader
-from telegrad.wire.messages import CALL, ENTRY, PREFIX
-from telegrad.wire.tensors import HOST
 from tests.strangers.door import HAS_PROC, resident
 from tests.strangers.streams import PLENTY, SMALL, agree, attach, cut, limited, read, samples, scratch_of
 

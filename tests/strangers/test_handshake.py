@@ -10,8 +10,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from telegrad._core.security.handshake import LONGEST, PROTOCOL, Acceptor, Initiator
 from telegrad.errors import AuthenticationFailed, ProtocolViolation, VersionMismatch
-from telegrad.transport.handshake import LONGEST, PROTOCOL, Acceptor, Initiator
 from tests.strangers.adversary import ACCEPT, DELIVER, FLIP, INITIATE, KEYS, MEMBERS, NAMED, Move, Network, honest
 
 A, B, _ = MEMBERS

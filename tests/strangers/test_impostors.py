@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
+from telegrad._core.security.handshake import PROTOCOL, Acceptor, Claim
+from telegrad._core.security.keyring import Keyring
+from telegrad._core.security.tls import TlsFiles
+from telegrad._core.transport.connect import Target, connect
 from telegrad.errors import AuthenticationFailed, PeerUnreachable, ProtocolViolation, VersionMismatch
-from telegrad.keyring import Keyring
-from telegrad.transport.connect import Target, connect
-from telegrad.transport.handshake import PROTOCOL, Acceptor, Claim
-from telegrad.transport.tls import TlsFiles
 from tests.transport.test_tls import Authority
 
 KEY = Keyring([b"the key of the group"])

@@ -14,16 +14,14 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from telegrad.devices.staging import Staging
-from telegrad.devices.streams import Streams
-from telegrad.errors import PeerLost
-from telegrad.rpc.worker import Worker
-from telegrad.transport.blobs import MemorySources
-from telegrad.transport.handshake import Claim, Initiator
-from telegrad.transport.link import Link
-from telegrad.transport.memory import Arena
-from telegrad.transport.poller import Poller
-from telegrad.wire.messages import (
+from telegrad._core.devices.device_streams import Streams
+from telegrad._core.devices.staging import Staging
+from telegrad._core.memory.blobs import MemorySources
+from telegrad._core.memory.warm_memory import Arena
+from telegrad._core.security.handshake import Claim, Initiator
+from telegrad._core.transport.link import Link
+from telegrad._core.transport.poller import Poller
+from telegrad._core.wire.messages import (
     CALL,
     ENTRY,
     HAS_REFERENCES,
@@ -36,7 +34,9 @@ from telegrad.wire.messages import (
     Message,
     encode,
 )
-from telegrad.wire.tensors import HOST
+from telegrad._core.wire.tensors import HOST
+from telegrad._core.worker.worker import Worker
+from telegrad.errors import PeerLost
 from tests.cluster import agents
 from tests.strangers.door import Visitor, knock, wait_closed
 from tests.strangers.streams import SMALL, samples, scratch_of

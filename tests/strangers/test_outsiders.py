@@ -21,11 +21,11 @@ import pytest
 import torch.distributed as dist
 
 from telegrad import errors
-from telegrad.group.members import Member
-from telegrad.group.rendezvous import join_static
-from telegrad.keyring import Keyring, new_key
-from telegrad.rpc.worker import Worker
-from telegrad.transport.handshake import Claim, Initiator
+from telegrad._core.joining.rendezvous import join_static
+from telegrad._core.membership.members import Member
+from telegrad._core.security.handshake import Claim, Initiator
+from telegrad._core.security.keyring import Keyring, new_key
+from telegrad._core.worker.worker import Worker
 from tests.chaos.test_hosts import ip, why_not
 from tests.cluster import agents, sealed
 from tests.other_user import become_nobody, is_root

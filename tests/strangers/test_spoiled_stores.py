@@ -14,13 +14,14 @@ from hypothesis import strategies as st
 
 import telegrad.rpc as rpc
 from telegrad import errors
-from telegrad.group import rendezvous
-from telegrad.group.board import Board
-from telegrad.group.finding import POINTER, find_directory
-from telegrad.group.members import Member
-from telegrad.group.rendezvous import Roster, join_static
-from telegrad.group.sealed import SealedDirectory
-from telegrad.rpc.options import TelegradOptions
+from telegrad._core.joining import rendezvous
+from telegrad._core.joining.rendezvous import Roster, join_static
+from telegrad._core.membership.members import Member
+from telegrad._core.stores.board import Board
+from telegrad._core.stores.find_directory import POINTER, find_directory
+from telegrad._core.stores.sealed_directory import SealedDirectory
+from telegrad._core.worker import current
+from telegrad._core.worker.options import TelegradOptions
 from tests.cluster import KEYS, PATIENCE, free_port, processes, sealed
 
 SOON = 10.0  # seconds for what must end in bounded time, on a busy machine
@@ -166,8 +167,8 @@ def spoiled_between_generations(port: int) -> list[tuple[str, str]]:
     options = TelegradOptions(init_method=f"tcp://127.0.0.1:{port}", rpc_timeout=PATIENCE)
     rpc.init_rpc("w", min_workers=1, rpc_backend_options=options)
     rpc.rendezvous_again()
-    elastic = rpc.current.joined().elastic
-    elastic.turning_of(rpc.current.joined())._steps.want(True)  # somebody waits to come in
+    elastic = current.joined().elastic
+    elastic.turning_of(current.joined())._steps.want(True)  # somebody waits to come in
     found = elastic._held.found  # as if that was a server of others, with values that a stranger has written
     elastic._held.found = found._replace(directory=SealedDirectory(found.directory, KEYS, "place"))
     return [outcome(act) for act in (rpc.rendezvous_again, rpc.workers, lambda: rpc.rpc_sync("w", abs, (1,)))] + [

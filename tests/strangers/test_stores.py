@@ -20,19 +20,20 @@ import torch.distributed as dist
 import telegrad
 import telegrad.rpc
 from telegrad import errors
-from telegrad.group import address, tcp
-from telegrad.group.finding import POINTER, find_directory
-from telegrad.group.members import Member
-from telegrad.group.registry import Registry
-from telegrad.group.rendezvous import join_static
-from telegrad.group.sealed import SealedDirectory
-from telegrad.group.stores import Meeting
-from telegrad.keyring import Keyring
-from telegrad.rpc import current
-from telegrad.rpc.cluster import start
-from telegrad.rpc.options import TelegradOptions
-from telegrad.rpc.worker import Worker
-from telegrad.transport.handshake import PURPOSE
+from telegrad._core.joining.rendezvous import join_static
+from telegrad._core.membership.members import Member
+from telegrad._core.membership.registry import Registry
+from telegrad._core.security.handshake import PURPOSE
+from telegrad._core.security.keyring import Keyring
+from telegrad._core.start.cluster import start
+from telegrad._core.stores import address, tcp_store
+from telegrad._core.stores.find_directory import POINTER, find_directory
+from telegrad._core.stores.sealed_directory import SealedDirectory
+from telegrad._core.stores.stores import Meeting
+from telegrad._core.worker import current
+from telegrad._core.worker.options import TelegradOptions
+from telegrad._core.worker.worker import Worker
+from telegrad.ext import starting
 from tests.cluster import PATIENCE, sealed
 from tests.directory.naive import NaiveEngine
 
@@ -197,7 +198,7 @@ def listening(port: int) -> list[str]:
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "127.0.0.2"])
 def test_a_store_on_loopback_listens_there_alone(host: str) -> None:
-    store, port = tcp.serve_tcp(host, 0)
+    store, port = tcp_store.serve_tcp(host, 0)
     wanted = socket.inet_aton(socket.gethostbyname(host))[::-1].hex().upper()
     assert listening(port) == [wanted]
     del store
@@ -219,14 +220,14 @@ def test_a_name_that_is_loopback_here_alone_is_served_for_others(monkeypatch: py
 def test_the_key_of_a_local_group_is_where_no_other_user_sees_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """The store and the command lines of processes can be read by all; the key has crossed a pipe."""
     stores: list[Recorded] = []
-    serve = tcp.serve_on
+    serve = tcp_store.serve_on
 
     def recorded(listener: socket.socket) -> tuple[Recorded, int]:
         store, port = serve(listener)
         stores.append(Recorded(store))
         return stores[0], port
 
-    monkeypatch.setattr(tcp, "serve_on", recorded)
+    monkeypatch.setattr(starting, "serve_on", recorded)
     with telegrad.local(1, driver="boss") as workers:
         pid = telegrad.rpc.rpc_sync(workers[0], os.getpid)
         command = pathlib.Path(f"/proc/{pid}/cmdline").read_bytes()

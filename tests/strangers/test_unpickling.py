@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from telegrad.keyring import Keyring
-from telegrad.rpc.worker import Worker
-from telegrad.transport.handshake import Acceptor, Claim, Initiator
-from telegrad.wire import pickling
-from telegrad.wire.frames import FrameReader
-from telegrad.wire.messages import CALL, NOTICE, Message, encode
+from telegrad._core.pickling import pickling
+from telegrad._core.security.handshake import Acceptor, Claim, Initiator
+from telegrad._core.security.keyring import Keyring
+from telegrad._core.wire.frames import FrameReader
+from telegrad._core.wire.messages import CALL, NOTICE, Message, encode
+from telegrad._core.worker.worker import Worker
 from tests.cluster import agents
 from tests.strangers.door import knock, say, wait_closed
 

@@ -21,21 +21,21 @@ from telegrad.supervision.policy import (
     SIGKILL,
     SIGTERM,
     WAITS,
-    Act,
-    EndStore,
+    Action,
+    EndServing,
+    Log,
     Policy,
-    Say,
     Signal,
     Start,
 )
-from telegrad.supervision.roles import END, POLICIES, RESTART_ROLE, Plan, Role
+from telegrad.supervision.roles import END, POLICIES, RESTART_ROLE, Role, RunConfig
 
 GRACE = 10.0
 SEED = os.environ.get("TELEGRAD_SEED")
 
 
 def policy(*roles: Role) -> Policy:
-    made = Policy(Plan(roles).seats(0), GRACE)
+    made = Policy(RunConfig(roles).slots(0), GRACE)
     made.begin(0.0)
     return made
 
@@ -48,24 +48,24 @@ def started(of: Policy, now: float) -> list[Start]:
     """All that start now, which they do one by one."""
     found: list[Start] = []
     while of.due <= now:
-        acts = of.look(now)
-        starts = [act for act in acts if isinstance(act, Start)]
+        actions = of.look(now)
+        starts = [action for action in actions if isinstance(action, Start)]
         assert len(starts) <= 1
         found += starts
     return found
 
 
-def done(acts: list[Act]) -> list[Act]:
+def done(actions: list[Action]) -> list[Action]:
     """But for what is said."""
-    return [act for act in acts if not isinstance(act, Say)]
+    return [action for action in actions if not isinstance(action, Log)]
 
 
-def said(acts: list[Act]) -> str:
-    return "\n".join(act.text for act in acts if isinstance(act, Say))
+def said(actions: list[Action]) -> str:
+    return "\n".join(action.text for action in actions if isinstance(action, Log))
 
 
 def states(of: Policy) -> list[str]:
-    return [one.state for one in of.standings()]
+    return [one.state for one in of.statuses()]
 
 
 def test_a_group_ends_when_its_workers_have() -> None:
@@ -73,7 +73,7 @@ def test_a_group_ends_when_its_workers_have() -> None:
     assert started(group, 0) == [Start("a0", 0), Start("a1", 0)]
     assert said(group.ended("a0", 0, 1)) == "a0 has ended with exit code 0"
     assert group.code is None
-    assert done(group.ended("a1", 0, 2)) == [EndStore()]
+    assert done(group.ended("a1", 0, 2)) == [EndServing()]
     assert group.code == 0
 
 
@@ -88,8 +88,8 @@ def test_who_fails_is_started_again_later_and_later_until_its_restarts_are_used_
         now = group.due
     assert times == [0.0, 0.5, 1.5, 3.5]
     started(group, now)
-    acts = group.ended("a0", -SIGKILL, now + 0.5)
-    assert said(acts) == (
+    actions = group.ended("a0", -SIGKILL, now + 0.5)
+    assert said(actions) == (
         "a0 ended with signal SIGKILL after 0.5 s, and 4 restarts within 300 s are used up: the group ends"
     )
     assert (group.code, group.failed) == (128 + SIGKILL, "a0")
@@ -130,13 +130,13 @@ def test_none_is_started_again_without_restarts() -> None:
 def test_a_failure_can_end_the_group() -> None:
     group = policy(role("a", count=2, on_failure=END), role("b"))
     started(group, 0)
-    acts = group.ended("a0", 3, 1)
-    assert done(acts) == [EndStore(), Signal("a1", SIGTERM), Signal("b0", SIGTERM)]
+    actions = group.ended("a0", 3, 1)
+    assert done(actions) == [EndServing(), Signal("a1", SIGTERM), Signal("b0", SIGTERM)]
     group.ended("b0", 0, 2)
     assert group.due == 1 + GRACE
-    acts = group.look(1 + GRACE)
-    assert done(acts) == [Signal("a1", SIGKILL)]
-    assert "a1 does not end within 10 s and is killed" in said(acts)
+    actions = group.look(1 + GRACE)
+    assert done(actions) == [Signal("a1", SIGKILL)]
+    assert "a1 does not end within 10 s and is killed" in said(actions)
     assert (group.due, group.code) == (inf, None)
     assert group.ended("a1", -SIGKILL, 12) == []
     assert group.code == 3
@@ -146,9 +146,9 @@ def test_a_role_is_started_again_together() -> None:
     group = policy(role("a", count=3, on_failure=RESTART_ROLE, restarts=1), role("b"))
     started(group, 0)
     group.ended("a2", 0, 1)
-    acts = group.ended("a0", 1, 5)
-    assert done(acts) == [Signal("a1", SIGTERM)]
-    assert "all of role 'a' are started again (1 of 1 within 300 s)" in said(acts)
+    actions = group.ended("a0", 1, 5)
+    assert done(actions) == [Signal("a1", SIGTERM)]
+    assert "all of role 'a' are started again (1 of 1 within 300 s)" in said(actions)
     assert states(group) == [ENDED, ENDING, ENDED, RUNS]
     assert group.ended("a1", -SIGTERM, 6) == []
     assert started(group, 6) == [Start("a0", 1), Start("a1", 1), Start("a2", 1)]
@@ -177,9 +177,9 @@ def test_who_serves_ends_after_the_others() -> None:
     group.ended("s2", 1, 0.1)
     group.look(0.1)
     group.ended("s2", 1, 0.2)
-    acts = group.ended("a0", 0, 0.5)
-    assert done(acts) == [EndStore()]
-    assert "all work is done: s0, s1, s2 are to end" in said(acts)
+    actions = group.ended("a0", 0, 0.5)
+    assert done(actions) == [EndServing()]
+    assert "all work is done: s0, s1, s2 are to end" in said(actions)
     assert states(group)[-1] == ENDED
     assert group.ended("s0", 0, 1) == []
     assert group.due == 0.5 + GRACE
@@ -207,7 +207,7 @@ def test_the_first_signal_asks_and_the_second_kills() -> None:
     assert states(group) == [ENDING, ENDING, ENDED]
     assert group.ended("a1", 130, 1) == []
     assert done(group.signalled(SIGINT, 2)) == [Signal("a0", SIGKILL)]
-    assert group.ended("a0", -SIGKILL, 2) == [EndStore()]
+    assert group.ended("a0", -SIGKILL, 2) == [EndServing()]
     assert group.code == 128 + SIGINT
 
 
@@ -217,7 +217,7 @@ def test_after_a_signal_too_who_serves_ends_after_the_others() -> None:
     assert done(group.signalled(SIGTERM, 1)) == [Signal("a0", SIGTERM)]
     assert group.ended("s1", 1, 2) == []
     assert states(group) == [ENDING, RUNS, ENDED]
-    assert group.ended("a0", 0, 3) == [EndStore()]
+    assert group.ended("a0", 0, 3) == [EndServing()]
     assert group.due == 3 + GRACE
     group.ended("s0", 0, 4)
     assert group.code == 128 + SIGTERM
@@ -226,7 +226,7 @@ def test_after_a_signal_too_who_serves_ends_after_the_others() -> None:
 def test_a_signal_goes_to_those_that_serve_where_all_do() -> None:
     group = policy(role("s", serves=True, count=2))
     started(group, 0)
-    assert done(group.signalled(SIGTERM, 1)) == [EndStore(), Signal("s0", SIGTERM), Signal("s1", SIGTERM)]
+    assert done(group.signalled(SIGTERM, 1)) == [EndServing(), Signal("s0", SIGTERM), Signal("s1", SIGTERM)]
     group.ended("s0", 0, 1)
     assert group.ended("s1", 0, 1) == []
     assert group.code == 128 + SIGTERM
@@ -236,9 +236,9 @@ def test_a_command_that_is_not_there_ends_the_group() -> None:
     group = policy(role("a", count=3))
     assert done(group.look(0)) == [Start("a0", 0)]
     assert done(group.look(0)) == [Start("a1", 0)]
-    acts = group.could_not_start("a1", "no such file", 0)
-    assert done(acts) == [EndStore(), Signal("a0", SIGTERM)]
-    assert "a1 could not be started: no such file: the group ends" in said(acts)
+    actions = group.could_not_start("a1", "no such file", 0)
+    assert done(actions) == [EndServing(), Signal("a0", SIGTERM)]
+    assert "a1 could not be started: no such file: the group ends" in said(actions)
     assert group.due == GRACE
     assert started(group, GRACE - 1) == []
     group.ended("a0", 0, 1)
@@ -259,9 +259,9 @@ def test_what_cannot_be_started_any_more_does_not_end_a_group_twice() -> None:
 def test_a_group_that_cannot_be_ends() -> None:
     group = policy(role("a"))
     started(group, 0)
-    acts = group.given_up("no store", 1)
-    assert (said(acts), done(acts)) == ("no store: the group ends", [EndStore(), Signal("a0", SIGTERM)])
-    assert group.given_up("no store", 1) == []
+    actions = group.abort("no store", 1)
+    assert (said(actions), done(actions)) == ("no store: the group ends", [EndServing(), Signal("a0", SIGTERM)])
+    assert group.abort("no store", 1) == []
     group.ended("a0", -SIGTERM, 2)
     assert group.code == 1
 
@@ -272,8 +272,8 @@ class World:
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
         roles = [self._role(f"r{number}") for number in range(self.random.randint(1, 3))]
-        self.roles = {seat.name: seat.role for seat in Plan(tuple(roles)).seats(0)}
-        self.group = Policy(Plan(tuple(roles)).seats(0), GRACE)
+        self.roles = {slot.name: slot.role for slot in RunConfig(tuple(roles)).slots(0)}
+        self.group = Policy(RunConfig(tuple(roles)).slots(0), GRACE)
         self.now = 0.0
         self.running: dict[str, float] = {}  # and when each began
         self.starts: dict[str, list[float]] = {name: [] for name in self.roles}
@@ -319,32 +319,32 @@ class World:
         self._do(self.group.ended(name, code, self.now))
         role = self.roles[name]
         if code and role.on_failure == RESTART_ROLE and not (self.over or self.signalled):
-            of_role = {one.state for one in self.group.standings() if self.roles[one.name] is role}
+            of_role = {one.state for one in self.group.statuses() if self.roles[one.name] is role}
             assert of_role in ({WAITS}, {ENDING}, {ENDED, ENDING}), "a role is started again as a whole"
 
-    def _do(self, acts: list[Act]) -> None:
-        for act in acts:
-            if isinstance(act, Start):
-                self._start(act)
-            elif isinstance(act, Signal) and act.name in self.running:
-                if act.number == SIGKILL or self.random.random() < 0.5:
-                    del self.running[act.name]
-                    self._do(self.group.ended(act.name, -act.number, self.now))
-            elif isinstance(act, EndStore):
+    def _do(self, actions: list[Action]) -> None:
+        for action in actions:
+            if isinstance(action, Start):
+                self._start(action)
+            elif isinstance(action, Signal) and action.name in self.running:
+                if action.number == SIGKILL or self.random.random() < 0.5:
+                    del self.running[action.name]
+                    self._do(self.group.ended(action.name, -action.number, self.now))
+            elif isinstance(action, EndServing):
                 assert not self.over, "the group ends once"
                 self.over = True
 
-    def _start(self, act: Start) -> None:
-        assert act.name not in self.running, "it runs already"
+    def _start(self, action: Start) -> None:
+        assert action.name not in self.running, "it runs already"
         assert not self.over, "the group has ended"
         if self.random.random() < 0.01:
-            self._do(self.group.could_not_start(act.name, "", self.now))
+            self._do(self.group.could_not_start(action.name, "", self.now))
             return
-        self.running[act.name] = self.now
-        before = self.starts[act.name]
-        assert act.restarts == len(before)
+        self.running[action.name] = self.now
+        before = self.starts[action.name]
+        assert action.restarts == len(before)
         before.append(self.now)
-        role = self.roles[act.name]
+        role = self.roles[action.name]
         lately = sum(self.now - then < role.within for then in before)
         assert lately <= role.restarts + 1, "more often than it may"
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from telegrad.errors import UsageError
-from telegrad.supervision.roles import KEYS, RESTART_ROLE, SERVE, Plan, read
+from telegrad.supervision.roles import KEYS, RESTART_ROLE, SERVE, RunConfig, read
 
 PAGE = (pathlib.Path(__file__).parents[2] / "docs" / "supervision.md").read_text()
 
@@ -22,10 +22,10 @@ def test_the_file_of_the_page() -> None:
     assert (learner.command, learner.serves, learner.count) == (("python", "learner.py"), False, 1)
     assert (actor.count, actor.restarts, actor.within) == (4, 10, 600)
     assert (buffer.command, buffer.serves) == (SERVE, True)
-    seats = plan.seats(0)
-    assert [seat.name for seat in seats] == ["learner0", "actor0", "actor1", "actor2", "actor3", "buffer0"]
-    assert seats[3].filled_in(actor.command[-1]) == "2"
-    assert all(f"`{key}`" in PAGE for key in (*KEYS, *Plan._fields[1:]))
+    slots = plan.slots(0)
+    assert [slot.name for slot in slots] == ["learner0", "actor0", "actor1", "actor2", "actor3", "buffer0"]
+    assert slots[3].filled_in(actor.command[-1]) == "2"
+    assert all(f"`{key}`" in PAGE for key in (*KEYS, *RunConfig._fields[1:]))
 
 
 def test_options_change_the_file_and_add_to_it() -> None:
@@ -41,8 +41,8 @@ def test_options_change_the_file_and_add_to_it() -> None:
 
 def test_names_go_on_from_host_to_host() -> None:
     plan = read("[driver]\nnode = 0\n[actor]\ncount = 2", {})
-    assert [seat.name for seat in plan.seats(0)] == ["driver0", "actor0", "actor1"]
-    assert [seat.name for seat in plan.seats(2)] == ["actor4", "actor5"]
+    assert [slot.name for slot in plan.slots(0)] == ["driver0", "actor0", "actor1"]
+    assert [slot.name for slot in plan.slots(2)] == ["actor4", "actor5"]
 
 
 @pytest.mark.parametrize(

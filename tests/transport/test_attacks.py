@@ -17,20 +17,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from telegrad.devices.staging import Staging
-from telegrad.devices.streams import Streams
+from telegrad._core.devices.device_streams import Streams
+from telegrad._core.devices.staging import Staging
+from telegrad._core.memory.blobs import MemorySources
+from telegrad._core.memory.warm_memory import Arena
+from telegrad._core.security.handshake import Acceptor, Claim, Initiator
+from telegrad._core.security.keyring import Keyring
+from telegrad._core.security.noise import Ciphers, CipherState
+from telegrad._core.security.records import RECORD, RecordWriter
+from telegrad._core.transport.connect import Target, connect
+from telegrad._core.transport.encrypted_link import EncryptedLink
+from telegrad._core.transport.poller import Poller
+from telegrad._core.wire.messages import CALL, REFUSAL, RESULT, Message, encode
+from telegrad._core.worker.worker import Worker
 from telegrad.errors import AuthenticationFailed, PeerLost, VersionMismatch
-from telegrad.keyring import Keyring
-from telegrad.rpc.worker import Worker
-from telegrad.transport.blobs import MemorySources
-from telegrad.transport.connect import Target, connect
-from telegrad.transport.encrypted import EncryptedLink
-from telegrad.transport.handshake import Acceptor, Claim, Initiator
-from telegrad.transport.memory import Arena
-from telegrad.transport.noise import Ciphers, CipherState
-from telegrad.transport.poller import Poller
-from telegrad.transport.records import RECORD, RecordWriter
-from telegrad.wire.messages import CALL, REFUSAL, RESULT, Message, encode
 from tests.cluster import agents
 from tests.strangers.door import Visitor, knock, wait_closed
 from tests.wire.recording import messages
@@ -390,10 +390,10 @@ def test_a_call_of_a_newer_worker_ends_with_an_error_that_says_so(
 ) -> None:
     a, _ = workers
     with monkeypatch.context() as patched:
-        patched.setattr("telegrad.agent.agent.CALL", 40)
+        patched.setattr("telegrad._core.agent.agent.CALL", 40)
         with pytest.raises(VersionMismatch, match=r"'w1' did not run .* install the same telegrad"):
             a.agent.call("w1", operator.add, (1, 2), None)
         patched.undo()
-        patched.setattr("telegrad.agent.answers.RESULT", 41)
+        patched.setattr("telegrad._core.agent.answers.RESULT", 41)
         with pytest.raises(PeerLost, match="kind 41, which this version does not know"):
             a.agent.call("w1", operator.add, (1, 2), None)

@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 
+from telegrad._core.security.handshake import Claim, Initiator
+from telegrad._core.security.keyring import Keyring
+from telegrad._core.security.tls import TlsFiles, client_context, server_context
+from telegrad._core.sockets import HAS_UNIX, unix_address
+from telegrad._core.transport.connect import Target, connect
+from telegrad._core.transport.listener import Listener
+from telegrad._core.transport.poller import Poller
 from telegrad.errors import AuthenticationFailed, PeerUnreachable, UsageError
-from telegrad.keyring import Keyring
-from telegrad.transport.connect import Target, connect
-from telegrad.transport.handshake import Claim, Initiator
-from telegrad.transport.listener import Listener
-from telegrad.transport.poller import Poller
-from telegrad.transport.sockets import HAS_UNIX, unix_address
-from telegrad.transport.tls import TlsFiles, client_context, server_context
 from tests.strangers.door import wait_closed
 from tests.transport.test_tls import Authority
 

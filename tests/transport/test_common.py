@@ -10,10 +10,10 @@ import time
 import pytest
 import torch
 
-from telegrad.devices.streams import Streams
-from telegrad.transport.maps import SharedMaps
-from telegrad.transport.memory import KEEP, SHARING, SharedPool
-from telegrad.wire.messages import COMMON
+from telegrad._core.devices.device_streams import Streams
+from telegrad._core.memory.mappings import SharedMaps
+from telegrad._core.memory.warm_memory import KEEP, SHARING, SharedPool
+from telegrad._core.wire.messages import COMMON
 from tests.cluster import agents, group, wait_until
 
 MB = 1 << 20
@@ -244,21 +244,21 @@ def test_a_receiver_that_is_killed_spoils_it_and_leaves_the_others_alone() -> No
 
 
 def _publish() -> None:
-    from telegrad.rpc import current
+    from telegrad._core.worker import current
 
     _kept["source"] = current.agent().memory.common(MB)
     _kept["source"].fill_(1)
 
 
 def _send_to_both() -> None:
-    from telegrad.rpc import current
+    from telegrad._core.worker import current
 
     for rank in (1, 2):
         current.agent().call(f"worker{rank}", keep, ("it", _kept["source"]), None)
 
 
 def _after_the_death() -> bool:
-    from telegrad.rpc import current
+    from telegrad._core.worker import current
 
     agent = current.agent()
     pool = agent._connections._pool
@@ -283,7 +283,7 @@ def test_many_messages_leave_no_descriptor_and_no_mapping() -> None:
 
 
 def _send_often(times: int) -> None:
-    from telegrad.rpc import current
+    from telegrad._core.worker import current
 
     agent = current.agent()
     for _ in range(times // 20):
@@ -293,6 +293,6 @@ def _send_often(times: int) -> None:
 
 
 def _release() -> None:
-    from telegrad.rpc import current
+    from telegrad._core.worker import current
 
     wait_until(lambda: current.agent()._connections._pool.lent == 0)

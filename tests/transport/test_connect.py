@@ -9,11 +9,11 @@ import threading
 
 import pytest
 
+from telegrad._core.security.handshake import UNIX, Acceptor, Claim, StreamId
+from telegrad._core.security.keyring import Keyring, new_key
+from telegrad._core.sockets import HAS_UNIX, unix_address
+from telegrad._core.transport.connect import Target, connect
 from telegrad.errors import HandshakeError, PeerUnreachable
-from telegrad.keyring import Keyring, new_key
-from telegrad.transport.connect import Target, connect
-from telegrad.transport.handshake import UNIX, Acceptor, Claim, StreamId
-from telegrad.transport.sockets import HAS_UNIX, unix_address
 from tests.cluster import PATIENCE, in_threads, wait_until
 
 ME, OTHER = Claim("w0", 0, "life of w0", ""), Claim("w1", 1, "life of w1", "")
@@ -73,7 +73,7 @@ def test_a_full_queue_of_a_unix_socket_is_waited_for(monkeypatch: pytest.MonkeyP
             while not end.done:
                 sock.sendall(end.receive(sock.recv(4096)))
 
-    monkeypatch.setattr("telegrad.transport.connect.sleep", accept)
+    monkeypatch.setattr("telegrad._core.transport.connect.sleep", accept)
     channel, _ = in_threads(lambda: connect(target, keys, ME, None, "auto", PATIENCE, 0.0), serve)
     assert channel.shared
     channel.sock.close()

@@ -11,9 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from telegrad.errors import AuthenticationFailed, HandshakeError, PeerUnreachable, ProtocolViolation, VersionMismatch
-from telegrad.keyring import Keyring, open_ring
-from telegrad.transport.handshake import (
+from telegrad._core.security.handshake import (
     LONGEST,
     ONE_SIDED,
     PROTOCOL,
@@ -26,7 +24,9 @@ from telegrad.transport.handshake import (
     Spoken,
     is_hello,
 )
-from telegrad.transport.tls import HANDSHAKE
+from telegrad._core.security.keyring import Keyring, open_ring
+from telegrad._core.security.tls import HANDSHAKE
+from telegrad.errors import AuthenticationFailed, HandshakeError, PeerUnreachable, ProtocolViolation, VersionMismatch
 
 KEY, NEXT, LAST = (Keyring([name]) for name in (b"the key of the group", b"the next key", b"the last key"))
 A = Claim("a", 0, "incarnation of a", "program")

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from telegrad._core.memory.lanes import LANES, READY, STRIPE_FROM, Lanes
 from telegrad.errors import ProtocolViolation
-from telegrad.transport.lanes import LANES, READY, STRIPE_FROM, Lanes
 from tests.cluster import PATIENCE, wait_until
 
 

@@ -12,12 +12,12 @@ from typing import NoReturn
 import pytest
 import torch
 
-from telegrad.devices.streams import Streams
+from telegrad._core.devices.device_streams import Streams
+from telegrad._core.memory.blobs import Outgoing, Prepared
+from telegrad._core.memory.mappings import SharedMaps
+from telegrad._core.memory.warm_memory import KEEP, SHARING, WARM_FROM, Arena, SharedPool, size_class
+from telegrad._core.wire.tensors import Blob
 from telegrad.errors import ProtocolViolation
-from telegrad.transport.blobs import Outgoing, Prepared
-from telegrad.transport.maps import SharedMaps
-from telegrad.transport.memory import KEEP, SHARING, WARM_FROM, Arena, SharedPool, size_class
-from telegrad.wire.tensors import Blob
 from tests.cluster import PATIENCE, agents
 
 MB = 1 << 20

@@ -21,8 +21,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from noise.connection import NoiseConnection
 
-from telegrad.transport import noise
-from telegrad.transport.noise import (
+from telegrad._core.security import noise
+from telegrad._core.security.noise import (
     KEY,
     MAX_NONCE,
     TAG,

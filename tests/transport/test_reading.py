@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from telegrad.transport.reading import Owner, Reading
+from telegrad._core.transport.reading import Owner, Reading
 
 
 class Connection:

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from telegrad._core.security.noise import KEY, TAG, CipherState, DecryptionFailed
+from telegrad._core.security.records import JOINED, LONGEST, OVERHEAD, RECORD, RecordReader, RecordWriter
+from telegrad._core.wire.frames import SCRATCH
 from telegrad.errors import ProtocolViolation
-from telegrad.transport.noise import KEY, TAG, CipherState, DecryptionFailed
-from telegrad.transport.records import JOINED, LONGEST, OVERHEAD, RECORD, RecordReader, RecordWriter
-from telegrad.wire.frames import SCRATCH
 
 SECRET = bytes(KEY)
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from telegrad.transport.processes import STOPPED, Stops, state_of
-from telegrad.transport.silence import Silence
+from telegrad._core.transport.process_state import STOPPED, Stops, state_of
+from telegrad._core.transport.silence import Silence
 
 LIMIT = 10.0
 

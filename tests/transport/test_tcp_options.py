@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from telegrad.transport.sockets import tune_tcp
+from telegrad._core.sockets import tune_tcp
 
 LINEAR, LONGEST = 16, 44  # TCP_THIN_LINEAR_TIMEOUTS; TCP_RTO_MAX_MS, since Linux 6.15
 

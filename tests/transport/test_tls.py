@@ -22,9 +22,9 @@ from cryptography.hazmat.primitives.serialization import (
     PrivateFormat,
 )
 
+from telegrad._core.security.tls import TlsFiles, client_context, server_context
+from telegrad._core.sockets import shut
 from telegrad.errors import UsageError
-from telegrad.transport.sockets import shut
-from telegrad.transport.tls import TlsFiles, client_context, server_context
 
 DAY = datetime.timedelta(days=1)
 
@@ -60,7 +60,7 @@ class Authority:
         ends: datetime.timedelta = DAY,
         authority: bool = False,
     ) -> bytes:
-        now = datetime.datetime.now(datetime.timezone.utc)
+        now = datetime.datetime.now(datetime.UTC)
         builder = x509.CertificateBuilder(self.name, name, key.public_key(), x509.random_serial_number())
         builder = builder.not_valid_before(now + begins).not_valid_after(now + ends)
         builder = builder.add_extension(x509.BasicConstraints(ca=authority, path_length=None), critical=True)

@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from telegrad.devices.staging import Staging
-from telegrad.devices.streams import Streams
-from telegrad.transport.blobs import Chunk
-from telegrad.transport.noise import KEY, CipherState
-from telegrad.transport.records import JOINED, RECORD, RecordReader, RecordWriter
-from telegrad.transport.writer import MOST_BUFFERS, Writer
+from telegrad._core.devices.device_streams import Streams
+from telegrad._core.devices.staging import Staging
+from telegrad._core.memory.blobs import Chunk
+from telegrad._core.security.noise import KEY, CipherState
+from telegrad._core.security.records import JOINED, RECORD, RecordReader, RecordWriter
+from telegrad._core.transport.writer import MOST_BUFFERS, Writer
 
 SECRET = bytes(KEY)
 FREED = 0xDD

@@ -1,213 +1,146 @@
-"""Deltas are exact, small, and refused where they do not fit."""
+"""Deltas are exact, small, and refused where they do not fit; other hosts get them, and whole pieces where need be."""
 
 from __future__ import annotations
 
-import mmap
 import os
 import random
-import zlib
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from telegrad._core.worker.worker import Worker
 from telegrad.errors import DeltaRefused, UsageError
-from telegrad.weights import deltas
-from telegrad.weights.deltas import HEAD, MARK, PIECE, PLANES, SAME, SPARSE, SUMMED, WHOLE, apply, encode
-from telegrad.wire.tensors import memory
+from telegrad.weights import Publisher, Subscriber, publisher
+from telegrad.weights.transfer import service
+from telegrad.weights.transfer.deltas import (
+    MAX_SKIPPED,
+    PLANES,
+    SAME,
+    SPARSE,
+    WHOLE,
+    Delta,
+    DeltaCache,
+    DeltaEncoder,
+    apply,
+    apply_deltas,
+    encode,
+)
+from telegrad.weights.transfer.messages import Piece, VersionInfo
+from telegrad.weights.transfer.tree_layout import Layout, Snapshots
+from tests.weights.test_weights import eventually, on, on_hosts
 
 SEED = os.environ.get("TELEGRAD_SEED")
 SEEDS = [int(SEED)] if SEED else range(150)
 MANY_SEEDS = [int(SEED)] if SEED else range(150, 5_000)
-DTYPES = [
-    *(
-        torch.bool,
-        torch.uint8,
-        torch.int8,
-        torch.int16,
-        torch.int32,
-        torch.int64,
-        torch.uint16,
-        torch.uint32,
-        torch.uint64,
-    ),
-    *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex32, torch.complex64, torch.complex128),
-    *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu),
-]
-
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+PIECE = 4096
+SIZE = 50_000
+LONG = 1 << 18  # elements
+
+Sent = list[tuple[int, int]]  # per piece: its base, and the bytes that went along
 
 
-def bits(tensor: Tensor) -> Tensor:
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+# Rows
 
 
-def filled(dtype: torch.dtype, *shape: int) -> Tensor:
-    """Random bits, with whatever NaN these make."""
-    if dtype is torch.bool:
-        return torch.rand(shape) < 0.5
-    count = torch.Size(shape).numel() * dtype.itemsize
-    return torch.randint(0, 256, (count,), dtype=torch.uint8).view(dtype).view(shape)
+def filled(dtype: torch.dtype, count: int) -> Tensor:
+    return torch.randint(0, 256, (count * dtype.itemsize,), dtype=torch.uint8).view(dtype)
 
 
-def changed(tensor: Tensor, share: float) -> Tensor:
+def changed(row: Tensor, share: float) -> Tensor:
     """A copy with new bits in some of the elements."""
-    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().clone().view(-1)
-    integers = flat.view(INTEGERS[min(flat.itemsize, 8)])
-    where = torch.rand(len(integers)) < share
-    other = filled(tensor.dtype, len(flat)).view(integers.dtype)
-    integers[where] = other[where]
-    return flat.view(tensor.shape)
+    return torch.where(torch.rand(len(row)) < share, filled(row.dtype, len(row)), row)
 
 
-def check(old: list[Tensor], new: list[Tensor]) -> Tensor:
+def check(old: list[Tensor], new: list[Tensor], small: bool = True) -> Delta:
     """The delta, once it has proved to lead from one to the other."""
-    delta = encode(old, new)
-    here = [tensor.detach().resolve_conj().resolve_neg().contiguous().clone() for tensor in old]
+    delta = encode(old, new, small)
+    here = [row.clone() for row in old]
     apply(delta, here)
-    for one, other in zip(here, new, strict=True):
-        assert torch.equal(bits(one), bits(other))
+    assert all(map(torch.equal, here, new))
     return delta
 
 
-def ways(delta: Tensor, pieces: int) -> list[int]:
-    """The ways that the pieces take, where they are all of one element."""
-    found, at = [], HEAD.size
-    for _ in range(pieces):
-        way, *_ = deltas.PIECE_HEAD.unpack_from(memory(delta), at)
-        found.append(way)
-        at += deltas.PIECE_HEAD.size
-    return found
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("share", [0, 0.001, 0.02, 0.3, 1])
-def test_every_type_comes_out_as_it_went_in(dtype: torch.dtype, share: float) -> None:
+@pytest.mark.parametrize("dtype", INTEGERS.values(), ids=str)
+@pytest.mark.parametrize(("share", "fewer"), [(0, 1 << 20), (0.001, 100), (0.02, 10), (0.3, 1), (1, 1)])
+def test_bytes_of_deltas(dtype: torch.dtype, share: float, fewer: int) -> None:
     torch.manual_seed(1)
-    old = filled(dtype, 300, 70)
-    check([old], [changed(old, share)])
+    old = filled(dtype, LONG)
+    assert check([old], [changed(old, share)]).size * fewer <= old.nbytes
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_two_percent_take_at_least_ten_times_fewer_bytes(dtype: torch.dtype) -> None:
-    torch.manual_seed(2)
-    old = filled(dtype, 1000, 1000)
-    delta = check([old], [changed(old, 0.02)])
-    assert len(delta) * 10 <= old.nbytes
-
-
-def test_what_has_not_changed_takes_next_to_nothing() -> None:
-    old = [torch.randn(3000, 1000), torch.randn(5)]
-    assert len(check(old, [tensor.clone() for tensor in old])) < old[0].nbytes // 50_000
-
-
-def test_bits_count_not_values() -> None:
-    nan = torch.tensor([0x7FC00000, 0x7FC00001, -0x400000, 0], dtype=torch.int32).view(torch.float32)
-    other = torch.tensor([0x7FC00001, 0x7FC00001, 0x7FC00000, 0], dtype=torch.int32).view(torch.float32)
-    assert ways(check([nan], [nan.clone()]), 1) == [SAME]
-    assert ways(check([nan], [other]), 1) != [SAME]
-    zero, negative = torch.zeros(100), torch.zeros(100)
-    negative[70] = -0.0
-    assert ways(check([zero], [negative]), 1) != [SAME]
-
-
-def test_each_piece_goes_in_the_way_that_takes_the_fewest_bytes() -> None:
+def test_a_row_goes_in_the_encoding_that_takes_the_fewest_bytes() -> None:
     torch.manual_seed(3)
-    weights = torch.randn(PIECE, dtype=torch.float64)
+    weights = torch.randn(LONG, dtype=torch.float64)
     old = weights.bfloat16()
     sparse = old.clone()
     sparse[::1000] = 7
-    nearby = (weights * (1 + 1e-3 * torch.randn(PIECE, dtype=torch.float64))).bfloat16()
-    for new, way in ((old.clone(), SAME), (sparse, SPARSE), (nearby, PLANES), (filled(torch.bfloat16, PIECE), WHOLE)):
-        assert ways(check([old], [new]), 1) == [way]
+    nearby = (weights * (1 + 1e-3 * torch.randn(LONG, dtype=torch.float64))).bfloat16()
+    other = filled(torch.bfloat16, LONG)
+    for new, small, fast in (
+        (old, SAME, SAME),
+        (sparse, SPARSE, SPARSE),
+        (nearby, PLANES, SPARSE),
+        (other, WHOLE, WHOLE),
+    ):
+        rows = [old.view(torch.int16)], [new.view(torch.int16)]
+        assert check(*rows).heads[0][0] == small
+        assert check(*rows, small=False).heads[0][0] == fast
 
 
 def test_small_steps_of_all_weights_take_fewer_bytes_too() -> None:
     torch.manual_seed(4)
-    weights = torch.randn(PIECE, dtype=torch.float64)
-    after = weights * (1 + 1e-4 * torch.randn(PIECE, dtype=torch.float64))
+    weights = torch.randn(LONG, dtype=torch.float64)
+    after = weights * (1 + 1e-4 * torch.randn(LONG, dtype=torch.float64))
     for dtype, fewer in ((torch.float32, 2), (torch.bfloat16, 30)):
-        assert len(check([weights.to(dtype)], [after.to(dtype)])) * fewer < PIECE * dtype.itemsize
+        old, new = (each.to(dtype).view(INTEGERS[dtype.itemsize]) for each in (weights, after))
+        assert check([old], [new]).size * fewer < old.nbytes
 
 
-@pytest.mark.parametrize("at", [[0], [255], [256], [65_535], [65_536], [PIECE - 1], [0, 510, 511], [70_000, 200_000]])
+@pytest.mark.parametrize("at", [[0], [255], [256], [65_535], [65_536], [LONG - 1], [0, 510, 511], [70_000, 200_000]])
 def test_elements_far_apart(at: list[int]) -> None:
-    old = torch.randn(PIECE)
+    old = filled(torch.int32, LONG)
     new = old.clone()
     new[at] += 1
-    assert len(check([old], [new])) < 500
-
-
-def test_empty_tensors_scalars_and_no_tensor_at_all() -> None:
-    check([], [])
-    check([torch.empty(0), torch.empty(3, 0, dtype=torch.int8)], [torch.empty(0), torch.empty(3, 0, dtype=torch.int8)])
-    check([torch.tensor(3), torch.tensor(1.5)], [torch.tensor(4), torch.tensor(1.5)])
-
-
-def test_sources_of_any_strides() -> None:
-    torch.manual_seed(5)
-    grid = torch.randn(60, 50)
-    old = [grid.t(), grid[::2, ::3], grid[3:4].expand(7, 50), torch.randn(9, dtype=torch.complex64).conj()]
-    old.append(torch.randn(9, dtype=torch.complex64).conj().imag)  # its bit for the sign is set
-    check(old, [changed(tensor, 0.1) for tensor in old])
-    check([changed(tensor, 0.1) for tensor in old], old)
-
-
-def test_parameters_keep_their_graph_out_of_it() -> None:
-    weight = torch.nn.Parameter(torch.randn(5))
-    after = torch.randn(5)
-    delta = encode([weight], [after])
-    apply(delta, [weight])
-    assert torch.equal(weight, after)
-    assert weight.requires_grad
-
-
-def test_many_small_tensors_share_pieces() -> None:
-    torch.manual_seed(6)
-    old = [
-        torch.randn(random.Random(n).randrange(400), dtype=[torch.float32, torch.bfloat16][n % 2]) for n in range(1000)
-    ]
-    new = [changed(tensor, 0.02) for tensor in old]
-    assert len(check(old, new)) * 15 < sum(tensor.nbytes for tensor in old)
-
-
-def test_tensors_across_the_bounds_of_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deltas, "PIECE", 64)
-    torch.manual_seed(7)
-    old = [torch.randn(size) for size in (1, 62, 1, 64, 65, 200, 0, 3)]
-    check(old, [changed(tensor, 0.2) for tensor in old])
+    assert check([old], [new]).size < 500
 
 
 def run_seed(seed: int) -> None:
-    """Random tensors, random changes; then random damage."""
+    """Random rows and changes; then random damage, as one would do who means harm."""
     chance = random.Random(seed)
     torch.manual_seed(seed)
-    old, new = [], []
-    for _ in range(chance.randrange(6)):
-        shape = [chance.choice([0, 1, 2, 7, 33, 90]) for _ in range(chance.randrange(4))]
-        tensor = filled(chance.choice(DTYPES), *shape) if chance.random() < 0.7 else torch.randn(shape)
-        if chance.random() < 0.3 and tensor.dim() > 1:
-            tensor = tensor.transpose(0, 1)
-        old.append(tensor)
-        new.append(changed(tensor, chance.choice([0, 0.0001, 0.01, 0.1, 0.5, 1])))
-    delta = check(old, new)
+    old = [
+        filled(chance.choice([*INTEGERS.values()]), chance.choice([1, 2, 7, 33, 5000]))
+        for _ in range(chance.randrange(6))
+    ]
+    new = [changed(row, chance.choice([0, 0.0001, 0.01, 0.1, 0.5, 1])) for row in old]
+    delta = check(old, new, chance.random() < 0.7)
     for _ in range(5):
-        damaged = delta.clone()
+        heads, tensors = [*delta.heads], [tensor.clone() for tensor in delta.tensors]
         for _ in range(chance.randrange(1, 4)):
-            damaged[chance.randrange(SUMMED, len(damaged))] = chance.randrange(256)
-        if chance.random() < 0.3:
-            damaged = damaged[: chance.randrange(len(damaged))]
-        if chance.random() < 0.3:
-            damaged = torch.cat([damaged, damaged[-chance.randrange(1, 40) :]])
-        if len(damaged) >= HEAD.size and chance.random() < 0.8:  # as one would who means harm
-            digest = bytes(damaged[SUMMED : HEAD.size].tolist())
-            HEAD.pack_into(memory(damaged), 0, MARK, zlib.crc32(memory(damaged)[SUMMED:]), digest)
-        here = [tensor.contiguous().clone() for tensor in old]
+            way = chance.randrange(4)
+            if way == 0 and heads:
+                place, field = chance.randrange(len(heads)), chance.randrange(3)
+                head = [*heads[place]]
+                head[field] = chance.choice([0, 1, 2, 3, 9, head[field] ^ 1])
+                heads[place] = head[0], head[1], head[2]
+            elif way == 1 and heads:
+                heads.pop(chance.randrange(len(heads)))
+            elif tensors:
+                place = chance.randrange(len(tensors))
+                if way == 2 and tensors[place].nbytes:
+                    tensors[place].view(torch.uint8)[chance.randrange(tensors[place].nbytes)] = chance.randrange(256)
+                elif way == 3:
+                    tensors[place] = chance.choice([tensors[place][:-1], tensors[place].view(torch.uint8)])
+        here = [row.clone() for row in old]
         try:
-            apply(damaged, here)
+            apply(Delta(heads, tensors), here)
         except DeltaRefused:
             continue
-        assert all(torch.equal(bits(one), bits(other)) for one, other in zip(here, new, strict=True))
+        rights = [torch.equal(one, other) for one, other in zip(here, new, strict=True)]
+        assert all(rights) or any(head[1] != good[1] for head, good in zip(heads, delta.heads, strict=True))
 
 
 def run_seeds(seeds: list[int] | range) -> None:
@@ -218,81 +151,233 @@ def run_seeds(seeds: list[int] | range) -> None:
             raise AssertionError(f"SEED={seed} {error!r}") from error
 
 
-def test_random_tensors_and_damage() -> None:
+def test_random_rows_and_damage() -> None:
     run_seeds(SEEDS)
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(600)
-def test_many_random_tensors_and_damage() -> None:
+def test_many_random_rows_and_damage() -> None:
     run_seeds(MANY_SEEDS)
 
 
-@pytest.mark.nightly
-@pytest.mark.timeout(300)
-def test_more_elements_than_31_bits_count() -> None:
-    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # what is never written to takes no memory
-    old, new = (torch.frombuffer(mmap.mmap(-1, (1 << 31) + 9, private), dtype=torch.bool) for _ in range(2))
-    new[-1] = new[1 << 30] = True
-    delta = encode([old], [new])
-    apply(delta, [old])
-    assert old[-1]
-    assert old[1 << 30]
-    assert int(old.count_nonzero()) == 2
-    assert len(delta) < 1 << 20
+# Versions
 
 
-def test_what_is_no_delta_is_refused() -> None:
-    tensors = [torch.randn(9)]
-    for foreign in (
-        torch.empty(0, dtype=torch.uint8),
-        torch.zeros(40, dtype=torch.uint8),
-        torch.zeros(40),
-        torch.zeros(4, 40, dtype=torch.uint8),
-    ):
-        with pytest.raises(DeltaRefused, match="this is no delta"):
-            apply(foreign, tensors)
+def described(tree: Any) -> tuple[Layout, VersionInfo, Tensor]:
+    snapshot = Snapshots().of(tree)
+    layout = snapshot.layout
+    memory = torch.zeros(layout.size, dtype=torch.uint8)
+    snapshot.fill(memory)
+    return layout, VersionInfo(layout.number, layout.description, layout.size, PIECE), memory
 
 
-def test_a_delta_of_other_tensors_is_refused() -> None:
-    old, new = torch.randn(6, 4), torch.randn(6, 4)
-    delta = encode([old], [new])
-    for other in ([old.view(4, 6)], [old.view(torch.int32)], [old, old], []):
-        with pytest.raises(DeltaRefused, match="other types or shapes"):
-            apply(delta, other)
-    with pytest.raises(UsageError, match="same number"):
-        encode([old], [new.view(24)])
-    with pytest.raises(UsageError, match="contiguous"):
-        apply(delta, [torch.randn(4, 6).t()])
+def tree(seed: int = 0) -> dict[str, Tensor]:
+    torch.manual_seed(seed)
+    return {
+        "weight": torch.randn(SIZE),
+        "half": torch.randn(70, 30).bfloat16(),
+        "none": torch.empty(0),
+        "steps": torch.tensor(3),
+        "complex": torch.randn(99, dtype=torch.complex128),
+        **{f"small.{number}": torch.randn(number) for number in range(40)},
+    }
 
 
-@pytest.mark.parametrize("share", [0, 0.01])
-def test_a_delta_of_another_version_is_refused(share: float) -> None:
-    old = torch.randn(3, 40_000)
-    delta = encode([old], [changed(old, share)])
-    old[2, 7] += 1
-    with pytest.raises(DeltaRefused, match="other values"):
-        apply(delta, [old])
+def nudged(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """With 2% of the values changed."""
+    new = {name: value.clone() for name, value in state.items()}
+    for value in new.values():
+        value[torch.rand(value.shape) < 0.02] += 1
+    return new
 
 
-def test_a_delta_that_is_damaged_is_refused_before_anything_changes() -> None:
-    old = torch.randn(3, 4000)
-    delta = encode([old], [changed(old, 0.1)])
-    before = old.clone()
-    for at in range(SUMMED, len(delta), 97):
-        delta[at] ^= 4
-        with pytest.raises(DeltaRefused, match="damaged"):
-            apply(delta, [old])
-        delta[at] ^= 4
-    assert torch.equal(old, before)
+def test_pieces_are_made_of_older_ones() -> None:
+    layout, info, old = described(tree())
+    _, _, new = described(nudged(tree()))
+    _, _, other = described(tree(1))
+    found = DeltaEncoder("fast").encode(layout, info, old, new)
+    assert sum(delta.size for delta in found.values()) * 5 < info.size
+    made = torch.zeros_like(new)
+    for piece in range(info.pieces):
+        if piece in found:
+            with pytest.raises(DeltaRefused, match="other values"):
+                apply_deltas(layout, info, other, made, piece, [found[piece]])
+            apply_deltas(layout, info, old, made, piece, [found[piece]])
+        else:
+            span = slice(piece * PIECE, (piece + 1) * PIECE)
+            made[span] = new[span]
+    assert torch.equal(made, new)
 
 
-def test_a_delta_can_lie_anywhere() -> None:
-    old, new = torch.randn(5000), torch.randn(5000)
-    delta = encode([old], [new])
-    shifted = torch.cat([torch.zeros(3, dtype=torch.uint8), delta])[3:]
-    scattered = torch.stack([delta, delta], 1)[:, 0]
-    for odd in (shifted, scattered):
-        here = old.clone()
-        apply(odd, [here])
-        assert torch.equal(here, new)
+def test_where_nearly_all_has_changed_nothing_is_looked_for_in_a_while() -> None:
+    layout, info, old = described(tree())
+    _, _, new = described(tree(1))
+    _, _, near = described(nudged(tree()))
+    encoder = DeltaEncoder("fast")
+    assert encoder.encode(layout, info, old, new) == {}
+    found = [bool(encoder.encode(layout, info, old, near)) for _ in range(3)]
+    assert found == [False, True, True]
+    for _ in range(3 * MAX_SKIPPED):
+        encoder.encode(layout, info, old, new)
+    assert any(encoder.encode(layout, info, old, near) for _ in range(MAX_SKIPPED + 1))
+    assert DeltaEncoder("off").encode(layout, info, old, near) == {}
+
+
+def test_the_last_versions_are_kept() -> None:
+    cache, delta = DeltaCache(), Delta([], [torch.zeros(10, dtype=torch.uint8)])
+    for number in range(2, 9):
+        for piece in range(2):
+            cache.keep(number, piece, delta, 100)
+    assert [len(cache.between(base, 8, 1, 1000)) for base in range(8)] == [0, 0, 0, 5, 4, 3, 2, 1]
+    assert cache.between(3, 8, 1, 50) == []  # as many bytes as the piece has
+    assert cache.between(7, 8, 2, 1000) == []
+    assert cache.between(7, 9, 1, 1000) == []
+
+
+# Between workers
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> Sent:
+    """What leaves for other hosts."""
+    seen: Sent = []
+    send = service.WeightsService.send
+
+    def watched(self: Any, endpoint: Any, to: Any, message: Any, tensors: Any = ()) -> None:
+        if isinstance(message, Piece):
+            seen.append((message.base, sum(tensor.nbytes for tensor in tensors)))
+        send(self, endpoint, to, message, tensors)
+
+    monkeypatch.setattr(service.WeightsService, "send", watched)
+    return seen
+
+
+def begin(workers: list[Worker], state: Any, **options: Any) -> tuple[Publisher, list[Subscriber]]:
+    policy = on(workers[0], Publisher, "policy", state, **options)
+    policy.publish()
+    readers = [on(worker, Subscriber, "w0", "policy") for worker in workers[1:]]
+    for reader in readers:
+        assert reader.newest().number == 1
+    return policy, readers
+
+
+def assert_is(version: Any, state: dict[str, Tensor]) -> None:
+    for name, value in state.items():
+        assert torch.equal(version.state[name], value), name
+
+
+def test_other_hosts_get_what_has_changed(monkeypatch: pytest.MonkeyPatch, sent: Sent) -> None:
+    state = {"weight": torch.randn(SIZE)}
+    with on_hosts(monkeypatch, "A", "B", "C") as workers:
+        monkeypatch.setattr(publisher, "PIECE", PIECE)
+        policy, readers = begin(workers, state)
+        whole = sum(size for _, size in sent)
+        for number in (2, 3):
+            sent.clear()
+            state |= nudged(state)
+            policy.publish()
+            for reader in readers:
+                assert_is(reader.at_least(number), state)
+            assert {base for base, _ in sent} == {number - 1}
+            assert sum(size for _, size in sent) * 10 < whole
+
+
+def test_who_is_several_versions_behind_gets_the_changes_of_all(monkeypatch: pytest.MonkeyPatch, sent: Sent) -> None:
+    state = {"weight": torch.randn(SIZE)}
+    with on_hosts(monkeypatch, "A", "B") as workers:
+        monkeypatch.setattr(publisher, "PIECE", PIECE)
+        policy, (reader,) = begin(workers, state)
+        endpoint = reader._endpoint
+        hears, endpoint.take = endpoint.take, lambda *_: None  # it is deaf for a while
+        for _ in range(3):
+            state |= nudged(state)
+            policy.publish()
+        endpoint.take = hears
+        sent.clear()
+        endpoint.join()
+        assert_is(reader.at_least(4), state)
+        assert {base for base, _ in sent} == {1}
+
+
+def test_who_has_no_base_gets_all(monkeypatch: pytest.MonkeyPatch, sent: Sent) -> None:
+    state = {"weight": torch.randn(SIZE)}
+    with on_hosts(monkeypatch, "A", "B", "C") as workers:
+        monkeypatch.setattr(publisher, "PIECE", PIECE)
+        policy, _ = begin(workers[:2], state)
+        state |= nudged(state)
+        policy.publish()
+        late = on(workers[2], Subscriber, "w0", "policy")
+        assert_is(late.at_least(2), state)
+
+
+def test_what_does_not_fit_is_fetched_whole(monkeypatch: pytest.MonkeyPatch, sent: Sent) -> None:
+    state = {"weight": torch.randn(SIZE)}
+    with on_hosts(monkeypatch, "A", "B") as workers:
+        monkeypatch.setattr(publisher, "PIECE", PIECE)
+        policy, (reader,) = begin(workers, state)
+        reader._endpoint.memory[1][8] ^= 1  # a bit has flipped here
+        sent.clear()
+        state |= nudged(state)
+        policy.publish()
+        assert_is(reader.at_least(2), state)
+        assert 1 in {base for base, _ in sent}
+        assert 0 in {base for base, _ in sent}
+
+
+def test_a_new_layout_is_sent_whole(monkeypatch: pytest.MonkeyPatch, sent: Sent) -> None:
+    state = {"weight": torch.randn(SIZE)}
+    with on_hosts(monkeypatch, "A", "B") as workers:
+        policy, (reader,) = begin(workers, state)
+        sent.clear()
+        state["bias"] = torch.ones(3)
+        policy.publish()
+        assert_is(reader.at_least(2), state)
+        assert {base for base, _ in sent} == {0}
+
+
+def test_without_other_hosts_nothing_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    with on_hosts(monkeypatch, "A", "A") as workers:
+        monkeypatch.setattr(DeltaEncoder, "encode", lambda *_: pytest.fail("looked for changes"))
+        policy, (reader,) = begin(workers, {"weight": torch.ones(SIZE)})
+        policy.publish()
+        assert reader.at_least(2).number == 2
+
+
+@pytest.mark.parametrize("off", [False, True])
+def test_deltas_can_be_off(monkeypatch: pytest.MonkeyPatch, sent: Sent, off: bool) -> None:
+    state = {"weight": torch.randn(SIZE)}
+    with on_hosts(monkeypatch, "A", "B") as workers:
+        policy, (reader,) = begin(workers, state, deltas="off" if off else "small")
+        state |= nudged(state)
+        policy.publish()
+        assert_is(reader.at_least(2), state)
+        eventually(lambda: bool(sent))
+        assert {base for base, _ in sent} == {0} if off else {0, 1}
+        with pytest.raises(UsageError, match="'sometimes'"):
+            on(workers[0], Publisher, "other", state, deltas="sometimes")
+
+
+# Rounded copies
+
+
+def test_rounded_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    state: dict[str, Any] = {"weight": torch.randn(SIZE), "steps": torch.tensor(3), "inner": [torch.randn(3)]}
+    with on_hosts(monkeypatch, "A", "A", "B") as workers:
+        policy, readers = begin(workers, state, dtype=torch.bfloat16)
+        for number in (2, 3):
+            state["weight"] += 1
+            policy.publish()
+            for reader in readers:
+                found = reader.at_least(number).state
+                assert torch.equal(found["weight"], state["weight"].bfloat16())
+                assert torch.equal(found["steps"], state["steps"])
+                assert torch.equal(found["inner"][0], state["inner"][0].bfloat16())
+        model = torch.nn.Linear(1, 1)
+        named = on(
+            workers[0], Publisher, "named", model, dtype=lambda name, _: torch.float16 if name == "bias" else None
+        )
+        named.publish()
+        found = on(workers[2], Subscriber, "w0", "named").newest()
+        assert [value.dtype for value in found.state.values()] == [torch.float32, torch.float16]
+        found.load_into(model)

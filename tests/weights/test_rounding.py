@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from telegrad.errors import UsageError
-from telegrad.weights.rounding import Rounding, published_type
+from telegrad.weights.transfer.rounding import Rounding, publish_dtype
 
 BF16 = torch.bfloat16
 
@@ -29,8 +29,8 @@ BF16 = torch.bfloat16
     ids=str,
 )
 def test_a_type_rounds_what_is_larger(own: torch.dtype, published: torch.dtype) -> None:
-    assert published_type(BF16, "weight", torch.zeros(3, dtype=own)) is published
-    assert published_type(None, "weight", torch.zeros(3, dtype=own)) is own
+    assert publish_dtype(BF16, "weight", torch.zeros(3, dtype=own)) is published
+    assert publish_dtype(None, "weight", torch.zeros(3, dtype=own)) is own
 
 
 def test_a_function_chooses_by_name() -> None:
@@ -38,9 +38,9 @@ def test_a_function_chooses_by_name() -> None:
         return BF16 if name.endswith("weight") else None
 
     half = torch.zeros(3, dtype=torch.float16)
-    assert published_type(only_weights, "layer.weight", half) is BF16
-    assert published_type(only_weights, "layer.bias", half) is torch.float16
-    assert published_type(only_weights, "steps.weight", torch.zeros(3, dtype=torch.int64)) is torch.int64
+    assert publish_dtype(only_weights, "layer.weight", half) is BF16
+    assert publish_dtype(only_weights, "layer.bias", half) is torch.float16
+    assert publish_dtype(only_weights, "steps.weight", torch.zeros(3, dtype=torch.int64)) is torch.int64
 
 
 @pytest.mark.parametrize(
@@ -49,4 +49,4 @@ def test_a_function_chooses_by_name() -> None:
 def test_weights_are_rounded_to_floating_numbers_only(rounding: Any) -> None:
     wrong: Rounding = rounding
     with pytest.raises(UsageError, match=r"'w' cannot be published as .*torch\.bfloat16"):
-        published_type(wrong, "w", torch.zeros(3, dtype=torch.float64))
+        publish_dtype(wrong, "w", torch.zeros(3, dtype=torch.float64))

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from telegrad._core.worker import current
+from telegrad._core.worker.worker import Worker
 from telegrad.errors import CallTimeout, InvalidArgument, UsageError
 from telegrad.nn import RemoteModule
-from telegrad.rpc import current
-from telegrad.rpc.worker import Worker
 from telegrad.weights import Box, Shard, ShardedPublisher, ShardedSubscriber
 from telegrad.weights.sharded import _described
 from tests.cluster import PATIENCE, agents

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.checkpoint.resharding import _shards_get_overlap_region_wrt_saved_tensor
 
 from telegrad.errors import UsageError
-from telegrad.weights.shards import Box, Copy, Part, overlap, plan, slices, within, without
+from telegrad.weights.shards import Box, Part, overlap, plan, slices, within, without
 
 SEED = os.environ.get("TELEGRAD_SEED")
 SEEDS = [int(SEED)] if SEED else range(300)
@@ -23,15 +23,6 @@ def box(*spans: tuple[int, int]) -> Box:
     return Box(tuple(start for start, _ in spans), tuple(end - start for start, end in spans))
 
 
-def test_rows_that_become_columns() -> None:
-    owned = {"a": [Part("w", box((0, 2), (0, 4)))], "b": [Part("w", box((2, 4), (0, 4)))]}
-    copies = plan(owned, [Part("w", box((0, 4), (1, 3)))])
-    assert copies == [
-        Copy("a", 0, box((0, 2), (1, 3)), 0, box((0, 2), (0, 2))),
-        Copy("b", 0, box((0, 2), (1, 3)), 0, box((2, 4), (0, 2))),
-    ]
-
-
 def test_what_several_have_comes_from_the_first() -> None:
     whole = Part("w", box((0, 9)))
     assert {copy.owner for copy in plan({"b": [whole], "a": [whole]}, [whole])} == {"b"}
@@ -41,12 +32,6 @@ def test_what_several_have_comes_from_the_first() -> None:
         ("far", box((0, 3))),
         ("far", box((5, 9))),
     ]
-
-
-def test_scalars_and_empty_parts() -> None:
-    scalar = Part("s", Box((), ()))
-    assert plan({"a": [scalar]}, [scalar]) == [Copy("a", 0, Box((), ()), 0, Box((), ()))]
-    assert plan({}, [Part("e", box((0, 0), (0, 5)))]) == []
 
 
 def test_what_nobody_has_is_told() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from telegrad.rpc.worker import Worker
+from telegrad._core.worker.worker import Worker
 from telegrad.weights import Publisher, ShardedPublisher, ShardedSubscriber, Subscriber
 from tests.cluster import agents
 from tests.weights.test_weights import on

@@ -14,9 +14,10 @@ from torch import nn
 
 pytest.importorskip("torchrl")
 
+from telegrad._core.worker import current
+from telegrad._core.worker.worker import Worker
 from telegrad.errors import UsageError
-from telegrad.rpc import current, remote
-from telegrad.rpc.worker import Worker
+from telegrad.rpc import remote
 from telegrad.weights.torchrl import TelegradWeightSyncScheme
 from tests.cluster import agents, free_port
 

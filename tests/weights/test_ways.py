@@ -17,12 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from telegrad._core.worker.worker import Worker
 from telegrad.errors import InvalidArgument
 from telegrad.nn import Pipeline, RemoteModule
-from telegrad.rpc.worker import Worker
 from telegrad.weights import Box, Publisher, Shard, ShardedPublisher, ShardedSubscriber, Subscriber
-from telegrad.weights.rounding import named
-from telegrad.weights.spans import bare
+from telegrad.weights.transfer.rounding import named
+from telegrad.weights.transfer.tree_layout import bare
 from tests.weights.test_weights import eventually, on, on_hosts, speaking_for
 from tests.weights.trees import Maker, assert_equal, assert_shared_alike, bits, published
 

@@ -17,15 +17,15 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 
 import telegrad.rpc as rpc
+from telegrad._core.worker import current
+from telegrad._core.worker.worker import Worker
 from telegrad.errors import CallTimeout, InvalidArgument, PublisherLost, UnknownPublisher, UsageError
 from telegrad.nn import Pipeline, RemoteModule
-from telegrad.rpc import current
-from telegrad.rpc.worker import Worker
 from telegrad.weights import Publisher, Subscriber, Version
 from telegrad.weights import publisher as publishing
-from telegrad.weights.arranging import Layouts
-from telegrad.weights.joining import SubscriberBox
-from telegrad.weights.words import Ask, Party
+from telegrad.weights.subscription import SubscriberEndpoint
+from telegrad.weights.transfer.messages import Party, PieceRequest
+from telegrad.weights.transfer.tree_layout import Snapshots
 from tests.cluster import PATIENCE, agents, in_threads
 
 
@@ -53,7 +53,7 @@ def on_hosts(monkeypatch: pytest.MonkeyPatch, *hosts: str) -> Iterator[list[Work
         here.host = f"host {hosts[rank]}"  # each worker is started by a thread of its own
         return {}
 
-    monkeypatch.setattr("telegrad.rpc.cluster.host_identity", lambda: here.host)
+    monkeypatch.setattr("telegrad._core.start.cluster.host_identity", lambda: here.host)
     monkeypatch.setattr(publishing, "PIECE", 1000)
     with agents(len(hosts), of_rank=of_rank) as workers:
         yield workers
@@ -135,19 +135,6 @@ def test_any_tree_of_tensors() -> None:
         assert found[0]["a"].data_ptr() == found[2].data_ptr()
 
 
-def test_weights_that_are_tied_no_more() -> None:
-    weights = {"a": torch.zeros(3), "b": torch.zeros(3)}
-    weights["b"] = weights["a"].view(3)
-    with agents(2) as (learner, actor):
-        publisher = on(learner, Publisher, "tied", weights)
-        reader = on(actor, Subscriber, "w0", "tied")
-        publisher.publish()
-        assert reader.newest().state["a"].data_ptr() == reader.newest().state["b"].data_ptr()
-        weights["b"] = torch.ones(3)
-        publisher.publish()
-        torch.testing.assert_close(reader.at_least(2).state, weights)
-
-
 def test_newest_at_least_and_refresh() -> None:
     with agents(2) as (learner, actor):
         current_state = state(0)
@@ -179,7 +166,7 @@ def test_what_was_published_before_a_call_is_known_though_the_thread_that_hears_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Another thread runs the call meanwhile."""
-    hear = SubscriberBox.take
+    hear = SubscriberEndpoint.take
 
     def late(*args: Any) -> None:
         time.sleep(0.05)
@@ -190,7 +177,7 @@ def test_what_was_published_before_a_call_is_known_though_the_thread_that_hears_
         reader = on(actor, Subscriber, "w0", "p")
         publisher.publish()
         reader.newest()
-        monkeypatch.setattr(SubscriberBox, "take", late)
+        monkeypatch.setattr(SubscriberEndpoint, "take", late)
         for number in range(2, 5):
             publisher.publish()
             assert on(learner, rpc.rpc_sync, "w1", int) == 0
@@ -221,9 +208,9 @@ def test_messages_that_are_not_handled_in_time_are_no_reason_to_give_an_old_vers
 
 
 def test_two_threads_may_publish_trees_of_different_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
-    arrange, mine, begun, over = Layouts._arrange, threading.local(), threading.Event(), threading.Event()
+    arrange, mine, begun, over = Snapshots._arrange, threading.local(), threading.Event(), threading.Event()
 
-    def arrange_slowly(layouts: Layouts, tree: Any, *args: Any) -> Any:
+    def arrange_slowly(layouts: Snapshots, tree: Any, *args: Any) -> Any:
         found = arrange(layouts, tree, *args)
         if len(tree) == 1:
             begun.set()
@@ -241,7 +228,7 @@ def test_two_threads_may_publish_trees_of_different_layouts(monkeypatch: pytest.
         over.set()
         return number
 
-    monkeypatch.setattr(Layouts, "_arrange", arrange_slowly)
+    monkeypatch.setattr(Snapshots, "_arrange", arrange_slowly)
     with agents(1) as (worker,), speaking_for(worker):
         publisher = Publisher("numbers", lambda: mine.tree)
         assert in_threads(publish_first, publish_second) == [1, 2]
@@ -258,7 +245,7 @@ def test_every_version(monkeypatch: pytest.MonkeyPatch) -> None:
         versions = on(actor, iter, reader)
         with ThreadPoolExecutor(1) as pool:
             first = pool.submit(on, actor, next, versions)
-            eventually(lambda: len(publisher._box.feed_._every) == 1)
+            eventually(lambda: len(publisher._endpoint.feed._every) == 1)
             for _ in range(4):
                 publisher.publish()
             assert number_in(first.result(PATIENCE)) == 2
@@ -450,7 +437,7 @@ def test_a_learner_that_is_lost() -> None:
         reader.newest()
         with ThreadPoolExecutor(1) as pool:
             waiting = pool.submit(on, actor, reader.at_least, 2)
-            eventually(lambda: bool(reader._box.machine.waits))
+            eventually(lambda: bool(reader._endpoint.machine.waits))
             learner.end("")
             with pytest.raises(PublisherLost, match=r"'p' on worker 'w0' has gone .*; version 1 is here"):
                 waiting.result(PATIENCE)
@@ -468,9 +455,9 @@ def test_hosts_in_a_chain(monkeypatch: pytest.MonkeyPatch) -> None:
             publisher.publish()
             assert [number_in(reader.at_least(number)) for reader in readers] == [number] * 5
         eventually(lambda: publisher.versions == [9])
-        first = [reader for reader in readers if not reader._box.machine.whole]
+        first = [reader for reader in readers if not reader._endpoint.machine.whole]
         assert len(first) == 2
-        sources = {reader._box.machine.source.worker for reader in readers}
+        sources = {reader._endpoint.machine.source.worker for reader in readers}
         assert len(sources) == 3
 
 
@@ -499,12 +486,12 @@ def test_a_question_that_comes_while_a_subscriber_closes_is_dropped(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its memory has gone; whoever asked is sent to another source."""
-    hear = SubscriberBox.take
+    hear = SubscriberEndpoint.take
 
-    def late(box: SubscriberBox, sender: Party, word: Any, tensors: Any) -> None:
-        if isinstance(word, Ask) and sender.worker == "w2" and box._desk.agent.name == "w1":
+    def late(endpoint: SubscriberEndpoint, sender: Party, message: Any, tensors: Any) -> None:
+        if isinstance(message, PieceRequest) and sender.worker == "w2" and endpoint._service.agent.name == "w1":
             on(workers[1], readers[0].close)
-        hear(box, sender, word, tensors)
+        hear(endpoint, sender, message, tensors)
 
     with on_hosts(monkeypatch, "A", "B", "C") as workers:
         publisher = on(workers[0], Publisher, "p", Numbered(50_000))
@@ -512,7 +499,7 @@ def test_a_question_that_comes_while_a_subscriber_closes_is_dropped(
         eventually(lambda: len(publisher.subscribers) == 2)
         publisher.publish()
         assert [number_in(reader.at_least(1)) for reader in readers] == [1, 1]
-        monkeypatch.setattr(SubscriberBox, "take", late)
+        monkeypatch.setattr(SubscriberEndpoint, "take", late)
         publisher.publish()
         assert number_in(readers[1].at_least(2)) == 2
         eventually(lambda: len(publisher.subscribers) == 1)
@@ -534,7 +521,7 @@ def test_every_version_on_another_host(monkeypatch: pytest.MonkeyPatch) -> None:
 
         with ThreadPoolExecutor(3) as pool:
             all_read = [pool.submit(on, worker, read, place) for place, worker in enumerate(workers[1:])]
-            eventually(lambda: len(publisher._box.feed_._every) == 3 or not publisher.publish())
+            eventually(lambda: len(publisher._endpoint.feed._every) == 3 or not publisher.publish())
             until = publisher.version + 20
             while publisher.version < until:
                 publisher.publish()

@@ -10,12 +10,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from telegrad.weights.arranging import Layouts
-from telegrad.weights.layout import Layout
-from telegrad.weights.rounding import Rounding, named
-from telegrad.weights.spans import bare
+from telegrad._core.wire.strides import distinct, extent, repeats
+from telegrad.weights.transfer.rounding import Rounding, named
+from telegrad.weights.transfer.tree_layout import Layout, Snapshots, bare
 from telegrad.weights.version import Version
-from telegrad.wire.strides import distinct, extent, repeats
 
 TYPES = [
     *(torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.complex64),
@@ -129,18 +127,24 @@ VIEWS: list[Callable[[random.Random, Tensor], Tensor]] = [
 ]
 
 
-_layouts: WeakKeyDictionary[Layouts, Layout] = WeakKeyDictionary()  # the last that a reader was told
+_layouts: WeakKeyDictionary[Snapshots, Layout] = WeakKeyDictionary()  # the last that a reader was told
 
 
-def published(tree: Any, layouts: Layouts | None = None, rounding: Rounding = None) -> Version:
+def filled(layouts: Snapshots, tree: Any) -> tuple[Layout, Tensor]:
+    """The layout of a tree, and the memory of a version of it."""
+    snapshot = layouts.of(tree)
+    memory = torch.randint(0, 256, (snapshot.layout.size,), dtype=torch.uint8)
+    snapshot.fill(memory)
+    return snapshot.layout, memory
+
+
+def published(tree: Any, layouts: Snapshots | None = None, rounding: Rounding = None) -> Version:
     """A version as a reader has it, who knows the layout if the last version from `layouts` had it, too."""
-    layouts = layouts or Layouts(rounding)
-    arranged = layouts.of(tree)
-    memory = torch.randint(0, 256, (arranged.layout.size,), dtype=torch.uint8)
-    arranged.fill(memory)
+    layouts = layouts or Snapshots(rounding)
+    layout, memory = filled(layouts, tree)
     known = _layouts.get(layouts)
-    if known is None or known.number != arranged.layout.number:
-        known = _layouts[layouts] = Layout(arranged.layout.number, arranged.layout.description)
+    if known is None or known.number != layout.number:
+        known = _layouts[layouts] = Layout(layout.number, layout.description)
     return Version(1, known, memory)
 
 

@@ -13,6 +13,7 @@ from torch import nn
 
 import telegrad
 from telegrad import autograd, checkpoint, errors, rpc
+from telegrad.launch.local import LocalGroup
 from telegrad.nn import RemoteModule
 from telegrad.optim import DistributedOptimizer
 from telegrad.weights import Publisher, Subscriber
@@ -30,7 +31,7 @@ def reading() -> float:
     return float(Subscriber("driver", "policy").refresh().state["w"].sum())
 
 
-def call(group: telegrad.hosting.LocalGroup) -> None:
+def call(group: LocalGroup) -> None:
     for name in group:  # no thread waits for the answer, so the one that leads must hear of the new connection
         answered = threading.Event()
         rpc.rpc_async(name, int).then(lambda _, heard=answered: heard.set())  # type: ignore[misc]

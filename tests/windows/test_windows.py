@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from telegrad.group import tcp
+from telegrad._core.stores import tcp_store as tcp
 from tests.cluster import PATIENCE, free_port
 
 HERE = pathlib.Path(__file__).parent
@@ -50,7 +50,7 @@ def test_workers_that_meet(tmp_path: pathlib.Path) -> None:
 
 POLLER = """
 import socket, threading
-from telegrad.transport.poller import Poller
+from telegrad._core.transport.poller import Poller
 
 class Source:
     prompt = False

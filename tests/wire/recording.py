@@ -23,20 +23,18 @@ from unittest.mock import patch
 import torch
 
 from telegrad import autograd, errors, rpc
-from telegrad.agent.agent import Agent
-from telegrad.devices.maps import Devices
-from telegrad.group.members import Member
-from telegrad.group.quorum import Arrival, Before, Formed
-from telegrad.keyring import Keyring
-from telegrad.rpc import current
-from telegrad.rpc.worker import Worker
-from telegrad.transport.handshake import PROTOCOL, Acceptor, Claim, Initiator, Spoken, StreamId
-from telegrad.transport.link import Link
-from telegrad.weights import Publisher, Subscriber
-from telegrad.wire.failures import rebuild
-from telegrad.wire.frames import FrameReader
-from telegrad.wire.functions import resolve
-from telegrad.wire.messages import (
+from telegrad._core.agent.agent import Agent
+from telegrad._core.devices.device_maps import Devices
+from telegrad._core.joining.quorum import Arrival, Before, Formed
+from telegrad._core.membership.members import Member
+from telegrad._core.pickling.exceptions import rebuild
+from telegrad._core.pickling.function_names import resolve
+from telegrad._core.pickling.pickling import decode
+from telegrad._core.security.handshake import PROTOCOL, Acceptor, Claim, Initiator, Spoken, StreamId
+from telegrad._core.security.keyring import Keyring
+from telegrad._core.transport.link import Link
+from telegrad._core.wire.frames import FrameReader
+from telegrad._core.wire.messages import (
     CALL,
     FAILURE,
     HAS_GRAPH,
@@ -48,8 +46,10 @@ from telegrad.wire.messages import (
     Message,
     split,
 )
-from telegrad.wire.pickling import decode
-from telegrad.wire.unpacking import unpack
+from telegrad._core.wire.unpacking import unpack
+from telegrad._core.worker import current
+from telegrad._core.worker.worker import Worker
+from telegrad.weights import Publisher, Subscriber
 from tests.cluster import agents
 
 FOLDER = pathlib.Path(__file__).with_name("frames")
@@ -183,7 +183,7 @@ def two_workers(**options: Any) -> Iterator[list[Worker]]:
 
     with (
         patch.object(Agent, "__init__", begun),
-        patch("telegrad.rpc.cluster.host_identity", lambda: "host"),
+        patch("telegrad._core.start.cluster.host_identity", lambda: "host"),
         agents(2, transport="tcp", key=KEY, **options) as workers,
     ):
         current.enter(workers[0])

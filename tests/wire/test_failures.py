@@ -20,11 +20,11 @@ import pytest
 import torch
 
 from telegrad import errors
-from telegrad.agent.naming import user_name
-from telegrad.wire.failures import describe, fresh, kept, readable, rebuild
-from telegrad.wire.functions import resolve
-from telegrad.wire.shortening import LARGEST, LONGEST_TEXT
-from telegrad.wire.stories import LONGEST_LINE, MOST_TOLD, first_line
+from telegrad._core.calls.call_names import user_name
+from telegrad._core.pickling.exceptions import describe, fresh, kept, readable, rebuild
+from telegrad._core.pickling.function_names import resolve
+from telegrad._core.pickling.remote_text import LONGEST_LINE, MOST_TOLD, first_line
+from telegrad._core.pickling.short_text import LARGEST, LONGEST_TEXT
 
 
 def journey(error: Any, worker: str = "w1") -> Any:
@@ -253,19 +253,17 @@ def test_a_type_that_allows_no_heirs() -> None:
     assert "'w1'" in "".join(traceback.format_exception(type(back), back, None))
 
 
-if sys.version_info >= (3, 11):
-
-    @pytest.mark.parametrize("hops", [1, 2])
-    def test_groups(hops: int) -> None:
-        error = builtins.ExceptionGroup("several", [ValueError("a"), KeywordOnly(code=3), Unsendable("c")])
-        back = error
-        for _ in range(hops):
-            back = journey(back)
-        assert isinstance(back, type(error))
-        assert [type(member) for member in back.exceptions] == [ValueError, KeywordOnly, Unsendable]
-        assert back.exceptions[1].code == 3
-        assert back.subgroup(ValueError).exceptions[0].args == ("a",)
-        assert "'w1'" in str(back)
+@pytest.mark.parametrize("hops", [1, 2])
+def test_groups(hops: int) -> None:
+    error = builtins.ExceptionGroup("several", [ValueError("a"), KeywordOnly(code=3), Unsendable("c")])
+    back = error
+    for _ in range(hops):
+        back = journey(back)
+    assert isinstance(back, type(error))
+    assert [type(member) for member in back.exceptions] == [ValueError, KeywordOnly, Unsendable]
+    assert back.exceptions[1].code == 3
+    assert back.subgroup(ValueError).exceptions[0].args == ("a",)
+    assert "'w1'" in str(back)
 
 
 def test_what_cannot_be_read_is_told() -> None:
@@ -324,8 +322,8 @@ def chained(how: str, count: int) -> BaseException:
     first = last
     for number in range(1, count):
         before = last
-        if how == "nested" and sys.version_info >= (3, 11):
-            last = ExceptionGroup(f"number {number}", [before])  # noqa: F821
+        if how == "nested":
+            last = ExceptionGroup(f"number {number}", [before])
             continue
         last = ValueError(f"number {number}")
         if how == "context":
@@ -334,8 +332,8 @@ def chained(how: str, count: int) -> BaseException:
             last.__cause__ = before
     if how == "circle":
         first.__cause__ = last
-    if how == "group" and sys.version_info >= (3, 11):
-        last = ExceptionGroup("group", [ValueError(f"number {number}") for number in range(count)])  # noqa: F821
+    if how == "group":
+        last = ExceptionGroup("group", [ValueError(f"number {number}") for number in range(count)])
     made: BaseException = last
     return made
 
@@ -343,8 +341,6 @@ def chained(how: str, count: int) -> BaseException:
 @pytest.mark.parametrize("how", ["cause", "context", "circle", "nested", "group"])
 @pytest.mark.parametrize("count", [150, 20_000])
 def test_of_many_exceptions_that_followed_from_one_another_the_last_are_told(how: str, count: int) -> None:
-    if how in ("nested", "group") and sys.version_info < (3, 11):
-        pytest.skip("there are no groups of exceptions")
     last = chained(how, 900 if how == "nested" and count > 900 else count)
     before = process_time()
     made = rebuild(describe(last, "w1"))

@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from telegrad import errors
-from telegrad.wire import functions
-from telegrad.wire.functions import name_of, program, resolve
+from telegrad._core.pickling import function_names
+from telegrad._core.pickling.function_names import name_of, program, resolve
 from tests.cluster import Process
 from tests.naming import alike
 
@@ -202,13 +202,13 @@ def test_one_that_equals_all_does_not_get_into_the_cache() -> None:
 
 
 def test_the_cache_is_bounded_and_holds_what_it_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(functions, "_CACHED", 3)
-    monkeypatch.setattr(functions, "_names", {})
+    monkeypatch.setattr(function_names, "_CACHED", 3)
+    monkeypatch.setattr(function_names, "_names", {})
     for _ in range(2):
         for function in (plain, min, len, Holder, torch.add):
             assert resolve(named(function, True)) is function
-            assert len(functions._names) <= 3
-            assert function in functions._names
+            assert len(function_names._names) <= 3
+            assert function in function_names._names
 
 
 def test_a_patched_function_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,7 +240,7 @@ def test_an_import_that_python_refuses_to_one_of_two_threads_is_made_again(monke
 
 
 def test_a_module_that_is_withheld_for_a_moment_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    for use in (lambda: resolve("withheld:ones"), lambda: functions._verified(torch.ones, "withheld", "ones")):
+    for use in (lambda: resolve("withheld:ones"), lambda: function_names._verified(torch.ones, "withheld", "ones")):
         monkeypatch.setitem(sys.modules, "withheld", None)
         back = threading.Timer(0.02, sys.modules.__setitem__, ("withheld", torch))
         back.start()
@@ -249,7 +249,7 @@ def test_a_module_that_is_withheld_for_a_moment_is_waited_for(monkeypatch: pytes
 
 
 def test_a_module_that_is_withheld_for_good_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(functions, "WITHHELD", 0.01)
+    monkeypatch.setattr(function_names, "WITHHELD", 0.01)
     monkeypatch.setitem(sys.modules, "withheld", None)
     with pytest.raises(errors.FunctionNotFound, match=r"None in sys\.modules"):
         resolve("withheld:ones")
@@ -259,9 +259,10 @@ def test_a_module_that_another_thread_imports_is_waited_for(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun, go_on = threading.Event(), threading.Event()
-    monkeypatch.setattr(functions, "events", (begun, go_on), raising=False)
+    monkeypatch.setattr(function_names, "events", (begun, go_on), raising=False)
     (tmp_path / "found_slowly.py").write_text(
-        "from telegrad.wire.functions import events\nevents[0].set()\nevents[1].wait(10)\ndef f(): return 7"
+        "from telegrad._core.pickling.function_names import events\n"
+        "events[0].set()\nevents[1].wait(10)\ndef f(): return 7"
     )
     monkeypatch.syspath_prepend(tmp_path)
     importlib.invalidate_caches()
@@ -318,7 +319,7 @@ def test_the_program_is_known_by_its_file(
         path.parent.mkdir()
         path.write_text(content)
         main.__file__ = str(path)
-        monkeypatch.setattr(functions, "_program", None)
+        monkeypatch.setattr(function_names, "_program", None)
         prints.append(program())
         path.unlink()
         assert program() == prints[-1]  # not read again
@@ -328,7 +329,7 @@ def test_the_program_is_known_by_its_file(
 @pytest.mark.parametrize("file", [None, "<stdin>"])
 def test_a_prompt_is_no_program(main: ModuleType, monkeypatch: pytest.MonkeyPatch, file: str | None) -> None:
     main.__file__ = file
-    monkeypatch.setattr(functions, "_program", None)
+    monkeypatch.setattr(function_names, "_program", None)
     assert program() == ""
 
 

@@ -18,10 +18,10 @@ import torch
 from torch import nn
 
 from telegrad import errors
-from telegrad.wire import functions
-from telegrad.wire.packing import pack
-from telegrad.wire.pickling import decode, encode
-from telegrad.wire.unpacking import unpack
+from telegrad._core.pickling import function_names
+from telegrad._core.pickling.pickling import decode, encode
+from telegrad._core.wire.packing import pack
+from telegrad._core.wire.unpacking import unpack
 from tests.naming import alike
 
 
@@ -68,7 +68,7 @@ def main(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     module = types.ModuleType("__main__")
     exec(MAIN, module.__dict__)
     monkeypatch.setitem(sys.modules, "__main__", module)
-    monkeypatch.setattr(functions, "_program", None)
+    monkeypatch.setattr(function_names, "_program", None)
     return module
 
 

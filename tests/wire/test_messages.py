@@ -6,7 +6,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from telegrad.wire.messages import CALL, ENTRY, PREFIX, Message, append, encode, pack_numbers, split, unpack_numbers
+from telegrad._core.wire.messages import (
+    CALL,
+    ENTRY,
+    PREFIX,
+    Message,
+    append,
+    encode,
+    pack_numbers,
+    split,
+    unpack_numbers,
+)
 
 
 @given(st.binary(), st.binary())

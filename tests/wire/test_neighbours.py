@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from telegrad.agent.agent import Agent
-from telegrad.group.members import Member
-from telegrad.group.quorum import Arrival, Formed
-from telegrad.transport.handshake import PROTOCOL, Claim, Initiator, Spoken
-from telegrad.wire.messages import FAILURE, PREFIX, Message
+from telegrad._core.agent.agent import Agent
+from telegrad._core.joining.quorum import Arrival, Formed
+from telegrad._core.membership.members import Member
+from telegrad._core.security.handshake import PROTOCOL, Claim, Initiator, Spoken
+from telegrad._core.wire.messages import FAILURE, PREFIX, Message
 from tests.strangers.door import Visitor, knock
 from tests.wire import recording
 from tests.wire.recording import FOLDER, INCARNATIONS, ends, meaning, messages

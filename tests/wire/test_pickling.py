@@ -17,17 +17,16 @@ import tempfile
 import threading
 import types
 from collections.abc import Callable
-from typing import Any, NoReturn, SupportsIndex
+from typing import Any, NoReturn, Self, SupportsIndex
 
 import numpy
 import pytest
 import torch
 from torch import Tensor, nn
-from typing_extensions import Self
 
 from telegrad import errors
-from telegrad.wire import byvalue, functions, pickling
-from telegrad.wire.pickling import decode, encode
+from telegrad._core.pickling import by_value, function_names, pickling
+from telegrad._core.pickling.pickling import decode, encode
 from tests.naming import alike
 
 
@@ -380,7 +379,7 @@ def test_code_of_another_python_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
 
     for function in (lambda: 1, local, [lambda: 1]):
         with monkeypatch.context() as there:
-            there.setattr(byvalue, "MAGIC_NUMBER", b"3.99")
+            there.setattr(by_value, "MAGIC_NUMBER", b"3.99")
             there.setattr(platform, "python_version", lambda: "3.99.1")
             body, *_ = encode(function, same_program=True)
         with pytest.raises(errors.CannotDecode, match=r"is that of Python 3\.99\.1, .* is of Python 3\.1"):
@@ -571,7 +570,7 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gone_module", module)
     body, *_ = encode([module.Thing()], True)
     monkeypatch.delitem(sys.modules, "gone_module")
-    functions._names.pop(module.Thing)
+    function_names._names.pop(module.Thing)
     with pytest.raises(errors.FunctionNotFound, match="gone_module"):
         decode(body, [])
 

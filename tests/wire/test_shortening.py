@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import collections
 import pickle
 from collections.abc import Callable
@@ -15,10 +14,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from telegrad._core.pickling.exceptions import describe, rebuild
+from telegrad._core.pickling.remote_text import first_line, with_lines
+from telegrad._core.pickling.short_text import LARGEST, LONGEST_TEXT, brief, is_large, text_of
 from telegrad.errors import RemoteError
-from telegrad.wire.failures import describe, rebuild
-from telegrad.wire.shortening import LARGEST, LONGEST_TEXT, brief, is_large, text_of
-from telegrad.wire.stories import first_line, with_lines
 
 MANY = 1_000_000
 TEXT = "x" * (64 << 20)
@@ -40,7 +39,7 @@ def with_attribute(value: Any) -> Exception:
 
 def noted(notes: list[str]) -> Exception:
     error = ValueError("x")
-    error.__notes__ = notes  # type: ignore[attr-defined]
+    error.__notes__ = notes
     return error
 
 
@@ -55,9 +54,7 @@ def chain(attribute: str) -> BaseException:
 
 
 def group(members: list[Exception]) -> Exception:
-    make: Any = getattr(builtins, "ExceptionGroup", ValueError)  # there are none before Python 3.11
-    made: Exception = make("group", members)
-    return made
+    return ExceptionGroup("group", members)
 
 
 LARGE: dict[str, Callable[[], BaseException]] = {

@@ -19,9 +19,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from telegrad import errors
-from telegrad.wire.packing import ROOM, SMALL, pack
-from telegrad.wire.tensors import memory
-from telegrad.wire.unpacking import unpack
+from telegrad._core.wire.packing import ROOM, SMALL, pack
+from telegrad._core.wire.tensors import memory
+from telegrad._core.wire.unpacking import unpack
 from tests.cluster import PATIENCE
 
 
@@ -407,8 +407,8 @@ def test_memory_does_not_depend_on_what_others_set_for_the_process(monkeypatch: 
 WARNED = """
 import warnings
 import torch
-from telegrad.wire.packing import pack
-from telegrad.wire.unpacking import unpack
+from telegrad._core.wire.packing import pack
+from telegrad._core.wire.unpacking import unpack
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

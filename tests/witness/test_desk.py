@@ -18,28 +18,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from telegrad.insight import reasons
-from telegrad.insight.history import History
-from telegrad.insight.snapshot import snapshot
-from telegrad.insight.source import Sight
-from telegrad.insight.sources import groups_here
-from telegrad.insight.tables import (
-    CALLS_IN,
-    CALLS_OUT,
-    PASSES,
-    THREADS,
-    WORKERS,
-    as_text,
-    calls_in,
-    calls_out,
-    passes,
-    threads,
-)
-from telegrad.insight.watching import View, Watch, workers
-from telegrad.witness import desk
-from telegrad.witness.decoding import ACCOUNT, DUMP, EVENTS, GROUP, Malformed, decode
-from telegrad.witness.desk import Desk, Place, ask_all, places
-from telegrad.witness.observer import Observer
+from telegrad.insight.reading.history import GroupHistory
+from telegrad.insight.reading.snapshot import detail, snapshot
+from telegrad.insight.reading.source import Sight
+from telegrad.insight.report import Report
+from telegrad.insight.seen_groups import groups_here
+from telegrad.insight.top import View
+from telegrad.reporting import desk
+from telegrad.reporting.decoding import ACCOUNT, DUMP, EVENTS, GROUP, Malformed, decode
+from telegrad.reporting.desk import Desk, Place, ask_all, places
+from telegrad.reporting.observer import Observer
 from tests.cluster import PATIENCE
 from tests.other_user import NOBODY, as_nobody, is_root
 
@@ -283,7 +271,7 @@ def test_a_malformed_answer_is_told_with_its_process(monkeypatch: pytest.MonkeyP
     with worker(answers(b"[]\n")) as (place, _):
         monkeypatch.setattr(desk, "places", lambda: [place])
         (group,) = groups_here().values()
-        text = reasons.told(group.look())
+        text = Report(group.look()).text()
     assert f"process {os.getpid()} answers what no worker tells" in " ".join(text.split())
 
 
@@ -382,15 +370,16 @@ def test_no_control_character_is_shown() -> None:
     assert len(events) == 1
     silent = decode(GROUP, json.dumps({"accounts": [], "silent": {EVIL: EVIL}}).encode())["silent"]
     sight = Sight([shown], silent)
-    history, watch = History(), Watch()
-    history.take(sight)
-    history.add({shown["worker"]: events})
-    view: View = watch.take(sight, {shown["worker"]: events})
+    history = GroupHistory()
+    history.add(sight)
+    history.add_events({shown["worker"]: events})
     texts = [
-        reasons.text(reasons.explain(sight), sight, stacks=True),
-        json.dumps(reasons.as_json(reasons.explain(sight), sight), ensure_ascii=False),
+        Report(sight).text(stacks=True),
+        json.dumps(Report(sight).as_json(), ensure_ascii=False),
         json.dumps(snapshot(history, 60.0), ensure_ascii=False),
-        as_text(WORKERS, workers(view)),
+        json.dumps(detail(history, shown["worker"]), ensure_ascii=False),
+        View().text(history),
+        View(worker=shown["worker"], stacks=True).text(history),
     ]
     for text in texts:
         assert controls(text) == []
@@ -422,13 +411,12 @@ def test_what_is_decoded_can_be_explained(number: int, value: Any) -> None:
     except Malformed:
         return
     sight = Sight([shown], {})
-    assert controls(reasons.text(reasons.explain(sight), sight, stacks=True)) == []
-    as_text(WORKERS, workers(Watch().take(sight, {})))
-    for table, rows in ((CALLS_OUT, calls_out), (CALLS_IN, calls_in), (THREADS, threads), (PASSES, passes)):
-        as_text(table, rows(shown))
-    history = History()
-    history.take(sight)
-    json.dumps(snapshot(history, 60.0))
+    assert controls(Report(sight).text(stacks=True)) == []
+    history = GroupHistory()
+    history.add(sight)
+    json.dumps(snapshot(history, 60.0) | detail(history, shown["worker"]))
+    View().text(history)
+    View(worker=shown["worker"], stacks=True).text(history)
 
 
 @given(st.sampled_from([ACCOUNT, GROUP, EVENTS, DUMP, "group events", "file", "call"]), PLAIN | st.binary())

@@ -6,37 +6,37 @@ from typing import Any
 
 import pytest
 
-from telegrad import instruments
-from telegrad.instruments import CALLED, RAN, Event
-from telegrad.rpc.worker import Worker
-from telegrad.witness.recorder import LAST, Recorder, recorder
+from telegrad._core import events
+from telegrad._core.events import CALLED, RAN, Event
+from telegrad._core.worker.worker import Worker
+from telegrad.reporting.recorder import LAST, Recorder, recorder
 
 
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody else listens."""
-    monkeypatch.setattr(instruments, "_listeners", [])
-    monkeypatch.setattr(instruments, "note", None)
+    monkeypatch.setattr(events, "_listeners", [])
+    monkeypatch.setattr(events, "note", None)
 
 
 def test_nobody_listens_at_first(alone: None) -> None:
-    assert instruments.note is None
+    assert events.note is None
 
 
 def test_all_who_listen_hear_and_no_longer_once_removed(alone: None) -> None:
     first: list[Event] = []
     second: list[Event] = []
     one, other = first.append, second.append
-    instruments.add(one)
-    assert instruments.note is one  # nothing in between
-    instruments.add(other)
-    assert instruments.note is not None
-    instruments.note((RAN, 1.0, 2.0))
-    instruments.remove(one)
-    instruments.note((RAN, 2.0, 3.0))
-    instruments.remove(other)
-    instruments.remove(other)
-    assert instruments.note is None
+    events.add(one)
+    assert events.note is one  # nothing in between
+    events.add(other)
+    assert events.note is not None
+    events.note((RAN, 1.0, 2.0))
+    events.remove(one)
+    events.note((RAN, 2.0, 3.0))
+    events.remove(other)
+    events.remove(other)
+    assert events.note is None
     assert (first, second) == ([(RAN, 1.0, 2.0)], [(RAN, 1.0, 2.0), (RAN, 2.0, 3.0)])
 
 
@@ -44,13 +44,13 @@ def test_the_last_are_kept(alone: None) -> None:
     kept = Recorder()
     kept.begin()
     kept.begin()  # another worker of this process
-    assert instruments.note is not None
+    assert events.note is not None
     for moment in range(LAST + 5):
-        instruments.note((RAN, moment, moment + 1))
+        events.note((RAN, moment, moment + 1))
     kept.end()
-    assert instruments.note is not None
+    assert events.note is not None
     kept.end()
-    assert instruments.note is None
+    assert events.note is None
     assert len(kept.events()) == LAST
     assert kept.events(LAST + 3) == [(RAN, LAST + 3, LAST + 4), (RAN, LAST + 4, LAST + 5)]
 

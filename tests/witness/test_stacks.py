@@ -9,7 +9,7 @@ from types import FrameType
 
 import pytest
 
-from telegrad.witness.stacks import all_stacks
+from telegrad.reporting.stacks import all_stacks
 
 
 @pytest.mark.parametrize("enabled", [True, False])

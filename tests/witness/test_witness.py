@@ -13,23 +13,23 @@ import re
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from telegrad import autograd, rpc
+from telegrad._core.host.private_files import Folder
+from telegrad._core.worker import current
+from telegrad._core.worker.worker import Worker
 from telegrad.errors import CallTimeout, UsageError
-from telegrad.insight.files import Written
-from telegrad.insight.outside import look_at
-from telegrad.insight.sources import HostGroup, OwnGroup, groups_here
-from telegrad.private_files import Folder
-from telegrad.rpc import current
-from telegrad.rpc.worker import Worker
-from telegrad.witness import desk, dump
-from telegrad.witness.account import GOING_ON, MEMBER, MOST_ALIKE, QUEUED, RUNNING, Account, counts
-from telegrad.witness.desk import Place
-from telegrad.witness.witness import Witness
+from telegrad.insight.reading.process_report import inspect
+from telegrad.insight.seen_groups import DumpFiles, HostGroup, OwnGroup, groups_here
+from telegrad.reporting import desk, dump
+from telegrad.reporting.account import GOING_ON, MEMBER, MOST_ALIKE, QUEUED, RUNNING, Account, counts
+from telegrad.reporting.desk import Place
+from telegrad.reporting.witness import Witness, witness_of
 from tests.cluster import PATIENCE, Process, agents, free_port, group, in_threads, init, processes, wait_until
 from tests.strangers.door import eventually
 
@@ -74,7 +74,7 @@ def held(pair: list[Worker]) -> Iterator[Callable[..., list[Account]]]:
         futures.extend(pair[0].agent.call_async("w1", function, args, None) for _ in range(times))
         for _ in range(times):
             assert inside.acquire(timeout=PATIENCE)
-        accounts, silent = pair[0].witness.look()
+        accounts, silent = witness_of(pair[0]).look()
         assert silent == {}
         return accounts
 
@@ -106,7 +106,7 @@ def test_who_waits_for_which_call_is_read_from_the_stacks(
 ) -> None:
     told = held(ask_back, 2)
     while sum(call["thread"] is not None for account in told for call in account["calls_out"]) < 2:
-        told, _ = pair[0].witness.look()  # a thread has sent its call, and does not wait yet
+        told, _ = witness_of(pair[0]).look()  # a thread has sent its call, and does not wait yet
     accounts = {account["worker"]: account for account in told}
     (inner,) = accounts["w1"]["calls_out"]
     (waits,) = [call for call in accounts["w1"]["calls_in"] if call["thread"] == inner["thread"]]
@@ -122,7 +122,7 @@ def test_a_call_whose_function_has_returned_a_future_goes_on(
     _, callee = held(promise)
     while [call["state"] for call in callee["calls_in"]] != [GOING_ON]:
         assert [call["state"] for call in callee["calls_in"]] == [RUNNING]  # it has not returned yet
-        _, callee = pair[0].witness.look()[0]
+        _, callee = witness_of(pair[0]).look()[0]
 
 
 def test_calls_without_a_slot_are_queued() -> None:
@@ -131,8 +131,8 @@ def test_calls_without_a_slot_are_queued() -> None:
         futures = [first.agent.call_async("w1", wait_here, None, None) for _ in range(3)]
         for _ in range(2):
             assert inside.acquire(timeout=PATIENCE)
-        wait_until(lambda: len(second.witness.account()["calls_in"]) == 3)
-        told = second.witness.account()
+        wait_until(lambda: len(witness_of(second).account()["calls_in"]) == 3)
+        told = witness_of(second).account()
         assert sorted(call["state"] for call in told["calls_in"]) == [QUEUED, RUNNING, RUNNING]
         assert (told["slots"], told["busy"]) == (2, 2)
         gate.set()
@@ -146,10 +146,10 @@ def test_of_many_calls_that_are_alike_some_are_listed() -> None:
     with agents(2, num_worker_threads=1) as (first, second):
         futures = [first.agent.call_async("w1", wait_here, None, None) for _ in range(MOST_ALIKE + 50)]
         assert inside.acquire(timeout=PATIENCE)
-        here = lambda: second.witness.account()["calls_in"]  # noqa: E731
+        here = lambda: witness_of(second).account()["calls_in"]  # noqa: E731
         assert eventually(lambda: counts(here(), lambda call: call["state"])[QUEUED] == MOST_ALIKE + 49)
         assert len(here()) == MOST_ALIKE + 1
-        out = first.witness.account()["calls_out"]
+        out = witness_of(first).account()["calls_out"]
         assert len(out) == MOST_ALIKE
         assert out[-1]["more"] == 50
         assert counts(out, lambda call: call["to"]) == {"w1": MOST_ALIKE + 50}
@@ -205,10 +205,10 @@ def test_a_pass_tells_who_owes_it_something(pair: list[Worker]) -> None:
     training = threading.Thread(target=train)
     training.start()
     assert inside.acquire(timeout=PATIENCE)
-    while (owing := [each["owing"] for each in pair[0].witness.account()["passes"]]) == [["w0"]]:
+    while (owing := [each["owing"] for each in witness_of(pair[0]).account()["passes"]]) == [["w0"]]:
         pass  # it has not said yet that its own part is done
     assert owing == [["w1"]]
-    waits = [thread["wait"] for thread in pair[0].witness.account()["threads"] if thread["wait"] is not None]
+    waits = [thread["wait"] for thread in witness_of(pair[0]).account()["threads"] if thread["wait"] is not None]
     assert [(wait["what"], wait["on"]) for wait in waits] == [("backward", ["w1"])]
     gate.set()
     training.join(PATIENCE)
@@ -259,11 +259,11 @@ def _has(found: HostGroup, pids: dict[str, int]) -> bool:
 
 
 def _own_look() -> dict[str, str]:
-    return dict(OwnGroup(current.joined().witness).look().silent)
+    return dict(OwnGroup(witness_of(current.joined())).look().silent)
 
 
 def test_what_has_ended_is_said_to_have(workers: list[Process]) -> None:
-    assert look_at(1 << 22, -1).state == "its process has ended"
+    assert inspect(1 << 22, -1).state == "its process has ended"
 
 
 @pytest.mark.skipif(not desk.HAS_DESKS, reason="there are no desks here")
@@ -278,7 +278,9 @@ def test_a_worker_that_gets_its_name_as_it_joins_is_found_at_any_moment(monkeypa
 
     monkeypatch.setattr(desk.Desk, "close", look_and_close)
     witness = Witness("someone")
-    witness.joined("someone-7", 7, list)
+    member = SimpleNamespace(name="someone-7", id=7)
+    worker: Any = SimpleNamespace(me=member, membership=SimpleNamespace(present=list))
+    witness.on_join(worker)
     assert ["someone" in names for names in found] == [True, False]
     assert all("someone-7" in names for names in found)
     witness.close()
@@ -304,7 +306,7 @@ def test_a_signal_has_a_file_written(tmp_path: pathlib.Path) -> None:
         (path,) = tmp_path.iterdir()
         assert eventually(lambda: path.stat().st_size > 0 and path.read_text().endswith("}"))
         assert json.loads(path.read_text())["reason"] == "SIGUSR2 came"
-        (account,) = Written([path]).look().accounts
+        (account,) = DumpFiles([path]).look().accounts
         assert account["worker"] == "worker1"
         assert members[1].run(os.getpid) == members[1].pid  # it goes on
 
@@ -332,7 +334,7 @@ def test_a_signal_that_the_program_uses_later_is_left_to_it(on_a_thread: bool) -
         before = program.run(_stacks_file)
         assert program.run(_write_stacks_to_self)
         program.run(_use_signal)
-        assert look_at(program.pid, before).stacks == ""
+        assert inspect(program.pid, before).stacks == ""
         assert not program.run(_has_heard)
         program.run(rpc.shutdown)
         program.kill(signal.SIGUSR2)
@@ -344,7 +346,7 @@ def _join(port: int) -> None:
 
 
 def _stacks_file() -> int:
-    return current.here().witness._signalled.file
+    return witness_of(current.here())._signalled.file
 
 
 def _write_stacks_to_self() -> bool:
@@ -386,11 +388,11 @@ heard: list[bool] = []
 def test_what_a_worker_is_at_is_written_down(
     pair: list[Worker], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert pair[0].witness.dump() is None  # since tests write none
+    assert witness_of(pair[0]).dump() is None  # since tests write none
     monkeypatch.setenv(dump.VARIABLE, str(tmp_path / "dumps"))
     monkeypatch.setattr(dump, "KEPT", 2)
-    paths = in_threads(*[worker.witness.dump for worker in pair])
-    written = Written(paths)
+    paths = in_threads(*[witness_of(worker).dump for worker in pair])
+    written = DumpFiles(paths)
     assert [account["worker"] for account in written.look().accounts] == ["w0", "w1"]
     assert written.events({})["w0"][-1] == tuple(json.loads(paths[0].read_text())["events"][-1])
     assert (tmp_path / "dumps").stat().st_mode & 0o777 == 0o700
@@ -411,10 +413,10 @@ def test_what_cannot_be_written_is_said_once(
     (tmp_path / "file").touch()
     monkeypatch.setenv(dump.VARIABLE, str(tmp_path / "file" / "dumps"))
     for _ in range(2):
-        assert pair[0].witness.dump() is None
+        assert witness_of(pair[0]).dump() is None
     (record,) = caplog.records
     assert "what worker 'w0' was at could not be written (TELEGRAD_DUMPS): [Errno 20]" in record.getMessage()
-    assert "could not be written" in pair[0].witness._answer(desk.DUMP, None)
+    assert "could not be written" in witness_of(pair[0])._answer(desk.DUMP, None)
 
 
 def test_a_dump_without_descriptors_says_what_to_do(
@@ -425,7 +427,7 @@ def test_a_dump_without_descriptors_says_what_to_do(
 
     monkeypatch.setattr(dump, "write", fail)
     with caplog.at_level(logging.INFO, "telegrad"):
-        assert pair[0].witness.dump() is None
+        assert witness_of(pair[0]).dump() is None
     (record,) = caplog.records
     assert "could not be written (TELEGRAD_DUMPS): [Errno 24] Too many open files: this process" in record.getMessage()
     assert "ulimit -n 4096" in record.getMessage()
@@ -454,7 +456,7 @@ def test_threads_of_libraries_stand_at_no_line_of_the_program(pair: list[Worker]
     library = threading.Thread(target=waiting.get, name="of a library", daemon=True)
     library.start()
     try:
-        threads = {each["name"]: each for each in pair[0].witness.account()["threads"]}
+        threads = {each["name"]: each for each in witness_of(pair[0]).account()["threads"]}
         assert threads["of a library"]["at"] is None
         at = threads["MainThread"]["at"]  # of who asks, too
         assert at is not None
@@ -475,8 +477,8 @@ def test_a_timeout_has_a_file_written(
         reasons.append(reason)
         written.set()
 
-    monkeypatch.setattr(pair[0].witness._dumper, "write", write)
-    monkeypatch.setattr(pair[0].witness._dumper, "_next", 0.0)
+    monkeypatch.setattr(witness_of(pair[0])._dumper, "write", write)
+    monkeypatch.setattr(witness_of(pair[0])._dumper, "_next", 0.0)
     gate.clear()
     with pytest.raises(CallTimeout):
         pair[0].agent.call("w1", wait_here, None, None, 0.05)
@@ -491,4 +493,4 @@ def test_a_file_that_no_worker_can_have_written_is_not_read_whole(tmp_path: path
     with path.open("wb") as file:
         file.truncate(200 << 30)  # of zeros, which take no room
     with pytest.raises(UsageError, match="it has over 32 MiB"):
-        Written([path])
+        DumpFiles([path])

@@ -1,4 +1,4 @@
-"""Turns the compatibility mode on in each Python process that inherits it, and has the next of its name run."""
+"""Turn on the compatibility mode in each Python process that inherits it; then run the next `sitecustomize`."""
 
 import importlib.machinery
 import importlib.util
@@ -10,7 +10,7 @@ _ROOT = os.path.dirname(os.path.dirname(os.path.dirname(_HERE)))
 
 
 def _run_the_next() -> None:
-    """What would have run, had this file not been found first."""
+    """Run the `sitecustomize` that this file shadows."""
     elsewhere = [path for path in sys.path if os.path.abspath(path) != _HERE]
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize", elsewhere)
     if spec is not None and spec.loader is not None:
@@ -20,7 +20,7 @@ def _run_the_next() -> None:
 
 
 if importlib.util.find_spec("telegrad") is None:
-    sys.path.append(_ROOT)  # the parent ran it from a folder that this process does not look into
+    sys.path.append(_ROOT)  # the parent imported it from a folder that is not on this process's path
 
 from telegrad.compat import install  # noqa: E402
 

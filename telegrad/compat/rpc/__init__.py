@@ -9,7 +9,12 @@ from urllib.parse import parse_qs
 
 import torch.distributed as dist
 
-from telegrad.agent.futures import Future
+from telegrad._core.calls.futures import Future
+from telegrad._core.membership.members import check_name
+from telegrad._core.start.life import check_free
+from telegrad._core.stores.group_keys import find_keys
+from telegrad._core.stores.stores import open_store
+from telegrad._core.stores.urls import split
 from telegrad.compat import autograd as dist_autograd
 from telegrad.compat.missing import missing_from
 from telegrad.compat.rpc import (
@@ -51,17 +56,12 @@ from telegrad.compat.rpc.backend_registry import (
 )
 from telegrad.compat.rpc.server_process_global_profiler import _server_process_global_profile
 from telegrad.errors import UsageError
-from telegrad.group.keys import find_keys
-from telegrad.group.members import check_name
-from telegrad.group.places import split
-from telegrad.group.stores import open_store
 from telegrad.rpc import (
     RpcBackendOptions,
     TensorPipeRpcBackendOptions,
     WorkerInfo,
     _rref_context_get_debug_info,
 )
-from telegrad.rpc.life import check_free
 
 _TensorPipeRpcBackendOptionsBase = TensorPipeRpcBackendOptions
 _is_tensorpipe_available = True
@@ -125,9 +125,9 @@ def init_rpc(
     world_size: int | None = None,
     rpc_backend_options: RpcBackendOptions | None = None,
 ) -> None:
-    """Join the group under `name`; returns once every worker of it can be called.
+    """Join the group under `name`. Block until every worker of the group can be called.
 
-    Raises as `telegrad.rpc.init_rpc`.
+    Raises the same errors as `telegrad.rpc.init_rpc`.
     """
     if backend is not None and not isinstance(backend, backend_registry.BackendType):
         raise TypeError(f"Argument backend must be a member of BackendType, not {backend!r}")
@@ -152,7 +152,7 @@ def init_rpc(
 
 
 def _missing_rank(init_method: str) -> int:
-    """The rank for a group without a size, where the call has none."""
+    """Return the rank for a group without a size, if the call gives none."""
     url = split(init_method)
     if url.scheme == "env":
         if "RANK" not in os.environ:
@@ -164,7 +164,7 @@ def _missing_rank(init_method: str) -> int:
 
 
 def _backend_of(given: RpcBackendOptions | None) -> Any:
-    """The backend whose options these are."""
+    """Return the backend of these options."""
     if given is None:
         return backend_registry.BackendType.TENSORPIPE
     for backend in backend_registry.BackendType:
@@ -215,13 +215,13 @@ def _validate_rpc_args(
 
 
 def _get_debug_info() -> dict[str, str]:
-    """All that can be told of references, of the agent and of contexts."""
+    """Return the debug values of references, of the agent and of contexts."""
     references = _rref_context_get_debug_info()
     return {**references, **_get_current_rpc_agent().get_debug_info(), **dist_autograd._get_debug_info()}
 
 
 def _set_profiler_node_id(node_id: int) -> None:
-    """Nothing: events carry the rank of the group that this process is in."""
+    """Do nothing: events have the rank of the group that this process is in."""
 
 
 __getattr__ = missing_from("torch.distributed.rpc")

@@ -1,19 +1,19 @@
-"""What programs ask the reference's agent for."""
+"""The agent's interface that programs for torch use."""
 
 from __future__ import annotations
 
 import time
 
-from telegrad.group.members import Members, WorkerInfo
-from telegrad.rpc.worker import Worker
+from telegrad._core.membership.members import Members, WorkerInfo
+from telegrad._core.worker.worker import Worker
 
-_LOOKS = 16  # how often the wait for the interpreter is measured, for an average
+_LOOKS = 16  # samples that are averaged to measure the wait for the GIL
 
 _measures_gil = False
 
 
 def enable_gil_profiling(flag: bool) -> None:
-    """Whether `get_debug_info` tells how long a thread waits for the interpreter."""
+    """Include the average wait for the GIL in `get_debug_info` if `flag` is true."""
     global _measures_gil
     _measures_gil = flag
 
@@ -34,7 +34,7 @@ class RpcAgent:
         return WorkerInfo(found.name, found.id)
 
     def get_worker_infos(self) -> list[WorkerInfo]:
-        """All workers of the group, as far as this one knows."""
+        """Return the workers of the group that this one knows."""
         directory = self._worker.directory
         members = list(directory) if isinstance(directory, Members) else directory.members()
         return [WorkerInfo(member.name, member.id) for member in members]
@@ -53,15 +53,15 @@ class RpcAgent:
         return self.get_debug_info()
 
     def join(self, shutdown: bool = False, timeout: float = 0) -> None:
-        """Wait until nothing is in flight in the whole group, then leave it."""
+        """Wait until no call is in flight in the whole group, then leave it."""
         self._worker.shutdown(True, timeout)
 
     def shutdown(self) -> None:
-        """Leave at once."""
+        """Leave the group at once."""
         self._worker.shutdown(False, 0)
 
     def sync(self) -> None:
-        """Wait until no call of this worker is in flight, and none runs here."""
+        """Block until no call of this worker is in flight, and none runs here."""
         while not self._agent.idle:
             time.sleep(1e-3)
 
@@ -73,11 +73,11 @@ class RpcAgent:
 
 
 class TensorPipeAgent(RpcAgent):
-    """Under the name of the reference's only kind."""
+    """The agent under the name of torch's only kind."""
 
 
 def _gil_wait() -> float:
-    """Microseconds that a thread now waits, on average, to have the interpreter back after it gave it away."""
+    """Return the average microseconds until a thread gets the GIL back after releasing it."""
     start = time.perf_counter()
     for _ in range(_LOOKS):
         time.sleep(0)

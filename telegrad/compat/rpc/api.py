@@ -1,6 +1,7 @@
-"""`torch.distributed.rpc.api`: the calls, and what keeps a group in step.
+"""`torch.distributed.rpc.api`: the calls, and the barriers of a group.
 
-Programs and tests replace some of these functions to see what happens, so they find each other through this module.
+Programs and tests replace some of these functions to observe calls, so the functions call each other through this
+module.
 """
 
 from __future__ import annotations
@@ -15,8 +16,14 @@ from typing import Any, TypeVar
 
 import torch
 
-from telegrad.agent.compiling import not_compiled
-from telegrad.agent.futures import Future
+from telegrad._core.calls.compiling import not_compiled
+from telegrad._core.calls.futures import Future
+from telegrad._core.membership.members import WorkerInfo
+from telegrad._core.progress import Wait
+from telegrad._core.rpc import api, references
+from telegrad._core.rpc.api import _rref_context_get_debug_info  # noqa: F401
+from telegrad._core.start import life
+from telegrad._core.worker import current
 from telegrad.compat.missing import missing_from
 from telegrad.compat.rpc import profiled
 from telegrad.compat.rpc.agent import RpcAgent, TensorPipeAgent
@@ -31,10 +38,6 @@ from telegrad.compat.rpc.internal import (  # noqa: F401 - programs look for the
 from telegrad.compat.rpc.profiled import remote, rpc_sync
 from telegrad.compat.rpc.references import RRef, _rref_typeof_on_owner, delete_users  # noqa: F401
 from telegrad.errors import CallTimeout, PeerError, PeerLost, RRefError, UsageError
-from telegrad.group.members import WorkerInfo
-from telegrad.progress import Wait
-from telegrad.rpc import api, current, life, references
-from telegrad.rpc.api import _rref_context_get_debug_info  # noqa: F401
 
 __all__ = [
     "AllGatherStates",
@@ -48,11 +51,11 @@ __all__ = [
     "shutdown",
 ]
 
-PING = 1.0  # seconds between looks whether those who are waited for live
-LEAK_CHECK = 20.0  # seconds for the last references to be given back
+PING = 1.0  # seconds between checks that the awaited workers are alive
+LEAK_CHECK = 20.0  # seconds to wait for the release of the last references
 
 F = TypeVar("F", bound=Callable[..., Any])
-PyRRef = references.RRef  # what each reference is, those that the native API made, too
+PyRRef = references.RRef  # the type of every reference, including those made by the native API
 
 logger = logging.getLogger("telegrad")
 
@@ -64,7 +67,7 @@ _rounds = Rounds()
 
 
 def _require_initialized(func: F) -> F:
-    """Have a function raise where this process is in no group."""
+    """Make a function raise if this process is in no group."""
 
     @functools.wraps(func)
     def checked(*args: Any, **kwargs: Any) -> Any:
@@ -76,7 +79,7 @@ def _require_initialized(func: F) -> F:
 
 @contextlib.contextmanager
 def _use_rpc_pickler(rpc_pickler: Any) -> Iterator[None]:
-    """Name another pickler. Calls keep to Telegrad's, which is told of types by `_register_reducer`."""
+    """Set another pickler's name. Calls still use Telegrad's pickler, which `_register_reducer` extends."""
     global _default_pickler
     _default_pickler = rpc_pickler
     try:
@@ -96,7 +99,7 @@ def rpc_async(
     kwargs: Any = None,
     timeout: float = UNSET_RPC_TIMEOUT,
 ) -> Future[Any]:
-    """Begin to run `func(*args, **kwargs)` on the worker `to`; a future of its value."""
+    """Start `func(*args, **kwargs)` on the worker `to`; return a future of its value."""
     future = profiled.rpc_async(to, func, args, kwargs, timeout)
     futures = _thread_local_var.__dict__.get("future_list")
     if futures is not None:
@@ -106,7 +109,7 @@ def rpc_async(
 
 @contextlib.contextmanager
 def _wait_all() -> Iterator[None]:
-    """Wait, at the end, for all calls that this thread begins inside by `rpc_async`."""
+    """Wait, at the end, for all calls that this thread started in the block by `rpc_async`."""
     _thread_local_var.future_list = []
     try:
         yield
@@ -129,7 +132,7 @@ def _to_worker_info(to: str | int | WorkerInfo) -> WorkerInfo:
 
 
 def method_factory(method_name: str, docstring: str | None) -> Callable[..., Any]:
-    """A method for RRef that does what the one of that name does in its base class."""
+    """Return a method for RRef that calls the method of that name of the base class."""
 
     def method(self: RRef[Any], *args: Any, **kwargs: Any) -> Any:
         return getattr(super(RRef, self), method_name)(*args, **kwargs)
@@ -138,7 +141,7 @@ def method_factory(method_name: str, docstring: str | None) -> Callable[..., Any
     return method
 
 
-new_method = method_factory("to_here", references.RRef.to_here.__doc__)  # public in torch, as the last that it makes
+new_method = method_factory("to_here", references.RRef.to_here.__doc__)  # public in torch: the last method made there
 
 
 # The agent
@@ -153,7 +156,7 @@ def _get_current_rpc_agent() -> TensorPipeAgent:
 
 
 def _set_and_start_rpc_agent(agent: Any) -> None:
-    """Take on the agent that a backend has made; that of Telegrad has joined its group already."""
+    """Accept the agent that a backend made; Telegrad's agent has already joined its group."""
     if not isinstance(agent, RpcAgent):
         raise UsageError(f"a backend must give an agent of Telegrad's, not {type(agent).__name__}")
 
@@ -166,7 +169,7 @@ def _init_rpc_states(agent: Any) -> None:
 
 
 def get_rpc_timeout() -> float:
-    """Seconds that a call may take where it names no time itself; 0 for no limit."""
+    """Return the seconds that a call may take if it sets no timeout itself; 0 for no limit."""
     return current.agent().timeout
 
 
@@ -174,11 +177,11 @@ def _set_rpc_timeout(timeout: float) -> None:
     current.agent().timeout = float(timeout)
 
 
-# Keeping in step
+# Barriers
 
 
 def _begin_rounds() -> None:
-    """Before this worker can be called: another's part in the first round may come at once."""
+    """Reset the rounds before this worker can be called, because objects of the first round may arrive at once."""
     global _rounds
     _rounds = Rounds()
 
@@ -192,7 +195,7 @@ def _broadcast_to_followers(sequence_id: str, objects_map: dict[str, Any], error
 
 
 def _all_gather(obj: Any, worker_names: set[str] | None = None, timeout: float = UNSET_RPC_TIMEOUT) -> dict[str, Any]:
-    """The objects of all those workers, by their names; returns when each has brought its own."""
+    """Gather the objects of all those workers, by name. Block until each has sent its own."""
     names = set(worker_names or _ALL_WORKER_NAMES)
     me, leader = current.agent().name, min(names)
     limit = get_rpc_timeout() if timeout == UNSET_RPC_TIMEOUT else timeout
@@ -221,7 +224,7 @@ def _all_gather(obj: Any, worker_names: set[str] | None = None, timeout: float =
 
 
 def _await_followers(round_: Any, limit: float) -> Exception | None:
-    """Wait until all have brought their objects; else why some will not."""
+    """Wait until all workers have sent their objects; return the error if some will not."""
     until = monotonic() + limit if limit else float("inf")
     with Wait(
         "_all_gather",
@@ -242,7 +245,7 @@ def _await_followers(round_: Any, limit: float) -> Exception | None:
 
 
 def _why_never(name: str) -> Exception | None:
-    """Why a worker will not bring its object any more; None where it may."""
+    """Return why a worker will not send its object any more; None if it still may."""
     try:
         rpc_sync(name, _ping, timeout=PING)
     except CallTimeout:
@@ -275,7 +278,7 @@ def _tell_followers(
 
 
 def _ping() -> None:
-    """Whoever answers lives."""
+    """Do nothing. A response shows that the worker is alive."""
 
 
 def _barrier(worker_names: set[str]) -> None:
@@ -289,22 +292,22 @@ def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
 
 
 def _delete_all_user_and_unforked_owner_rrefs(timeout: float = UNSET_RPC_TIMEOUT) -> None:
-    """Give up every reference of this worker to values of others."""
+    """Release every reference of this worker to values of others."""
     delete_users()
     current.references().flush()
 
 
-# The end
+# Shutdown
 
 
 @not_compiled
 def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
-    """Leave the group; graceful: once all have called this and nothing is in flight anywhere.
+    """Leave the group. A graceful shutdown first waits until all workers have called this and nothing is in flight.
 
     Raises:
         NotInitialized: this process is in no group.
-        UsageError: a remote call, or a callback of one, calls it: it would wait for itself.
-        CallTimeout: the others did not come in time; this worker has left all the same.
+        UsageError: a remote call, or a callback of one, called this; it would wait for itself.
+        CallTimeout: the others did not call this in time; this worker has left all the same.
     """
     if graceful:
         life.check_may_wait(current.joined(), "shutdown")
@@ -315,12 +318,13 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
         if together:
             try:
                 _wait_all_workers(timeout)
-            except PeerError as error:  # one has died; the others still part in good order
+            except PeerError as error:  # one worker has died; the others still leave normally
                 lost = error
             _delete_all_user_and_unforked_owner_rrefs()
             if not (_ignore_rref_leak or lost):
                 leaks = _count_leaks()
-                _wait_all_workers(timeout)  # the references of a worker that leaves before others have counted end
+                # All must count before any worker leaves, because its references end with it.
+                _wait_all_workers(timeout)
         ready = True
     finally:
         life.shutdown(graceful and ready, timeout)
@@ -331,7 +335,7 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
 
 
 def _count_leaks() -> int:
-    """How many values others hold when all have given up their references."""
+    """Return the number of values that others still hold after all have released their references."""
     until = monotonic() + LEAK_CHECK
     pause = threading.Event()
     while True:

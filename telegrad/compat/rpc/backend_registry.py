@@ -6,16 +6,17 @@ import enum
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from telegrad._core.start.life import enter_group
+from telegrad._core.stores.group_keys import find_keys
+from telegrad._core.stores.sealed_store import SealedStore
+from telegrad._core.stores.stores import Meeting
+from telegrad._core.worker import current
 from telegrad.compat.missing import missing_from
 from telegrad.compat.rpc.agent import TensorPipeAgent
 from telegrad.compat.rpc.constants import DEFAULT_INIT_METHOD, DEFAULT_RPC_TIMEOUT_SEC
 from telegrad.compat.rpc.references import RRef
 from telegrad.errors import UsageError
-from telegrad.group.keys import find_keys
-from telegrad.group.sealing import SealedStore
-from telegrad.group.stores import Meeting
-from telegrad.rpc import RpcBackendOptions, TensorPipeRpcBackendOptions, current
-from telegrad.rpc.life import enter_group
+from telegrad.rpc import RpcBackendOptions, TensorPipeRpcBackendOptions
 
 __all__ = [
     "BackendType",
@@ -28,7 +29,7 @@ __all__ = [
 
 
 class BackendValue(NamedTuple):
-    """How a backend makes its options, and its agent."""
+    """The functions that make a backend's options and its agent."""
 
     construct_rpc_backend_options_handler: Callable[..., RpcBackendOptions]
     init_backend_handler: Callable[..., Any]
@@ -54,7 +55,7 @@ def register_backend(
     construct_rpc_backend_options_handler: Callable[..., RpcBackendOptions],
     init_backend_handler: Callable[..., Any],
 ) -> Any:
-    """Add a backend to `BackendType`, which is a new type from then on; the new member."""
+    """Add a backend to `BackendType`, which becomes a new type; return the new member."""
     global BackendType
     if backend_registered(backend_name):
         raise RuntimeError(f"RPC backend {backend_name}: already registered")
@@ -73,7 +74,7 @@ def construct_rpc_backend_options(
 
 
 def init_backend(backend: Any, *args: Any, **kwargs: Any) -> Any:
-    """The agent of a backend, which has joined its group."""
+    """Return the agent of a backend, which has joined its group."""
     return backend.value.init_backend_handler(*args, **kwargs)
 
 
@@ -89,7 +90,7 @@ def _join_group(
     rpc_backend_options: RpcBackendOptions,
     met: Meeting | None = None,
 ) -> TensorPipeAgent:
-    """`met` tells more of the store, where it was opened here."""
+    """`met` has more details of the store, if Telegrad opened it."""
     if not isinstance(rpc_backend_options, TensorPipeRpcBackendOptions):
         raise TypeError(
             f"`rpc_backend_options` must be a `TensorPipeRpcBackendOptions`, not {type(rpc_backend_options).__name__}"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from datetime import timedelta
 
+from telegrad._core.rpc.api import UNSET_RPC_TIMEOUT
+from telegrad._core.worker import options
 from telegrad.compat.missing import missing_from
-from telegrad.rpc import options
-from telegrad.rpc.api import UNSET_RPC_TIMEOUT
 
 DEFAULT_RPC_TIMEOUT_SEC = options.DEFAULT_RPC_TIMEOUT
 DEFAULT_INIT_METHOD = options.DEFAULT_INIT_METHOD

@@ -1,4 +1,4 @@
-"""The futures of calls, whose callbacks fail as the reference's do."""
+"""The futures of calls. Errors in their callbacks are converted like torch's."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 import torch.futures
 
-from telegrad.agent import futures
+from telegrad._core.calls import futures
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -19,7 +19,7 @@ _NO_SCHEMA = "received an invalid combination of arguments"
 
 
 def translated(error: BaseException) -> BaseException:
-    """The error of a call as the reference has it: what torch's own code raised is a RuntimeError."""
+    """Return the error of a call as torch reports it: a RuntimeError if torch's own code raised it."""
     if isinstance(error, TypeError) and _NO_SCHEMA in str(error):
         return RuntimeError(f"Overloaded torch operator invoked from Python failed to match any schema: {error}")
     if isinstance(error, torch.jit.Error) and not isinstance(error, RuntimeError):
@@ -34,7 +34,7 @@ class Future(futures.Future[T]):
         super().set_exception(translated(result))  # type: ignore[arg-type]
 
     def then(self, callback: Callable[[torch.futures.Future[T]], S]) -> futures.Future[S]:
-        """As ever, but what `callback` raises becomes a RuntimeError that tells of it."""
+        """Do the same as torch's `then`, but convert an exception of `callback` to a RuntimeError that contains it."""
         if not callable(callback):
             return super().then(callback)
 
@@ -50,7 +50,7 @@ class Future(futures.Future[T]):
 
 
 def collect_all(futures: Sequence[torch.futures.Future[T]]) -> torch.futures.Future[list[torch.futures.Future[T]]]:
-    """A future of all these, done when the last of them is, or the first has failed: as the reference's calls do."""
+    """Return a future of all these. It is done when the last one is, or when the first one fails, like torch's."""
     collected: Future[list[torch.futures.Future[T]]] = Future()
     lock = threading.Lock()  # guards left
     left = len(futures)
@@ -79,5 +79,5 @@ def collect_all(futures: Sequence[torch.futures.Future[T]]) -> torch.futures.Fut
 
 
 def wait_all(futures: Sequence[torch.futures.Future[T]]) -> list[T]:
-    """The values of all these; raises as soon as one has failed."""
+    """Return the values of all these; raise as soon as one has failed."""
     return [future.wait() for future in collect_all(futures).wait()]

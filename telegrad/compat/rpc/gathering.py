@@ -1,4 +1,4 @@
-"""Gathers one object of each worker at all of them, by way of a leader. The caller has the remote calls made."""
+"""Gather one object of each worker at all workers, through a leader. The caller does the remote calls."""
 
 from __future__ import annotations
 
@@ -8,43 +8,45 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
-from telegrad.atfork import renewed
+from telegrad._core.atfork import renewed
 
 
 class AllGatherStates:
-    """One gathering on one worker; programs make them for gatherings of their own, too."""
+    """One gathering on one worker. Programs create instances for their own gatherings, too."""
 
     def __init__(self) -> None:
-        self.gathered_objects: dict[str, Any] = {}  # at the leader what has come, at the others what it made known
-        self.proceed_signal = threading.Event()  # set once these are all
+        # At the leader the objects received so far, at the others the leader's result.
+        self.gathered_objects: dict[str, Any] = {}
+        self.proceed_signal = threading.Event()  # set when all objects are there
 
 
 class Round(AllGatherStates):
-    """One of Telegrad's own gatherings."""
+    """A gathering of Telegrad's own functions."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.expected: set[str] | None = None  # known at the leader, once it has begun this round itself
+        self.expected: set[str] | None = None  # set at the leader once it has begun this round itself
         self.error: Exception | None = None
 
 
 class Rounds:
-    """All gatherings that this worker takes part in."""
+    """All gatherings in which this worker takes part."""
 
     def __init__(self) -> None:
-        self._lock = renewed(threading.Lock())  # guards what follows, and the rounds
+        self._lock = renewed(threading.Lock())  # guards the next two, and the rounds
         self._numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
         self._rounds: dict[str, Round] = {}
 
     def begin(self, names: set[str]) -> tuple[str, Round]:
-        """This worker's next round among these workers; equal on all that take part."""
+        """Return the key and the round of this worker's next gathering with these workers. The key is equal on all of
+        them."""
         who = ",".join(sorted(names))
         with self._lock:
             key = f"{who}#{next(self._numbers[who])}"
             return key, self._rounds.setdefault(key, Round())
 
     def bring(self, key: str, name: str, value: Any, expected: set[str] | None) -> None:
-        """An object has come to the leader; the leader's own tells who else is expected."""
+        """Store an object at the leader; the leader's own object comes with the names that are expected."""
         with self._lock:
             round_ = self._rounds.setdefault(key, Round())
             round_.gathered_objects[name] = value
@@ -57,7 +59,7 @@ class Rounds:
             return sorted((round_.expected or set()) - round_.gathered_objects.keys())
 
     def announce(self, key: str, objects: dict[str, Any], error: Exception | None) -> None:
-        """The leader has made known what was gathered, or why that failed."""
+        """Store the result, or the error, that the leader broadcast."""
         with self._lock:
             round_ = self._rounds.setdefault(key, Round())
             round_.gathered_objects, round_.error = objects, error

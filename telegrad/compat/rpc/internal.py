@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from telegrad.agent.profiling import event_name
+from telegrad._core.calls.profiling import event_name
+from telegrad._core.pickling.pickling import decode, encode
+from telegrad._core.pickling.reducers import REDUCERS
 from telegrad.compat.missing import missing_from
 from telegrad.compat.rpc.references import not_by_hand
-from telegrad.wire.pickling import decode, encode
-from telegrad.wire.reducers import REDUCERS
 
 __all__ = ["PythonUDF", "RPCExecMode", "RemoteException", "deserialize", "serialize"]
 
@@ -42,7 +42,7 @@ class RemoteException(NamedTuple):
 
 
 class _InternalRPCPickler:
-    """What calls are pickled with, for use by hand: pickled bytes, and the tensors that travel beside them."""
+    """The pickler of calls, for direct use. It returns pickled bytes, and the tensors that are sent beside them."""
 
     def serialize(self, obj: Any) -> tuple[bytes, list[Tensor]]:
         body, tensors, references, _ = encode(obj, False)
@@ -54,7 +54,7 @@ class _InternalRPCPickler:
         return decode(binary_data, tensor_table)
 
     def _register_reducer(self, obj_class: type, reducer: Callable[[Any], Any]) -> None:
-        """Have objects of a class taken apart in a way of their own, in calls too; the first one given holds."""
+        """Set the reducer of a class, for calls too; the first reducer of a class stays."""
         REDUCERS.setdefault(obj_class, lambda _, obj: reducer(obj))
 
 
@@ -72,7 +72,7 @@ def deserialize(binary_data: bytes, tensor_table: Sequence[Tensor]) -> Any:
 def _build_rpc_profiling_key(
     exec_type: RPCExecMode, func_name: str, current_worker_name: str, dst_worker_name: str
 ) -> str:
-    """The name under which the profiler shows a call."""
+    """Return the name of a call in the profiler."""
     return event_name(exec_type.value, func_name, current_worker_name, dst_worker_name)
 
 

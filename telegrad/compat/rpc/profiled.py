@@ -1,4 +1,4 @@
-"""The three ways of calling, which the legacy profiler sees as it sees the reference's."""
+"""The three call functions. The legacy profiler records them as it records torch's."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ from typing import Any
 
 import torch
 
-from telegrad.agent import profiling
-from telegrad.agent.compiling import not_compiled
-from telegrad.agent.futures import Future
+from telegrad._core.calls import profiling
+from telegrad._core.calls.compiling import not_compiled
+from telegrad._core.calls.futures import Future
+from telegrad._core.membership.members import WorkerInfo
+from telegrad._core.rpc import api
+from telegrad._core.rpc.api import UNSET_RPC_TIMEOUT
+from telegrad._core.rpc.conversion import convert
+from telegrad._core.rpc.references import RRef
+from telegrad._core.worker.prepared_call import Call
 from telegrad.compat import profiler
 from telegrad.compat.profiler import Session, fetch_report, profile_and_run
 from telegrad.compat.rpc.futures import Future as CallFuture
 from telegrad.compat.rpc.futures import translated
 from telegrad.errors import TelegradError, UnknownWorker, UsageError
-from telegrad.group.members import WorkerInfo
-from telegrad.rpc import api
-from telegrad.rpc.api import UNSET_RPC_TIMEOUT
-from telegrad.rpc.conversion import Call, convert
-from telegrad.rpc.references import RRef
 
 To = str | int | WorkerInfo
 
@@ -78,7 +79,7 @@ def remote(
 
 
 def _event(kind: str, to: To, function: Any) -> profiling.Event:
-    """An event of `torch.profiler`, where tests of the reference look that no name has `async` in it."""
+    """Return an event of `torch.profiler`, renamed because torch's tests require that no name contains `async`."""
     event = api.event_of(kind, to, function)
     return event._replace(name=event.name.replace(f"rpc_{kind}", _EVENTS[kind], 1))
 
@@ -97,7 +98,7 @@ def _call(to: To, function: Any, args: Any, kwargs: Any) -> Call:
 
 
 def _check_arguments(function: torch.jit.ScriptFunction[Any, Any], args: Any, kwargs: Any) -> None:
-    """Raise what calling a script function with these would, before they are sent."""
+    """Raise the errors that calling the script function with these arguments would raise, before they are sent."""
     expected = [argument.name for argument in function.schema.arguments]  # type: ignore[attr-defined]
     given = len(args) + len(kwargs)
     if given > len(expected):
@@ -110,7 +111,7 @@ def _check_arguments(function: torch.jit.ScriptFunction[Any, Any], args: Any, kw
 
 
 def _profiled(kind: str, to: To, call: Call, session: Session, begin: Callable[[Call], Future[Any]]) -> Future[Any]:
-    """A future that is done once the call is, and `session` has what its callee saw."""
+    """Return a future that is done once the call is, and `session` has the callee's events."""
     name = api.event_of(kind, to, call.function).name
     token = secrets.token_hex(8)
     args = (token, session.options, call.function, *(call.args or ()))
@@ -121,7 +122,7 @@ def _profiled(kind: str, to: To, call: Call, session: Session, begin: Callable[[
     def fetch(_: Any) -> None:
         try:
             api.call_async(to, Call(fetch_report, (token,), None), UNSET_RPC_TIMEOUT).add_done_callback(finish)
-        except TelegradError:  # the callee has gone, and the call has failed for that
+        except TelegradError:  # the callee has gone, and the call itself fails
             finish(None)
 
     def finish(report: Any) -> None:

@@ -1,4 +1,4 @@
-"""RRef with what programs know of the reference's, beside what is documented."""
+"""RRef with the undocumented interface of torch's RRef that programs use."""
 
 from __future__ import annotations
 
@@ -8,32 +8,33 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 
-from telegrad.agent.compiling import not_compiled
-from telegrad.agent.deadlines import DEFAULT
-from telegrad.agent.futures import Future
+from telegrad._core.calls.compiling import not_compiled
+from telegrad._core.calls.deadlines import DEFAULT
+from telegrad._core.calls.futures import Future
+from telegrad._core.host.live_objects import instances
+from telegrad._core.pickling.reducers import REDUCERS
+from telegrad._core.references.faults import DELETED
+from telegrad._core.references.letters import Id
+from telegrad._core.rpc import references
+from telegrad._core.rpc.references import Proxy
+from telegrad._core.worker import current
+from telegrad._core.worker.values import opened
 from telegrad.compat.rpc import profiled
 from telegrad.errors import NotInitialized, NotOwner, RRefError, TelegradError, UsageError
-from telegrad.instances import instances
-from telegrad.rpc import current, references
-from telegrad.rpc.references import Proxy
-from telegrad.rpc.values import opened
-from telegrad.rref.faults import DELETED
-from telegrad.rref.letters import Id
-from telegrad.wire.reducers import REDUCERS
 
 T = TypeVar("T")
 
-CONFIRMATION = 5.0  # seconds for an owner to hear of a reference that was sent on
+CONFIRMATION = 5.0  # seconds for a forwarded reference to be confirmed by its owner
 LOOK = 1e-3
 FORK = "Cannot call fork an UserRRef after deletion."
 
 
 class RRef(references.RRef[T]):
-    """A reference to a value of type T on one worker, its owner; the value lives as long as any reference to it."""
+    """A reference to a value of type T on its owner. The value lives as long as any reference to it."""
 
     __slots__ = ("_profiled", "_type")
 
-    _profiled: Future[Any]  # done once the event of the call that made it is complete
+    _profiled: Future[Any]  # done once the profiler event of the creating call is complete
     _type: Future[type]
 
     @not_compiled
@@ -71,7 +72,7 @@ class RRef(references.RRef[T]):
         return RRefProxy(self._call_async, timeout)
 
     def remote(self, timeout: float = DEFAULT) -> Proxy:
-        """As `rpc_sync`, but gives a reference to the result; an attribute that is not there is an error at once."""
+        """Do the same as `rpc_sync`, but return a reference to the result. A missing attribute raises at once."""
         return RRefProxy(self._create_checked, timeout)
 
     @not_compiled
@@ -89,7 +90,8 @@ class RRef(references.RRef[T]):
         super().backward(dist_autograd_ctx_id, retain_graph)
 
     def confirmed_by_owner(self) -> bool:
-        """Whether the owner knows that this worker holds a reference; of one that was sent here it soon does."""
+        """Return True if the owner knows this worker's reference. Block up to CONFIRMATION s for one that was sent
+        here."""
         until = monotonic() + CONFIRMATION
         while not super().confirmed_by_owner():
             if self._table.made_here(self._handle) or self._table.closed or monotonic() > until:
@@ -107,7 +109,7 @@ class RRef(references.RRef[T]):
         self._profiled = future
 
     def _get_type(self, timeout: float = DEFAULT, blocking: bool = True) -> Any:
-        """The type of the value, or a future of it; asked for once."""
+        """Return the type of the value, or a future of it. The owner is asked once."""
         future = getattr(self, "_type", None)
         if future is None:
             future = self._type = profiled.rpc_async(
@@ -146,7 +148,7 @@ class RRef(references.RRef[T]):
 
 
 class RRefProxy(Proxy):
-    """Makes `proxy.method(*args)` a call of that method where the value lives, special ones included."""
+    """Makes `proxy.method(*args)` call that method at the owner, including special methods."""
 
     __slots__ = ()
 
@@ -155,7 +157,7 @@ class RRefProxy(Proxy):
 
 
 def not_by_hand(what: Any) -> UsageError:
-    """The error of who pickles a reference otherwise than by calling."""
+    """Return the error for pickling a reference outside of a call."""
     return UsageError(
         f"Can not pickle rref in python pickler, {what!r} can only be pickled when using RPC. To save the value, "
         "pickle rref.to_here()"
@@ -175,7 +177,7 @@ def _text(worker: Any) -> str:
 
 
 def find_attribute(maker: str, number: int, name: str) -> None:
-    """Raise AttributeError where the value of a reference that this worker owns has no such attribute."""
+    """Raise AttributeError if the value of a reference that this worker owns has no such attribute."""
     table = current.references()
     getattr(opened(table.box((maker, number)), table.agent), name)
 
@@ -185,9 +187,9 @@ def _rref_typeof_on_owner(rref: RRef[Any], blocking: bool = True) -> type:
 
 
 def delete_users() -> None:
-    """Give up every reference of this process to a value of another worker."""
+    """Release every reference of this process to values of other workers."""
     counts = current.references().counts()
-    if counts["users"] == counts["pending_deletes"]:  # nobody holds one: no search among all objects of torch
+    if counts["users"] == counts["pending_deletes"]:  # there is none: skip the search through all objects of torch
         return
     for each in instances(RRef):
         if each._handle.box is None:

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from telegrad._core.rpc.api import UNSET_RPC_TIMEOUT
+from telegrad._core.rpc.references import Proxy
 from telegrad.compat.missing import missing_from
 from telegrad.compat.rpc import api
 from telegrad.compat.rpc.api import rpc_async  # noqa: F401 - public in torch's module
 from telegrad.compat.rpc.references import RRef
-from telegrad.rpc.api import UNSET_RPC_TIMEOUT
-from telegrad.rpc.references import Proxy
 
 __all__ = ["RRefProxy"]
 
 
 def RRefProxy(rref: RRef[Any], rpc_api: Callable[..., Any], timeout: float = UNSET_RPC_TIMEOUT) -> Proxy:  # noqa: N802
-    """Makes `proxy.method(*args)` a call of that method at the owner, by way of one of the API's three functions."""
+    """Return a proxy whose `proxy.method(*args)` calls that method at the owner, by one of the three call functions."""
     ways = {api.rpc_sync: rref.rpc_sync, api.rpc_async: rref.rpc_async, api.remote: rref.remote}
     return ways[rpc_api](timeout)
 

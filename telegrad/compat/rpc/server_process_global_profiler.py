@@ -10,10 +10,10 @@ from typing import Any
 
 from torch.autograd import profiler_legacy, profiler_util
 
-from telegrad.atfork import renewed
+from telegrad._core.atfork import renewed
+from telegrad._core.worker import current
 from telegrad.compat.missing import missing_from
 from telegrad.compat.profiler import Event, Options, Profiled
-from telegrad.rpc import current
 
 __all__: list[str] = []
 
@@ -21,12 +21,12 @@ profile: Any = profiler_legacy.profile
 EventList: Any = profiler_util.EventList
 FunctionEvent: Any = profiler_util.FunctionEvent
 
-_lock = renewed(threading.Lock())  # guards _running and what those gather
+_lock = renewed(threading.Lock())  # guards _running and `_gathered` of its members
 _running: list[_server_process_global_profile] = []
 
 
 class _server_process_global_profile(profile):  # type: ignore[misc]  # noqa: N801 - its name there
-    """While it is entered, on whatever thread, each call from another worker is profiled by itself."""
+    """While it is entered, on any thread, each call from another worker is profiled separately."""
 
     entered: bool
 
@@ -72,7 +72,7 @@ def _by_time(event: Any) -> tuple[float, float]:
 
 
 def _profiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, whose run all profilers that are entered then will see."""
+    """Wrap `function`; all profilers that are entered at the time of a run record it."""
 
     @wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:

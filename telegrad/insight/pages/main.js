@@ -1,8 +1,8 @@
 // Asks the server for what there is, again and again, and has it shown.
 
-import { callInWords, drawCalls, drawGantt, drawMemory, drawSteps, under } from "./timeline.js";
-import { fillTables } from "./views.js";
-import { drawTopology } from "./topology.js";
+import { callInWords, drawCalls, drawGantt, drawMemory, drawSteps, drawTraffic, under } from "./charts.js";
+import { framed } from "./tables.js";
+import { fillTables, fillWorker } from "./views.js";
 import { seconds as inSeconds, share, short } from "./words.js";
 
 const PAUSE = 1000; // milliseconds between two looks; the server looks no more often
@@ -23,7 +23,7 @@ async function look() {
   if (paused || document.hidden || asking) return;
   asking = true;
   try {
-    const data = await ask(`data?seconds=${at("seconds").value}`).then((answer) => answer.json());
+    const data = await ask(`data?seconds=${at("seconds").value}&worker=${encodeURIComponent(at("one").value)}`).then((answer) => answer.json());
     wait = PAUSE;
     if (!paused) take(data);
   } catch (error) {
@@ -48,7 +48,7 @@ function trouble(error) {
 }
 
 function asOf() {
-  return latest?.group.place ? ` What is shown is of ${clock(latest)}.` : "";
+  return latest?.place ? ` What is shown is of ${clock(latest)}.` : "";
 }
 
 function clock(data) {
@@ -76,11 +76,12 @@ function tell(kind, words) {
 function render() {
   const data = latest;
   if (!data) return;
-  const { programs = [], place = "", size } = data.group;
+  const { programs, place, size } = data;
   const members = `${data.workers.length} of ${size ?? data.workers.length + Object.keys(data.silent).length} workers answer`;
   at("group").textContent = [programs.join(", "), place, members].filter(Boolean).join(" · ");
   fillTables(at, data);
-  drawTopology(at("topology"), data);
+  fillWorker(at, data);
+  drawTraffic(at("matrix"), data);
   shown = drawCalls(at("timeline"), data);
   if (Object.keys(data.memory).length) drawMemory(at("memory-chart"), data);
   const { steps, passes, pass_p50 } = data.training;
@@ -126,6 +127,7 @@ at("seconds").addEventListener("change", () => {
   keep("seconds", at("seconds").value);
   look();
 });
+at("one").addEventListener("change", look);
 at("pause").addEventListener("click", () => {
   paused = !paused;
   at("pause").setAttribute("aria-pressed", paused);
@@ -152,6 +154,18 @@ addEventListener("resize", () => {
   if (width !== innerWidth) requestAnimationFrame(render);
   width = innerWidth;
 });
+
+for (const section of document.querySelectorAll("section")) {
+  const title = section.querySelector("h2").textContent;
+  section.ariaLabel = title;
+  const link = document.createElement("a");
+  link.href = `#${section.id}`;
+  link.textContent = title;
+  document.querySelector("nav").append(link);
+  for (const table of section.querySelectorAll("table")) {
+    framed(table, table.parentElement.querySelector(":scope > summary")?.textContent ?? title);
+  }
+}
 
 history.replaceState(null, "", location.pathname); // the token is in a cookie now
 setTheme(kept("theme", "system"));

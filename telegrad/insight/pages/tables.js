@@ -21,6 +21,17 @@ export function fill(table, caption, columns, rows) {
   for (const row of known.values()) row.remove();
 }
 
+// In a frame that scrolls, for the keyboard as well.
+export function framed(table, name) {
+  const frame = element("div", "scroll");
+  frame.tabIndex = 0;
+  frame.role = "group";
+  frame.ariaLabel = name;
+  table.before(frame); // where it stands already
+  frame.append(table);
+  return frame;
+}
+
 function head(columns) {
   const row = element("tr");
   for (const column of columns) {

@@ -1,8 +1,8 @@
 // What stands in which table.
 
-import { fill } from "./tables.js";
+import { fill, framed } from "./tables.js";
 import { boxes, make } from "./draw.js";
-import { KINDS, callInWords } from "./timeline.js";
+import { KINDS, callInWords } from "./charts.js";
 import { bytes, seconds, share, short } from "./words.js";
 
 const SHARES = ["forward", "backward", "optimizer", "waits", "calls"];
@@ -17,6 +17,22 @@ export function fillTables(at, data) {
   fill(at("memory-table"), "Memory of the workers' processes", MEMORY, memory(data));
   fill(at("references-table"), "References to values on other workers, and what is under way about them", referenceColumns(data), data.workers);
   if (data.gantt) fill(at("gantt-table"), "Actions in the order in which they began", GANTT, data.gantt.bars);
+}
+
+// The tables of the worker that was chosen, which the server has made.
+export function fillWorker(at, data) {
+  for (const { worker } of [...data.workers, ...silent(data)]) {
+    if (![...at("one").options].some((option) => option.value === worker)) at("one").add(new Option(worker));
+  }
+  const { about, tables } = data.worker ?? { about: "", tables: [] };
+  at("about").textContent = about;
+  const place = at("tables");
+  while (place.children.length > tables.length) place.lastChild.remove();
+  tables.forEach(([name, columns, texts], index) => {
+    if (!place.children[index]) place.append(framed(document.createElement("table"), name));
+    const shown = columns.map(([title, isNumber], at) => ({ title, cell: (row) => row[at + 1], style: isNumber ? "number" : "wrap" }));
+    fill(place.children[index].firstChild, `${name}: ${texts.length}`, [number("No.", (row) => row[0]), ...shown], texts.map((own, at) => [at + 1, ...own]));
+  });
 }
 
 const number = (title, cell) => ({ title, cell, style: "number" });
@@ -50,7 +66,7 @@ function silent(data) {
 }
 
 function workersCaption(data) {
-  const gone = Object.entries(data.group.gone ?? {}).map(([name, why]) => `${name} (${why})`);
+  const gone = Object.entries(data.gone).map(([name, why]) => `${name} (${why})`);
   return gone.length ? `Gone: ${gone.join(", ")}` : "All that are known";
 }
 

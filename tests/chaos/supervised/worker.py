@@ -18,9 +18,9 @@ from collections import Counter
 import torch
 
 import telegrad.rpc as rpc
+from telegrad._core.memory import warm_memory
+from telegrad._core.worker import current
 from telegrad.errors import PeerError
-from telegrad.rpc import current
-from telegrad.transport import memory
 from tests.chaos import functions as shelf
 from tests.chaos.supervised import functions
 from tests.chaos.supervised.functions import make_table
@@ -37,7 +37,7 @@ LEFT = 1  # the exit code of who left, to be started again
 def main(name: str) -> int:
     folder = pathlib.Path(os.environ[FOLDER])
     torch.set_num_threads(1)
-    memory.KEEP = KEEP
+    warm_memory.KEEP = KEEP
     record = functions.begin(name, folder)
     threading.excepthook = lambda args: record.note("wrong", f"a thread ended by {args.exc_value!r}")
     logging.getLogger("telegrad").addHandler(Errors())

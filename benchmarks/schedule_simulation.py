@@ -1,0 +1,54 @@
+"""How long the schedules of pipelines take, how long workers wait and how many activations they keep: a simulation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+from telegrad.pipeline.pipeline_schedule import BACKWARD, FORWARD, WEIGHTS, Action, Progress, play
+
+COSTS = {BACKWARD: 2.0}  # of all other kinds 1
+
+
+class Timeline(NamedTuple):
+    """When each station did what, for one batch."""
+
+    spans: list[list[tuple[Action, float, float]]]  # of each station: actions, when they began and ended
+
+    @property
+    def length(self) -> float:
+        return max(end for own in self.spans for _, _, end in own)
+
+    @property
+    def idle(self) -> float:
+        """The share of their time for which the stations waited."""
+        busy = sum(end - start for own in self.spans for _, start, end in own)
+        return 1 - busy / (self.length * len(self.spans))
+
+    @property
+    def kept(self) -> list[int]:
+        """Of how many micro-batches each station kept the activations at most, of all its stages together."""
+        changes = {FORWARD: 1, BACKWARD: -1, WEIGHTS: -1}
+        return [max(accumulate(changes.get(action.kind, 0) for action, *_ in own)) for own in self.spans]
+
+
+def simulate(
+    plans: Sequence[Sequence[Action]],
+    stations: Sequence[int],
+    batches: int,
+    cost: Callable[[Action], float] = lambda action: COSTS.get(action.kind, 1.0),
+) -> Timeline:
+    """Return when stations that keep to their plans do each action, where `cost` says how long it takes."""
+    kinds = {action.kind for own in plans for action in own}
+    progress = Progress(stations, batches, trains=kinds != {FORWARD}, splits=WEIGHTS in kinds)
+    done = [0] * len(plans)
+
+    def choose(station: int, ready: list[Action]) -> Action | None:
+        following = plans[station][done[station] : done[station] + 1]
+        if not following or following[0] not in ready:
+            return None
+        done[station] += 1
+        return following[0]
+
+    return Timeline(play(progress, choose, cost))

@@ -1,0 +1,1 @@
+"""The agent of a worker: makes and serves remote calls over its connections."""

@@ -1,0 +1,449 @@
+"""The agent of one worker: the interface that this layer offers to the layers above.
+
+Several agents can exist in one process. An agent listens from its creation on. `join` makes it a member of a group: it
+then knows the other workers and accepts calls. `close` ends it.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from time import monotonic, perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from telegrad._core.agent.connections import Connections, Directory
+from telegrad._core.agent.fanout import EachCall, Fanout
+from telegrad._core.agent.incoming import Doorkeeper
+from telegrad._core.agent.notices import Handlers, notice_to
+from telegrad._core.agent.outgoing import attach, encoded
+from telegrad._core.agent.peer import Peer
+from telegrad._core.agent.pending_call import PendingCall
+from telegrad._core.agent.server import Server
+from telegrad._core.calls.attachments import GraphContext, Layers
+from telegrad._core.calls.call_names import user_name
+from telegrad._core.calls.cancelling import serving
+from telegrad._core.calls.deadlines import DEFAULT, limit_of
+from telegrad._core.calls.futures import Future, Outcome, Signal, may_lie_on, wait_for
+from telegrad._core.calls.in_flight_tensors import Underway
+from telegrad._core.calls.settings import Settings
+from telegrad._core.devices.device_streams import Streams
+from telegrad._core.interrupts import uninterrupted
+from telegrad._core.membership.members import Identity, Member
+from telegrad._core.pickling.exceptions import fresh, rebuild, refused
+from telegrad._core.pickling.function_names import name_of, program
+from telegrad._core.pickling.pickling import decode
+from telegrad._core.reactor import helping
+from telegrad._core.reactor.reactor import Reactor
+from telegrad._core.reactor.scheduler import Work, WorkQueue
+from telegrad._core.reactor.timer import TimerThread
+from telegrad._core.security.keyring import Keyring
+from telegrad._core.threads import results
+from telegrad._core.wire.messages import CALL, REFUSAL, RESULT, Message
+from telegrad._core.wire.packing import pack
+from telegrad.errors import PeerError, ShutDown
+
+IDLE_TICK = 1.0
+BUSY_TICK = 0.02
+
+
+class Agent:
+    """Makes the calls of a worker, and serves the calls of other workers."""
+
+    def __init__(self, name: str, settings: Settings, address: str, entered: Callable[[Agent], None]) -> None:
+        """Listen on a Unix socket, where the host supports them, and on a free TCP port of `address`.
+
+        `entered` is called with this agent first on each thread that will run user code.
+        """
+        self.name = name
+        self.settings = settings
+        self.timeout = settings.timeout
+        self.incarnation = secrets.token_hex(8)
+        self.program = program()
+        self.ticking: list[Callable[[float], float]] = []  # called by the timer's thread; each returns its next time
+        self.busy: list[Callable[[], bool]] = []  # each returns True if its layer has calls that are not yet sent
+        self.layers = Layers()
+        self.layers.tells_times = name if settings.pass_deadlines else ""
+        self.streams = Streams(may_lie_on)
+        self._handlers = Handlers()
+        self._timer = TimerThread(self._tick)
+
+        def enter() -> None:
+            torch.get_num_threads()  # otherwise torch ignores set_num_threads and uses one thread per core
+            entered(self)
+
+        self._reactor = Reactor(settings.threads, settings.most_calls, enter, self._timer)
+        parts = name, self._reactor, self.layers, self.streams, enter
+        self._server = Server(
+            *parts,
+            self._handlers.take,
+            lambda *lost: self._connections.tell_lost(*lost),
+            (settings.most_waiting, settings.most_waiting_bytes, self._timer.wake_by),
+        )
+        self.ticking.append(self._server.intake.tick)
+        self._connections = Connections(
+            *(settings, address, self._reactor, self.layers, self.streams, self._server),
+            self._complete,
+            self._timer.wake_by,
+        )
+        self.memory = self._connections.memory  # shared with other workers of this host
+        self._fanout = Fanout(self._connections, self._reactor, self.layers)
+        self.lost = self._connections.lost  # called when a connection to a worker has ended; the worker may be alive
+        self._timer.start(lambda now: self._reactor.watch(now))
+        self._reactor.start()
+
+    def __repr__(self) -> str:
+        return f"<Agent {self.name!r}{', closed' * self.closed}: {self._connections!r}; {self._reactor!r}>"
+
+    # Lifecycle
+
+    def describe(self, id_: int, host: str) -> Member:
+        """Return the data that other workers need to reach this worker."""
+        listener = self._connections.listener
+        reached = listener.unix, listener.tcp
+        return Member(self.name, id_, self.incarnation, self.program, host, *reached, self.settings.devices)
+
+    def join(self, me: Member, keys: Keyring, directory: Directory, used: Iterable[int] = ()) -> None:
+        """Join a group and accept calls from now on. Calls may use the accelerators in `used`."""
+        self.name = me.name
+        self._server.name_is(me.name)
+        for index in used:
+            self.streams.use(index)
+        self._connections.join(me, keys, directory)
+
+    @uninterrupted
+    def close(self, reason: PeerError | None = None, how: str = "") -> None:
+        """Leave the group. Calls in flight fail, here and at their callers. These get `how` if the end is irregular."""
+        reason = reason or ShutDown(f"worker {self.name!r} shut down")
+        if not self._connections.begin_close(reason):
+            return
+        if self.layers.references is not None:
+            self.layers.references.close()
+        if self.layers.graphs is not None:
+            self.layers.graphs.close(reason)
+        self._connections.close(reason, how)
+        self._server.close()
+        self._reactor.close()
+        self._timer.close()
+        self._connections.release_memory()
+
+    def abandon(self) -> None:
+        """In a forked child: close the descriptors, since only then the other ends notice the parent's death."""
+        self._connections.abandon()
+        self._reactor.poller.abandon()
+
+    @property
+    def me(self) -> Member:
+        """This worker's member record, once it has joined a group."""
+        return self._connections.joined.me
+
+    @property
+    def closed(self) -> bool:
+        return self._connections.closed
+
+    @property
+    def idle(self) -> bool:
+        """Return True if no call of this worker is in flight or runs here."""
+        return self._server.idle and not self._connections.outstanding and not any(busy() for busy in self.busy)
+
+    @property
+    def stands_for(self) -> float:
+        """Seconds for which no thread has polled the connections, although one should have."""
+        return self._reactor.stands_for(perf_counter())
+
+    def serves_here(self) -> bool:
+        """Return True if this thread runs calls of other workers, or callbacks of this worker's calls."""
+        return self._reactor.on_worker() or self._server.on_loop()
+
+    @property
+    def served(self) -> int:
+        """Approximate number of calls that have started to run here."""
+        return self._server.served
+
+    @property
+    def keys(self) -> Keyring:
+        """The keys of the group."""
+        return self._connections.joined.keys
+
+    @property
+    def started(self) -> int:
+        """The number of calls that this worker has begun."""
+        return self._connections.begun
+
+    # Calls
+
+    def call(
+        self,
+        to: str | int | Identity,
+        function: Any,
+        args: Any,
+        kwargs: Any,
+        timeout: float = DEFAULT,
+        asked: Any = None,
+    ) -> Any:
+        """Run `function(*args, **kwargs)` on another worker, wait, and return its value.
+
+        `asked` is what the user called, if not `function`; `call_names.user_name` knows its name.
+        """
+        peer = self._connections.peer(to)
+        limit = self.timeout if timeout is DEFAULT else limit_of(timeout, self.timeout)
+        pending = PendingCall(peer, function if asked is None else asked, limit)
+        parent = serving.get()
+        if parent is not None:
+            parent.admit(pending)
+        peer.call(pending, self._message(peer, pending, function, args, kwargs))
+        if parent is not None:
+            parent.hold(pending)
+        try:
+            if not pending.wait():
+                raise peer.timeout_error(pending)
+        finally:
+            if not pending.done:
+                peer.forget(pending)
+        return self._open(pending)
+
+    def call_async(
+        self,
+        to: str | int | Identity,
+        function: Any,
+        args: Any,
+        kwargs: Any,
+        timeout: float = DEFAULT,
+        keeps: Any = None,
+        asked: Any = None,
+    ) -> Future[Any]:
+        """Run `function(*args, **kwargs)` on another worker; return a future. `keeps` lives until it is done."""
+        future: Future[Any] = Future()
+        self.call_for(future, to, function, args, kwargs, timeout, keeps, asked=asked)
+        return future
+
+    def call_for(
+        self,
+        outcome: Outcome,
+        to: str | int | Identity,
+        function: Any,
+        args: Any,
+        kwargs: Any,
+        timeout: float,
+        keeps: Any,
+        creation: Any = None,
+        asked: Any = None,
+    ) -> None:
+        """As `call_async`, but complete `outcome`. If `outcome.quick`, a call of `expect` must follow.
+
+        With a `creation` (see the reference layer), the value stays on the callee.
+        """
+        peer = self._connections.peer(to)
+        if peer.is_full and not self._reactor.on_worker():  # a thread that serves a call must not block
+            peer.wait_for_capacity()
+        limit = self.timeout if timeout is DEFAULT else limit_of(timeout, self.timeout)
+        pending = PendingCall(peer, function if asked is None else asked, limit, outcome, keeps)
+        parent = serving.get()
+        if parent is not None:
+            parent.admit(pending)
+        outcome.call = pending
+        peer.call(pending, self._message(peer, pending, function, args, kwargs, creation))
+        if parent is not None:
+            parent.hold(pending)
+        if not outcome.quick:
+            peer.connection.read_in_background()
+
+    def call_each(
+        self,
+        calls: Iterable[EachCall],
+        function: Any,
+        args: Any,
+        kwargs: Any,
+        timeout: float = DEFAULT,
+        asked: Any = None,
+    ) -> None:
+        """Call each of many workers as `call_for` does, and encode the arguments once (see `fanout`).
+
+        Raise errors that affect all calls before anything is sent; report errors of single calls to their outcomes.
+        """
+        limit = self.timeout if timeout is DEFAULT else limit_of(timeout, self.timeout)
+        self._fanout.call(calls, function, args, kwargs, limit, asked, self.program)
+
+    def give_back(self, to: str) -> None:
+        """Notify a worker now of free memory that it has lent, instead of with the next message."""
+        for link in self._connections.accepted_from((to,)):
+            link.release()
+
+    def expect(self, to: str | int) -> None:
+        """Let the reactor read the answers of a worker, unless a thread reads them already."""
+        self._connections.peer(to).connection.read_in_background()
+
+    def _complete(self, pending: PendingCall) -> None:
+        """Complete the outcome of a call, which runs its callbacks."""
+        outcome = pending.outcome
+        assert outcome is not None
+        outcome.call = pending.outcome = pending.keep_alive = None
+        if self.streams.used:
+            with self.streams.aside():
+                self._tell(outcome, pending)
+        else:
+            self._tell(outcome, pending)
+
+    def _tell(self, outcome: Outcome, pending: PendingCall) -> None:
+        try:
+            value = self._open(pending)
+        except BaseException as error:  # also of user code that unpickles the value: the waiting thread must wake up
+            outcome.about = f"{user_name(pending.label)} on worker {pending.peer.name!r}"
+            outcome.set_exception(error.with_traceback(None))
+            if not isinstance(error, Exception):
+                raise
+        else:
+            outcome.set_result(value)
+
+    def _message(
+        self, peer: Peer, pending: PendingCall, function: Any, args: Any, kwargs: Any, creation: Any = None
+    ) -> Message:
+        """Return the message of a call, and set the call's weight."""
+        name, arguments = encoded(function, args, kwargs, peer.member.program == self.program != "")
+        body, tensors, references, buffers = arguments
+        message = Message(CALL, 0, 0, name)
+        if tensors:
+            message.meta, blobs = pack(tensors, peer.places.calls, buffers)
+            if blobs:
+                message.blobs = blobs
+                pending.weight = sum(blob.nbytes for blob in blobs)
+                pending.underway = Underway(tensors[: len(tensors) - buffers], pending.outcome is None)
+        attach(self.layers, message, body, pending, function, tensors, references, creation)
+        return message
+
+    def _open(self, pending: PendingCall) -> Any:
+        """Return the value of a call that is done, or raise its error."""
+        if pending.error is not None:
+            raise fresh(pending.error)
+        if pending.underway is not None:
+            pending.underway.check(pending.label, pending.peer.name)
+        answer, attachments = pending.answer, pending.attachments
+        assert answer is not None
+        if answer.kind != RESULT:
+            refusal = answer.kind == REFUSAL
+            raise refused(pending.peer.name, answer.head) if refusal else rebuild(bytes(answer.body))
+        _, tensors = self.layers.take_tensors(answer, pending.peer.identity, self.name)
+        return decode(answer.body, tensors, attachments.references if attachments is not None else ())
+
+    def wrap_calls(self, wrap: Callable[[Callable[..., Any]], Callable[..., Any]] | None) -> None:
+        """Run `wrap(function)` instead of each function that others call; None removes the wrapper."""
+        self._server.wrap = wrap
+
+    def keep_door(self, doorkeeper: Doorkeeper) -> Server:
+        """Let `doorkeeper` decide when ordered calls run; return the server, which runs them."""
+        self._server.doorkeeper = doorkeeper
+        return self._server
+
+    def run_at_once(self, function: Callable[..., Any]) -> None:
+        """Run calls of a function of this package, which never waits, without a slot."""
+        self._server.at_once.add((name_of(function, True) or "").encode())
+
+    def run(self, act: Callable[[Any], None], argument: Any, short: bool, by_who_waits: bool = False) -> None:
+        """Run `act(argument)`, possibly user code, on a reactor thread, with a slot as for a call.
+
+        With `by_who_waits`, `act` follows from a message, and a thread that reads that in `wait_for` may run it.
+        """
+        work = Work(act, argument, is_long=not short)
+        if by_who_waits:
+            helping.submit(self._reactor, work, self._reactor.calls)
+        else:
+            self._reactor.submit(work, self._reactor.calls)
+
+    def wake_at(self, when: float, rough: bool = False) -> None:
+        """Call the functions in `ticking` at that time. With `rough`, a delay of milliseconds may save a wake-up."""
+        self._timer.wake_by(when, rough)
+
+    def later(self, act: Callable[[Any], None], argument: Any, queue: WorkQueue | None = None) -> None:
+        """Run `act(argument)` soon, or in a queue's turn, on a reactor thread, even if the agent closes."""
+        self._reactor.submit(Work(act, argument), queue)
+
+    def wait_for(self, future: Future[Any] | Signal, timeout: float = -1, senders: Iterable[str] = ()) -> bool:
+        """Wait until `future` is done; return True if it is. A reactor thread releases its slot meanwhile.
+
+        If messages of the workers `senders` will complete the future, this thread may handle them itself.
+        """
+        with self._reactor.waiting() if self._reactor.on_worker() else nullcontext():
+            links = self._connections.accepted_from(senders)
+            if links:
+                helping.run_for(future, links, self._reactor)
+            return wait_for(future, timeout)
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """Return a context manager: in its block this thread waits and does not count as one that runs a call."""
+        return self._reactor.waiting()
+
+    def handle_notices(self, timeout: float) -> bool:
+        """Wait until all control messages that have arrived so far are handled; return False on a timeout."""
+        return self._server.handle_notices(timeout)
+
+    # The group
+
+    def find(self, to: str | int) -> Member:
+        """Return the member of that name or rank."""
+        return self._connections.joined.directory.find(to)
+
+    def warn_lost(self, who: Identity, why: str) -> None:
+        """Log the loss of a worker, unless it was logged before."""
+        self._connections.warn_lost(who, why)
+
+    def forget_names(self, but: Collection[str]) -> None:
+        """Forget which worker has which name, except for workers of these incarnations."""
+        self._connections.forget_names(but)
+
+    def cut(self, who: Identity, reason: PeerError) -> None:
+        """End the connections with a worker that is out of the group, and accept no new ones from it."""
+        self._connections.cut(who, reason)
+
+    def identify(self, to: str | int | Identity) -> Identity:
+        """Return the worker of that name or rank, which is looked up only once."""
+        return self._connections.peer(to).identity
+
+    def is_connected(self, to: Identity) -> bool:
+        """Return True if this worker has a connection to that one."""
+        return self._connections.peer(to).link is not None
+
+    def shares_program(self, to: str) -> bool:
+        """Return True if that worker runs the same main program."""
+        return self._connections.peer(to).member.program == self.program != ""
+
+    def maps_devices_to(self, name: str) -> bool:
+        """Return True if this worker has a device map for that one."""
+        return bool(self.settings.devices.maps.get(name))
+
+    # Control messages of the layers above
+
+    def on(self, message: type, handler: Callable[[Identity, Any], None]) -> None:
+        """Have `handler(sender, message)` called for each control message of a class, a `NamedTuple` of a unique name.
+
+        Handlers run on threads of this worker, several at once and without a slot: they must not wait for others.
+        """
+        self._handlers.add(message, handler)
+
+    def notify(
+        self,
+        to: str | int,
+        message: tuple[Any, ...],
+        incarnation: str = "",
+        tensors: Sequence[Tensor] = (),
+        context: GraphContext | None = None,
+        patient: bool = False,
+        as_arguments: bool = False,
+    ) -> None:
+        """Send a control message, if an incarnation is given only to that one. On failure, the callbacks in `lost` run.
+
+        The message consists of plain values; `tensors` arrive in its last field, recorded in the `context`, if any. A
+        `patient` message leaves with the next message to that worker, or soon, and is handled after it. Tensors on
+        accelerators go to the devices of gradients, or with `as_arguments` to those of arguments.
+        """
+        peer = self._connections.of_life(to, incarnation)
+        peer.notify(notice_to(peer, message, tensors, context, patient, as_arguments), patient)
+        if patient:
+            self._timer.wake_by(monotonic() + BUSY_TICK)
+
+    def _tick(self, now: float) -> float:
+        self._reactor.send_unsent()
+        pause = BUSY_TICK if self._timer.is_watching else IDLE_TICK
+        return min(now + pause, self._connections.tick(now), *results(self.ticking, now))

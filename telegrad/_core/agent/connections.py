@@ -1,0 +1,437 @@
+"""The connections of one worker: outgoing ones for its calls, and accepted ones for calls of other workers."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+import threading
+from collections.abc import Callable, Collection, Iterable
+from functools import partial
+from time import perf_counter
+from typing import Any, NamedTuple, Protocol
+
+from telegrad._core import events, forks
+from telegrad._core.agent.health import Health
+from telegrad._core.agent.incoming import Caller
+from telegrad._core.agent.peer import Peer
+from telegrad._core.agent.pending_call import PendingCall
+from telegrad._core.calls.attachments import Layers
+from telegrad._core.calls.common_memory import CommonMemory
+from telegrad._core.calls.settings import Settings
+from telegrad._core.devices.device_maps import faults
+from telegrad._core.devices.device_streams import Streams
+from telegrad._core.devices.routes import Places, for_calls, for_gradients
+from telegrad._core.devices.staging import Staging
+from telegrad._core.host import open_files
+from telegrad._core.membership.doubts import remember
+from telegrad._core.membership.members import Identity, Member
+from telegrad._core.memory.blobs import MemorySources
+from telegrad._core.memory.heap import Heap
+from telegrad._core.memory.lanes import LANES
+from telegrad._core.memory.warm_memory import Arena, SharedPool
+from telegrad._core.pickling.exceptions import fresh
+from telegrad._core.reactor.lazy_link import AnyLink
+from telegrad._core.reactor.reactor import Reactor
+from telegrad._core.reactor.scheduler import Work
+from telegrad._core.security.handshake import Claim, StreamId
+from telegrad._core.security.keyring import Keyring
+from telegrad._core.threads import Thread, results
+from telegrad._core.transport.connect import Channel, Target, connect
+from telegrad._core.transport.encrypted_link import EncryptedLink
+from telegrad._core.transport.endings import lost, part
+from telegrad._core.transport.link import Link
+from telegrad._core.transport.listener import MOST_CONNECTIONS, Listener
+from telegrad._core.transport.loopback import LoopEnd
+from telegrad._core.wire.messages import Message
+from telegrad.errors import DeviceError, LeftEarly, PeerError, PeerLost, PeerUnreachable, ShutDown, UnknownWorker
+
+CONNECT_WITHIN = 10.0  # seconds, and as many for the handshake
+
+log = logging.getLogger("telegrad")
+
+
+class Directory(Protocol):
+    """Lists the members of the group."""
+
+    def find(self, to: str | int) -> Member: ...
+
+
+class Service(Protocol):
+    """Serves the callers."""
+
+    def on_messages(self, caller: Caller, link: AnyLink, messages: Iterable[Message]) -> None:
+        """Handle messages that have arrived."""
+
+    def lost(self, caller: Caller) -> None:
+        """Handle the end of a caller's connection."""
+
+
+class _Joined(NamedTuple):
+    """The group, as seen by one of its workers."""
+
+    me: Member
+    keys: Keyring
+    directory: Directory
+    claim: Claim  # of this worker
+
+
+class Connections:
+    """Up to two connections with each worker: an outgoing one for calls to it, and an accepted one for its calls."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        address: str,
+        reactor: Reactor,
+        layers: Layers,
+        streams: Streams,
+        service: Service,
+        complete: Callable[[PendingCall], None],
+        wake_at: Callable[[float, bool], None],
+    ) -> None:
+        """Listen on a Unix socket, where the host supports them, and on a free TCP port of `address`.
+
+        `service` handles messages from other workers, `complete` is called once for each asynchronous call that has
+        ended, `wake_at` schedules `tick`.
+        """
+        self.lost: list[Callable[[Identity, PeerError], None]] = []
+        self.settings = settings
+        self.reactor = reactor
+        self.layers = layers
+        self._service = service
+        self.complete = complete
+        self.wake_at = wake_at
+        self._arena = Arena(settings.shared_memory)
+        self._heap = Heap()
+        self._pool = SharedPool(settings.shared_memory)
+        self.staging = Staging(streams)
+        # Guards _peers, _accepted, _warned, `closed`, _left, and the replacement of _names; single reads do not need
+        # it.
+        self._lock = threading.Lock()
+        self._peers: dict[str, Peer] = {}  # by incarnation
+        self._accepted: dict[Link, tuple[str, str]] = {}  # each with its worker's incarnation and its connection id
+        self._cut: dict[str, PeerError] = {}  # the most recent incarnations of workers that are out of the group
+        self._warned: set[str] = set()  # incarnations of workers whose loss was logged, or that left in order
+        self._health = Health(
+            settings.silence,
+            settings.heartbeat,
+            lambda link, why: reactor.submit(Work(link.close, why)),
+        )
+        self.closed = False
+        self._over: PeerError | None = None  # why calls can no longer be made; stored with `closed`
+        self._left: tuple[PeerError, str] | None = None  # why and how this worker left, once its connections have ended
+        self._joined: _Joined | None = None  # set once
+        self._names: dict[str | int, Peer] = {}  # cache of lookups; `get` and stores need no lock
+        self.listener = Listener(
+            address, settings.tls, settings.transport, settings.silence, reactor.poller, self._accept
+        )
+        self.memory = CommonMemory(self._pool, bool(self.listener.unix))
+
+    def join(self, me: Member, keys: Keyring, directory: Directory) -> None:
+        """Accept connections from now on."""
+        claim = Claim(me.name, me.id, me.incarnation, me.program)
+        self._joined = _Joined(me, keys, directory, claim)
+        self.listener.serve(keys, claim)
+
+    @property
+    def joined(self) -> _Joined:
+        """The group of this worker."""
+        assert self._joined is not None, "it has not joined one yet"
+        return self._joined
+
+    @property
+    def _me(self) -> Member:
+        return self.joined.me
+
+    def __repr__(self) -> str:
+        return f"<Connections: {list(self._peers.values())!r}, and {len(self._accepted)} from others>"
+
+    @property
+    def outstanding(self) -> bool:
+        """Return True if a call to another worker is unanswered."""
+        return any(peer.calls.in_flight for peer in list(self._peers.values()))
+
+    @property
+    def begun(self) -> int:
+        """The number of calls begun by this worker."""
+        return sum(peer.calls.begun for peer in list(self._peers.values()))
+
+    # Outgoing
+
+    def peer(self, to: str | int | Identity) -> Peer:
+        """Return the peer for calls to a worker."""
+        if isinstance(to, Identity):
+            try:
+                return self.of_life(to.name, to.incarnation)
+            except UnknownWorker:
+                raise PeerLost(f"the worker named {to.name!r} has gone: it left or died") from None
+        names = self._names
+        peer = names.get(to)
+        if peer is None:
+            peer = names[to] = self._peer_of(self.joined.directory.find(to))
+        return peer
+
+    def of_life(self, to: str | int, incarnation: str) -> Peer:
+        """Return the peer for calls to a worker, of that incarnation if one is given.
+
+        Raises:
+            UnknownWorker: it has gone.
+            PeerUnreachable: it has a connection to this worker, but the directory does not list it yet.
+        """
+        try:
+            found = self.peer(to)
+            if incarnation in ("", found.identity.incarnation):
+                return found
+            found = self._names[to] = self._peer_of(self.joined.directory.find(to))  # perhaps a new worker has the name
+            if found.identity.incarnation == incarnation:
+                return found
+            raise UnknownWorker(f"the worker named {to!r} is not the one that it was")
+        except UnknownWorker:
+            with self._lock:
+                lives = any(caller == incarnation for caller, _ in self._accepted.values())
+            if lives:
+                raise PeerUnreachable(f"worker {to!r} calls this one, and is not in the directory yet") from None
+            raise
+
+    def _peer_of(self, member: Member) -> Peer:
+        with self._lock:
+            if self.closed:
+                raise fresh(self._over or ShutDown(f"worker {self._me.name!r} shut down"))
+            peer = self._peers.get(member.incarnation)
+            if peer is None:
+                peer = Peer(member, self._places(member), self._is_near(member), self)
+                self._peers[member.incarnation] = peer
+        return peer
+
+    def _is_near(self, member: Member) -> bool:
+        """Return True if memory can probably be lent to the worker, before a connection shows it."""
+        ways = member.unix and self.listener.unix and self.settings.transport != "tcp"
+        return bool(ways) and member.host == self._me.host and member.incarnation != self._me.incarnation
+
+    def _places(self, member: Member) -> Places:
+        mine, theirs = self._me.devices, member.devices
+        for fault in faults({self._me.name: mine, member.name: theirs}, whole=False):
+            raise DeviceError(fault)
+        map_ = mine.maps.get(member.name, {})
+        return Places(for_calls(member.name, map_), for_gradients(map_, theirs.maps.get(self._me.name, {})))
+
+    def connect_to(self, peer: Peer) -> AnyLink:
+        """Make a connection for the calls to a worker."""
+        member = peer.member
+        if member.incarnation == self._me.incarnation:
+            return self._loop(peer)
+        target = Target(
+            member.name,
+            member.incarnation,
+            member.unix if member.host == self._me.host else "",
+            member.tcp,
+            StreamId(secrets.token_hex(8)),
+        )
+        channel = self._reach(target)
+        shared = channel.shared
+        link = self._link(
+            channel,
+            member.name,
+            peer.on_messages,
+            peer.link_closed,
+            prompt=False,
+            expected=peer.calls.in_flight.__len__,
+            widen=None if shared else partial(self._begin_widen, target),
+        )
+        link.feed(channel.leftover)
+        if (note := events.note) is not None:
+            note((events.CONNECTED, now := perf_counter(), now, member.name, "unix" if shared else "tcp"))
+        return link
+
+    def _reach(self, target: Target) -> Channel:
+        settings = self.settings
+        with open_files.explained(f"worker {target.name!r} was not called", PeerUnreachable):
+            return connect(
+                target,
+                self.joined.keys,
+                self._claim_to(target.name),
+                settings.tls,
+                settings.transport,
+                CONNECT_WITHIN,
+                settings.silence,
+            )
+
+    def _begin_widen(self, target: Target, link: Link, sends: bool) -> None:
+        with contextlib.suppress(RuntimeError, MemoryError):  # there is no free thread; one stream suffices
+            Thread(target=self._widen, args=(target, link, sends), name="telegrad-connect").start()
+
+    def _widen(self, target: Target, link: Link, sends: bool) -> None:
+        """Add further streams for one direction of a connection."""
+        stream_id = StreamId(target.stream_id.connection, 1 if sends else -1)
+        try:
+            for _ in range(LANES):
+                link.join(sends, self._reach(target._replace(unix="", stream_id=stream_id)))
+        except Exception as error:
+            log.info("telegrad: worker %r and this one have one stream for large tensors: %s", target.name, error)
+
+    def _link(self, channel: Channel, peer: str, *args: Any, **options: Any) -> Link:
+        stores = MemorySources(self._arena, self._pool if channel.shared else None, self.staging)
+        given = channel.sock, peer, self.reactor.poller, stores, *args
+        return Link(*given, **options) if channel.ciphers is None else EncryptedLink(channel.ciphers, *given, **options)
+
+    def _claim_to(self, name: str) -> Claim:
+        return self.joined.claim._replace(map=tuple(self._me.devices.maps.get(name, {}).items()))
+
+    def _loop(self, peer: Peer) -> LoopEnd:
+        caller = Caller(self._me.identity, self._me.program != "", self._claim_to(self._me.name).map)
+        arrive = partial(self._service.on_messages, caller)
+        return LoopEnd(self._me.name, arrive, peer.on_messages, peer.link_closed)
+
+    def peer_lost(self, who: Identity, reason: PeerError) -> None:
+        self._forget_names(lambda incarnation: incarnation != who.incarnation)  # another worker may now have its name
+        self.tell_lost(who, reason)
+
+    def forget_names(self, but: Collection[str]) -> None:
+        """Forget which worker has which name, except for workers of these incarnations."""
+        self._forget_names(lambda incarnation: incarnation in but)
+
+    def _forget_names(self, stays: Callable[[str], bool]) -> None:
+        """Replace the table: a lookup that runs now stores its result in the old one."""
+        with self._lock:
+            known = self._names.copy()
+            self._names = {to: peer for to, peer in known.items() if stays(peer.identity.incarnation)}
+
+    # Accepted
+
+    def _accept(self, channel: Channel, claim: Claim, stream_id: StreamId) -> None:
+        """Accept the connection of an authenticated worker."""
+        if claim.incarnation in self._cut:
+            channel.sock.close()
+            return
+        if stream_id.lane:
+            self._join(channel, claim, stream_id)
+            return
+        who = Identity(claim.name, claim.id, claim.incarnation)
+        caller = Caller(who, claim.program == self._me.program != "", claim.map)
+        link = self._link(
+            channel,
+            claim.name,
+            partial(self._service.on_messages, caller),
+            lambda link, reason: self._caller_gone(link, caller, reason),
+            prompt=True,
+        )
+        with self._lock:
+            closed, left = self.closed, self._left
+            same = [link for link, (life, _) in self._accepted.items() if life == who.incarnation]
+            self._accepted[link] = who.incarnation, stream_id.connection
+        if len(same) >= MOST_CONNECTIONS:
+            same[0].close(lost(who.name, f"it has made more than {MOST_CONNECTIONS} connections at a time"))
+        if left is not None:
+            part(link, *left)
+        elif not closed:  # otherwise `close` is about to end it
+            link.feed(channel.leftover)
+            link.reading.watch()
+
+    def _join(self, channel: Channel, claim: Claim, stream_id: StreamId) -> None:
+        """Add a further stream to its connection."""
+        with self._lock:
+            wanted = claim.incarnation, stream_id.connection
+            link = next((link for link, connection in self._accepted.items() if connection == wanted), None)
+        if link is None:
+            channel.sock.close()  # the connection has ended
+        else:
+            link.join(stream_id.lane < 0, channel)
+
+    def accepted_from(self, names: Iterable[str]) -> list[Link]:
+        """Return the connections that these workers have made."""
+        wanted = set(names)
+        if not wanted:
+            return []
+        with self._lock:
+            return [link for link in self._accepted if link.peer in wanted]
+
+    def _caller_gone(self, link: Link, caller: Caller, reason: PeerError) -> None:
+        with self._lock:
+            self._accepted.pop(link, None)
+        self._service.lost(caller)
+        self.tell_lost(caller.identity, reason)
+
+    # Both directions
+
+    def cut(self, who: Identity, reason: PeerError) -> None:
+        """End the connections with a worker that is out of the group, and accept no new ones from it."""
+        with self._lock:
+            remember(self._cut, who.incarnation, reason)
+            peer = self._peers.get(who.incarnation)
+            links = [link for link, (life, _) in self._accepted.items() if life == who.incarnation]
+        if peer is not None and isinstance(peer.link, Link):
+            links.append(peer.link)
+        for link in links:
+            link.close(reason)
+
+    def tell_lost(self, who: Identity, reason: PeerError) -> None:
+        """Report the end of a connection, or a failed attempt to connect."""
+        if not self.closed:
+            if (note := events.note) is not None:
+                note((events.LOST, now := perf_counter(), now, who.name, str(reason)))
+            if isinstance(reason, PeerLost):
+                self.warn_lost(who, str(reason))
+            elif isinstance(reason, ShutDown) and not isinstance(reason, LeftEarly):
+                with self._lock:
+                    self._warned.add(who.incarnation)  # it leaves in order: the end of its other connection is no loss
+            list(results(self.lost, who, reason))
+
+    def warn_lost(self, who: Identity, why: str) -> None:
+        """Log a warning about a lost worker, once."""
+        with self._lock:
+            known = who.incarnation in self._warned
+            self._warned.add(who.incarnation)
+        if not known:
+            events.alarm(why)
+        log.log(logging.INFO if known else logging.WARNING, "telegrad: %s", why)
+
+    def tick(self, now: float) -> float:
+        """Expire calls, return lent memory, and notice ends of idle connections; return the time of the next tick."""
+        with self._lock:
+            peers, accepted = list(self._peers.values()), list(self._accepted)
+        links = [link for peer in peers if isinstance(link := peer.link, Link)]
+        for peer in peers:
+            peer.connection.read_in_background()  # to notice the end of an idle connection
+        upcoming = min([self._health.tick(now, links), *(peer.expire(now) for peer in peers)])
+        for link in [*accepted, *links]:
+            link.release()
+        self.listener.tick(now)
+        self._arena.trim(now)
+        self._heap.tick(now)
+        retired = self._pool.trim(now)
+        if retired:
+            for link in [*accepted, *links]:
+                link.retire(retired)
+        return upcoming
+
+    def begin_close(self, reason: PeerError) -> bool:
+        """Refuse new connections from now on; return False if this was called before."""
+        with self._lock:
+            closed, self.closed, self._over = self.closed, True, self._over or reason
+        return not closed
+
+    def close(self, reason: PeerError, how: str) -> None:
+        """End all connections. Calls in flight fail, here and at their callers, which learn `how` this worker left."""
+        with self._lock:
+            self._left = reason, how
+            peers, accepted = list(self._peers.values()), list(self._accepted)
+        for peer in peers:
+            peer.close(reason, how)
+        for link in accepted:
+            part(link, reason, how)
+        self.listener.close()  # last: a worker that connects before it has read its BYE gets another one
+
+    def release_memory(self) -> None:
+        """Release the memory once nothing uses it."""
+        self._pool.close()
+        self.staging.close()
+
+    def abandon(self) -> None:
+        """In a forked child: close the descriptors, since only then the other ends notice the parent's death."""
+        for link in [*self._accepted, *(peer.link for peer in self._peers.values())]:
+            if isinstance(link, Link):
+                link.abandon()
+        self.listener.abandon()
+        for peer in self._peers.values():  # futures that wait for a call refer to the peers
+            forks.disable(peer)

@@ -1,0 +1,118 @@
+"""Snapshots of an agent's state, for introspection; they block other threads only briefly.
+
+Which thread waits for which call, and which runs which, is read from the stacks of the threads. Calls need no
+bookkeeping for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
+
+from telegrad._core.agent.agent import Agent
+from telegrad._core.agent.incoming import Caller, Incoming
+from telegrad._core.agent.peer import Peer
+from telegrad._core.agent.pending_call import PendingCall
+from telegrad._core.agent.server import Server
+from telegrad._core.calls import futures
+from telegrad._core.reactor.scheduler import Work
+
+
+class Traffic(NamedTuple):
+    """Bytes to and from each worker, over the current connections."""
+
+    sent: dict[str, int]
+    received: dict[str, int]
+
+
+def calls_out(agent: Agent) -> list[PendingCall]:
+    """Return the unanswered calls of this worker, except calls that are parts of others."""
+    peers = list(agent._connections._peers.values())
+    calls = [pending for peer in peers for pending in peer.calls.in_flight.copy().values()]
+    return [pending for pending in calls if not hasattr(pending.outcome, "behind")]
+
+
+def calls_going_on(agent: Agent) -> list[Incoming]:
+    """Return calls of others whose functions returned a future or a coroutine that has not ended."""
+    server = agent._server
+    return [call for call in server.going_on.copy() if call.message.head not in server.at_once]
+
+
+def calls_queued(agent: Agent) -> list[Incoming]:
+    """Return calls of others that wait for their turn or for a slot."""
+    scheduler = agent._reactor._scheduler
+    queues = [each for each in scheduler.ready.copy() if not isinstance(each, Work)]
+    queues += [*scheduler.waiting.copy(), *scheduler.held_up.copy()]
+    found = [call for call in agent._server.in_turn.copy() if not call.begun]
+    for work in [work for queue in queues for work in queue.works.copy()]:
+        if isinstance(work.argument, Incoming) and work.run == agent._server._run:
+            found.append(work.argument)
+        elif isinstance(work.argument, Caller):
+            found += work.argument.ordered.copy()
+    return list({id(call): call for call in found}.values())
+
+
+def slots(agent: Agent) -> tuple[int, int]:
+    """Return the number of slots, and of those in use."""
+    counted = agent._reactor._scheduler
+    return counted.count, counted.busy
+
+
+def traffic(agent: Agent) -> Traffic:
+    """Return the traffic per worker."""
+    connections = agent._connections
+    links: list[Any] = [peer.link for peer in list(connections._peers.values())]
+    links += list(connections._accepted.copy())
+    found = Traffic({}, {})
+    for link in links:
+        if hasattr(link, "taken"):  # a worker's link to itself carries no bytes
+            found.sent[link.peer] = found.sent.get(link.peer, 0) + link.sent
+            found.received[link.peer] = found.received.get(link.peer, 0) + link.taken
+    return found
+
+
+def shared(agent: Agent) -> int:
+    """Return the bytes of shared memory that the agent has created."""
+    return sum(agent._connections._pool._bytes.values())
+
+
+# Stacks of threads
+
+
+class Stands(NamedTuple):
+    """The role of a thread in calls, as its stack shows it."""
+
+    serves: list[Incoming]  # the calls that it runs, the innermost last
+    waits: PendingCall | None  # the call whose end it waits for
+    room: Peer | None  # the worker for which it waits until fewer calls are in flight
+
+
+NOWHERE = Stands([], None, None)
+
+_SERVE: CodeType = Server._serve.__code__
+_WAITS: dict[CodeType, Callable[[dict[str, Any]], Any]] = {
+    PendingCall.wait.__code__: lambda names: names.get("self"),
+    PendingCall.help.__code__: lambda names: names.get("self"),
+    futures.wait_for.__code__: lambda names: getattr(names.get("future"), "call", None),
+}
+_ROOM: CodeType = Peer.wait_for_capacity.__code__
+
+
+def stands(stack: Sequence[FrameType], agent: Agent) -> Stands:
+    """Read a stack, outermost frame first. The process may also have threads of other agents."""
+    peers: list[Any] = list(agent._connections._peers.values())
+    serves: list[Incoming] = []
+    waits: PendingCall | None = None
+    room: Peer | None = None
+    for frame in reversed(stack):
+        code = frame.f_code
+        if code is _SERVE and frame.f_locals["self"] is agent._server:
+            serves.append(frame.f_locals["call"])
+        elif code in _WAITS and waits is None and not serves:
+            found = _WAITS[code](frame.f_locals)
+            found = getattr(getattr(found, "outcome", None), "behind", None) or found  # the call of which it is a part
+            waits = found if isinstance(found, PendingCall) and not found.done and found.peer in peers else None
+        elif code is _ROOM and not serves and frame.f_locals["self"] in peers:
+            room = frame.f_locals["self"]
+    return Stands(serves[::-1], waits, room)

@@ -1,0 +1,278 @@
+"""A call without an answer so far, and how a thread waits for it.
+
+The thread reads the connection itself if it gets the right to, which saves a wake-up. Otherwise the leader reads the
+answer and wakes the thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+from math import inf
+from time import monotonic, perf_counter
+from typing import Any, Protocol
+
+from telegrad._core import events
+from telegrad._core.calls.attachments import Attachments
+from telegrad._core.calls.call_context import InTurn, Share
+from telegrad._core.calls.call_names import noted_name, user_name
+from telegrad._core.calls.cancelling import Served
+from telegrad._core.calls.futures import Future, Outcome, wait_for
+from telegrad._core.calls.in_flight_tensors import Underway
+from telegrad._core.events import CALLED
+from telegrad._core.interrupts import Resumed, gives_back, waiting_loop
+from telegrad._core.membership.members import Identity
+from telegrad._core.reactor.lazy_link import AnyLink, LazyLink
+from telegrad._core.reactor.reactor import Reactor
+from telegrad._core.reactor.spinning import SOON, Spin
+from telegrad._core.threads import LONGEST_WAIT
+from telegrad._core.transport.link import Link
+from telegrad._core.transport.waker import Waker, waker_here
+from telegrad._core.wire.messages import CANCEL, FAILURE, Message
+from telegrad.errors import CallTimeout, PeerError, PeerLost
+
+RAISED, GAVE_UP = "raised", "gave up"  # results of a call: its function raised; its caller was interrupted
+_UNWATCHED = contextlib.nullcontext()
+
+
+class CallerHost(Protocol):
+    @property
+    def complete(self) -> Callable[[PendingCall], None]:
+        """Completes the outcome of a call."""
+
+
+class Caller(Protocol):
+    """The calling side, as its calls see it."""
+
+    identity: Identity
+    name: str
+    reactor: Reactor
+    connection: LazyLink
+    lock: Any
+
+    @property
+    def host(self) -> CallerHost: ...
+
+    def cancel(self, call: PendingCall, why: str) -> bool: ...
+
+
+def give_back_read(local: dict[str, Any]) -> bool:
+    """Release the right to read of a waiting function with these local variables, before a signal handler runs on top
+    of it.
+
+    The handler may make calls. It runs on the interrupted thread. If that thread kept the right, no thread could read
+    the answers. `held` contains the link while the function may read it.
+    """
+    if not local["held"]:
+        return False
+    local["held"].clear()
+    local["link"].stop_reading()
+    return True
+
+
+class PendingCall:
+    """A call to another worker.
+
+    Many may be in flight, and the garbage collector visits each object of each. A call is therefore one object besides
+    its future, and has a lock only if a thread waits for another one.
+    """
+
+    __slots__ = (
+        *("abandoned", "answer", "attachments", "awaited", "begun", "deadline", "done", "done_lock", "error", "id"),
+        *("in_turn", "keep_alive", "label", "link", "outcome", "parent", "peer", "reader_completes", "timeout"),
+        *("underway", "waker", "weight"),
+    )
+
+    def __init__(
+        self, peer: Caller, label: Any, timeout: float, outcome: Outcome | None = None, keep_alive: Any = None
+    ) -> None:
+        """`label` is what the user has called, for errors.
+
+        An asynchronous call has an `outcome`, and `keep_alive` lives as long as the call.
+        """
+        self.peer = peer
+        self.label = label
+        self.begun = perf_counter()
+        self.timeout = timeout
+        self.deadline = monotonic() + timeout if timeout else inf
+        self.outcome = outcome
+        self.keep_alive = keep_alive
+        self.id = 0
+        self.weight = 0  # bytes of its tensors
+        self.in_turn: InTurn | None = None  # the actor method that makes the call
+        self.underway: Underway | None = None  # its tensors, if they are sent from their own memory
+        self.link: AnyLink | None = None  # the link that carries it
+        self.answer: Message | None = None
+        self.attachments: Attachments | None = None  # data that came with the answer
+        self.error: BaseException | None = None
+        self.done = False
+        self.awaited = False  # the thread that reads the link waits for this call
+        self.reader_completes = False  # that thread has read the answer, and will complete the outcome
+        self.done_lock: threading.Lock | None = None  # held until the call is done; created by a thread that waits
+        self.waker: Waker | None = None  # of the thread that reads the link, if other threads may cancel the call
+        self.parent: Served | None = None  # the served call that made this one
+        self.abandoned = False  # it ended before its answer came
+
+    @property
+    def described(self) -> str:
+        return f"{user_name(self.label)} on worker {self.peer.name!r}"
+
+    def limit(self, timeout: float) -> None:
+        """Change the timeout, before the call begins."""
+        self.timeout = timeout
+        self.deadline = monotonic() + timeout if timeout else inf
+
+    # Waiting
+
+    def help(self) -> None:
+        """Wait until the outcome is complete; this thread reads the answer if it can."""
+        try:
+            self.wait()
+        finally:
+            if self.reader_completes:
+                with self.peer.lock:
+                    is_mine, self.reader_completes = self.reader_completes, False
+                if is_mine:
+                    self.peer.host.complete(self)
+        outcome = self.outcome
+        if isinstance(outcome, Future) and not outcome.done():
+            with self.peer.reactor.waiting():
+                wait_for(outcome)
+
+    def wait(self) -> bool:
+        """Wait until the call is done; return False if its deadline passed before."""
+        reactor = self.peer.reactor
+        if reactor.on_worker():
+            with reactor.waiting(), self.in_turn.waited_for() if self.in_turn else _UNWATCHED:
+                return self._wait()
+        return self._wait()
+
+    @waiting_loop
+    def _wait(self) -> bool:
+        peer = self.peer
+        peer.reactor.send_unsent()
+        while not self.done:
+            if (remaining := self.deadline - monotonic()) <= 0:
+                return False
+            if isinstance(link := peer.connection.link, Link) and link.reading.take():
+                held = [link]
+                try:  # around the call, since a signal may come at any instruction of it
+                    self._read(link, held)
+                except Resumed:
+                    pass
+                finally:
+                    if held:  # otherwise a signal handler has run, which released the right
+                        link.stop_reading()
+            else:
+                self._wait_done(min(remaining, LONGEST_WAIT))
+        return True
+
+    @gives_back(give_back_read)
+    @waiting_loop
+    def _read(self, link: Link, held: list[Link]) -> None:
+        """Read until the call is done, with the right to read, as long as `held` has the connection."""
+        connection = self.peer.connection
+        self.awaited = True
+        start = perf_counter()
+        spin = Spin(start) if connection.is_prompt else None
+        try:
+            while not (self.done or link.reader.awaits_lanes) and link.closed is None:
+                if link.read() or (spin is not None and spin.again()):
+                    continue
+                if (remaining := self.deadline - monotonic()) <= 0:
+                    return
+                if self._use_waker():
+                    continue
+                link.wait_readable(min(remaining, LONGEST_WAIT), self.waker)
+        finally:
+            self.awaited = False
+            connection.is_prompt = perf_counter() - start < SOON
+
+    def _use_waker(self) -> bool:
+        """Let threads that may cancel the call wake this one from now on.
+
+        Return True only the first time: the call may have been cancelled before, so check again before sleeping.
+        """
+        if self.waker is not None or (self.outcome is None and self.parent is None):
+            return False
+        self.waker = waker_here()
+        return self.waker is not None
+
+    def _wait_done(self, limit: float) -> None:
+        """Wait until another thread has ended the call."""
+        with self.peer.lock:  # ensures that only one lock is created
+            if self.done_lock is None:
+                self.done_lock = threading.Lock()
+                self.done_lock.acquire()
+            lock = self.done_lock
+        if self.done:  # set before there was a lock to release
+            return
+        got: list[bool] = []
+        try:
+            got.extend(map(lock.acquire, (True,), (limit,)))  # entirely in C: no interrupt can lose the lock
+        finally:
+            if any(got):
+                lock.release()  # for the next thread that waits
+
+    def notify_waiter(self) -> None:
+        """Wake the waiting thread, after `done` was set."""
+        if self.done_lock is not None:
+            self.done_lock.release()
+        if self.waker is not None:
+            self.waker.wake()
+
+    def cancel(self, why: str = "") -> bool:
+        """Cancel the call and notify the callee; return False if the call has already ended."""
+        return self.peer.cancel(self, why)
+
+    def send_cancel(self) -> None:
+        """Notify the callee that the call has ended, if it was sent."""
+        self.abandoned = True  # first: the sending thread checks this after the call, and then sends CANCEL itself
+        if self.link is not None:
+            with contextlib.suppress(PeerError):  # the end of the link also notifies the callee
+                self.link.send(Message(CANCEL, self.id))
+
+    # Texts
+
+    def time(self, caller: str) -> tuple[float, str]:
+        """Return the timeout to send (0 for none) and its origin; send the call's own if `caller` is set."""
+        if not self.timeout or not (caller or isinstance(self.timeout, Share)):
+            return 0.0, ""
+        own = f"the {self.timeout:g} s of the call of {user_name(self.label)} by worker {caller!r}"
+        return float(self.timeout), self._whose or own
+
+    @property
+    def _whose(self) -> str:
+        return self.timeout.whose if isinstance(self.timeout, Share) else ""
+
+    def connection_lost_error(self, reason: PeerError) -> PeerError:
+        age = perf_counter() - self.begun
+        again = "; rpc_sync and rpc_async repeat it with idempotent=True" if isinstance(reason, PeerLost) else ""
+        error = type(reason)(f"{reason}. This call, of {user_name(self.label)}, was under way for {age:.1f} s{again}")
+        error.__cause__ = reason.__cause__
+        return error
+
+    def timeout_error(self, remote_status: str) -> CallTimeout:
+        shared = f", what was left of {self._whose}" if self._whose else ""
+        return CallTimeout(
+            f"RPC ran for more than set timeout ({self.timeout:g} s{shared}): {self.described}. "
+            f"It may still be running there{remote_status}. "
+            "Give a longer timeout (rpc_timeout in the options, or timeout=... per call)"
+        )
+
+    def event(self, failure: str) -> events.Event:
+        """Return the event for the end of the call."""
+        if not failure and self.answer is not None and self.answer.kind == FAILURE:
+            failure = RAISED
+        name = noted_name(self.label)
+        return (CALLED, self.begun, perf_counter(), self.peer.name, self.id, name, self.weight, failure)
+
+    def give_up_event(self) -> events.Event:
+        """Return the event for a caller that stopped waiting."""
+        is_late = 0 < self.timeout <= perf_counter() - self.begun
+        return self.event(CallTimeout.__name__ if is_late else GAVE_UP)
+
+    def __repr__(self) -> str:
+        state = "done" if self.done else f"in flight for {perf_counter() - self.begun:.1f} s"
+        return f"<call {self.id} of {user_name(self.label)} on {self.peer.name!r}: {state}>"

@@ -1,0 +1,443 @@
+"""Serves incoming calls: finds the function, restores the caller's context, sends the answer."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from time import monotonic, perf_counter, sleep
+from types import CoroutineType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from telegrad._core import events
+from telegrad._core.agent.answers import Answers, its_future
+from telegrad._core.agent.backlog import FEW, Intake
+from telegrad._core.agent.incoming import Caller, Doorkeeper, Incoming
+from telegrad._core.calls import profiling
+from telegrad._core.calls.attachments import Layers
+from telegrad._core.calls.call_context import ensure_grad, entered, in_setting
+from telegrad._core.calls.call_names import RUNS, user_name
+from telegrad._core.calls.cancelling import FINISHING, MUST_FINISH, finishes, serving
+from telegrad._core.calls.futures import Future, Signal
+from telegrad._core.devices.device_streams import Streams
+from telegrad._core.events import RAN
+from telegrad._core.membership.members import Identity
+from telegrad._core.pickling.exceptions import readable
+from telegrad._core.pickling.function_names import resolve
+from telegrad._core.pickling.pickling import decode
+from telegrad._core.reactor import helping
+from telegrad._core.reactor.event_loop import EventLoop
+from telegrad._core.reactor.reactor import Reactor
+from telegrad._core.reactor.scheduler import Work
+from telegrad._core.transport.link import Link
+from telegrad._core.transport.loopback import LoopEnd
+from telegrad._core.wire.messages import (
+    CALL,
+    CANCEL,
+    HAS_REFERENCES,
+    KINDS,
+    NOTICE,
+    PATIENT,
+    REFUSAL,
+    SCENE,
+    Message,
+    split,
+    unexpected,
+    unknown,
+)
+from telegrad.errors import CallCancelled, PeerError, ProtocolViolation
+
+SHORT = 300e-6  # seconds; a function that took less last time, until its first wait, is expected to be short again
+HANDING_OVER = 300e-6  # seconds that a hand-over of the lead may add to the measured time of a function
+REFERENCE = 1 << 10  # bytes that a reference among the arguments is assumed to hold
+ASYNC_MARK = "_telegrad_async_execution"
+log = logging.getLogger("telegrad")
+CANCELLED = CallCancelled.__name__  # result of a cancelled call, however its function ended
+
+
+class Later(NamedTuple):
+    """Returned by functions of this package whose value is that of a future or of a box."""
+
+    future: torch.futures.Future[Any] | Signal
+    function: Any  # the function that made the future, or its name
+
+
+class Server:
+    """The callee's side of an agent."""
+
+    def __init__(
+        self,
+        name: str,
+        reactor: Reactor,
+        layers: Layers,
+        streams: Streams,
+        entered: Callable[[], None],
+        on_notice: Callable[[Identity, Any, Sequence[Tensor]], None],
+        undelivered: Callable[[Identity, PeerError], None],
+        most_waiting: tuple[int, int, Callable[[float, bool], None]],
+    ) -> None:
+        """`entered` is called on each new thread that runs user code, `on_notice` with each control message.
+
+        `undelivered` is called if an answer with references finds its connection closed. `most_waiting` has the limit
+        of unanswered calls of a caller, the limit of its bytes that have not begun, and a function that schedules
+        `Intake.tick`.
+        """
+        self.name = name
+        self._reactor = reactor
+        self._layers = layers
+        self._streams = streams
+        self._on_notice = on_notice
+        self._answers = Answers(name, reactor, layers, streams, undelivered)
+        self._runs = self._run  # one bound method for all calls: fewer objects for the garbage collector
+        self.intake = Intake(reactor, *most_waiting)
+        self._answers.sent_memory = self.intake.sent
+        self._loop = EventLoop(entered)
+        self.doorkeeper: Doorkeeper | None = None
+        self.orders = False  # also ask the doorkeeper about functions that are known to be short
+        self.wrap: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None  # returns the function to run
+        self._short: dict[bytes, bool] = {}  # by function name; a guess: single reads and writes of any thread
+        self._short_in_order: dict[bytes, bool] = {}  # the same for ordered functions
+        self.at_once: set[bytes] = set()  # names of functions that need no slot; filled before the first call
+        self.served = 0  # number of calls that have begun; approximate, since threads may miscount it
+        # No lock: each use is one operation of a set.
+        self.going_on: set[Incoming] = set()  # calls whose functions returned a future or a coroutine
+        self.in_turn: set[Incoming] = set()  # ordered calls that wait for their turn, or run
+        self._notices: set[Incoming] = set()  # unhandled control messages, except patient ones
+
+    @property
+    def idle(self) -> bool:
+        return not (self.going_on or self.in_turn) and self._reactor.idle
+
+    def on_messages(self, caller: Caller, link: Link | LoopEnd, messages: Iterable[Message]) -> None:
+        """Handle messages of a caller.
+
+        Raises:
+            ProtocolViolation: two calls have one number.
+        """
+        calls = caller.calls
+        patient: list[Work] = []
+        for message in messages:
+            come = Incoming(caller, link, message)
+            size = 0
+            if message.flags:
+                come.came = monotonic()
+                if message.flags & HAS_REFERENCES:
+                    come.attachments = self._layers.take_attachments(message, caller.identity)
+                    size = REFERENCE * len(come.attachments.references)
+            size += len(message.body)
+            for blob in message.blobs:
+                size += blob.nbytes
+            if message.kind != CALL:
+                self._take_other(caller, link, come, size, patient)
+                continue
+            if calls.setdefault(message.id, come) is not come:
+                raise ProtocolViolation(f"two calls have the number {message.id}")
+            if (come.attachments is not None and (excess := come.attachments.refusal) is not None) or (
+                len(calls) > FEW and (excess := self.intake.excess(caller)) is not None
+            ):
+                # On another thread: describing an error takes longer than reading a call, and others wait for the
+                # reader thread.
+                self._reactor.submit(Work(partial(self._answers.refuse, excess), come, size=size), caller.control)
+                continue
+            head = message.head
+            short = head and self._short.get(head)
+            if (not short or self.orders) and self._heeds(head):
+                caller.ordered.append(come)
+                work = Work(self._run_in_order, caller, not self._short_in_order.get(head), size)
+                self._reactor.submit(work, caller.queue)
+            elif head in self.at_once and not caller.queue.is_held_up:
+                self._reactor.submit(Work(self._runs, come, size=size), caller.control)
+            else:
+                self._reactor.submit(Work(self._runs, come, not short, size), caller.queue)
+        if patient or len(calls) > FEW or len(caller.control.works) > FEW:
+            for work in patient:
+                self._reactor.submit(work, caller.control)
+            self.intake.check(caller, link)
+
+    def _take_other(self, caller: Caller, link: Link | LoopEnd, come: Incoming, size: int, patient: list[Work]) -> None:
+        """Handle a message that is no call; add it to `patient` if it may wait for the calls that came with it."""
+        message = come.message
+        if message.kind == NOTICE:
+            work = Work(self._notice, come, size=size)
+            if message.flags & PATIENT:
+                patient.append(work)
+            else:
+                self._notices.add(come)
+                helping.submit(self._reactor, work, caller.control)
+        elif message.kind == CANCEL:
+            self._cancel(caller.calls.get(message.id))
+            self.intake.cancelled(caller)
+        else:
+            self._refuse(caller, link, message)
+
+    def _refuse(self, caller: Caller, link: Link | LoopEnd, message: Message) -> None:
+        """Answer a request of a kind that this version does not know.
+
+        Raises:
+            ProtocolViolation: it is no request; the connection must end, since the message has no known meaning.
+        """
+        if message.kind < len(KINDS) or not message.id:
+            raise unexpected(message.kind)
+        log.warning("telegrad: worker %r sent %s", caller.name, unknown(message.kind))
+        link.send(Message(REFUSAL, message.id, head=unknown(message.kind).encode()))
+
+    def lost(self, caller: Caller) -> None:
+        """Cancel the calls of a caller that has gone, except those whose values others may hold references to."""
+        for call in list(caller.calls.values()):
+            if call.destination is None:
+                self._cancel(call)
+        self.intake.lost(caller)
+
+    def _cancel(self, call: Incoming | None) -> None:
+        """Cancel a call unless it has ended; if it has not begun, it will not run."""
+        if call is not None:
+            call.cancelled = True
+            if call.message.id not in call.caller.calls:  # it has ended meanwhile
+                call.cancelled = False
+            elif call.stop is not None or call.nested:
+                self._reactor.submit(Work(Incoming.end, call))
+
+    def _notice(self, come: Incoming) -> None:
+        sender = come.caller.identity
+        try:
+            with self._streams.turn():
+                _, tensors = self._layers.take_tensors(come.message, sender, self.name)
+                self._on_notice(sender, pickle.loads(come.message.body), tensors)
+        finally:
+            self._notices.discard(come)
+        if self.intake.stopped:
+            self.intake.look(come.caller)
+
+    def handle_notices(self, timeout: float) -> bool:
+        """Wait until all control messages that have arrived so far are handled; return False on a timeout."""
+        # A call may end before an earlier control message was handled, since threads take turns.
+        until, come = monotonic() + timeout, self._notices.copy()
+        if come:  # otherwise the thread keeps its lead and its slot
+            with self._reactor.waiting():
+                while not come.isdisjoint(self._notices) and monotonic() < until:
+                    sleep(1e-4)
+        return come.isdisjoint(self._notices)
+
+    def _run(self, call: Incoming) -> None:
+        if self._streams.used:
+            with self._streams.turn():
+                self._serve(call)
+        else:
+            self._serve(call)
+        if self.intake.stopped:
+            self.intake.look(call.caller)
+
+    def _serve(self, call: Incoming, ordered: bool = False) -> None:
+        self.served += 1
+        start = call.begun = perf_counter()
+        function: Any = None
+        args: Any = None
+        message = call.message
+        try:
+            function, args, kwargs = call.take() if ordered else self._open(call)
+            if self.wrap is not None:
+                function = self.wrap(function)
+            if events.note is not None:
+                call.name = user_name(function, args)
+            run = function
+            if profiling.follower is not None:
+                run = profiling.follower.in_place_of(function, args, self.name, call.caller.name)
+            token = serving.set(call)
+            try:
+                if message.flags or call.context is not None:
+                    with call.setting():
+                        result = run(*args, **kwargs)
+                else:
+                    result = run(*args, **kwargs)
+            finally:
+                serving.reset(token)
+                ensure_grad()
+            args = None  # memory lent for the arguments is then released together with the answer
+            del kwargs
+            if message.head:
+                known = self._short_in_order if ordered else self._short
+                limit = SHORT if known.get(message.head) else SHORT + HANDING_OVER
+                known[message.head] = self._reactor.worked_until() - start < limit
+        except BaseException:
+            call.name = user_name(function, args) if function is not None else ""
+            self._fail(call, call.name)
+        else:
+            if type(result) is CoroutineType:
+                self._await(call, result, result if hasattr(function, RUNS) else function, ordered)
+            elif type(result) is Later:
+                self._when_done(call, result.future, result.function)
+            elif hasattr(function, ASYNC_MARK):
+                self._when_done(call, its_future(function, result), function)
+            else:
+                answer = self._answers.made_of(call, result, function)
+                del result  # as above: it may be one of the arguments
+                if (note := events.note) is not None:
+                    failure = CANCELLED if call.cancelled else ""
+                    note((RAN, start, perf_counter(), call.caller.name, message.id, call.name, failure))
+                self._answers.send(call, answer)
+
+    def _fail(self, call: Incoming, name: str, error: BaseException | None = None) -> None:
+        """Answer with an error: the given one, or the one that is being handled.
+
+        The `except` blocks that call this have no variable for the error. Their frame is in its traceback, and keeps a
+        copy of its variables once a debugger or `why()` has read them. With the error in that copy, the two would be a
+        reference cycle, and the error would stay in memory.
+        """
+        error = error or sys.exc_info()[1]
+        assert error is not None
+        _note(call, error)
+        self._answers.fail(call, error, name)
+
+    def _open(self, call: Incoming) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+        """Return the function and the arguments of a call."""
+        message, attachments = call.message, call.attachments
+        call.context, tensors = self._layers.take_tensors(message, call.caller.identity, self.name)
+        body = split(message.body)[0] if message.flags & SCENE else message.body
+        value = decode(body, tensors, attachments.references if attachments is not None else ())
+        message.blobs = ()  # the tensors keep the memory that they need
+        if attachments is not None:
+            attachments.references.clear()  # their handles keep what they need
+        if message.head:
+            args, kwargs = value
+            function = resolve(message.head.decode())
+            if message.head not in self.intake.may_drop:
+                self.intake.note(message.head, hasattr(function, MUST_FINISH))
+        else:
+            function, args, kwargs = value
+        if call.cancelled:
+            call.check_begins(finishes(function, args))
+        return function, args, kwargs
+
+    # Ordered calls
+
+    def name_is(self, name: str) -> None:
+        """Set the worker's name, which may be assigned when it joins."""
+        self.name = self._answers.name = name
+
+    def _heeds(self, name: bytes) -> bool:
+        return self.doorkeeper is not None and self.doorkeeper.heeds(name)
+
+    def _run_in_order(self, caller: Caller) -> None:
+        if not caller.opening.acquire(blocking=False):
+            return  # the thread that holds it checks for more calls after releasing it
+        call = None
+        try:
+            if caller.ordered:
+                call = caller.ordered.popleft()
+                with self._streams.turn():
+                    may_run = self._admit(call)
+        finally:
+            caller.opening.release()
+        if caller.ordered:
+            self._reactor.submit(Work(self._run_in_order, caller, is_long=True), caller.queue)
+        if call is not None and may_run:
+            self._perform(call)
+
+    def _admit(self, call: Incoming) -> bool:
+        """Open a call; return True if it shall run now."""
+        assert self.doorkeeper is not None
+        try:
+            call.opened(self._open(call))
+        except BaseException as error:
+            self._answers.fail(call, error, "")
+            return False
+        self.in_turn.add(call)
+        try:
+            return self.doorkeeper.admit(call)
+        except BaseException as error:
+            self.refuse(call, error)
+            return False
+
+    def perform(self, call: Incoming) -> None:
+        """Run a call that was not admitted at once."""
+        is_long = not self._short_in_order.get(call.message.head)
+        self._reactor.submit(Work(self._perform, call, is_long), call.caller.queue)
+
+    def _perform(self, call: Incoming) -> None:
+        try:
+            with self._streams.turn(), entered(call.scene):
+                self._serve(call, ordered=True)
+        finally:
+            self.in_turn.discard(call)
+            if (on_end := call.take_end()) is not None:
+                on_end()
+
+    def refuse(self, call: Incoming, error: BaseException) -> None:
+        """Fail a call that was not admitted at once and will not run."""
+        self.in_turn.discard(call)
+        self._answers.fail(call, error, user_name(call.function, call.args))
+
+    # Functions that continue after they return
+
+    def _when_done(self, call: Incoming, future: Any, function: Any) -> None:
+        if not isinstance(future, torch._C.Future | Signal):
+            self._fail(call, user_name(function), future)
+            return
+        self.going_on.add(call)
+
+        def done(future: Any) -> None:
+            try:
+                result = future.wait()
+            except BaseException:
+                self._fail(call, user_name(function))
+            else:
+                self._answer(call, result, function)
+            finally:
+                self._end_going_on(call)
+
+        if isinstance(future, Future) and not finishes(function, ()):
+            call.stop = future.cancel
+        future.add_done_callback(done)
+        if call.cancelled and not future.done():
+            self._reactor.submit(Work(Incoming.end, call))
+
+    def _await(self, call: Incoming, awaitable: CoroutineType[Any, Any, Any], function: Any, ordered: bool) -> None:
+        self.going_on.add(call)
+        on_end = call.take_end() if ordered else None
+
+        async def run() -> None:
+            serving.set(call)
+            call.stop = self._loop.stopper(lambda: call.stop is not None)
+            try:
+                if call.cancelled and awaitable.cr_code not in FINISHING:
+                    awaitable.close()
+                    call.check_begins(finishes=False)
+                result = await in_setting(awaitable, call.setting, self._streams)
+            except BaseException:
+                self._fail(call, user_name(function))
+            else:
+                self._answer(call, result, function)
+            finally:
+                self._end_going_on(call)
+                if on_end is not None:
+                    on_end()
+
+        self._loop.run(run())
+
+    def _answer(self, call: Incoming, result: Any, function: Any) -> None:
+        _note(call)
+        self._answers.send(call, self._answers.made_of(call, result, function))
+
+    def _end_going_on(self, call: Incoming) -> None:
+        call.stop = None
+        self.going_on.discard(call)
+
+    def on_loop(self) -> bool:
+        """Return True if this thread runs the `async def` functions that other workers call."""
+        return self._loop.runs_here()
+
+    def close(self) -> None:
+        self._loop.close()
+
+
+def _note(call: Incoming, error: Any = None) -> None:
+    """Emit the event that an incoming call has ended."""
+    if (note := events.note) is not None:
+        number = call.message.id
+        failure = CANCELLED * call.cancelled or ("" if error is None else type(readable(error)).__name__)
+        note((RAN, call.begun, perf_counter(), call.caller.name, number, call.name, failure))

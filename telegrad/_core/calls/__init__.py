@@ -1,0 +1,1 @@
+"""Features common to all calls: futures, deadlines, cancelling, call context, names, profiling."""

@@ -1,0 +1,354 @@
+"""The caller's context that also applies on the callee: autocast, baggage, deadline, and the methods that wait.
+
+A method of an actor holds the actor's turn while it runs. Each call that it makes is a hop with a unique id. Nested
+calls carry the ids of all hops above them. A nested call back to the actor would wait for the turn, which the method
+holds while it waits for the hop: a deadlock. The actor refuses such calls.
+
+Baggage is a dictionary of strings for call followers such as tracers (see `profiling`). A worker without a follower
+forwards the baggage that it received.
+
+Deadlines travel as the time that is left, since the clocks of two workers are not synchronised. All calls made within
+one call share its deadline, even if their own timeouts are longer.
+"""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+from collections.abc import Callable, Coroutine, Generator, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextvars import ContextVar
+from math import inf
+from time import monotonic
+from types import coroutine
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import torch
+
+from telegrad._core.atfork import in_child
+from telegrad._core.calls import profiling
+from telegrad._core.calls.attachments import GraphContext
+from telegrad._core.devices import device_streams as streams
+from telegrad._core.devices.device_streams import Streams
+from telegrad._core.wire.messages import INFERENCE, NO_GRAD
+from telegrad._core.wire.tensors import DTYPES, NAMES
+from telegrad.errors import CallTimeout
+
+if TYPE_CHECKING:
+    import asyncio
+
+_is_autocast_on = torch._C._is_any_autocast_enabled  # for any device type: the fastest query
+
+Hops = tuple[tuple[str, int], ...]
+
+
+class Turn:
+    """The period in which one method of an actor runs."""
+
+    def __init__(self, key: str, on_wait: Callable[[Turn, tuple[str, int]], None]) -> None:
+        """`on_wait` is called with each hop that the method starts to wait for."""
+        self.key = key
+        self.awaited: set[tuple[str, int]] = set()
+        self.on_wait = on_wait
+        self.calls = itertools.count()
+
+
+class InTurn(NamedTuple):
+    """The actor method by which a call was made."""
+
+    turn: Turn
+    hop: tuple[str, int]
+
+    @contextmanager
+    def waited_for(self) -> Iterator[None]:
+        """Mark the method as waiting for the call while the block runs."""
+        self.turn.awaited.add(self.hop)
+        try:
+            self.turn.on_wait(self.turn, self.hop)
+            yield
+        finally:
+            self.turn.awaited.discard(self.hop)
+
+    def awaiting(self, waiter: asyncio.Future[Any]) -> Generator[Any, None, Any]:
+        """Await a future and mark the method as waiting meanwhile."""
+        with self.waited_for():
+            return (yield from waiter.__await__())
+
+
+class Scene(NamedTuple):
+    """The context in which code runs."""
+
+    hops: Hops = ()  # the calls of actors for which this code runs
+    turn: Turn | None = None  # the actor's turn that this code holds
+    baggage: dict[str, str] | None = None
+    until: float = inf  # deadline, on this worker's `monotonic` clock
+    whose: str = ""  # name of the deadline's origin
+
+
+class Described(Protocol):
+    """A call with a description."""
+
+    @property
+    def described(self) -> str:
+        """The function that was called, and the worker."""
+
+
+class Share(float):
+    """A call's timeout that is bounded by the time left of another call."""
+
+    whose: str = ""  # name of the limit's origin, if it is not the call's own
+
+    @classmethod
+    def of(cls, left: float, whose: str) -> Share:
+        made = cls(left)
+        made.whose = whose
+        return made
+
+
+_current: ContextVar[Scene | None] = ContextVar("telegrad_scene", default=None)
+_entered = False  # True once a scene was entered in this process
+limits = False  # True once a scene had a deadline
+
+
+@in_child
+def _leave() -> None:
+    """Reset the context: the call that the forking thread serves belongs to the parent."""
+    _current.set(None)
+
+
+def matters() -> bool:
+    """Return True if this thread may have context to send."""
+    return _entered or profiling.follower is not None or _is_autocast_on()
+
+
+def within(limit: float, call: Described) -> float:
+    """Return the timeout of a call that starts here and has the timeout `limit` (0 for none).
+
+    Raises:
+        CallTimeout: there is none left.
+    """
+    here = _current.get()
+    if here is None or here.until == inf:
+        return limit
+    left = here.until - monotonic()
+    if left <= 0:
+        raise CallTimeout(f"{call.described} was not called: no time was left of {here.whose}")
+    return Share.of(limit, "") if 0 < limit <= left else Share.of(left, here.whose)
+
+
+def time_left() -> float | None:
+    """Return the seconds until the deadline of the call that this code serves; None where no deadline was sent.
+
+    Callers send it where their options have `pass_deadlines=True`.
+
+    Example:
+        >>> rpc.rpc_sync("worker1", rpc.time_left) is None
+        True
+    """
+    here = _current.get()
+    return None if here is None or here.until == inf else max(0.0, here.until - monotonic())
+
+
+def described(left: float = 0.0, whose: str = "") -> tuple[bytes, InTurn | None]:
+    """Return this thread's context for a call that it makes (empty if there is none), and the actor method that makes
+    it.
+
+    `left` is the time left for the call, limited by `whose`; 0 if no deadline is sent.
+    """
+    here = _current.get()
+    follower = profiling.follower
+    if here is None and follower is None and not left and not _is_autocast_on():
+        return b"", None
+    types = _autocast_types()
+    hops, turn, baggage, *_ = here or Scene()
+    if follower is not None:
+        baggage = follower.baggage() or baggage
+    in_turn = None
+    if turn is not None:
+        in_turn = InTurn(turn, (turn.key, next(turn.calls)))
+        hops += (in_turn.hop,)
+    if not (types or hops or baggage or left):
+        return b"", in_turn
+    time = (left, whose) if left else ()
+    return pickle.dumps((types, torch.is_autocast_cache_enabled(), hops, baggage, *time), 5), in_turn
+
+
+def described_autocast() -> bytes:
+    """Return this thread's autocast for `under_autocast`, empty where it is off."""
+    if not _is_autocast_on():
+        return b""
+    return pickle.dumps((_autocast_types(), torch.is_autocast_cache_enabled()), 5)
+
+
+def under_autocast(description: bytes) -> AbstractContextManager[None]:
+    """Run the block with exactly the autocast state in `description`, from another thread or worker."""
+    return _under_autocast(description) if description or _is_autocast_on() else nullcontext()
+
+
+@contextmanager
+def _under_autocast(description: bytes) -> Iterator[None]:
+    types, cached = pickle.loads(description) if description else ({}, True)
+    with ExitStack() as stack:
+        for kind in _autocast_kinds():
+            name = types.get(kind)
+            dtype = DTYPES[name] if name is not None else None
+            stack.enter_context(torch.autocast(kind, dtype, enabled=name is not None, cache_enabled=cached))
+        yield
+
+
+def _autocast_kinds() -> list[str]:
+    """Return the device types of this worker that support autocast."""
+    return [kind for kind in ("cpu", streams.kind()) if kind]
+
+
+def _autocast_types() -> dict[str, str]:
+    """Return the dtypes of this thread's enabled autocast modes by device type."""
+    return {
+        kind: NAMES[torch.get_autocast_dtype(kind)] for kind in _autocast_kinds() if torch.is_autocast_enabled(kind)
+    }
+
+
+@contextmanager
+def holding(description: bytes | memoryview, came: float) -> Iterator[None]:
+    """Apply the caller's context in the block; `came` is the call's arrival time. Skip autocast of absent devices."""
+    types, cached, hops, baggage, *time = pickle.loads(description)
+    with ExitStack() as stack:
+        for kind, name in types.items():
+            if kind in _autocast_kinds():
+                stack.enter_context(torch.autocast(kind, DTYPES[name], cache_enabled=cached))
+        if hops or baggage or time:
+            here = _current.get()
+            limit = _limit(came, *time) if time else ()
+            stack.enter_context(entered(Scene(hops, here and here.turn, baggage, *limit)))
+        yield
+
+
+def _limit(came: float, left: float, whose: str) -> tuple[float, str]:
+    """Return the deadline and the name of its origin."""
+    global limits
+    limits = True
+    return came + left, whose
+
+
+def unlimited() -> AbstractContextManager[None]:
+    """Run the block without a deadline."""
+    here = _current.get()
+    return entered(None if here is None or here.until == inf else here._replace(until=inf, whose=""))
+
+
+@contextmanager
+def entered(scene: Scene | None) -> Iterator[None]:
+    """Run the block in that scene."""
+    if scene is None:
+        yield
+        return
+    global _entered
+    _entered = True
+    token = _current.set(scene)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def baggage() -> dict[str, str]:
+    """Return the baggage of the call that this thread's code serves."""
+    here = _current.get()
+    return here.baggage or {} if here is not None else {}
+
+
+def hops() -> Hops:
+    """Return the hops for which this thread's code runs."""
+    here = _current.get()
+    return here.hops if here is not None else ()
+
+
+def hops_of(description: bytes | memoryview) -> Hops:
+    """Return the hops for which a call was made."""
+    hops: Hops = pickle.loads(description)[2]
+    return hops
+
+
+# The complete context of a call
+
+
+@contextmanager
+def setting(
+    flags: int, scene: bytes | memoryview, context: GraphContext | None, came: float = 0.0
+) -> Generator[None, None, None]:
+    """Apply the caller's grad mode, autograd context and scene in the block; `came` is when the call arrived."""
+    with ExitStack() as stack:
+        if flags:
+            stack.enter_context(torch.inference_mode(bool(flags & INFERENCE)))
+            stack.enter_context(torch.set_grad_enabled(not flags & NO_GRAD))
+        if scene:
+            stack.enter_context(holding(scene, came))
+        if context is not None:
+            stack.enter_context(context.entered())
+        yield
+
+
+@contextmanager
+def resumed(flags: int, scene: bytes | memoryview, context: GraphContext | None) -> Generator[None, None, None]:
+    """Apply `setting` on a thread that continues a call after the call's function has returned."""
+    with setting(flags, scene, context):
+        carried, follower = baggage(), profiling.follower
+        if carried and follower is not None:
+            with follower.resumed(carried):
+                yield
+        else:
+            yield
+
+
+@coroutine
+def in_setting(
+    inner: Coroutine[Any, Any, Any], setting: Callable[[], AbstractContextManager[None]], streams: Streams
+) -> Generator[Any, None, Any]:
+    """Drive `inner` with the caller's setting in each of its steps, but not in steps of other coroutines between them.
+
+    A coroutine that waits inside of `torch.no_grad()` or `torch.autocast()` leaves the thread in that mode. Save the
+    mode for the coroutine's next step, and run the steps of other coroutines without it.
+    """
+    kept, plain = ExitStack(), None
+    step: Any
+    value: Any
+    step, value = inner.send, None
+    try:
+        while True:
+            ensure_grad()  # a task of the program on this loop may wait inside of torch.no_grad()
+            try:
+                with streams.turn(), setting():
+                    plain = _has_no_mode() if plain is None else plain
+                    kept.close()
+                    waited = step(value)
+                    kept = ExitStack() if plain and _has_no_mode() else _without_modes()
+            except StopIteration as stop:
+                return stop.value
+            finally:
+                ensure_grad()
+            try:
+                value = yield waited
+                step = inner.send
+            except BaseException as error:
+                step, value = inner.throw, error
+    finally:  # otherwise an error's traceback, which has this frame, would keep the coroutine alive in a cycle
+        step = value = waited = inner = None  # type: ignore[assignment]
+
+
+def ensure_grad() -> None:
+    """Enable recording of gradients: a function may have called `torch.set_grad_enabled(False)`."""
+    if not torch.is_grad_enabled():
+        torch.set_grad_enabled(True)
+
+
+def _has_no_mode() -> bool:
+    return torch.is_grad_enabled() and not torch.is_inference_mode_enabled() and not _is_autocast_on()
+
+
+def _without_modes() -> ExitStack:
+    """Leave this thread's grad mode and autocast; closing the returned stack enters them again."""
+    stack = ExitStack()
+    stack.enter_context(torch.inference_mode(False))
+    stack.enter_context(torch.enable_grad())
+    stack.enter_context(_under_autocast(b""))
+    return stack

@@ -1,0 +1,76 @@
+"""Names of functions as users know them, for errors, timeouts and the log."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import BuiltinFunctionType, CoroutineType, FunctionType, MethodType
+from typing import Any, TypeVar
+
+from telegrad._core.pickling.function_names import name_of
+from telegrad._core.pickling.remote_text import short
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_KNOWN_AS = "_telegrad_known_as"  # attribute of a function of this package: the user's name for it
+NOTED_AS = "_telegrad_noted_as"  # attribute of a class of this package: a shorter name for its instances
+OWN_ARGUMENTS = "_telegrad_own_arguments"  # of such a function: number of arguments before the user's
+RUNS = "_telegrad_runs"  # of a function or object: computes the name from arguments, or from a method's name
+_PLAIN = (FunctionType, BuiltinFunctionType)
+_CACHED = 4096
+_names: dict[Any, str] = {}  # of importable functions whose arguments do not affect the name
+
+
+def known_as(name: str) -> Callable[[F], F]:
+    """Mark a function of this package with the name that users know."""
+
+    def mark(function: F) -> F:
+        setattr(function, _KNOWN_AS, name)
+        return function
+
+    return mark
+
+
+def runs_as(function: Callable[..., Any], name: Callable[..., str]) -> None:
+    """Name a function of this package after its arguments on the callee."""
+    setattr(function, RUNS, name)
+
+
+def user_name(function: Any, args: Sequence[Any] | None = None) -> str:
+    """Return the user's name for a function; never raise. The callee can pass the arguments for a more precise name."""
+    try:
+        known = _names.get(function) if type(function) in _PLAIN else None
+        return known or short(_name(function, args))
+    except Exception:
+        return short(type(function).__qualname__)
+
+
+def noted_name(asked: Any) -> str:
+    """Return the name to record for what was called. Fast for functions that were called before."""
+    if type(asked) in _PLAIN:
+        known = _names.get(asked)
+        if known is not None:
+            return known
+    return getattr(type(asked), NOTED_AS, None) or user_name(asked)
+
+
+def _name(function: Any, args: Sequence[Any] | None) -> str:
+    if isinstance(function, str):
+        return function
+    if args and hasattr(function, RUNS):
+        return str(getattr(function, RUNS)(*args))
+    known_as = getattr(function, _KNOWN_AS, None)
+    if isinstance(known_as, str):
+        return known_as
+    if isinstance(function, MethodType) and hasattr(function.__self__, RUNS):
+        return str(getattr(function.__self__, RUNS)(function.__name__))
+    if isinstance(function, CoroutineType):
+        return function.__qualname__
+    name = name_of(function, True)
+    if name is not None:
+        shown = short(name.replace(":", "."))
+        if type(function) in _PLAIN and not hasattr(function, RUNS):
+            if len(_names) >= _CACHED:
+                _names.clear()
+            _names[function] = shown
+        return shown
+    return getattr(function, "__qualname__", type(function).__qualname__)

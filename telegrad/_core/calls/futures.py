@@ -1,0 +1,329 @@
+"""The future that an asynchronous call returns: a torch future that can also be interrupted and awaited."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Generator
+from contextvars import copy_context
+from time import perf_counter
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from telegrad._core import checks, forks
+from telegrad._core.calls.awaiting import check_knows_threads, happening, make_known_to_asyncio
+from telegrad._core.calls.compiling import not_compiled
+from telegrad._core.calls.unretrieved import Unseen
+from telegrad._core.interrupts import postpone, raised_by_handler
+from telegrad._core.pickling.exceptions import fresh, kept
+from telegrad._core.pickling.pickling import encode
+from telegrad.errors import CallCancelled, GroupError
+
+T = TypeVar("T")
+S = TypeVar("S")
+
+
+_devices: list[torch.device] = []  # that values of futures may use; per process, since a future knows no worker
+
+
+def may_lie_on(device: torch.device) -> None:
+    """Let values of new futures have tensors on that device. Waiting for such a future also waits for the device."""
+    if device not in _devices:
+        _devices.append(device)
+
+
+class Outcome(Protocol):
+    """Receives the result of a call: a future, or bookkeeping of a higher layer."""
+
+    quick: bool  # no user code runs on completion, so the thread that reads the response completes it
+    call: Any
+    about: str  # description of the call if it failed
+
+    def set_result(self, result: Any) -> None: ...
+
+    def set_exception(self, result: Any) -> None: ...
+
+
+class Helper(Protocol):
+    """A call for which a waiting thread can do the work."""
+
+    def help(self) -> None:
+        """Wait until the future is done."""
+
+    def cancel(self) -> bool:
+        """Cancel the call and notify the callee; return False if the call is over."""
+
+
+class Cancels(Protocol):
+    """An object that can be cancelled."""
+
+    def cancel(self) -> bool: ...
+
+
+class Future(torch.futures.Future[T]):
+    """A `torch.futures.Future` whose `wait` may be interrupted by Ctrl-C, and that asyncio can await.
+
+    A future that fails, and is dropped without a wait or a callback, leaves an error in the log.
+
+    Args:
+        devices: for a future of one's own: on which devices its value may lie.
+
+    Example:
+        >>> future = rpc.rpc_async("worker1", pow, (2, 5))
+        >>> future.wait()
+        32
+        >>> import asyncio
+        >>> async def ask():
+        ...     return await rpc.rpc_async("worker1", pow, (2, 6))
+        >>> asyncio.run(ask())
+        64
+    """
+
+    # Slots, since a dictionary is one more object for the garbage collector to visit. Only `call` and `depth`, which a
+    # forked child compares with its own depth, are always set. `about` describes the call, `heeded` means that failures
+    # are handled elsewhere, and `follows` is the object to cancel if that is not the future's own call.
+    __slots__ = ("about", "call", "depth", "failure", "follows", "heeded")
+
+    quick = False
+    about: str
+    failure: Unseen
+    follows: Cancels | None
+    heeded: bool
+
+    def __init__(self, *, devices: Any = None) -> None:
+        self.call: Helper | None = None  # set while the call is in flight
+        self.depth: int = forks.depth
+        if devices is None:
+            torch._C.Future.__init__(self, _devices)  # as torch's own constructor, without its check of each device
+        else:
+            super().__init__(devices=devices)
+
+    def __repr__(self) -> str:
+        if not self.done():
+            if self.depth != forks.depth:
+                return "<Future of the process that this one was forked from: not done>"
+            return f"<Future of {self.call!r}>" if self.call is not None else "<Future: not done>"
+        failure = getattr(self, "failure", None)
+        return "<Future: done>" if failure is None else f"<Future: {failure!r}>"
+
+    @not_compiled
+    def wait(self) -> T:
+        """Wait for the value and return it.
+
+        Raises:
+            Exception: the error of the call, if it failed.
+        """
+        if not self.done():
+            forks.check(self.depth)
+            call = self.call  # loaded once: another thread may clear it
+            if call is not None:
+                call.help()  # the waiting thread reads the response itself, where it can
+            else:
+                wait_for(self)
+        value: T = _uncovered(super().wait())
+        return value
+
+    def cancel(self) -> bool:
+        """Cancel the call, with CallCancelled; return True if it was cancelled. Callbacks run before this returns.
+
+        The callee is notified: a call that has not begun there is dropped, an `async def` function is cancelled, and so
+        are the calls that this one made. Cancelling a future returned by `then` cancels the original call.
+        """
+        if not self.done():
+            forks.check(self.depth)
+        cause = getattr(self, "follows", None) or self.call
+        return cause is not None and cause.cancel()
+
+    def set_result(self, result: T) -> None:
+        """Complete the future with a value. Where values may be on devices, torch finds its tensors by pickling it.
+
+        Args:
+            result: the value that waiting threads get.
+        """
+        if _devices and not isinstance(result, torch.Tensor) and not _can_be_searched(result):
+            result = _Covered(result)  # type: ignore[assignment]
+        torch._C.Future.set_result(self, result)
+
+    def set_exception(self, result: T) -> None:
+        """Complete the future with an error; each wait raises a fresh copy of the error.
+
+        The garbage collector cannot see the error inside torch's future, so frames in the traceback that refer to the
+        future would never be collected. The traceback is therefore kept as text.
+
+        Args:
+            result: an exception.
+        """
+        assert isinstance(result, BaseException)
+        failure = self.failure = Unseen(getattr(self, "about", "what a future stands for"), result)
+        self._set_unwrap_func(lambda error: failure.raise_fresh(_uncovered(error)))
+        self.set_result(kept(result))  # type: ignore[arg-type]
+        if hasattr(self, "heeded"):  # checked last: a callback that is added after this finds the failure
+            failure.seen = True
+
+    def _another(self) -> Future[Any]:
+        """Return a new future for `then`."""
+        return type(self)()
+
+    @not_compiled
+    def then(self, callback: Callable[[torch.futures.Future[T]], S]) -> Future[S]:
+        """Call a function when this future is done, and return a future of the function's result.
+
+        Args:
+            callback: a function that is called with this completed future.
+
+        Returns:
+            A future of the result of `callback`; it fails with the exception of `callback`.
+        """
+        if not callable(callback):
+            raise TypeError(f"then(): incompatible function arguments. {callback!r} is no function of the future")
+        child: Future[S] = self._another()
+        if self.call is not None or getattr(self, "follows", None) is not None:
+            child.follows = self
+
+        def run(done: torch.futures.Future[T]) -> None:
+            child.follows = None
+            try:
+                value = callback(done)
+            except BaseException as error:
+                forks.end_if_over()
+                child.about = "a callback that was given to `then`"
+                child.set_exception(error)  # type: ignore[arg-type]
+                if not isinstance(error, Exception) or raised_by_handler(error):
+                    raise
+            else:
+                child.set_result(value)
+
+        self.add_done_callback(run)
+        return child
+
+    @not_compiled
+    def add_done_callback(self, callback: Callable[[torch.futures.Future[T]], None]) -> None:
+        """Add a function to be called once this is done, in the current context variables.
+
+        Args:
+            callback: a function of this future.
+        """
+        checks.function("callback", callback, "a function of the future")
+        check_knows_threads(callback)
+        if not self.done():
+            forks.check(self.depth)
+        self.heed()
+        context = copy_context()
+
+        def run(future: torch.futures.Future[T]) -> None:
+            try:
+                context.run(callback, future)
+            except BaseException as error:
+                forks.end_if_over()
+                if not postpone(error):  # torch would print it
+                    raise
+
+        super().add_done_callback(run)
+
+    def heed(self) -> None:
+        """Declare that a failure of this future is handled elsewhere and needs no log message."""
+        self.heeded = True
+        if hasattr(self, "failure"):
+            self.failure.seen = True
+
+    def __await__(self) -> Generator[Any, None, T]:
+        if not self.done():
+            forks.check(self.depth)
+            yield from self._until_done()
+        try:
+            return self.value()
+        except (CallCancelled, GroupError) as error:
+            make_known_to_asyncio(error)
+            raise error
+
+    def _until_done(self) -> Generator[Any, None, None]:
+        """Yield to the event loop until this is done; cancel the call if asyncio cancels the wait."""
+        in_turn = getattr(self.call, "in_turn", None)
+        waiter = happening(self)
+        try:
+            yield from waiter.__await__() if in_turn is None else in_turn.awaiting(waiter)
+        except asyncio.CancelledError:
+            self.cancel()
+            raise
+
+    @not_compiled
+    def value(self) -> T:
+        """Return the value of a future that is done."""
+        if not self.done():
+            forks.check(self.depth)
+        value: T = _uncovered(super().wait() if self.done() else super().value())
+        return value
+
+
+def _can_be_searched(value: Any) -> bool:
+    try:
+        torch._jit_internal._extract_tensors(value)  # type: ignore[no-untyped-call]
+    except Exception:  # most likely an object without a name
+        return False
+    return True
+
+
+class _Covered:
+    """Wraps a value that torch cannot pickle, and shows torch only its tensors."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return list, (encode(self.value, True).tensors,)
+
+
+def _uncovered(value: Any) -> Any:
+    return value.value if type(value) is _Covered else value
+
+
+class Signal:
+    """An internal future without a value: completes once, or fails."""
+
+    __slots__ = ("_callbacks", "_error", "_happened", "_lock")
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # guards _callbacks and changes of _happened; _happened is read without it
+        self._happened = False
+        self._error: BaseException | None = None  # stored before _happened is set
+        self._callbacks: list[Callable[[Any], None]] = []
+
+    def done(self) -> bool:
+        return self._happened
+
+    def set_result(self, result: None = None) -> None:
+        with self._lock:
+            self._happened = True
+            callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback(self)
+
+    def set_exception(self, error: BaseException) -> None:
+        self._error = kept(error)
+        self.set_result()
+
+    @not_compiled
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        with self._lock:
+            if not self._happened:
+                self._callbacks.append(callback)
+                return
+        callback(self)
+
+    @not_compiled
+    def wait(self) -> Any:
+        """Raise the error, if the signal failed; the signal must be done."""
+        if self._error is not None:
+            raise fresh(self._error)
+
+
+def wait_for(future: torch.futures.Future[Any] | Signal, timeout: float = -1) -> bool:
+    """Wait until `future` is done or the timeout expires; return True if it is done. Signals interrupt the wait."""
+    if not future.done():
+        begun = perf_counter()  # noqa: F841  # shown in stack dumps
+        told = threading.Lock()
+        told.acquire()
+        future.add_done_callback(lambda _: told.release())
+        return told.acquire(timeout=timeout)
+    return True

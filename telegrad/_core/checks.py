@@ -1,0 +1,175 @@
+"""Checks of the arguments of public functions. Each converter returns the value, or raises InvalidArgument.
+
+The message names the parameter, says what it may be, and shows the value in at most SHOWN characters.
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+import reprlib
+from collections.abc import Callable, Collection, Iterable, Mapping
+from math import inf
+from typing import Any, NoReturn
+
+from telegrad.errors import InvalidArgument, UsageError
+
+SHOWN = 80  # characters of a value in a message
+LONGEST = 1e9  # seconds: timers of the platforms take no more than about 30 years
+FOR_EVER = "0 for no limit"
+
+
+class _Short(reprlib.Repr):
+    """Shorten texts like `reprlib.Repr`, without the values of tensors and arrays."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = SHOWN
+        self.maxlevel = 2
+
+    def repr_int(self, x: int, level: int) -> str:
+        return f"<int of {x.bit_length()} bits>" if x.bit_length() > 200 else repr(x)
+
+    def repr_str(self, x: str, level: int) -> str:
+        return repr(x) if len(x) <= SHOWN else f"{x[: SHOWN // 2]!r}... ({len(x)} characters)"
+
+    def repr_bytes(self, x: bytes, level: int) -> str:
+        return repr(x) if len(x) <= SHOWN else f"{x[: SHOWN // 2]!r}... ({len(x)} bytes)"
+
+    def repr_instance(self, x: Any, level: int) -> str:
+        kind = type(x)
+        if isinstance(x, type):
+            return f"the class {x.__qualname__}"
+        plain: Any = object.__repr__
+        if kind.__repr__ is plain or kind.__module__.partition(".")[0] in ("torch", "numpy"):
+            return kind.__qualname__  # the values of a tensor do not help here, and are slow to format
+        return super().repr_instance(x, level)
+
+    def repr_Parameter(self, x: Any, level: int) -> str:  # noqa: N802 - of torch
+        return self.repr_instance(x, level)
+
+
+_short = _Short()
+
+
+def shown(value: object) -> str:
+    """Return a value as text for a message, shortened."""
+    text = _short.repr(value)
+    return text if len(text) <= 2 * SHOWN else f"{text[: 2 * SHOWN]}..."
+
+
+def wrong(name: str, what: str, value: object) -> NoReturn:
+    """Raise InvalidArgument: the parameter `name` must be `what`."""
+    raise InvalidArgument(f"{name} must be {what}, not {shown(value)}")
+
+
+def seconds(name: str, value: Any, zero: str = FOR_EVER, hint: str = "", least: float = 0.0) -> Any:
+    """Return a time unchanged. Return 0 for infinity where 0 means no limit."""
+    if type(value) is float and value == inf and zero is FOR_EVER:
+        return 0
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= LONGEST:
+        meaning = f", {zero}" if not least else ""
+        wrong(name, f"a number of seconds{meaning}, and at most {LONGEST:,.0f}{hint}", value)
+    return value
+
+
+def count(name: str, value: Any, least: int = 1, most: int = 1 << 62, what: str = "a whole number") -> int:
+    """Return a number of something, from `least` to `most`."""
+    if isinstance(value, bool) or not hasattr(type(value), "__index__") or hasattr(value, "ndim"):
+        wrong(name, f"{what}, {least} or more", value)
+    number = operator.index(value)
+    if not least <= number <= most:
+        wrong(name, f"{what} from {least} to {most}" if most < 1 << 62 else f"{what}, {least} or more", value)
+    return number
+
+
+def number(name: str, value: Any, least: float) -> float:
+    """Return a real number that is at least `least`; infinity is allowed."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value >= least:
+        wrong(name, f"a number, {least:g} or more", value)
+    try:
+        return float(value)
+    except OverflowError:
+        wrong(name, "a number that a float can hold", value)
+
+
+def port(name: str, value: Any) -> int:
+    """Return a port number; 0 means a free port."""
+    return count(name, value, 0, 65535, "the number of a port")
+
+
+def flag(name: str, value: Any, none: bool = False) -> Any:
+    """Return True or False, or None where None means the default."""
+    if value is not True and value is not False and not (none and value is None):
+        wrong(name, "True, False or None" if none else "True or False", value)
+    return value
+
+
+def text(name: str, value: Any, what: str = "a text", empty: bool = False) -> str:
+    """Return a string that UTF-8 can encode, which excludes lone surrogates: other processes will receive it."""
+    if not isinstance(value, str) or not (value or empty):
+        wrong(name, what, value)
+    if not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            wrong(name, f"{what} that UTF-8 can write", value)
+    return value
+
+
+def is_path(value: Any) -> bool:
+    """Return True if the operating system can have this path: not empty, encodable and without null characters."""
+    try:
+        return isinstance(value, str | os.PathLike) and b"\0" not in (os.fsencode(value) or b"\0")
+    except UnicodeEncodeError:
+        return False
+
+
+def path(name: str, value: Any) -> Any:
+    """Return a path unchanged."""
+    if not is_path(value):
+        wrong(name, "the path of a file or folder, a str or a pathlib.Path", value)
+    return value
+
+
+def one_of(name: str, value: Any, choices: Collection[Any]) -> Any:
+    """Return `value` if it is one of the choices."""
+    if not isinstance(value, str) or value not in choices:
+        wrong(name, f"one of {', '.join(map(repr, choices))}", value)
+    return value
+
+
+def function(name: str, value: Any, what: str = "a function") -> Callable[..., Any]:
+    """Return `value` if it can be called."""
+    if not callable(value):
+        wrong(name, what, value)
+    found: Callable[..., Any] = value
+    return found
+
+
+def mapping(name: str, value: Any, what: str) -> Mapping[Any, Any]:
+    """Return a dictionary, or another mapping."""
+    if not isinstance(value, Mapping):
+        wrong(name, what, value)
+    return value
+
+
+def several(name: str, value: Any, what: str) -> list[Any]:
+    """Return the members of a list, a tuple or another iterable that is neither text nor bytes."""
+    if isinstance(value, str | bytes | bytearray) or not is_iterable(value):
+        wrong(name, what, value)
+    return list(value)
+
+
+def is_iterable(value: Any) -> bool:
+    """Return True for an iterable. A tensor or array without dimensions is none, although its class has `__iter__`."""
+    return isinstance(value, Iterable) and getattr(value, "ndim", 1) != 0
+
+
+def context_id(value: Any, method: str) -> None:
+    """Raise UsageError if the first argument of a method cannot be a context id."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise UsageError(
+            f"{method}() takes the id of a context (context_id) first, not {shown(value)}: "
+            f"write `with autograd.context() as context_id:`, and {method}(context_id...) inside"
+        )

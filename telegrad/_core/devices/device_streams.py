@@ -1,0 +1,223 @@
+"""Order of the work that the threads of a worker submit to its accelerators.
+
+    work       calls and backward passes, on one stream of the worker's own per device
+    arrivals   copies of data from other workers
+    departures copies to the host of data for other workers
+
+Nothing here waits for a device; streams wait for one another by events. Threads synchronize by the default stream of
+each device: work begins after everything submitted there before, and what is submitted there after the end of the work
+was reported runs after it. So the order on the host is also the order on the device.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from telegrad._core.wire.tensors import HOST, Blob, Bound, keep_for
+
+_accelerator = torch.accelerator
+
+
+class Arrived:
+    """A blob on an accelerator, complete after `event`."""
+
+    __slots__ = ("blob", "event")
+
+    def __init__(self, blob: Tensor, event: torch.Event | None = None) -> None:
+        self.blob = blob
+        self.event = event
+
+    @property
+    def nbytes(self) -> int:
+        return self.blob.nbytes
+
+
+def kind() -> str | None:
+    """Return the type of this machine's accelerators, if any. The check keeps the process able to fork."""
+    found = _accelerator.current_accelerator()
+    return None if found is None or not torch.get_device_module(found).device_count() else found.type
+
+
+def count() -> int:
+    found = kind()
+    return torch.get_device_module(found).device_count() if found else 0
+
+
+def device(index: int) -> torch.device:
+    """Return the accelerator with that number."""
+    return torch.device(kind() or "cuda", index)
+
+
+class Streams:
+    """The streams of one worker."""
+
+    def __init__(self, begin: Callable[[torch.device], None] = lambda _: None) -> None:
+        """`begin` is called with each device at its first use."""
+        self.used: tuple[int, ...] = ()  # the devices that calls can touch
+        self._begin = begin
+        # guards _made, and changes of `used` and of _defaults; a device enters _defaults first
+        self._lock = threading.Lock()
+        self._made: dict[tuple[str, int], torch.Stream] = {}
+        self._defaults: dict[int, torch.Stream] = {}
+
+    def use(self, index: int) -> None:
+        """Let calls use that device from now on."""
+        with self._lock:
+            if index not in self.used:
+                self._defaults[index] = _default_stream(index)
+                self._begin(device(index))
+                self.used = (*self.used, index)
+
+    def work(self, index: int) -> torch.Stream:
+        return self._stream("work", index)
+
+    def arrivals(self, index: int) -> torch.Stream:
+        return self._stream("arrivals", index)
+
+    def departures(self, index: int) -> torch.Stream:
+        return self._stream("departures", index)
+
+    def _stream(self, purpose: str, index: int) -> torch.Stream:
+        with self._lock:
+            made = self._made.get((purpose, index))
+            if made is None:
+                made = self._made[purpose, index] = torch.Stream(device=device(index))
+            return made
+
+    # Order of work
+
+    def turn(self) -> AbstractContextManager[None]:
+        """Run work of this thread inside, after all earlier work of this worker and of the default streams."""
+        return self._turn() if self.used else nullcontext()
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        inner = [self.work(index) for index in self.used]
+        with on(*inner) as outer:
+            for own, stream in zip(inner, outer, strict=True):
+                for early in self._around(own, stream):
+                    own.wait_stream(early)
+            try:
+                yield
+            finally:
+                for own, stream in zip(inner, outer, strict=True):
+                    for late in self._around(own, stream):
+                        late.wait_stream(own)
+
+    def _around(self, own: torch.Stream, outer: torch.Stream) -> tuple[torch.Stream, ...]:
+        """Return the streams that work waits for at its begin, and that wait for it at its end."""
+        default = self._defaults[own.device_index]
+        if outer == own:  # a nested turn
+            return ()
+        return (default,) if outer == default else (default, outer)
+
+    def aside(self) -> AbstractContextManager[Any]:
+        """Process received data of this thread inside, ordered only after its arrival."""
+        return on(*map(self.arrivals, self.used)) if self.used else nullcontext()
+
+    def publish(self) -> None:
+        """Order work begun from now on by other threads after the work of this thread."""
+        for index in self.used:
+            _order(_accelerator.current_stream(index), self._defaults[index])
+
+    def adopt(self, *values: Any) -> None:
+        """Order this thread's work after the published work, and keep the memory of values of other threads for it."""
+        self.join()
+        self.keep(values)
+
+    def keep(self, values: Iterable[Any]) -> None:
+        """Do not reuse the memory of tensors before the work that this thread submits with them is done."""
+        for value in values if self.used else ():
+            if isinstance(value, Tensor) and value.device.index in self.used:
+                keep_for(value, _accelerator.current_stream(value.device))
+
+    def current(self) -> list[torch.Stream]:
+        """Return the current streams of this thread."""
+        return [_accelerator.current_stream(index) for index in self.used]
+
+    def follow(self, streams: Iterable[torch.Stream]) -> None:
+        """Order the further work of this thread after the work on these streams."""
+        for stream in streams:
+            _order(stream, _accelerator.current_stream(stream.device_index))
+
+    def join(self) -> None:
+        """Order the further work of this thread after the published work."""
+        for index in self.used:
+            _order(self._defaults[index], _accelerator.current_stream(index))
+
+
+def _order(first: torch.Stream, then: torch.Stream) -> None:
+    """Order the further work of the second stream after the work of the first."""
+    if first != then:
+        then.wait_stream(first)
+
+
+def read_on(stream: torch.Stream, bound: Bound) -> None:
+    """Order the further work of `stream` after the creation of a blob, and keep the blob's memory until it is done."""
+    if bound.ready is None:
+        _order(_accelerator.current_stream(bound.blob.device), stream)
+    else:
+        stream.wait_event(bound.ready)
+    bound.blob.record_stream(stream)
+
+
+@contextmanager
+def on(*streams: torch.Stream) -> Iterator[list[torch.Stream]]:
+    """Make these this thread's current streams; yield the previous ones. `with stream` works in one thread only."""
+    device_index = _accelerator.current_device_index()
+    before = [_accelerator.current_stream(stream.device_index) for stream in streams]
+    for stream in streams:
+        _accelerator.set_stream(stream)
+    _accelerator.set_device_index(device_index)  # set_stream has changed it
+    try:
+        yield before
+    finally:
+        for stream in before:
+            _accelerator.set_stream(stream)
+        _accelerator.set_device_index(device_index)
+
+
+def settle(blobs: Iterable[Any]) -> Sequence[Tensor]:
+    """Return the blobs for use by this thread, whose current streams wait for blobs that are still arriving."""
+    return [_settled(blob) if type(blob) is Arrived else blob for blob in blobs]
+
+
+def _settled(arrived: Arrived) -> Tensor:
+    if arrived.event is not None:
+        current = _accelerator.current_stream(arrived.blob.device)
+        current.wait_event(arrived.event)
+        arrived.blob.record_stream(current)
+    return arrived.blob
+
+
+def set_apart(blobs: Sequence[Blob]) -> Sequence[Blob]:
+    """Return blobs that another thread may send later: copies of accelerator memory, made by this thread."""
+    return [_set_apart(blob) if isinstance(blob, Bound) and not blob.blob.is_cpu else blob for blob in blobs]
+
+
+def _set_apart(bound: Bound) -> Bound:
+    with torch.inference_mode(False), torch.no_grad():
+        copy = bound.blob.clone()
+    return Bound(copy, bound.device, _accelerator.current_stream(copy.device).record_event())
+
+
+def copied(bound: Bound) -> Tensor | Arrived:
+    """Return a copy on the target device of a blob, made on this thread's current stream."""
+    if not bound.blob.is_cpu:
+        read_on(_accelerator.current_stream(bound.blob.device), bound)
+    with torch.inference_mode(False), torch.no_grad():
+        if bound.device == HOST:
+            return bound.blob.to("cpu", copy=True)
+        made = bound.blob.to(device(bound.device), copy=True, non_blocking=not bound.blob.is_cpu)
+        return Arrived(made, _accelerator.current_stream(bound.device).record_event())
+
+
+def _default_stream(index: int) -> torch.Stream:
+    current = _accelerator.current_stream(index)
+    return torch.Stream(stream_id=0, device_index=index, device_type=current.device_type)

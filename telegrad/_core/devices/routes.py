@@ -1,0 +1,67 @@
+"""Target devices of tensors sent to one worker: device maps as the `Place` of `wire.packing`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+
+from telegrad._core.devices.device_maps import turned
+from telegrad._core.wire.packing import Place
+from telegrad._core.wire.tensors import HOST
+from telegrad.errors import DeviceError
+
+
+class Route:
+    """Target devices for one direction between two workers."""
+
+    def __init__(self, table: Mapping[str, str], advice: str, otherwise: int | None = None) -> None:
+        """Map devices missing in `table` to `otherwise`; if that is None, they raise DeviceError with `advice`."""
+        self._places = {here: _number(there) for here, there in table.items()}
+        self._advice = advice
+        self._otherwise = otherwise
+        self.keeps_host = self._places.get("cpu", HOST) == HOST
+
+    def __call__(self, device: torch.device) -> int:
+        place = self._places.get(str(device), HOST if device.type == "cpu" else self._otherwise)
+        if place is None:
+            raise DeviceError(self._advice.format(device=device))
+        return place
+
+
+class Places(NamedTuple):
+    """Target devices on the receiver, by the kind of message."""
+
+    calls: Place
+    gradients: Place
+
+
+def _number(device: str) -> int:
+    return HOST if device == "cpu" else torch.device(device).index
+
+
+def for_calls(to: str, map_: Mapping[str, str]) -> Place:
+    """Return the target devices of arguments."""
+    return Route(
+        map_,
+        "a tensor on {device} cannot be sent to worker "
+        f"{to!r}: TensorPipe RPC backend only supports CPU tensors by default, and the device map to that worker has "
+        "no entry for {device}. Add one with `set_device_map` on `TensorPipeRpcBackendOptions`, such as "
+        f"options.set_device_map({to!r}, " + "{{'{device}': '{device}'}}), or send tensor.cpu()",
+    )
+
+
+def for_answers(to: str, map_: Mapping[str, str]) -> Place:
+    """Return the target devices of results: the inverse of the caller's map."""
+    return Route(
+        turned(map_),
+        "Response device mapping is not available for {device}: "
+        f"the map of the caller, {to!r}, to this worker leads to no such device. Add one on worker {to!r} with "
+        "`set_device_map` on `TensorPipeRpcBackendOptions`, or return tensor.cpu()",
+    )
+
+
+def for_gradients(map_: Mapping[str, str], theirs: Mapping[str, str]) -> Place:
+    """Return the target devices of gradients, which go back along both maps; the receiver moves them further."""
+    return Route({**map_, **turned(theirs)}, "", otherwise=HOST)

@@ -1,0 +1,372 @@
+"""The state of the embedded directory, in an SQLite file: keys, leases, revisions, and changes for watches.
+
+The time is an argument. The server calls `file.commit` before it sends replies, so a client never knows more than the
+file. All but the changes is in memory as well. The ends of leases are only in memory: after a restart, each lease has
+its whole ttl again, which is never too short.
+
+The file has a write-ahead log and is not flushed to the disk: committed data survives any end of the process, but
+perhaps not that of the host. Then revisions would decrease, and two owners could have the same token. Therefore the
+file stores the boot id of the host, and is removed after another boot: the directory begins with a new identity, which
+clients of the old one refuse (`client.py`).
+
+The file is locked while a server uses it: a second server on the same file cannot start.
+
+Limits. Each resource is limited in total. The keys of each client are limited as well: a client that never stops
+writing cannot block the others. A key counts for the client that wrote it last.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import os
+import secrets
+import sqlite3
+from bisect import bisect_left, insort
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from telegrad._core.directory.protocol import ABSENT, Compacted, Entry, Event, Events, LeaseLost, Listing, Swap
+from telegrad.errors import LimitReached, UsageError
+
+OVERHEAD = 200  # assumed bytes of a key or a change in addition to its text
+LOG = ".log"  # the suffix of the server's log
+SUFFIXES = ("", "-wal", "-journal", "-shm", LOG)  # of SQLite's files, and of the log
+_BOOT = "/proc/sys/kernel/random/boot_id"
+_FORMAT = "2"
+_TABLES = """
+CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS entries (key TEXT PRIMARY KEY, value BLOB, revision, created, lease, client) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS entries_by_lease ON entries (lease);
+CREATE TABLE IF NOT EXISTS leases (lease INTEGER PRIMARY KEY, ttl);
+CREATE TABLE IF NOT EXISTS changes (number INTEGER PRIMARY KEY, revision, key, value BLOB, created, lease);
+CREATE INDEX IF NOT EXISTS changes_by_revision ON changes (revision);
+"""
+_UNDER = "key >= ? AND key < CAST(? AS TEXT)"  # with the values of `_under`
+_SIZE = f"length(CAST(key AS BLOB)) + coalesce(length(value), 0) + {OVERHEAD}"  # the same as `_size`
+
+
+class Limits(NamedTuple):
+    """The limits of the stored data."""
+
+    changes: int = 10_000  # for watches
+    change_bytes: int = 32 << 20
+    keys: int = 1 << 16
+    keys_of_one: int = 1 << 13  # of one client
+    leases: int = 1 << 15
+    bytes: int = 256 << 20
+
+
+DEFAULT = Limits()
+
+
+class _File:
+    """The database. One thread at a time."""
+
+    def __init__(self, path: str) -> None:
+        """Open or create the file; ":memory:" for none.
+
+        Raises:
+            UsageError: it cannot be used.
+        """
+        self._path = path
+        try:
+            self._open()
+            if self.fact("boot", _boot()) != _boot() or self.fact("format", _FORMAT) != _FORMAT:
+                self.close()
+                remove(path)
+                self._open()
+                self.fact("boot", _boot())
+                self.fact("format", _FORMAT)
+        except sqlite3.Error as error:
+            raise UsageError(
+                f"the file of the directory, {path!r}, cannot be used: {error}. Another server may use it; a file that "
+                "is damaged has to be removed, and the group started anew"
+            ) from error
+
+    def _open(self) -> None:
+        # The serving thread may not be the one that opened it.
+        self._database = sqlite3.connect(self._path, timeout=0.0, isolation_level=None, check_same_thread=False)
+        for setting in ("locking_mode = EXCLUSIVE", "journal_mode = WAL", "synchronous = OFF"):
+            self._database.execute(f"PRAGMA {setting}")
+        self._database.executescript(_TABLES)
+
+    def fact(self, name: str, default: str | int) -> str | int:
+        """Return a stored fact; store `default` if there is none."""
+        self._database.execute("INSERT OR IGNORE INTO facts VALUES (?, ?)", (name, default))
+        found: str | int = self.one("SELECT value FROM facts WHERE name = ?", name)
+        return found
+
+    def rows(self, query: str, *values: object) -> Iterable[Any]:
+        return self._database.execute(query, values)
+
+    def one(self, query: str, *values: object) -> Any:
+        return self._database.execute(query, values).fetchone()[0]
+
+    def write(self, statement: str, *values: object) -> None:
+        """Run a statement that `commit` will store. Raises UsageError."""
+        try:
+            if not self._database.in_transaction:
+                self._database.execute("BEGIN")
+            self._database.execute(statement, values)
+        except sqlite3.Error as error:
+            raise UsageError(
+                f"the file of the directory, {self._path!r}, cannot be written: {error}. Make room on its disk, or see "
+                "why it fails"
+            ) from error
+
+    def commit(self, revision: int) -> None:
+        """Store all written data, or none. Raises UsageError."""
+        if self._database.in_transaction:
+            self.write("UPDATE facts SET value = ? WHERE name = 'revision'", revision)
+            self.write("COMMIT")
+
+    def close(self) -> None:
+        """Close the file without removing it."""
+        self._database.close()
+
+
+@dataclass
+class _Used:
+    """The resources in use."""
+
+    bytes: int
+    changes: int
+    change_bytes: int
+
+
+class Table:
+    """The directory. One thread at a time."""
+
+    def __init__(self, path: str = ":memory:", limits: Limits = DEFAULT, now: float = 0.0) -> None:
+        """Open the file. Raises UsageError if it cannot be used."""
+        self.limits = limits
+        self.file = _File(path)
+        self.identity = str(self.file.fact("identity", secrets.token_hex(8)))
+        self.load(now)
+
+    def load(self, now: float) -> None:
+        """Read the file; each lease begins again."""
+        file, total = self.file, f"SELECT coalesce(sum({_SIZE}), 0) FROM"
+        self.revision, self.compacted = int(file.fact("revision", 0)), int(file.fact("compacted", 0))
+        self._entries = {
+            key: (Entry(key, *parts), client) for key, *parts, client in file.rows("SELECT * FROM entries")
+        }
+        self._sorted = sorted(self._entries)
+        self._clients = Counter(client for _, client in self._entries.values())
+        self._used = _Used(
+            file.one(f"{total} entries"), file.one("SELECT count(*) FROM changes"), file.one(f"{total} changes")
+        )
+        self._leases = {lease: (now + ttl, ttl) for lease, ttl in file.rows("SELECT lease, ttl FROM leases")}
+        self._ends = [(end, lease) for lease, (end, _) in self._leases.items()]  # a heap; too early for renewed leases
+        heapq.heapify(self._ends)
+
+    # Leases
+
+    def grant(self, ttl: float, now: float) -> int:
+        """Begin a lease; return its id.
+
+        Raises:
+            LimitReached: there are too many.
+        """
+        if len(self._leases) >= self.limits.leases:
+            raise LimitReached(f"the directory is full: it has {len(self._leases)} leases. End leases first")
+        self.revision += 1
+        self.file.write("INSERT INTO leases VALUES (?, ?)", self.revision, ttl)
+        self._leases[self.revision] = now + ttl, ttl
+        heapq.heappush(self._ends, (now + ttl, self.revision))
+        return self.revision
+
+    def renew(self, lease: int, now: float) -> None:
+        """Restart the ttl of a lease. Raises LeaseLost."""
+        self._check_lease(lease)
+        end, ttl = self._leases[lease]
+        self._leases[lease] = max(end, now + ttl), ttl
+
+    def revoke(self, lease: int) -> None:
+        """End a lease, unless it has ended."""
+        if self._leases.pop(lease, None) is None:
+            return
+        keys = [key for (key,) in self.file.rows("SELECT key FROM entries WHERE lease = ? ORDER BY key", lease)]
+        self.revision += bool(keys)
+        for key in keys:
+            self._delete(key)
+        self.file.write("DELETE FROM leases WHERE lease = ?", lease)
+
+    def expire(self, now: float) -> None:
+        """End the leases that were not renewed in time."""
+        while self._ends and self._ends[0][0] <= now:
+            _, lease = heapq.heappop(self._ends)
+            end, _ = self._leases.get(lease, (now, 0.0))
+            if end > now:
+                heapq.heappush(self._ends, (end, lease))
+            else:
+                self.revoke(lease)
+
+    def next_end(self) -> float | None:
+        """Return when to call `expire` next; None without leases."""
+        return self._ends[0][0] if self._ends else None
+
+    @property
+    def has_leases(self) -> bool:
+        """True if a lease has not ended."""
+        return bool(self._leases)
+
+    def extend_leases(self, seconds: float) -> None:
+        """Extend all leases by the time in which the server did not run and took no renewals."""
+        self._leases = {lease: (end + seconds, ttl) for lease, (end, ttl) in self._leases.items()}
+
+    # Keys
+
+    def swap(self, key: str, value: bytes | None, expected: int = ABSENT, lease: int = 0, client: str = "") -> Swap:
+        """Write or delete a key if its revision is the expected one.
+
+        Raises:
+            LeaseLost: the lease has ended.
+            LimitReached: the directory, or this client's share of it, is full.
+        """
+        if lease:
+            self._check_lease(lease)
+        found, owner = self._entries.get(key, (None, ""))
+        if (found.revision if found else ABSENT) != expected:
+            return Swap(False, found)
+        if value is None:
+            if found is not None:
+                self.revision += 1
+                self._delete(key)
+            return Swap(True, None)
+        more = _size(key, value) - (_size(key, found.value) if found else 0)
+        self._check_room(client, found is None, found is None or owner != client, more)
+        self.revision += 1
+        entry = Entry(key, value, self.revision, found.created if found else self.revision, lease)
+        self.file.write("REPLACE INTO entries VALUES (?, ?, ?, ?, ?, ?)", *entry, client)
+        if found is None:
+            insort(self._sorted, key)
+        else:
+            self._clients[owner] -= 1
+        self._clients[client] += 1
+        self._entries[key] = entry, client
+        self._used.bytes += more
+        self._log(key, value, entry.created, lease)
+        return Swap(True, entry)
+
+    def list(self, prefix: str) -> Listing:
+        """Return all keys that begin with `prefix`."""
+        found = []
+        for position in range(bisect_left(self._sorted, prefix), len(self._sorted)):
+            key = self._sorted[position]
+            if not key.startswith(prefix):
+                break
+            found.append(self._entries[key][0])
+        return Listing(self.revision, tuple(found))
+
+    def changes(self, prefix: str, since: int, most: int = 1 << 20) -> tuple[int, Events]:
+        """Return the changes under `prefix` after a revision, and the last revision that they cover.
+
+        The changes of one revision are not separated. No further revision is added to `most` bytes or more.
+
+        Raises:
+            Compacted: some were forgotten, or this directory has never had that revision.
+        """
+        if not self.compacted <= since <= self.revision:
+            raise Compacted(
+                f"the directory has the changes after revision {self.compacted}, not those after {since}: list again"
+            )
+        found: Events = []
+        size = 0
+        for revision, key, value, created, lease in self.file.rows(
+            "SELECT revision, key, value, created, lease FROM changes "
+            f"WHERE revision > ? AND {_UNDER} ORDER BY revision, number",
+            since,
+            *_under(prefix),
+        ):
+            if size > most and revision != found[-1].revision:
+                return found[-1].revision, found
+            found.append(Event(revision, key, None if value is None else Entry(key, value, revision, created, lease)))
+            size += _size(key, value)
+        return self.revision, found
+
+    def changed(self, since: int) -> set[str]:
+        """Return the keys that have changed after a revision, except for forgotten changes."""
+        return {key for (key,) in self.file.rows("SELECT DISTINCT key FROM changes WHERE revision > ?", since)}
+
+    # Internal
+
+    def _check_lease(self, lease: int) -> None:
+        if lease not in self._leases:
+            raise LeaseLost(
+                "the lease has ended: it was revoked, or was not renewed in time. Its keys are deleted, and others may "
+                "own them: stop what needs them, and begin a new lease"
+            )
+
+    def _check_room(self, client: str, is_new: bool, is_more: bool, more: int) -> None:
+        """Raise LimitReached if there is no room for a new key, one more key of this client, or more bytes."""
+        limits, keys, own = self.limits, len(self._entries), self._clients[client]
+        if is_new and keys >= limits.keys:
+            full = f"all clients together have {keys} keys"
+        elif is_more and own >= limits.keys_of_one:
+            full = f"this client has {own} keys"
+        elif more > 0 and self._used.bytes + more > limits.bytes:
+            full = f"all clients together have {self._used.bytes} bytes"
+        else:
+            return
+        raise LimitReached(
+            f"the directory is full: {full}. Delete keys that are not needed, or put large values elsewhere"
+        )
+
+    def _delete(self, key: str) -> None:
+        entry, client = self._entries.pop(key)
+        del self._sorted[bisect_left(self._sorted, key)]
+        self._clients[client] -= 1
+        self._used.bytes -= _size(key, entry.value)
+        self.file.write("DELETE FROM entries WHERE key = ?", key)
+        self._log(key, None, 0, 0)
+
+    def _log(self, key: str, value: bytes | None, created: int, lease: int) -> None:
+        self.file.write("INSERT INTO changes VALUES (NULL, ?, ?, ?, ?, ?)", self.revision, key, value, created, lease)
+        self._used.changes += 1
+        self._used.change_bytes += _size(key, value)
+        if self._used.changes > self.limits.changes or self._used.change_bytes > self.limits.change_bytes:
+            self._forget()
+
+    def _forget(self) -> None:
+        """Forget the oldest changes, except the newest; an eighth more than necessary, to do this rarely."""
+        used, last = self._used, 0
+        count, size = self.limits.changes * 7 // 8, self.limits.change_bytes * 7 // 8
+        for number, revision, bytes_ in self.file.rows(
+            f"SELECT number, revision, {_SIZE} FROM changes ORDER BY number"
+        ):
+            if used.changes == 1 or (used.changes <= count and used.change_bytes <= size):
+                break
+            used.changes -= 1
+            used.change_bytes -= bytes_
+            last, self.compacted = number, revision  # others of that revision may remain, but cannot be requested
+        self.file.write("DELETE FROM changes WHERE number <= ?", last)
+        self.file.write("UPDATE facts SET value = ? WHERE name = 'compacted'", self.compacted)
+
+
+def remove(path: str) -> None:
+    """Remove the files of a directory that is no longer served."""
+    for suffix in SUFFIXES:
+        with contextlib.suppress(OSError):
+            os.unlink(path + suffix)
+
+
+def _size(key: str, value: bytes | None) -> int:
+    return OVERHEAD + len(key.encode()) + len(value or b"")
+
+
+def _under(prefix: str) -> tuple[str, bytes]:
+    """Return the bounds of the keys that begin with a prefix: UTF-8 has no byte 255."""
+    return prefix, prefix.encode() + b"\xff"
+
+
+def _boot() -> str:
+    """Return an id that differs with each boot of this host, or "" if the platform has none."""
+    try:
+        with open(_BOOT) as file:
+            return file.read().strip()
+    except OSError:
+        return ""

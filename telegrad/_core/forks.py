@@ -1,0 +1,244 @@
+"""Disable what a process forked from a worker inherits.
+
+A forked child has the memory of its parent and none of its threads. In the child, the parent's agent has closed
+descriptors, and perhaps locks that no thread will ever release. A call through this agent would raise an unrelated
+error, or wait forever. Therefore the child changes the class of the agent, and of all objects that lead to it, to one
+whose every attribute raises NotInitialized. References, streams, optimizers and other objects need no check of their
+own: each use of them loads an attribute of a disabled object. Futures compare `depth`, because a future that a callback
+made has no agent.
+
+User code may also fork on a thread of this package, for example in a remote function. The child then has that thread
+alone. Once the user code has returned or raised in the child, the frames of this package below it must not continue:
+they would serve the parent's calls. So the child records its stack at the fork (`_Origin`), and ends by `os._exit` at
+the first use of a disabled object after the user's frame has gone. The objects in the locals of these frames are
+disabled too: each frame uses one of them before it calls user code again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dis
+import os
+import sys
+import threading
+import traceback
+from collections import deque
+from types import FrameType
+from typing import Any, NamedTuple, NoReturn
+
+from telegrad._core.atfork import in_child
+from telegrad.errors import NotInitialized
+
+ADVICE = (
+    "A process that a worker starts, as a DataLoader with num_workers does, is not that worker: call from the worker "
+    "itself, or have the process join a dynamic group under a name of its own"
+)
+
+_PACKAGE = __name__.partition(".")[0]
+_SUSPENDED = {
+    dis.opmap.get("YIELD_VALUE"),
+    dis.opmap.get("YIELD_FROM"),
+}  # a frame stopped at one of these opcodes can be resumed
+
+depth = 0  # forks between the process that was started and this one; changed by forks only
+_classes: dict[type, type] = {}  # classes of disabled objects, by the original class
+
+
+def thread() -> tuple[int, int]:
+    """Return an identifier of this thread, with `depth`: a child's new threads may reuse idents of its parent."""
+    return depth, threading.get_ident()
+
+
+def refuse(*_: object) -> NoReturn:
+    """Raise NotInitialized: this process does not own the objects. End a child whose user code has ended."""
+    end_if_over()
+    raise NotInitialized(f"this process was forked from a worker, and is in no group. {ADVICE}")
+
+
+def check(made_at: int) -> None:
+    """Raise NotInitialized for an object made at another depth: the code that would complete it runs in the parent."""
+    if made_at != depth:
+        refuse()
+
+
+def disable(thing: Any) -> None:
+    """In a forked child, make each use of `thing` raise NotInitialized, through all references to it."""
+    kind = type(thing)
+    if is_inherited(thing) or not kind.__module__.startswith("telegrad.") or isinstance(thing, tuple | type):
+        return
+    if kind not in _classes:
+        namespace = {
+            "__slots__": (),
+            "__module__": kind.__module__,
+            "__getattribute__": _find,
+            "__setattr__": refuse,
+            "__repr__": lambda _: f"<{kind.__name__} of the process that this one was forked from>",
+            "__eq__": object.__eq__,
+            "__hash__": object.__hash__,
+            "__del__": lambda _: None,
+            _MARK: True,
+        }
+        meta: Any = type(kind)
+        _classes[kind] = meta(kind.__name__, (kind,), namespace)
+    object.__setattr__(thing, "__class__", _classes[kind])  # also if the class refuses to be changed
+
+
+def disable_all(owner: Any) -> None:
+    """In a forked child, disable `owner` and the objects that its attributes hold."""
+    if hasattr(owner, "__dict__"):
+        for thing in list(vars(owner).values()):
+            disable(thing)
+    disable(owner)
+
+
+def is_inherited(thing: object) -> bool:
+    """Return True if `thing` was disabled: only the parent may end or release it."""
+    return _MARK in type(thing).__dict__
+
+
+_MARK = "_telegrad_inherited"
+
+
+def _find(thing: object, name: str) -> Any:
+    if name in ("__class__", "__dict__", "__weakref__"):  # used by isinstance()
+        return object.__getattribute__(thing, name)
+    refuse()
+
+
+class _Origin(NamedTuple):
+    """The stack position at which a thread of this package forked."""
+
+    thread: int
+    ours: FrameType  # the innermost frame of this package below user code
+    users: FrameType | None  # the user frame that it called; None if this package itself forked
+
+    def is_over(self) -> bool:
+        """Return True if this is that thread, and the user code has returned, raised, or was suspended."""
+        if threading.get_ident() != self.thread:
+            return False
+        frame: FrameType | None = sys._getframe()
+        while frame is not None and frame is not self.users:
+            frame = frame.f_back
+        return frame is None
+
+
+_origin: _Origin | None = None  # only a fork changes it
+
+
+def _find_origin() -> _Origin | None:
+    """Return the position of this thread; None for a user's thread, which gets errors from this package instead."""
+    stack: list[FrameType] = []
+    frame: FrameType | None = sys._getframe(2)  # the frame that forked; `_count` and this function are above it
+    while frame is not None:
+        stack.insert(0, frame)
+        frame = frame.f_back
+    # Functions of torch and of the standard library, such as loops and hooks, lie between this package and the user
+    # code.
+    first = next((at for at, each in enumerate(stack) if not (_is_ours(each) or _is_between(each))), len(stack))
+    ours = next((at for at in reversed(range(first)) if _is_ours(stack[at])), None)
+    if ours is None:
+        return None
+    if first == len(stack):  # for example a multiprocessing process, started by a call of its method
+        first = ours + 1
+    return _Origin(threading.get_ident(), stack[ours], stack[first] if first < len(stack) else None)
+
+
+def _top(frame: FrameType) -> str:
+    return (frame.f_globals.get("__name__") or "").partition(".")[0]
+
+
+def _is_ours(frame: FrameType) -> bool:
+    return _top(frame) == _PACKAGE
+
+
+def _is_between(frame: FrameType) -> bool:
+    return _top(frame) in sys.stdlib_module_names or _top(frame) == "torch"
+
+
+def disable_stack() -> None:
+    """Disable the objects used by the frames of this package on the stack of a forked child, after all others.
+
+    Arguments and locals of the user's frame are not disabled. If an event loop runs on that thread, the child ends
+    before the loop runs anything else from its queue.
+    """
+    origin = _origin
+    if origin is None:
+        return
+    given = {id(value) for value in origin.users.f_locals.values()} if origin.users is not None else set()
+    frame: FrameType | None = origin.ours
+    while frame is not None:
+        for value in list(frame.f_locals.values()) if _is_ours(frame) else ():
+            if id(value) not in given:
+                with contextlib.suppress(TypeError):  # the class of the object cannot be changed
+                    disable(value)
+        loop: Any = frame.f_locals.get("self")  # found by its frame: in the child, asyncio reports no running loop
+        if isinstance(loop, asyncio.AbstractEventLoop):
+            if isinstance(queue := getattr(loop, "_ready", None), deque):
+                # runs right after the current callback, which has forked
+                queue.appendleft(asyncio.Handle(_end_suspended, (), loop))
+            else:
+                loop.call_soon(_end_suspended)
+            break
+        frame = frame.f_back
+
+
+def _end_suspended() -> NoReturn:
+    _end(_origin.users if _origin is not None else None, suspended=True)
+
+
+def end_if_over() -> None:
+    """End a forked child whose user code has ended.
+
+    For places that would next call user code again, or log its error, before they use a disabled object.
+    """
+    if _origin is not None and _origin.is_over():
+        _end(_origin.users)
+
+
+def _end(users: FrameType | None, suspended: bool = False) -> NoReturn:
+    """End this child with the exit code of a program whose main function ended like this.
+
+    Like multiprocessing, this skips `atexit` functions.
+    """
+    code: Any = 0
+    with contextlib.suppress(Exception):  # from stdout or stderr, which the program may have replaced
+        if (error := sys.exc_info()[1]) is not None:
+            code = _ended_by(error, users)
+        elif suspended or (users is not None and users.f_code.co_code[users.f_lasti] in _SUSPENDED):
+            code = 1
+            where = users.f_code.co_name if users is not None else "a coroutine"
+            print(
+                f"telegrad: process {os.getpid()} ends: {where} on a worker has forked it and then given control back "
+                f"by `yield` or `await`, and only the worker goes on with that. {ADVICE}",
+                file=sys.stderr,
+            )
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code & 0xFF if isinstance(code, int) else int(code is not None))
+
+
+def _ended_by(error: BaseException, users: FrameType | None) -> Any:
+    """Print the exception of the user code, from the user's own frames on; return the exit code."""
+    raised: BaseException | None = error
+    while raised is not None:  # an error of this package may wrap it
+        trace = raised.__traceback__
+        while trace is not None and trace.tb_frame is not users:
+            trace = trace.tb_next
+        if trace is not None:
+            break
+        raised = raised.__cause__ or raised.__context__
+    error = raised or error
+    if not isinstance(error, SystemExit):
+        traceback.print_exception(type(error), error, trace)
+        return 1
+    if not isinstance(error.code, int | None):
+        print(error.code, file=sys.stderr)
+    return error.code
+
+
+@in_child
+def _count() -> None:
+    global depth, _origin
+    depth += 1
+    _origin = _find_origin()

@@ -1,0 +1,434 @@
+"""Run signal handlers only in user code or in a blocked call, and not at other points of this package.
+
+CPython runs Python's signal handlers on the main thread, between two bytecodes: at the entry of a function, at a
+backward jump, after a call has returned, and within a call that the signal has interrupted (EINTR). An exception of a
+handler (KeyboardInterrupt for Ctrl-C, SystemExit for SIGTERM, the RuntimeError of torch's DataLoader for SIGCHLD, a
+test's timeout) is raised at that point. One remote call contains hundreds of such points. `try` and `finally` cannot
+protect them: a `finally` is interrupted as well.
+
+Therefore handlers are deferred. `install` wraps each handler in a `_Handler`, which looks at the interrupted frame:
+
+- The innermost frame that is neither of the standard library nor of torch belongs to the user: the handler runs. It is
+  deferred, however, where its exception would not reach the caller: in a callback of a future, in a handler of
+  `logging`, or in a module that this package imports, since torch imports some in C and drops their exceptions.
+- The frame belongs to this package, and the thread is blocked in a C call (`poll`, `acquire`, `sleep`): the handler
+  runs. Its exception leaves that call, which has had no effect yet. The same holds for the backward jumps of a function
+  marked as a `waiting_loop`, which may never block.
+- The frame belongs to this package otherwise: the signal is marked pending again, and CPython calls `_Handler` at the
+  next point, until the frame is another. This costs about 2 us per point, and nothing while no signal is pending.
+
+So code of this package that may run on the main thread must expect exceptions of handlers from blocking calls and from
+calls of user code, and nowhere else. The exception must reach the caller as the same object. So code that turns a
+caught exception into a failure of a call, a worker or a pass calls `raised_by_handler` first.
+
+A thread counts as blocked if no other point was passed between two runs of `_Handler` that are BLOCKED seconds apart. A
+thread that runs `_kick` sends the signal repeatedly for this check. Some calls never count as blocked: a lock taken by
+`with`, because such locks are held briefly; calls in a function marked `uninterrupted`, such as the shutdown of a
+worker; and the import of torch or of a part of this package.
+
+`install` wraps the existing handlers. Handlers set later pass through the functions `signal` and `getsignal` of the
+module `_signal`, which those of `signal` call; they are wrapped, too. Programs see their own handlers, as before. Not
+changed are: exceptions raised by other means (`PyThreadState_SetAsyncExc`), existing handlers if `install` was called
+on another thread than the main one, and the loss of exceptions raised in a finalizer.
+
+Python 3.11 to 3.13 check for signals at the bytecodes `RESUME`, `JUMP_BACKWARD` and all of `CALL`; at `CALL` only if a
+C function was called. `with` (`BEFORE_WITH`) does not check between a C `__enter__` and the body, so `with lock:` is
+atomic even in user code.
+"""
+
+from __future__ import annotations
+
+import _thread
+import contextlib
+import dis
+import functools
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from enum import Enum
+from time import monotonic, sleep
+from types import CodeType, FrameType
+from typing import Any, TypeVar
+
+from telegrad._core.atfork import in_child, renewed
+
+BLOCKED = 4e-3  # seconds without progress, after which a call counts as blocked
+KICK = 5e-3  # seconds between two signals for that; must be more than BLOCKED
+STUCK = (
+    50  # runs at the entry of one function: while functions are traced, 3.11 checks there until no signal is pending
+)
+LONGEST = 10.0  # seconds, and
+MOST = 10_000  # points in one signal's deferral, after both of which its handler runs anyway
+
+_PACKAGE = __name__.partition(".")[0]
+# Modules that call user code whose exceptions do not reach the caller: metrics exporters, and callbacks of futures,
+# whose exceptions torch prints.
+_TELLERS = tuple(f"{_PACKAGE}.{name}" for name in ("insight", "reporting", "_core.calls.futures", "compat.rpc.futures"))
+_BETWEEN = sys.stdlib_module_names | {"torch"}  # the caller of these modules decides
+_NEVER = {"SIGSEGV", "SIGFPE", "SIGILL", "SIGBUS", "SIGABRT"}  # the interrupted instruction would fail again
+_RESUME = dis.opmap.get("RESUME")
+# calls that may block in C
+_CALLS = {number for name, number in dis.opmap.items() if name.startswith(("CALL", "PRECALL"))}
+_MANAGER = contextlib._GeneratorContextManager
+_MANAGERS = {_MANAGER.__enter__.__code__, _MANAGER.__exit__.__code__}
+_BACKWARD = {number for name, number in dis.opmap.items() if "JUMP_BACKWARD" in name}
+_WAITING_LOOPS: set[CodeType] = set()
+_GIVING_BACK: dict[CodeType, Callable[[dict[str, Any]], bool]] = {}
+# Blocked calls within these functions are not interrupted either. After an interrupted `Thread.start`, nobody could
+# know whether the thread runs.
+_UNINTERRUPTED = {threading.Thread.start.__code__}
+
+
+def _calls_of(code: CodeType, method: str) -> set[int]:
+    """Return the offsets of the calls of a method of `self`."""
+    instructions = list(dis.get_instructions(code))
+    loads = [at for at, each in enumerate(instructions) if each.argval == method]
+    return {each.offset for at in loads for each in instructions[at : at + 5] if each.opcode in _CALLS}
+
+
+def _goes_back(code: CodeType, at: int) -> bool:
+    """Return True if a backward jump is at this offset. Only for short functions: their jumps need no EXTENDED_ARG."""
+    return code.co_code[at] in _BACKWARD
+
+
+_WAIT = threading.Condition.wait.__code__
+_RESTORING = _calls_of(_WAIT, "_acquire_restore")  # the waiter must hold the lock of the condition after `wait`
+
+
+class _Look(Enum):
+    """Decision about a signal that interrupted this package."""
+
+    WAIT = "mark it pending again"
+    WAIT_FOR_KICK = "leave it until the next kick"
+    RUN = "run its handler"
+
+
+Handler = Callable[[int, FrameType | None], Any]
+
+
+class _Deferred:
+    """A signal whose handler is deferred. Used by the main thread only."""
+
+    __slots__ = ("began", "last", "repeats", "runs", "spot")
+
+    def __init__(self) -> None:
+        self.began = monotonic()
+        self.runs = 0
+        self.spot = (0, 0)  # the frame and instruction of the last run
+        self.last = 0.0  # time of the last run
+        self.repeats = 0  # consecutive further runs at `spot`
+
+    def look(self, frame: FrameType) -> _Look:
+        """Decide what to do with the signal at this frame of this package."""
+        if _kicking and _is_importing(frame):  # an import passes 100,000 points
+            return _Look.WAIT_FOR_KICK
+        now = monotonic()
+        self.runs += 1
+        if self.runs > MOST and now - self.began > LONGEST:
+            return _Look.RUN
+        spot, last = self.spot, self.last
+        self.spot, self.last = (id(frame), frame.f_lasti), now
+        self.repeats = self.repeats + 1 if self.spot == spot else 0
+        code = frame.f_code
+        waits = code in _WAITING_LOOPS
+        if frame.f_lasti < 0 or not (self.repeats or waits):
+            return _Look.WAIT
+        opcode = code.co_code[frame.f_lasti]
+        if opcode == _RESUME:
+            return _Look.WAIT if self.repeats < STUCK else _Look.WAIT_FOR_KICK
+        is_blocked = self.repeats and opcode in _CALLS and now - last > BLOCKED
+        may_run = is_blocked or (waits and _goes_back(code, frame.f_lasti))
+        return _Look.RUN if may_run and not _is_uninterrupted(frame) else _Look.WAIT
+
+
+# Ensures that kicks are sent for deferred signals only; held by the main thread or `_kick`.
+_lock = renewed(threading.Lock())
+_deferred: dict[int, _Deferred] = {}
+_kicking = False  # True while a thread runs `_kick`
+_drained = 0  # the signal whose kicks are currently discarded
+
+
+class _Handler:
+    """Wrapper of a signal handler that defers it."""
+
+    __slots__ = ("again", "inner")
+
+    def __init__(self, signum: int, inner: Handler) -> None:
+        self.inner = inner
+        # CPython discards the return value of a handler after the handler's last bytecode. So the finalizer of that
+        # value, and no earlier code, can mark the signal pending for the interrupted frame: it runs no bytecode.
+        trip = staticmethod(functools.partial(_thread.interrupt_main, signum))  # type: ignore[arg-type]
+        self.again: type = type("Again", (), {"__slots__": (), "__del__": trip})
+
+    def __call__(self, signum: int, frame: FrameType | None) -> object:
+        global _drained
+        if signum == _drained:
+            return None
+        deferred = _deferred.get(signum)
+        is_ours = frame is not None and _is_ours(frame)
+        if frame is not None and is_ours:
+            if deferred is None:
+                deferred = _deferred[signum] = _Deferred()
+                _begin_to_kick()
+            look = deferred.look(frame)
+            if look is not _Look.RUN:
+                return self.again() if look is _Look.WAIT else None
+        if deferred is not None:
+            with _lock:
+                _deferred.pop(signum, None)
+            # A kick may have been sent since this call began. It is discarded here, else the handler would run twice. A
+            # signal that another thread sent may not have reached this processor yet; after a system call it has been
+            # delivered.
+            try:
+                _drained = signum
+                os.getppid()
+                _look_for_signals()
+            finally:
+                _drained = 0
+        if signum in _postponed:
+            raise _postponed.pop(signum)
+        if frame is None or not is_ours or not _hands_over(frame):
+            return self.inner(signum, frame)
+        self.inner(signum, frame)
+        raise Resumed
+
+    def __repr__(self) -> str:
+        return f"<handler of {_PACKAGE} in front of {self.inner!r}>"
+
+
+def raised_by_handler(error: BaseException) -> bool:
+    """Return True if a signal handler raised this error."""
+    return _signal_of(error) is not None
+
+
+def _signal_of(error: BaseException) -> int | None:
+    """Return the signal whose handler raised an error; None for other errors."""
+    trace = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code is _Handler.__call__.__code__:
+            return int(trace.tb_frame.f_locals["signum"])
+        trace = trace.tb_next
+    return None
+
+
+_postponed: dict[int, BaseException] = {}  # by signal; used by the main thread only
+
+
+def postpone(error: BaseException) -> bool:
+    """Raise an error of a signal handler again at a later point, where it reaches the caller.
+
+    Return False for other errors. For an `except` block whose caller, such as torch, would drop the error. Return False
+    on other threads than the main one, because handlers do not run there.
+    """
+    signum = _signal_of(error)
+    if signum is None or threading.current_thread() is not threading.main_thread():
+        return False
+    _postponed[signum] = error
+    _thread.interrupt_main(signum)  # type: ignore[arg-type]
+    return True
+
+
+class Resumed(BaseException):
+    """Raised in a function marked with `gives_back` after a signal handler has run within it and returned."""
+
+
+def _hands_over(at: FrameType) -> bool:
+    """Make a waiting function release what it holds; return True if it held something.
+
+    This happens only where the function waits: at its own backward jump, or in a call of a `wait_readable`.
+    """
+    frame: FrameType | None = at
+    while frame is not None and frame.f_code.co_name == "wait_readable":
+        frame = frame.f_back
+    give_back = _GIVING_BACK.get(frame.f_code) if frame is not None else None
+    return frame is not None and give_back is not None and give_back(frame.f_locals)
+
+
+def _look_for_signals() -> None:
+    """Run the handlers of pending signals: CPython checks for signals at the entry of each function."""
+
+
+def _is_ours(at: FrameType) -> bool:
+    """Return True if the handler must be deferred at this frame because code of this package is running."""
+    of_user = cannot_raise = False
+    frame: FrameType | None = at
+    while frame is not None:
+        name = frame.f_globals.get("__name__") or ""
+        top = name.partition(".")[0]
+        code = frame.f_code
+        if top == "logging" or code.co_name in ("__del__", "<module>"):
+            cannot_raise = True
+        if top == _PACKAGE:
+            return not of_user or cannot_raise or name.startswith(_TELLERS)
+        if code in _MANAGERS and _made_here(frame):  # entered or left by a `with` in user code
+            return True
+        # Generated code, such as the methods of a NamedTuple, has a module name that no module has.
+        of_user = of_user or (top not in _BETWEEN and name in sys.modules and code.co_name != "__del__")
+        frame = frame.f_back
+    return False
+
+
+def _is_uninterrupted(at: FrameType) -> bool:
+    if at.f_code is _WAIT and at.f_lasti in _RESTORING:
+        return True
+    frame: FrameType | None = at
+    while frame is not None:
+        if frame.f_code in _UNINTERRUPTED:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _is_importing(at: FrameType) -> bool:
+    """Return True if this package is importing torch or a part of itself."""
+    frame: FrameType | None = at
+    while frame is not None:
+        top = (frame.f_globals.get("__name__") or "").partition(".")[0]
+        if top in ("torch", _PACKAGE) and frame.f_code.co_name == "<module>":
+            return True
+        if top == _PACKAGE:
+            return False
+        frame = frame.f_back
+    return False
+
+
+def _made_here(frame: FrameType) -> bool:
+    """Return True if the context manager entered or left at this frame is a generator of this package."""
+    generator = getattr(getattr(frame.f_locals.get("self"), "gen", None), "gi_frame", None)
+    return generator is not None and (generator.f_globals.get("__name__") or "").partition(".")[0] == _PACKAGE
+
+
+def _begin_to_kick() -> None:
+    """Start a thread that wakes the blocked main thread repeatedly.
+
+    It is started by `_thread`, because a handler may interrupt `threading`.
+    """
+    global _kicking
+    if _kicking or not hasattr(signal, "pthread_kill"):
+        return
+    _kicking = True
+    try:
+        _thread.start_new_thread(_kick, ())
+    except RuntimeError:  # no thread can be started: the handler waits until the blocking call returns
+        _kicking = False
+
+
+def _kick() -> None:
+    global _kicking
+    main = threading.main_thread().ident
+    assert main is not None
+    while True:
+        sleep(KICK)
+        with _lock:
+            for signum in list(_deferred):
+                signal.pthread_kill(main, signum)
+        if not _deferred:
+            _kicking = False
+            if not _deferred:  # else a signal was deferred before `_kicking` was cleared
+                return
+            _kicking = True
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def waiting_loop(function: F) -> F:
+    """Mark a function whose backward jumps can be interrupted like a blocked call."""
+    _WAITING_LOOPS.add(function.__code__)
+    return function
+
+
+def gives_back(give_back: Callable[[dict[str, Any]], bool]) -> Callable[[F], F]:
+    """Mark a waiting function that must release something before a signal handler runs within it.
+
+    `give_back` is called with its local variables. If it returns True, `Resumed` is raised in the function afterwards.
+    """
+
+    def mark(function: F) -> F:
+        _GIVING_BACK[function.__code__] = give_back
+        return function
+
+    return mark
+
+
+def uninterrupted(function: F) -> F:
+    """Mark a function that takes a bounded time and must complete: signal handlers run after it, not in its waits."""
+    _UNINTERRUPTED.add(function.__code__)
+    return function
+
+
+# Wrapping handlers
+
+_real: Any = sys.modules["_signal"]  # its functions are called by the module `signal`
+_real_signal = _real.signal
+_real_getsignal = _real.getsignal
+_installed = False
+replaced: dict[int, Callable[[], None]] = {}  # by signal: called once, after the handler was replaced
+
+
+def _fronted(signum: int, handler: Any) -> Any:
+    """Return the handler to install for `handler`."""
+    if not callable(handler) or isinstance(handler, _Handler) or signum in _exempt():
+        return handler
+    # asyncio and uvloop notify their loops by a descriptor, and install a handler that does nothing. Each time the
+    # signal is marked pending again, the loop would receive one more notification.
+    if getattr(handler, "__name__", "") in ("_sighandler_noop", "noop"):
+        return handler
+    return _Handler(signum, handler)
+
+
+@functools.cache
+def _exempt() -> frozenset[int]:
+    return frozenset(getattr(signal, name) for name in _NEVER if hasattr(signal, name))
+
+
+def _own(handler: Any) -> Any:
+    """Return the program's own handler."""
+    return handler.inner if isinstance(handler, _Handler) else handler
+
+
+@functools.wraps(_real_signal)
+def _signal(signalnum: int, handler: Any, /) -> Any:
+    fronted = _fronted(signalnum, handler)
+    with _lock:
+        before = _real_signal(signalnum, fronted)
+        if not isinstance(fronted, _Handler):
+            _deferred.pop(signalnum, None)  # the next kick would end the process
+    if (release := replaced.pop(signalnum, None)) is not None:
+        release()
+        _real_signal(signalnum, fronted)  # `release` made faulthandler restore the handler that it had replaced
+    return _own(before)
+
+
+@functools.wraps(_real_getsignal)
+def _getsignal(signalnum: int, /) -> Any:
+    return _own(_real_getsignal(signalnum))
+
+
+def install() -> None:
+    """Wrap all signal handlers of the process from now on; wrap the existing ones on the main thread only."""
+    global _installed
+    if not _installed:
+        _installed = True
+        _real.signal = _signal
+        _real.getsignal = _getsignal
+    if threading.current_thread() is not threading.main_thread():
+        return
+    for signum in signal.valid_signals():
+        handler = _real_getsignal(signum)
+        if callable(handler) and not isinstance(handler, _Handler):
+            fronted = _fronted(signum, handler)
+            if fronted is not handler:
+                _real_signal(signum, fronted)
+
+
+@in_child
+def _forget_after_fork() -> None:
+    """Reset the state in a forked child: it has no kicking thread, and may have another main thread."""
+    global _kicking, _drained
+    _kicking = False
+    _drained = 0
+    _deferred.clear()
+    _postponed.clear()

@@ -1,0 +1,1 @@
+"""Joining a group: launchers, rendezvous of fixed groups, generations of elastic ones."""

@@ -1,0 +1,226 @@
+"""Joining a group of any kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import monotonic
+from typing import NamedTuple, TypeVar
+
+from telegrad._core.directory.protocol import (
+    LONGEST_TTL,
+    SHORTEST_TTL,
+    Directory,
+    DirectoryLost,
+    DirectoryReset,
+    LeaseLost,
+)
+from telegrad._core.joining.forming import Coming
+from telegrad._core.joining.generation_keys import lives_in
+from telegrad._core.joining.held_directory import HeldDirectory
+from telegrad._core.joining.quorum import Formed
+from telegrad._core.joining.rendezvous import Roster, StoreOver, fixed_group_lives, join_static, mixed
+from telegrad._core.membership.dynamic import DynamicGroup
+from telegrad._core.membership.members import Member, Members
+from telegrad._core.membership.registry import Registry
+from telegrad._core.progress import Wait
+from telegrad._core.security.keyring import Keyring
+from telegrad._core.stores.address import answers, knock
+from telegrad._core.stores.board import Board, mark_of
+from telegrad._core.stores.find_directory import POINTER, Found, Pointer, connect, find_directory, write_pointer
+from telegrad._core.stores.key_renewal import Renewal
+from telegrad._core.stores.sealed_directory import SealedDirectory
+from telegrad._core.stores.sealed_store import SealedStore
+from telegrad._core.stores.stores import LONGEST, Meeting, join_store, open_dynamic
+from telegrad.errors import StoreLost, TelegradError
+
+T = TypeVar("T")
+KNOCK = 2.0  # seconds for a worker whose name or rank is claimed to answer
+
+
+class Joined(NamedTuple):
+    """The result of joining."""
+
+    me: Member
+    directory: Members | DynamicGroup
+    keys: Keyring  # bound to this group
+    generation: Formed | None = None  # of an elastic group
+    renewal: Renewal | None = None  # of a store that later workers read, if the key may be replaced
+
+
+def join(meeting: Meeting, me: Member, silence: float, timeout: float) -> Joined:
+    """Join the group that meets in a store; in a dynamic one, with a lease of `silence` seconds.
+
+    Raises:
+        RendezvousError: the group could not be formed, or a group of the other kind meets there.
+    """
+    coming: Coming | None = meeting.coming
+    if coming is not None and coming.held is not None:
+        return _join_elastic(meeting, coming, coming.held, me, timeout)
+    if meeting.world_size is None:
+        return _join_dynamic(meeting, me, silence, timeout)
+    roster = _join_static(meeting, me, meeting.world_size, timeout)
+    formed = Formed(roster.round, tuple(roster.members)) if coming is not None else None
+    lasts = me.id == 0 and meeting.keys.may_change and not meeting.serves
+    renewal = Renewal(meeting.store.renew) if lasts else None
+    return Joined(roster.members.find(me.id), roster.members, meeting.keys.within(roster.group), formed, renewal)
+
+
+def _join_dynamic(meeting: Meeting, me: Member, silence: float, timeout: float) -> Joined:
+    """Register in the directory of the group."""
+
+    def enter(meeting: Meeting, found: Found) -> Joined:
+        if lives_in(found.directory, is_alive):
+            raise mixed(me)
+        group = DynamicGroup(found.directory, "", ttl_of(silence), found.launched)
+        try:
+            joined = group.join(me, shows_life)
+            _point(meeting, found)
+            store = _kept(meeting)
+            renewal = _renewal(found.directory, store)
+        except BaseException:
+            group.leave()
+            raise
+        group.keeps(store, found.keeping)
+        return Joined(joined, group, meeting.keys.within(group.identity), renewal=renewal)
+
+    return _enter_directory(meeting, me, timeout, enter)
+
+
+def _enter_directory(meeting: Meeting, me: Member, timeout: float, enter: Callable[[Meeting, Found], T]) -> T:
+    """Find the directory of the group, and return the result of `enter` with it and the store.
+
+    Retries if the directory, or the store that points to it, is lost meanwhile.
+    """
+    until = monotonic() + min(timeout, LONGEST)
+    with Wait(
+        "init_rpc", lambda: f"the directory of the group at {meeting.where} is not found", place=meeting.where
+    ) as wait:
+        while True:
+            try:
+                found = _find_directory(meeting, me, until, wait)
+            except StoreLost:
+                meeting = _reopened(meeting, until)
+                continue
+            except DirectoryLost:
+                if monotonic() >= until:
+                    raise
+                wait.look()
+                continue
+            try:
+                return enter(meeting, found)
+            except BaseException as error:
+                found.directory.close()
+                if found.keeping is not None:
+                    found.keeping.leave()  # others may have joined by now
+                if isinstance(error, DirectoryLost | DirectoryReset | LeaseLost) and monotonic() < until:
+                    wait.look()
+                    continue
+                raise
+
+
+def _point(meeting: Meeting, found: Found) -> None:
+    """Write the pointer into a store that outlives the group: the last member before may have withdrawn it."""
+    if found.pointer is not None and not mark_of(meeting.store):
+        write_pointer(meeting.store, found.pointer)
+
+
+def _kept(meeting: Meeting) -> SealedStore | None:
+    """Return the store if this worker serves it, or if no worker does: then it outlives the group."""
+    stays = meeting.directory is None and not mark_of(meeting.store)
+    return meeting.store if meeting.serves or stays else None
+
+
+def _renewal(directory: Directory, store: SealedStore | None) -> Renewal | None:
+    """Return the renewal of seals that later workers of the group need, if its key may be replaced."""
+    if isinstance(directory, SealedDirectory):
+        return Renewal(directory.renew_seals)
+    return Renewal(store.renew) if store is not None and store.keys.may_change else None
+
+
+def ttl_of(silence: float) -> float:
+    """Return the ttl of a member's lease, for `silence` seconds after which a worker is lost; 0 means never."""
+    return min(max(silence, SHORTEST_TTL), LONGEST_TTL) if silence else LONGEST_TTL
+
+
+def _find_directory(meeting: Meeting, me: Member, until: float, wait: Wait) -> Found:
+    if meeting.directory is not None:
+        return Found(meeting.directory(), launched=meeting.launched)
+    if fixed_group_lives(meeting.store, is_alive):
+        raise mixed(me)
+    return find_directory(meeting.store, meeting.where, meeting.served, me.tcp[0], until, wait)
+
+
+def _reopened(meeting: Meeting, until: float) -> Meeting:
+    """Open the store at the same place again."""
+    left = until - monotonic()
+    host, port = meeting.place
+    if host is None or port is None or left <= 0:
+        raise StoreLost(f"the store at {meeting.where} was lost before this worker had joined")
+    store, serves = open_dynamic((host, port), meeting.rank, meeting.keys, left)
+    return meeting._replace(store=store, serves=serves)
+
+
+def _join_static(meeting: Meeting, me: Member, size: int, timeout: float) -> Roster:
+    """Meet the others in this store. If it still belonged to another group, use the next one at its place."""
+    until = monotonic() + timeout
+    store = meeting.store
+    while True:
+        if _directory_is_used(store):
+            raise mixed(me)
+        try:
+            return join_static(store, me, size, timeout, is_alive, meeting.where, meeting.names)
+        except StoreOver:
+            host, port = meeting.place
+            if host is None or port is None:
+                raise
+        timeout = until - monotonic()
+        store = join_store(host, port, meeting.keys, timeout)
+
+
+def _join_elastic(meeting: Meeting, coming: Coming, held: HeldDirectory, me: Member, timeout: float) -> Joined:
+    """Form the next generation in the directory; for the first one, find the directory."""
+
+    def enter(meeting: Meeting, found: Found) -> tuple[Meeting, Found]:
+        if _dynamic_group_lives(found.directory):
+            raise mixed(me)
+        held.hold(meeting, found)
+        return meeting, found
+
+    if held.found is None:
+        _point(*_enter_directory(meeting, me, timeout, enter))
+    else:
+        held.serve_again()
+    generation = coming.join(held, me, is_alive)
+    members = Members(generation.members)
+    mine = next(member for member in members if member.incarnation == me.incarnation)
+    renewal = _renewal(held.directory, _kept(held.meet(0)))
+    return Joined(mine, members, meeting.keys.within(generation.group), generation, renewal)
+
+
+def _directory_is_used(store: SealedStore) -> bool:
+    """Return True if this store points to the directory of a dynamic group with members, or of an elastic one."""
+    text = Board(store).read(POINTER)
+    pointer = Pointer.from_json(text) if text else None
+    if pointer is None or not knock(pointer.address, KNOCK):
+        return False
+    directory = connect(pointer, store.keys, KNOCK)
+    try:
+        return _dynamic_group_lives(directory) or lives_in(directory, is_alive)
+    except TelegradError:  # it does not answer, or is now another program's
+        return False
+    finally:
+        directory.close()
+
+
+def _dynamic_group_lives(directory: Directory) -> bool:
+    return any(is_alive(each.member) for each in Registry(directory, "").roster().members.values())
+
+
+def shows_life(member: Member) -> bool | None:
+    """Return True if a program listens at the member's address, False if none does; None if its host is silent."""
+    return knock(member.tcp, KNOCK)
+
+
+def is_alive(member: Member) -> bool:
+    """Return True if a program listens at the member's address."""
+    return answers(member.tcp, KNOCK)

@@ -1,0 +1,205 @@
+"""Reads the rank, the group's size and the meeting place of this process from the variables of a launcher.
+
+This is a table: it starts no program and resolves no name. The innermost launcher has priority: MPI starts its
+processes by Slurm, torchrun runs under all others, and the variables of the outer ones are still set. The order is:
+
+    1. `telegrad run`: a dynamic group, which meets at the place given to its workers
+    2. RANK and WORLD_SIZE: of torchrun, Ray Train or Kubeflow, or set by hand
+    3. Open MPI, MPICH and its relatives, submitit on this host, Slurm, Kubernetes, in this order
+
+MASTER_ADDR and MASTER_PORT always have priority. Without them, the host of rank 0 is the first that the launcher names,
+or this one if it runs no others. The port is computed from the variables that differ between its runs.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from telegrad._core.addresses import bracketed
+from telegrad._core.stores.supervised import is_kept
+from telegrad.errors import UsageError
+
+LOOPBACK = "localhost"
+PORT = 29500  # if nothing distinguishes runs
+FIRST_PORT, PORTS = 20000, 10000  # ports computed from a run's id; the system never assigns them itself
+BY_HAND = "set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT by yourself"
+
+Variables = Mapping[str, str]
+
+
+class Surroundings(NamedTuple):
+    """The launcher that started this process, and the process's place in its run."""
+
+    launcher: str
+    rank: int
+    size: int
+    init_method: str
+
+    def __str__(self) -> str:
+        place = "MASTER_ADDR" if self.init_method == "env://" else self.init_method
+        return f"{self.launcher} says that this is rank {self.rank} of {self.size}, which meet at {place}"
+
+
+class _Launcher(NamedTuple):
+    name: str
+    rank: str
+    size: str
+    host: Callable[[Variables], str]  # of rank 0; "" if unknown
+    hint: str  # how to set it
+    run: tuple[str, ...] = ()  # identifies a run: those of these variables that are set
+
+
+def look_around(variables: Variables) -> Surroundings | None:
+    """Return the launcher's data; None without a launcher: then MASTER_ADDR and MASTER_PORT make a dynamic group.
+
+    Raises:
+        UsageError: it gives no host, contradicts itself or other variables, or a value is not a number.
+    """
+    if is_kept(variables.get("MASTER_ADDR", ""), variables.get("MASTER_PORT", ""), variables):
+        return None  # unless another launcher, started by `telegrad run`, gives another place
+    if "RANK" in variables and "WORLD_SIZE" in variables:
+        name = "torchrun" if "TORCHELASTIC_RUN_ID" in variables else "the environment (RANK, WORLD_SIZE)"
+        return Surroundings(name, _number(variables, "RANK"), _number(variables, "WORLD_SIZE"), "env://")
+    launcher = _launcher(variables)
+    if launcher is None:
+        _check_alone(variables)
+        return None
+    _check(launcher, variables)
+    rank, size = _number(variables, launcher.rank), _number(variables, launcher.size)
+    return Surroundings(launcher.name, rank, size, _place(launcher, variables))
+
+
+def one_of_several(variables: Variables) -> str:
+    """Return the launcher that has started several processes of this program, or ""."""
+    launcher = _launcher(variables)
+    return "" if launcher is None or variables[launcher.size] == "1" else launcher.name
+
+
+def _launcher(variables: Variables) -> _Launcher | None:
+    return next((each for each in _LAUNCHERS if _started(each, variables)), None)
+
+
+def _started(launcher: _Launcher, variables: Variables) -> bool:
+    if launcher.name == _MPICH and variables.get("PMI_SIZE") == variables.get("SLURM_STEP_NUM_TASKS"):
+        return False  # srun uses this protocol, too, and has more information in its own variables
+    return launcher.rank in variables and launcher.size in variables
+
+
+def _check_alone(variables: Variables) -> None:
+    """Raise UsageError if required variables are missing."""
+    if "WORLD_SIZE" in variables:
+        raise UsageError(
+            f"WORLD_SIZE is {variables['WORLD_SIZE']}, but neither RANK nor a launcher tells this worker's rank: set "
+            "RANK, too; or unset WORLD_SIZE, for a dynamic group"
+        )
+    if "SLURM_JOB_ID" in variables and "MASTER_ADDR" not in variables:
+        raise UsageError(
+            f"this process is in Slurm's job {variables['SLURM_JOB_ID']}, but none of its tasks: "
+            f"start it with `srun python ...`, or {BY_HAND}"
+        )
+
+
+def _check(launcher: _Launcher, variables: Variables) -> None:
+    for ours, theirs in (("RANK", launcher.rank), ("WORLD_SIZE", launcher.size)):
+        if variables.get(ours, variables[theirs]) != variables[theirs]:
+            raise UsageError(
+                f"{ours} is {variables[ours]}, but {theirs} of {launcher.name} is {variables[theirs]}: unset {ours}, "
+                f"or {BY_HAND}"
+            )
+    if launcher.name == _SLURM and "SLURM_HET_SIZE" in variables:
+        raise UsageError(f"the variables of Slurm's heterogeneous jobs do not tell ranks and hosts of all: {BY_HAND}")
+
+
+def _place(launcher: _Launcher, variables: Variables) -> str:
+    if variables.get("MASTER_ADDR") and variables.get("MASTER_PORT"):
+        return "env://"
+    host = variables.get("MASTER_ADDR") or launcher.host(variables)
+    if not host:
+        raise UsageError(
+            f"{launcher.name} does not tell on which of its hosts rank 0 runs: set MASTER_ADDR on all workers, "
+            f"{launcher.hint}"
+        )
+    port = _number(variables, "MASTER_PORT") if variables.get("MASTER_PORT") else _port(launcher, variables)
+    return f"tcp://{bracketed(host)}:{port}"
+
+
+def _port(launcher: _Launcher, variables: Variables) -> int:
+    """Return a port that is equal for all workers of a run, and most likely different for other runs."""
+    run = "/".join(variables[name] for name in launcher.run if variables.get(name))
+    return FIRST_PORT + zlib.crc32(run.encode()) % PORTS if run else PORT
+
+
+def _number(variables: Variables, name: str) -> int:
+    text = variables[name]
+    if not text.isdecimal():
+        raise UsageError(f"the variable {name} is {text!r}: it must be a number")
+    return int(text)
+
+
+def first_host(hosts: str) -> str:
+    """Return the first host of a list in Slurm's syntax: node7 of "node[7-9,12],gpu1"."""
+    match = re.match(r"(?:[^,\[\]]|\[[^\]]*\])*", hosts)
+    assert match is not None  # it matches at least the empty string
+    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", match[0])
+
+
+def _if_all_are_here(here: str, all_: str) -> Callable[[Variables], str]:
+    return lambda variables: LOOPBACK if variables.get(here) == variables[all_] else ""
+
+
+def _first_of_slurm(variables: Variables) -> str:
+    if variables.get("SLURM_STEP_NUM_NODES") == "1":
+        return LOOPBACK
+    if variables.get("SLURM_DISTRIBUTION", "").startswith("arbitrary"):
+        return ""
+    return first_host(variables.get("SLURM_STEP_NODELIST", ""))
+
+
+def _pods(_: Variables) -> str:
+    return ""
+
+
+_MPICH, _SLURM = "mpiexec", "Slurm"
+_LAUNCHERS = (
+    _Launcher(
+        "Open MPI",
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        _if_all_are_here("OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_SIZE"),
+        "as `mpirun -x MASTER_ADDR=HOST` does",
+        ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
+    ),
+    _Launcher(
+        _MPICH,
+        "PMI_RANK",
+        "PMI_SIZE",
+        _if_all_are_here("MPI_LOCALNRANKS", "PMI_SIZE"),
+        "as `mpiexec -genv MASTER_ADDR HOST` does",
+    ),
+    _Launcher(
+        "submitit",
+        "SUBMITIT_LOCAL_GLOBALID",
+        "SUBMITIT_LOCAL_NTASKS",
+        lambda _: LOOPBACK,
+        "",
+        ("SUBMITIT_LOCAL_JOB_ID",),
+    ),
+    _Launcher(
+        _SLURM,
+        "SLURM_PROCID",
+        "SLURM_STEP_NUM_TASKS",
+        _first_of_slurm,
+        "by `export MASTER_ADDR=HOST` before srun",
+        ("SLURM_JOB_ID", "SLURM_STEP_ID"),
+    ),
+    _Launcher(
+        "Kubernetes",
+        "JOB_COMPLETION_INDEX",
+        "WORLD_SIZE",
+        _pods,
+        "in the manifest: JOB-0.SERVICE for a Job with a headless Service, JOBSET-JOB-0-0.JOBSET for a JobSet",
+    ),
+)

@@ -1,0 +1,438 @@
+"""The rendezvous of a group of fixed size: its workers find each other through a store.
+
+Each worker agrees to the group's terms, and claims its rank and its name. The last to arrive opens the first gate,
+COMPLETE. All read the table, which gives names to workers without one, and the last reader opens the second gate,
+READY. Counters tell which worker is the last, but an attacker may change them. Therefore a gate is opened only if the
+entry of each rank is there, and a worker that waits for long checks the entries. After the second gate, no worker needs
+the store, so its server may end. The value of a gate is OPENED, VOID or a fault, and is final: a waiting worker reads
+only one key.
+
+A lasting store serves one group after the other. Each forms in its own round. The store contains the number of the
+round, so earlier workers and new ones find the same one. A round is past once its first gate has a value: later workers
+use the next. It is void if a worker with a place in it has died before it could form. Then the others use the next
+round, too, where the replacement of the dead worker meets them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import secrets
+from collections.abc import Callable, Sequence
+from time import monotonic, time
+from typing import NamedTuple
+
+from telegrad._core.joining.attendance import Attendance
+from telegrad._core.membership.members import Member, Members, named
+from telegrad._core.progress import Times, Wait
+from telegrad._core.stores.board import OVER, REFUSED, SERVED, Board
+from telegrad._core.stores.sealed_store import SealedStore
+from telegrad.errors import (
+    AuthenticationFailed,
+    GroupIncomplete,
+    RendezvousError,
+    StoreLost,
+    StoreUntrusted,
+    TelegradError,
+    WorkerTaken,
+)
+
+LINGER = 2.0  # seconds that the store's server waits for the others to leave first
+LONGEST_LOOK = 2.0  # seconds to find the missing workers if a group of hundreds does not form
+NEIGHBOURS = 4  # next workers by rank that each worker checks: the first dead one of each sequence is found
+DOUBT = 1.0  # seconds at the second gate, which all should reach at once, until the others are checked
+STALE = 60.0  # seconds after which a fault is an earlier run's
+OPENED, VOID = "opened", "void"
+COMPLETE, READY = "complete", "ready"
+ROUND = "telegrad/round"
+_FAULTS: dict[str, type[TelegradError]] = {
+    fault.__name__: fault
+    for fault in (WorkerTaken, StoreUntrusted, AuthenticationFailed, GroupIncomplete, RendezvousError)
+}
+
+log = logging.getLogger("telegrad")
+
+
+class Roster(NamedTuple):
+    """The result of a rendezvous."""
+
+    members: Members
+    group: str  # its identity
+    round: int = 0  # in this store
+
+
+class StoreOver(StoreLost):
+    """The store closed with an earlier group: the next group meets in another store at the same place."""
+
+
+class _Past(Exception):
+    """This round will not form, or has formed without this worker."""
+
+
+def join_static(
+    store: SealedStore,
+    me: Member,
+    world_size: int,
+    timeout: float,
+    is_alive: Callable[[Member], bool] = lambda _: True,
+    place: str = "",
+    names: Sequence[str] = (),
+) -> Roster:
+    """Meet the other workers of a group of fixed size. An error of one worker is raised in all.
+
+    `place` is the location of the store, for messages. `names` are those of all ranks, if known in advance.
+
+    Raises:
+        WorkerTaken: two workers claim one name or one rank.
+        GroupIncomplete: some did not come in time.
+        AuthenticationFailed: not all have the same key.
+        RendezvousError: a rank is out of range, the workers expect groups of different sizes, or the store was lost.
+    """
+    return _Static(store, me, world_size, timeout, is_alive, place, names).join()
+
+
+class _Static:
+    def __init__(
+        self,
+        store: SealedStore,
+        me: Member,
+        world_size: int,
+        timeout: float,
+        is_alive: Callable[[Member], bool],
+        place: str,
+        names: Sequence[str],
+    ) -> None:
+        self._store = store
+        self._root = Board(store)
+        self._me = me
+        self._size = world_size
+        self._timeout = timeout
+        self._is_alive = is_alive
+        self._place = place
+        self._names = names
+        self._until = monotonic() + timeout
+        self._formed_before: Board | None = None  # a group that has formed in this store without this worker
+        self._before = ""  # the outcome of the last group in this store, if it may explain a failure
+
+    def join(self) -> Roster:
+        try:
+            is_new = self._root.read(ROUND) in ("", "1")
+            self._refused = 0 if is_new else self._root.hint(REFUSED)  # by earlier groups of this store
+            while True:
+                self._board = self._current_round()
+                try:
+                    roster = self._meet()
+                except _Past:
+                    continue
+                self._look_for_the_last_group()
+                return roster
+        except AuthenticationFailed:
+            self._root.add_hint(REFUSED)
+            raise
+        except StoreLost as error:
+            if self._formed_before is not None:
+                raise StoreOver(str(error)) from error
+            raise
+
+    def _current_round(self) -> Board:
+        """Return the round to meet in: the first that is not past, or one whose fault this worker must report, too."""
+        while True:
+            number = self._root.swap(ROUND, "", "1")
+            self._round = int(number)
+            board = Board(self._store, f"telegrad/{number}")
+            verdict = board.read(COMPLETE) if board.terms() else ""
+            if not verdict or self._concerns(board, verdict):
+                self._look_back(int(number) - 1)
+                return board
+            self._root.swap(ROUND, number, str(int(number) + 1))
+
+    def _look_back(self, number: int) -> None:
+        """Record the outcome of the previous round."""
+        board = Board(self._store, f"telegrad/{number}")
+        verdict = board.read(COMPLETE) if number and board.terms() else VOID
+        if verdict == OPENED:
+            self._formed_before = board
+            terms = terms_of(board)
+            self._before = f"another group of {terms.size if terms else '?'} has formed in this store before"
+        elif verdict != VOID:
+            self._before = f"the last group that met here failed: {json.loads(verdict)[1]}"
+
+    def _concerns(self, board: Board, verdict: str) -> bool:
+        """Return True for a recent fault that this worker must report, too: its rank has no entry in that round."""
+        if verdict in (OPENED, VOID):
+            return False
+        kind, _, since, *_ = json.loads(verdict)
+        return kind != GroupIncomplete.__name__ and time() - since < STALE and not board.read(f"rank/{self._me.id}")
+
+    def _meet(self) -> Roster:
+        self._board.add_hint("here")
+        self._attendance = Attendance(self._size, self._me.id, self._names)
+        gate = COMPLETE
+        try:
+            self._claim()
+            if self._board.add_hint("arrived") >= self._size:
+                self._open(COMPLETE)
+            with Wait("init_rpc", self._awaited, self._attendance.missing, self._place, self._me.name) as wait:
+                self._pass(COMPLETE, self._watch(wait))
+                members = self._read()
+                self._attendance.complete(members)
+                gate = READY
+                self._board.swap(f"read/{self._me.id}", "", OPENED)
+                if self._board.add_hint("read") >= self._size:
+                    self._open(READY)
+                self._pass(READY, self._doubt(members, wait))
+        except _Past:
+            raise
+        except BaseException as error:
+            self._tell(gate, error)
+            raise
+        self._leave("gone", self._size)
+        return Roster(members, self._board.group, self._round)
+
+    def _open(self, gate: str) -> None:
+        """Open the gate if the entries of all ranks are there."""
+        entry = "rank" if gate == COMPLETE else "read"
+        keys = [f"{entry}/{rank}" for rank in range(self._size)]
+        if self._board.has_all(keys):
+            self._board.read_all(keys)  # raises if one is forged
+            if gate == READY:
+                self._root.write(SERVED, OVER)  # before any worker leaves, because it could return at once
+            self._board.swap(gate, "", OPENED)
+
+    def _claim(self) -> None:
+        me, size = self._me, self._size
+        self._agree()  # first, because faults are bound to the group, too
+        if not 0 <= me.id < size:
+            raise RendezvousError(
+                f"worker {me.name!r} has rank {me.id}: in its group of {size}, ranks go from 0 to {size - 1}"
+            )
+        entry = me.to_json()
+        slots = [(f"rank/{me.id}", f"rank {me.id}")]
+        if me.name:
+            slots.append((f"name/{me.name}", f"name {me.name!r}"))
+        for slot, what in slots:
+            found = self._board.swap(slot, "", entry)
+            if found != entry:
+                other = Member.from_json(found)
+                self._check_present(other)
+                raise taken(what, other, me)
+
+    def _agree(self) -> None:
+        try:
+            agree(self._board, self._me, self._size)
+        except TelegradError:
+            terms = terms_of(self._board)
+            if terms is not None and terms.first is not None:
+                self._check_present(terms.first)
+            raise
+
+    def _check_present(self, other: Member) -> None:
+        """Before reporting a conflict, check that the other worker is alive and still waits in the same round."""
+        verdict = self._board.read(COMPLETE)
+        if not verdict and not self._is_alive(other):
+            verdict = self._board.swap(COMPLETE, "", VOID)
+        if verdict in (OPENED, VOID) and monotonic() < self._until:
+            raise _Past
+
+    def _read(self) -> Members:
+        entries = self._board.read_all([f"rank/{rank}" for rank in range(self._size)])
+        return Members(named(map(Member.from_json, entries)))
+
+    def _pass(self, gate: str, meanwhile: Callable[[], None]) -> None:
+        found = self._board.wait(gate, self._until, meanwhile, self._size)
+        if not found:  # too late: all give up, unless the gate can be opened now
+            self._open(gate)
+            found = self._board.read(gate) or self._board.swap(gate, "", _fault(self._incomplete(gate)))
+        if found == VOID:
+            raise _Past
+        if found != OPENED:
+            kind, text, *_ = json.loads(found)
+            raise _FAULTS[kind](text)
+
+    def _doubt(self, members: Members, wait: Wait) -> Callable[[], None]:
+        """Return a function to call at the second gate, which makes the round void if a worker has died."""
+        since = monotonic()
+
+        def look() -> None:
+            nonlocal since
+            if monotonic() - since > DOUBT:
+                since = monotonic()
+                self._open(READY)
+                if not all(map(self._is_alive, self._neighbours(members))):
+                    self._board.swap(READY, "", VOID)
+            wait.look()
+
+        return look
+
+    def _neighbours(self, members: Members) -> list[Member]:
+        count = min(NEIGHBOURS, self._size - 1)
+        return [members.find((self._me.id + step) % self._size) for step in range(1, count + 1)]
+
+    def _tell(self, gate: str, error: BaseException) -> None:
+        """Publish why this worker gives up, unless the gate is decided already."""
+        if not isinstance(error, TelegradError):
+            error = GroupIncomplete(f"{self._me} gave up while the group formed: {type(error).__name__}")
+        try:
+            if not self._board.group and not self._board.terms():
+                return  # no worker has come
+            self._root.write(SERVED, OVER)
+            self._board.swap(gate, "", _fault(error))
+            self._leave("told", self._board.hint("here"))
+        except RendezvousError:
+            pass  # the store was lost, which waiting workers detect themselves
+
+    def _leave(self, door: str, count: int) -> None:
+        """Leave; the worker of rank 0, which may serve the store, leaves last."""
+        try:
+            if self._board.add_hint(door) >= count:
+                self._board.write(f"{door}/all", OPENED)
+            if self._me.id == 0:
+                self._board.wait(f"{door}/all", monotonic() + LINGER)
+        except RendezvousError:
+            pass  # the server of the store did not wait any longer
+
+    def _incomplete(self, gate: str) -> GroupIncomplete:
+        limit = monotonic() + LONGEST_LOOK
+        self._attendance.look(self._entry_of)
+        while not self._attendance.is_complete and monotonic() < limit:
+            self._attendance.look(self._entry_of)
+        self._attendance.knock(self._is_alive)
+        for counter in ("arrived", "read"):
+            if (count := self._board.hint(counter)) > self._size:
+                raise self._board.spoiled(counter, f"is {count}, in a group of {self._size}")
+        self._look_for_refused()
+        who = self._absent() or "a worker came, but ended before all had met"
+        return GroupIncomplete(
+            f"the group of {self._size} workers is not {gate} after {self._timeout:g} s: {who}. "
+            "Look at those workers' logs, or allow more time with rpc_timeout"
+        )
+
+    def _watch(self, wait: Wait) -> Callable[[], None]:
+        """Return a function to call while waiting, which updates the attendance and prints the missing workers."""
+        times = Times(wait.begun, lined=True)
+
+        def look() -> None:
+            looks, knocks = times.due(monotonic())
+            if looks or knocks:
+                self._attendance.look(self._entry_of)
+                with contextlib.suppress(StoreUntrusted):  # a spoiled hint, which no worker needs
+                    self._look_for_refused()
+                self._open(COMPLETE)
+            if knocks:  # more rarely, because each worker probes all
+                self._attendance.knock(self._is_alive)
+            wait.look()
+
+        return look
+
+    def _look_for_refused(self) -> None:
+        """Note how many workers were refused for another key: only a hint, as an attacker can change the counter."""
+        if refused := self._root.hint(REFUSED) - self._refused:
+            self._before = f"{refused} came with another key, and cannot be believed"
+
+    def _entry_of(self, rank: int) -> str:
+        return self._board.read(f"rank/{rank}")
+
+    def _awaited(self) -> str:
+        where = f" at {self._place}" if self._place else ""
+        return f"{self._absent() or 'all have come'} ({self._me.name!r} joins a group of {self._size}{where})"
+
+    def _absent(self) -> str:
+        """Return which workers have not come, or have died since, and a possible cause."""
+        said = self._attendance.said()
+        return "; ".join([*said, self._before] if said and self._before else said)
+
+    def _look_for_the_last_group(self) -> None:
+        """Warn if the worker of the same rank still runs in the group that formed in this store before."""
+        if self._formed_before is None:
+            return
+        entry = self._formed_before.read(f"rank/{self._me.id}")
+        other = Member.from_json(entry) if entry else self._me
+        if other.incarnation != self._me.incarnation and self._is_alive(other):
+            log.warning(
+                "telegrad: %s has joined a second group in the same store: %s still runs in the first. "
+                "If that one belongs to another run, give each run a port or a file of its own",
+                self._me,
+                other,
+            )
+
+
+def _fault(error: BaseException) -> str:
+    kind = next(kind for kind, fault in _FAULTS.items() if isinstance(error, fault) or fault is RendezvousError)
+    return json.dumps([kind, str(error), time()])
+
+
+def taken(what: str, first: Member, second: Member) -> WorkerTaken:
+    return WorkerTaken(
+        f"the {what} is not unique, two workers claim it: {first} and {second}. Give each its own, and use a fresh "
+        "store (another port or file) if one of them belongs to an earlier run"
+    )
+
+
+class Terms(NamedTuple):
+    """The terms of a group, written by its first worker for all later ones."""
+
+    group: str  # its identity
+    size: int
+    first: Member | None  # None if the group was cancelled before any worker came
+
+    def to_json(self) -> str:
+        return json.dumps(self)
+
+    @classmethod
+    def from_json(cls, text: str) -> Terms:
+        group, size, first, *_ = json.loads(text)
+        return cls(group, size, Member.of(first) if first else None)
+
+
+def new_terms(size: int, first: Member | None) -> Terms:
+    """Return terms for a new group."""
+    return Terms(secrets.token_hex(16), size, first)
+
+
+def agree(board: Board, me: Member, size: int) -> None:
+    """Read the group's terms, or write them as the first worker, and bind the board to the group.
+
+    Raises:
+        AuthenticationFailed: the first worker has another key.
+        RendezvousError: the workers expect groups of different sizes.
+    """
+    terms = Terms.from_json(board.claim_terms(new_terms(size, me).to_json()))
+    if terms.size != size:
+        first = terms.first or "who called it off"
+        raise RendezvousError(
+            f"{me} expects a group of {size} workers, but {first} one of {terms.size}: give all the same world_size"
+        )
+
+
+def mixed(me: Member) -> RendezvousError:
+    return RendezvousError(
+        "RPC group mixes statically and dynamically initialized members which is not supported. "
+        f"{me} came to a store where a group of another kind meets. Give all workers world_size, or all of them "
+        "min_workers or max_workers (an elastic group), or none of them any of these; or give each group a port or a "
+        "file of its own"
+    )
+
+
+def terms_of(board: Board) -> Terms | None:
+    """Return the terms of the group that meets on a board, or None."""
+    terms = board.terms()
+    return Terms.from_json(terms) if terms else None
+
+
+def call_off(store: SealedStore, size: int, why: str) -> None:
+    """Make the group of that size that forms in this store fail, for all its workers."""
+    board = Board(store, f"telegrad/{Board(store).swap(ROUND, '', '1')}")
+    board.claim_terms(new_terms(size, None).to_json())
+    board.swap(COMPLETE, "", _fault(RendezvousError(why)))
+
+
+def fixed_group_lives(store: SealedStore, is_alive: Callable[[Member], bool]) -> bool:
+    """Return True if a group of fixed size forms in this store, or has formed and runs."""
+    number = Board(store).read(ROUND)
+    board = Board(store, f"telegrad/{number}")
+    terms = terms_of(board) if number else None
+    if terms is None or board.read(COMPLETE) not in ("", OPENED):
+        return False
+    entries = [board.read(f"rank/{rank}") for rank in range(terms.size)]
+    return any(is_alive(Member.from_json(entry)) for entry in entries if entry)

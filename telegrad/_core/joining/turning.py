@@ -1,0 +1,230 @@
+"""A worker's part in its generation and in the decision if that continues: the I/O of `generation_steps.py`.
+
+A thread reads the directory. At the leader, it checks for workers that wait to join. At any worker that waits for the
+others, it checks for workers of this generation that wait for the next one: they have left it, because they got Move or
+were declared lost, and the message has not arrived here.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from math import inf
+from time import monotonic
+
+from telegrad._core.joining.generation_keys import IsAlive, arrivals_in, gone_on, is_wanted
+from telegrad._core.joining.held_directory import HeldDirectory
+from telegrad._core.joining.quorum import Before, Formed
+from telegrad._core.membership.generation_steps import (
+    FINISH,
+    Finish,
+    Impatient,
+    Letter,
+    Message,
+    Move,
+    Standing,
+    Stay,
+    Steps,
+)
+from telegrad._core.membership.members import Identity, Member, listed
+from telegrad._core.membership.post import Post
+from telegrad._core.progress import Wait
+from telegrad._core.threads import Background
+from telegrad.errors import PeerError, PeerLost, RendezvousError
+
+LOOK = 0.25  # seconds between the leader's checks
+LOOK_OF_OTHERS = 1.0  # seconds between those of another worker, while it waits for the others
+GRACE = 2.0  # seconds for the leader to answer Impatient
+PATIENCE = 2.0  # seconds for a check to end, once it is not needed any more
+
+log = logging.getLogger("telegrad")
+
+
+class Turning:
+    """One worker's part in one generation."""
+
+    def __init__(self, post: Post, me: Member, generation: Formed) -> None:
+        self.generation = generation
+        self._post = post
+        self._me = me
+        self._changed = threading.Condition()  # guards _steps; notified when it has a decision
+        self._steps = Steps(me.id, [member.id for member in generation.members])
+        self._held: tuple[HeldDirectory, int, IsAlive] | None = (
+            None  # and the most workers; set before the thread begins
+        )
+        self._greet: Callable[[], None] = lambda: None  # opens connections whose ends report lost workers; likewise
+        self._has_greeted = False
+        self._failed = ""  # the logged error of the last check; used by the thread
+        self.went_on: Callable[[set[int]], None] = lambda _: None  # called with workers that move on as this one leaves
+        self._gone: queue.SimpleQueue[Member | None] = queue.SimpleQueue()  # None: check, or end
+        self._closed = False  # set once
+        self._thread = Background("telegrad-generation", self._main)
+        for message in (Standing, Stay, Move, Finish, Impatient):
+            post.on(message, self._on_message)
+        post.lost.append(self._on_lost)
+
+    def begin(self, held: HeldDirectory | None, most: int, is_alive: IsAlive, greet: Callable[[], None]) -> None:
+        """Start the thread. `held` is where the next generation forms; None if a launcher decides that.
+
+        `greet` opens connections to all others, whose ends the leader must detect.
+        """
+        self._greet = greet
+        if held is not None:
+            self._held = held, most, is_alive
+        self._thread.want()
+
+    def note(self, member: Member) -> None:
+        """Record that a member is gone. Called under a lock, so the thread processes it later."""
+        self._gone.put(member)
+
+    def close(self) -> None:
+        self._closed = True
+        self._gone.put(None)
+        self._thread.join(PATIENCE)
+
+    # Actions of this worker
+
+    def stand(self, how: str) -> None:
+        """Set and report the state of this worker."""
+        self._act(lambda: self._steps.stand(how))
+
+    def wait(self, timeout: float) -> str:
+        """Wait for all reports, and return the decision. After `timeout` seconds (0: no limit), move without others."""
+        deadline = monotonic() + timeout if timeout else inf
+        with Wait("rendezvous_again", self._awaited, self._missing, worker=self._me.name) as wait:
+            while (told := self._told(min(wait.left, deadline - monotonic()))) == "":
+                if monotonic() > deadline:
+                    return self._wait_no_more(timeout)
+                wait.look()
+        return told
+
+    def serve(self) -> str:
+        """Wait for a decision, and return it."""
+        while (told := self._told(threading.TIMEOUT_MAX)) == "":
+            pass
+        return told
+
+    def _told(self, timeout: float) -> str:
+        with self._changed:
+            self._changed.wait_for(lambda: self._steps.told, max(0.0, timeout))
+            return self._steps.told
+
+    def _wait_no_more(self, timeout: float) -> str:
+        missing = self._missing()
+        who = listed([repr(name) for name in missing]) if missing else "a worker"
+        log.warning("telegrad: %s did not call rendezvous_again within %g s; the group goes on without", who, timeout)
+        self._act(self._steps.give_up)
+        if not self._told(GRACE):
+            self._act(self._steps.move_alone)
+        return self._told(0)
+
+    @property
+    def leads(self) -> bool:
+        """Return True if the others report to this worker."""
+        with self._changed:
+            return self._steps.leader == self._me.id
+
+    @property
+    def _waits(self) -> bool:
+        with self._changed:
+            return self._steps.waits
+
+    @property
+    def finished(self) -> bool:
+        """Return True if all leave together."""
+        return self._told(0) == FINISH
+
+    def before(self) -> Before:
+        """Return what this worker knows of this generation when it moves to the next."""
+        with self._changed:
+            without = set(self._steps.without)
+        left_out = tuple(each.incarnation for each in self.generation.members if each.id in without)
+        return Before(self.generation.number, self.generation.group, left_out, self._me.incarnation)
+
+    def _missing(self) -> list[str]:
+        with self._changed:
+            missing = self._steps.missing - {self._me.id}
+            leader = self._steps.leader
+        ranks = sorted(missing) if missing or leader == self._me.id else []
+        return [self.generation.members[rank].name for rank in ranks]
+
+    def _awaited(self) -> str:
+        missing = self._missing()
+        who = listed([repr(name) for name in missing]) if missing else "others"
+        return f"{who} did not call rendezvous_again() (worker {self._me.name!r} has)"
+
+    # Events
+
+    def _act(self, event: Callable[[], list[Letter]]) -> None:
+        """Pass an event to the protocol, and send its messages."""
+        with self._changed:
+            letters = event()
+            if self._steps.told:
+                self._changed.notify_all()
+            gone_on = self._steps.left_behind
+        if gone_on:
+            self.went_on(gone_on)
+        for to, message in letters:
+            try:
+                self._post.notify(to, message)
+            except PeerError:
+                log.debug("telegrad: %r has gone already", to)
+
+    def _on_message(self, sender: Identity, message: Message) -> None:
+        self._act(lambda: self._steps.receive(sender.id, message))
+
+    def _on_lost(self, who: Identity, reason: PeerError) -> None:
+        if isinstance(reason, PeerLost):  # a broken connection is not a death, which `note` reports
+            self._act(lambda: self._steps.remind(who.id))
+
+    def remind(self, member: Member) -> None:
+        """Resend what may have been lost with the connection of a worker that answers again."""
+        self._act(lambda: self._steps.remind(member.id))
+
+    # The checking thread
+
+    def _main(self) -> None:
+        while not (self._closed or self._post.closed):
+            if self.leads and not self._has_greeted:
+                self._has_greeted = True
+                self._greet()
+            with suppress(queue.Empty):
+                member = self._gone.get(timeout=self._pause())
+                if member is not None:
+                    self._act(partial(self._steps.lost, member.id))
+                continue
+            try:
+                self._look()
+            except Exception:
+                log.exception("telegrad: the look for those who wait to join failed")
+
+    def _pause(self) -> float | None:
+        """Return the seconds until the next check."""
+        return None if self._held is None else LOOK if self.leads else LOOK_OF_OTHERS
+
+    def _look(self) -> None:
+        if self._held is None or self._closed or not (self.leads or self._waits):
+            return
+        held, most, is_alive = self._held
+        held.serve_again()
+        try:
+            arrivals = arrivals_in(held.directory)
+            wanted = self.leads and is_wanted(arrivals, self.generation, most, is_alive)
+        except RendezvousError as error:  # the directory does not answer, or an attacker writes there
+            if (said := str(error)) != self._failed and not self._closed:
+                self._failed = said
+                log.warning("telegrad: worker %r cannot see who waits to join its group: %s", self._me.name, said)
+            held.restart()
+            return
+        self._failed = ""
+        for rank in gone_on(arrivals, self.generation):
+            self._act(partial(self._steps.lost, rank))
+        if self.leads:
+            self._act(lambda: self._steps.want(wanted))
+
+    def __repr__(self) -> str:
+        return f"<Turning of {self._me.name!r} in generation {self.generation.number}: {self._steps!r}>"

@@ -1,0 +1,1 @@
+"""The members of a group that has formed: leases, failure detection, the shutdown barrier, callbacks."""

@@ -1,0 +1,448 @@
+"""One worker's life in a dynamic group, whose members are in a directory (`registry.py`).
+
+The life depends on a lease. One thread renews it, another watches the members: a watch may wait for seconds for a lost
+packet, and the lease must not end meanwhile. While the directory does not answer, the known members stay as they are:
+they can be called, and they call. Operations that need a decision (a join, a worker that is not known yet, a claim)
+fail with DirectoryLost. A worker that has not renewed its lease in time by its own clock owns nothing any more (`holds`
+is False), because the directory may have given its claims to others. Once the directory answers again, the lease is
+still valid, or the worker learns that it was declared lost. Then its life is over. It does not continue under its old
+name: its program ends, or joins again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable
+from time import monotonic
+
+from telegrad._core.directory.protocol import (
+    CLOCK_DRIFT,
+    Compacted,
+    Directory,
+    DirectoryLost,
+    DirectoryRefused,
+    DirectoryReset,
+    Lease,
+    LeaseLost,
+)
+from telegrad._core.membership.members import Member, listed, unknown
+from telegrad._core.membership.registry import (
+    LOST,
+    Came,
+    Change,
+    Claim,
+    Claimed,
+    Ended,
+    Gone,
+    IsAlive,
+    LifeOver,
+    Registered,
+    Registry,
+    Roster,
+)
+from telegrad._core.stores.find_directory import Keeping, withdraw
+from telegrad._core.stores.sealed_store import SealedStore
+from telegrad._core.threads import LONGEST_WAIT, Background, run_beside
+from telegrad.errors import PeerLost, ShutDown, StoreUntrusted, TelegradError
+
+RENEWALS = 3  # per ttl of a lease: two may fail
+SHORTEST_PAUSE, LONGEST_PAUSE = 0.05, 1.0  # seconds between two attempts while the directory does not answer
+UNUSABLE = DirectoryLost, DirectoryRefused, StoreUntrusted  # errors of a directory that may work again later
+HAS_LEFT = "this worker has left the group"
+PATIENCE = 2.0  # seconds to notify the directory of leaving, and for a thread to end
+
+log = logging.getLogger("telegrad")
+
+
+class DynamicGroup:
+    """This worker's registration, and the members known here."""
+
+    def __init__(
+        self,
+        directory: Directory,
+        prefix: str,
+        ttl: float,
+        launched: bool = False,
+        clock: Callable[[], float] = monotonic,
+    ) -> None:
+        """Use a directory in which the keys of the group begin with `prefix`.
+
+        Args:
+            directory: closed by `leave`.
+            prefix: the prefix of the group's keys.
+            ttl: seconds after which a worker is lost that does not renew its lease.
+            launched: a launcher started the directory: it has made the group, and restarts failed workers.
+            clock: the clock of the lease ends that `directory` returns.
+        """
+        self.directory = directory
+        self.registry = Registry(directory, prefix, clock)
+        self.identity = ""
+        self.over = ""  # why this life has ended; set once
+        self._ttl, self._clock = ttl, clock
+        self._lease = Lease(0, ttl, 0.0)  # no lock: replaced as a whole, by one thread at a time
+        self._epoch = 0
+        self._me: Member | None = None
+        self._launched = launched
+        self._founded = False  # this worker has made the group, or was the first living member
+        self._store: SealedStore | None = None  # the store that this worker may serve for later workers
+        self._keeping: Keeping | None = None  # the process of the directory, if this worker has started it
+        self._applying = threading.Lock()  # guards changes of these two; changes are applied one at a time
+        self._since = 0  # the revision up to which changes were applied
+        self._known: dict[str, Registered] = {}  # by life; copied in one step by readers, which take no lock
+        self._gone: set[str] = set()  # names of members that have left or were lost; also read without the lock
+        self._on_change: Callable[[Change], None] = lambda _: None
+        self._stands_for: Callable[[], float] = lambda: 0.0
+        self.claims: dict[str, Claim] = {}  # to published values, as known here; written under _applying
+        self.on_claim: Callable[[str], None] = lambda _: None  # called like `on_change`, with the name of the value
+        self._stopped = threading.Event()
+        self._ending = threading.Lock()  # acquired once, without waiting, by the thread that finds this life ended
+        self._renewal_pause = self._watch_pause = SHORTEST_PAUSE  # seconds until the retry, if an attempt fails
+        self._unrenewed = ""  # the logged reason of the last failed renewal; set by the renewing thread
+        self._thread = Background("telegrad-directory", self._main)
+        self._renewing = Background("telegrad-lease", self._renew)
+        self.is_lost = False  # the directory did not answer last, or refused; set by the watching thread
+
+    # Joining
+
+    def join(self, me: Member, is_alive: IsAlive) -> Member:
+        """Register, and read the members. Raises the errors of `Registry.reserve`, and LifeOver."""
+        self.identity, has_made = self.registry.identify()
+        self._lease = self.directory.grant(self._ttl)
+        try:
+            roster = self.registry.roster()  # the watch reports all later changes, including those of this worker
+            members = [each.member for each in roster.members.values()]
+            registered = self._publish(self.registry.reserve(me, self._lease, is_alive, members))
+        except BaseException:
+            with contextlib.suppress(*UNUSABLE):
+                self.directory.revoke(self._lease)
+            raise
+        self._me, self._epoch = registered
+        self._known = {**roster.members, me.incarnation: registered}
+        self.claims, self._since = dict(roster.claims), roster.revision
+        self._founded = has_made or not any(map(is_alive, members))
+        return registered.member
+
+    def _publish(self, me: Member) -> Registered:
+        """Publish this worker; if the outcome is unknown, retry, because its incarnation is used only once.
+
+        Raises:
+            LeaseLost: it was not published.
+            LifeOver: that is not known, and the lease has ended.
+        """
+        pause, unknown = SHORTEST_PAUSE, None
+        while True:
+            try:
+                return self.registry.publish(me, self._lease)
+            except DirectoryLost as error:
+                unknown = error
+            except LeaseLost:
+                if unknown is None:
+                    raise
+                break
+            if not self.holds:
+                break
+            self._stopped.wait(pause)
+            pause = min(2 * pause, LONGEST_PAUSE)
+        raise LifeOver(
+            f"others may have seen worker {me.name!r} join, and go as its lease ended, since the directory of the "
+            f"group did not answer in time: {unknown}. Start it anew"
+        ) from unknown
+
+    def keeps(self, store: SealedStore | None, keeping: Keeping | None) -> None:
+        """Keep the store and the process of the directory until this worker leaves."""
+        self._store, self._keeping = store, keeping
+
+    def begin(self, on_change: Callable[[Change], None], stands_for: Callable[[], float] = lambda: 0.0) -> None:
+        """Start the threads.
+
+        Args:
+            on_change: called with each change, one at a time; it must not call `refresh`.
+            stands_for: returns for how many seconds this worker has not answered. If that is longer than the ttl, the
+                lease is not renewed: then others, and this worker, detect its loss.
+        """
+        self._on_change, self._stands_for = on_change, stands_for
+        self._renewing.want()
+        self._thread.want()
+
+    @property
+    def holds(self) -> bool:
+        """Return True while this worker may act as the owner of its claims."""
+        return not self.over and self._clock() < self._lease.ends - CLOCK_DRIFT * self._lease.ttl
+
+    # Published values
+
+    def claim(self, name: str) -> Claim:
+        """Claim a published value for this member; return its owner's claim. Raises the errors of `Registry.claim`."""
+        me = self._me
+        if me is None:
+            raise LeaseLost("this worker has left the group, and owns nothing any more")
+        claim = self.registry.claim(name, me.incarnation, self._lease)
+        with self._applying:
+            self._apply(Claimed(name, claim))
+        return claim
+
+    def owns(self, name: str, claim: Claim) -> bool:
+        """Return True while this member, which made that claim, may act as the owner."""
+        return self.holds and self.claims.get(name, claim).token <= claim.token
+
+    def look_for_owner(self, name: str) -> None:
+        """Read the owner of a published value from the directory. Raises DirectoryLost."""
+        claim = self.registry.owner(name)
+        if claim is not None:
+            with self._applying:
+                self._apply(Claimed(name, claim))
+
+    # Looking up
+
+    def members(self) -> list[Member]:
+        """Return the members known here, by name."""
+        return sorted((each.member for each in self._known.copy().values()), key=lambda member: member.name)
+
+    def find(self, to: str | int) -> Member:
+        """Return the member that has a name or a rank.
+
+        Raises:
+            UnknownWorker: there is none.
+            DirectoryLost: it is not known here, and the directory does not answer.
+            PeerLost: this worker was declared lost.
+            ShutDown: it has left.
+        """
+        if self.over:
+            raise ShutDown(self.over) if self.over == HAS_LEFT else PeerLost(self.over)
+        for known in self._known.copy().values():
+            if to in (known.member.name, known.member.id):
+                return known.member
+        if self.is_lost:
+            raise DirectoryLost(
+                f"worker {to!r} is not known here, and the directory of the group does not answer: see whether the "
+                "process that keeps it runs, and can be reached from here"
+            )
+        found = self.registry.find(to)
+        if found is not None:
+            return found.member
+        names = [member.name for member in self.members()]
+        raise unknown(to, names, "; with wait_for_worker=True, a call waits until it has", self._gone)
+
+    def declare_lost(self, member: Member, why: str, unanswered: Callable[[], None] = lambda: None) -> None:
+        """Declare a member lost that was found dead, unless it is out already; the watch reports which.
+
+        If the directory does not answer, `unanswered` is called; the end of the lease removes that member.
+        """
+        if self.is_lost:
+            unanswered()
+        else:
+            run_beside("telegrad-declare", self._tell_lost, member, why, unanswered)
+
+    def _tell_lost(self, member: Member, why: str, unanswered: Callable[[], None]) -> None:
+        try:
+            self.registry.declare_lost(member.incarnation, why)
+        except UNUSABLE:
+            unanswered()
+
+    # The threads
+
+    def _renew(self) -> None:
+        """Renew the lease whenever it is time."""
+        wait = self._until_renewal()
+        while not self._stopped.wait(min(wait, LONGEST_WAIT)) and not self.over:
+            wait = self.renew_if_due()
+
+    def renew_if_due(self) -> float:
+        """Renew the lease if it is time; return the seconds until the next call."""
+        if (wait := self._until_renewal()) > 0:
+            return wait
+        if self._stands_for() >= self._ttl:
+            if not self.holds:
+                self._declared_lost("it stood for longer than its lease")
+            return SHORTEST_PAUSE
+        pause, self._renewal_pause = self._renewal_pause, SHORTEST_PAUSE
+        try:
+            self._lease = self.directory.renew(self._lease)
+            self._unrenewed = ""
+        except UNUSABLE as error:
+            # The watch reports a server that is down or refuses all, and would have detected that by now.
+            is_late = self._clock() > self._lease.ends - self._ttl / RENEWALS
+            is_refused = is_late and not (self.is_lost or isinstance(error, DirectoryLost))
+            if is_refused and str(error) != self._unrenewed:
+                self._unrenewed = str(error)
+                log.warning("telegrad: the lease in the group's directory could not be renewed: %s", error)
+            self._renewal_pause = min(2 * pause, LONGEST_PAUSE)
+            return pause
+        except DirectoryReset as error:
+            self._end(f"worker {self._name!r} has no group any more: {error}")
+        except LeaseLost:
+            self._declared_lost("the directory has ended its lease, which was not renewed in time")
+        except Exception:
+            log.exception("telegrad: the lease in the group's directory could not be renewed")
+            return LONGEST_PAUSE
+        return self._until_renewal()
+
+    def _until_renewal(self) -> float:
+        """Return the seconds until the next renewal."""
+        return max(0.0, self._lease.ends - self._ttl * (1 - 1 / RENEWALS) - self._clock())
+
+    def _main(self) -> None:
+        """Watch the members."""
+        wait = 0.0
+        while not self._stopped.wait(wait) and not self.over:
+            wait = self.watch_once()
+
+    def watch_once(self) -> float:
+        """Wait for changes and apply them; return the seconds until the next call."""
+        pause, self._watch_pause = self._watch_pause, SHORTEST_PAUSE
+        try:
+            self._step()
+            self._say_lost("")
+            return 0.0
+        except UNUSABLE as error:
+            if not self._stopped.is_set():  # else `leave` has closed the directory
+                self._say_lost(str(error), "does not answer" if isinstance(error, DirectoryLost) else "cannot be used")
+            self._watch_pause = min(2 * pause, LONGEST_PAUSE)
+            return pause
+        except DirectoryReset as error:
+            self._end(f"worker {self._name!r} has no group any more: {error}")
+        except Exception:
+            log.exception("telegrad: a change in the group's directory could not be handled")
+        return LONGEST_PAUSE
+
+    def _step(self) -> None:
+        """Wait for changes, and apply them."""
+        try:
+            wait = 0.0 if self.is_lost else self._ttl / RENEWALS  # at once, to see if it answers again
+            since, changes = self.registry.watch(self._since, wait)
+        except Compacted:
+            self._read_anew()
+            return
+        with self._applying:
+            for revision, change in changes:
+                if revision > self._since and not self._is_outdated(revision, change):
+                    self._apply(change)
+            self._since = max(self._since, since)
+
+    def _is_outdated(self, revision: int, change: Change | Claimed) -> bool:
+        """Return True for an end of the group before this worker joined, or of an earlier attempt of a member."""
+        if isinstance(change, Ended):
+            return revision < self._epoch
+        known = self._known.get(change.life) if isinstance(change, Gone) else None
+        return known is not None and revision < known.epoch
+
+    def _read_anew(self) -> None:
+        """Read all members after missed changes: how members have gone meanwhile is not known."""
+        roster = self.registry.roster()
+        with self._applying:
+            for life, registered in self._known.copy().items():
+                if life not in roster.members and registered.epoch <= roster.revision:  # else `refresh` was later
+                    self._apply(Gone(life, LOST, "it has gone while this worker saw no changes"))
+            self._take_in(roster)
+            self._since = roster.revision
+
+    def refresh(self) -> None:
+        """Add the members that have joined by now, unless the directory is known not to answer.
+
+        Raises:
+            DirectoryLost: it does not answer.
+        """
+        if self.is_lost:
+            return
+        roster = self.registry.roster()
+        with self._applying:
+            if roster.revision >= self._since:  # else members that are gone meanwhile would return
+                self._take_in(roster)
+
+    def _take_in(self, roster: Roster) -> None:
+        for registered in roster.members.values():
+            self._apply(Came(registered))
+        owned = {name for name, claim in self.claims.items() if claim.life}
+        for name in owned | roster.claims.keys():
+            self._apply(Claimed(name, roster.claims.get(name, Claim("", roster.revision))))
+
+    def _apply(self, change: Change | Claimed) -> None:
+        if isinstance(change, Claimed):
+            known = self.claims.get(change.name)
+            if known is None or known.token < change.claim.token:  # else a later change was applied already
+                self.claims[change.name] = change.claim
+                self.on_claim(change.name)
+            return
+        if isinstance(change, Came):
+            if change.registered.member.incarnation in self._known:
+                return
+            self._known[change.registered.member.incarnation] = change.registered
+        elif isinstance(change, Gone):
+            gone = self._known.pop(change.life, None)
+            if gone is None:
+                return
+            self._gone.add(gone.member.name)
+            if self._me is not None and change.life == self._me.incarnation:
+                self._declared_lost(change.why)
+                return
+        self._on_change(change)
+
+    def _declared_lost(self, why: str) -> None:
+        self._end(
+            f"worker {self._name!r} was declared lost ({why}): it was out of reach, or did not run for long. Start it "
+            "anew",
+            why,
+        )
+
+    def _end(self, over: str, why: str = "") -> None:
+        """End this life once."""
+        if not self._ending.acquire(blocking=False):
+            return
+        self.over = over
+        if self._me is not None:
+            self._on_change(Gone(self._me.incarnation, LOST, why or over))
+
+    @property
+    def _name(self) -> str:
+        return self._me.name if self._me is not None else ""
+
+    def _say_lost(self, why: str, how: str = "") -> None:
+        """Log once that the directory cannot be used, and once that it answers again."""
+        if why and not self.is_lost:
+            log.warning(
+                "telegrad: the directory of the group %s (%s). Workers that know one another go on; those that want to "
+                "join wait",
+                how,
+                why,
+            )
+        elif not why and self.is_lost:
+            log.warning("telegrad: the directory of the group answers again")
+        self.is_lost = bool(why)
+
+    # Leaving
+
+    def leave(self, in_order: bool = True) -> None:
+        """Free the name and the rank. `in_order` is False if the program has ended without shutdown."""
+        me, self._me = self._me, None
+        self._stopped.set()
+        if me is not None and not self.over:
+            self.over = HAS_LEFT
+            ends = f"worker {me.name!r} has left" if self._ends_with(me, in_order) else ""
+            done = threading.Event()
+            run_beside("telegrad-leave", self._leave, me, ends, done)
+            done.wait(PATIENCE)  # if the directory does not answer, the lease expires
+        self.directory.close()  # makes waiting operations raise
+        self._thread.join(PATIENCE)
+        self._renewing.join(PATIENCE)
+        self._store, keeping, self._keeping = None, self._keeping, None
+        if keeping is not None:
+            keeping.leave()
+
+    def _leave(self, me: Member, ends: str, done: threading.Event) -> None:
+        try:
+            with contextlib.suppress(TelegradError, RuntimeError):  # the directory is lost, or was lost with its store
+                if self._store is not None and len(self._known) <= 1:
+                    withdraw(self._store, lambda: len(self.registry.roster().members) > 1)
+                self.registry.leave(me, self._lease, ends)
+        finally:
+            done.set()
+
+    def _ends_with(self, me: Member, in_order: bool) -> bool:
+        """Return True if workers that only serve end when `me` leaves: it has rank 0, or has made the group."""
+        return me.id == 0 and in_order if self._launched else me.id == 0 or self._founded
+
+    def __repr__(self) -> str:
+        state = f"over: {self.over}" if self.over else f"epoch {self._epoch}"
+        return f"<DynamicGroup: {state}; with {listed([member.name for member in self.members()])}>"

@@ -1,0 +1,304 @@
+"""Leaving a group: alone, or together with all other workers. Does the I/O for `shutdown_barrier.py`."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Collection
+from functools import partial
+from math import inf
+from time import monotonic
+
+from telegrad._core.membership.doubts import is_broken
+from telegrad._core.membership.members import Identity, Member, Members, listed
+from telegrad._core.membership.post import Post
+from telegrad._core.membership.shutdown_barrier import (
+    DONE,
+    WAITING,
+    Ask,
+    Entered,
+    Farewell,
+    Leave,
+    Left,
+    Letter,
+    Message,
+    Missing,
+    Quiet,
+    Who,
+)
+from telegrad._core.progress import Wait
+from telegrad.errors import CallTimeout, LeftEarly, PeerError, PeerLost, PeerSilent, ShutDown
+
+BROKEN = 2.0  # seconds for which handshakes with a worker may fail without any message of it
+ASK_AHEAD = 0.2  # seconds to ask the leader before the awaited workers are printed
+FIRST_LOOK, LAST_LOOK = 5e-4, 0.02  # seconds between checks if this worker is quiet, while that is needed
+
+log = logging.getLogger("telegrad")
+
+
+class Leaving:
+    """How a worker leaves a dynamic group: alone, once it has no call in flight."""
+
+    together = False  # True if all workers of the group leave at once
+
+    def __init__(self, post: Post, me: Member) -> None:
+        self._post = post
+        self._me = me
+        self._has_asked = False  # which workers are missing, since they were last printed
+        self._changed = threading.Event()  # wakes the thread in `wait`
+
+    def wait(self, timeout: float, serving: bool) -> None:
+        """Wait until this worker may leave; with `serving`, print nothing meanwhile.
+
+        Raises:
+            CallTimeout: that took longer than `timeout` seconds (0 for no limit).
+        """
+        deadline = monotonic() + timeout if timeout > 0 else inf
+        self._begin()
+        what = "serve" if serving else "shutdown"
+
+        def text() -> str:
+            return f"{self.awaited()} (worker {self._me.name!r} serves meanwhile)"
+
+        with Wait(what, text, self.missing, worker=self._me.name) as wait:
+            pause = FIRST_LOOK
+            while not self._over():
+                left = deadline - monotonic()
+                if left <= 0:
+                    left_it = f"worker {self._me.name!r} has left the group all the same"
+                    raise CallTimeout(f"shutdown waited {timeout:g} s: {self.awaited()}; {left_it}")
+                # A server calls shutdown at once and serves from here until its end: it must not poll then.
+                looks = self.all_leave()
+                if not serving:
+                    left = min(left, self._print(wait))
+                if self._changed.wait(min(left, pause if looks else threading.TIMEOUT_MAX)):
+                    self._changed.clear()
+                    pause = FIRST_LOOK
+                else:
+                    pause = min(1.5 * pause, LAST_LOOK)
+
+    def _print(self, wait: Wait) -> float:
+        """Print the awaited workers if it is time; return the seconds until the next call."""
+        wait.look()
+        ahead = wait.left - ASK_AHEAD
+        if ahead > 0:
+            self._has_asked = False
+            return ahead
+        if not self._has_asked:
+            self._has_asked = True
+            self.ask()
+        return wait.left
+
+    def _begin(self) -> None:
+        """Record that this worker wants to leave."""
+
+    def _over(self) -> bool:
+        """Return True if this worker may leave."""
+        return self._post.idle
+
+    # Any thread may call the following.
+
+    def all_leave(self) -> bool:
+        """Return True if only calls in flight delay the end: no other worker has to call `shutdown`."""
+        return True
+
+    def awaited(self) -> str:
+        """Return what this worker waits for."""
+        return f"calls of worker {self._me.name!r}, or to it, are still under way"
+
+    def missing(self) -> list[str]:
+        """Return the names of the workers that it waits for, as far as they are known."""
+        return []
+
+    def ask(self) -> None:
+        """Ask another worker for the names that `missing` returns, if it knows them."""
+
+    def over(self) -> None:
+        """End the wait, because the group ends: the program that started this worker has ended."""
+
+    def required(self, require: bool | Collection[str | int]) -> list[Member]:
+        """Return the workers that the group must not lose before its end; a dynamic group has no common end.
+
+        Raises:
+            UnknownWorker: one of them is not in the group.
+        """
+        return []
+
+    def check(self, required: list[Member]) -> None:
+        """Raise PeerLost if one of them was lost."""
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {self._me.name!r}>"
+
+
+class LeavingTogether(Leaving):
+    """How a worker leaves a group of fixed size: with all others, once nothing is in flight in it."""
+
+    together = True
+
+    def __init__(self, post: Post, me: Member, members: Members) -> None:
+        super().__init__(post, me)
+        self._members = members
+        self._lock = threading.Lock()  # guards _farewell, _letters and _is_sending
+        self._letters: deque[Letter] = deque()  # to send, in the order of their decisions
+        self._is_sending = False  # a thread sends them
+        self._farewell = Farewell(me.id, {member.id for member in members})
+        self._broken: dict[int, float] = {}  # by rank: when its handshakes began to fail; without the lock
+        self._stories: dict[int, str] = {}  # of workers that left early or died; each added once, by setdefault
+        for message in (Entered, Ask, Quiet, Leave, Left, Who, Missing):
+            post.on(message, self._on_message)
+        post.lost.append(self._on_lost)
+
+    def _begin(self) -> None:
+        self._act(lambda: self._farewell.enter(self._post.started if self._post.idle else None))
+
+    def _over(self) -> bool:
+        self._answer()
+        with self._lock:
+            return self._farewell.state == DONE
+
+    def all_leave(self) -> bool:
+        with self._lock:
+            return self._farewell.asked
+
+    def _answer(self) -> None:
+        """Answer the leader's question, if any, once this worker is quiet."""
+        while self.all_leave() and self._post.idle:
+            # Check again under the lock: the report must be newer than the question.
+            self._act(lambda: self._farewell.quiet(self._post.started) if self._post.idle else [])
+
+    def went_on(self, ids: set[int]) -> None:
+        """Remove workers that are in another generation of their group."""
+        for id_ in ids:
+            self._act(partial(self._farewell.lost, id_, False))
+        self._changed.set()
+
+    def ask(self) -> None:
+        self._act(self._farewell.ask_who)
+
+    def over(self) -> None:
+        self._act(self._farewell.over)
+        self._changed.set()
+
+    def missing(self) -> list[str]:
+        absent, busy = self._waited_for()
+        return absent or busy
+
+    def awaited(self) -> str:
+        absent, busy = self._waited_for()
+        if absent:
+            return f"{_quoted(absent)} did not call shutdown"
+        if busy:
+            return f"calls are under way on {_quoted(busy)}, or no answer comes"
+        return "the others have not called shutdown, or calls are under way"
+
+    def _waited_for(self) -> tuple[list[str], list[str]]:
+        """Return the names of the workers that have not called shutdown, and of those with calls in flight."""
+        with self._lock:
+            absent, busy = sorted(self._farewell.missing), sorted(self._farewell.busy)
+        return [self._members.find(id_).name for id_ in absent], [self._members.find(id_).name for id_ in busy]
+
+    def required(self, require: bool | Collection[str | int]) -> list[Member]:
+        return list(self._members) if require is True else [self._members.find(to) for to in require or ()]
+
+    def check(self, required: list[Member]) -> None:
+        with self._lock:
+            lost = set(self._farewell.lost_ones)
+        missed = [member for member in required if member.id in lost]
+        if missed:
+            how = "; ".join(self._stories.get(member.id, f"worker {member.name!r} was lost") for member in missed)
+            raise PeerLost(f"the group has ended without a worker that shutdown requires: {how}")
+
+    # Events
+
+    def _act(self, event: Callable[[], list[Letter]]) -> None:
+        """Pass an event to the barrier and send its messages, unless another thread is already sending.
+
+        Messages are sent in the order in which they were decided. If a slow thread sent one after the other worker had
+        left, that would open a connection, and its failure would look like the death of that worker.
+        """
+        with self._lock:
+            self._letters.extend(event())
+            letter = None if self._is_sending else self._next_letter()
+        while letter is not None:
+            to, message = letter
+            try:
+                self._post.notify(to, message)
+            except PeerError:
+                log.debug("telegrad: %r has gone already", to)
+            except BaseException:  # such as Ctrl-C
+                with self._lock:
+                    self._is_sending = False
+                raise
+            with self._lock:
+                letter = self._next_letter()
+
+    def _next_letter(self) -> Letter | None:
+        """Return the next message to send. After None, this thread must not send. Call it with the lock held."""
+        self._is_sending = bool(self._letters)
+        return self._letters.popleft() if self._is_sending else None
+
+    def _on_message(self, sender: Identity, message: Message) -> None:
+        self._broken.pop(sender.id, None)
+        self._act(lambda: self._farewell.receive(sender.id, message))
+        self._answer()
+        self._wake()
+
+    def _on_lost(self, who: Identity, reason: PeerError) -> None:
+        if isinstance(reason.__cause__, PeerSilent):
+            reason = reason.__cause__
+        if isinstance(reason, ShutDown) and reason._ends_group:
+            self.over()
+        elif not isinstance(reason, PeerLost) or isinstance(reason, PeerSilent):
+            inside = self._farewell.inside
+            may_live = _may_live(reason, inside)  # then the membership probes the worker, and reports the result
+            # A proxy may accept connections for a worker that has died.
+            if not may_live or (inside and monotonic() > self._broken.setdefault(who.id, monotonic()) + BROKEN):
+                self.lose(who, reason)
+        else:
+            self._act(lambda: self._farewell.remind(who.id))
+
+    def lose(self, who: Identity, reason: PeerError) -> None:
+        """Remove a worker that has died or left: the barrier does not wait for it."""
+        died = isinstance(reason, LeftEarly) or not isinstance(reason, ShutDown)
+        if died:
+            early = isinstance(reason, LeftEarly)
+            self._tell_story(who, str(reason) if early else f"worker {who.name!r} was lost ({reason})")
+        self._act(lambda: self._farewell.lost(who.id, died))
+        self._wake()
+
+    def remind(self, member: Member) -> None:
+        """Resend what may have been lost with the connection of a worker that answers again."""
+        self._act(lambda: self._farewell.remind(member.id))
+
+    def _tell_story(self, who: Identity, story: str) -> None:
+        """Record and log why a worker will not take part in the barrier."""
+        with self._lock:
+            waiting = self._farewell.state == WAITING
+        if waiting:
+            self._stories.setdefault(who.id, story)
+            self._post.warn_lost(who, f"{story}. Its group goes on, and will shut down, without it")
+
+    def _wake(self) -> None:
+        """Wake the thread in `wait` if its condition may have changed."""
+        with self._lock:
+            seen = self._farewell.asked or self._farewell.state == DONE
+        if seen:
+            self._changed.set()
+
+    def __repr__(self) -> str:
+        return f"<LeavingTogether: {self._me.name!r} in {self._farewell!r}>"
+
+
+def _may_live(reason: PeerError, inside: bool) -> bool:
+    """Return True if an unreachable worker may be alive, because no connection was refused.
+
+    `inside` shutdown, a worker is not awaited if its handshake timed out, or if another worker has its address.
+    """
+    cause = reason.__cause__
+    return is_broken(reason) and (not inside or (isinstance(cause, OSError) and not isinstance(cause, TimeoutError)))
+
+
+def _quoted(names: list[str]) -> str:
+    return listed([repr(name) for name in names])

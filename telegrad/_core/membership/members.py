@@ -1,0 +1,232 @@
+"""The members of a group, and their addresses.
+
+Three types describe a worker, for different uses:
+
+    Member      all that it publishes about itself: its addresses, its host, its devices
+    Identity    the part that distinguishes it from all others, including earlier and later owners of its name;
+                messages, references and contexts store this
+    WorkerInfo  what users see: a name and a rank, which another worker may have later, and its role
+
+A worker that joins with only a role has no name yet: it gets a name from its role and a number (`named`).
+
+Related types describe connections: a `Claim` is what a worker claims in the handshake, before it is authenticated; a
+`Peer` holds the calls from here to a worker, and a `Caller` those from a worker to here.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Collection, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from telegrad._core.checks import shown
+from telegrad._core.devices.device_maps import Devices
+from telegrad._core.hints import did_you_mean
+from telegrad.errors import InvalidName, UnknownWorker, WorkerTaken
+
+if TYPE_CHECKING:
+    from typing import Self
+
+LONGEST_NAME = 127
+LONGEST_ROLE = 120  # a number after it makes a name
+SHOWN = 16  # names in a message
+_NAME = re.compile(r"[A-Za-z0-9_:-]+")
+
+
+class Identity(NamedTuple):
+    """One worker, distinct from earlier and later workers with the same name."""
+
+    name: str
+    id: int
+    incarnation: str
+
+
+class Member(NamedTuple):
+    """The information that a worker publishes about itself."""
+
+    name: str
+    id: int
+    incarnation: str  # distinguishes a restarted worker from its earlier life
+    program: str  # equal if the main programs are equal
+    host: str  # equal if the kernel and the network are the same
+    unix: str  # the name of its Unix socket, or empty
+    tcp: tuple[str, int]
+    devices: Devices = Devices()
+    role: str = ""
+
+    def to_json(self) -> str:
+        return json.dumps(self)
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Member:
+        return cls.of(json.loads(text))
+
+    @classmethod
+    def of(cls, told: list[Any]) -> Member:
+        """Return a member from JSON. Later versions may append fields."""
+        name, id_, incarnation, program, host, unix, (address, port), (count, maps, allowed), role, *_ = told
+        devices = Devices(count, maps, tuple(allowed))
+        return cls(name, id_, incarnation, program, host, unix, (address, port), devices, role)
+
+    @property
+    def identity(self) -> Identity:
+        return Identity(self.name, self.id, self.incarnation)
+
+    def __str__(self) -> str:
+        address, port = self.tcp
+        name = repr(self.name) if self.name else f"one of role {self.role!r}"
+        rank = f"rank {self.id}" if self.id >= 0 else "no rank yet"
+        return f"{name} ({rank}, at {f'[{address}]' if ':' in address else address}:{port})"
+
+
+class _NameAndId(NamedTuple):
+    name: str
+    id: int
+
+
+class WorkerInfo(_NameAndId):
+    """Names a worker of the group. It comes from `get_worker_info`, and calls accept it. A pair with a `role`.
+
+    Example:
+        >>> name, rank = rpc.get_worker_info("worker1")
+        >>> name, rank
+        ('worker1', 2)
+    """
+
+    role: str = ""
+
+    def __new__(cls, name: str, id: int, role: str = "") -> Self:  # noqa: A002 - its name in the API
+        check_name(name)
+        made = super().__new__(cls, name, id)
+        if role:
+            made.role = role
+        return made
+
+    def __repr__(self) -> str:
+        role = f", role={self.role!r}" if self.role else ""
+        return f"WorkerInfo(name={self.name!r}, id={self.id!r}{role})"
+
+
+class View(NamedTuple):
+    """The present workers by rank. Two views of one worker with the same version are equal."""
+
+    version: int
+    workers: tuple[WorkerInfo, ...]
+
+
+def info(member: Member) -> WorkerInfo:
+    """Return the information about a member that users see."""
+    return WorkerInfo(member.name, member.id, member.role)
+
+
+def named(members: Iterable[Member]) -> list[Member]:
+    """Return the members by rank; members without a name get their role and a number: 0, 1, ... within each role."""
+    by_rank = sorted(members, key=lambda member: member.id)
+    taken = {member.name for member in by_rank}
+    numbers = {member.role: itertools.count() for member in by_rank}
+    return [each if each.name else each._replace(name=_free(each.role, numbers[each.role], taken)) for each in by_rank]
+
+
+def _free(role: str, numbers: Iterator[int], taken: Collection[str]) -> str:
+    return next(name for number in numbers if (name := f"{role}{number}") not in taken)
+
+
+class Members:
+    """A table of members by name and by rank. Iteration is by rank."""
+
+    def __init__(self, members: Iterable[Member] = ()) -> None:
+        self._by_id: dict[int, Member] = {}
+        self._by_name: dict[str, Member] = {}
+        for member in members:
+            self.add(member)
+
+    def add(self, member: Member) -> None:
+        """Add a member.
+
+        Raises:
+            WorkerTaken: another has its name or its rank.
+        """
+        other = self._by_name.get(member.name) or self._by_id.get(member.id)
+        if other is not None:
+            raise WorkerTaken(
+                f"{member} cannot join: its name or its rank is not unique, {other} has it; give each worker its own"
+            )
+        self._by_id[member.id] = self._by_name[member.name] = member
+
+    def find(self, to: str | int) -> Member:
+        """Return the member with that name or rank.
+
+        Raises:
+            UnknownWorker: there is none.
+        """
+        member = self._by_name.get(to) if isinstance(to, str) else self._by_id.get(to)
+        if member is None:
+            raise unknown(to, [each.name for each in self])
+        return member
+
+    def __iter__(self) -> Iterator[Member]:
+        return iter([self._by_id[id_] for id_ in sorted(self._by_id)])
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def __repr__(self) -> str:
+        return f"<Members: {listed([member.name for member in self])}>"
+
+
+def unknown(to: str | int, names: list[str], advice: str = "", gone: Collection[str] = ()) -> UnknownWorker:
+    """Return the error for a missing worker, with the known names and similar ones.
+
+    `gone`: names of workers that were there.
+    """
+    what = f"is named {shown(to)}" if isinstance(to, str) else f"has rank {shown(to)}"
+    if to in gone:
+        meant = " any more: that worker has left, or was lost."
+    else:
+        meant = (did_you_mean(to, names) if isinstance(to, str) and len(to) <= LONGEST_NAME else "") or "."
+    return UnknownWorker(
+        f"could not find destination: no worker {what}{meant} The group has: {listed(names)}. "
+        f"Give the name or the rank that the worker was started with; it must have joined before it is called{advice}"
+    )
+
+
+def listed(names: list[str]) -> str:
+    """Return the first SHOWN names as text."""
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more or "nobody"
+
+
+def check_role(role: str) -> None:
+    """Raise InvalidName if `role` is not a valid role of a worker; "" means no role."""
+    if role != "" and not (isinstance(role, str) and _NAME.fullmatch(role) and len(role) <= LONGEST_ROLE):
+        raise InvalidName(
+            f"{shown(role)} cannot be a worker's role: a role has letters, digits, _, : and -, and at most "
+            f"{LONGEST_ROLE} of them"
+        )
+
+
+def check_name(name: str) -> None:
+    """Raise InvalidName if `name` is not a valid name of a worker."""
+    if not isinstance(name, str) or not _NAME.fullmatch(name) or len(name) > LONGEST_NAME:
+        raise InvalidName(
+            f"{shown(name)} cannot be a worker's name. Worker name must match [A-Za-z0-9_:-]*, must be non-empty and "
+            f"shorter than {LONGEST_NAME + 1} characters"
+        )
+
+
+def missing_names(names: Collection[str], wanted: int | Collection[str]) -> list[str]:
+    """Return the wanted names that are not among `names`."""
+    return [] if isinstance(wanted, int) else [name for name in wanted if name not in names]
+
+
+def describe_missing(names: Collection[str], wanted: int | Collection[str], role: str = "") -> str:
+    """Return which of the wanted workers are missing, as a text; "" for none."""
+    there = ", ".join(sorted(names))
+    if isinstance(wanted, int):
+        of_role = f" of role {role!r}" if role else ""
+        few = f"there are {len(names)} workers{of_role}, not {wanted}: {there or 'none'}"
+        return "" if len(names) >= wanted else few
+    absent = ", ".join(map(repr, missing_names(names, wanted)))
+    return f"{absent} not there; there are {there}" if absent else ""

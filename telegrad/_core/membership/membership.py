@@ -1,0 +1,425 @@
+"""The members of the group, as one worker sees them, and callbacks for changes.
+
+A worker detects the end of another one by its connections. When a connection breaks, it probes the other worker, which
+may still be alive.
+
+In a dynamic group, only the directory decides joins and departures (`dynamic.py`). If the kernel of a member's host
+refuses connections to its port, the worker asks the directory to remove the member, and waits for the result: the
+member may have left normally. Only if the directory does not answer, the worker removes the member from its own view. A
+silent or unreachable member may be alive, and reachable for others: the directory decides, when the lease of that
+member ends. Each worker keeps a connection to the next one by rank, so some worker notices at once when a process dies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from time import monotonic
+from typing import Any, NamedTuple
+
+from telegrad._core.membership.callbacks import Teller
+from telegrad._core.membership.doubts import Doubt, Knocks, is_broken, remember
+from telegrad._core.membership.dynamic import UNUSABLE, DynamicGroup
+from telegrad._core.membership.members import (
+    Identity,
+    Member,
+    Members,
+    View,
+    WorkerInfo,
+    describe_missing,
+    info,
+    missing_names,
+)
+from telegrad._core.membership.post import Post
+from telegrad._core.membership.registry import LEFT, LOST, Came, Change, Gone
+from telegrad._core.progress import Wait
+from telegrad._core.threads import Background, results
+from telegrad.errors import CallTimeout, LeftEarly, PeerError, PeerLost, PeerSilent, ShutDown, TelegradError
+
+LOOK = 0.25  # seconds between two polls while waiting
+AGAIN = 1.0  # seconds until the retry after a failed probe
+PATIENCE = 2.0  # seconds for the probing thread to end
+
+log = logging.getLogger("telegrad")
+
+
+class Greeting(NamedTuple):
+    """An empty message. The connection that carries it will report the receiver's end."""
+
+
+class ServeState:
+    """Decides when a worker that only serves a dynamic group ends.
+
+    It ends with the group, or when a required worker is lost. That includes itself, because no worker calls one that
+    was declared lost. The lock of its membership guards all but `ended`.
+    """
+
+    def __init__(self, me: Member) -> None:
+        self._me = me
+        self.ended = threading.Event()  # this worker no longer serves
+        self.missed: Member | None = None  # a required member that was lost; set once, before `ended`
+        self._only_serves = False
+        self._required: Sequence[Member] = ()
+
+    @property
+    def leaves(self) -> bool:
+        """Return True if this worker only served, and no longer does."""
+        return self._only_serves and self.ended.is_set()
+
+    def begin(self, required: Sequence[Member], gone: Mapping[str, str]) -> None:
+        """Only serve from now on; `gone` maps the incarnations of former members to how they went."""
+        self._required, self._only_serves = required, True
+        for member in required:
+            self.miss(member, gone.get(member.incarnation, ""))
+
+    def miss(self, member: Member, how: str) -> None:
+        """Record that a member is gone, which may be required."""
+        required = member.incarnation == self._me.incarnation or member.name in {each.name for each in self._required}
+        if how == LOST and required and self.missed is None:
+            self.missed = member
+            self.ended.set()
+
+
+class Membership:
+    """The members that this worker knows."""
+
+    def __init__(
+        self,
+        post: Post,
+        me: Member,
+        directory: Members | DynamicGroup,
+        entered: Callable[[], None],
+    ) -> None:
+        """`entered` is called first on the thread that calls users' callbacks."""
+        self._post = post
+        self._me = me
+        self._group = directory if isinstance(directory, DynamicGroup) else None
+        self.none_joins = "nobody joins a group of fixed size once it has formed"  # for messages about such groups
+        self._teller = Teller(entered)
+        # Guards all below up to _closed, which is also read without it, like _view.
+        self._changed = threading.Condition()
+        present = directory if isinstance(directory, Members) else directory.members()
+        self._present = {member.incarnation: member for member in present}
+        self._view: View | None = None  # of the present members, created on demand
+        self._version = 0  # of the view
+        # called under the lock with each gone member; may only record it
+        self.gone: list[Callable[[Member], None]] = []
+        self.answered: list[Callable[[Member], None]] = []  # called with a doubted worker each time that it answers
+        self.on_dead: Callable[[Identity, PeerError], None] = lambda *_: None  # called if no directory decides that
+        self._doubts: list[Doubt] = []
+        self._knocks = Knocks()  # used only by the probing thread
+        self._gone: dict[str, str] = {}  # how former members went, by incarnation
+        self._lost_unseen: dict[str, PeerError] = {}  # by the incarnations of workers not seen in the directory yet
+        self._parted: set[str] = set()  # the incarnations of workers that announced their shutdown
+        self._next = ""  # the incarnation of the next member by rank, to which this worker keeps a connection
+        self._closed = False
+        self.on_declared_lost: Callable[[], None] = lambda: None  # called when this worker is out of the group
+        self.serving = ServeState(me)
+        self._wake = threading.Event()
+        self._watch = Background("telegrad-watch", self._main)
+        post.on(Greeting, lambda *_: None)
+        post.lost.append(self._on_lost)
+
+    def begin(self) -> None:
+        """Start watching; this worker has joined."""
+        if self._group is not None:
+            self._group.begin(self._apply, lambda: self._post.stands_for)
+            self._watch_next()
+
+    def present(self) -> list[Member]:
+        """Return all members, by rank."""
+        with self._changed:
+            return sorted(self._present.values(), key=lambda member: member.id)
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._teller.close()
+        self._wake.set()
+        self._watch.join(PATIENCE)
+
+    # For users
+
+    def workers(self) -> list[WorkerInfo]:
+        """Return the present workers, by rank."""
+        self.refresh()
+        return list(self.view().workers)
+
+    def view(self) -> View:
+        """Return the workers known since the last refresh or change."""
+        view = self._view
+        if view is None:
+            with self._changed:
+                present = sorted(self._present.values(), key=lambda member: member.id)
+                view = self._view = View(self._version, tuple(map(info, present)))
+        return view
+
+    @property
+    def is_fixed(self) -> bool:
+        return self._group is None
+
+    def refresh(self) -> None:
+        """Read the present members of a dynamic group. Without an answer of its directory, the known members stay."""
+        if self._group is not None and not (self._group.over or self._group.is_lost):
+            with contextlib.suppress(*UNUSABLE):
+                self._group.refresh()
+
+    def wait_for(self, wanted: int | Collection[str], timeout: float, role: str = "") -> list[WorkerInfo]:
+        """Wait until as many workers as wanted (of that role if given), or those with the wanted names, are present.
+
+        Raises:
+            CallTimeout: they did not join in time.
+            PeerLost: they cannot join any more.
+        """
+        until = monotonic() + timeout if timeout > 0 else float("inf")
+        self.refresh()
+        with Wait(
+            "wait_for_workers",
+            lambda: f"wait_for_workers: {self._lack(wanted, role)}",
+            lambda: missing_names(self._names(), wanted),
+            worker=self._me.name,
+        ) as wait:
+            while few := self._lack(wanted, role):
+                if self._group is None or self._group.over:
+                    raise PeerLost(f"wait_for_workers waits in vain: {few}; {self._why_none_joins()}")
+                left = until - monotonic()
+                if left <= 0:
+                    raise CallTimeout(f"wait_for_workers: after {timeout:g} s {few}")
+                wait.look()
+                with self._changed:
+                    self._changed.wait(min(left, LOOK))
+        return self.workers()
+
+    def wait_for_end(self, required: list[Member]) -> None:
+        """Wait until a dynamic group ends, this worker must stop serving, or a required worker dies."""
+        with self._changed:
+            self.serving.begin(required, self._gone)
+        self._greet(required)
+        self.serving.ended.wait()
+
+    def _names(self, role: str = "") -> set[str]:
+        with self._changed:
+            return {member.name for member in self._present.values() if role in ("", member.role)}
+
+    def _lack(self, wanted: int | Collection[str], role: str) -> str:
+        return describe_missing(self._names(role if isinstance(wanted, int) else ""), wanted, role)
+
+    def _why_none_joins(self) -> str:
+        return self._group.over if self._group is not None else self.none_joins
+
+    def on_join(self, callback: Callable[[WorkerInfo], Any]) -> None:
+        """Call `callback` with each other worker: the present ones now, later ones when they join."""
+        self._teller.begin()
+        with self._changed:
+            self._teller.of_joins.append(callback)
+            for member in self._others():
+                self._teller.tell(callback, info(member))
+
+    def on_leave(self, callback: Callable[[WorkerInfo, str], Any]) -> None:
+        """Call `callback` with each worker that goes, and with "left" or "lost"."""
+        self._hear_of_ends(self._teller.of_ends, callback)
+
+    def on_lost(self, callback: Callable[[WorkerInfo, Exception], Any]) -> None:
+        """Call `callback` with each worker that is lost, and with the reason."""
+        self._hear_of_ends(self._teller.of_losses, callback)
+
+    def _hear_of_ends(self, told: list[Any], callback: Callable[..., Any]) -> None:
+        self._teller.begin()
+        with self._changed:
+            told.append(callback)
+        self.greet()
+
+    def _others(self) -> list[Member]:
+        return [member for member in self._present.values() if member.incarnation != self._me.incarnation]
+
+    def greet(self) -> None:
+        """Open connections to all others, whose ends report the end of a worker."""
+        with self._changed:
+            others = self._others()
+        self._greet(others)
+
+    def _greet(self, members: list[Member]) -> None:
+        for member in members:
+            with contextlib.suppress(TelegradError):  # gone, which will be noticed; or this worker cannot call it
+                self._post.notify(member.name, Greeting())
+
+    # Events
+
+    def _on_lost(self, who: Identity, reason: PeerError) -> None:
+        """Process the end of a connection, or a failure to connect."""
+        if isinstance(reason.__cause__, PeerSilent):
+            reason = reason.__cause__
+        with self._changed:
+            member = self._present.get(who.incarnation)
+            if member is None and who.incarnation not in self._gone:
+                remember(self._lost_unseen, who.incarnation, reason)
+            if member is None or self._closed:
+                return
+            if parted := isinstance(reason, ShutDown):
+                self._parted.add(who.incarnation)
+            if self._group is not None and isinstance(reason, PeerSilent):
+                return  # its lease decides
+            if is_broken(reason) and any(doubt.who is member for doubt in self._doubts):
+                return  # it is probed again anyway, and each answer may cause one more such connection
+            if not parted:
+                self._doubts.append(Doubt(member, reason, monotonic(), monotonic()))
+            elif self._group is None:
+                self._take_out(member, reason if isinstance(reason, LeftEarly) else None)
+        if not parted:
+            self._watch.want()
+        self._wake.set()
+
+    def _take_out(self, member: Member, lost: PeerError | None) -> None:
+        """Remove a member; without a reason of its loss, it has left. Call it with the lock held."""
+        if self._present.pop(member.incarnation, None) is not None:
+            how = LOST if lost else LEFT
+            self.serving.miss(member, how)
+            self._parted.discard(member.incarnation)
+            remember(self._gone, member.incarnation, how)
+            self._new_version()
+            list(results(self.gone, member))
+            self._teller.gone(member, lost)
+            self._changed.notify_all()
+
+    def _new_version(self) -> None:
+        self._version += 1
+        self._view = None
+
+    def _take_in(self, member: Member) -> None:
+        """Add a member, which may have been called and lost before it was seen here. Call it with the lock held."""
+        self._present[member.incarnation] = member
+        if (reason := self._lost_unseen.pop(member.incarnation, None)) is not None:
+            self._parted |= {member.incarnation} if isinstance(reason, ShutDown) else set()
+            if not isinstance(reason, PeerSilent):  # its lease decides
+                self._doubts.append(Doubt(member, reason, monotonic(), monotonic()))
+        self._new_version()
+        if member.incarnation != self._me.incarnation:
+            self._teller.come(member)
+        self._changed.notify_all()
+
+    # The probing thread
+
+    def _main(self) -> None:
+        while not (self._closed or self._post.closed):
+            try:
+                pause = self._settle_doubts()
+            except Exception:
+                log.exception("telegrad: the watch of the group's members failed")
+                pause = AGAIN
+            self._wake.wait(pause)
+            self._wake.clear()
+        self._knocks.close()
+
+    def _settle_doubts(self) -> float | None:
+        """Probe the doubted workers; return the seconds until the next time, or None without doubts."""
+        with self._changed:
+            now = monotonic()
+            due = [doubt for doubt in self._doubts if doubt.due <= now]
+            self._doubts = [doubt for doubt in self._doubts if doubt.due > now]
+        for doubt in due:
+            self._knocks.begin(doubt)
+        for doubt, answer in self._knocks.answers():
+            left = [doubt._replace(due=monotonic() + 2 * AGAIN)]  # if `_settle` raises, the next call tries again
+            try:
+                left = self._settle(doubt, answer)
+            finally:
+                with self._changed:
+                    self._doubts += left
+            if answer:
+                for told in self.answered:
+                    told(doubt.who)
+        if self._knocks:
+            return 0.0
+        return min((max(0.0, min(doubt.due - monotonic(), LOOK)) for doubt in self._doubts), default=None)
+
+    def _settle(self, doubt: Doubt, answer: bool | None) -> list[Doubt]:
+        """Act on the answer to a probe; return what is still in doubt."""
+        fate = doubt.after(answer, monotonic())
+        if isinstance(fate, Doubt):
+            return [fate]
+        if answer is False and self._group is not None:
+            why = f"worker {self._me.name!r} found that nobody listens at its address"
+            self._group.declare_lost(doubt.who, why, partial(self._find_dead, doubt))
+        elif fate and self._group is None:
+            self._find_dead(doubt)
+        elif self._hears_of_end(doubt.who):  # it may be alive: connect, to notice its next end
+            self._greet([doubt.who])
+        return []
+
+    def _find_dead(self, doubt: Doubt) -> None:
+        """Remove a worker that does not answer, if no directory decides."""
+        who = doubt.who
+        how = self._gone.get(who.incarnation, LEFT if who.incarnation in self._parted else LOST)
+        if self._closed:
+            return
+        if how == LOST:
+            self._post.warn_lost(who.identity, f"worker {who.name!r} was lost: it does not answer any more")
+        with self._changed:
+            self._take_out(who, doubt.why if how == LOST else None)
+        if how == LOST:
+            self.on_dead(who.identity, doubt.why)
+
+    def _hears_of_end(self, member: Member) -> bool:
+        """Return True if this worker must keep a connection to a member, to notice its end."""
+        return self._teller.hears_of_ends or member.incarnation == self._next
+
+    def _watch_next(self) -> None:
+        """Keep a connection to the next member of a dynamic group by rank."""
+        with self._changed:
+            others = self._others()
+            after = [member for member in others if member.id > self._me.id]
+            found = min(after or others, key=lambda member: member.id, default=None)
+            is_new = found is not None and found.incarnation != self._next
+            self._next = found.incarnation if found is not None else ""
+        if found is not None and is_new:
+            self._greet([found])
+
+    # Changes in the directory of a dynamic group
+
+    def _apply(self, change: Change) -> None:
+        """Apply a change. Runs on the thread that watches the directory."""
+        if isinstance(change, Came):
+            member = change.registered.member
+            with self._changed:
+                if member.incarnation in self._gone:
+                    return
+                self._take_in(member)
+                is_doubted = bool(self._doubts)
+            if is_doubted:  # it was lost before it was seen here
+                self._watch.want()
+                self._wake.set()
+            if self._teller.hears_of_ends:
+                self._greet([member])
+        elif isinstance(change, Gone):
+            self._note_gone(change)
+        else:
+            log.info("telegrad: the group has ended for those who only serve: %s", change.why)
+            self.serving.ended.set()
+        assert self._group is not None
+        self._watch_next()
+        self._post.forget_names([member.incarnation for member in self._group.members()])
+
+    def _note_gone(self, change: Gone) -> None:
+        with self._changed:
+            member = self._present.get(change.life)
+            if member is None:
+                return
+            is_lost = change.how == LOST and change.life not in self._parted
+            reason = PeerLost(f"worker {member.name!r} was lost: {change.why}") if is_lost else None
+            self._take_out(member, reason)
+        if reason is None:
+            return
+        if member.incarnation == self._me.incarnation:
+            assert self._group is not None
+            log.warning("telegrad: %s", self._group.over)
+            self.on_declared_lost()
+        else:
+            self._post.warn_lost(member.identity, str(reason))
+            self._post.cut(member.identity, reason)
+
+    def __repr__(self) -> str:
+        return f"<Membership of {self._me.name!r}: {len(self._present)} present{', closed' * self._closed}>"

@@ -1,0 +1,366 @@
+"""The members of a dynamic group in its directory.
+
+    group                the identity of the group; the first worker writes it
+    name/NAME            LIFE of the member that has this name
+    rank/RANK            LIFE of the member that has this rank
+    live/member/LIFE     what a member publishes about itself
+    live/published/NAME  LIFE of the member that owns the value published under this name
+    live/ended           why members that only serve must end; written for each such end, and deleted at once
+
+All members watch only the keys below `live/`: with each watched key, a start of n workers costs n * n events. LIFE is
+the member's incarnation, which no other process ever has. The three keys of a member have its lease. They are deleted
+together, and others can claim the name and the rank as soon as the lease has ended. The revision that created
+`live/member/LIFE` is the member's epoch: of two workers with the same name, the later one has the higher epoch.
+
+A member that leaves normally writes LEFT into `live/member/LIFE` before it revokes its lease. A member that finds
+another one dead writes LOST there, with the reason, and revokes that lease. So each watcher sees how a member has gone.
+A lease that ends without either was not renewed in time, which is a loss, too. A member that sees the end of its own
+life must end, because another may have its name already.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import random
+import secrets
+from collections.abc import Callable, Collection
+from time import monotonic
+from typing import Any, NamedTuple
+
+from telegrad._core.directory.protocol import ABSENT, Compacted, Directory, Entry, Lease, LeaseLost
+from telegrad._core.membership.members import Member
+from telegrad.errors import RendezvousError, WorkerTaken
+
+WATCHED = "live/"
+MEMBERS, PUBLISHED, ENDED = f"{WATCHED}member/", f"{WATCHED}published/", f"{WATCHED}ended"
+MOST_RANKS = 1 << 16
+NEAR = 8  # numbers tried in sequence before some are skipped
+LEFT, LOST = "left", "lost"
+OVERTIME = 5.0  # seconds, in addition to one ttl, for the lease of an unreachable member to end
+LOOK = 1.0  # seconds between two checks if it is reachable
+EXPIRED = "it did not renew its lease in time"
+
+IsAlive = Callable[[Member], bool | None]  # None: unknown
+
+
+class LifeOver(RendezvousError):
+    """Others may have seen this incarnation join and go, and refuse it: it cannot join any more."""
+
+
+class Registered(NamedTuple):
+    """A member and the epoch of its life."""
+
+    member: Member
+    epoch: int
+
+
+class Claim(NamedTuple):
+    """The owner of a published value. Of two claims to one name, the later one has the higher token."""
+
+    life: str  # of the owner; empty without an owner
+    token: int  # the fencing token: the revision that created the key; without an owner, the one that deleted it
+
+
+class Came(NamedTuple):
+    """A worker has joined."""
+
+    registered: Registered
+
+
+class Gone(NamedTuple):
+    """A member has left (LEFT), or was lost (LOST)."""
+
+    life: str
+    how: str
+    why: str
+
+
+class Ended(NamedTuple):
+    """The group has ended."""
+
+    why: str
+
+
+class Claimed(NamedTuple):
+    """A published value has another owner, or none."""
+
+    name: str
+    claim: Claim
+
+
+Change = Came | Gone | Ended
+
+
+class Roster(NamedTuple):
+    """The members at one revision, and the owners of published values."""
+
+    revision: int  # to watch from
+    members: dict[str, Registered]  # by life
+    claims: dict[str, Claim]  # by the names of the values
+
+
+class Registry:
+    """One client's view of a group in a directory. Thread-safe."""
+
+    def __init__(self, directory: Directory, group: str, clock: Callable[[], float] = monotonic) -> None:
+        """`group` is the prefix of the group's keys; several groups may share a directory.
+
+        `clock` is the clock of the lease ends that `directory` returns.
+        """
+        self._directory, self._clock = directory, clock
+        self._prefix = group
+
+    # Joining and leaving
+
+    def identify(self) -> tuple[str, bool]:
+        """Return the identity of the group that meets here, and True if this call created it."""
+        mine = secrets.token_hex(16)
+        swap = self._directory.swap(self._key("group"), mine.encode())
+        assert swap.entry is not None
+        return swap.entry.value.decode(), swap.done
+
+    def reserve(self, me: Member, lease: Lease, is_alive: IsAlive, known: Collection[Member] = ()) -> Member:
+        """Claim a name and a rank under a lease; return the member with them, ready for `publish`.
+
+        A member without a rank (-1) gets the lowest free one from 1 on; rank 0 is for a worker that requests it. A
+        member with a role and no name gets its role and the lowest number that makes a free name. If many workers join
+        at once, the number may be slightly higher. Names and ranks of the `known` members are not tried.
+
+        Raises:
+            WorkerTaken: a member that is alive has the name or the rank.
+            RendezvousError: all ranks are taken.
+            LeaseLost: the lease ended meanwhile.
+            DirectoryLost: the outcome is unknown; the end of the lease undoes the claims.
+        """
+        if me.id >= 0:
+            self._claim(f"rank/{me.id}", f"rank {me.id}", me, lease, is_alive)
+        else:
+            ranks = {f"rank/{member.id}" for member in known}
+            me = me._replace(id=self._claim_free("rank/", 1, ranks, me, lease))
+        if me.name:
+            self._claim(f"name/{me.name}", f"name {me.name!r}", me, lease, is_alive)
+        else:
+            names = {f"name/{member.name}" for member in known}
+            me = me._replace(name=f"{me.role}{self._claim_free(f'name/{me.role}', 0, names, me, lease)}")
+        return me
+
+    def publish(self, me: Member, lease: Lease) -> Registered:
+        """Publish a member, which completes its join.
+
+        Raises:
+            LeaseLost: the lease has ended, or another worker has ended it.
+            DirectoryLost: the outcome is unknown; another call finds it out.
+        """
+        swap = self._directory.swap(self._key(f"{MEMBERS}{me.incarnation}"), me.to_json().encode(), ABSENT, lease)
+        if swap.entry is None or swap.entry.lease != lease.id or _departure(swap.entry.value) is not None:
+            raise LeaseLost("another worker has claimed the name or the rank meanwhile, or an earlier lease has it")
+        return Registered(me, swap.entry.created)
+
+    def leave(self, me: Member, lease: Lease, ends: str = "") -> bool:
+        """Leave normally, and free the name and the rank. Return False if the member was out before.
+
+        With the reason `ends`, the group ends with this member, unless it was out before.
+        """
+        marked = self._mark(me.incarnation, LEFT, "")
+        if marked is not None and ends:
+            self.end(ends)
+        self._directory.revoke(lease)
+        return marked is not None
+
+    def declare_lost(self, life: str, why: str) -> bool:
+        """Remove a member that has died; return False if it was out already."""
+        entry = self._mark(life, LOST, why)
+        if entry is None:
+            return False
+        self._directory.revoke(_holder(entry))
+        return True
+
+    def end(self, why: str) -> None:
+        """End the members that only serve. Later workers are not affected."""
+        found = self._read(ENDED)
+        swap = self._directory.swap(self._key(ENDED), why.encode(), found.revision if found else ABSENT)
+        if swap.entry is not None:  # watchers have seen it
+            self._directory.swap(self._key(ENDED), None, swap.entry.revision)
+
+    def _mark(self, life: str, how: str, why: str) -> Entry | None:
+        """Write how a member has gone; return its entry, or None if the member was out before."""
+        key = f"{MEMBERS}{life}"
+        while (found := self._read(key)) is not None and _departure(found.value) is None:
+            departure = json.dumps([how, why]).encode()
+            with contextlib.suppress(LeaseLost):  # another worker has removed it meanwhile
+                swap = self._directory.swap(self._key(key), departure, found.revision, _holder(found))
+                if swap.done:
+                    return swap.entry
+        return None
+
+    # Claims
+
+    def _claim(self, key: str, what: str, me: Member, lease: Lease, is_alive: IsAlive) -> None:
+        """Claim a key, even from a dead member. An unreachable one keeps it until its lease ends."""
+        until = self._clock() + lease.ttl + OVERTIME
+        while True:
+            swap = self._directory.swap(self._key(key), me.incarnation.encode(), ABSENT, lease)
+            if swap.done:
+                return
+            if swap.entry is None:
+                continue
+            life = swap.entry.value.decode()
+            other = self._member(life)
+            if other is None:
+                self._end_join(swap.entry)
+                continue
+            lives = is_alive(other)
+            if lives or (lives is None and self._clock() > until):
+                raise WorkerTaken(
+                    f"the {what} is not unique, two workers claim it: {other} and {me}. Give each worker its own"
+                )
+            if lives is None:
+                since = self._directory.list(self._key(key)).revision  # changes since the claim may be forgotten
+                with contextlib.suppress(Compacted):
+                    self._directory.watch(self._key(key), since, LOOK)
+                self._directory.renew(lease)
+            else:
+                self.declare_lost(life, f"another worker claims its {what}, and it does not answer")
+
+    def _end_join(self, claim: Entry) -> None:
+        """End the lease of a worker that has claimed a key but is not a member: it died, or is gone.
+
+        If it is about to join, one compare-and-set decides whether it is published or refused.
+        """
+        key = self._key(f"{MEMBERS}{claim.value.decode()}")
+        departure = json.dumps([LOST, "another worker claims its name or rank"]).encode()
+        with contextlib.suppress(LeaseLost):
+            swap = self._directory.swap(key, departure, ABSENT, _holder(claim))
+            if swap.entry is not None and _departure(swap.entry.value) is not None:
+                self._directory.revoke(_holder(claim))
+
+    def _claim_free(self, prefix: str, first: int, taken: Collection[str], me: Member, lease: Lease) -> int:
+        """Claim a prefix with the lowest free number, or with one close to it if many workers claim at once.
+
+        `taken` are keys known to be taken; each refusal adds one.
+        """
+        numbers = (number for number in range(first, MOST_RANKS) if f"{prefix}{number}" not in taken)
+        for refused in itertools.count():
+            # Workers that join at the same moment would try the same numbers in sequence.
+            skipped = random.randrange(1 << min(max(refused - NEAR, 0), 12))
+            number = next(itertools.islice(numbers, skipped, None), None)
+            if number is None:
+                break
+            if self._directory.swap(self._key(f"{prefix}{number}"), me.incarnation.encode(), ABSENT, lease).done:
+                return number
+        raise RendezvousError(f"no number of {prefix!r} was found free, of {MOST_RANKS}")
+
+    def claim(self, name: str, life: str, lease: Lease) -> Claim:
+        """Claim a published value under a lease; return the claim of its owner, which may be another member.
+
+        Raises:
+            LeaseLost: the lease has ended.
+            DirectoryLost: the outcome is unknown; another call finds it out.
+            InvalidArgument: the name is too long, or has a null character.
+        """
+        entry = None
+        while entry is None:
+            entry = self._directory.swap(self._key(f"{PUBLISHED}{name}"), life.encode(), ABSENT, lease).entry
+        if entry.value.decode() == life and entry.lease != lease.id:
+            raise LeaseLost("the value is claimed by an earlier lease of this worker, which is about to end")
+        return Claim(entry.value.decode(), entry.created)
+
+    def release(self, name: str, claim: Claim) -> None:
+        """Delete the key of a published value, if this claim is still valid."""
+        self._directory.swap(self._key(f"{PUBLISHED}{name}"), None, claim.token)
+
+    def owner(self, name: str) -> Claim | None:
+        """Return the claim of the member that owns a published value."""
+        entry = self._read(f"{PUBLISHED}{name}")
+        return Claim(entry.value.decode(), entry.created) if entry is not None else None
+
+    # Reading
+
+    def roster(self) -> Roster:
+        """Return all members, and the owners of published values, possibly at a later revision."""
+        members = self._directory.list(self._key(MEMBERS))
+        published = self._directory.list(self._key(PUBLISHED))
+        told = [(entry, json.loads(entry.value.decode())) for entry in members.entries]
+        return Roster(
+            members.revision,
+            {
+                self._named(entry.key, MEMBERS): Registered(Member.of(parts), entry.created)
+                for entry, parts in told
+                if _departed(parts) is None
+            },
+            {
+                self._named(entry.key, PUBLISHED): Claim(entry.value.decode(), entry.created)
+                for entry in published.entries
+            },
+        )
+
+    def find(self, to: str | int) -> Registered | None:
+        """Return the member that has a name or a rank now."""
+        holder = self._read(f"name/{to}" if isinstance(to, str) else f"rank/{to}")
+        entry = self._read(f"{MEMBERS}{holder.value.decode()}") if holder is not None else None
+        if entry is None or _departure(entry.value) is not None:
+            return None
+        return _registered(entry)
+
+    def watch(self, since: int, timeout: float) -> tuple[int, list[tuple[int, Change | Claimed]]]:
+        """Wait for changes after a revision; return the revision to watch from next, and the changes with theirs.
+
+        Raises:
+            Compacted: too much has changed; read the roster again.
+            DirectoryLost: the directory does not answer.
+        """
+        revision, events = self._directory.watch(self._key(WATCHED), since, timeout)
+        read = ((at, self._change(key[len(self._prefix) :], entry, at)) for at, key, entry in events)
+        return revision, [(at, change) for at, change in read if change is not None]
+
+    @staticmethod
+    def _change(key: str, entry: Entry | None, revision: int) -> Change | Claimed | None:
+        if key == ENDED and entry is not None:
+            return Ended(entry.value.decode())
+        if key.startswith(PUBLISHED):
+            claim = Claim(entry.value.decode(), entry.created) if entry is not None else Claim("", revision)
+            return Claimed(key[len(PUBLISHED) :], claim)
+        if not key.startswith(MEMBERS):
+            return None
+        life = key[len(MEMBERS) :]
+        if entry is None:
+            return Gone(life, LOST, EXPIRED)
+        departure = _departure(entry.value)
+        return Gone(life, *departure) if departure is not None else Came(_registered(entry))
+
+    def _member(self, life: str) -> Member | None:
+        entry = self._read(f"{MEMBERS}{life}")
+        return Member.from_json(entry.value) if entry is not None and _departure(entry.value) is None else None
+
+    def _read(self, key: str) -> Entry | None:
+        wanted = self._key(key)
+        return next((entry for entry in self._directory.list(wanted).entries if entry.key == wanted), None)
+
+    def _key(self, key: str) -> str:
+        return self._prefix + key
+
+    def _named(self, key: str, kind: str) -> str:
+        return key[len(self._prefix) + len(kind) :]
+
+    def __repr__(self) -> str:
+        return f"<Registry of {self._prefix!r} in {self._directory!r}>"
+
+
+def _registered(entry: Entry) -> Registered:
+    return Registered(Member.from_json(entry.value), entry.created)
+
+
+def _holder(entry: Entry) -> Lease:
+    """Return the lease of a key, to delete or replace another member's key."""
+    return Lease(entry.lease, 0.0, 0.0)
+
+
+def _departure(value: bytes) -> tuple[str, str] | None:
+    """Return how and why a member has gone, or None if it is in the group."""
+    return _departed(json.loads(value))
+
+
+def _departed(parts: list[Any]) -> tuple[str, str] | None:
+    return (parts[0], parts[1]) if parts[0] in (LEFT, LOST) and len(parts) == 2 else None

@@ -1,0 +1,239 @@
+"""The shutdown barrier: a group may shut down when every worker wants to, and no call is in flight.
+
+The living worker with the smallest id leads. It asks all workers in rounds. Each answers as soon as it is quiet, with
+the number of calls it has begun so far. Two rounds with equal answers mean that nothing happened between them, so
+nothing is in flight. Then the leader sends Leave, each worker confirms with Left, and the leader leaves last. If all
+workers are quiet when they enter, and report that, this counts as the first of the two rounds.
+
+    worker                      leader
+      | -- Entered(begun) --------> |     (shutdown was called here)
+      | <------------- Ask(round) - |     repeatedly, once all have entered
+      | -- Quiet(round, begun) ---> |
+      | <------------------ Leave - |     after two equal rounds
+      | -- Left ------------------> |
+
+A worker that dies is removed; if it led, the others send Entered to the next leader. Leave lists the removed workers.
+
+Only the leader knows which workers have entered. A worker that waits for long sends Who, and the leader answers
+Missing.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Entered(NamedTuple):
+    """The sender wants to shut down. From a leader: send Entered to it."""
+
+    begun: int | None = None  # calls since its start, if it is quiet
+
+
+class Ask(NamedTuple):
+    """Answer with Quiet as soon as no call is in flight."""
+
+    round: int
+
+
+class Quiet(NamedTuple):
+    """The sender has no call in flight and runs none; `begun` counts its calls since its start."""
+
+    round: int
+    begun: int
+
+
+class Leave(NamedTuple):
+    """Nothing is in flight anywhere."""
+
+    without: tuple[int, ...] = ()  # the removed workers
+
+
+class Left(NamedTuple):
+    """The sender confirms Leave."""
+
+
+class Who(NamedTuple):
+    """The sender asks which workers it waits for."""
+
+
+class Missing(NamedTuple):
+    """The workers that have not entered; once all have, those that are not quiet yet."""
+
+    ids: tuple[int, ...]
+    busy: tuple[int, ...] = ()
+
+
+Message = Entered | Ask | Quiet | Leave | Left | Who | Missing
+Letter = tuple[int, Message]  # the receiver and the message
+
+WAITING, LEAVING, DONE = "WAITING", "LEAVING", "DONE"
+
+
+class Farewell:
+    """One worker's part of the barrier. Each event returns the messages to send."""
+
+    def __init__(self, me: int, members: set[int]) -> None:
+        self.state = WAITING
+        self._me = me
+        self._alive = set(members)
+        self._entered: set[int] = set()
+        self.inside = False  # this worker has called shutdown
+        self._round = 0
+        self._asked: int | None = None  # the leader's round that waits for this worker to be quiet
+        self._at_entry: dict[int, int] = {}  # calls begun by workers that were quiet when they entered
+        self._answers: dict[int, int] = {}
+        self._before: dict[int, int] | None = None  # the answers of the previous round
+        self._left: set[int] = set()
+        self.lost_ones: set[int] = set()  # the removed workers
+        self._told = Missing(())  # the leader's last answer
+
+    def __repr__(self) -> str:
+        who = f"{len(self._entered)} of {len(self._alive)} are known to have entered"
+        return f"<Farewell of {self._me}: {self.state}, led by {self.leader}, {who}, {len(self.lost_ones)} lost>"
+
+    @property
+    def leader(self) -> int:
+        return min(self._alive)
+
+    @property
+    def missing(self) -> set[int]:
+        """The workers known not to have called shutdown. The leader knows all, others only after `ask_who`."""
+        if self.leader == self._me:
+            return self._alive - self._entered
+        return self._alive & set(self._told.ids)
+
+    @property
+    def busy(self) -> set[int]:
+        """The workers with calls in flight that all wait for, as far as they are known here."""
+        if self.leader == self._me:
+            return self._alive - self._answers.keys() if self._round and self.state == WAITING else set()
+        return self._alive & set(self._told.busy)
+
+    def ask_who(self) -> list[Letter]:
+        """Ask the leader which workers are missing."""
+        return [] if self.leader == self._me or self.state == DONE else [(self.leader, Who())]
+
+    @property
+    def asked(self) -> bool:
+        """Return True if the leader waits for this worker to be quiet."""
+        return self._asked is not None and self.state == WAITING
+
+    def enter(self, begun: int | None = None) -> list[Letter]:
+        """Enter the barrier: this worker has called shutdown. `begun` as in Entered."""
+        self.inside = True
+        self._note_entry(self._me, begun)
+        if self.leader != self._me:
+            return [(self.leader, Entered(begun))]
+        # The leader's message opens the connections whose end reports its death.
+        return [(other, Entered()) for other in sorted(self._alive - {self._me})] + self._ask_all()
+
+    def receive(self, sender: int, message: Message) -> list[Letter]:
+        """Process a message."""
+        if sender not in self._alive or self.state == DONE:
+            return []
+        if isinstance(message, Entered):
+            self._note_entry(sender, message.begun)  # the sender may know before this worker that it leads now
+            return self._ask_again(sender) if self.leader == self._me else []
+        if isinstance(message, Ask):
+            self._asked = message.round
+            return []
+        if isinstance(message, Quiet):
+            return self._on_quiet(sender, message)
+        if isinstance(message, Leave):
+            self.state = DONE
+            self.lost_ones |= set(message.without)
+            return [(sender, Left())]
+        if isinstance(message, Who):
+            told = Missing(tuple(sorted(self.missing)), tuple(sorted(self.busy)))
+            return [(sender, told)] if self.leader == self._me else []
+        if isinstance(message, Missing):
+            self._told = message
+            return []
+        self._left.add(sender)
+        self._check_left()
+        return []
+
+    def quiet(self, begun: int) -> list[Letter]:
+        """Report that this worker has no call in flight and runs none now."""
+        if not self.asked:
+            return []
+        assert self._asked is not None
+        number, self._asked = self._asked, None
+        if self.leader == self._me:
+            return self._on_quiet(self._me, Quiet(number, begun))
+        return [(self.leader, Quiet(number, begun))]
+
+    def lost(self, other: int, died: bool = True) -> list[Letter]:
+        """Remove a worker that died or left early. With `died` False, it left with the group, and Leave follows."""
+        if other not in self._alive or self.state == DONE:
+            return []
+        led = other == self.leader
+        self._alive.discard(other)
+        if died and self.state == WAITING:
+            self.lost_ones.add(other)
+        self._told = Missing(())
+        self._answers.pop(other, None)
+        self._at_entry.clear()
+        if self.state == LEAVING:
+            self._check_left()
+            return []
+        if not self.inside:
+            return []
+        if led:
+            return self.enter()
+        if self.leader != self._me:
+            return []
+        self._before = None
+        return self._conclude() if self._round else self._ask_all()
+
+    def remind(self, other: int) -> list[Letter]:
+        """Resend to a living worker what may have been lost with a connection, maybe without that worker noticing."""
+        if not self.inside or other not in self._alive or self.state == DONE:
+            return []
+        return [(other, Entered()), *(self._ask_again(other) if self.leader == self._me else [])]
+
+    def over(self) -> list[Letter]:
+        """End the barrier: the group has ended with one of its workers."""
+        self.state = DONE
+        return []
+
+    def _note_entry(self, who: int, begun: int | None) -> None:
+        self._entered.add(who)
+        if begun is not None:
+            self._at_entry[who] = begun
+
+    def _ask_all(self) -> list[Letter]:
+        if not self._alive <= self._entered:
+            return []
+        if self._round == 0 and self._at_entry.keys() == self._alive:
+            self._before = dict(self._at_entry)
+        self._round += 1
+        self._answers = {}
+        self._asked = self._round
+        return [(other, Ask(self._round)) for other in sorted(self._alive - {self._me})]
+
+    def _ask_again(self, other: int) -> list[Letter]:
+        return [self._leave(other)] if self.state == LEAVING else self._ask_all()
+
+    def _leave(self, other: int) -> Letter:
+        return other, Leave(tuple(sorted(self.lost_ones)))
+
+    def _on_quiet(self, sender: int, message: Quiet) -> list[Letter]:
+        if message.round != self._round or self.leader != self._me:
+            return []
+        self._answers[sender] = message.begun
+        return self._conclude()
+
+    def _conclude(self) -> list[Letter]:
+        if self._answers.keys() != self._alive:
+            return []
+        if self._answers != self._before:
+            self._before = self._answers
+            return self._ask_all()
+        self.state = LEAVING
+        self._check_left()
+        return [self._leave(other) for other in sorted(self._alive - {self._me})]
+
+    def _check_left(self) -> None:
+        if self.state == LEAVING and self._alive - {self._me} <= self._left:
+            self.state = DONE

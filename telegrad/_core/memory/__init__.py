@@ -1,0 +1,1 @@
+"""Memory of tensors that are sent over a connection: shared memory on one host, or reused receive buffers."""

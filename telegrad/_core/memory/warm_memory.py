@@ -1,0 +1,340 @@
+"""Reuses the memory of large storages: it is lent out as tensors, and taken back when the tensor dies.
+
+Writing to fresh memory costs ten times a copy (page faults), so memory that was written once is used again.
+
+    Arena        private memory for data that is received from a stream
+    SharedPool   memory files that this worker fills and lends to workers of the same host, by passing the file
+                 over a Unix socket. No file has a name in the file system, so a killed worker leaves none behind.
+                 Also common blocks (`blocks`), and blocks of accelerators, from which the other end copies
+                 (`device_sharing`)
+
+`mappings.SharedMaps` is the other end: the mappings of the blocks that one peer lends.
+
+A weak reference reports the death of a tensor. Its callback may run at any moment in any thread, so it only appends to
+a deque.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import mmap
+import os
+import threading
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from functools import partial
+from time import monotonic
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from telegrad._core.devices.device_sharing import DeviceBlock, sharer
+from telegrad._core.host import open_files
+from telegrad._core.memory.blocks import Block, CommonBlock, Loan
+from telegrad._core.wire.messages import COMMON
+from telegrad._core.wire.tensors import HOST, memory
+
+MOST_LENT = 256  # blocks; above it, no accelerator blocks are lent
+LEAST_ON_DEVICE = 1 << 16  # bytes of a block of an accelerator
+WARM_FROM = 1 << 18  # smaller storages come from torch's allocator
+KEEP = 10.0  # seconds that unused memory is kept
+MOST_KEPT = 4 << 30  # bytes of unused private memory that are kept, whatever the limit for shared memory
+SHARING = hasattr(os, "memfd_create") and hasattr(os, "eventfd")
+
+log = logging.getLogger("telegrad")
+
+
+def size_class(size: int) -> int:
+    """Round `size` up to one of four steps per doubling: storages of similar size reuse one another's memory."""
+    step = max(mmap.PAGESIZE, 1 << max(0, size.bit_length() - 3))
+    return -(-size // step) * step
+
+
+class _Lease(weakref.ref[memoryview]):
+    """A weak reference to the buffer of a lent tensor."""
+
+    __slots__ = ("token",)
+    token: Any
+
+
+class Lender:
+    """Creates tensors over given memory and calls `ended(token)` when the last tensor over it is gone."""
+
+    def __init__(self, ended: Callable[[Any], None]) -> None:
+        self._ended = ended
+        self._leases: dict[int, _Lease] = {}  # by id: hashing a reference hashes its referent, which may be gone
+
+    def lend(self, base: memoryview, size: int, token: Any) -> Tensor:
+        buffer = base[:size]
+        lease = _Lease(buffer, self._end)
+        lease.token = token
+        self._leases[id(lease)] = lease
+        with torch.inference_mode(False):
+            return torch.frombuffer(buffer, dtype=torch.uint8)
+
+    def _end(self, lease: _Lease) -> None:
+        self._leases.pop(id(lease), None)
+        self._ended(lease.token)
+
+
+class Arena:
+    """Private memory for received data."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = min(limit, MOST_KEPT)
+        self._lock = threading.Lock()  # guards _free and _kept
+        self._free: dict[int, list[tuple[float, memoryview]]] = {}
+        self._kept = 0
+        self._ended: deque[memoryview] = deque()
+        self._lender = Lender(self._ended.append)
+
+    def allocate(self, size: int) -> tuple[Tensor, memoryview]:
+        """Return a tensor of `size` bytes and its memory, which the arena reuses when the tensor dies."""
+        if size < WARM_FROM:
+            with torch.inference_mode(False):
+                tensor = torch.empty(size, dtype=torch.uint8)
+            return tensor, memory(tensor)
+        capacity = size_class(size)
+        with self._lock:
+            self._collect()
+            shelf = self._free.get(capacity)
+            if shelf:
+                base = shelf.pop()[1]
+                self._kept -= capacity
+            else:
+                base = _anonymous(capacity)
+        return self._lender.lend(base, size, base), base[:size]
+
+    def trim(self, now: float) -> None:
+        """Free memory that was not used for KEEP seconds."""
+        with self._lock:
+            self._collect()
+            for capacity, shelf in self._free.items():
+                kept = [entry for entry in shelf if now - entry[0] < KEEP]
+                self._kept -= capacity * (len(shelf) - len(kept))
+                shelf[:] = kept
+
+    def _collect(self) -> None:
+        while self._ended:
+            base = self._ended.popleft()
+            if self._kept + len(base) <= self._limit:
+                self._free.setdefault(len(base), []).append((monotonic(), base))
+                self._kept += len(base)
+
+
+def _anonymous(capacity: int) -> memoryview:
+    region = mmap.mmap(-1, capacity)
+    if hasattr(mmap, "MADV_HUGEPAGE") and capacity >= 1 << 22:
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            region.madvise(mmap.MADV_HUGEPAGE)
+    return memoryview(region)
+
+
+AnyBlock = Block | CommonBlock | DeviceBlock
+B = TypeVar("B", Block, CommonBlock, DeviceBlock)
+
+
+class SharedPool:
+    """The blocks that this worker lends: at most `limit` bytes of memory files, and memory of accelerators."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit if SHARING else 0
+        self._lock = threading.Lock()  # guards all below; `_lent`, `_loans` and `_common` are also read without it
+        self._made = 0  # the last number given to a block or loan
+        self._warned = False  # that the limit was reached
+        self._bytes: Counter[int] = Counter()  # by device
+        self.most_files, self._files = open_files.to_lend(), 0  # memory files of the host
+        self._free: dict[tuple[type[AnyBlock], int, int], list[AnyBlock]] = {}  # by kind, device and capacity
+        self._lent: dict[int, Block | DeviceBlock] = {}
+        self._common: dict[int, CommonBlock] = {}  # in use, by address
+        self._loans: dict[int, CommonBlock] = {}  # current loans, by number
+        self._ended: deque[CommonBlock] = deque()  # their tensor in this process has died
+        self._lender = Lender(self._ended.append)
+        self._unviewed: deque[int] = deque()  # ended loans to this worker itself
+        self._views = Lender(self._unviewed.append)
+        self._dropped: list[int] = []  # the peers that mapped them must be notified
+
+    def take(self, size: int) -> Block | None:
+        """Return a memory file of at least `size` bytes, or None if the limit is reached or there is no memory."""
+        with self._lock:
+            block = self._take(Block, HOST, size_class(size), self._limit, Block)
+            if block is not None:
+                self._lent[block.number] = block
+            return block
+
+    def take_on(self, device: int, size: int) -> DeviceBlock | None:
+        """Return a block of an accelerator, or None if it cannot share, its limit is reached or it has no memory."""
+        shares = sharer()
+        if shares is None or not self._limit or len(self._lent) >= MOST_LENT:
+            return None
+        capacity, make = size_class(max(size, LEAST_ON_DEVICE)), partial(DeviceBlock, index=device)
+        with self._lock:
+            block = self._take(DeviceBlock, device, capacity, shares.limit(device), make)
+            if block is not None:
+                self._lent[block.number] = block
+            return block
+
+    def _take(self, kind: type[B], device: int, capacity: int, limit: int, make: Callable[[int, int], B]) -> B | None:
+        shelf = self._free.get((kind, device, capacity))
+        if shelf:
+            block = shelf.pop()
+            assert isinstance(block, kind)
+            return block
+        self._collect()
+        if not self._make_room(device, capacity, limit):
+            return None
+        self._made += 1
+        try:
+            block = make(self._made, capacity)
+        except (OSError, MemoryError, torch.OutOfMemoryError):
+            return None
+        self._bytes[device] += capacity
+        self._files += device == HOST
+        return block
+
+    def give_back(self, numbers: Iterable[int]) -> None:
+        """Take back blocks that their receivers no longer use."""
+        with self._lock:
+            for number in numbers:
+                if number & COMMON:
+                    self._end_loan(number)
+                elif (block := self._lent.pop(number, None)) is not None:
+                    self._keep(block)
+
+    def abandon(self, numbers: Iterable[int]) -> None:
+        """Give up blocks whose receiver can no longer say when it is done; their memory is not reused."""
+        with self._lock:
+            for number in numbers:
+                if number & COMMON:
+                    self._end_loan(number, spoiled=True)
+                elif (block := self._lent.pop(number, None)) is not None:
+                    self._dropped.append(number)  # other peers may have mapped it before
+                    self._drop(block)
+
+    # Common blocks
+
+    def common(self, size: int) -> Tensor | None:
+        """Return a tensor of `size` bytes that can be lent without a copy, or None if the limit is reached."""
+        capacity = size_class(size)
+        with self._lock:
+            self._collect()
+            block = self._take(CommonBlock, HOST, capacity, self._limit, CommonBlock)
+            if block is not None:
+                block.is_used = True
+                self._common[block.address] = block
+            lent, limit = self._bytes[HOST], self._limit
+            warns = block is None and 0 < limit < lent + capacity and not self._warned
+            self._warned |= warns
+        if warns:
+            log.warning(
+                "telegrad: %d bytes for other workers of this host do not fit into shared memory: %d of %d bytes are "
+                "in use there. Each worker gets a copy of its own through a socket, which takes 20 times as long or "
+                "more: raise the option shared_memory to at least %d (published weights need three times their size)",
+                *(size, lent, limit, lent + capacity),
+            )
+        return None if block is None else self._lender.lend(block.memory, size, block)
+
+    def lend(self, blob: Tensor) -> Loan | None:
+        """Return a loan of the common block that begins with `blob`, or None if there is none."""
+        if not self.is_common(blob):
+            return None
+        with self._lock:
+            block = self._common.get(blob.data_ptr())
+            if block is None or blob.numel() > block.capacity:
+                return None
+            self._made += 1
+            loan = Loan(COMMON | self._made, block)
+            self._loans[loan.number] = block
+            block.loans += 1
+            return loan
+
+    def private(self, blob: Tensor) -> Tensor:
+        """Return the same bytes as a receiver gets them: as a private copy (copy-on-write if it can be lent)."""
+        loan = self.lend(blob)
+        if loan is None:
+            return blob.clone()
+        base = memoryview(mmap.mmap(loan.block.fd, loan.block.capacity, access=mmap.ACCESS_COPY))
+        return self._views.lend(base, blob.numel(), loan.number)
+
+    def is_common(self, blob: Tensor) -> bool:
+        """Return True if `blob` lies at the beginning of a common block."""
+        return blob.data_ptr() in self._common
+
+    def _end_loan(self, number: int, spoiled: bool = False) -> None:
+        block = self._loans.pop(number, None)
+        if block is not None:
+            block.loans -= 1
+            block.spoiled |= spoiled
+            self._let_go(block)
+
+    def _collect(self) -> None:
+        while self._ended:
+            block = self._ended.popleft()
+            block.is_used = False
+            self._let_go(block)
+        while self._unviewed:
+            self._end_loan(self._unviewed.popleft())
+
+    def _let_go(self, block: CommonBlock) -> None:
+        """Make a common block without users free, or drop it if a peer may still read it."""
+        if block.is_used or block.loans or self._common.pop(block.address, None) is None:
+            return
+        if block.spoiled:
+            self._drop(block)
+        else:
+            self._keep(block)
+
+    # The end of blocks
+
+    def trim(self, now: float) -> list[int]:
+        """Drop the blocks that were not used for KEEP seconds; return all numbers dropped since the last call."""
+        with self._lock:
+            self._collect()
+            for block in self._idle():
+                if now - block.idle_since >= KEEP:
+                    self._evict(block)
+            dropped, self._dropped = self._dropped, []
+            return dropped
+
+    def close(self) -> None:
+        with self._lock:
+            for block in [*self._lent.values(), *self._common.values(), *self._idle()]:
+                self._drop(block)
+            for table in (self._lent, self._common, self._loans, self._free):
+                table.clear()
+            self._limit = 0
+
+    @property
+    def lent(self) -> int:
+        return len(self._lent) + len(self._loans)
+
+    def _idle(self) -> list[AnyBlock]:
+        return sorted((b for shelf in self._free.values() for b in shelf), key=lambda b: b.idle_since)
+
+    def _make_room(self, device: int, capacity: int, limit: int) -> bool:
+        for block in () if capacity > limit or self._has_room(device, capacity, limit) else self._idle():
+            if block.device == device:
+                self._evict(block)
+                if self._has_room(device, capacity, limit):
+                    break
+        return self._has_room(device, capacity, limit)
+
+    def _has_room(self, device: int, capacity: int, limit: int) -> bool:
+        return self._bytes[device] + capacity <= limit and (device != HOST or self._files < self.most_files)
+
+    def _keep(self, block: AnyBlock) -> None:
+        block.idle_since = monotonic()
+        self._free.setdefault((type(block), block.device, block.capacity), []).append(block)
+
+    def _evict(self, block: AnyBlock) -> None:
+        self._free[type(block), block.device, block.capacity].remove(block)
+        self._dropped.append(block.number)
+        self._drop(block)
+
+    def _drop(self, block: AnyBlock) -> None:
+        self._bytes[block.device] -= block.capacity
+        self._files -= block.device == HOST
+        block.close()

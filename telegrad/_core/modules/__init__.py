@@ -1,0 +1,1 @@
+"""Modules on other workers, and models with parts on several workers; `telegrad.nn` exports `RemoteModule`."""

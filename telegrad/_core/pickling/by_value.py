@@ -1,0 +1,195 @@
+"""Send functions and classes by value, as their code, if no name leads to them at the receiver.
+
+Imported only when needed, which is rare: cloudpickle would make each start slower.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import functools
+import importlib
+import io
+import logging
+import platform
+import sys
+from collections import ChainMap
+from collections.abc import Callable
+from functools import partial
+from importlib.util import MAGIC_NUMBER
+from types import CodeType, FunctionType, ModuleType
+from typing import Any, ClassVar
+
+import cloudpickle
+from torch import Tensor
+
+from telegrad._core.pickling import main_modules
+from telegrad._core.pickling.main_program import MAIN
+from telegrad._core.pickling.reducers import reduce
+from telegrad._core.pickling.segments import SegmentWriter, Texts, expect_texts
+from telegrad.errors import CannotDecode
+
+log = logging.getLogger("telegrad")
+
+
+def _reduce_code(code: CodeType) -> Any:
+    # cloudpickle 3.1.3 and later omits the file, without which a remote traceback could not show its lines.
+    parts = tuple(code.co_filename if part == _NO_FILE else part for part in _REDUCE_CODE(code)[1])
+    return make_code, (code.co_name, MAGIC_NUMBER, platform.python_version(), parts)
+
+
+def make_code(name: str, magic: bytes, version: str, parts: tuple[Any, ...]) -> CodeType:
+    """Create a received code object. Code of another Python version would crash the interpreter.
+
+    Raises:
+        CannotDecode: it is code of another version.
+    """
+    if magic != MAGIC_NUMBER:
+        raise CannotDecode(
+            f"the code of {name!r} is that of Python {version}, which this worker cannot run, as it is of Python "
+            f"{platform.python_version()}: have both import it from a module, or run the same minor version everywhere"
+        )
+    return CodeType(*parts)
+
+
+_NO_FILE = "<dynamic-code>"
+_set_function = cloudpickle.cloudpickle._function_setstate
+_set_class = cloudpickle.cloudpickle._class_setstate
+_REDUCE_CODE = cloudpickle.Pickler.dispatch_table[CodeType]
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    dispatch_table: ClassVar = ChainMap({CodeType: _reduce_code}, cloudpickle.Pickler.dispatch_table)
+
+
+def _reduce_cached(pickler: Any, cached: Any) -> Any:
+    """Reduce a function with a cache: the receiver has one object for it, whose cache is empty at first."""
+    scope = main_modules.scope_from(cached)
+    if scope is None or not scope[1]:
+        return make_cached, (None, "", 0, cached.__wrapped__, cached.cache_parameters())
+    home, path = scope
+    version = main_modules.version_of(home, path)
+    items = main_modules.items_for(pickler, home, (), path.partition(".")[0])
+    arguments = (home, path, version, cached.__wrapped__, cached.cache_parameters())
+    return make_cached, arguments, (home, path, version, items, None), None, None, _set
+
+
+def make_cached(
+    scope: main_modules.Scope | None, path: str, version: int, function: Any, parameters: dict[str, Any]
+) -> Any:
+    make = partial(functools.lru_cache(**parameters), function)
+    return scope.make(path, version, make) if scope is not None else make()
+
+
+class ValuePickler(_Pickler):
+    """A pickler that also sends functions and classes without a name, by value."""
+
+    same_program: bool
+    tensors: list[Tensor]
+    references: list[Any]
+    plain: bool
+    file: SegmentWriter
+    texts: Texts | None = None
+
+    reducer_override = reduce
+    expect_texts = expect_texts
+
+    def by_value(self, obj: Any) -> Any:
+        if isinstance(obj, functools._lru_cache_wrapper):
+            return _reduce_cached(self, obj)
+        return in_scope(self, obj, super().reducer_override(obj))
+
+    def dump_by_value(self, obj: Any) -> bytes:
+        return dump_by_value(obj)
+
+    can_dump: ClassVar[Callable[[Any, bool], bool]]  # set by `pickling.py`, which has the other pickler
+
+
+# Functions and classes of a main program: at the receiver, their globals are those of one `__main__`
+
+
+def in_scope(pickler: Any, obj: Any, reduced: Any) -> Any:
+    """Return how to send a function or class. `reduced`: the result of cloudpickle."""
+    found = main_modules.scope_from(obj) if isinstance(reduced, tuple) else None
+    if found is None:
+        if isinstance(reduced, tuple) and isinstance(obj, FunctionType) and obj.__module__ == MAIN:
+            _warn_of_copies(reduced[2][1]["__globals__"])
+        return reduced
+    scope, path = found
+    version = main_modules.version_of(scope, path) if path else 0
+    home = path.partition(".")[0]
+    make, arguments, state, *_ = reduced
+    if not isinstance(obj, FunctionType):
+        main_modules.note_class(scope, obj)
+        items = main_modules.items_for(pickler, scope, (), home)
+        return (
+            _keep_class,
+            (scope, path, version, make, arguments),
+            (scope, path, version, items, state),
+            None,
+            None,
+            _set,
+        )
+    code, _, _, _, closure = arguments
+    needed = state[1]["__globals__"]
+    state[1]["__globals__"] = {}
+    items = main_modules.items_for(pickler, scope, needed, home)
+    told = (scope, path, version, items, state)
+    return _keep_function, (scope, path, version, code, closure), told, None, None, _set
+
+
+@functools.cache
+def _warn_once(name: str) -> None:
+    log.warning(
+        "telegrad: a function of a main program that another one runs (a profiler, a debugger, exec) takes a copy of "
+        "the global %r with each call, so a change at the worker is lost: run the program by itself, or move what uses "
+        "the global into a module",
+        name,
+    )
+
+
+def _warn_of_copies(needed: dict[str, Any]) -> None:
+    for name, value in needed.items():
+        if not name.startswith("__") and not isinstance(value, type | FunctionType | ModuleType):
+            _warn_once(name)
+
+
+def _keep_function(scope: main_modules.Scope, path: str, version: int, code: Any, closure: Any) -> Any:
+    return scope.make(path, version, partial(FunctionType, code, scope.names, None, None, closure))
+
+
+def _keep_class(scope: main_modules.Scope, path: str, version: int, make: Any, arguments: Any) -> Any:
+    return scope.make(path, version, partial(make, *arguments))
+
+
+def _set(obj: Any, told: tuple[main_modules.Scope, str, int, list[main_modules.Item], Any]) -> None:
+    """Set the state of a function or class, unless the receiver had it already, then the globals that it reads."""
+    scope, path, version, items, state = told
+    if scope.lacks_state(path, version, obj):
+        if state is not None:
+            (_set_function if isinstance(obj, FunctionType) else _set_class)(obj, state)
+        scope.has_state(path, version)
+    scope.fill(items)
+
+
+def _module(module: ModuleType) -> Any:
+    return importlib.import_module, (module.__name__,)
+
+
+# cloudpickle includes each module that code seems to name, such as torch.ops for an attribute `ops`.
+for _kind in {type(module) for module in list(sys.modules.values())} - {ModuleType}:
+    if issubclass(_kind, ModuleType):
+        copyreg.pickle(_kind, _module)
+
+
+def dump_by_value(obj: Any) -> bytes:
+    register_spawned_main()
+    file = io.BytesIO()
+    _Pickler(file).dump(obj)
+    return file.getvalue()
+
+
+def register_spawned_main() -> None:
+    """Send functions of `__mp_main__`, the main program of a spawned child, by value: others cannot import it."""
+    spawned = sys.modules.get("__mp_main__")
+    if spawned is not None and "__mp_main__" not in cloudpickle.list_registry_pickle_by_value():
+        cloudpickle.register_pickle_by_value(spawned)

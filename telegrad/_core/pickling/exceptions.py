@@ -1,0 +1,337 @@
+"""Send exceptions: the exception itself if possible, with its remote traceback in its text.
+
+The description contains the exception, pickled whole or in parts, and its remote traceback (`remote_text`). The
+traceback becomes part of the text of the rebuilt exception. If that one is raised and described again, on its way over
+several workers, the next traceback is a block of its own, followed by the earlier ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import pickle
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from telegrad._core.pickling.pickling import decode, encode
+from telegrad._core.pickling.remote_text import MOST_TOLD, STORY, Text, keep_lines, own_notes, short, tell, with_lines
+from telegrad._core.pickling.short_text import LARGEST, brief, cut, is_large
+from telegrad._core.wire.packing import pack
+from telegrad._core.wire.tensors import memory
+from telegrad._core.wire.unpacking import unpack
+from telegrad.errors import CannotDecode, CannotEncode, RemoteError, VersionMismatch
+
+UNREADABLE = "an exception was raised whose attributes cannot be read: its own code raises"
+_ATTRIBUTES = ("__dict__", *dir(BaseException))
+MOST_ARGUMENTS = 256  # limit for the arguments, attributes and group members of an exception that is sent in parts
+
+
+def describe(error: BaseException, worker: str, function: str = "") -> bytes:
+    """Return the data that `rebuild` needs; never raise. `function` is the called function, as users know it."""
+    try:
+        return _description(error, worker, function)
+    except BaseException:
+        return pickle.dumps((None, "An exception", f"On worker {worker!r}: {UNREADABLE}"), 5)
+
+
+def readable(error: BaseException) -> BaseException:
+    """Return the exception, or a RemoteError if its own code raises when its attributes are read; never raise."""
+    try:
+        kind = type(error)
+        for name in ("__name__", "__qualname__", "__module__"):
+            getattr(kind, name)
+        for name in _ATTRIBUTES:
+            getattr(error, name)
+        getattr(error, "__notes__", None)
+    except BaseException:
+        return RemoteError(UNREADABLE)
+    return error
+
+
+def _description(error: BaseException, worker: str, function: str) -> bytes:
+    story = tell(error, worker, function)
+    kind = _original(type(error))
+    name = short(f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins."))
+    if not isinstance(error, Exception):
+        return pickle.dumps((None, name, story), 5)  # an exit of the callee must not end the caller
+    for attempt in (_InParts,) if is_large(error) else (_whole, _InParts):
+        try:
+            sent = _dump(attempt(error))
+        except Exception:
+            continue
+        if len(sent[0]) + sum(map(len, sent[2])) <= LARGEST:
+            return pickle.dumps((sent, name, story), 5)
+    return pickle.dumps((None, name, story), 5)
+
+
+def refused(worker: str, why: bytes) -> VersionMismatch:
+    """Return the error for a request that a worker of another version did not understand."""
+    return VersionMismatch(f"worker {worker!r} did not run the call: it got {why.decode(errors='replace')}")
+
+
+def rebuild(data: bytes | memoryview) -> BaseException:
+    """Return the described exception, or a RemoteError with its text; never raise."""
+    try:
+        if len(data) > 2 * LARGEST:
+            raise CannotDecode(f"it has {len(data)} bytes")
+        sent, name, told = pickle.loads(data)
+        story = with_lines(told)
+    except Exception as error:
+        return RemoteError(f"an exception was raised whose description cannot be read: {error}")
+    try:
+        if sent is not None:
+            made = _telling(_load(sent), story)
+            if readable(made) is made:
+                return made
+    except BaseException:  # the exception's own code may raise anything
+        pass
+    return RemoteError(f"{name} was raised and cannot be rebuilt on this worker\n{story}")
+
+
+def is_from_afar(error: BaseException) -> bool:
+    """Return True for an exception that another worker raised and that was rebuilt here."""
+    return STORY in vars(error) or (len(error.args) == 1 and isinstance(error.args[0], Text))
+
+
+def fresh(error: BaseException) -> BaseException:
+    """Return a copy of an error with its causes, without their tracebacks.
+
+    Code that keeps an error raises a fresh copy each time: frames of a traceback would keep their objects alive.
+    """
+    first = made = _fresh(error)
+    for _ in range(MOST_TOLD):  # there may be many causes, or a cycle
+        if made is error or error.__cause__ is None:
+            break
+        error = error.__cause__
+        made.__cause__ = _fresh(error)
+        made = made.__cause__
+    return first
+
+
+def _fresh(error: BaseException) -> BaseException:
+    try:
+        made: BaseException = _copy(error, type(error))
+    except Exception:
+        return error.with_traceback(None)
+    if STORY in vars(error):
+        _set(made, STORY, vars(error)[STORY])
+    if hasattr(error, "__notes__"):
+        made.__notes__ = list(error.__notes__)
+    return made
+
+
+def kept(error: BaseException) -> BaseException:
+    """Return a copy of an error to be kept: its traceback is stored as text, without its frames."""
+    made = fresh(error)
+    keep_lines(made, error.__traceback__)
+    return made
+
+
+# At the worker that raised
+
+
+Sent = tuple[bytes, bytes, list[bytes]]
+
+
+def _dump(value: Any) -> Sent:
+    # Send an exception class of the main program by name: the caller most likely runs that program, and catches that
+    # type.
+    body, tensors, references, _ = encode(value, True)
+    if references:
+        raise CannotEncode("a reference cannot travel inside an exception")
+    if sum(tensor.nbytes for tensor in tensors) > LARGEST:
+        raise CannotEncode("it is too large for an exception")
+    meta, blobs = pack(tensors)
+    return body, meta, [bytes(memory(blob)) for blob in cast(list[Tensor], blobs)]
+
+
+def _load(sent: Sent) -> Any:
+    body, meta, blobs = sent
+    return decode(body, unpack(meta, [torch.frombuffer(bytearray(blob), dtype=torch.uint8) for blob in blobs]))
+
+
+def _whole(error: Exception) -> Exception:
+    """Return the exception if pickling restores it unchanged; else raise."""
+    kind = type(error)
+    changed = STORY in vars(error) or hasattr(error, "__notes__") or _original(kind) is not kind
+    plain = _copy(error, _original(kind)) if changed else error
+    if hasattr(error, "__notes__"):
+        _set(plain, "__notes__", own_notes(error))
+    if _slots_of(type(plain)) and type(plain).__reduce__ is BaseException.__reduce__:
+        raise TypeError("would lose what is in its slots")
+    back = _load(_dump(plain))
+    if type(back) is not type(plain) or repr(back) != repr(plain) or str(back) != str(plain):
+        raise TypeError("comes back as something else")
+    return plain
+
+
+class _InParts:
+    """Wrapper to pickle an exception that is rebuilt without a call of its constructor."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        error = self.error
+        names = [*vars(error), *_slots_of(type(error))]
+        if len(names) > MOST_ARGUMENTS:
+            raise CannotEncode("it has too many attributes for an exception")
+        attributes = {name: getattr(error, name) for name in names if name != STORY and hasattr(error, name)}
+        if "__notes__" in attributes:
+            attributes["__notes__"] = own_notes(error)
+        attributes = {name: value for name, value in attributes.items() if _travels(value)}
+        kind = _original(type(error))
+        args = _builtin_base(kind).__reduce__(error)[1]  # some have more arguments than `args`
+        if len(args) > MOST_ARGUMENTS:
+            raise CannotEncode("it has too many arguments for an exception")
+        return _assemble, (kind, tuple(map(_sendable, args)), attributes)
+
+
+def _sendable(value: Any) -> Any:
+    """Return the value, or its closest substitute that can be sent."""
+    if isinstance(value, BaseException):
+        return _InParts(value)
+    few = isinstance(value, (list, tuple)) and len(value) <= MOST_ARGUMENTS
+    if few and any(isinstance(part, BaseException) for part in value):
+        return type(value)(map(_sendable, value))  # members of an exception group
+    if isinstance(value, str):
+        return cut(value)
+    return value if _travels(value) else brief(value)
+
+
+def _travels(value: Any) -> bool:
+    if is_large(value, LARGEST // 4):
+        return False
+    try:
+        body, meta, blobs = sent = _dump(value)
+        _load(sent)
+    except Exception:
+        return False
+    return len(body) + len(meta) + sum(map(len, blobs)) < LARGEST // 4
+
+
+def _slots_of(kind: type) -> list[str]:
+    slots = [vars(base).get("__slots__", ()) for base in kind.__mro__]
+    return [name for names in slots for name in ((names,) if isinstance(names, str) else names)]
+
+
+def _assemble(kind: type[BaseException], args: tuple[Any, ...], attributes: dict[str, Any]) -> BaseException:
+    builtin = _builtin_base(kind)
+    error: BaseException = builtin.__new__(kind, *args)
+    builtin.__init__(error, *args)
+    for name, value in attributes.items():
+        _set(error, name, value)
+    return error
+
+
+_set = object.__setattr__  # a type may forbid changes, like a frozen dataclass
+
+
+def _builtin_base(kind: Any) -> Any:
+    """Return the built-in base, which determines the memory layout of instances."""
+    while kind.__module__ != "builtins":
+        kind = kind.__base__
+    return kind
+
+
+# At the receiver: the remote traceback becomes part of the text
+
+
+ORIGINAL = "_telegrad_original"  # attribute of a subclass made here: the original type, as which it is sent
+_CACHED = 1024
+_tellers: dict[type[BaseException], type[BaseException]] = {}
+
+
+def _telling(error: Any, story: str) -> BaseException:
+    kind = type(error)
+    one_text = len(error.args) == 1 and type(error.args[0]) is str
+    if one_text and not _is_odd(kind) and _tells_with_its_argument(error, story):
+        return error  # type: ignore[no-any-return]
+    try:
+        made: BaseException = _copy(error, _teller_of(kind))
+        vars(made)[STORY] = story
+        return made
+    except Exception:  # a type that cannot be subclassed or copied
+        _set(error, "__cause__", RemoteError(story))
+        _set(error, STORY, story)
+        return error  # type: ignore[no-any-return]
+
+
+def _tells_with_its_argument(error: Any, story: str) -> bool:
+    """Put the remote traceback into the only argument, if the exception shows that as its text."""
+    plain = error.args
+    text = Text(plain[0])
+    text.story = story
+    _set(error, "args", (text,))
+    try:
+        if story in str(error):
+            return True
+    except Exception:
+        pass
+    _set(error, "args", plain)
+    return False
+
+
+def _original(kind: type[BaseException]) -> type[BaseException]:
+    return vars(kind).get(ORIGINAL, kind)  # type: ignore[no-any-return]
+
+
+def _teller_of(kind: type[BaseException]) -> type[BaseException]:
+    """Return a subclass of `kind` that looks the same, except that its text includes the remote traceback."""
+    if kind not in _tellers:
+        odd = _is_odd(kind)
+        preface = "Original exception on remote side was:\n" if odd else ""
+
+        def tell(self: BaseException) -> str:
+            return f"{kind.__str__(self)}\n{preface}{vars(self).get(STORY, '')}"
+
+        members = {
+            "__module__": kind.__module__,
+            "__qualname__": kind.__qualname__,
+            "__slots__": (),
+            "__str__": tell,
+            "__reduce_ex__": lambda self, protocol: _InParts(self).__reduce__(),
+            ORIGINAL: kind,
+        }
+        if len(_tellers) >= _CACHED:
+            _tellers.clear()
+        _tellers[kind] = _subclass(kind, members, odd)
+    return _tellers[kind]
+
+
+def _subclass(kind: type[BaseException], members: dict[str, Any], odd: bool) -> type[BaseException]:
+    if odd:  # programs for torch.distributed.rpc expect a RuntimeError
+        with contextlib.suppress(TypeError):  # the layouts may conflict
+            return type(kind.__name__, (kind, RemoteError), members)
+    return type(kind.__name__, (kind,), members)
+
+
+def _is_odd(kind: type[BaseException]) -> bool:
+    """Return True if the constructor does not accept a single text."""
+    if kind.__init__ in _PLAIN or issubclass(kind, RuntimeError):
+        return False
+    try:
+        inspect.signature(kind.__init__).bind(None, "")
+    except TypeError:
+        return True
+    except ValueError:  # a built-in constructor without a signature
+        pass
+    return False
+
+
+_PLAIN = (BaseException.__init__, Exception.__init__)
+
+
+def _copy(error: BaseException, kind: type[BaseException]) -> Any:
+    """Return a copy of an exception as `kind`, which has the same layout, without a call of its own constructor."""
+    builtin = _builtin_base(kind)
+    _, args, *states = builtin.__reduce__(error)
+    made = builtin.__new__(kind, *args)
+    builtin.__init__(made, *args)
+    for state in (*states, {name: getattr(error, name) for name in _slots_of(kind) if hasattr(error, name)}):
+        for name, value in state.items():
+            _set(made, name, value)
+    vars(made).pop(STORY, None)
+    return made

@@ -1,0 +1,207 @@
+"""Names under which other processes find the same function."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+from collections.abc import Callable
+from time import monotonic, sleep
+from types import BuiltinFunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+
+from telegrad._core.host.private_files import open_regular
+from telegrad._core.pickling import main_program as programs
+from telegrad._core.pickling.main_program import MAIN, SPAWNED_MAIN, fingerprint
+from telegrad._core.pickling.remote_text import first_line, short
+from telegrad.errors import FunctionNotFound
+
+_MAIN_PREFIX = f"{MAIN}:"
+_MANGLED = re.compile(r"___torch_mangle_\d+\.")
+_REMADE = (MethodType, BuiltinFunctionType)  # each attribute access returns a new, equal object
+_OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
+_SAME: Any = object.__eq__
+_CACHED = 4096
+
+MOST_TRIES = 10  # attempts of one import
+WITHHELD = 1.0  # maximum seconds to wait while a module is withheld from import
+
+_names: dict[Any, str] = {}  # verified names; keeps the functions alive, because ids in hashes could be reused
+
+
+def name_of(function: Any, same_program: bool) -> str | None:
+    """Return `module:qualname` if it leads to this very object in another process; else None.
+
+    A function of the main program has a name only if the other process runs the same program. If workers have imported
+    that program, all globals that the function uses must exist there, too.
+    """
+    try:
+        name = _names.get(function)
+    except TypeError:  # unhashable
+        name = _find_name(function)
+    else:
+        if name is None:
+            name = _find_name(function)
+            own_equality = type(function).__eq__ is not _SAME and not isinstance(function, _REMADE)
+            if name is not None and not own_equality:
+                if len(_names) >= _CACHED:
+                    _names.clear()
+                _names[function] = name
+    if name is not None and name.startswith(_MAIN_PREFIX):
+        if not same_program:
+            return None
+        if programs.hosts:
+            from telegrad._core.pickling.global_names import lacks
+
+            if lacks(function):
+                return None
+    return name
+
+
+def resolve(name: str) -> Callable[..., Any]:
+    """Return the object with that name in this process; import its module if necessary.
+
+    Raises:
+        FunctionNotFound: there is no such object; nothing was run.
+    """
+    module_name, _, path = name.partition(":")
+    found: Any = _imported(module_name)
+    if found is not None:
+        try:
+            for part in path.split("."):
+                found = getattr(found, part)
+            return found  # type: ignore[no-any-return]
+        except AttributeError:
+            pass  # another thread may be importing the module: wait for it below
+    try:
+        found = import_anew(module_name)
+        for part in path.split("."):
+            found = getattr(found, part)
+    except Exception as error:
+        raise not_found(module_name, path, error) from error
+    return found  # type: ignore[no-any-return]
+
+
+def import_anew(module_name: str) -> ModuleType:
+    """Import a module; retry if Python detects a deadlock of two threads that import circular modules."""
+    for _ in range(MOST_TRIES):
+        try:
+            return importlib.import_module(module_name)
+        except RuntimeError as error:
+            if "deadlock detected" not in str(error):
+                raise
+            sleep(1e-2)
+    return importlib.import_module(module_name)
+
+
+def _imported(module_name: str) -> ModuleType | None:
+    """Return the module if it is imported; wait while a thread withholds it, as torch's compiler does briefly."""
+    until = 0.0
+    while (found := sys.modules.get(module_name)) is None and module_name in sys.modules:
+        until = until or monotonic() + WITHHELD
+        if monotonic() > until:
+            break
+        sleep(1e-3)
+    return found
+
+
+def not_found(module_name: str, path: str, error: BaseException) -> FunctionNotFound:
+    """Return the error that names what is missing, with advice."""
+    file = getattr(sys.modules.get(module_name), "__file__", None)
+    if module_name == MAIN:
+        advice = "define it at the top level of the main program, outside of `if __name__ == '__main__'`"
+    elif file is None:
+        advice = "make the same version of that module importable on all workers"
+    else:
+        advice = (
+            f"its module here is {file}, as it was when this worker imported it, maybe an older version than that of "
+            "the caller. Start this worker anew with the same version"
+        )
+    return FunctionNotFound(
+        f"this worker has no {short(path)!r} in module {short(module_name)!r} ({first_line(error)}); "
+        f"the RPC pickler does not serialize what can be imported by its name: {advice}, "
+        "or send the function itself, as telegrad.rpc.functions.by_value(function)"
+    )
+
+
+def _find_name(function: Any) -> str | None:
+    if isinstance(function, _OPERATORS):
+        return _verified(function, "torch", f"ops.{function}")
+    if isinstance(function, torch.jit.ScriptFunction):
+        return _verified(function, *home_of_script(function))
+    path = getattr(function, "__qualname__", None)
+    owner = getattr(function, "__self__", None)
+    if not isinstance(path, str) or not isinstance(owner, (type, ModuleType, type(None))):
+        return None
+    if isinstance(function, MethodType) and isinstance(owner, type):  # the class may be a subclass of the one in `path`
+        return _verified(function, owner.__module__, f"{owner.__qualname__}.{function.__name__}")
+    module_names = _modules_of(function)
+    if "<" in path:  # a lambda or local function; a compiled one may be bound to a global
+        return _other_global(function, module_names[0]) if hasattr(function, "_torchdynamo_orig_callable") else None
+    for module_name in module_names:
+        for candidate in (path, getattr(function, "__name__", path)):
+            name = _verified(function, module_name, candidate)
+            if name is not None:
+                return name
+    return _other_global(function, module_names[0])
+
+
+def home_of_script(function: torch.jit.ScriptFunction[Any, Any]) -> tuple[str, str]:
+    """Return the module that defines a script function, and its name there."""
+    *modules, last = _MANGLED.sub("", function.qualified_name).removeprefix("__torch__.").split(".")
+    return ".".join(modules) or MAIN, last
+
+
+def _modules_of(function: Any) -> tuple[str, ...]:
+    """Return the modules that may contain a function; built-in functions often do not name theirs."""
+    for teller in (function, getattr(function, "__objclass__", None)):
+        module_name = getattr(teller, "__module__", None)
+        if isinstance(module_name, str):
+            return (MAIN if module_name == SPAWNED_MAIN else module_name,)
+    return "builtins", "torch"
+
+
+def _verified(function: Any, module_name: str, path: str) -> str | None:
+    """Return the name, if it leads to this very object."""
+    if module_name == SPAWNED_MAIN:
+        module_name = MAIN
+    while module_name not in sys.modules and "." in module_name:  # a namespace created by an extension module
+        module_name, _, last = module_name.rpartition(".")
+        path = f"{last}.{path}"
+    found: Any = _imported(module_name)
+    try:
+        for part in path.split("."):
+            found = getattr(found, part)
+    except (AttributeError, RuntimeError):  # `torch.ops` raises RuntimeError
+        return None
+    same = found is function or (isinstance(function, _REMADE) and found == function)
+    return f"{module_name}:{path}" if same else None
+
+
+def _other_global(function: Any, module_name: str) -> str | None:
+    """Return the name of the global that is bound to a wrapper whose own name is that of the wrapped function."""
+    module = sys.modules.get(module_name)
+    for name, value in list(vars(module).items()) if module is not None else ():
+        if value is function:
+            return f"{module_name}:{name}"
+    return None
+
+
+_program: str | None = None
+
+
+def program() -> str:
+    """Return a fingerprint of the main program; "" if other processes cannot have the same (a notebook, a prompt)."""
+    global _program
+    if _program is None:
+        path = getattr(sys.modules.get(MAIN), "__file__", None)
+        try:
+            with open_regular(path) as file:  # type: ignore[arg-type]
+                content = file.read()
+        except (OSError, TypeError):
+            _program = ""
+        else:
+            _program = fingerprint(path, content)  # type: ignore[arg-type]
+    return _program

@@ -1,0 +1,324 @@
+"""One `__main__` at a worker for each program that calls it.
+
+A function of a main program that is sent by value uses the globals of the receiver's `__main__` for that program. The
+receiver has one for each program: the first possible of
+
+- the main module of the receiver, if it runs or has imported the same program;
+- the program's file, imported, if the receiver's host has the same file, and a guard keeps it from running again;
+- a module that is kept, and filled by received globals.
+
+A function is sent with the globals that it reads. The receiver binds those that it lacks and keeps its own: counters
+and trained models keep their state, and a class remains one class. Each global that is sent has a version, which is
+increased when the sender binds the name to another object: a newer version replaces an older received one. So a change
+in a re-run notebook cell takes effect. Globals that the receiver got by importing the program's file are never
+replaced.
+
+Globals that share an object (a model, and the optimizer of its parameters) must arrive in one message, else the
+receiver would have two copies of it. The sender searches for shared objects, sends such globals together, and refuses a
+global that shares an object with one sent before.
+"""
+
+from __future__ import annotations
+
+import builtins
+import logging
+import sys
+import threading
+import uuid
+from collections.abc import Callable, Iterable
+from types import FunctionType, ModuleType
+from typing import Any, NamedTuple
+
+from telegrad._core.atfork import in_child, renewed
+from telegrad._core.pickling import main_program as programs
+from telegrad._core.pickling.function_names import program as own_program
+from telegrad._core.pickling.global_names import MAINS, lookups_from, names_of_main
+from telegrad._core.pickling.main_program import GUARD, MAIN, Program
+from telegrad._core.pickling.sent_globals import ATOMS, SentGlobals
+from telegrad.errors import CannotDecode
+
+LONGEST_IMPORT = 300.0  # seconds that other threads wait for a thread that imports a program
+OWN = sys.maxsize  # the version of globals created by the program's own file
+
+log = logging.getLogger("telegrad")
+
+
+class Item(NamedTuple):
+    """A global to be sent."""
+
+    name: str
+    version: int
+    value: Any
+
+
+class Unsendable:
+    """Placeholder for a global that cannot be sent: the receiver must have its own."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+
+class Scope:
+    """The `__main__` of a program in this process."""
+
+    def __init__(self, program: Program, names: dict[str, Any], own: bool, imported: bool = False) -> None:
+        self.program = program
+        self.names = names
+        self._own = own  # names without a version come from the program itself
+        self._versions = dict.fromkeys(names, OWN) if imported else {}  # includes names that a function has deleted
+        self._first: dict[str, Any] = {}  # numbers and texts as received
+        if imported:
+            self._first = {name: value for name, value in names.items() if type(value) in ATOMS}
+        self._made: dict[tuple[str, int], Any] = {}  # functions and classes without their state
+        self._warned: set[str] = set()
+        # Guards the five attributes above, and makes checking and binding a name atomic.
+        self._lock = renewed(threading.Lock())
+
+    def __reduce__(self) -> Any:
+        return scope_of, tuple(self.program)
+
+    def version(self, name: str) -> int:
+        return self._versions.get(name, OWN if self._own else 0)
+
+    def first(self, name: str) -> Any:
+        """Return the value to forward: a number or text as received, anything else as it is now."""
+        return self._first.get(name, self.names[name])
+
+    def find(self, path: str, version: int) -> Any:
+        """Return the object at a path if this version or a later one is here, else None."""
+        name, *rest = path.split(".")
+        if name not in self.names or self.version(name) < version:
+            return None
+        found = self.names[name]
+        for part in rest:
+            found = getattr(found, part, None)
+        return found
+
+    def make(self, path: str, version: int, make: Callable[[], Any]) -> Any:
+        """Return the function or class of that path, or create one, whose state is to be set."""
+        if not path:
+            return make()
+        with self._lock:
+            found = self._made.get((path, version))
+            # else its class has no methods yet
+            if found is None and (path.partition(".")[0], version) not in self._made:
+                found = self.find(path, version)
+        if found is not None:
+            return found
+        made = make()  # may run user code: a metaclass
+        with self._lock:
+            return self._made.setdefault((path, version), made)
+
+    def lacks_state(self, path: str, version: int, thing: Any) -> bool:
+        """Return True if a function or class needs the received state."""
+        return not path or self._made.get((path, version)) is thing
+
+    def has_state(self, path: str, version: int) -> None:
+        self._made.pop((path, version), None)
+
+    def fill(self, items: Iterable[Item]) -> None:
+        """Bind the globals that are missing here, and those received in a newer version.
+
+        Raises:
+            CannotDecode: a global is missing here and could not be sent.
+        """
+        told = []
+        with self._lock:
+            for name, version, value in items:
+                has = self.version(name) if name in self.names else self._versions.get(name, -1)
+                if has >= version:
+                    if has in (version, OWN) and self._differs(name, value):  # same version, but from another sender
+                        told.append((name, value))
+                elif isinstance(value, Unsendable):
+                    if name not in self.names:
+                        raise CannotDecode(
+                            f"the global {name!r} of the caller's main program ({value.kind}) cannot be sent, and this "
+                            "worker has no such program: make its file available here under the same path, or move "
+                            "what uses it into a module"
+                        )
+                else:
+                    self.names[name] = value
+                    self._versions[name] = version
+                    if type(value) in ATOMS:
+                        self._first[name] = value
+        for name, value in told:
+            log.warning(
+                "telegrad: the global %r of %s is %r at the caller and %r at this worker, which goes on with its own: "
+                "pass it as an argument, or assign it at the top level, outside of `%s`",
+                *(name, self.program.path, value, self.names[name], GUARD),
+            )
+
+    def _differs(self, name: str, value: Any) -> bool:
+        """Return True, once, if a number or text differs from the sender's and was not changed here."""
+        if type(value) not in ATOMS or name in self._warned or name not in self._first or name not in self.names:
+            return False
+        here = self.names[name]
+        if here is not self._first[name] or (type(here) is type(value) and here == value):
+            return False
+        self._warned.add(name)
+        return True
+
+
+_lock = renewed(threading.Lock())  # guards _scopes and _making
+_scopes: dict[str, Scope] = {}  # by the program's key
+_making: dict[str, threading.Event] = {}  # by the key of a program that a thread is importing
+_sent = SentGlobals()
+_trial = threading.local()
+_key = ""  # key of a main program without a file; created once, under _lock
+
+
+@in_child
+def _forget_thread() -> None:
+    """Clear the imports in progress: a forked child does not have the threads that run them."""
+    _making.clear()
+
+
+def scope_of(*parts: Any) -> Scope:
+    """Return the scope of a program; create it at the first use.
+
+    Raises:
+        CannotDecode: the program's file is here and cannot be imported.
+    """
+    program = Program(*parts)
+    key = program.key
+    own = own_scope()
+    if key == own.program.key:
+        return own
+    while (scope := _scopes.get(key)) is None:
+        with _lock:
+            event = _making.get(key)
+            mine = event is None
+            if event is None:
+                event = _making[key] = threading.Event()
+        if not mine:
+            if not event.wait(LONGEST_IMPORT):
+                raise CannotDecode(f"another thread has been importing {program.path} for {LONGEST_IMPORT:g} s")
+            continue
+        try:
+            scope = _new_scope(program)
+            with _lock:
+                return _scopes.setdefault(key, scope)
+        finally:
+            with _lock:
+                del _making[key]
+            event.set()
+    return scope
+
+
+def _new_scope(program: Program) -> Scope:
+    if program.serves_torch and not programs.serves_torch:
+        log.warning(
+            "telegrad: a program that runs by `python -m telegrad` calls this worker, where torch.distributed.rpc is "
+            "torch's own: start the worker in that mode, too, by `python -m telegrad -m telegrad worker ...`"
+        )
+    if programs.matches(program):
+        try:
+            module = programs.load(program, as_main=False)
+        except BaseException as error:
+            raise CannotDecode(
+                f"the program {program.path}, whose functions were sent, cannot be imported by this worker: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        return Scope(program, vars(module), own=True, imported=True)
+    module = ModuleType(MAIN)
+    vars(module).update(__builtins__=builtins, __file__=program.path)
+    return Scope(program, vars(module), own=False)
+
+
+_own: Scope | None = None
+
+
+def own_scope() -> Scope:
+    """Return the scope of the main program of this process."""
+    global _own, _key
+    names = names_of_main()
+    if _own is None or _own.names is not names or _own.program.serves_torch != programs.serves_torch:
+        with _lock:
+            _key = _key or uuid.uuid4().hex
+            key = own_program() or _key
+            imported = names.get("__name__") in MAINS[1:] and names is vars(sys.modules[MAIN])
+            _own = Scope(programs.find(key), names, own=True, imported=imported)
+    return _own
+
+
+# Sending
+
+
+def scope_from(thing: Any) -> tuple[Scope, str] | None:
+    """Return the scope of a function or class of a main program, and its path there, "" for a local one."""
+    path = thing.__qualname__
+    if isinstance(thing, FunctionType):
+        own = own_scope()
+        if thing.__globals__ is own.names:
+            return own, _verified(own, path, thing)
+        for scope in list(_scopes.values()):
+            if thing.__globals__ is scope.names:
+                return scope, _verified(scope, path, thing)
+        return None
+    if thing.__module__ in MAINS:
+        for scope in (own_scope(), *list(_scopes.values())):
+            if _verified(scope, path, thing):
+                return scope, path
+    return None
+
+
+def _verified(scope: Scope, path: str, thing: Any) -> str:
+    return path if scope.find(path, 0) is thing else ""
+
+
+def items_for(pickler: Any, scope: Scope, needed: Iterable[str], home: str) -> list[Item]:
+    """Return the globals to send with a function or class. `home`: the global that contains it, if any."""
+    if scope is not _own:
+        wanted = {name for name in needed if name in scope.names} | ({home} if home else set())
+        return [Item(name, version_of(scope, name), scope.first(name)) for name in sorted(wanted)]
+    source = programs.source_of(scope.program.path)
+    has = source.top if source.guarded else frozenset()
+    names = _sent.complete({name for name in needed if name in scope.names}, scope.names, has)
+    items = []
+    for name in sorted(names):
+        value = scope.names[name]
+        if name in has and not isinstance(value, type | FunctionType | ModuleType) and type(value) not in ATOMS:
+            if pickler.same_program or not _can_be_sent(pickler, value):
+                items.append(Item(name, 0, Unsendable(f"{type(value).__module__}.{type(value).__qualname__}")))
+                continue
+        elif name in has and pickler.same_program and type(value) not in ATOMS:
+            continue
+        items.append(Item(name, _sent.version(name, value, watched=name not in has), value))
+    if home and home not in names:
+        items.append(Item(home, _sent.version(home, scope.names[home], watched=False), scope.names[home]))
+    return items
+
+
+def note_class(scope: Scope, kind: type) -> None:
+    """Record a class of the main program that is sent: its methods read globals wherever its objects are."""
+    if scope is _own:
+        source = programs.source_of(scope.program.path)
+        read = lookups_from(kind, scope.names).read
+        _sent.note_class(read - source.top if source.guarded else read)
+
+
+def warn_of_rebound() -> None:
+    """Warn of globals that were rebound here, while methods of objects at workers read the earlier ones."""
+    if _sent.read_by_classes:
+        _sent.warn_of_rebound(own_scope().names)
+
+
+def _can_be_sent(pickler: Any, value: Any) -> bool:
+    """Return True if a value can be pickled, or if this thread is checking it: its class may use the global itself."""
+    tried: set[int] = _trial.__dict__.setdefault("tried", set())
+    if id(value) in tried:
+        return True
+    tried.add(id(value))
+    try:
+        return bool(pickler.can_dump(value, pickler.same_program))
+    finally:
+        tried.discard(id(value))
+
+
+def version_of(scope: Scope, path: str) -> int:
+    """Return the version of the first global in a path."""
+    name = path.partition(".")[0]
+    if scope is not _own:
+        version = scope.version(name)
+        return 1 if version == OWN else max(version, 1)
+    return _sent.version(name, scope.names[name], watched=False)

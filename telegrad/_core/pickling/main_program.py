@@ -1,0 +1,197 @@
+"""The main program of a process: the names that it defines, and its import by workers started for it.
+
+A worker without a program of its own imports the driver's file under the name `__mp_main__`, as multiprocessing does in
+a spawned child. Code under `if __name__ == "__main__"` does not run there. This module imports no torch, because
+`telegrad.local` starts its workers before it imports torch.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import hashlib
+import importlib.util
+import json
+import os
+import sys
+from functools import lru_cache
+from importlib.machinery import SourceFileLoader
+from types import CodeType, ModuleType
+from typing import Any, NamedTuple
+
+from telegrad._core.host.private_files import open_regular
+from telegrad.errors import UsageError
+
+MAIN = "__main__"
+SPAWNED_MAIN = "__mp_main__"  # the name multiprocessing gives to the main module of a spawned child
+GUARD = 'if __name__ == "__main__":'
+
+imports = ""  # the file being imported as main program; written by one thread
+serves_torch = False  # True in the compatibility mode, which sets it
+hosts = False  # True if this process started workers that import its program; read without a lock
+
+
+class Program(NamedTuple):
+    """Data by which another process finds a program."""
+
+    key: str
+    path: str = ""  # path of its file
+    module: str = ""  # its module name if `python -m` ran it
+    guarded: bool = False  # it has a guard: importing it does not run it again
+    serves_torch: bool = False  # there, `torch.distributed.rpc` is Telegrad's
+    argv: tuple[str, ...] = ()  # its arguments, which its import may read
+
+
+class Source(NamedTuple):
+    """The names of a program, by the place where its source binds them."""
+
+    guarded: bool
+    top: frozenset[str]  # at the top level, outside of the guard
+    main: frozenset[str]  # under the guard
+    declared: frozenset[str]  # by `global` in a function
+    stars: bool  # `import *` binds further, unknown names
+
+
+def fingerprint(path: str, content: bytes) -> str:
+    return hashlib.sha256(os.path.basename(path).encode() + b"\0" + content).hexdigest()[:32]
+
+
+def find(key: str) -> Program:
+    """Return the data by which other processes find the main program of this process."""
+    module = sys.modules.get(MAIN)
+    path = getattr(module, "__file__", None)
+    if not isinstance(path, str) or not os.path.isfile(path):
+        return Program(key, serves_torch=serves_torch)
+    spec = getattr(module, "__spec__", None)
+    path = os.path.abspath(path)
+    return Program(key, path, getattr(spec, "name", ""), source_of(path).guarded, serves_torch, tuple(sys.argv))
+
+
+@lru_cache(8)
+def source_of(path: str) -> Source:
+    """Return the names of a program; none if its file is not Python source."""
+    try:
+        with open_regular(path) as file:
+            tree = ast.parse(file.read())
+    except (OSError, SyntaxError, ValueError):
+        return Source(False, frozenset(), frozenset(), frozenset(), False)
+    guards = [node for node in tree.body if isinstance(node, ast.If) and _is_guard(node.test)]
+    main = {name for guard in guards for node in guard.body for name in _bound(node)}
+    rest = [node for node in tree.body if node not in guards]
+    rest += [node for guard in guards for node in guard.orelse]
+    top = {name for node in rest for name in _bound(node)}
+    declared = {name for node in ast.walk(tree) if isinstance(node, ast.Global) for name in node.names}
+    return Source(bool(guards), frozenset(top), frozenset(main), frozenset(declared), "*" in top)
+
+
+def _is_guard(test: ast.expr) -> bool:
+    """Return True for a comparison of `__name__` with "__main__", possibly as part of a conjunction."""
+    if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And):
+        return any(map(_is_guard, test.values))
+    if not isinstance(test, ast.Compare) or not isinstance(test.ops[0], ast.Eq):
+        return False
+    sides = (test.left, test.comparators[0])
+    return any(isinstance(side, ast.Name) and side.id == "__name__" for side in sides) and any(
+        isinstance(side, ast.Constant) and side.value == MAIN for side in sides
+    )
+
+
+def _bound(node: ast.AST) -> set[str]:
+    """Return the names that a statement binds, except those local to functions and classes in it."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return {node.name}
+    if isinstance(node, ast.Lambda | ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp):
+        return set()
+    names = set()
+    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+        names.add(node.id)
+    elif isinstance(node, ast.alias):
+        names.add(node.asname or node.name.partition(".")[0])
+    elif isinstance(node, ast.ExceptHandler | ast.MatchAs | ast.MatchStar) and node.name:
+        names.add(node.name)
+    return names.union(*map(_bound, ast.iter_child_nodes(node)))
+
+
+# Importing the program
+
+
+def to_text(program: Program) -> str:
+    """Return a program as a command-line argument of a worker that will import it."""
+    return json.dumps([program.path, program.module, program.argv])
+
+
+def adopt(text: str, name: str) -> None:
+    """Import the program from a command-line argument, and make it the main module of this process.
+
+    Raise the exceptions of the import.
+    """
+    path, module, argv = json.loads(text)
+    try:
+        load(Program("", path, module, argv=tuple(argv)), as_main=True)
+    except BaseException:
+        print(
+            f"telegrad: worker {name!r} could not import {path}, whose functions it is to run: put what is for the "
+            f"driver alone under `{GUARD}`",
+            file=sys.stderr,
+        )
+        raise
+
+
+def load(program: Program, as_main: bool) -> ModuleType:
+    """Import a program, with its arguments, under the name `__mp_main__`; if `as_main`, also as `__main__`."""
+    global imports
+    module = ModuleType(SPAWNED_MAIN)
+    code = _code_of(program, module)
+    if as_main:
+        sys.modules[MAIN] = sys.modules[SPAWNED_MAIN] = module
+    # multiprocessing registers the first one there, too
+    elif sys.modules.get(SPAWNED_MAIN) in (None, sys.modules[MAIN]):
+        sys.modules[SPAWNED_MAIN] = module  # dataclasses and pickle look up a class's module by its name
+    own, sys.argv = sys.argv, list(program.argv)
+    imports = program.path
+    try:
+        exec(code, vars(module))
+    finally:
+        imports = ""
+        if not as_main:
+            sys.argv = own
+    return module
+
+
+def _code_of(program: Program, module: ModuleType) -> CodeType:
+    spec = None
+    if program.module:
+        spec = importlib.util.find_spec(program.module)
+    about: dict[str, Any] = {"__file__": program.path, "__builtins__": builtins, "__cached__": None}
+    loader: Any = SourceFileLoader(SPAWNED_MAIN, program.path)
+    if spec is not None and spec.loader is not None and spec.origin == program.path:
+        about |= {"__spec__": spec, "__package__": spec.parent, "__loader__": spec.loader}
+    else:
+        about |= {"__loader__": loader, "__package__": ""}
+    vars(module).update(about)
+    code: CodeType = loader.source_to_code(loader.get_data(program.path), program.path)
+    return code
+
+
+def matches(program: Program) -> bool:
+    """Return True if this host has the same program file as the sender, and may import it."""
+    if not program.guarded:
+        return False
+    try:
+        with open_regular(program.path) as file:
+            return fingerprint(program.path, file.read()) == program.key
+    except OSError:
+        return False
+
+
+def check_not_imported(call: str) -> None:
+    """Refuse to start or join a group while a worker imports the program, which would repeat that without end.
+
+    Raises:
+        UsageError: this process is importing the program.
+    """
+    if imports:
+        raise UsageError(
+            f"{call} at the top level of {imports}, which a worker imports to find its functions: put it under "
+            f"`{GUARD}`, or into a function that is called there"
+        )

@@ -1,0 +1,440 @@
+"""Pickle values without their tensors and without the references of the layers above.
+
+Each tensor of a value gets a numbered slot, in order of appearance; the pickle contains only the numbers. So the layers
+above can inspect or replace the tensors before they are packed and after they are unpacked, and unpickling only builds
+the value.
+
+Functions and classes are sent by name if the name leads to them at the receiver, else by value (cloudpickle). Other
+objects with large memory of their own (numpy arrays) get slots after those of the tensors.
+
+The last byte of a body gives its format; the pickle ends before it, and unpickling ignores the rest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import pickle
+import struct
+import sys
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from copy import copy
+from functools import partial
+from itertools import islice
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import Tensor
+
+from telegrad._core import forks
+from telegrad._core.host import out_of_memory
+from telegrad._core.interrupts import raised_by_handler
+from telegrad._core.pickling.blame import blame
+from telegrad._core.pickling.function_names import import_anew, not_found
+from telegrad._core.pickling.reducers import FROM_REFERENCES, FROM_SLOTS, REBUILDERS, NeedsValue, reduce
+from telegrad._core.pickling.segments import (
+    OWN_FROM,
+    LargeText,
+    OnePiece,
+    SegmentReader,
+    SegmentWriter,
+    Texts,
+    expect_texts,
+)
+from telegrad._core.pickling.short_text import text_of
+from telegrad._core.wire.raw_memory import held, of_buffer, to_text
+from telegrad.errors import CannotDecode, CannotEncode, CodecError
+
+if TYPE_CHECKING:
+    from telegrad._core.pickling.by_value import ValuePickler
+
+LARGE = 1 << 16  # buffers of at least this many bytes get a slot
+
+_PLAIN = ord(pickle.STOP)  # a pickle of built-in types only
+_CALL = ord("C")  # values, indices of the tensors among them, names of keyword arguments
+_ONE = ord("T")  # a single tensor
+_ANY = ord("A")  # preceded by the number of buffers
+_TAIL = struct.Struct("<IB")
+_CUT = ord("S")  # preceded by the places of the segments, and the numbers of buffers, segments and texts
+_CUT_TAIL = struct.Struct("<IIIB")
+
+_NUMBERS = frozenset({int, float, bool, complex, type(None)})
+_STRINGS = frozenset({str, bytes})
+_ATOMS = _NUMBERS | _STRINGS
+_CONTAINERS = frozenset({tuple, list, dict})
+_new = tuple.__new__  # takes half the time of a NamedTuple's constructor, which is Python code
+MANY = 1 << 12  # larger containers are checked and pickled in pieces
+FEW = 8  # elements: up to this number a loop is faster than maps
+
+
+class Encoded(NamedTuple):
+    """A value split into parts."""
+
+    body: bytes
+    tensors: Sequence[Tensor]
+    references: Sequence[Any] = ()
+    buffers: int = 0  # number of the last tensors that are memory of other objects
+
+
+_NO_ARGUMENTS = Encoded(pickle.dumps(((), {}), 5), ())  # shared by all calls without arguments
+
+
+def encode(value: Any, same_program: bool) -> Encoded:
+    """Pickle `value` without its tensors. `same_program`: the other process runs the same main program.
+
+    Raises:
+        CannotEncode: a part of the value cannot be pickled.
+    """
+    kind = type(value)
+    texts = False
+    if kind is tuple and len(value) == 2 and type(value[0]) is tuple and type(value[1]) is dict:
+        lean = _encode_call(*value)
+        if isinstance(lean, Encoded):
+            return lean
+        if lean is not None:
+            value, texts = lean
+    elif kind in _NUMBERS or (kind in _STRINGS and len(value) < OWN_FROM):
+        return _new(Encoded, (pickle.dumps(value, 5), (), (), 0))
+    elif kind is Tensor and not value.__dict__:
+        return _new(Encoded, (b"T", (value,), (), 0))
+    elif kind in _CONTAINERS or kind in _STRINGS:
+        extent = _extent_of(value)
+        if extent == _SMALL:
+            return Encoded(pickle.dumps(value, 5), [])
+        if extent == _BIG:
+            (value,), texts = _held_still([value])
+    try:
+        return _dump(_Pickler, value, same_program, texts)
+    except CodecError:
+        raise
+    except Exception as error:
+        return _encode_again(value, same_program, texts, error)
+
+
+def decode(body: bytes | memoryview, tensors: Sequence[Tensor], references: Sequence[Any] = ()) -> Any:
+    """Return the value of a body whose slots are `tensors` and `references`.
+
+    Raises:
+        FunctionNotFound: a function or class is not importable here.
+        CannotDecode: the value cannot be rebuilt for another reason.
+    """
+    try:
+        how = body[-1]
+        if how == _PLAIN:
+            return pickle.loads(body)
+        if how == _ONE:
+            return tensors[0]
+        if how == _CALL:
+            return _decode_call(body, tensors)
+        if how == _CUT:
+            return _load_cut(body, tensors, references)
+        return _load(body, tensors, references)
+    except CodecError:
+        raise
+    except BaseException as error:  # also SystemExit: a value from one worker must not end another
+        if raised_by_handler(error):
+            raise
+        forks.end_if_over()
+        advice = "use the same versions of its packages on all workers, or send what it is made of"
+        raise CannotDecode(
+            f"a value arrived but cannot be rebuilt: {type(error).__name__}{_text(error)}; "
+            f"{out_of_memory.advice(error, advice)}"
+        ) from error
+
+
+def _text(error: BaseException) -> str:
+    """Return the text of an exception after a colon; "" if the exception's own code raises."""
+    try:
+        return f": {text_of(error)}"
+    except BaseException as raised:
+        if raised_by_handler(raised):
+            raise
+        return ""
+
+
+# The usual cases, without a Python pickler
+
+
+_SMALL, _BIG, _OTHER = range(3)
+
+
+def _extent_of(value: Any) -> int:
+    """Return _SMALL or _BIG (to be pickled in pieces) for strings and containers of atoms, else _OTHER."""
+    kind = type(value)
+    if kind in _STRINGS:
+        return _SMALL if len(value) < OWN_FROM else _BIG
+    if len(value) > MANY:
+        return _BIG if all(map(_ATOMS.issuperset, map(_types_of, _pieces(value)))) else _OTHER
+    if kind is not dict:
+        return _extent_of_all(value)
+    return _extent_of_all(value.values()) if _ATOMS.issuperset(map(type, value)) else _OTHER
+
+
+def _extent_of_all(values: Collection[Any]) -> int:
+    if len(values) > FEW:
+        if _NUMBERS.issuperset(map(type, values)):
+            return _SMALL
+        if _STRINGS.issuperset(map(type, values)):
+            return _SMALL if sum(map(len, values)) < OWN_FROM else _BIG
+    size = 0
+    for value in values:
+        kind = type(value)
+        if kind in _STRINGS:
+            size += len(value)
+        elif kind not in _NUMBERS:
+            return _OTHER
+    return _SMALL if size < OWN_FROM else _BIG
+
+
+def _types_of(values: Iterable[Any]) -> set[type]:
+    return set(map(type, values))
+
+
+def _pieces(container: Any) -> Iterator[list[Any]]:
+    """Yield the elements of a container in pieces. Other threads can run in between, and may change it."""
+    for elements in (container, container.values()) if type(container) is dict else (container,):
+        rest = iter(elements if type(container) in (list, tuple) else list(elements))  # copied atomically
+        while piece := list(islice(rest, MANY)):
+            yield piece
+
+
+def _held_still(values: Sequence[Any]) -> tuple[list[Any], bool]:
+    """Copy containers of atoms, because other threads run while large ones are pickled.
+
+    Return the values, and True if a text among them is large.
+    """
+    copies: dict[int, Any] = {}  # an object that occurs twice stays one object
+    texts = False
+    for value in values:
+        if type(value) in _CONTAINERS and id(value) not in copies:
+            still = copies[id(value)] = copy(value)
+            texts = texts or any(_has_large_text(piece) for piece in _pieces(still))
+    return [copies.get(id(value), value) for value in values], texts or _has_large_text(values)
+
+
+def _has_large_text(values: Iterable[Any]) -> bool:
+    return max((len(value) for value in values if type(value) is str), default=0) >= OWN_FROM
+
+
+def _encode_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Encoded | tuple[Any, bool] | None:
+    """Encode arguments that are atoms, containers of atoms, and plain tensors; return None for any other argument.
+
+    If they are large and include no tensors, return the call to pickle in pieces, and True if a text in it is large.
+    """
+    if not args and not kwargs:
+        return _NO_ARGUMENTS
+    values = [*args, *kwargs.values()] if kwargs else list(args)
+    tensors: list[Tensor] = []
+    places: list[int] = []
+    is_big = len(values) > MANY
+    for place, value in enumerate(values):
+        kind = type(value)
+        if kind in _NUMBERS or (kind in _STRINGS and len(value) < OWN_FROM):
+            continue
+        if kind in _STRINGS or kind in _CONTAINERS:
+            extent = _extent_of(value)
+            if extent == _OTHER:
+                return None
+            is_big = is_big or extent == _BIG
+            continue
+        if kind is not Tensor or value.__dict__:
+            return None
+        tensors.append(value)
+        places.append(place)
+        values[place] = None
+    if is_big:
+        if tensors:
+            return None
+        values, texts = _held_still(values)
+        return (tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :], strict=True))), texts
+    if not tensors:
+        return _new(Encoded, (pickle.dumps((args, kwargs), 5), (), (), 0))
+    if len(tensors) > 1 and len({id(tensor) for tensor in tensors}) < len(tensors):
+        return None  # a tensor that occurs twice has one slot
+    return _new(Encoded, (pickle.dumps((values, places, [*kwargs]), 5) + b"C", tensors, (), 0))
+
+
+def _decode_call(body: bytes | memoryview, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    values, places, names = pickle.loads(body)
+    for place, tensor in zip(places, tensors, strict=True):
+        values[place] = tensor
+    if not names:
+        return tuple(values), {}
+    first = len(values) - len(names)
+    return tuple(values[:first]), dict(zip(names, values[first:], strict=True))
+
+
+# All other values
+
+
+def _dump(
+    kind: type[_Pickler | ValuePickler], value: Any, same_program: bool, texts: bool = False, at_once: bool = False
+) -> Encoded:
+    """Pickle a value. `at_once`: no other thread runs while built-in types are pickled.
+
+    `texts`: the value contains a large text. If pickling finds one without it, pickling starts again with `texts`.
+    """
+    file = OnePiece() if at_once else SegmentWriter()
+    buffers: list[Tensor] = []
+    pickler = kind(file, 5, buffer_callback=partial(_keep, buffers))
+    pickler.same_program = same_program
+    pickler.tensors = []
+    pickler.references = []
+    pickler.plain = True
+    pickler.file = file
+    if texts:
+        file.may_repeat = False
+        pickler.expect_texts()
+    try:
+        pickler.dump(value)
+    except LargeText:
+        return _dump(kind, value, same_program, True)
+    if isinstance(file, OnePiece):
+        file.settle()
+    body = file.whole()
+    if body is None or pickler.texts is not None:
+        return _cut(pickler, file, buffers)
+    if not pickler.plain or buffers:
+        body += _TAIL.pack(len(buffers), _ANY)
+    return Encoded(body, pickler.tensors + buffers, pickler.references, len(buffers))
+
+
+def _cut(pickler: _Pickler | ValuePickler, file: SegmentWriter, buffers: list[Tensor]) -> Encoded:
+    parts, places, blobs = file.finish()
+    texts = pickler.texts.blobs() if pickler.texts is not None else []
+    parts.append(struct.pack(f"<{len(places)}q", *places))
+    parts.append(_CUT_TAIL.pack(len(buffers), len(places), len(texts), _CUT))
+    buffers = [*buffers, *blobs, *texts]
+    return Encoded(b"".join(parts), pickler.tensors + buffers, pickler.references, len(buffers))
+
+
+def _keep(buffers: list[Tensor], buffer: pickle.PickleBuffer) -> bool:
+    """Return True if a buffer stays in the pickle."""
+    raw = buffer.raw()
+    if raw.nbytes < LARGE:
+        return True
+    buffers.append(of_buffer(raw))
+    return False
+
+
+def _load(body: bytes | memoryview, tensors: Sequence[Tensor], references: Sequence[Any]) -> Any:
+    count, _ = _TAIL.unpack_from(body, len(body) - _TAIL.size)
+    buffers = tensors[len(tensors) - count :] if count else ()
+    unpickler = _Unpickler(io.BytesIO(body), buffers=map(held, buffers))
+    unpickler.tensors = tensors
+    unpickler.references = references
+    return unpickler.load()
+
+
+def _load_cut(body: bytes | memoryview, tensors: Sequence[Tensor], references: Sequence[Any]) -> Any:
+    end = len(body) - _CUT_TAIL.size
+    count, segments, texts, _ = _CUT_TAIL.unpack_from(body, end)
+    places = struct.unpack_from(f"<{segments}q", body, end - 8 * segments)
+    blobs = len([place for place in places if place < 0])
+    buffers = tensors[len(tensors) - count - blobs - texts :]
+    file = SegmentReader(memoryview(body), places, buffers[count : count + blobs])
+    unpickler = _CutUnpickler(file, buffers=map(held, buffers[:count]))
+    unpickler.tensors = tensors
+    unpickler.references = references
+    unpickler.texts = buffers[count + blobs :]
+    unpickler.found = {}
+    return unpickler.load()
+
+
+class _Pickler(pickle.Pickler):
+    """A pickler for values whose functions and classes all have names."""
+
+    same_program: bool
+    tensors: list[Tensor]
+    references: list[Any]
+    plain: bool  # only built-in types so far
+    file: SegmentWriter
+    texts: Texts | None = None
+
+    reducer_override = reduce
+    expect_texts = expect_texts
+
+    def by_value(self, obj: Any) -> Any:
+        raise NeedsValue
+
+    def dump_by_value(self, obj: Any) -> bytes:
+        from telegrad._core.pickling.by_value import dump_by_value
+
+        return dump_by_value(obj)
+
+
+def _value_pickler() -> type[ValuePickler]:
+    """Return the pickler for functions and classes without a name; its module is imported only when needed."""
+    from telegrad._core.pickling.by_value import ValuePickler, register_spawned_main
+
+    register_spawned_main()
+    ValuePickler.can_dump = staticmethod(can_dump)
+    return ValuePickler
+
+
+class _Unpickler(pickle.Unpickler):
+    tensors: Sequence[Tensor]
+    references: Sequence[Any]
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == REBUILDERS:
+            if name in FROM_SLOTS:
+                return partial(FROM_SLOTS[name], self.tensors)
+            if name in FROM_REFERENCES:
+                return partial(FROM_REFERENCES[name], self.references)
+        try:
+            if module not in sys.modules:
+                import_anew(module)
+            return super().find_class(module, name)
+        except (ImportError, AttributeError) as error:
+            raise not_found(module, name, error) from error
+
+
+class _CutUnpickler(_Unpickler):
+    """Read a pickle in segments."""
+
+    texts: Sequence[Tensor]
+    found: dict[int, str]
+
+    def persistent_load(self, number: int) -> str:
+        if number not in self.found:
+            self.found[number] = to_text(self.texts[number])
+        return self.found[number]
+
+
+def _encode_again(value: Any, same_program: bool, texts: bool, error: Exception) -> Encoded:
+    """Pickle a value that the fast way could not pickle. Call this in an `except` block."""
+    if raised_by_handler(error):
+        raise error
+    forks.end_if_over()
+    if type(error) is RuntimeError:  # another thread changed a dict or a set between two frames of the pickle
+        with contextlib.suppress(Exception):
+            return _dump(_Pickler, value, same_program, texts, at_once=True)
+    return _encode_by_value(value, same_program)
+
+
+def _encode_by_value(value: Any, same_program: bool) -> Encoded:
+    try:
+        return _dump(_value_pickler(), value, same_program)
+    except CodecError:
+        raise
+    except Exception as error:
+        if raised_by_handler(error):
+            raise
+        raise blame(value, same_program, can_dump, error) from error
+
+
+def blame_again(value: Any, said: CannotEncode, same_program: bool) -> CannotEncode:
+    """Return the error for `value`, the part that users know: the rest are arguments added by this package."""
+    if said.__cause__ is None or can_dump(value, same_program):
+        return said
+    return blame(value, same_program, can_dump, said.__cause__)
+
+
+def can_dump(value: Any, same_program: bool) -> bool:
+    try:
+        _dump(_value_pickler(), value, same_program)
+    except Exception as error:
+        if raised_by_handler(error):
+            raise
+        return False
+    return True

@@ -1,0 +1,359 @@
+"""Reduce and rebuild types that pickle should not handle itself.
+
+To handle one more type, add an entry to `REDUCERS`. A reducer gets the pickler and the object. It returns a
+`__reduce__` value, or NotImplemented to leave the object to pickle.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import weakref
+from array import array
+from collections.abc import Callable, Sequence
+from functools import _lru_cache_wrapper, lru_cache
+from types import BuiltinFunctionType, FunctionType, ModuleType
+from typing import Any, NoReturn, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from telegrad._core.pickling.function_names import name_of, resolve
+from telegrad._core.pickling.segments import OWN_FROM, SegmentWriter
+from telegrad._core.wire.raw_memory import PIECE, Turns, copied, held, is_intercepted
+from telegrad.errors import CannotEncode
+
+REBUILDERS = __name__  # the module where the unpickler finds FROM_SLOTS
+
+
+_NOTHING: dict[str, Any] = {}
+
+
+class Pickler(Protocol):
+    """Interface of the pickler for reducers."""
+
+    same_program: bool
+    tensors: list[Tensor]
+    references: list[Any]
+    file: SegmentWriter
+
+    def expect_texts(self) -> None:
+        """Replace large texts by numbers from now on."""
+
+    def by_value(self, obj: Any) -> Any:
+        """Reduce a function or class without a name."""
+
+    def dump_by_value(self, obj: Any) -> bytes:
+        """Return a separate pickle of an object that is sent by value."""
+
+
+class NeedsValue(Exception):
+    """Raised for a function or class without a usable name."""
+
+
+Reducer = Callable[[Any, Any], Any]
+
+
+def _lift(pickler: Pickler, tensor: Tensor) -> int:
+    pickler.tensors.append(tensor)
+    return len(pickler.tensors) - 1
+
+
+# Tensors
+
+
+def _reduce_tensor(pickler: Pickler, tensor: Tensor) -> Any:
+    kind: Any = type(tensor)
+    attributes = tensor.__dict__
+    if kind is Tensor:
+        if not attributes:
+            return _slot, (_lift(pickler, tensor),)
+        return _slot_as, (_lift(pickler, tensor), None, dict(attributes))
+    if kind is Parameter and not attributes:
+        return _parameter, (_lift(pickler, tensor), tensor.requires_grad)
+    has_rules, flattens = kind.__reduce_ex__ not in _TORCH_RULES, hasattr(kind, "__tensor_flatten__")
+    if not (has_rules or flattens or kind.__torch_dispatch__ != Tensor.__torch_dispatch__):
+        return _slot_as, (_lift(pickler, tensor.as_subclass(Tensor)), kind, dict(attributes))
+    if tensor.requires_grad and _records():
+        _refuse_history(kind)
+    if kind.__module__.startswith("torch._subclasses."):
+        raise CannotEncode(
+            f"a {kind.__name__} cannot be sent, as it has no values: it is there while torch.export, or another mode, "
+            "records operators. Record what runs on one worker, and call the recording"
+        )
+    if has_rules:
+        return NotImplemented
+    if flattens:
+        names, context = kind.__tensor_flatten__(tensor)
+        inner = {name: getattr(tensor, name) for name in names}
+        shape, stride = tuple(tensor.shape), tensor.stride()
+        return _unflatten, (kind, inner, context, shape, stride, tensor.requires_grad)
+    return NotImplemented  # its own storage may not hold its values
+
+
+def _refuse_history(kind: type[Tensor]) -> NoReturn:
+    raise CannotEncode(
+        f"a tensor of the type {kind.__name__} that requires a gradient cannot be sent in an autograd context: its "
+        "gradient would not come back, since it travels as an object that is made anew. Send a plain tensor made from "
+        "it, such as tensor.to_local() or tensor.values(), or tensor.detach()"
+    )
+
+
+def _nothing_recorded() -> bool:
+    return False
+
+
+_records: Callable[[], bool] = _nothing_recorded
+
+
+def ask_whether_recorded(records: Callable[[], bool]) -> None:
+    """Set the function that returns True if autograd history is recorded for tensors reduced on this thread."""
+    global _records
+    _records = records
+
+
+_TORCH_RULES = (Tensor.__reduce_ex__, Parameter.__reduce_ex__)
+
+
+def _slot(tensors: Sequence[Tensor], number: int) -> Tensor:
+    return tensors[number]
+
+
+def _slot_as(tensors: Sequence[Tensor], number: int, kind: type[Tensor] | None, attributes: dict[str, Any]) -> Tensor:
+    tensor = tensors[number]
+    if kind is not None:
+        tensor = _become(tensor, kind, tensor.requires_grad)
+    tensor.__dict__.update(attributes)
+    return tensor
+
+
+def _parameter(tensors: Sequence[Tensor], number: int, requires_grad: bool) -> Tensor:
+    return _become(tensors[number], Parameter, requires_grad)
+
+
+def _become(tensor: Tensor, kind: type[Tensor], requires_grad: bool) -> Tensor:
+    """Return the same memory as another type: a leaf remains a leaf, and a tensor with history keeps it."""
+    if tensor.grad_fn is not None:
+        return tensor.as_subclass(kind)
+    return Tensor._make_subclass(kind, tensor, requires_grad)
+
+
+def _unflatten(
+    kind: Any, inner: dict[str, Tensor], context: Any, shape: Any, stride: Any, requires_grad: bool
+) -> Tensor:
+    tensor: Tensor = kind.__tensor_unflatten__(inner, context, torch.Size(shape), stride)
+    return tensor.requires_grad_() if requires_grad and not tensor.requires_grad else tensor
+
+
+# References of the layers above, which add their types to REDUCERS
+
+
+def reduce_reference(pickler: Pickler, reference: Any) -> Any:
+    pickler.references.append(reference)
+    return _reference, (len(pickler.references) - 1,)
+
+
+def _reference(references: Sequence[Any], number: int) -> Any:
+    return references[number]
+
+
+# Plain memory
+
+
+def _reduce_storage(pickler: Pickler, storage: torch.UntypedStorage) -> Any:
+    return _storage, (_lift(pickler, torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)),)
+
+
+def _storage(tensors: Sequence[Tensor], number: int) -> torch.UntypedStorage:
+    return tensors[number].untyped_storage()
+
+
+def _reduce_typed_storage(pickler: Pickler, storage: torch.TypedStorage) -> Any:
+    return _typed_storage, (storage._untyped_storage, storage.dtype)
+
+
+def _typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.TypedStorage:
+    return torch.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
+
+
+def _reduce_ndarray(pickler: Pickler, array: Any) -> Any:
+    """Copy a strided array: numpy keeps only dense arrays out of the pickle."""
+    flags = array.flags
+    if array.dtype.hasobject or flags.c_contiguous or flags.f_contiguous:
+        return NotImplemented
+    return array.copy().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+
+
+def _reduce_elements(pickler: Pickler, values: Any) -> Any:
+    """Send a large `array.array` as a buffer: its own pickling would copy all elements at once."""
+    if type(values) is not array or len(values) * values.itemsize < OWN_FROM or is_intercepted():
+        return NotImplemented
+    data = copied(memoryview(values))  # it may change before it is sent
+    return _elements, (values.typecode, _format_of(values.typecode), pickle.PickleBuffer(held(data)))
+
+
+def _format_of(typecode: str) -> int:
+    """Return the machine format code of elements, as defined by the module `array`."""
+    reduced: Any = array(typecode).__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+    return int(reduced[1][2])
+
+
+def _elements(typecode: str, layout: int, data: Any) -> Any:
+    view = memoryview(data).cast("B")
+    values: Any = array(typecode)
+    if layout != _format_of(typecode):  # from a machine with another format
+        return values.__reduce_ex__(pickle.HIGHEST_PROTOCOL)[0](array, typecode, layout, bytes(view))
+    turns = Turns()
+    for start in range(0, len(view), PIECE):
+        values.frombytes(view[start : start + PIECE])
+        turns.give_way()
+    return values
+
+
+def _reduce_file(pickler: Pickler, file: Any) -> Any:
+    """Send a large BytesIO by its content: its own unpickling would copy the received bytes."""
+    if type(file) is not io.BytesIO or file.closed or file.getbuffer().nbytes < OWN_FROM:
+        return NotImplemented
+    return _file, file.__reduce_ex__(pickle.HIGHEST_PROTOCOL)[2]
+
+
+def _file(content: bytes, position: int, attributes: dict[str, Any] | None) -> io.BytesIO:
+    file = io.BytesIO(content)
+    file.seek(position)
+    file.__dict__.update(attributes or {})
+    return file
+
+
+# Functions and classes
+
+
+def _reduce_named(pickler: Pickler, obj: Any) -> Any:
+    name = name_of(obj, pickler.same_program)
+    if name is None:
+        if isinstance(obj, BuiltinFunctionType) or obj in _UNNAMED:
+            return NotImplemented  # a bound method, or a type that pickle handles
+        return pickler.by_value(obj)
+    module, _, path = name.partition(":")
+    if obj.__module__ == module and obj.__qualname__ == path:
+        return NotImplemented  # pickle uses the same name
+    return resolve, (name,)
+
+
+_UNNAMED = (type(None), type(NotImplemented), type(...))
+
+
+def _reduce_function(pickler: Pickler, function: Any) -> Any:
+    if function in _OWN:
+        return NotImplemented
+    original = getattr(function, "_torchdynamo_orig_callable", None)
+    if original is None:
+        return _reduce_named(pickler, function)
+    name = name_of(function, pickler.same_program)
+    if name is not None:
+        return resolve, (name,)
+    source = name_of(original, pickler.same_program) or pickler.dump_by_value(original)
+    return _compile, (source, pickler.dump_by_value(_compiler_of(function)))
+
+
+def _compiler_of(compiled: Any) -> Any:
+    """Return the `torch.compile` context that made a function; it holds the backend."""
+    cells = dict(zip(compiled.__code__.co_freevars, compiled.__closure__ or (), strict=True))
+    return cells["self"].cell_contents if "self" in cells else torch.compile
+
+
+def _compile(source: str | bytes, compiler: bytes) -> Any:
+    """Compile a function that is received repeatedly only once."""
+    if isinstance(source, bytes):
+        return _compile_pickled(source, compiler)
+    original = resolve(source)
+    made = _compiled.setdefault(original, {})
+    if compiler not in made:
+        made[compiler] = pickle.loads(compiler)(original)
+    return made[compiler]
+
+
+_compiled: weakref.WeakKeyDictionary[Any, dict[bytes, Any]] = weakref.WeakKeyDictionary()
+
+
+@lru_cache(maxsize=256)
+def _compile_pickled(source: bytes, compiler: bytes) -> Any:
+    return pickle.loads(compiler)(pickle.loads(source))
+
+
+def _reduce_operator(pickler: Pickler, operator: Any) -> Any:
+    return resolve, (name_of(operator, pickler.same_program),)
+
+
+def _reduce_script_function(pickler: Pickler, function: Any) -> Any:
+    name = name_of(function, pickler.same_program)
+    return (resolve, (name,)) if name is not None else _reduce_script(pickler, function)
+
+
+def _reduce_script(pickler: Pickler, obj: Any) -> Any:
+    if _records() and any(tensor.requires_grad for tensor in getattr(obj, "parameters", list)()):
+        raise CannotEncode(
+            "a module of torch.jit whose parameters require gradients cannot be sent in an autograd context: their "
+            "gradients would not come back, since it travels as an archive that is loaded anew. Make it there, as by "
+            "RemoteModule, or call requires_grad_(False) on it"
+        )
+    file = io.BytesIO()
+    torch.jit.save(obj, file)
+    return _load_script, (file.getvalue(),)
+
+
+def _load_script(data: bytes) -> Any:
+    return torch.jit.load(io.BytesIO(data))  # type: ignore[no-untyped-call]
+
+
+# Looked up along the MRO of the type.
+REDUCERS: dict[type, Reducer] = {
+    Tensor: _reduce_tensor,
+    torch.UntypedStorage: _reduce_storage,
+    torch.TypedStorage: _reduce_typed_storage,
+    FunctionType: _reduce_function,
+    BuiltinFunctionType: _reduce_named,
+    type: _reduce_named,
+    _lru_cache_wrapper: _reduce_named,
+    torch._ops.OpOverload: _reduce_operator,
+    torch._ops.OpOverloadPacket: _reduce_operator,
+    torch.jit.ScriptFunction: _reduce_script_function,
+    torch.jit.ScriptModule: _reduce_script,
+    array: _reduce_elements,
+    io.BytesIO: _reduce_file,
+}
+
+# The unpickler passes these the tensors, or the references, of the value before their own arguments.
+FROM_SLOTS: dict[str, Callable[..., Any]] = {made.__name__: made for made in (_slot, _slot_as, _parameter, _storage)}
+FROM_REFERENCES: dict[str, Callable[..., Any]] = {_reference.__name__: _reference}
+_OWN = frozenset(
+    {
+        *(*FROM_SLOTS.values(), *FROM_REFERENCES.values()),
+        *(resolve, _unflatten, _typed_storage, _compile, _load_script, _elements, _file),
+    }
+)
+
+try:
+    import numpy
+except ImportError:
+    pass
+else:
+    REDUCERS[numpy.ndarray] = _reduce_ndarray
+
+
+def reduce(pickler: Any, obj: Any) -> Any:
+    """Reduce an object; the `reducer_override` of every pickler."""
+    pickler.plain = False
+    for kind in type(obj).__mro__:
+        reducer = REDUCERS.get(kind)
+        if reducer is not None:
+            reduced = reducer(pickler, obj)
+            break
+    else:
+        reduced = NotImplemented
+        for value in getattr(obj, "__dict__", _NOTHING).values() if type(obj) is not ModuleType else ():
+            if type(value) is str and len(value) >= OWN_FROM:
+                pickler.expect_texts()
+    if reduced is NotImplemented:
+        pickler.file.may_repeat = False
+    return reduced

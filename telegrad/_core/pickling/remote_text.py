@@ -1,0 +1,244 @@
+"""Remote tracebacks in the texts of exceptions: for each worker its name, the function, and the user's lines.
+
+    On worker 'w1', in __main__.step:
+    Traceback (most recent call last):
+      File "train.py", line 9, in step
+        return rpc.rpc_sync("w2", loss, (x,))
+    On worker 'w2', in __main__.loss:
+    Traceback (most recent call last):
+      File "train.py", line 5, in loss
+        raise ValueError("no data")
+    ValueError: no data
+
+Frames of this package, and of modules that run code on other threads, are omitted; `TELEGRAD_DEBUG=1` keeps them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import linecache
+import os
+import re
+import threading
+import traceback
+from types import FrameType, TracebackType
+
+import torch
+
+from telegrad._core.importing import PACKAGE
+from telegrad._core.pickling.short_text import LONGEST_TEXT, brief, cut, is_large, text_of
+from telegrad.errors import TelegradError
+
+DEBUG_VARIABLE = "TELEGRAD_DEBUG"
+LONGEST_LINE = 2_000  # characters of a log line, or of a name
+MOST_TOLD = 100  # exceptions in a chain of causes, and members of groups
+MOST_ROOM = 2 * LONGEST_TEXT  # characters of all of them, before the final cut
+MOST_NOTES = 100  # this many first and last notes
+MOST_FRAMES = 500  # this many outermost and innermost frames
+STORY = "_telegrad_story"  # attribute of a rebuilt exception for its remote traceback
+TRACEBACK = "Traceback (most recent call last):\n"
+
+_INTERNALS = (
+    *(os.path.join(folder, "") for folder in (PACKAGE, *asyncio.__path__, *concurrent.futures.__path__)),
+    *(str(module.__file__) for module in (torch.futures, threading, contextlib)),
+)
+_CAUSED = "\nThe above exception was the direct cause of the following exception:\n\n"
+_MEANWHILE = "\nDuring handling of the above exception, another exception occurred:\n\n"
+_LEFT_OUT = "[the exceptions before are left out]\n"
+_EXPLAINED = (SyntaxError, ImportError, AttributeError)  # Python prints more than the text of these
+_ALL_OURS = f"(no line of the program itself was running; {DEBUG_VARIABLE}=1 shows those of Telegrad)\n"
+
+
+# a frame without its source line; the length of names is bounded, since a line may match at many positions
+_BARE_FRAME = re.compile(
+    r"""^(?P<indent>[ |]*)File "(?P<file>.+)", line (?P<line>\d+), in .{1,200}\n(?!(?P=indent)  \S)""", re.MULTILINE
+)
+
+
+def debugging() -> bool:
+    """Return True if the environment requests all details, for developers of this package."""
+    return os.environ.get(DEBUG_VARIABLE, "0") not in ("", "0")
+
+
+class Text(str):
+    """The only argument of a rebuilt exception: equal to the original one, but shown with the remote traceback."""
+
+    story: str
+
+    def __str__(self) -> str:
+        return f"{str.__str__(self)}\n{self.story}"
+
+    def __repr__(self) -> str:
+        return f"{str.__repr__(self)}\n{self.story}"
+
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        return str, (str.__str__(self),)
+
+
+class Lines(str):
+    """A note with the lines where an exception was raised, kept without its frames."""
+
+
+def tell(error: BaseException, worker: str, function: str = "") -> str:
+    """Return the remote traceback of an exception: of this worker, and of the workers before it."""
+    if told_before(error, worker):
+        return story_of(error)
+    try:
+        told = _told(error, _Room())
+    except BaseException:  # the exception's own code may raise anything
+        told = f"{type(error).__qualname__} (its text could not be made)\n"
+    return cut(f"On worker {worker!r}{function and f', in {function}'}:\n{told}")
+
+
+def told_before(error: BaseException, worker: str) -> bool:
+    """Return True if this worker has described the exception before, and it was not raised again since."""
+    told_here = story_of(error).startswith((f"On worker {worker!r}:", f"On worker {worker!r}, "))
+    return told_here and not _all_lines(error)
+
+
+def with_lines(story: str) -> str:
+    """Add source lines that only this process knows, such as those of notebook cells, which have no files."""
+    return _BARE_FRAME.sub(_with_line, story)
+
+
+def _with_line(frame: re.Match[str]) -> str:
+    line = linecache.getline(frame["file"], int(frame["line"])).strip() if frame["file"] in linecache.cache else ""
+    return f"{frame[0]}{frame['indent']}  {line}\n" if line else frame[0]
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of the text, shortened; for TorchScript errors the last line, after their traceback."""
+    try:
+        lines = text_of(error).strip().split("\n")
+        return short(lines[-1 if isinstance(error, torch.jit.Error) else 0])
+    except BaseException:  # the exception's own code may raise anything
+        return "(its text could not be made)"
+
+
+def story_of(error: BaseException) -> str:
+    """Return the remote traceback of an exception; "" if it was raised here."""
+    args = error.args
+    if len(args) == 1 and type(args[0]) is Text:
+        return args[0].story
+    return vars(error).get(STORY, "")  # type: ignore[no-any-return]
+
+
+def keep_lines(error: BaseException, traceback_: TracebackType | None) -> None:
+    """Add a note with the lines where an exception was raised, before its frames are dropped."""
+    lines = _lines(traceback_)
+    if lines:
+        notes = [*getattr(error, "__notes__", ()), Lines(lines)]
+        error.__notes__ = notes
+
+
+def own_notes(error: BaseException) -> list[str]:
+    """Return the notes that other code has added."""
+    return [cut(note) if isinstance(note, str) else note for note in _notes(error) if type(note) is not Lines]
+
+
+def _notes(error: BaseException) -> list[str]:
+    notes = getattr(error, "__notes__", ())
+    many = isinstance(notes, list) and len(notes) > 2 * MOST_NOTES
+    return [*notes[:MOST_NOTES], "[...]", *notes[-MOST_NOTES:]] if many else [*notes]
+
+
+def short(name: str) -> str:
+    """Return a name or line, cut if it is too long for a message."""
+    return name if len(name) <= LONGEST_LINE else f"{name[:LONGEST_LINE]}..."
+
+
+class _Room:
+    """The remaining numbers of exceptions and of characters."""
+
+    def __init__(self) -> None:
+        self.exceptions, self.characters = MOST_TOLD, MOST_ROOM
+
+
+def _told(error: BaseException, room: _Room, seen: frozenset[int] = frozenset()) -> str:
+    """Format an exception as Python prints it, after its causes and contexts, within the limits."""
+    if room.exceptions <= 0 or room.characters <= 0:
+        return _LEFT_OUT
+    room.exceptions -= 1
+    seen |= {id(error)}
+    lines, story = cut(_all_lines(error)), story_of(error)
+    own = (TRACEBACK + lines if lines else "") + (story or cut(_summary(error, bool(lines), room)))
+    room.characters -= len(own)
+    before, link = _before(error)
+    if before is None or id(before) in seen:
+        return own
+    came = story_of(before)
+    if (came and came in text_of(error)) or (story and story in text_of(before)):  # one text contains the other
+        return own
+    return _told(before, room, seen) + link + own
+
+
+def _before(error: BaseException) -> tuple[BaseException | None, str]:
+    cause = error.__cause__
+    if cause is not None:
+        return cause, _CAUSED
+    context = error.__context__
+    if context is None or error.__suppress_context__ or _same(context, error):
+        return None, ""
+    return context, _MEANWHILE
+
+
+def _same(one: BaseException, other: BaseException) -> bool:
+    """Return True if one exception is the other, raised again."""
+    try:
+        return type(one) is type(other) and brief(one) == brief(other)
+    except Exception:
+        return False
+
+
+def _summary(error: BaseException, has_lines: bool, room: _Room) -> str:
+    """Return the type and text of an exception, and the members of a group."""
+    if isinstance(error, _EXPLAINED) and not is_large(error):
+        # With `_seen`, Python does not format the causes, which takes quadratic time along a chain.
+        telling = traceback.TracebackException(type(error), error, None, _seen=set())
+        telling.__notes__ = None  # notes are sent separately
+        text = "".join(telling.format_exception_only())
+    else:
+        text = _type_and_text(error)
+    text = text.partition("\nOn worker ")[0].rstrip("\n") + "\n"  # the rest is part of the remote traceback
+    left_out = error.__traceback__ is not None and not has_lines and not isinstance(error, TelegradError)
+    members = []
+    for each in getattr(error, "exceptions", ()):
+        members.append(told := _told(each, room))
+        if told == _LEFT_OUT:
+            break
+    return text + (_ALL_OURS if left_out else "") + "".join(f"  | {line}\n" for line in "".join(members).splitlines())
+
+
+def _type_and_text(error: BaseException) -> str:
+    kind = type(error)
+    name = kind.__qualname__
+    if kind.__module__ not in ("builtins", "__main__"):
+        name = f"{kind.__module__}.{name}"
+    try:
+        text = text_of(error)
+    except Exception:  # the exception's own code may raise anything
+        text = "<exception str() failed>"
+    return f"{short(name)}: {text}" if text else short(name)
+
+
+def _all_lines(error: BaseException) -> str:
+    """Return the lines of the current traceback, then those kept from earlier raises, the latest first."""
+    notes = [note for note in _notes(error) if type(note) is Lines]
+    return _lines(error.__traceback__) + "".join(reversed(notes))
+
+
+def _lines(traceback_: TracebackType | None) -> str:
+    frames = [
+        (frame, line)
+        for frame, line in traceback.walk_tb(traceback_)
+        if debugging() or not frame.f_code.co_filename.startswith(_INTERNALS)
+    ]
+    if len(frames) > 2 * MOST_FRAMES:
+        return f"{_formatted(frames[:MOST_FRAMES])}  [...]\n{_formatted(frames[-MOST_FRAMES:])}"
+    return _formatted(frames)
+
+
+def _formatted(frames: list[tuple[FrameType, int]]) -> str:
+    return "".join(traceback.StackSummary.extract(iter(frames)).format())

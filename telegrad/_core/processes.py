@@ -1,0 +1,50 @@
+"""Functions shared by the parts that start worker processes."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+# Before `-m`, which otherwise searches the current folder for modules first, where other users may have planted some.
+SAFE_PATH = ["-P"]
+
+_AT_PARENTS_END = 1  # PR_SET_PDEATHSIG
+_prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
+
+
+def signal_at_parents_end(number: int) -> None:
+    """Make Linux send a signal to this process when the thread that started it has ended."""
+    if _prctl is not None:
+        _prctl(_AT_PARENTS_END, number)
+
+
+def shared_cores(workers: int) -> dict[str, str]:
+    """Return thread-count variables for `workers` processes that share this host."""
+    threads = max(1, (os.cpu_count() or 1) // max(1, workers))
+    return {"OMP_NUM_THREADS": str(threads)}
+
+
+def own_session() -> dict[str, Any]:
+    """Return Popen arguments that keep Ctrl-C in a terminal or notebook from reaching the new process."""
+    if os.name == "nt":
+        return {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP}  # type: ignore[attr-defined]
+    return {"start_new_session": True}
+
+
+def named(code: int) -> str:
+    """Return how a process has ended, as text for people."""
+    if code >= 0:
+        return f"exit code {code}"
+    with contextlib.suppress(ValueError):
+        return f"signal {signal.Signals(-code).name}"
+    return f"signal {-code}"
+
+
+def quoted(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names))

@@ -1,0 +1,212 @@
+"""The connection to one worker, made for the first message, and made again after a connection has ended.
+
+    not connected   `link` is None; the next message starts a thread that connects
+    connecting      `link` is None; messages wait in a queue, and the thread sends them once it has a connection
+    connected       `link` is set, and the queue is empty; each thread writes its messages itself
+    closed          permanently; messages are dropped
+
+The thread that connects sets `link` in the same step in which it finds the queue empty. No message therefore overtakes
+an earlier one of the same thread.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+from telegrad._core.devices.device_streams import set_apart
+from telegrad._core.reactor.reactor import Reactor
+from telegrad._core.threads import run_beside
+from telegrad._core.transport.endings import part
+from telegrad._core.transport.link import Link
+from telegrad._core.transport.loopback import LoopEnd
+from telegrad._core.wire.messages import CANCEL, HAS_REFERENCES, Message
+from telegrad.errors import PeerError, PeerLost, PeerSilent, PeerStopped, PeerUnreachable
+
+AnyLink = Link | LoopEnd
+
+
+class Call(Protocol):
+    """The part of a call that sending its message needs."""
+
+    id: int
+    link: AnyLink | None  # the connection that carries the call
+    done: bool
+    abandoned: bool  # it ended before its answer came
+
+
+class LinkOwner(Protocol):
+    """The sender of the messages."""
+
+    name: str
+
+    def fail(self, calls: Iterable[Any], error: Exception) -> None:
+        """Fail the calls that are in flight."""
+
+    def link_closed(self, link: AnyLink, reason: PeerError) -> None: ...
+
+    def lost(self, reason: PeerError) -> None:
+        """Handle a failed connection attempt: messages were dropped."""
+
+
+class LazyLink:
+    """Sends messages to one worker."""
+
+    def __init__(self, owner: LinkOwner, connect: Callable[[], AnyLink], reactor: Reactor, lock: Any) -> None:
+        """`lock` guards all fields; `link` and `closed` are also read without it."""
+        self.link: AnyLink | None = None
+        self.closed: PeerError | None = None  # never reset
+        self.is_prompt = False  # the last answer came soon: a guess, set by any thread without the lock
+        self._owner = owner
+        self._make = connect
+        self._reactor = reactor
+        self._lock = lock
+        self._how = ""  # how this worker left; set before `closed`
+        self._is_connecting = False
+        self._queue: list[tuple[Message, Call | None]] = []
+
+    def send(self, message: Message, call: Call | None = None, later: bool = False) -> None:
+        """Send a message, with its call if it has one, or queue it until there is a connection.
+
+        With `later`, leave the message in the outbox: the reactor sends it soon, together with others.
+        """
+        is_apart = not message.blobs
+        while True:
+            link = self.link
+            if link is not None:
+                if call is not None:
+                    call.link = link  # set before the write: from now on the end of the link fails the call
+                try:
+                    link.send(message, later)
+                except PeerError:  # the link had already ended: send the message over the next one
+                    self._forget(link)
+                    if _is_obsolete(message, call):
+                        return
+                    continue
+                if later and isinstance(link, Link):
+                    self._reactor.sent_later(link)
+                return
+            if not is_apart:  # another thread sends it, but tensors on an accelerator belong to this thread's stream
+                message.blobs = set_apart(list(message.blobs))
+                is_apart = True
+            with self._lock:
+                if self.closed is not None:
+                    return
+                if self.link is not None:
+                    continue
+                self._queue.append((message, call))
+                if self._is_connecting:
+                    return
+                self._is_connecting = True
+            self._start()
+            return
+
+    def read_in_background(self) -> None:
+        """Let the leader read the connection, unless a thread reads it already."""
+        if isinstance(link := self.link, Link):
+            link.reading.watch()
+
+    def link_closed(self, link: AnyLink) -> None:
+        """Handle the end of a connection, with the lock held."""
+        if self.link is link:
+            self.link = None
+
+    def close(self, reason: PeerError, how: str) -> AnyLink | None:
+        """Stop sending, with the lock held. Return the link: the caller must end it."""
+        self._how, self.closed = how, reason
+        link, self.link = self.link, None
+        self._queue = []
+        return link
+
+    def _forget(self, link: AnyLink) -> None:
+        with self._lock:
+            self.link_closed(link)
+
+    # Connecting
+
+    def _start(self) -> None:
+        try:
+            run_beside("telegrad-connect", self._connect)
+        except (RuntimeError, MemoryError) as error:  # the process has no memory or no free thread
+            unable = PeerUnreachable(f"worker {self._owner.name!r} was not called: {error}")
+            if self._abort((), unable, keeps_notices=True):  # calls may have carried references
+                self._owner.lost(PeerLost(str(unable)))
+
+    def _connect(self) -> None:
+        try:
+            link = self._make()
+        except Exception as error:
+            self._abort((), _with_advice(error))
+            self._owner.lost(error if isinstance(error, PeerError) else PeerError(str(error)))
+            return
+        if not self._drain(link):
+            return
+        if self.closed is not None:
+            part(link, self.closed, self._how)
+        elif link.closed is not None:  # it ended before `link` was set
+            self._owner.link_closed(link, link.closed)
+        else:
+            self.read_in_background()
+
+    def _drain(self, link: AnyLink) -> bool:
+        """Send the queue over a new connection; return False if the connection ended meanwhile."""
+        while batch := self._next_batch(link):
+            try:
+                while batch:
+                    message, call = batch[0]
+                    link.send(message)
+                    if call is not None and call.abandoned:
+                        link.send(Message(CANCEL, call.id))
+                    batch.popleft()
+            except Exception as error:  # the connection has ended, or there is no memory
+                link.fail(error)
+                self._abort(batch, link.closed or PeerError("the connection ended"))
+                return False
+        return True
+
+    def _next_batch(self, link: AnyLink) -> deque[tuple[Message, Call | None]]:
+        with self._lock:
+            batch = deque(waiting for waiting in self._queue if not _is_obsolete(*waiting))
+            self._queue = []
+            for _, call in batch:
+                if call is not None:
+                    call.link = link
+            if not batch and self.closed is None:
+                self.link, self._is_connecting = link, False
+        return batch
+
+    def _abort(
+        self, unsent: Iterable[tuple[Message, Call | None]], error: Exception, keeps_notices: bool = False
+    ) -> bool:
+        """Drop queued and unsent messages and fail their calls; return True if there were any calls."""
+        with self._lock:
+            waiting = [*unsent, *self._queue]
+            self._is_connecting = False
+            self._queue = [(message, call) for message, call in waiting if call is None] if keeps_notices else []
+        calls = [call for _, call in waiting if call is not None]
+        self._owner.fail(calls, error)
+        return bool(calls)
+
+    def __repr__(self) -> str:
+        if self.closed is not None:
+            return "closed"
+        if self._is_connecting:
+            return f"connecting, with {len(self._queue)} messages queued"
+        return "not connected" if self.link is None else "connected"
+
+
+def _is_obsolete(message: Message, call: Call | None) -> bool:
+    """Return True if the message need not be sent: its call has ended, and it carries no references."""
+    return call is not None and (call.abandoned or call.done) and not message.flags & HAS_REFERENCES
+
+
+def _with_advice(error: Exception) -> Exception:
+    """Return the error of calls that could not be sent; if no worker answered, with advice on another way to call."""
+    if type(error) is not PeerUnreachable:
+        return error
+    kind = PeerStopped if isinstance(error.__cause__, PeerSilent) else PeerUnreachable
+    advice = "In a group to which workers return, rpc_sync and rpc_async wait with wait_for_worker=True"
+    advised = kind(f"{error}. {advice}")
+    advised.__cause__ = error.__cause__
+    return advised

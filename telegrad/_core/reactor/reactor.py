@@ -1,0 +1,336 @@
+"""Reads connections and runs works, on threads of which one leads.
+
+The leader waits for the connections, reads frames, and runs the works that they bring. A switch to another thread costs
+more than most functions take, so the leader itself runs works that are expected to be short. It passes the lead
+
+    before    work that is known to be long, or not known yet;
+    at        any wait of this package (`waiting()`), even deep inside the work;
+    after     a few milliseconds: the timer thread takes the lead from a leader that is stuck in its work.
+
+No connection therefore waits for user code, and short calls need no thread switch. At most `slots` calls run at once. A
+waiting call does not count, so nested calls cannot exhaust the threads.
+
+The leader takes one work of each caller in turn (`scheduler`), and polls all connections after every TURN seconds. A
+caller that sends without end delays the others by no more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterator
+from time import perf_counter
+
+from telegrad._core.host.open_files import report_closed
+from telegrad._core.locks import guarded, new_lock
+from telegrad._core.reactor.leader_threads import LeaderThreads, Runner
+from telegrad._core.reactor.scheduler import Scheduler, Work, WorkQueue
+from telegrad._core.reactor.spinning import SOON, Spin
+from telegrad._core.reactor.timer import TimerThread
+from telegrad._core.transport.poller import READ, WRITE, Poller, Source
+
+STUCK_AFTER = 4e-3  # seconds in one work after which a leader loses the lead
+TURN = 5e-4  # seconds between two polls of all connections: about 64 quick calls
+NO_MEMORY_PAUSE = 0.01  # seconds that a thread pauses after it ran out of memory
+
+log = logging.getLogger("telegrad")
+
+
+class Reactor:
+    """The works and connections of one worker, and the threads that handle them."""
+
+    def __init__(self, slots: int, most_waiting: int, entered: Callable[[], None], timer: TimerThread) -> None:
+        """`entered` is the first function called on each new thread; `timer` calls `watch`."""
+        self._most_waiting = most_waiting
+        self._timer = timer
+        self._lock = new_lock()
+        self._scheduler: Scheduler = guarded(
+            Scheduler(slots), self._lock, ("ready", "waiting", "held_up", "busy", "count")
+        )
+        self._submitted: deque[tuple[Work, WorkQueue | None]] = deque()  # not yet added to the scheduler
+        self.calls = WorkQueue()  # for works that need a slot but have no caller
+        self._polling = Polling(self._scheduler, self._submitted)
+        self.poller = self._polling.poller
+        self._threads = LeaderThreads(self._lock, entered, self._lead, self.poller.close)
+        self.on_worker = self._threads.is_member
+        self._unsent: set[Source] = set()  # sources with answers that are sent at the end of the batch
+
+    def __repr__(self) -> str:
+        state = "closed" if self._threads.closed else f"{len(self._threads)} threads"
+        return f"<Reactor: {state}, {len(self._scheduler.ready)} to look at; {self._scheduler!r}>"
+
+    def start(self) -> None:
+        self._threads.start()
+
+    def close(self) -> None:
+        """End the threads. Drop works that need a slot and have not begun; let running works finish."""
+        self._threads.close(self._polling.close)
+        self._run_remaining()
+
+    def submit(self, work: Work, queue: WorkQueue | None = None) -> None:
+        """Run `work` soon, from any thread: in the turn of `queue`, or in its own turn without a slot.
+
+        Without a queue the work must be short. It runs even if the reactor is closed, since other threads may wait for
+        it. A finaliser may call this on a thread that holds the lock, so this does not wait for the lock. If the lock
+        is taken, the leader adds the work before it looks for the next one.
+        """
+        self._submitted.append((work, queue))
+        if self._lock.acquire(blocking=False):
+            try:
+                self._add_submitted()
+            finally:
+                self._lock.release()
+        if self._polling.asleep:  # read after the append: `Polling.poll` does both in the opposite order
+            self.poller.wake()
+        if self._threads.closed:  # likewise
+            self._run_remaining()
+
+    def _add_submitted(self) -> None:
+        """Add the submitted works to the scheduler, with the lock held."""
+        while self._submitted:
+            self._scheduler.add(*self._submitted.popleft())
+
+    def hold_up(self, queue: WorkQueue, is_held_up: bool) -> None:
+        """Block or unblock a queue: no work of a blocked queue begins."""
+        with self._lock:
+            self._scheduler.hold_up(queue, is_held_up)
+        if not is_held_up:
+            self.poller.wake()
+
+    def drop(self, queue: WorkQueue, is_unwanted: Callable[[Work], bool]) -> list[Work]:
+        """Remove the unwanted works from a queue and return them."""
+        with self._lock:
+            self._add_submitted()
+        unwanted = {id(work) for work in queue.works.copy() if is_unwanted(work)}
+        with self._lock:
+            return self._scheduler.drop(queue, unwanted)
+
+    def batches(self) -> bool:
+        """Return True if messages of this thread may wait for the end of a batch of works, which only a leader has."""
+        return bool(self._scheduler.ready) and self._threads.leader is self._threads.here() is not None
+
+    def sent_later(self, source: Source) -> None:
+        """Send the outbox of `source` soon, by the leader or by the next tick."""
+        self._unsent.add(source)
+        runner = self._threads.here()
+        if runner is not None and self._threads.leader is not runner:  # this thread has lost the lead
+            self.send_unsent()
+
+    def send_unsent(self) -> None:
+        """Send all outboxes that were left for later."""
+        while self._unsent:
+            try:
+                source = self._unsent.pop()
+            except KeyError:  # two threads emptied the set at once
+                return
+            source.on_writable()
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Release the lead and the slot of a reactor thread during a wait. Every wait must use this."""
+        runner = self._threads.here()
+        if runner is None:
+            yield
+            return
+        queue = runner.counted
+        runner.waited = runner.waited or perf_counter()
+        with self._lock:
+            if queue is not None:
+                self._scheduler.end(queue, is_over=False)
+                self._scheduler.retry()
+                runner.counted = None
+        if self._threads.leader is runner:
+            self.send_unsent()
+            self._threads.hand_over(runner)
+        elif self._scheduler.ready and self._polling.asleep:
+            self.poller.wake()
+        try:
+            yield
+        finally:
+            if queue is not None:
+                with self._lock:
+                    self._scheduler.resume(queue)
+                runner.counted = queue
+
+    def worked_until(self) -> float:
+        """Return when this thread's work first waited, or the current time."""
+        runner = getattr(self._threads.local, "runner", None)
+        return runner.waited if runner is not None and runner.waited else perf_counter()
+
+    @property
+    def is_behind(self) -> bool:
+        """Return True if more works are ready than allowed."""
+        return len(self._scheduler.ready) >= self._most_waiting
+
+    @property
+    def idle(self) -> bool:
+        """Return True if no call runs or is queued."""
+        scheduler = self._scheduler
+        return not (self._submitted or scheduler.busy or scheduler.ready or scheduler.waiting or scheduler.held_up)
+
+    def stands_for(self, now: float) -> float:
+        """Return for how many seconds no thread has polled the connections, although one should have."""
+        return 0.0 if self._polling.asleep else now - self._polling.looked
+
+    def watch(self, now: float) -> float:
+        """Take the lead from a stuck leader, and add slots if calls wait for calls that sleep.
+
+        Return a value that changes if anything has happened since the last call.
+        """
+        leader = self._threads.leader
+        if leader is not None and leader.since and now - leader.since > STUCK_AFTER:
+            self._threads.hand_over(leader, leader.since)
+        if not self._scheduler.waiting:
+            return self._polling.looked
+        with self._lock:
+            is_lent = self._scheduler.lend(now, self._threads.processor_time())
+        if is_lent:
+            self.poller.wake()
+        return now
+
+    # The leader's loop
+
+    def _lead(self, runner: Runner) -> None:
+        try:
+            self._run(runner)
+        except MemoryError:  # even logging fails. The lead must continue; the work that had begun is lost
+            time.sleep(NO_MEMORY_PAUSE)
+            with self._lock:
+                runner.since = 0.0
+                if runner.counted is not None:
+                    self._scheduler.end(runner.counted)
+                    self._scheduler.retry()
+                    runner.counted = None
+
+    def _run(self, runner: Runner) -> None:
+        """Poll connections and run works in turn while this thread leads."""
+        threads = self._threads
+        while threads.leader is runner and not threads.closed:
+            if self._unsent:
+                self.send_unsent()
+            try:
+                self._polling.poll()
+            except OSError as error:
+                threads.closed = threads.closed or report_closed(error)
+            until = perf_counter() + TURN
+            with self._lock:
+                self._add_submitted()
+                work, runner.counted = self._scheduler.next(self._scheduler.ready)
+            while work is not None:
+                work = self._run_one(runner, work, until)
+
+    def _run_one(self, runner: Runner, work: Work, until: float) -> Work | None:
+        """Run a work; return this thread's next work, or None.
+
+        A leader continues with ready works if this one began before `until`. A thread that no longer leads passes its
+        slot to a call that waits for one.
+        """
+        threads, scheduler = self._threads, self._scheduler
+        if work.is_long and threads.leader is runner:
+            self.send_unsent()
+            threads.hand_over(runner)
+        runner.since = runner.began = perf_counter()
+        runner.waited = 0.0
+        if not self._timer.is_watching:
+            self._timer.wake()
+        try:
+            work.run(work.argument)
+        except BaseException:
+            log.exception("telegrad: work of the agent failed")
+        work.argument = None  # the frame below refers to the work while the next one runs
+        with self._lock:
+            runner.since = 0.0
+            queue, runner.counted = runner.counted, None
+            leads = threads.leader is runner
+            if self._submitted:
+                self._add_submitted()
+            if queue is not None:
+                scheduler.end(queue)
+                if leads and scheduler.waiting:
+                    scheduler.retry()
+            queues = scheduler.ready if leads else scheduler.waiting
+            if not queues or (runner.began > until if leads else queue is None):
+                return None
+            following, runner.counted = scheduler.next(queues)
+        return following
+
+    def _run_remaining(self) -> None:
+        """After the close: run the works that other threads may wait for, and drop the rest."""
+        with self._lock:
+            self._add_submitted()
+            works = self._scheduler.clear()
+        for work in works:
+            try:
+                work.run(work.argument)
+            except BaseException:
+                log.exception("telegrad: work of the agent failed")
+
+
+class Polling:
+    """Polls the connections for the leader: busily for a short while, then asleep in the kernel."""
+
+    def __init__(self, scheduler: Scheduler, submitted: Collection[object]) -> None:
+        self.poller = Poller()
+        self.asleep = False
+        self.looked = 0.0  # when the leader last polled all connections
+        self._scheduler = scheduler
+        self._submitted = submitted
+        self._closed = False
+        self._spins = False
+        self._recent: Source | None = None  # the source that was ready last
+
+    def close(self) -> None:
+        """End the sleep of the leader, and let it sleep no more: a busy poll may already have read the wake-up."""
+        self._closed = True
+        self.poller.wake()
+
+    def poll(self) -> None:
+        """Wait for the connections and read those with data; return early if there are works to run."""
+        ready, start = self._scheduler.ready, perf_counter()
+        events = self._spin(start) if self._spins and not ready else []
+        if events is None:
+            return
+        if not events:
+            self.asleep = True
+            try:
+                events = self.poller.poll(0 if ready or self._submitted or self._closed else None)
+            finally:
+                self.asleep = False
+        self.looked = perf_counter()
+        is_soon = self.looked - start < SOON
+        self._spins = False
+        for source, mask in events:
+            if mask & WRITE:
+                source.on_writable()
+            if mask & READ:
+                _read(source)
+                if source.prompt:
+                    self._recent, self._spins = source, is_soon
+
+    def _spin(self, start: float) -> list[tuple[Source, int]] | None:
+        """Poll busily for a short while; return None if work has arrived.
+
+        Stop early if another thread of the process is active: polling would keep the interpreter lock from it.
+        """
+        spin, recent = Spin(start, gives_way=True), self._recent
+        while True:
+            # The time limit matters: the calls of a caller that sends without end must run between two reads of it.
+            if recent is not None and start - self.looked < TURN and _read(recent):
+                return None
+            if self._scheduler.ready or self._submitted:
+                return None
+            self.looked = start
+            events = self.poller.poll(0)
+            if events or self._scheduler.busy or not spin.again():
+                return events
+
+
+def _read(source: Source) -> bool:
+    """Read a source; log its errors, which must not end the leader."""
+    try:
+        return source.on_readable()
+    except Exception:
+        log.exception("telegrad: reading a connection failed")
+        return False

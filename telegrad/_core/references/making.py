@@ -1,0 +1,125 @@
+"""Creates references to results of calls, on one worker or on many at once."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from telegrad._core.agent.agent import Agent
+from telegrad._core.agent.fanout import EachCall
+from telegrad._core.membership.members import Identity
+from telegrad._core.references.box import Box
+from telegrad._core.references.creation import Creation, tell_user
+from telegrad._core.references.handle import Handle
+from telegrad._core.references.letters import Id, key_of
+from telegrad._core.references.protocol import References
+from telegrad._core.threads import Background
+from telegrad.errors import PeerError
+
+CREATE, CREATED, HERE = range(3)  # kinds: a creating call, the answer to it, a creating call to the worker itself
+
+Target = tuple[int, Id, Id]
+
+
+class Maker:
+    """A part of `ReferenceTable`, which defines these attributes."""
+
+    agent: Agent
+    _thread: Background
+    _lock: threading.Lock
+    _machine: References
+    _creations: dict[Id, Creation]
+    _expected: set[str]
+    _wrap: Callable[[Any, Handle], Any]
+    own: Callable[[Box], Handle]
+    _new_handle: Callable[[Id, Identity, Box | None], Handle]
+    _wake: Callable[[], None]
+
+    def create(
+        self,
+        to: str | int | Identity,
+        function: Any,
+        args: Any,
+        kwargs: Any,
+        timeout: float,
+        keeps: Any = None,
+        asked: Any = None,
+        heeded: bool = False,
+    ) -> Any:
+        """Create a value on a worker, where it stays; return a reference to it for users.
+
+        With `heeded`, a failure is not logged: the caller gets it in another way.
+        """
+        handle, creation, target = self._begin(self.agent.identify(to))
+        creation.used = heeded
+        try:
+            self.agent.call_for(creation, handle.owner, function, args, kwargs, timeout, keeps, target, asked)
+        except BaseException:
+            self._unmake(handle, target)
+            raise
+        self._begun([handle], [])
+        return self._wrap(self, handle)
+
+    def create_each(
+        self, owners: Iterable[Identity], function: Any, args: Any, kwargs: Any, timeout: float, keeps: Any, asked: Any
+    ) -> list[Any]:
+        """As `create` on each of many workers, with one encoding. An error of one worker affects only its reference."""
+        made = [self._begin(owner) for owner in owners]
+        calls = [EachCall(creation, handle.owner, keeps, target) for handle, creation, target in made]
+        try:
+            self.agent.call_each(calls, function, args, kwargs, timeout, asked)
+        except BaseException:
+            for handle, _, target in made:
+                self._unmake(handle, target)
+            raise
+        self._begun([handle for handle, *_ in made], [creation for _, creation, _ in made])
+        return [self._wrap(self, handle) for handle, *_ in made]
+
+    def _begin(self, owner: Identity) -> tuple[Handle, Creation, Target]:
+        if owner == self.agent.me.identity:
+            handle = self.own(Box())
+            fork, kind = handle.id, HERE
+        else:
+            self._thread.want()
+            with self._lock:
+                ref, fork = self._machine.create(key_of(owner))
+                handle = self._new_handle(ref, owner, None)
+            kind = CREATE
+        creation = Creation(handle.id, fork, key_of(owner), self._on_created)
+        with self._lock:
+            self._creations[handle.id] = creation
+        return handle, creation, (kind, handle.id, fork)
+
+    def _unmake(self, handle: Handle, target: Target) -> None:
+        """Undo `_begin`: the call was never sent."""
+        handle.fault = "never made"
+        with self._lock:
+            del self._creations[handle.id]
+            (self._machine.drop if target[0] == HERE else self._machine.cancel)(handle.id)
+
+    def _begun(self, handles: Iterable[Handle], creations: Iterable[Creation]) -> None:
+        with self._lock:
+            self._expected.update(handle.owner.name for handle in handles)
+            for each in creations:
+                if each.error is not None and not each.cut_off:  # the call may not have been sent
+                    self._machine.stillborn(each.ref, each.fork, each.owner)
+            self._wake()
+
+    def _on_created(self, creation: Creation) -> None:
+        with self._lock:
+            creation.done, future = True, creation.future
+            if creation.error is None and future is None:
+                self._creations.pop(creation.ref, None)
+            elif isinstance(creation.error, PeerError):
+                self._machine.stillborn(creation.ref, creation.fork, creation.owner)
+                self._wake()
+        if future is not None:
+            self.agent.later(self._told, creation)
+
+    def _told(self, creation: Creation) -> None:
+        """Complete the future; until then a second request for it gets the same future."""
+        tell_user(creation)
+        if creation.error is None:
+            with self._lock:
+                self._creations.pop(creation.ref, None)

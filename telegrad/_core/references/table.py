@@ -1,0 +1,437 @@
+"""The driver of the reference protocol: the handles, values and control messages of one worker.
+
+One thread processes messages and ended handles in groups, so that many together cost little. It also frees values,
+without holding the lock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import pickle
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from time import monotonic, perf_counter
+from typing import Any
+
+from telegrad._core import events
+from telegrad._core.agent.agent import Agent
+from telegrad._core.calls.attachments import Attachments
+from telegrad._core.calls.futures import Future
+from telegrad._core.membership.members import Identity
+from telegrad._core.pickling.exceptions import describe, fresh
+from telegrad._core.references.box import Box
+from telegrad._core.references.creation import Creation, Landing, failed, tell_user
+from telegrad._core.references.delivery import Batch, Courier
+from telegrad._core.references.faults import DELETED, error_for
+from telegrad._core.references.handle import Handle
+from telegrad._core.references.letters import Id, Letter, key_of, number
+from telegrad._core.references.making import CREATE, CREATED, Maker
+from telegrad._core.references.origins import Origins
+from telegrad._core.references.protocol import OWNER_DIED, References
+from telegrad._core.threads import LONGEST_WAIT, Background
+from telegrad.errors import (
+    GenerationOver,
+    LimitReached,
+    PeerError,
+    PeerLost,
+    RRefLost,
+    TelegradError,
+    UnknownWorker,
+    UsageError,
+)
+
+GATHER = 1e-3  # seconds for which messages and ended handles are collected
+MOST_HELD = 1 << 16  # limit of references held by one worker to values of this one; no more are created for it
+MOST_REFUSED = 1 << 10
+TRY_AGAIN = 0.1  # seconds after an unexpected failure
+
+log = logging.getLogger("telegrad")
+
+
+class ReferenceTable(Maker):
+    """All references of one worker.
+
+    Uses of a reference take no lock. They rely on each of these being one step of the interpreter: `get` of the
+    dictionaries of shares, creations and origins, which change under the lock; to load or store one attribute of an
+    object found there, or of a handle; to load `_closed`.
+    """
+
+    def __init__(self, agent: Agent, wrap: Callable[[ReferenceTable, Handle], Any]) -> None:
+        """`wrap` creates the object for users from a handle."""
+        self.agent = agent
+        self._wrap = wrap
+        self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()  # ids of ended handles, None (to wake up), functions
+        self._thread = Background("telegrad-references", self._serve)
+        self._lock = threading.Lock()  # guards all fields below, and `done` and `future` of creations
+        self._origins = Origins()
+        self.name_is(agent.name)
+        self._courier: Courier[Letter] = Courier()
+        self._boxes: dict[Id, Box] = {}  # of owned references
+        self._creations: dict[Id, Creation] = {}  # kept while the reference lives
+        self._refused: dict[Id, LimitReached] = {}  # the latest refused creations, for requests of their values
+        self._expected: set[str] = set()  # owners whose answers to creating calls may have no reader
+        self._woken = False  # since the thread last checked
+        self._closed = False
+        self.over: PeerError | None = None  # why no other worker can be reached any more; stored once
+        agent.layers.references = self
+        agent.on(Batch, self._on_batch)
+        agent.lost.append(lambda who, reason: self._events.put(lambda: self._on_lost(who, reason)))
+
+    def name_is(self, name: str) -> None:
+        """Set the worker's name, which may be assigned when it joins, before the first reference."""
+        self._me = f"{name}#{self.agent.incarnation}"
+        self._machine = References(self._me)
+
+    def for_finalisers(self) -> Callable[[Callable[[], object]], None]:
+        """Return a function that runs a given function on this table's thread, without taking a lock or sending."""
+        self._thread.want()
+        return self._events.put
+
+    # Creating references
+
+    def own(self, box: Box) -> Handle:
+        """Create a reference to the value that is, or will be, in `box`."""
+        self._thread.want()
+        with self._lock:
+            ref = self._machine.own()
+            self._boxes[ref] = box
+            return self._new_handle(ref, self.agent.me.identity, box)
+
+    def _new_handle(self, ref: Id, owner: Identity, box: Box | None, fault: str = "") -> Handle:
+        """Create a handle, with the lock held."""
+        self._origins.note(ref)
+        if (note := events.note) is not None:
+            note((events.MADE, now := perf_counter(), now, owner.name, number(ref)))
+        return Handle(self._events, ref, owner, box, fault)
+
+    # Using references
+
+    def reach(self, handle: Handle) -> Identity:
+        """Return the owner to call; raises as `check`."""
+        if self.over is not None:
+            raise fresh(self.over)
+        self.check(handle)
+        try:
+            return self.agent.identify(handle.owner)
+        except PeerLost:  # it has left, and this worker does not know that yet
+            self._on_death(key_of(handle.owner))
+            self.check(handle)
+            raise
+
+    def check(self, handle: Handle) -> None:
+        """Raise an error if a reference cannot be used."""
+        creation = self._creations.get(handle.id)
+        error = None
+        if creation is not None:
+            creation.used, error = True, creation.error
+        fault = handle.fault or self._machine.fault(handle.id)
+        says_more = fault in (OWNER_DIED, DELETED) and isinstance(error, PeerError)
+        if error is not None and not says_more:
+            raise failed(error)
+        if fault:
+            raise error_for(fault, handle, self._origins.of(handle.id))
+
+    def creation(self, handle: Handle) -> Future[None] | None:
+        """Return a future of the creating call, if this worker made it and it has not succeeded yet."""
+        with self._lock:
+            creation = self._creations.get(handle.id)
+            if creation is None:
+                return None
+            creation.used = True
+            late = creation.done and creation.future is None
+            if creation.future is None:
+                creation.future = Future()
+                creation.future.follows = creation
+        if late:
+            self.agent.later(tell_user, creation)
+        with contextlib.suppress(TelegradError):  # the owner has left: the call gets that error
+            self.agent.expect(handle.owner.name)
+        return creation.future
+
+    def made_here(self, handle: Handle) -> bool:
+        """Return True if this worker created the reference."""
+        return handle.id[0] == self._me
+
+    def fork_of(self, handle: Handle) -> Id | None:
+        """Return the owner's id of this worker's share; None on the owner."""
+        share = self._machine.shares.get(handle.id)
+        return share.fork if share is not None else None
+
+    def confirmed(self, handle: Handle) -> bool:
+        """Return True if the owner knows this worker's fork."""
+        share = self._machine.shares.get(handle.id)
+        return handle.box is not None or (share is not None and share.confirmed and not share.fault)
+
+    def box(self, ref: Id) -> Box:
+        """Return the box of a value on its owner.
+
+        Raises:
+            RRefLost: there is none, and none will come.
+            LimitReached: it was not made for that.
+        """
+        with self._lock:
+            unknown = ref not in self._machine.owned
+            if unknown:
+                if ref in self._refused:
+                    raise fresh(self._refused[ref])
+                if not self._machine.seek(ref):
+                    raise RRefLost(f"worker {self.agent.name!r} has no value for the reference {number(ref)} any more")
+                self._wake()
+            box = self._boxes.get(ref)
+            if box is None:
+                box = self._boxes[ref] = Box()
+        if unknown:
+            self._thread.want()
+        return box
+
+    def known(self, ref: Id) -> Box | None:
+        """Return the box if it already exists."""
+        return self._boxes.get(ref)
+
+    def give_up(self, handle: Handle) -> None:
+        """Release a handle that the program still holds."""
+        with self._lock:
+            first, handle.fault = not handle.fault, handle.fault or DELETED
+        if first:
+            self._events.put(handle.id)
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    # Data in messages of users
+
+    def pack(self, references: Sequence[Handle], to: Identity, creation: Any) -> bytes:
+        """Serialise references for a message, and the data of a creating call if there is one."""
+        for handle in references:
+            if handle.ended is not self._events:
+                raise UsageError(
+                    f"the reference {number(handle.id)} belongs to a group that this worker has left; make it anew "
+                    "after init_rpc"
+                )
+            self.check(handle)
+        key = key_of(to)
+        try:
+            with self._lock:
+                forks = [(each.id, self._machine.fork(each.id, key), tuple(each.owner)) for each in references]
+            return pickle.dumps((forks, creation), 5)
+        except BaseException:  # no memory; the forks will not be sent
+            with self._lock:
+                self._machine.ask(key)
+                self._wake()
+            raise
+
+    def receive(self, data: bytes, sender: Identity) -> Attachments:
+        """Handle references in a message, and the data of a creating call or of the answer to one."""
+        forks, creation = pickle.loads(data)
+        key = key_of(sender)
+        self._thread.want()
+        with self._lock:
+            self._heard_from(key)
+            handles = [self._arrive(ref, fork, Identity(*owner), key) for ref, fork, owner in forks]
+            refusal = self.excess(sender) if creation is not None and creation[0] == CREATE else None
+            landing = self._take_creation(key, refusal, *creation) if creation is not None else None
+            self._wake()
+        return Attachments([self._wrap(self, handle) for handle in handles], landing, refusal)
+
+    def excess(self, holder: Identity) -> LimitReached | None:
+        """Return an error if this worker keeps too many values for another."""
+        count = self._machine.holders.counts.get(key_of(holder), 0)
+        if count < MOST_HELD:
+            return None
+        return LimitReached(
+            f"worker {self.agent.name!r} keeps {count:,} values to which worker {holder.name!r} holds references, and "
+            "makes no more for one worker. Let go of some references before making more"
+        )
+
+    def _arrive(self, ref: Id, fork: Id, owner: Identity, sender: str) -> Handle:
+        owner_key = key_of(owner)
+        fault = self._machine.arrive(ref, fork, owner_key, sender)
+        box = self._boxes.setdefault(ref, Box()) if owner_key == self._me and not fault else None
+        return self._new_handle(ref, owner, box, fault)
+
+    def _take_creation(self, sender: str, refusal: LimitReached | None, kind: int, ref: Id, fork: Id) -> Landing | None:
+        if kind == CREATED:
+            self._machine.created(ref, fork, sender)
+            return None
+        box = self._boxes.get(ref) or Box()
+        if refusal is not None:
+            self._refused[ref] = refusal
+            if len(self._refused) > MOST_REFUSED:
+                del self._refused[next(iter(self._refused))]
+        elif kind == CREATE and self._machine.expect(ref, fork, sender):
+            self._boxes[ref] = box  # otherwise nothing refers to the value
+        return Landing(box, pickle.dumps(((), (CREATED, ref, fork)), 5))
+
+    # The thread for control messages and ended handles
+
+    def _wake(self) -> None:
+        """With the lock held: wake the thread. The caller starts the thread outside of the lock."""
+        if not self._woken:
+            self._woken = True
+            self._events.put(None)
+
+    def _serve(self) -> None:
+        wait = LONGEST_WAIT
+        acts, ended = deque[Callable[[], None]](), deque[Id]()
+        while not self._closed:
+            try:
+                self._gather(acts, ended, wait)
+                if self._closed:
+                    return
+                while acts:
+                    acts.popleft()()
+                wait = self._step(ended)
+            except Exception:  # most likely without memory; try again
+                log.exception("telegrad: seeing to references failed")
+                wait = TRY_AGAIN
+
+    def _gather(self, acts: deque[Callable[[], None]], ended: deque[Id], wait: float) -> None:
+        with contextlib.suppress(queue.Empty):
+            event = self._events.get(timeout=wait)
+            time.sleep(GATHER)
+            while True:
+                if type(event) is tuple:
+                    ended.append(event)
+                elif event is not None:
+                    acts.append(event)
+                event = self._events.get_nowait()
+
+    def _step(self, ended: deque[Id]) -> float:
+        """Drop handles, free values, send messages; return the time until more is due."""
+        now = monotonic()
+        machine, courier = self._machine, self._courier
+        with self._lock:
+            self._woken = False
+            while ended:
+                ref = ended.popleft()
+                machine.drop(ref)
+                if (note := events.note) is not None:
+                    note((events.FREED, moment := perf_counter(), moment, number(ref)))
+            machine.letters.reverse()
+            while machine.letters:
+                courier.post(*machine.letters[-1])
+                machine.letters.pop()  # one by one: messages that remain here after an error are posted again
+            hopeless = [(ref, self._boxes.setdefault(ref, Box())) for ref in machine.hopeless]
+            machine.hopeless.clear()
+            freed = [self._forget(ref) for ref in machine.freed]
+            machine.freed.clear()
+            outgoing = courier.outgoing(now)
+            expected, self._expected = self._expected, set()
+            wait = min(max(courier.next() - now, 0.0), LONGEST_WAIT)
+        for to, batch in outgoing:
+            self._send(to, batch)
+        for owner in expected:
+            with contextlib.suppress(TelegradError):
+                self.agent.expect(owner)
+        for ref, box in hopeless:
+            lost = RRefLost(f"the call that should have made the value of the reference {number(ref)} never came")
+            box.fail(describe(lost, self.agent.name))
+        for _, creation in freed:
+            if creation is not None:
+                creation.dropped()
+        del freed
+        return wait
+
+    def _forget(self, ref: Id) -> tuple[Box | None, Creation | None]:
+        self._origins.forget(ref)
+        return self._boxes.pop(ref, None), self._creations.pop(ref, None)
+
+    def _send(self, to: str, batch: Batch) -> None:
+        name, _, incarnation = to.rpartition("#")
+        try:
+            self.agent.notify(name, batch, incarnation)
+        except UnknownWorker:
+            self._on_death(to)
+            with self._lock:
+                self._courier.bury(to)
+        except TelegradError as error:  # this worker is leaving, or cannot look up the other; `Courier` tries again
+            log.debug("telegrad: no letter to %r now: %s", name, error)
+
+    def _on_batch(self, sender: Identity, batch: Batch) -> None:
+        self._thread.want()
+        key = key_of(sender)
+        with self._lock:
+            self._heard_from(key)
+            for letter in self._courier.receive(key, batch, monotonic()):
+                self._machine.receive(key, letter)
+            self._wake()
+
+    # Broken connections and dead workers
+
+    def _heard_from(self, key: str) -> None:
+        """With the lock held: handle a sign of life of a worker, which may have been declared dead."""
+        if self._machine.alive(key):
+            self._courier.hurry(key, monotonic())
+
+    def _on_lost(self, who: Identity, reason: PeerError) -> None:
+        key = key_of(who)
+        if isinstance(reason, GenerationOver):
+            return  # this worker moves on as well in a moment
+        if not isinstance(reason, PeerLost):
+            self._on_death(key)
+            return
+        with self._lock:
+            self._machine.ask(key)
+            for ref, creation in self._creations.items():
+                if creation.cut_off and creation.owner == key:
+                    self._machine.stillborn(ref, creation.fork, key)
+            self._courier.hurry(key, monotonic())
+        self._send(key, Batch(0, [], []))  # a broken connection is no death, but a failed attempt to reconnect is
+
+    def _on_death(self, key: str) -> None:
+        with self._lock:
+            self._machine.dead(key)
+            self._courier.forget(key, monotonic())
+            self._wake()
+
+    # Shutdown and introspection
+
+    def flush(self, timeout: float = 5.0) -> None:
+        """Wait until everything that ended before this call is processed."""
+        if not self._thread.begun:  # nothing has ended yet
+            return
+        done = threading.Event()
+        self._events.put(lambda: self._events.put(done.set))  # queued twice: the first round drops the handles
+        if not self._closed:
+            done.wait(timeout)
+
+    def counts(self) -> dict[str, int]:
+        """Return counts of the table's objects."""
+        self.flush()
+        with self._lock:
+            shares, owned = self._machine.shares.values(), self._machine.owned.values()
+            return {
+                "owners": len(owned),
+                "shared_owners": sum(bool(each.forks) for each in owned),
+                "forks": sum(len(each.forks) for each in owned),
+                "users": len(shares),
+                "pending_users": sum(not share.confirmed for share in shares),
+                "pending_forks": sum(len(share.children) for share in shares),
+                "pending_deletes": sum(not share.handles for share in shares),
+                "pending_creations": sum(not creation.done for creation in self._creations.values()),
+                "pending_letters": self._courier.unsettled,
+            }
+
+    def close(self) -> None:
+        """Release everything; remaining handles cannot be used any more, except for values in this process."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            boxes, self._boxes = self._boxes, {}
+            machine = self._machine
+            leaked = [ref for ref, share in machine.shares.items() if share.handles]
+            leaked += [ref for ref, owned in machine.owned.items() if owned.handles]
+        self._events.put(None)
+        self._origins.warn_of_leaks(leaked)
+        del boxes
+
+    def __repr__(self) -> str:
+        machine = self._machine
+        state = ", closed" if self._closed else ""
+        return f"<ReferenceTable of {self.agent.name!r}: {len(machine.owned)} owned, {len(machine.shares)} used{state}>"

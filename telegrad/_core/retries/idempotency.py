@@ -1,0 +1,322 @@
+"""Deduplication of repeated calls: the callee's side of `idempotent=True`.
+
+Each call has the incarnation of its caller and a number. The first call with both is run. A later one is a repetition
+and gets the result of the first.
+
+An entry stays until the caller confirms the answer (`Settled`), or the call has timed out, after which it is not
+repeated. A running call always keeps its entry.
+
+Answers take at most MOST_OF_CALLER bytes for one caller, and MOST in total, besides the newest of each caller, which
+may be larger. Above these limits the oldest answer is dropped, of the caller with most bytes. Its number becomes the
+caller's floor: an unknown call with that number or a lower one may have run, and is refused. If a caller has died or
+left, its answers are dropped and its calls no longer run.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Coroutine
+from functools import partial
+from itertools import islice
+from math import inf
+from time import monotonic
+from types import CoroutineType, FunctionType, ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from telegrad._core.agent.agent import Agent
+from telegrad._core.agent.answers import its_future
+from telegrad._core.agent.server import ASYNC_MARK, Later
+from telegrad._core.calls.call_names import OWN_ARGUMENTS, runs_as, user_name
+from telegrad._core.calls.cancelling import MUST_FINISH, finishing
+from telegrad._core.calls.futures import Future, Signal
+from telegrad._core.membership.members import Identity, Member
+from telegrad._core.streams.producer import current_call
+from telegrad._core.worker import current
+from telegrad.errors import AnswerLost
+
+LONGEST = 3600.0  # seconds for which the answer of a call without a timeout is kept
+MOST_OF_CALLER = 256 << 20  # bytes
+MOST = 1 << 30  # bytes
+ENTRY = 1 << 10  # bytes that an answer counts besides its value
+MOST_DEAD = 1 << 10  # remembered callers that died or left most recently
+LOOK_EVERY = 1.0  # seconds between searches for expired answers
+MOST_LOOKED_AT = 1 << 12  # objects to visit when measuring a value: about a millisecond
+SAMPLE = 1 << 8  # elements to visit in one container
+
+
+class Settled(NamedTuple):
+    """Notification to the callee: the caller has the answer to the call of that number, or wants none."""
+
+    number: int
+
+
+class Entry:
+    """A call that was started here."""
+
+    def __init__(self) -> None:
+        self.outcome: Any = None  # future of the result; used by the driver
+        self.until = 0.0  # time after which the caller does not repeat the call
+        self.ended = False
+        self.settled = False
+        self.weight = 0  # bytes, once it has ended and is kept
+
+
+class _Caller:
+    """The calls of one caller."""
+
+    def __init__(self) -> None:
+        self.entries: dict[int, Entry] = {}  # by number; ended calls are in the order of their ends
+        self.kept = 0  # bytes
+        self.floor = 0.0  # unknown calls up to this number may have run
+
+
+class IdempotencyTable:
+    """The idempotent calls of one worker. The table reads no clock: `tests/sim/test_lives.py` tests it."""
+
+    def __init__(self) -> None:
+        self._callers: dict[str, _Caller] = {}  # by incarnation
+        self.kept = 0  # bytes of all answers
+
+    def __len__(self) -> int:
+        return sum(len(caller.entries) for caller in self._callers.values())
+
+    def enter(self, name: str, number: int, left: float, now: float) -> Entry | None:
+        """Record a call with this time `left` (0 for no limit); return None if it may have run and its answer was
+        dropped.
+
+        The entry of a call that arrives for the first time has no outcome.
+        """
+        caller = self._callers.setdefault(name, _Caller())
+        entry = caller.entries.get(number)
+        if entry is None:
+            if number <= caller.floor:
+                return None
+            entry = caller.entries[number] = Entry()
+        entry.until = max(entry.until, now + (left or LONGEST))
+        return entry
+
+    def ended(self, name: str, number: int, weight: int = 0) -> list[Entry]:
+        """Record that a call has ended, with the bytes of its value; return the entries that are dropped."""
+        caller = self._callers[name]
+        entry = caller.entries.pop(number)
+        entry.ended = True
+        if entry.settled or caller.floor == inf:
+            return [entry]
+        caller.entries[number] = entry  # as the newest
+        entry.weight = weight + ENTRY
+        caller.kept += entry.weight
+        self.kept += entry.weight
+        over = []
+        while caller.kept > MOST_OF_CALLER and (dropped := self._drop_oldest(caller)) is not None:
+            over.append(dropped)
+        while self.kept > MOST:
+            most = max(self._callers.values(), key=lambda each: each.kept)
+            if (dropped := self._drop_oldest(most)) is None:
+                break
+            over.append(dropped)
+        return over
+
+    def _drop_oldest(self, caller: _Caller) -> Entry | None:
+        """Drop the oldest answer of a caller, but not its only one."""
+        ended = [*islice((number for number, entry in caller.entries.items() if entry.ended), 2)]
+        if len(ended) < 2:
+            return None
+        caller.floor = max(caller.floor, ended[0])
+        return self._take_out(caller, ended[0])
+
+    def _take_out(self, caller: _Caller, number: int) -> Entry:
+        entry = caller.entries.pop(number)
+        caller.kept -= entry.weight
+        self.kept -= entry.weight
+        return entry
+
+    def settled(self, name: str, number: int) -> Entry | None:
+        """Record that the caller has the answer, or wants none; return the entry if it is dropped."""
+        caller = self._callers.get(name)
+        entry = caller.entries.get(number) if caller is not None else None
+        if caller is None or entry is None:
+            return None
+        entry.settled = True
+        return self._take_out(caller, number) if entry.ended else None
+
+    def expire(self, now: float) -> list[Entry]:
+        """Drop expired answers; return their entries."""
+        over = []
+        for caller in self._callers.values():
+            late = [number for number, entry in caller.entries.items() if entry.ended and entry.until <= now]
+            over += [self._take_out(caller, number) for number in late]
+        return over
+
+    def died(self, name: str) -> list[Entry]:
+        """Record that a caller has died or left; return the entries of its ended calls."""
+        caller = self._callers.pop(name, None) or _Caller()
+        self._callers[name] = caller  # as the last
+        caller.floor = inf
+        gone = [each for each, other in self._callers.items() if other.floor == inf and not other.entries]
+        if len(gone) > MOST_DEAD:
+            del self._callers[gone[0]]
+        return [self._take_out(caller, number) for number, entry in list(caller.entries.items()) if entry.ended]
+
+    def __repr__(self) -> str:
+        ended = sum(entry.ended for caller in self._callers.values() for entry in caller.entries.values())
+        return f"<IdempotencyTable: {len(self) - ended} run, {ended} answers kept>"
+
+
+class IdempotentCalls:
+    """The idempotent calls made to one worker."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self._lock = threading.Lock()  # guards the table
+        self._table = IdempotencyTable()
+        self._next_look = 0.0  # used by the timer thread only
+        self._dead: deque[str] = deque()  # callers that recently died or left; each use is one operation of a deque
+        agent.on(Settled, self._on_settled)
+        agent.ticking.append(self._tick)
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def enter(self, caller: str, number: int, left: float) -> tuple[Future[Any], bool]:
+        """Record a call; return its outcome, and True if it must run.
+
+        Raises:
+            AnswerLost: it may have run, and its answer was dropped.
+        """
+        now = monotonic()
+        with self._lock:
+            entry = self._table.enter(caller, number, left, now)
+            if entry is None:
+                raise AnswerLost(
+                    f"worker {self._agent.name!r} does not keep what came of this idempotent call any more, so it may "
+                    f"have run, and was not run once more: at most {MOST_OF_CALLER >> 20} MiB of answers are kept for "
+                    f"one worker that does not take them, {MOST >> 20} MiB for all, and none for one that was taken "
+                    "for dead. See what the function has done, and call it anew where it has not run or may run twice"
+                )
+            outcome: Future[Any] | None = entry.outcome
+            if outcome is not None:
+                return outcome, False
+            outcome = entry.outcome = Future()
+        outcome.heed()  # the caller gets a failure
+        return outcome, True
+
+    def ended(self, caller: str, number: int, outcome: Future[Any], result: Any, error: BaseException | None) -> None:
+        """Complete the outcome of a call for its repetitions."""
+        weight = size_of(result if error is None else error.args)
+        with self._lock:
+            over = self._table.ended(caller, number, weight)
+        del over  # freed without the lock: it may hold objects of the user
+        if error is not None:
+            outcome.set_exception(error)
+        else:
+            outcome.set_result(result)
+
+    def gone(self, member: Member) -> None:
+        """Drop the answers for a worker that has died or left, within LOOK_EVERY."""
+        self._dead.append(member.incarnation)
+
+    def _on_settled(self, sender: Identity, settled: Settled) -> None:
+        with self._lock:
+            over = self._table.settled(sender.incarnation, settled.number)
+        del over
+
+    def _tick(self, now: float) -> float:
+        if now >= self._next_look:
+            self._next_look = now + LOOK_EVERY
+            with self._lock:
+                over = self._table.expire(now)
+                while self._dead:
+                    over += self._table.died(self._dead.popleft())
+            del over
+        return self._next_look
+
+
+def run_once(number: int, left: float, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Return `function(*args, **kwargs)`, or the result of an earlier call with this number."""
+    call = current_call()
+    call.name = user_name(function)
+    calls, caller = current.here().attached(IdempotentCalls), call.caller.identity.incarnation
+    outcome, is_first = calls.enter(caller, number, left)
+    if not is_first:
+        return Later(outcome, function)
+    tell = partial(calls.ended, caller, number, outcome)
+    try:
+        result = _called(function, args, kwargs)
+    except BaseException as error:
+        tell(None, error)
+        raise
+    if type(result) is CoroutineType:
+        awaited = _awaited(tell, result)
+        setattr(awaited, "__qualname__", result.__qualname__)  # noqa: B010  # not known to types
+        return awaited
+    future = result.future if type(result) is Later else None
+    if hasattr(function, ASYNC_MARK):
+        future = its_future(function, result)
+    if future is None:
+        tell(result, None)
+        return result
+    if isinstance(future, torch._C.Future | Signal):
+        future.add_done_callback(partial(_pass_on, tell))
+    else:
+        tell(None, future)
+    return Later(outcome, function)
+
+
+setattr(run_once, OWN_ARGUMENTS, 3)
+setattr(run_once, MUST_FINISH, True)  # after a broken connection, the caller repeats the call to get the answer
+runs_as(run_once, lambda number, left, function, *_: user_name(function))
+
+
+@finishing
+def _called(function: Any, args: Any, kwargs: Any) -> Any:
+    return function(*args, **kwargs)
+
+
+@finishing
+async def _awaited(tell: Callable[..., None], coroutine: Coroutine[Any, Any, Any]) -> Any:
+    try:
+        result = await coroutine
+    except BaseException as error:
+        tell(None, error)
+        raise
+    tell(result, None)
+    return result
+
+
+def _pass_on(tell: Callable[..., None], done: Any) -> None:
+    try:
+        result = done.wait()
+    except BaseException as error:
+        tell(None, error)
+    else:
+        tell(result, None)
+
+
+def size_of(value: Any) -> int:
+    """Return the approximate size of a value in bytes, with everything inside; sample large containers."""
+    size, seen, left = 0.0, set[int](), [(value, 1.0)]
+    while left and len(seen) < MOST_LOOKED_AT:
+        each, share = left.pop()
+        if id(each) in seen or isinstance(each, type | ModuleType | FunctionType):
+            continue
+        seen.add(id(each))
+        size += share * _own_size(each)
+        if isinstance(each, Tensor) or type(each).__module__.startswith("telegrad."):
+            continue
+        inside = gc.get_referents(each)
+        sample = inside[:: len(inside) // SAMPLE | 1]  # an odd step: keys and values of a dictionary alternate
+        left += [(one, share * len(inside) / len(sample)) for one in sample]
+    return int(size)
+
+
+def _own_size(value: Any) -> int:
+    if isinstance(value, Tensor):
+        return value.numel() * value.element_size()
+    known = sys.getsizeof(value, 0)
+    return max(known, int(value.nbytes)) if type(value).__module__ == "numpy" and hasattr(value, "nbytes") else known

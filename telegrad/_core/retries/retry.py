@@ -1,0 +1,450 @@
+"""Retries: calls that wait for their worker, or are repeated if they may have run.
+
+    wait_for_worker   the call waits while its worker is absent, up to its timeout
+    idempotent        the call is repeated if it may have run; a live callee runs it once (`idempotency`)
+
+A failed call waits in the queue of its worker. After growing pauses, the first call in the queue is made again, to the
+worker that has the name by then. Once there is a connection, the others follow. One that may have run also backs off.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+from collections.abc import Callable, Iterable
+from functools import partial
+from math import inf
+from time import monotonic
+from typing import Any, NamedTuple
+
+from telegrad._core import checks
+from telegrad._core.agent.agent import Agent
+from telegrad._core.agent.fanout import EachCall
+from telegrad._core.agent.pending_call import PendingCall
+from telegrad._core.calls.call_context import InTurn, Share
+from telegrad._core.calls.call_names import known_as, user_name
+from telegrad._core.calls.cancelling import Served, serving
+from telegrad._core.calls.deadlines import limit_of
+from telegrad._core.calls.futures import Future, Outcome, Signal
+from telegrad._core.pickling.exceptions import fresh
+from telegrad._core.progress import Wait
+from telegrad._core.retries.idempotency import IdempotentCalls, Settled, run_once
+from telegrad._core.retries.retry_queue import Failure, RetryPolicy, RetryQueue, backoff, classify, should_retry
+from telegrad._core.worker import current
+from telegrad._core.worker.caller_context import CallerContext
+from telegrad._core.worker.prepared_call import Call
+from telegrad._core.worker.worker import Worker
+from telegrad.errors import (
+    CallCancelled,
+    CallTimeout,
+    ShutDown,
+    TelegradError,
+)
+
+by_default = False  # True if calls of a worker in this process wait by default; set once
+
+
+class Retries:
+    """The retried calls of one worker, and thread-safe access to their queue."""
+
+    def __init__(self, agent: Agent) -> None:
+        self.agent = agent
+        self.numbers = itertools.count(1)  # of idempotent calls; `next` is atomic
+        self.may_come: Callable[[str | int], bool] = lambda to: True
+        self.lock = threading.Lock()  # guards the queue, and ensures that a call ends once
+        self.queue: RetryQueue[RetriedCall] = RetryQueue()
+        agent.ticking.append(self._tick)
+        agent.busy.append(lambda: not self.queue.empty)
+
+    def wait(self, call: RetriedCall, pause: float, why: str) -> bool:
+        """Put a call in the queue; return False if this worker leaves."""
+        with self.lock:
+            if not self.queue.wait(call, monotonic(), pause, why):
+                return False
+            upcoming = self.queue.next()
+        self.agent.wake_at(upcoming)
+        return True
+
+    def withdraw(self, call: RetriedCall) -> bool:
+        with self.lock:
+            return self.queue.withdraw(call)
+
+    def _tick(self, now: float) -> float:
+        if self.queue.empty:
+            return inf
+        with self.lock:
+            late, due, upcoming = self.queue.expired(now), self.queue.due(now), self.queue.next()
+        for call, why in late:
+            self.agent.later(call.fail, call.too_late(why))
+        for to in due:
+            self.agent.run(self._attempt, to, False)  # on a reactor thread, since it may have to query the store
+        return upcoming
+
+    def _attempt(self, to: str | int) -> None:
+        """Make the first waiting call to a worker; if there is a connection then, also make the others."""
+        with self.lock:
+            ready = self.queue.ready(to, monotonic())
+        for call in ready:
+            with self.lock:
+                begun = self.queue.begin(call)
+            if begun:
+                call.again()
+                if not self._is_connected(call):
+                    break
+
+    def _is_connected(self, call: RetriedCall) -> bool:
+        """Return True if a call is in flight over an existing connection."""
+        pending = call.call
+        try:
+            return pending is not None and self.agent.is_connected(pending.peer.identity)
+        except TelegradError:  # it has gone just now
+            return False
+
+    def close(self) -> None:
+        """Fail the waiting calls: this worker leaves."""
+        with self.lock:
+            waiting = self.queue.close()
+        for call in waiting:
+            call.fail(ShutDown(f"worker {self.agent.name!r} shut down while {call.described} waited for the worker"))
+
+
+class Request(NamedTuple):
+    """The arguments of a call."""
+
+    to: str | int
+    call: Call
+    policy: RetryPolicy
+    number: int  # of an idempotent call, by which the callee identifies it; otherwise 0
+    begun: float  # on the `monotonic` clock
+
+    @property
+    def asked(self) -> Any:
+        """Return the function that the user called, or a text."""
+        return self.call.function if self.call.asked is None else self.call.asked
+
+    def function_and_args(self, left: float) -> tuple[Any, Any]:
+        """Return the function and arguments to send, with this much time left."""
+        if not self.number:
+            return self.call.function, self.call.args
+        return run_once, (self.number, float(left), self.call.function, *(self.call.args or ()))
+
+
+class RetriedCall:
+    """A call that is made repeatedly by its policy. Acts as the outcome of each attempt, and as the call of its own
+    outcome.
+
+    Later attempts run in the context of the code that started the call. `Retries` calls `again` and `fail`.
+    """
+
+    quick = False
+    about: str
+
+    def __init__(self, retries: Retries, request: Request, timeout: float, outcome: Outcome) -> None:
+        self.request = request
+        self.timeout = timeout
+        self.outcome = outcome
+        self.parent: Served | None = None  # the served call that made this one
+        self.done = False
+        self.over = Signal()  # set once the outcome is complete
+        self._retries = retries
+        self._context = CallerContext()
+        self._last: PendingCall | None = None  # the last attempt, unless it could not be made
+        self._cancelled = ""  # the reason, if cancelled
+        self._lost: BaseException | None = None  # the first failure after which it may have run
+        self._repeats = 0
+
+    @property
+    def to(self) -> str | int:
+        return self.request.to
+
+    @property
+    def until(self) -> float:
+        return self.request.begun + self.timeout if self.timeout else inf
+
+    def limit(self, timeout: float) -> None:
+        """Set the timeout to the time left of the parent call."""
+        self.timeout = timeout
+
+    def left(self) -> float:
+        """Return the seconds left; 0 for no limit."""
+        return max(1e-3, self.until - monotonic()) if self.timeout else 0.0
+
+    # Attempts
+
+    def admit(self) -> None:
+        """Register with the outcome, which can end this call from now on, and with the parent call."""
+        parent = serving.get()
+        if parent is not None:
+            parent.admit(self)
+        self.outcome.call = self
+        if parent is not None:
+            parent.hold(self)
+
+    def begin(self) -> None:
+        """Make the first attempt; raise an error that no retry can fix."""
+        self.admit()
+        try:
+            self._make(self.timeout)
+        except BaseException as error:
+            if not isinstance(error, Exception) or not self._goes_on(error):
+                self.conclude()
+                raise
+
+    def again(self) -> None:
+        """Make another attempt; call this on a thread that may run user code."""
+        try:
+            left = Share.of(self.left(), f"the {self.timeout:g} s of this call") if self.timeout else 0.0
+            self._context.run(self._make, left)
+        except BaseException as error:
+            self.set_exception(error)
+            if not isinstance(error, Exception):
+                raise
+        if self._cancelled and (call := self.call) is not None:  # cancelled after `_make` checked
+            call.cancel()
+
+    def _make(self, left: float) -> None:
+        if self._cancelled:
+            raise CallCancelled(self._cancelled)
+        self._last, call = None, self.request.call
+        function, args = self.request.function_and_args(left)
+        try:
+            self._retries.agent.call_for(
+                self, self.to, function, args, call.kwargs, left, call.keeps, asked=self.request.asked
+            )
+        except BaseException:
+            self._last = None
+            raise
+
+    # Results
+
+    def set_result(self, result: Any) -> None:
+        if self.conclude(answered=True):
+            self._settle()
+            self.outcome.set_result(result)
+            self.over.set_result()
+
+    def set_exception(self, result: Any) -> None:
+        if not self._goes_on(result):
+            is_final = not self._cancelled or self._classify(result) is Failure.FINAL
+            self.fail(result if is_final else CallCancelled(self._cancelled))
+
+    def _goes_on(self, error: BaseException) -> bool:
+        """Queue another attempt after this failure; return True if there will be one."""
+        failure, retries = self._classify(error), self._retries
+        if self._cancelled or retries.agent.closed:
+            return False
+        if not should_retry(self.request.policy, failure, self._lost is not None):
+            return False
+        pause = 0.0
+        if failure is Failure.MAY_HAVE_RUN:
+            self._lost = self._lost or fresh(error)
+            pause = backoff(self._repeats)
+            self._repeats += 1
+        elif not retries.may_come(self.to):
+            return False
+        if not retries.wait(self, pause, str(error).partition("\n")[0]):
+            return False
+        if self._cancelled and retries.withdraw(self):  # cancelled after the check above
+            self.fail(CallCancelled(self._cancelled))
+        return True
+
+    def _classify(self, error: BaseException) -> Failure:
+        """As `classify`. A call that was answered has run, whatever its function raised."""
+        return Failure.FINAL if self._last is not None and self._last.answer is not None else classify(error)
+
+    def fail(self, error: BaseException) -> None:
+        is_final = self._classify(error) is Failure.FINAL
+        if not self.conclude():
+            return
+        if is_final:
+            self._settle()
+        if self._lost is not None:  # then it may have run
+            if classify(error) is Failure.NOT_RUN:
+                error, self._lost = self._lost, error
+            error.__cause__ = error.__cause__ or self._lost
+        self.outcome.about = self.described
+        self.outcome.set_exception(error.with_traceback(None))
+        self.over.set_result()
+
+    def conclude(self, answered: bool = False) -> bool:
+        """Mark the call as ended; return True if the outcome is to be completed now."""
+        with self._retries.lock:
+            done, self.done = self.done, True
+            waited = self._retries.queue.end(self, answered)
+        if waited and answered:
+            self._retries.agent.wake_at(monotonic())  # for others that wait for the worker
+        if not done:
+            if self.parent is not None:
+                self.parent.ended(self)
+            self.outcome.call = None
+        return not done
+
+    def _settle(self) -> None:
+        """Notify the callee that it can drop the answer."""
+        if self.request.number and self._last is not None:
+            who = self._last.peer.identity
+            with contextlib.suppress(TelegradError):
+                settled = Settled(self.request.number)
+                self._retries.agent.notify(who.name, settled, who.incarnation, patient=True)
+
+    # Interfaces: outcome of an attempt, call of the own outcome, nested call of a parent
+
+    @property
+    def call(self) -> PendingCall | None:
+        """The attempt in flight."""
+        last = self._last
+        return None if last is None or last.done else last
+
+    @call.setter
+    def call(self, call: PendingCall | None) -> None:
+        self._last = call or self._last
+
+    @property
+    def described(self) -> str:
+        return f"{user_name(self.request.asked)} on worker {self.to!r}"
+
+    @property
+    def in_turn(self) -> InTurn | None:
+        call = self.call
+        return None if call is None else call.in_turn
+
+    def help(self) -> None:
+        """Wait for the end; read the answer on this thread if possible; log long waits."""
+        call, agent = self.call, self._retries.agent
+        if call is not None:
+            call.help()
+        if self.over.done():
+            return
+        missing = [self.to if isinstance(self.to, str) else f"rank {self.to}"]
+
+        def text() -> str:
+            return f"{self.described}: {self._retries.queue.why(self.to) or 'it was called again'}"
+
+        with Wait("wait_for_worker", text, lambda: missing, worker=agent.name) as wait:
+            while not agent.wait_for(self.over, wait.left):
+                wait.look()
+
+    def cancel(self, why: str = "") -> bool:
+        """Cancel the call; return False if it is over."""
+        if self.done:
+            return False
+        self._cancelled = f"{self.described} was cancelled{why and ': '}{why}"
+        call = self.call
+        if (call is None or not call.cancel(why)) and self._retries.withdraw(self):
+            self.fail(CallCancelled(self._cancelled))
+        return True
+
+    def too_late(self, why: str) -> CallTimeout:
+        return CallTimeout(
+            f"{self.described} waited for the worker in vain: it could not be called within the set timeout "
+            f"({self.timeout:g} s). {why}"
+        )
+
+    def __repr__(self) -> str:
+        return f"<persistent call of {self.described}: {'over' if self.done else self._last or 'not made yet'}>"
+
+
+# Interface for the layers above
+
+
+@known_as("a look whether the worker is there")
+def ping() -> None:
+    """Return, which shows the caller that this worker is reachable."""
+
+
+def serve(worker: Worker) -> None:
+    """Enable retries on a worker, as caller and as callee."""
+    global by_default
+    worker.agent.run_at_once(ping)
+    worker.at_gone.append(worker.attached(IdempotentCalls).gone)
+    retries = worker.attached(Retries)
+    retries.may_come = partial(_may_come, worker)
+    worker.at_end.append(retries.close)
+    by_default = by_default or worker.agent.settings.wait_for_worker
+
+
+def _may_come(worker: Worker, to: str | int) -> bool:
+    """Return True if an absent worker may appear later. A worker that a fixed group has lost does not return."""
+    membership = worker.membership
+    return not membership.is_fixed or any(to in (each.name, each.id) for each in membership.view().workers)
+
+
+def policy_of(wait_for_worker: bool | None, idempotent: bool) -> RetryPolicy | None:
+    """Return the policy of a call, None for a plain one. Call this if an argument is given, or if `by_default`."""
+    checks.flag("wait_for_worker", wait_for_worker, none=True)
+    checks.flag("idempotent", idempotent)
+    waits = current.agent().settings.wait_for_worker if wait_for_worker is None else wait_for_worker
+    return RetryPolicy(waits, idempotent) if waits or idempotent else None
+
+
+def _made(
+    outcomes: Iterable[tuple[Outcome, str | int]], policy: RetryPolicy, call: Call, timeout: float
+) -> list[RetriedCall]:
+    """Create calls without starting them. They share one number, since each callee has its own table."""
+    retries = current.here().attached(Retries)
+    limit = limit_of(timeout, retries.agent.timeout)
+    number = next(retries.numbers) if policy.repeats and call.function is not ping else 0
+    now = monotonic()
+    return [RetriedCall(retries, Request(to, call, policy, number, now), limit, outcome) for outcome, to in outcomes]
+
+
+def begin(outcome: Outcome, policy: RetryPolicy, to: str | int, call: Call, timeout: float) -> None:
+    """Start a call with a policy; raise an error that no retry can fix."""
+    _made([(outcome, to)], policy, call, timeout)[0].begin()
+
+
+def begin_many(outcomes: Iterable[tuple[Outcome, str]], policy: RetryPolicy, call: Call, timeout: float) -> None:
+    """Call several workers with a policy. The first attempt is one call to all; each call is retried separately."""
+    made = _made(outcomes, policy, call, timeout)
+    try:
+        for each in made:
+            each.admit()
+        first = made[0]
+        function, args = first.request.function_and_args(first.timeout)
+        own = [EachCall(each, each.to, call.keeps) for each in made]
+        current.agent().call_each(own, function, args, call.kwargs, first.timeout, first.request.asked)
+    except BaseException:
+        for each in made:
+            each.conclude()
+        raise
+
+
+def call_async(policy: RetryPolicy, to: str | int, call: Call, timeout: float) -> Future[Any]:
+    """Start a call with a policy; return a future of its value."""
+    future: Future[Any] = Future()
+    begin(future, policy, to, call, timeout)
+    return future
+
+
+def call_sync(policy: RetryPolicy, to: str | int, call: Call, timeout: float) -> Any:
+    """Make a call with a policy, and wait for its value."""
+    return wait_or_cancel(call_async(policy, to, call, timeout))
+
+
+def wait_or_cancel(future: Future[Any]) -> Any:
+    """Wait for the value; if this thread is interrupted, cancel the future's calls."""
+    try:
+        return future.wait()
+    finally:
+        if not future.done():  # this thread was interrupted
+            future.cancel()
+
+
+def await_workers(policy: RetryPolicy | None, workers: list[str | int], call: Call, timeout: float) -> float:
+    """Wait until all workers are reachable, before creating values on them; return the time left.
+
+    Raises:
+        CallTimeout: one of them did not come in time.
+    """
+    if policy is None:
+        return timeout
+    limit = limit_of(timeout, current.agent().timeout)
+    name = user_name(call.function if call.asked is None else call.asked)
+    for to in workers:
+        future: Future[Any] = Future()
+        (asking,) = _made([(future, to)], RetryPolicy(True, True), Call(ping, None, None, None, name), limit)
+        asking.begin()
+        wait_or_cancel(future)
+        limit = asking.left()
+    return limit

@@ -1,0 +1,331 @@
+"""The functions of the API for remote calls, and for information about this worker."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
+
+from telegrad._core.calls import profiling
+from telegrad._core.calls.compiling import not_compiled
+from telegrad._core.calls.deadlines import DEFAULT
+from telegrad._core.calls.futures import Future
+from telegrad._core.membership.members import WorkerInfo, info
+from telegrad._core.retries import retry
+from telegrad._core.rpc.conversion import convert
+from telegrad._core.rpc.references import RRef
+from telegrad._core.rpc.restorable import Restore, check_restore, with_recipe
+from telegrad._core.streams.streams import WINDOW, Stream
+from telegrad._core.worker import current
+from telegrad._core.worker.prepared_call import Call
+from telegrad._core.worker.targets import named, target
+from telegrad.errors import UnknownWorker
+
+T = TypeVar("T")
+
+UNSET_RPC_TIMEOUT = DEFAULT
+
+
+@not_compiled
+def rpc_sync(
+    to: str | int | WorkerInfo,
+    func: Callable[..., Any],
+    args: Any = None,
+    kwargs: Any = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+    *,
+    wait_for_worker: bool | None = None,
+    idempotent: bool = False,
+) -> Any:
+    """Run `func(*args, **kwargs)` on the worker `to` and return its value.
+
+    The function is sent by name if the worker can import it, otherwise by value. Tensors, references (`RRef`) and any
+    picklable objects may be anywhere in the arguments and in the result. The function sees copies.
+
+    Args:
+        to: the worker's name, its rank, or its `WorkerInfo`; this worker, too, can be called.
+        func: any function, class or builtin; an `async def` is awaited there.
+        args: positional arguments, a tuple; none if left out.
+        kwargs: arguments by name, a dict.
+        timeout: seconds until `CallTimeout`; 0 for no limit. The default is the `rpc_timeout` of the options.
+        wait_for_worker: wait, up to the timeout, while no worker of that name can be called. The default is in the
+            options.
+        idempotent: repeat the call if it may have run. A worker that has begun it gives the same answer again; a
+            restarted
+            worker runs it again.
+
+    Returns:
+        The return value of the function, its tensors on this worker.
+
+    Raises:
+        Exception: the exception of the function, with its remote traceback.
+        CallTimeout: there was no answer in time; the function may still run.
+        PeerUnreachable: the worker cannot be reached; the function has not run.
+        PeerLost: the worker died, or the connection broke; the function may have run.
+        UnknownWorker: there is no worker `to`, or the rank of that `WorkerInfo` is another's.
+        InvalidArgument: an argument is of another type, or out of range; nothing was sent.
+        CannotEncode: an argument or the result cannot be pickled.
+        FunctionNotFound: the worker does not have the function.
+        NotInitialized: this process is in no group.
+
+    Example:
+        >>> rpc.rpc_sync("worker1", torch.add, (torch.ones(2), 1))
+        tensor([2., 2.])
+        >>> rpc.rpc_sync("worker1", sorted, ([3, 1, 2],), {"reverse": True}, timeout=5)
+        [3, 2, 1]
+        >>> rpc.rpc_sync("worker1", lambda: 1 / 0)
+        Traceback (most recent call last):
+            ...
+        ZeroDivisionError: ...
+    """
+    call = convert(func, args, kwargs)
+    begin: Callable[..., Any] = call_sync
+    if wait_for_worker is not None or idempotent is not False or retry.by_default:
+        begin = _persistent(retry.call_sync, wait_for_worker, idempotent) or call_sync
+    if profiling.wanted():
+        return profiling.called(event_of("sync", to, func), begin, to, call, timeout)
+    return begin(to, call, timeout)
+
+
+@not_compiled
+def rpc_async(
+    to: str | int | WorkerInfo,
+    func: Callable[..., Any],
+    args: Any = None,
+    kwargs: Any = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+    *,
+    wait_for_worker: bool | None = None,
+    idempotent: bool = False,
+) -> Future[Any]:
+    """Start `func(*args, **kwargs)` on the worker `to`; return a future of its value.
+
+    The tensors among the arguments must not be written to until the future is done.
+
+    Args:
+        to: the worker's name, its rank, or its `WorkerInfo`.
+        func: any function, class or builtin.
+        args: positional arguments, a tuple.
+        kwargs: arguments by name, a dict.
+        timeout: seconds until the future fails with `CallTimeout`; 0 for no limit. The default is in the options.
+        wait_for_worker: as for `rpc_sync`; this function does not block.
+        idempotent: as for `rpc_sync`.
+
+    Returns:
+        A `Future`: `wait()` returns the value or raises as `rpc_sync` does, `await` does so in asyncio, `cancel()`
+        cancels
+        the call.
+
+    Raises:
+        InvalidArgument: the call makes no sense, and nothing was sent; likewise `UnknownWorker` and `CannotEncode`.
+
+    Example:
+        >>> futures = [rpc.rpc_async(name, pow, (number, 2)) for number, name in enumerate(["worker0", "worker1"])]
+        >>> [future.wait() for future in futures]
+        [0, 1]
+    """
+    call = convert(func, args, kwargs)
+    begin: Callable[..., Future[Any]] = call_async
+    if wait_for_worker is not None or idempotent is not False or retry.by_default:
+        begin = _persistent(retry.call_async, wait_for_worker, idempotent) or call_async
+    if profiling.wanted():
+        return profiling.called_async(event_of("async", to, func), begin, to, call, timeout)
+    return begin(to, call, timeout)
+
+
+@not_compiled
+def remote(
+    to: str | int | WorkerInfo,
+    func: Callable[..., Any],
+    args: Any = None,
+    kwargs: Any = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+    *,
+    wait_for_worker: bool | None = None,
+    restore: Restore = False,
+) -> RRef[Any]:
+    """Start `func(*args, **kwargs)` on the worker `to`, where its value stays; return a reference to the value.
+
+    Do not wait for the function. If it fails, or does not end within `timeout`, uses of the reference raise the error.
+
+    Args:
+        to: the worker's name, its rank, or its `WorkerInfo`.
+        func: a class to make an object there, or any function.
+        args: positional arguments, a tuple.
+        kwargs: arguments by name, a dict.
+        timeout: seconds that the function may take; 0 for no limit. The default is in the options.
+        wait_for_worker: block, up to the timeout, until a worker of that name can be called.
+        restore: recreate the value if its owner is lost. The next use then waits for a worker of the same name, creates
+            the value there with the same call, and calls `restore(value)`, which can load a checkpoint, for example.
+            With `True` the value stays as it was created.
+
+    Returns:
+        An `RRef`; the value lives as long as any reference to it.
+
+    Raises:
+        UnknownWorker: there is no worker `to`; likewise `InvalidArgument` and `CannotEncode`, as for `rpc_sync`.
+
+    Example:
+        >>> from collections import Counter
+        >>> counter = rpc.remote("worker1", Counter, ("abba",))
+        >>> counter.rpc_sync().most_common(1)
+        [('a', 2)]
+    """
+    call = convert(func, args, kwargs)
+    check_restore(restore)
+    make: Callable[..., RRef[Any]] = create
+    if profiling.wanted():
+        make = partial(profiling.called_creation, event_of("remote", to, func), create)
+    if wait_for_worker is not None or retry.by_default:
+        made = _once_there(lambda to, left: make(to, call, left), to, call, timeout, wait_for_worker)
+    else:
+        made = make(to, call, timeout)
+    return made if restore is False else with_recipe(made, func, args, kwargs, restore)
+
+
+@not_compiled
+def rpc_stream(
+    to: str | int | WorkerInfo,
+    func: Callable[..., Any],
+    args: Any = None,
+    kwargs: Any = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+    window: int = WINDOW,
+    *,
+    wait_for_worker: bool | None = None,
+) -> Stream[Any]:
+    """Start `func(*args, **kwargs)` on the worker `to`; return a `Stream` of the items that it yields.
+
+    The function runs at most `window` items and 64 MB ahead of its reader.
+
+    Args:
+        to: the worker's name, its rank, or its `WorkerInfo`.
+        func: a generator function, also an `async def`, or one that returns an iterable.
+        args: positional arguments, a tuple.
+        kwargs: arguments by name, a dict.
+        timeout: seconds to wait for each item; 0 for no limit. The default is in the options.
+        window: how many items the function may be ahead.
+        wait_for_worker: block, up to the timeout, until a worker of that name can be called.
+
+    Returns:
+        A `Stream`, to be read with `for` or `async for`.
+
+    Raises:
+        InvalidArgument: the call or the window makes no sense; likewise `UnknownWorker`, as for `rpc_sync`.
+
+    Example:
+        >>> with rpc.rpc_stream("worker1", range, (3,)) as items:
+        ...     print(list(items))
+        [0, 1, 2]
+    """
+    call = convert(func, args, kwargs)
+    asked = call.function if call.asked is None else call.asked
+
+    def make(to: str | int | WorkerInfo, _: float) -> Stream[Any]:
+        return Stream(target(to), *call[:3], timeout, window, call.keeps, asked)
+
+    if wait_for_worker is not None or retry.by_default:
+        return _once_there(make, to, call, timeout, wait_for_worker)
+    return make(to, timeout)
+
+
+def _persistent(make: Callable[..., Any], wait_for_worker: bool | None, idempotent: bool) -> Callable[..., Any] | None:
+    """Return a function that makes a call with retries; None if the call needs none."""
+    policy = retry.policy_of(wait_for_worker, idempotent)
+    return None if policy is None else lambda to, call, timeout: make(policy, named(to), call, timeout)
+
+
+def _once_there(
+    make: Callable[[Any, float], T],
+    to: str | int | WorkerInfo,
+    call: Call,
+    timeout: float,
+    wait_for_worker: bool | None,
+) -> T:
+    """Wait until a worker can be called, and make a value there in the time left; repeat if the worker goes."""
+    policy = retry.policy_of(wait_for_worker, False)
+    there = target(to) if policy is None else named(to)
+    while True:
+        timeout = retry.await_workers(policy, [there], call, timeout)
+        try:
+            return make(there, timeout)
+        except UnknownWorker:
+            if policy is None:
+                raise
+
+
+def call_sync(to: str | int | WorkerInfo, call: Call, timeout: float) -> Any:
+    there = to if type(to) is str else target(to)  # fast path of `target`
+    return current.agent().call(there, call.function, call.args, call.kwargs, timeout, call.asked)
+
+
+def call_async(to: str | int | WorkerInfo, call: Call, timeout: float, kind: type[Future[Any]] = Future) -> Future[Any]:
+    future = kind()
+    current.agent().call_for(
+        future, target(to), call.function, call.args, call.kwargs, timeout, call.keeps, asked=call.asked
+    )
+    return future
+
+
+def create(to: str | int | WorkerInfo, call: Call, timeout: float) -> RRef[Any]:
+    made: RRef[Any] = current.references().create(target(to), *call[:3], timeout, call.keeps, call.asked)
+    return made
+
+
+def event_of(kind: str, to: str | int | WorkerInfo, function: Any) -> profiling.Event:
+    """Return the event of a call."""
+    agent, there = current.agent(), named(to)
+    here, there = agent.name, there if isinstance(there, str) else agent.identify(there).name
+    return profiling.Event(profiling.event_name(kind, function, here, there), function, here, there)
+
+
+def get_worker_info(worker_name: str | None = None) -> WorkerInfo:
+    """Return the worker of that name, or this one.
+
+    Args:
+        worker_name: a worker's name; left out, this worker.
+
+    Returns:
+        Its `WorkerInfo`, which calls accept instead of a name.
+
+    Raises:
+        UnknownWorker: there is none of that name.
+        NotInitialized: this process is in no group.
+
+    Example:
+        >>> rpc.get_worker_info("worker1")
+        WorkerInfo(name='worker1', id=2)
+    """
+    agent = current.agent()
+    member = agent.me if worker_name is None else agent.find(target(worker_name, "worker_name"))
+    return info(member)
+
+
+def debug_info() -> dict[str, int]:
+    """Return counts of this worker's references and of their pending operations.
+
+    `owners` have their values here (`shared_owners`: also held by others, in so many `forks`); `users` refer to values
+    of other workers. Pending are: users that their owner does not know so far, forks sent to others that have not
+    settled, users that end as soon as they may, creating calls without an answer, and control messages without a
+    receipt.
+
+    Raises:
+        NotInitialized: this process is in no group.
+
+    Example:
+        >>> mine = rpc.RRef(5)
+        >>> rpc.debug_info()["owners"] > 0
+        True
+    """
+    return current.references().counts()
+
+
+def _rref_context_get_debug_info() -> dict[str, str]:
+    """Return the part of `debug_info` that `torch.distributed.rpc` has, under its names."""
+    counts = debug_info()
+    return {
+        "num_owner_rrefs": str(counts["shared_owners"]),
+        "num_forks": str(counts["forks"]),
+        "num_pending_users": str(counts["pending_users"]),
+        "num_pending_futures": str(counts["pending_creations"]),
+    }

@@ -1,0 +1,177 @@
+"""Conversion between values and references, according to the annotations of the callee.
+
+    given    annotated    sent
+    T        T            the value
+    T        RRef[T]      a reference that the caller owns
+    RRef[T]  T            the value: from the caller if it owns the value, else the callee fetches it from the owner
+    RRef[T]  RRef[T]      the reference
+
+A parameter without an annotation, or with one that fits both, gets the argument unchanged.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import types
+import typing
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from telegrad._core import checks
+from telegrad._core.rpc.references import RRef
+from telegrad._core.worker.prepared_call import Call
+from telegrad._core.worker.values import with_values
+from telegrad.errors import InvalidArgument
+
+_REFERENCE, _VALUE = "reference", "value"
+
+log = logging.getLogger("telegrad")
+
+
+class _Plan(NamedTuple):
+    """The target of the conversion for each parameter."""
+
+    positional: list[str]
+    rest: str  # for further positional arguments
+    named: dict[str, str]
+    others: str  # for names without a parameter
+
+
+_new = tuple.__new__  # takes half the time of the class's own `__new__`, which is written in Python
+_BOUND = (type, types.MethodType)  # the caller does not pass their first parameter
+_plans: weakref.WeakKeyDictionary[Any, _Plan | None] = weakref.WeakKeyDictionary()
+
+
+def convert(function: Any, args: Any, kwargs: Any) -> Call:
+    """Return a call with converted arguments.
+
+    Raises:
+        InvalidArgument: `function` cannot be called, or the others are no tuple and no dictionary.
+    """
+    if args is not None and type(args) is not tuple:
+        args = _as_tuple(args)
+    if kwargs is not None and type(kwargs) is not dict:
+        kwargs = _as_dict(kwargs)
+    if type(function) is types.FunctionType and not function.__annotations__:  # fast path of `_plan_of`
+        return _new(Call, (function, args, kwargs, None, None))
+    plan = _plan_of(function)
+    if plan is None or not (args or kwargs):
+        return Call(function, args, kwargs)
+    args, kwargs = args or (), kwargs or {}
+    wanted = plan.positional + [plan.rest] * (len(args) - len(plan.positional))
+    lent: list[RRef[Any]] = []
+    new_args = tuple(_convert(target, each, lent) for target, each in zip(wanted, args, strict=False))
+    new_kwargs = {name: _convert(plan.named.get(name, plan.others), each, lent) for name, each in kwargs.items()}
+    if lent:
+        return Call(with_values, (function, *new_args), new_kwargs, lent, function)
+    return Call(function, new_args, new_kwargs)
+
+
+def _as_tuple(args: Any) -> tuple[Any, ...]:
+    if isinstance(args, tuple | list):
+        return tuple(args)
+    raise InvalidArgument(
+        f"args must be a tuple with the arguments of the function, not {_shown(args)}; for one argument write "
+        "args=(x,), with the comma"
+    )
+
+
+def _as_dict(kwargs: Any) -> dict[str, Any]:
+    if isinstance(kwargs, Mapping):
+        return dict(kwargs)
+    raise InvalidArgument(
+        f"kwargs must be a dictionary of arguments by their names, not {_shown(kwargs)}; write "
+        "kwargs={'name': x}, and args=(x,) for those without a name"
+    )
+
+
+def _check_callable(function: Any) -> None:
+    if callable(function):
+        return
+    advice = ""
+    if isinstance(function, str):
+        advice = "; give the function itself, without quotes. To call a method of a reference: rref.rpc_sync().method()"
+    elif isinstance(function, types.GeneratorType | types.AsyncGeneratorType):
+        advice = "; give the function that yields, and its arguments as args: rpc_stream(to, f, args=(x,))"
+    elif type(function).__module__ != "builtins":
+        advice = "; to call one of its methods give that, as in thing.method"
+    raise InvalidArgument(f"the function to call should be callable, which {_shown(function)} is not{advice}")
+
+
+def _shown(value: Any) -> str:
+    """Return a value for a message: as it is if that is short, otherwise its type."""
+    text = "" if isinstance(value, Tensor) else checks.shown(value)
+    kind = type(value).__qualname__
+    return f"{text} ({kind})" if 0 < len(text) <= 40 else f"a {kind}"
+
+
+def _convert(target: str, given: Any, lent: list[RRef[Any]]) -> Any:
+    if target == _REFERENCE and not isinstance(given, RRef) and given is not None:
+        return RRef(given)
+    if target == _VALUE and isinstance(given, RRef):
+        if given.is_owner():
+            return given.local_value()
+        lent.append(given)
+        return given._lent()
+    return given
+
+
+def _plan_of(function: Any) -> _Plan | None:
+    """Return the conversions of a function, or None if it has none."""
+    bound = isinstance(function, _BOUND)
+    if bound:
+        function = function.__init__ if isinstance(function, type) else function.__func__  # type: ignore[misc]
+    if type(function) is not types.FunctionType:
+        _check_callable(function)
+        return None
+    if not function.__annotations__:
+        return None
+    try:
+        return _plans[function]
+    except KeyError:
+        plan = _plans[function] = _make_plan(function, bound)
+        return plan
+
+
+def _make_plan(function: Callable[..., Any], bound: bool) -> _Plan | None:
+    try:
+        hints = typing.get_type_hints(function)
+        parameters = list(inspect.signature(function).parameters.values())[bound:]
+    except Exception as error:  # e.g. an annotation has a name that only type checkers know
+        log.debug("telegrad: no conversion for %r: %s", function, error)
+        return None
+    by_kind: dict[Any, list[tuple[str, str]]] = {}
+    for parameter in parameters:
+        by_kind.setdefault(parameter.kind, []).append((parameter.name, _wish(hints.get(parameter.name, Any))))
+    both = by_kind.get(inspect.Parameter.POSITIONAL_OR_KEYWORD, [])
+    positional = by_kind.get(inspect.Parameter.POSITIONAL_ONLY, []) + both
+    plan = _Plan(
+        [target for _, target in positional],
+        next((target for _, target in by_kind.get(inspect.Parameter.VAR_POSITIONAL, [])), ""),
+        dict(both + by_kind.get(inspect.Parameter.KEYWORD_ONLY, [])),
+        next((target for _, target in by_kind.get(inspect.Parameter.VAR_KEYWORD, [])), ""),
+    )
+    return plan if any((*plan.positional, plan.rest, *plan.named.values(), plan.others)) else None
+
+
+def _wish(annotation: Any) -> str:
+    if _is_reference(annotation):
+        return _REFERENCE
+    if annotation in (Any, object, None, type(None)) or isinstance(annotation, typing.TypeVar):
+        return ""
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        return "" if any(_is_reference(arm) or not _wish(arm) for arm in _arms(annotation)) else _VALUE
+    return _VALUE
+
+
+def _arms(union: Any) -> list[Any]:
+    return [arm for arm in typing.get_args(union) if arm is not type(None)]
+
+
+def _is_reference(annotation: Any) -> bool:
+    origin = typing.get_origin(annotation) or annotation
+    return isinstance(origin, type) and issubclass(origin, RRef)

@@ -1,0 +1,121 @@
+"""The API for the members of the group, and for workers that join and leave."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+from telegrad._core import checks
+from telegrad._core.membership.members import WorkerInfo
+from telegrad._core.worker import current
+from telegrad.errors import InvalidArgument
+
+_WANTED = "a number of workers, or a list of their names"
+
+
+def workers() -> list[WorkerInfo]:
+    """Return the current workers of the group, including this one, by rank.
+
+    Raises:
+        NotInitialized: this process is in no group.
+
+    Example:
+        >>> [worker.name for worker in rpc.workers()]
+        ['driver', 'worker0', 'worker1']
+    """
+    return current.joined().membership.workers()
+
+
+def wait_for_workers(wanted: int | Collection[str], timeout: float = 0, *, role: str = "") -> list[WorkerInfo]:
+    """Wait until a dynamic or elastic group has workers; a fixed group has all of them after `init_rpc`.
+
+    A worker counts from the time it joins until it ends, even before it serves calls.
+
+    Args:
+        wanted: the number of workers in the group, this one included, or the names of some, as a list or one str.
+        timeout: seconds to wait; 0 for no limit.
+        role: with a number, count only the workers of this role, this one included if it has that role.
+
+    Returns:
+        All workers of the group, as `workers()` does.
+
+    Raises:
+        CallTimeout: the workers have not joined in time; the message lists the missing ones.
+        PeerLost: no worker can join any more: the group is of fixed size, has ended, or its store is gone.
+        UsageError: an argument is wrong; or both a role and names are given.
+        NotInitialized: this process is in no group.
+
+    Example:
+        >>> len(rpc.wait_for_workers(3, timeout=10))
+        3
+    """
+    membership = current.joined().membership
+    if isinstance(wanted, int):
+        checks.count("wanted", wanted, what="a number of workers")
+    else:
+        names = [wanted] if isinstance(wanted, str) else checks.several("wanted", wanted, _WANTED)
+        wanted = [checks.text("wanted", name, _WANTED) for name in names]
+    checks.seconds("timeout", timeout)
+    checks.text("role", role, "the role of workers", empty=True)
+    if role and not isinstance(wanted, int):
+        raise InvalidArgument("role counts workers: give it with a number of them in `wanted`, not with their names")
+    return membership.wait_for(wanted, timeout, role)
+
+
+def on_join(callback: Callable[[WorkerInfo], Any]) -> None:
+    """Register `callback(worker)` for each other worker: for current members now, and for later ones when they join.
+
+    Callbacks run on a separate thread, and may make remote calls. They end with the group.
+
+    Args:
+        callback: a function of a `WorkerInfo`.
+
+    Raises:
+        NotInitialized: this process is in no group.
+
+    Example:
+        >>> import queue
+        >>> there = queue.Queue()
+        >>> rpc.on_join(there.put)
+        >>> sorted(there.get(timeout=10).name for _ in range(2))
+        ['worker0', 'worker1']
+    """
+    checks.function("callback", callback)
+    current.joined().membership.on_join(callback)
+
+
+def on_leave(callback: Callable[[WorkerInfo, str], Any]) -> None:
+    """Register `callback(worker, how)` for each worker that leaves: `how` is "left", or "lost" if it died.
+
+    Callbacks run on a separate thread, and may make remote calls. They end with the group.
+
+    Args:
+        callback: a function of a `WorkerInfo` and a text.
+
+    Raises:
+        NotInitialized: this process is in no group.
+
+    Example:
+        >>> rpc.on_leave(lambda worker, how: print(f"{worker.name} has {how}"))
+    """
+    checks.function("callback", callback)
+    current.joined().membership.on_leave(callback)
+
+
+def on_lost(callback: Callable[[WorkerInfo, Exception], Any]) -> None:
+    """Register `callback(worker, reason)` for each lost worker: it died, is silent, or left too early.
+
+    Callbacks of `on_leave` are called, too. Callbacks run on a separate thread, and may make remote calls. They end
+    with the group.
+
+    Args:
+        callback: a function of a `WorkerInfo` and of an exception, such as `PeerLost` or `PeerSilent`.
+
+    Raises:
+        NotInitialized: this process is in no group.
+
+    Example:
+        >>> rpc.on_lost(lambda worker, reason: print(f"{worker.name}: {reason}"))
+    """
+    checks.function("callback", callback)
+    current.joined().membership.on_lost(callback)

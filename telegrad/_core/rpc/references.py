@@ -1,0 +1,401 @@
+"""RRef, the reference for users: it refers to a value on some worker."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
+
+from torch import Tensor
+
+from telegrad._core import checks
+from telegrad._core.calls import profiling
+from telegrad._core.calls.call_names import user_name
+from telegrad._core.calls.compiling import not_compiled
+from telegrad._core.calls.deadlines import DEFAULT, check_timeout, limit_of
+from telegrad._core.calls.futures import Future
+from telegrad._core.membership.members import Identity, WorkerInfo
+from telegrad._core.pickling.reducers import REDUCERS, reduce_reference
+from telegrad._core.references.box import Box
+from telegrad._core.references.handle import Handle
+from telegrad._core.references.letters import number
+from telegrad._core.references.table import ReferenceTable
+from telegrad._core.rpc.operators import Operators, is_tensor_method
+from telegrad._core.streams.streams import MOST_WINDOW, WINDOW, Stream
+from telegrad._core.worker import current
+from telegrad._core.worker.values import Borrowed, call_method, created, fetch, methods, opened, when_full, with_values
+from telegrad.autograd.api import backward, check_root
+from telegrad.errors import CallTimeout, NotOwner, UsageError
+
+if TYPE_CHECKING:
+    from typing import Self
+
+T = TypeVar("T")
+
+
+class RRef(Operators, Generic[T]):
+    """A reference to a value of type T on one worker, its owner; the value lives as long as any reference to it.
+
+    References can be sent to any worker inside the arguments or the result of a remote call. Operators and the methods
+    of tensors run at the owner and return a reference to their result, as does a call: `rref(*args)`. `rpc.remote`
+    creates a reference to a value of another worker, `RRef(value)` one to a value of this worker.
+
+    Args:
+        value: anything.
+        type_hint: accepted and ignored: any type will do.
+
+    Raises:
+        NotInitialized: this process is in no group.
+
+    Example:
+        >>> ones = rpc.remote("worker1", torch.ones, (3,))
+        >>> total = (ones * 2).sum()  # computed on worker1
+        >>> total.to_here()
+        tensor(6.)
+    """
+
+    __slots__ = ("__weakref__", "_handle", "_table")
+
+    _handle: Handle
+    _table: ReferenceTable
+
+    @not_compiled
+    def __init__(self, value: T, type_hint: Any = None) -> None:
+        self._table = current.references()
+        self._table.agent.streams.publish()
+        self._handle = self._table.own(Box.of(value))
+
+    @classmethod
+    def _of_handle(cls, table: ReferenceTable, handle: Handle) -> Self:
+        """Create the user's object for a reference that was created elsewhere or was received."""
+        made = cls.__new__(cls)
+        made._table = table
+        made._handle = handle
+        return made
+
+    # The owner
+
+    def owner(self) -> WorkerInfo:
+        """Return the worker that has the value."""
+        return WorkerInfo(self._handle.owner.name, self._handle.owner.id)
+
+    def owner_name(self) -> str:
+        """Return the name of the worker that has the value."""
+        return self._handle.owner.name
+
+    def is_owner(self) -> bool:
+        """Return True if this worker has the value."""
+        return self._handle.owner == self._table.agent.me.identity
+
+    def confirmed_by_owner(self) -> bool:
+        """Return True if the owner already knows that this worker holds a reference."""
+        return self._table.confirmed(self._handle)
+
+    # The value
+
+    @property
+    def _telegrad_known_as(self) -> str:
+        return f"to_here() of {self!r}"
+
+    _telegrad_noted_as = "to_here() of a reference"  # recorded calls do not distinguish references
+
+    @not_compiled
+    def to_here(self, timeout: float = DEFAULT) -> T:
+        """Return the value itself on its owner, elsewhere a copy; wait until it exists.
+
+        Args:
+            timeout: seconds; 0 for no limit. The default is in the options.
+
+        Returns:
+            The value; its tensors are in memory of this worker.
+
+        Raises:
+            Exception: the error of the function that should have created the value.
+            RRefError: the value is lost; `OwnerLost` if its owner died.
+            CallTimeout: it did not arrive in time.
+        """
+        if self._handle.box is not None:
+            return self._open(timeout)
+        if profiling.wanted():
+            here, there = self._table.agent.name, self._handle.owner.name
+            return profiling.called(
+                profiling.Event(f"to_here#({here})->({there})", "to_here", here, there), self._fetch, timeout
+            )
+        return self._fetch(timeout)
+
+    def _fetch(self, timeout: float) -> T:
+        value: T = self._table.agent.call(self._reach(timeout), fetch, self._handle.id, None, timeout, self)
+        return value
+
+    def _reach(self, timeout: float = DEFAULT) -> Identity:
+        """Return the owner to call; raise an error if the value is unavailable.
+
+        A reference to a restorable value waits up to `timeout` for the value; its handle may then be another one.
+        """
+        return self._table.reach(self._handle)
+
+    def _check(self) -> None:
+        """As `_reach`, without a call."""
+        self._table.check(self._handle)
+
+    @not_compiled
+    def local_value(self) -> T:
+        """Return the value itself, on its owner; wait until it exists.
+
+        Raises:
+            NotOwner: the value lives on another worker.
+        """
+        if self._handle.box is None:
+            raise NotOwner(
+                f"{self!r}: the value is not on this worker. Use to_here() for a copy, or rpc_sync() to use it there"
+            )
+        return self._open(0)
+
+    def _open(self, timeout: float) -> T:
+        self._table.check(self._handle)
+        assert self._handle.box is not None
+        limit = limit_of(timeout, self._table.agent.timeout)
+        try:
+            value: T = opened(self._handle.box, self._table.agent, limit)
+        except TimeoutError as error:
+            if self._handle.box.full:
+                raise
+            raise CallTimeout(
+                f"{self!r}: the value was not made within {limit:g} s; the function that makes it may still run. "
+                "Give to_here a longer timeout, or 0 for no limit"
+            ) from error
+        return value
+
+    @not_compiled
+    def future(self) -> Future[None]:
+        """Return a future that is done once the value exists; it fails with the error of the creating call."""
+        creation = self._table.creation(self._handle)
+        if creation is not None:
+            return creation
+        self._check()
+        if self._handle.box is not None:
+            return when_full(self._handle.box)
+        if self._table.made_here(self._handle):  # the creating call has therefore succeeded
+            return when_full(Box.of(None))
+        return self._table.agent.call_async(self._reach(), created, self._handle.id, None, keeps=self)
+
+    _get_future = future
+
+    # Gradients
+
+    @not_compiled
+    def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
+        """Run backward from the value, a tensor of one element, across workers in a context.
+
+        Args:
+            dist_autograd_ctx_id: the context, from `telegrad.autograd.context`. Without one, the graph and the value
+                must be
+                on this worker alone.
+            retain_graph: keep the graph for another pass.
+
+        Raises:
+            UsageError: the value is no tensor of one element that needs a gradient.
+            NotOwner: there is no context, and the value lives on another worker.
+        """
+        checks.flag("retain_graph", retain_graph)
+        checks.count("dist_autograd_ctx_id", dist_autograd_ctx_id, -1, what="the id of a context")
+        if dist_autograd_ctx_id != -1:
+            backward(dist_autograd_ctx_id, self, retain_graph)
+            return
+        value = self.local_value()
+        if not isinstance(value, Tensor):
+            check_root(value)
+        value.backward(retain_graph=retain_graph)  # type: ignore[attr-defined]
+
+    def _as_root(self) -> tuple[str, Any]:
+        return self._reach().name, self._handle.id
+
+    # Calls at the owner
+
+    @not_compiled
+    def rpc_sync(self, timeout: float = DEFAULT) -> Proxy:
+        """Return a proxy: `rref.rpc_sync().method(*args)` runs a method of the value at the owner and returns its
+        result.
+
+        Args:
+            timeout: seconds; 0 for no limit. The default is in the options.
+
+        Returns:
+            A `Proxy`, whose every attribute is such a method.
+        """
+        if timeout is not DEFAULT:
+            check_timeout(timeout)
+        return Proxy(self._call, timeout)
+
+    @not_compiled
+    def rpc_async(self, timeout: float = DEFAULT) -> Proxy:
+        """As `rpc_sync`, but return a future.
+
+        Args:
+            timeout: seconds; 0 for no limit. The default is in the options.
+
+        Returns:
+            A `Proxy`, whose methods return a `Future`.
+        """
+        if timeout is not DEFAULT:
+            check_timeout(timeout)
+        return Proxy(self._call_async, timeout)
+
+    @not_compiled
+    def remote(self, timeout: float = DEFAULT) -> Proxy:
+        """As `rpc_sync`, but return a reference to the result, which stays at the owner.
+
+        Args:
+            timeout: seconds; 0 for no limit. The default is in the options.
+
+        Returns:
+            A `Proxy`, whose methods return an `RRef`.
+        """
+        if timeout is not DEFAULT:
+            check_timeout(timeout)
+        return Proxy(self._create, timeout)
+
+    @not_compiled
+    def rpc_stream(self, timeout: float = DEFAULT, window: int = WINDOW) -> Proxy:
+        """As `rpc_sync`, for a method that yields: return a stream of its items.
+
+        Args:
+            timeout: seconds for each item; 0 for no limit. The default is in the options.
+            window: how many items the method may be ahead of its reader.
+
+        Returns:
+            A `Proxy`, whose methods return a `Stream`.
+        """
+        check_timeout(timeout)
+        checks.count("window", window, 1, MOST_WINDOW, "a number of items")
+        return Proxy(partial(self._stream, window), timeout)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> RRef[Any]:
+        """Call the value at its owner; return a reference to the result."""
+        return self._create("", DEFAULT, args, kwargs)
+
+    @not_compiled
+    def _call(self, method: str, timeout: float, args: Any, kwargs: Any, asked: Any = None) -> Any:
+        owner, call = self._reach(timeout), self._table.agent.call
+        if profiling.wanted():
+            call = partial(profiling.called, self._event("sync", method, asked), call)
+        return call(owner, methods.of(method), (*self._handle.id, *args), kwargs, timeout, asked)
+
+    @not_compiled
+    def _call_async(self, method: str, timeout: float, args: Any, kwargs: Any, asked: Any = None) -> Future[Any]:
+        owner, call = self._reach(timeout), self._table.agent.call_async
+        if profiling.wanted():
+            call = partial(profiling.called_async, self._event("async", method, asked), call)
+        return call(owner, methods.of(method), (*self._handle.id, *args), kwargs, timeout, self, asked)
+
+    @not_compiled
+    def _stream(self, window: int, method: str, timeout: float, args: Any, kwargs: Any) -> Stream[Any]:
+        owner, function = self._reach(timeout), methods.of(method)
+        return Stream(owner, function, (*self._handle.id, *args), kwargs, timeout, window, self, function)
+
+    @not_compiled
+    def _create(self, method: str, timeout: float, args: Any, kwargs: Any) -> RRef[Any]:
+        owner = self._reach(timeout)
+        return self._make(owner, method, methods.of(method), (*self._handle.id, *args), kwargs, timeout, self)
+
+    def _make(
+        self,
+        owner: Identity,
+        name: str,
+        function: Any,
+        args: Any,
+        kwargs: Any,
+        timeout: float,
+        keeps: Any,
+        asked: Any = None,
+    ) -> RRef[Any]:
+        """Create another value at the owner; a profiler shows the call as `name`."""
+        create = self._table.create
+        if profiling.wanted():
+            create = partial(profiling.called_creation, self._event("remote", name), create)
+        made: RRef[Any] = create(owner, function, args, kwargs, timeout, keeps, asked)
+        return made
+
+    def _event(self, kind: str, method: str, asked: Any = None) -> profiling.Event:
+        what = user_name(asked) if asked is not None else method or "__call__"
+        here, there = self._table.agent.name, self._handle.owner.name
+        return profiling.Event(profiling.event_name(kind, what, here, there), what, here, there)
+
+    # Operators and methods of tensors
+
+    @not_compiled
+    def _operate(self, function: Callable[..., Any], *operands: Any, **named: Any) -> RRef[Any]:
+        """Call a function at the owner with the values of its operands."""
+        held = [each for each in (*operands, *named.values()) if isinstance(each, RRef)]
+        for each in held:
+            each._check()
+        args = (function, *(each._lent() if isinstance(each, RRef) else each for each in operands))
+        kwargs = {name: each._lent() if isinstance(each, RRef) else each for name, each in named.items()}
+        name = operands[1] if function is call_method else profiling.function_name(function)
+        return self._make(self._reach(), name, with_values, args, kwargs, DEFAULT, held, function)
+
+    def _lent(self) -> Borrowed:
+        name, rank, incarnation = self._handle.owner
+        return Borrowed(self._handle.id, (name, rank, incarnation))
+
+    def __getattr__(self, name: str) -> Any:
+        if is_tensor_method(name):
+            return lambda *args, **kwargs: self._operate(call_method, self, name, *args, **kwargs)
+        raise AttributeError(
+            f"RRef has no attribute {name!r}. To call a method of the value write rref.rpc_sync().{name}(...). To read "
+            f"an attribute write rref.to_here().{name}, which copies the value, or call a function on the owner with "
+            f"the reference, which reads rref.local_value().{name}"
+        )
+
+    # Unsupported uses
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise UsageError(
+            f"{self!r} can only be sent in the arguments or the result of a remote call; pickled otherwise, nobody "
+            "would know of it. To save the value, pickle rref.to_here()"
+        )
+
+    def __copy__(self) -> RRef[T]:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> RRef[T]:
+        return self
+
+    def __repr__(self) -> str:
+        name, box = f"RRef {number(self._handle.id)}", self._handle.box
+        if box is None:
+            confirmed = self._table.confirmed(self._handle)
+            return f"<{name} on {self._handle.owner.name!r}{'' if confirmed else ', not confirmed yet'}>"
+        state = f"here: {type(box.value).__name__}" if box.full else "here, still being made"
+        return f"<{name} {'here, failed' if box.failure else state}>"
+
+
+class Proxy:
+    """Makes `proxy.method(*args)` call that method at the owner of the value, and `proxy(*args)` call the value.
+
+    Example:
+        >>> words = rpc.remote("worker1", list, ("ab",))
+        >>> words.rpc_sync().index("b")
+        1
+    """
+
+    __slots__ = ("_call", "_timeout")
+
+    def __init__(self, call: Callable[[str, float, Any, Any], Any], timeout: float) -> None:
+        self._call = call
+        self._timeout = timeout
+
+    def __getattr__(self, method: str) -> Any:
+        if method.startswith("__"):
+            raise AttributeError(method)  # Python looks for a protocol; no remote call is meant
+        return lambda *args, **kwargs: self._call(method, self._timeout, args, kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call("", self._timeout, args, kwargs)
+
+
+def _reduce(pickler: Any, reference: RRef[Any]) -> Any:
+    return reduce_reference(pickler, reference._handle)
+
+
+REDUCERS[RRef] = _reduce

@@ -1,0 +1,400 @@
+"""References to restorable values: after the loss of the owner, the next use finds the value again or recreates it.
+
+A trail defines how. The reference then gets another handle. References that were sent before the loss stay lost unless
+they have a trail: a copy on another worker asks the value's creator for the new handle.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+from math import inf
+from time import monotonic, sleep
+from typing import Any, NamedTuple, Protocol, TypeVar
+from weakref import WeakValueDictionary
+
+from telegrad._core import checks
+from telegrad._core.agent.agent import Agent
+from telegrad._core.atfork import renewed
+from telegrad._core.calls.call_context import Share
+from telegrad._core.calls.call_names import known_as
+from telegrad._core.calls.compiling import not_compiled
+from telegrad._core.calls.deadlines import DEFAULT, limit_of
+from telegrad._core.calls.futures import Future
+from telegrad._core.membership.members import Identity
+from telegrad._core.pickling.exceptions import is_from_afar
+from telegrad._core.pickling.reducers import REDUCERS
+from telegrad._core.progress import Wait
+from telegrad._core.references.handle import Handle
+from telegrad._core.references.letters import Id, number
+from telegrad._core.retries.retry import ping
+from telegrad._core.rpc.conversion import convert
+from telegrad._core.rpc.references import RRef
+from telegrad._core.worker import current
+from telegrad._core.worker.values import Borrowed
+from telegrad.autograd.engine.record import Inside
+from telegrad.errors import (
+    CannotRestore,
+    ClaimLost,
+    InvalidArgument,
+    NotPublished,
+    OwnerLost,
+    PeerError,
+    PeerLost,
+    PeerUnreachable,
+    RendezvousError,
+    RRefError,
+    RRefLost,
+    ShutDown,
+    TelegradError,
+    UnknownWorker,
+)
+
+T = TypeVar("T")
+S = TypeVar("S")
+
+LOST = OwnerLost, RRefLost, PeerLost, PeerUnreachable, ShutDown, UnknownWorker  # errors of a value that may return
+NOT_RUN = PeerUnreachable, UnknownWorker, ClaimLost  # the call has not run, unless its function raised the error
+NOT_YET = PeerError, UnknownWorker, RendezvousError, RRefLost, NotPublished  # the worker that a trail asks is not back
+PAUSE = 0.05  # seconds between two attempts
+
+_renewing = renewed(threading.Lock())  # guards the replacement of a lost handle, of any reference
+
+Restore = bool | Callable[[Any], Any]
+
+
+class Trail(Protocol):
+    """Finds a value again after a loss."""
+
+    def check(self) -> None:
+        """Raise one of LOST if the value is known to have moved. Each use calls this."""
+
+    def find(self, limit: float) -> RRef[Any]:
+        """Return a reference to the value, recreated if necessary; raise one of NOT_YET if a retry may help."""
+
+    def missing(self) -> list[str]:
+        """Return the workers that are waited for."""
+
+    def wanted(self) -> str:
+        """Return advice for the user."""
+
+    def travels(self) -> Trail:
+        """Return the trail of a copy on another worker."""
+
+
+class Lasting(RRef[T]):
+    """A reference to a restorable value."""
+
+    __slots__ = ("_trail",)
+
+    _trail: Trail
+
+    @classmethod
+    def of(cls, reference: RRef[Any], trail: Trail) -> Lasting[Any]:
+        made = cls._of_handle(reference._table, reference._handle)
+        made._trail = trail
+        return made
+
+    def _reach(self, timeout: float = DEFAULT) -> Identity:
+        handle = self._handle
+        try:
+            self._trail.check()
+            owner = self._table.reach(handle)
+            if handle.box is None and not self._table.agent.is_connected(owner):
+                with Inside(None):  # keeps this call out of the autograd context of the user
+                    self._table.agent.call(owner, ping, None, None, timeout)  # its death may be unknown here
+            return owner
+        except LOST as error:
+            self._renew(handle, timeout, error)
+        return super()._reach()
+
+    def to_here(self, timeout: float = DEFAULT) -> T:
+        def use(left: float) -> T:
+            self._reach(left)  # the value may have been here, and have moved
+            return super(Lasting, self).to_here(left)
+
+        return self._until_run(use, timeout)
+
+    def _call(self, method: str, timeout: float, args: Any, kwargs: Any, asked: Any = None) -> Any:
+        return self._until_run(lambda left: RRef._call(self, method, left, args, kwargs, asked), timeout)
+
+    def _until_run(self, use: Callable[[float], S], timeout: float) -> S:
+        """Use the value with a timeout; repeat after each failure which shows that the owner has not run the call."""
+        agent = self._table.agent
+        limit = limit_of(timeout, agent.timeout)
+        until, left = monotonic() + limit if limit else inf, timeout
+        while True:
+            handle = self._handle
+            try:
+                return use(left)
+            except NOT_RUN as error:
+                if not self._has_not_run(error) or monotonic() >= until:
+                    raise
+                self._renew(handle, self._left(until), error)
+            left = Share.of(self._left(until), f"the {limit:g} s of this call")
+
+    def _left(self, until: float) -> float:
+        return max(until - monotonic(), PAUSE) if until < inf else 0.0
+
+    def _has_not_run(self, error: TelegradError) -> bool:
+        """Return True if a call that failed with one of NOT_RUN has not run; False if its function raised that."""
+        trail: Any = self._trail
+        return error.claim == trail if isinstance(error, ClaimLost) else not is_from_afar(error)
+
+    def _check(self) -> None:
+        self._reach()
+
+    def _lent(self) -> Borrowed:
+        self._reach()
+        return super()._lent()
+
+    def _renew(self, handle: Handle, timeout: float, lost: BaseException) -> None:
+        """Find the value again. Several threads may do so at once; all then use the first one's handle."""
+        agent = self._table.agent
+        if agent.closed:
+            raise lost
+        limit = limit_of(timeout, agent.timeout)
+        about = f"the value of the reference {number(self._handle.id)}"
+        try:
+            found = wait_for(agent, self._trail, limit, about)
+        except NotPublished as error:
+            kind = ClaimLost if isinstance(lost, ClaimLost) else OwnerLost
+            raise kind(
+                f"{about} was lost with worker {self._handle.owner.name!r}, and did not come back within {limit:g} s: "
+                f"{self._trail.wanted()}, or give the call a longer timeout. The last try: {error.__cause__ or error}"
+            ) from lost
+        with _renewing:
+            if self._handle is handle:  # otherwise another thread's handle is in use, and must not be dropped
+                self._handle = found._handle
+                self._trail = found._trail if isinstance(found, Lasting) else self._trail
+
+
+def wait_for(agent: Agent, trail: Trail, limit: float, about: str, begun: float | None = None) -> RRef[Any]:
+    """Return the reference that a trail finds, once it does. The limit counts from `begun` (monotonic), or from now.
+
+    Raises:
+        NotPublished: that took longer than `limit` seconds (0 for no limit).
+        Exception: the error of creating the value.
+    """
+    until = (monotonic() if begun is None else begun) + limit if limit else inf
+    why: Exception | None = None
+
+    def text() -> str:
+        return f"{about} is not there: {why}"
+
+    with Wait("a value that comes back", text, trail.missing, worker=agent.name) as wait:
+        while True:
+            left = until - monotonic()
+            try:
+                with Inside(None):  # keeps the value out of the autograd context of its user
+                    return trail.find(0 if left == inf else max(left, PAUSE))
+            except NOT_YET as error:
+                why = error
+            if agent.closed or left <= PAUSE:
+                raise NotPublished(f"{about} is not there after {limit:g} s: {why}") from why
+            wait.look()
+            pause()
+
+
+def pause() -> None:
+    """Pause shortly; a thread that serves calls releases its slot meanwhile."""
+    with current.agent().waiting():
+        sleep(PAUSE)
+
+
+def revive(reference: RRef[Any], timeout: float = DEFAULT) -> bool:
+    """Ensure that a value exists now; return True if it had to be found again.
+
+    Raises:
+        CannotRestore: it is permanently lost.
+        OwnerLost: it did not come back in time.
+    """
+    agent, handle = reference._table.agent, reference._handle
+    try:
+        owner = reference._table.reach(handle)
+        if owner == agent.me.identity or agent.call(owner, _holds, handle.id, None, timeout):
+            return False
+        lost: Exception = RRefLost(f"worker {owner.name!r} has no value for {reference!r} any more")
+    except LOST as error:
+        lost = error
+    if isinstance(reference, Lasting):
+        reference._renew(handle, timeout, lost)
+        return True
+    if not isinstance(lost, RRefError):
+        raise lost
+    raise CannotRestore(
+        f"the value of {reference!r} is lost, and nothing says how to make it anew: give `restore` to what makes it"
+    ) from lost
+
+
+@known_as("a look whether a value is there")
+def _holds(maker: str, number: int) -> bool:
+    return current.references().known((maker, number)) is not None
+
+
+# Values that are recreated on a worker of the same name
+
+
+class Recipe(NamedTuple):
+    """How the creator of a reference recreates the value."""
+
+    first: Id  # of the first value
+    worker: str
+    make: Callable[..., Any]
+    args: Any
+    kwargs: Any
+    restore: Restore
+
+    def check(self) -> None:
+        pass
+
+    def find(self, limit: float) -> RRef[Any]:
+        found: RRef[Any] = current.agent().call(self.worker, remake, tuple(self), None, limit, self.make)
+        return found
+
+    def missing(self) -> list[str]:
+        return [self.worker]
+
+    def wanted(self) -> str:
+        return f"start worker {self.worker!r} again"
+
+    def travels(self) -> Trail:
+        return Copied(self.first, current.agent().me.identity)
+
+
+class Copied(NamedTuple):
+    """The trail of a received reference: its creator has the recipe."""
+
+    first: Id
+    maker: Identity
+
+    def check(self) -> None:
+        pass
+
+    def find(self, limit: float) -> RRef[Any]:
+        agent = current.agent()
+        if agent.incarnation == self.maker.incarnation:
+            return _found_again(*self.first, limit)
+        found: RRef[Any] = agent.call(self.maker, _found_again, (*self.first, limit), None, limit)
+        return found
+
+    def missing(self) -> list[str]:
+        return [self.maker.name]
+
+    def wanted(self) -> str:
+        return f"worker {self.maker.name!r}, which has made it, must live and hold a reference, and its owner come back"
+
+    def travels(self) -> Trail:
+        return self
+
+
+def check_restore(restore: Any) -> None:
+    """Raise InvalidArgument if `restore` is invalid."""
+    if not isinstance(restore, bool) and not callable(restore):
+        raise InvalidArgument(
+            "`restore` is a function that is called with the value once that was made anew, or True where nothing more "
+            f"is to be done, not {checks.shown(restore)}"
+        )
+
+
+def with_recipe(
+    reference: RRef[Any], make: Callable[..., Any], args: Any, kwargs: Any, restore: Restore
+) -> Lasting[Any]:
+    """Return the same reference with a recipe: when its owner returns, the same function recreates the value."""
+    recipe = Recipe(reference._handle.id, reference.owner_name(), make, args, kwargs, restore)
+    made = Lasting.of(reference, recipe)
+    current.here().attached(Kept).lasting[recipe.first] = made
+    return made
+
+
+class Kept:
+    """One worker's state of restorable values: as their creator, and as their owner."""
+
+    def __init__(self, agent: Agent) -> None:
+        self.lasting: WeakValueDictionary[Id, Lasting[Any]] = WeakValueDictionary()  # with recipes, by their first ids
+        self._lock = threading.Lock()  # guards _anew
+        self._anew: dict[Id, Future[Id]] = {}  # the id of the recreated value, or a future id
+
+    def value(self, first: Id, make: Callable[[], RRef[Any]]) -> RRef[Any]:
+        """Return a recreated value. Create it once for all that ask."""
+        while True:
+            with self._lock:
+                found = self._anew.get(first)
+                if found is None:
+                    coming = self._anew[first] = Future()
+            if found is None:
+                return self._made(first, coming, make)
+            known = _another(found.wait())
+            if known is not None:
+                return known
+            self._forget(first, found)  # its last reference had ended
+
+    def _made(self, first: Id, coming: Future[Id], make: Callable[[], RRef[Any]]) -> RRef[Any]:
+        coming.heed()  # perhaps no other thread waits
+        try:
+            made = make()
+        except BaseException as error:
+            self._forget(first, coming)
+            coming.set_exception(error)  # type: ignore[arg-type]
+            raise
+        coming.set_result(made._handle.id)
+        return made
+
+    def _forget(self, first: Id, future: Future[Id]) -> None:
+        with self._lock:
+            if self._anew.get(first) is future:
+                del self._anew[first]
+
+    def __repr__(self) -> str:
+        return f"<Kept: {len(self.lasting)} to make anew, {len(self._anew)} made anew>"
+
+
+def _another(ref: Id) -> RRef[Any] | None:
+    """Return another reference to a value of this worker, if it still exists."""
+    table = current.references()
+    box = table.known(ref)
+    return None if box is None else RRef._of_handle(table, table.own(box))
+
+
+@known_as("restoring a value")
+@not_compiled
+def remake(first: Id, worker: str, make: Callable[..., Any], args: Any, kwargs: Any, restore: Restore) -> RRef[Any]:
+    """At the owner: return the value, or recreate it.
+
+    The value still exists if its creator alone has declared this worker dead.
+    """
+    there = _another(first)
+    if there is not None:
+        return there
+    return current.here().attached(Kept).value(first, lambda: _make_anew(make, args, kwargs, restore))
+
+
+def _make_anew(make: Callable[..., Any], args: Any, kwargs: Any, restore: Restore) -> RRef[Any]:
+    call = convert(make, args, kwargs)
+    table = current.references()
+    made: RRef[Any] = table.create(table.agent.name, *call[:3], 0, call.keeps, call.asked)
+    value = made.to_here(0)
+    if callable(restore):
+        restore(value)
+    return made
+
+
+@known_as("asking for a value that was made anew")
+def _found_again(maker: str, number: int, limit: float) -> RRef[Any]:
+    """At the creator of the reference: return a reference to the value, recreated if necessary."""
+    lasting = current.here().attached(Kept).lasting.get((maker, number))
+    if lasting is None:
+        raise RRefLost("who made the value holds no reference to it any more")
+    revive(lasting, limit)
+    return RRef._of_handle(lasting._table, lasting._handle)
+
+
+def _reduce(pickler: Any, reference: Lasting[Any]) -> Any:
+    with contextlib.suppress(TelegradError):  # sending a lost reference raises a better error
+        reference._reach()
+    plain: RRef[Any] = RRef._of_handle(reference._table, reference._handle)
+    return Lasting.of, (plain, reference._trail.travels())
+
+
+REDUCERS[Lasting] = _reduce

@@ -1,0 +1,174 @@
+"""The shared secrets of a group.
+
+A group has one key, or two while the key is being replaced. A worker authenticates itself with the first key of its
+ring, and accepts each key of the ring from others. So a key is rotated without stopping the group: add the new key
+after the old one on every host, swap the two, then remove the old one (docs/security.md).
+
+Keys chosen by people can be guessed, and an attacker can test guesses against all data authenticated by a key.
+Therefore such a key is stretched by scrypt: each guess costs about as much as joining (50 ms, 16 MiB). Keys made by
+`new_key` have 256 random bits and need no stretching; they are recognized by their prefix.
+"""
+
+from __future__ import annotations
+
+import codecs
+import copy
+import functools
+import hashlib
+import hmac
+import logging
+import os
+import re
+import secrets
+from collections.abc import Sequence
+
+from telegrad._core.host.private_files import reason
+from telegrad._core.host.secret_files import read_secret
+from telegrad.errors import UsageError
+
+log = logging.getLogger("telegrad")
+
+SHORTEST = 16  # bytes of a key
+LONGEST_FILE, MOST_KEYS = 1 << 16, 2  # limits of a key file: bytes and keys
+_MADE = b"tgk1-"  # prefix of keys made by `new_key`
+_MADE_SIZE = len(_MADE) + 43  # 32 random bytes, as base64 for URLs
+_MARKED = "begins with a byte order mark, as some editors write it: save it without one (UTF-8, no BOM)"
+# Lines that are not a bare key: comments, quoted keys, assignments of a shell or of YAML, PEM. A base64 key may end
+# with "=".
+_NO_KEY = re.compile(rb"""#|(["']).*\1$|(export\s+)?[A-Za-z_]\w*\s*=\s*[^=\s]|[A-Za-z_]\w*:\s|-----BEGIN """)
+_OPEN = hashlib.sha256(b"telegrad: a group without a key").digest()
+
+
+def new_key() -> bytes:
+    """Return a new random key of printable characters."""
+    return _MADE + secrets.token_urlsafe(32).encode()
+
+
+def check_key(key: object, source: str) -> bytes:
+    """Return the key as bytes without surrounding white space; `source` names in errors the place where it was given.
+
+    Raises:
+        UsageError: it is no str or bytes, is text that UTF-8 cannot encode, begins with a byte order mark, is shorter
+            than 16 bytes, or is not a single line that contains only a key.
+    """
+    if isinstance(key, str):
+        if key.startswith("\ufeff"):
+            raise UsageError(f"{source} {_MARKED}")
+        try:
+            key = key.encode("utf-8", "surrogateescape")
+        except UnicodeEncodeError:
+            raise UsageError(f"{source} has characters that UTF-8 cannot write: give bytes, or other text") from None
+    if not isinstance(key, bytes):
+        raise UsageError(
+            f"{source} must be a str or bytes of at least {SHORTEST} bytes, or False for a group without a key, "
+            f"not {type(key).__name__}"
+        )
+    key = key.strip()
+    if key.isascii() and _NO_KEY.match(key):
+        raise UsageError(
+            f"{source} looks like a comment, an assignment or a key within quotes: a key is a line of its own, with "
+            "nothing but the key on it"
+        )
+    if key.isascii() and (b"\n" in key or b"\r" in key):
+        raise UsageError(f"{source} has several lines: a key is one line, so give one of them")
+    if len(key) < SHORTEST:
+        raise UsageError(
+            f"{source} has {len(key)} bytes: a group's key needs at least {SHORTEST}, so that it cannot be guessed. "
+            'Make one with: python -c "import secrets; print(secrets.token_urlsafe(32))"'
+        )
+    return key
+
+
+class Keyring:
+    """The keys of one group in this process."""
+
+    def __init__(self, keys: Sequence[bytes], path: str = "", is_open: bool = False, source: str = "") -> None:
+        """`path` is the file of the keys, if any; it is read again after it has changed.
+
+        `is_open`: there is no key. `source` describes for people where the keys come from.
+        """
+        self.is_open = is_open
+        self.source = source
+        self.group = ""  # the only group for which derived keys are valid
+        self._path = path
+        self._secrets = (_OPEN,) if is_open else tuple(map(_stretch, keys))
+        self._version = _version_of(path) if path else None
+
+    @property
+    def may_change(self) -> bool:
+        """Return True if the keys come from a file, which is read again after changes."""
+        return bool(self._path)
+
+    def secrets(self) -> tuple[bytes, ...]:
+        """Return 32 bytes for each key; the first authenticates this worker."""
+        if self._path:
+            version = _version_of(self._path)
+            if version is not None and version != self._version:
+                self._version = version
+                try:
+                    self._secrets = tuple(map(_stretch, read_keys(self._path)))
+                # the file may be incomplete while it is written; do not stop a running group
+                except UsageError as error:
+                    log.warning("telegrad: the keys stay as they were, until the file changes again: %s", error)
+        return self._secrets
+
+    def derive(self, purpose: bytes) -> tuple[bytes, ...]:
+        """Return 32 bytes for each key, valid for this purpose only; the first authenticates this worker."""
+        context = b"telegrad " + purpose + b" in " + self.group.encode()
+        return tuple(hmac.digest(secret, context, "sha256") for secret in self.secrets())
+
+    def within(self, group: str) -> Keyring:
+        """Return the same keys, with derived keys that are valid for this group only."""
+        ring = copy.copy(self)
+        ring.group = group
+        return ring
+
+    def __repr__(self) -> str:
+        return (
+            f"<Keyring: {'open' if self.is_open else f'{len(self._secrets)} keys'} from {self.source or 'a program'}>"
+        )
+
+
+def open_ring() -> Keyring:
+    """Return the ring of a group without a key: connections are encrypted, but anyone can connect."""
+    return Keyring((), is_open=True, source="key=False")
+
+
+def read_keys(path: str, setting: str = "") -> list[bytes]:
+    """Return the keys in a file, one per line; `setting` names in errors the setting that gave the path.
+
+    Raises:
+        UsageError: the file cannot be read, others may read or write it, it has over two keys, or one cannot be used.
+    """
+    file = f"the key file {path!r}{f' that {setting} names' if setting else ''}"
+    try:
+        data = read_secret(path, LONGEST_FILE)
+    except OSError as error:
+        raise UsageError(f"{file} cannot be used: {reason(error)}") from None
+    if data.startswith((codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise UsageError(f"{file} {_MARKED}")
+    lines = [line.strip() for line in data.split(b"\n")]
+    keys = [check_key(line, f"{file}, line {number},") for number, line in enumerate(lines, 1) if line]
+    if len(keys) > MOST_KEYS:
+        raise UsageError(
+            f"{file} has more than {MOST_KEYS} keys: one, and on the next line another while the key is replaced. "
+            "Remove the others"
+        )
+    if not keys:
+        raise UsageError(f"{file} is empty: write a key of at least {SHORTEST} bytes into it")
+    return keys
+
+
+@functools.lru_cache(maxsize=16)
+def _stretch(key: bytes) -> bytes:
+    if key.startswith(_MADE) and len(key) == _MADE_SIZE:
+        return hashlib.sha256(key).digest()
+    return hashlib.scrypt(key, salt=b"telegrad", n=1 << 14, r=8, p=1, dklen=32)
+
+
+def _version_of(path: str) -> tuple[int, int, int] | None:
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_ino, status.st_size

@@ -1,0 +1,282 @@
+"""The API for a worker's lifecycle in its group: `init_rpc`, `serve`, `shutdown`."""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import logging
+import os
+from collections.abc import Callable, Collection
+from functools import partial
+from typing import Any
+
+from telegrad._core import checks
+from telegrad._core.atfork import in_child, renewed
+from telegrad._core.calls.compiling import not_compiled
+from telegrad._core.host import open_files, out_of_memory
+from telegrad._core.interrupts import install
+from telegrad._core.joining.launched import open_meeting
+from telegrad._core.membership.members import WorkerInfo, check_name, check_role
+from telegrad._core.pickling import main_program
+from telegrad._core.rpc.functions import must_finish
+from telegrad._core.rpc.references import RRef
+from telegrad._core.start.cluster import start
+from telegrad._core.start.elastic import Elastic, limits_of
+from telegrad._core.stores.stores import Meeting
+from telegrad._core.stores.supervised import own_name
+from telegrad._core.threads import Exclusive
+from telegrad._core.worker import current
+from telegrad._core.worker.options import BackendType, RpcBackendOptions, TelegradOptions
+from telegrad._core.worker.targets import several
+from telegrad._core.worker.worker import Worker
+from telegrad.errors import AlreadyInitialized, InvalidArgument, PeerLost, RendezvousError, StoreUntrusted, UsageError
+
+MOST_WORKERS = 1 << 31  # some stores send a rank as an int of 32 bits
+
+log = logging.getLogger("telegrad")
+
+_lock = renewed(Exclusive("init_rpc"))  # only its holder sets current.worker, and only if that is None
+
+
+@not_compiled
+def init_rpc(
+    name: str | None = None,
+    backend: BackendType | None = None,
+    rank: int = -1,
+    world_size: int | None = None,
+    rpc_backend_options: RpcBackendOptions | None = None,
+    *,
+    role: str = "",
+    min_workers: int | None = None,
+    max_workers: int | None = None,
+) -> None:
+    """Join the group under `name`; return once every worker of it can be called.
+
+    There are groups of three kinds. With `world_size` the group has a fixed size. Without, it is dynamic: workers join
+    and leave at any time and are found by name. With `min_workers` or `max_workers` it is elastic: its size stays
+    within these limits and changes with `rendezvous_again`.
+
+    If neither `rank`, `world_size` nor an `init_method` is given, they come from the launcher: torchrun, mpirun, srun
+    and others set the rank, the size and the place as environment variables. A worker started by `telegrad run` needs
+    no arguments.
+
+    Args:
+        name: this worker's name, unique in the group: letters, digits, `_`, `:` and `-`. Optional with a role.
+        backend: accepted for programs that give it; there is one, `BackendType.TENSORPIPE`.
+        rank: this worker's number in a group of fixed size, starting at 0; rank 0 serves the store where they meet.
+        world_size: the number of workers; left out in a dynamic or elastic group.
+        rpc_backend_options: `TelegradOptions`, unless the defaults suffice.
+        role: workers of one role are a group of their own, `group("actor")`. A worker with a role and no name is named
+            after the role: actor0, actor1, ... by rank in a group of fixed size, else with the lowest free number.
+        min_workers: the minimal size of an elastic group.
+        max_workers: the maximal size of an elastic group.
+
+    Raises:
+        UsageError: the rank, the size or the address of the store is impossible, or a variable is missing.
+        AlreadyInitialized: this process is in a group already.
+        InvalidName: `name` or `role` has forbidden characters or is too long.
+        RendezvousError: the group could not be formed; its subclasses say why. Or this process may open too few files.
+
+    Example:
+        >>> options = rpc.TelegradOptions(init_method="env://")  # MASTER_ADDR and MASTER_PORT say where they meet
+        >>> rpc.init_rpc("trainer", rank=0, world_size=1, rpc_backend_options=options)
+        >>> rpc.workers()
+        [WorkerInfo(name='trainer', id=0)]
+        >>> rpc.shutdown()
+    """
+    if backend is not None and not isinstance(backend, BackendType):
+        raise UsageError(f"backend must be a BackendType, such as BackendType.TENSORPIPE, not {checks.shown(backend)}")
+    options = _options(rpc_backend_options)
+    if name is not None:
+        check_name(name)
+    check_role(role)
+    if type(rank) is not int or rank != -1:
+        checks.count("rank", rank, 0, MOST_WORKERS, "this worker's rank")
+    sizes = {"world_size": world_size, "min_workers": min_workers, "max_workers": max_workers}
+    for parameter, size in sizes.items():
+        if size is not None:
+            checks.count(parameter, size, 1, MOST_WORKERS, "a number of workers")
+    name, role = own_name(name, role, os.environ)
+    if name is None and not role:
+        raise UsageError('init_rpc needs a name for this worker, or a role to name it after: init_rpc(role="actor")')
+    if min_workers is not None or max_workers is not None:
+        limits = limits_of(min_workers, max_workers, world_size)
+        _enter(Elastic(name, role, rank, options, limits, RRef).begin, options)
+        return
+    enter_group(name, options, partial(open_meeting, options.init_method, rank, world_size, options.key), role=role)
+
+
+def enter_group(
+    name: str | None,
+    options: TelegradOptions,
+    meet: Callable[[float], Meeting],
+    kind: type[RRef[Any]] = RRef,
+    role: str = "",
+) -> None:
+    """Make this process a worker: `meet` opens the store within a time, references have the class `kind`.
+
+    Without a name it is named after its role and a number.
+    """
+    _enter(lambda: start(name, meet, options, current.enter, kind, role), options)
+
+
+def _enter(begin: Callable[[], Worker], options: TelegradOptions) -> None:
+    install()
+    main_program.check_not_imported("init_rpc")
+    what = "this worker could not join", RendezvousError
+    with _lock, out_of_memory.explained(*what), open_files.explained(*what):
+        check_free()
+        current.ended_by = None
+        current.worker = begin()
+        current.worker.at_declared_lost = partial(current.leave, current.worker)
+    if options.dashboard is not None:
+        show(current.worker, options.dashboard)
+
+
+def show(worker: Worker, port: int) -> None:
+    """Show the group to browsers until this worker leaves. `telegrad.insight` is a layer above: import it late."""
+    try:
+        shown = importlib.import_module("telegrad.insight").dashboard(port=port)
+    except OSError as error:  # the worker has joined its group, which must continue
+        log.warning("telegrad: worker %r does not show the group: %s", worker.me.name, error)
+        return
+    worker.at_end.append(shown.close)
+    log.warning("telegrad: worker %r shows the group at %s", worker.me.name, shown.url)
+
+
+def check_free() -> None:
+    """Raise AlreadyInitialized if this process is a worker."""
+    if current.worker is not None:
+        raise AlreadyInitialized(
+            f"RPC is already initialized: this process is worker {current.worker.agent.name!r}; end that group first, "
+            "by rpc.shutdown() or by the shutdown() of what telegrad.local gave"
+        )
+
+
+def _options(given: RpcBackendOptions | None) -> TelegradOptions:
+    if given is None:
+        return TelegradOptions()
+    if isinstance(given, TelegradOptions):
+        return given
+    if isinstance(given, RpcBackendOptions):
+        return TelegradOptions(rpc_timeout=given.rpc_timeout, init_method=given.init_method)
+    kind = type(given)
+    hint = f" of the type {kind.__module__}.{kind.__qualname__}" if kind.__name__.endswith("Options") else ""
+    options = "telegrad.rpc.TelegradOptions(...), or telegrad.rpc.TensorPipeRpcBackendOptions(...)"
+    raise InvalidArgument(f"rpc_backend_options must be {options}, not {checks.shown(given)}{hint}")
+
+
+@not_compiled
+def shutdown(
+    graceful: bool = True, timeout: float = 0, require: bool | Collection[str | int | WorkerInfo] = ()
+) -> None:
+    """Leave the group, without waiting for workers that died.
+
+    Args:
+        graceful: wait until every worker has called this and no call is in flight in the group. Otherwise leave at
+            once;
+            calls of others to this worker fail.
+        timeout: seconds that this may take; 0 for no limit.
+        require: workers whose death or early leaving raises an error in the end; `True` means all.
+
+    Raises:
+        NotInitialized: this process is in no group.
+        UsageError: a remote call, or a callback of one, calls it: it would wait for itself.
+        CallTimeout: the others did not call this in time; this worker has left all the same.
+        PeerLost: a required worker died, or left without the others; this worker has left all the same. Or the
+            directory of the dynamic group has declared this worker lost.
+        StoreUntrusted: the process left its elastic group before, because the group's store was tampered with.
+
+    Example:
+        >>> rpc.init_rpc("trainer", rank=0, world_size=1)
+        >>> rpc.shutdown(timeout=60, require=True)
+    """
+    try:
+        worker = current.joined()
+    except (StoreUntrusted, PeerLost):
+        current.ended_by = None  # the program has now ended the group as well: later calls raise NotInitialized
+        raise
+    checks.flag("graceful", graceful)
+    checks.seconds("timeout", timeout)
+    required = _names(require)
+    if graceful:
+        check_may_wait(worker, "shutdown")
+    if graceful and worker.elastic is not None:
+        worker.elastic.leave(worker)
+    try:
+        worker.shutdown(graceful, timeout, required)
+    finally:
+        current.leave(worker)
+
+
+def check_may_wait(worker: Worker, what: str) -> None:
+    """Raise UsageError on a thread that serves calls: it must not wait for the end of all calls."""
+    if worker.agent.serves_here():
+        raise UsageError(
+            f"rpc.{what}() was called on worker {worker.agent.name!r} by a remote call or by a callback, and would "
+            "wait for itself. Let each worker call it at the end of its own main program: it serves calls there until "
+            "all others have called it, too. rpc.shutdown(graceful=False) leaves at once, without the others; "
+            "rpc.stop_serving() ends the rpc.serve() of a worker of a dynamic group"
+        )
+
+
+def _names(workers: bool | Collection[str | int | WorkerInfo]) -> bool | list[str | int]:
+    return workers if isinstance(workers, bool) else several(workers, "require")
+
+
+def serve(require: bool | Collection[str | int | WorkerInfo] = ()) -> None:
+    """Serve calls until the group ends, then leave: the whole program of a worker after `init_rpc`.
+
+    A group of fixed size ends when all workers have called this or `shutdown`. A dynamic group ends for workers in
+    `serve` when rank 0, or the worker that started the group, leaves in order. `stop_serving` ends it for one worker.
+    Ctrl-C leaves at once.
+
+    Args:
+        require: workers whose loss ends this worker; `True` means all of a group of fixed size.
+
+    Raises:
+        NotInitialized: this process is in no group.
+        UsageError: a remote call, or a callback of one, calls it.
+        UnknownWorker: a worker in `require` is not in the group.
+        PeerLost: a worker that is in `require` died, or left a group of fixed size early; or the directory of the
+            dynamic group has declared this worker lost.
+
+    Example:
+        >>> rpc.init_rpc("worker", rank=0, world_size=1)
+        >>> rpc.serve()  # others would call it meanwhile; alone in its group, it ends at once
+    """
+    worker = current.joined()
+    required = _names(require)
+    check_may_wait(worker, "serve")
+    try:
+        if worker.elastic is not None:
+            worker = worker.elastic.serve(worker)
+        worker.serve(required)
+    finally:
+        current.leave(worker)
+
+
+@must_finish
+def stop_serving() -> None:
+    """End `serve` on this worker of a dynamic group. Other workers call it: `rpc_sync(name, rpc.stop_serving)`.
+
+    Raises:
+        UsageError: the group is of fixed size, whose workers leave together.
+        NotInitialized: this process is in no group.
+
+    Example:
+        >>> rpc.init_rpc("worker")  # without a size: a dynamic group
+        >>> rpc.rpc_sync("worker", rpc.stop_serving)
+        >>> rpc.serve()  # ends at once
+    """
+    current.joined().stop_serving()
+
+
+def _leave_at_exit() -> None:
+    """End the worker of a program that did not call `shutdown`."""
+    if current.worker is not None:
+        current.worker.end_with_the_program()
+
+
+in_child(current.forget)
+atexit.register(_leave_at_exit)

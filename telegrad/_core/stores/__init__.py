@@ -1,0 +1,1 @@
+"""Rendezvous stores: torch's stores, sealed with the group's key; addresses; and finding a directory."""

@@ -1,0 +1,217 @@
+"""Chooses the address that a worker publishes, and finds out if two workers share a host.
+
+No packet is sent for that: connecting a datagram socket only queries the routing table.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import socket
+import uuid
+from time import monotonic, sleep
+from typing import Any
+
+from telegrad._core.progress import Wait, attended
+from telegrad.errors import UsageError
+
+ADDRESS_VARIABLE = "TELEGRAD_ADDRESS"
+LOOPBACK, LOOPBACK_6 = "127.0.0.1", "::1"
+ANY_PORT = 9  # the port of a route query does not matter
+IN_A_POD = "KUBERNETES_SERVICE_HOST"  # Kubernetes sets this variable in all pods
+ASK_AGAIN = 0.5  # seconds between two queries for a name that may appear
+ELSEWHERE = "192.0.2.1"  # reserved for documentation (RFC 5737): its route is the default route
+
+
+def host_identity() -> str:
+    """Return an id that is equal for two processes only if they share a kernel and a network, and so their sockets."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            boot = file.read().strip()
+        return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
+    except OSError:
+        return f"{uuid.getnode():x}/{socket.gethostname()}"
+
+
+def loopback() -> str:
+    """Return the loopback address of this host, which may have only IPv6."""
+    try:
+        with socket.socket(socket.AF_INET) as probe:
+            probe.bind((LOOPBACK, 0))
+    except OSError:
+        return LOOPBACK_6
+    return LOOPBACK
+
+
+def is_address(host: str) -> bool:
+    """Return True if a host is given by its address."""
+    try:
+        ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return False
+    return True
+
+
+def own_address(wanted: str | None, store_host: str | None) -> str:
+    """Return the address to listen on and to publish: the wanted one, else the one that reaches the store's host.
+
+    Raises:
+        UsageError: the wanted address does not belong to this host, or the store's host has none.
+    """
+    wanted = wanted or os.environ.get(ADDRESS_VARIABLE)
+    if wanted:
+        return _checked(wanted)
+    if store_host is not None:
+        return local_address_towards(store_host)
+    return _of_host_name()
+
+
+def local_address_towards(host: str, port: int = ANY_PORT) -> str:
+    """Return this machine's address on the route to `host`.
+
+    Raises:
+        UsageError: `host` cannot be resolved.
+    """
+    choices = _resolved(host, port)
+    for family, _, _, _, address in sorted(choices, key=lambda choice: choice[0] != socket.AF_INET):
+        found = _source(family, address)
+        if found is None:
+            continue
+        if _is_loopback(found) and not means_loopback(host):
+            # Debian's /etc/hosts gives a host's own name 127.0.1.1, which other hosts cannot use.
+            return _source(socket.AF_INET, (ELSEWHERE, ANY_PORT)) or found
+        return found
+    return loopback()
+
+
+def listening_address(host: str) -> str:
+    """Return the address of this machine that `host` names, or the unspecified address.
+
+    A name other than localhost may resolve to a loopback address here, but not elsewhere: Debian's /etc/hosts gives a
+    machine's own name 127.0.1.1. Behind a NAT or a Kubernetes service, the host's address does not belong to this
+    machine.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        found = socket.getaddrinfo(spelled(host), 0, type=socket.SOCK_STREAM)
+        for family, kind, protocol, _, address in sorted(found, key=lambda each: each[0] != socket.AF_INET):
+            with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
+                probe.bind(address)
+                here = str(address[0])
+                if means_loopback(host) or not _is_loopback(here):
+                    return here
+    return "::" if loopback() != LOOPBACK else "0.0.0.0"
+
+
+def check_resolves(host: str) -> None:
+    """Raise UsageError if the store's host has no address, instead of waiting for a server there."""
+    _resolved(host, ANY_PORT)
+
+
+def await_name(host: str, timeout: float) -> None:
+    """Wait until a name resolves, in a pod of Kubernetes: another pod has its name only once it exists.
+
+    Raises:
+        UsageError: the store's host has no address.
+    """
+    if IN_A_POD not in os.environ:
+        return check_resolves(host)
+    until = monotonic() + timeout
+    text = f"the name {host!r} is not known yet; is the pod of rank 0 running, behind a headless Service?"
+    with attended(Wait("init_rpc", lambda: text, lambda: ["rank 0"], host)) as wait:
+        while True:
+            try:
+                return check_resolves(host)
+            except UsageError:
+                if monotonic() + ASK_AGAIN > until:
+                    raise
+            wait.look()
+            sleep(ASK_AGAIN)
+
+
+def _resolved(host: str, port: int) -> list[Any]:
+    try:
+        found = socket.getaddrinfo(spelled(host), port, type=socket.SOCK_DGRAM)
+    except (OSError, ValueError) as error:  # ValueError: a name that no resolver accepts
+        raise UsageError(
+            f"the store's host {host!r} cannot be resolved ({error}): correct MASTER_ADDR or init_method"
+        ) from error
+    if all(_means_many(str(address[0])) for *_, address in found):
+        raise UsageError(
+            f"the store's host {host!r} is an address of several hosts, to which nobody can connect: give the address "
+            "of the host of rank 0 in MASTER_ADDR or init_method"
+        )
+    return found
+
+
+def _means_many(address: str) -> bool:
+    """Return True for a multicast address, and for the broadcast address."""
+    found = ipaddress.ip_address(address.partition("%")[0])
+    return found.is_multicast or str(found) == "255.255.255.255"
+
+
+def spelled(host: str) -> Any:
+    """Return a host's name for the resolver; as bytes if possible: a `str` makes it load Unicode tables (1 ms)."""
+    return host.encode() if host.isascii() else host
+
+
+def answers(address: tuple[str, int], patience: float) -> bool:
+    """Return True if a program listens there."""
+    return knock(address, patience) is True
+
+
+def knock(address: tuple[str, int], patience: float) -> bool | None:
+    """Return True if a program listens there; None if that is unknown because the host does not answer."""
+    try:
+        socket.create_connection(address, patience).close()
+    except ConnectionRefusedError:
+        return False
+    except OSError:
+        return None
+    return True
+
+
+def _source(family: int, address: tuple[str | int, ...] | tuple[int, bytes]) -> str | None:
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    except OSError:
+        return None
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def means_loopback(host: str) -> bool:
+    """Return True if a host is given by a loopback address, or by a name that means loopback everywhere."""
+    try:
+        return _is_loopback(host)
+    except ValueError:  # a name
+        return host.lower().rstrip(".").split(".")[-1].startswith(("localhost", "ip6-localhost", "ip6-loopback"))
+
+
+def _checked(wanted: str) -> str:
+    try:
+        family, _, _, _, address = socket.getaddrinfo(wanted, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family) as probe:
+            probe.bind(address)
+        found = ipaddress.ip_address(str(address[0]).partition("%")[0])
+        found = getattr(found, "ipv4_mapped", None) or found
+        # The kernel lets a datagram socket connect to each of the host's own addresses, but not to a broadcast address.
+        if found.is_unspecified or found.is_multicast or not _source(family, (address[0], ANY_PORT, *address[2:])):
+            raise OSError("it stands for several addresses, and others cannot connect to that")
+    except (OSError, ValueError) as error:  # ValueError: an invalid name, such as a part of over 63 bytes
+        raise UsageError(
+            f"{wanted!r} is no address of this host ({error}); give one that `ip addr` shows, "
+            f"in the option `address` or in {ADDRESS_VARIABLE}"
+        ) from error
+    return str(address[0])
+
+
+def _of_host_name() -> str:
+    try:
+        return _checked(socket.gethostname())
+    except UsageError:
+        return loopback()

@@ -1,0 +1,323 @@
+"""How the members of a dynamic or elastic group find their directory.
+
+The store of such a group has one value, POINTER: the address of the group's directory. The first worker that is
+permitted to starts the directory in its own process (`_core/directory/keeper.py`), and writes the address there. All
+others read it, and do not need the store afterwards.
+
+The directory's process outlives the worker that started it: it ends once no member holds a lease. If it is killed, that
+worker restarts it on the same port, with its state. If that worker and its store are gone, members continue to use the
+directory, and joining workers wait for a worker that serves the store again. That worker finds the directory by a note
+in its user's state folder, which also contains the user's key file. The note is named after the host and port of the
+store, so it does not depend on a login or on the name that a program gives to the host. Each boot of a host, and each
+network namespace there, has its own notes, because hosts may share a home.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from telegrad._core.directory.client import EmbeddedDirectory
+from telegrad._core.directory.keeper import Keeper
+from telegrad._core.directory.protocol import Directory, DirectoryLost
+from telegrad._core.host.private_files import open_regular, private_folder, reason, replacing
+from telegrad._core.progress import Wait
+from telegrad._core.security.keyring import Keyring
+from telegrad._core.stores.address import answers, host_identity, knock, listening_address
+from telegrad._core.stores.board import Board, looks, mark_of, short
+from telegrad._core.stores.sealed_store import SealedStore
+from telegrad._core.threads import Background
+from telegrad.errors import HandshakeError, StoreUnreachable, UsageError
+
+POINTER = "telegrad/directory"
+MACHINE = 32  # characters of a note's name that identify the host
+LASTS = 365 * 24 * 3600.0  # seconds after which a note of another host, or of another boot, is removed
+KNOCK = 1.0  # seconds for the process to accept a connection
+LOOK = 0.2  # seconds between two checks of the process that this worker has started
+END = 1.0  # seconds for the checking thread to end
+PATIENCE = 10.0  # seconds for an operation of a directory
+
+log = logging.getLogger("telegrad")
+
+
+class Pointer(NamedTuple):
+    """The location of a directory."""
+
+    host: str
+    port: int
+    machine: str  # the identity of the host of its process
+    path: str  # of its file there
+    launched: bool = False  # started by a launcher instead of a worker
+
+    def to_json(self) -> str:
+        return json.dumps(self)
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Pointer:
+        host, port, machine, path, launched, *_ = json.loads(text)
+        return cls(str(host), int(port), str(machine), str(path), bool(launched))
+
+    @property
+    def address(self) -> tuple[str, int]:
+        return self.host, self.port
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}"
+
+
+class Keeping:
+    """Monitors and restarts the process of a directory until `leave`: its own process or an existing one."""
+
+    def __init__(self, keys: Keyring, host: str, before: Pointer | None = None, watches: bool = False) -> None:
+        """Start the process on an address of this host, or use the directory of the pointer `before` if it answers.
+
+        With `watches`, use that directory in any case, and restart it from its file once its port is closed.
+
+        Raises:
+            StoreUnreachable: it cannot be started.
+            UsageError: this is Windows, where a listening socket cannot be passed to a process.
+        """
+        if sys.platform == "win32":
+            raise UsageError(
+                "on Windows a dynamic or elastic group needs a directory elsewhere: init_method='etcd://HOST:2379' or "
+                "'redis://HOST:6379', or give all workers world_size"
+            )
+        self._keys = keys
+        self._host = listening_address(host)
+        self._over = threading.Event()
+        self._keeper: Keeper | None = None
+        if before is None or not (watches or _probe(before, keys)[0]):
+            self._keeper = self._started(before)
+        if self._keeper is not None:
+            self.pointer = Pointer(host, self._keeper.address[1], host_identity(), self._keeper.path)
+        else:
+            assert before is not None
+            self.pointer = before
+        self._thread = Background("telegrad-keeper", self._main)
+        self._thread.want()
+
+    def leave(self) -> None:
+        """Stop monitoring. The process ends once no member holds a lease."""
+        self._stop()
+        if self._keeper is not None:
+            self._keeper.leave()
+
+    def close(self) -> None:
+        """End the process, if this object has started it."""
+        self._stop()
+        if self._keeper is not None:
+            self._keeper.close()
+
+    def _stop(self) -> None:
+        self._over.set()
+        self._thread.join(END)
+
+    def _started(self, before: Pointer | None) -> Keeper | None:
+        """Start the process; with the file of an earlier one if its port is free, because members connect there.
+
+        Return None if the earlier one is running again or is stopped: then it has its port.
+        """
+        if before is not None and os.path.exists(before.path):
+            with contextlib.suppress(OSError):
+                return Keeper(self._keys, self._host, before.port, before.path)
+            _, has_gone = _probe(before, self._keys)
+            if not has_gone:
+                return None
+        try:
+            return Keeper(self._keys, self._host)
+        except OSError as error:
+            raise StoreUnreachable(f"the group's directory cannot be served at {self._host}: {short(error)}") from error
+
+    def _main(self) -> None:
+        while not self._over.wait(LOOK):
+            with contextlib.suppress(OSError):  # no memory for a process, or a taken port: retry
+                if self._keeper is not None:
+                    self._keeper.restart_if_ended()
+                elif knock(self.pointer.address, KNOCK) is False and os.path.exists(self.pointer.path):
+                    self._keeper = Keeper(self._keys, self._host, self.pointer.port, self.pointer.path)
+
+    def __repr__(self) -> str:
+        return f"<Keeping of the directory at {self.pointer}>"
+
+
+def connect(pointer: Pointer, keys: Keyring, patience: float = PATIENCE) -> Directory:
+    """Return a client of the directory that a pointer names. Nothing is sent yet."""
+    return EmbeddedDirectory(pointer.address, keys, patience, pointer.path)
+
+
+class Found(NamedTuple):
+    """The directory of a group."""
+
+    directory: Directory
+    keeping: Keeping | None = None  # if this worker has started it
+    launched: bool = False  # started by a launcher instead of a worker
+    pointer: Pointer | None = None  # by which it was found
+
+
+def find_directory(
+    store: SealedStore, place: str, port: int | None, address: str, until: float, wait: Wait | None = None
+) -> Found:
+    """Return the directory that the store points to; start it if this worker has to.
+
+    Args:
+        store: the store in which the group meets.
+        place: its location, for messages.
+        port: the port at which this worker serves it; None if it does not.
+        address: the address at which other workers reach this one.
+        until: when to give up.
+        wait: polled regularly.
+
+    Raises:
+        StoreUnreachable: there is none in time.
+        StoreLost: the store is gone.
+    """
+    board = Board(store)
+    for _ in looks(until):
+        text = board.read(POINTER)
+        pointer = Pointer.from_json(text) if text else None
+        directory, is_gone = _open(pointer, store.keys) if pointer is not None else (None, True)
+        if pointer is not None and directory is not None:
+            return Found(directory, None, pointer.launched, pointer)
+        before = pointer or (noted(port) if port is not None else None)
+        if pointer is None and before is not None:
+            is_gone = any(_probe(before, store.keys))  # else it is stopped, or another worker restarts it
+        if is_gone and _may_start(pointer, store, port is not None):
+            keeping = Keeping(store.keys, address, before)
+            try:
+                if write_pointer(store, keeping.pointer, text):
+                    if port is not None:
+                        note(port, keeping.pointer)
+                    return Found(connect(keeping.pointer, store.keys), keeping, pointer=keeping.pointer)
+            except BaseException:  # the store is lost, or a signal handler has raised
+                keeping.leave()
+                raise
+            keeping.leave()  # another worker was faster
+        if wait is not None:
+            wait.look()
+    raise StoreUnreachable(
+        f"the directory of the group at {pointer} does not answer: is the worker that keeps it running, and can its "
+        "host be reached from here?"
+        if pointer is not None
+        else f"the store at {place} does not say where the group's directory is: is the worker that serves it running?"
+    )
+
+
+def write_pointer(store: SealedStore, pointer: Pointer, before: str = "") -> bool:
+    """Write the pointer if the current one is `before`; return False otherwise."""
+    text = pointer.to_json()
+    return Board(store).swap(POINTER, before, text) == text
+
+
+def _may_start(pointer: Pointer | None, store: SealedStore, serves: bool) -> bool:
+    """Return True if this worker must start or restart the directory."""
+    if pointer is not None:
+        return pointer.machine == host_identity() and not pointer.launched
+    return serves or not mark_of(store)  # no worker serves a store without a mark, so any may be the first
+
+
+def _probe(pointer: Pointer, keys: Keyring) -> tuple[bool, bool]:
+    """Return whether a directory answers, and whether its process is gone; both are False for a stopped one."""
+    directory, has_gone = _open(pointer, keys)
+    if directory is not None:
+        directory.close()
+    return directory is not None, has_gone
+
+
+def _open(pointer: Pointer, keys: Keyring) -> tuple[Directory | None, bool]:
+    """Return the directory that a pointer names, if it answers; and whether its process is gone.
+
+    A stopped process still has its port and its file. Another program may have the port of a process that is gone. A
+    process that has ended normally has removed its file.
+    """
+    if (listens := knock(pointer.address, KNOCK)) is not True:
+        return None, listens is False
+    directory = connect(pointer, keys, PATIENCE)
+    try:
+        directory.list("group")
+    except BaseException as error:  # including errors of signal handlers
+        directory.close()
+        if isinstance(error, HandshakeError):
+            return None, True
+        if isinstance(error, DirectoryLost):
+            return None, pointer.machine == host_identity() and not os.path.exists(pointer.path)
+        raise
+    return directory, False
+
+
+def noted(store: int | str) -> Pointer | None:
+    """Return the last directory of a store that was served on this host: at this port, or by an actor."""
+    with contextlib.suppress(OSError, ValueError):
+        pointer = _read_note(_note_path(store))
+        if pointer.machine == host_identity():
+            return pointer
+    return None
+
+
+def note(store: int | str, pointer: Pointer) -> None:
+    """Note the directory of a store; remove the notes of directories that have ended."""
+    try:
+        path = _note_path(store)
+        with contextlib.suppress(OSError):  # the next call removes them
+            _remove_notes(os.path.dirname(path))
+        with replacing(path) as file:
+            file.write(pointer.to_json().encode())
+    except OSError as error:
+        log.warning(
+            "telegrad: it cannot be noted where the group's directory is (%s): if the worker that serves the store is "
+            "lost, one that serves it anew begins another group",
+            reason(error),
+        )
+
+
+def _note_path(store: int | str) -> str:
+    with private_folder("directory", stays=True) as folder:
+        return os.path.join(folder.path, f"{_machine()}-{store}")
+
+
+def _machine() -> str:
+    """Return the prefix of the names of the notes of this boot of this host."""
+    return hashlib.sha256(host_identity().encode()).hexdigest()[:MACHINE]
+
+
+def _remove_notes(folder: str) -> None:
+    """Remove the notes of ended directories of this host, and old ones of other hosts."""
+    for name in os.listdir(folder):
+        path, machine = os.path.join(folder, name), name.partition("-")[0]
+        with contextlib.suppress(OSError, ValueError):
+            if machine == _machine():
+                is_over = _is_over(_read_note(path))
+            else:
+                is_over = len(machine) == MACHINE and os.stat(path).st_mtime < time.time() - LASTS
+            if is_over:
+                os.unlink(path)
+
+
+def _is_over(pointer: Pointer) -> bool:
+    """Return True if a directory has ended. A running one may have lost its file, because a logout can remove it."""
+    return not os.path.exists(pointer.path) and not answers(pointer.address, KNOCK)
+
+
+def _read_note(path: str) -> Pointer:
+    with open_regular(path) as file:
+        return Pointer.from_json(file.read())
+
+
+def withdraw(store: SealedStore, others: Callable[[], bool]) -> None:
+    """Remove the pointer from a store that outlives the group, such as a file, unless there are other members.
+
+    Otherwise workers of later runs, on other hosts, would wait for a directory that has ended. The last member removes
+    the pointer, and then checks if another has joined; a joined worker restores a missing pointer. So one of them sees
+    the other.
+    """
+    board = Board(store)
+    text = board.read(POINTER)
+    if text and board.swap(POINTER, text, "") == "" and others():
+        board.swap(POINTER, "", text)

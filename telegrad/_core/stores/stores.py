@@ -1,0 +1,397 @@
+"""Opens the rendezvous store: torch's own stores, by the same URLs as `init_process_group`.
+
+The worker of rank 0 serves a store over TCP, and removes it as soon as a group of fixed size has formed. A worker that
+joins the next group immediately may still find the old server. Therefore the server has a mark: OPEN while it is
+served, OVER before any worker leaves that group. A worker that finds a store with OVER waits for the next.
+
+The store of a dynamic or elastic group contains the address of the group's directory (`find_directory.py`). A group
+whose directory is etcd or Redis has no store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import importlib
+import os
+import sys
+from collections.abc import Callable, Sequence
+from math import inf
+from time import monotonic
+from typing import Any, NamedTuple
+from urllib.parse import SplitResult, parse_qs
+
+import torch.distributed as dist
+
+from telegrad._core.directory.protocol import Directory
+from telegrad._core.host.private_files import resolved
+from telegrad._core.progress import Wait, attended
+from telegrad._core.security.keyring import Keyring
+from telegrad._core.stores.address import await_name, check_resolves, means_loopback
+from telegrad._core.stores.board import (
+    GONE,
+    OPEN,
+    OVER,
+    REFUSED,
+    SERVED,
+    Board,
+    looks,
+    mark_of,
+    short,
+)
+from telegrad._core.stores.file_store import FileStore
+from telegrad._core.stores.sealed_directory import SealedDirectory
+from telegrad._core.stores.sealed_store import SealedStore
+from telegrad._core.stores.supervised import is_kept, place
+from telegrad._core.stores.tcp_store import PROBE, listens, meet_tcp, serve_tcp
+from telegrad._core.stores.urls import Spot, is_here, split, spot_of
+from telegrad.errors import (
+    StorePortTaken,
+    StoreUnreachable,
+    StoreUntrusted,
+    TelegradError,
+    UsageError,
+)
+
+LONGEST = 1800.0  # seconds, if a caller sets no limit
+FAR_PROBE = 5.0  # seconds for a connection to be accepted, if there is time
+TAKEN = 1.0  # seconds for the program at the port to prove that it is a store, if others may be tried
+GOING = 4.0  # seconds for the store of an ended group to close, and for one on a busy host to answer
+MARKED = 1.0  # seconds for a store that answers to be marked by its server, which does that first
+STRANGE = 3.0  # seconds for which invalid answers are attributed to a server that is closing
+MOST_WORKERS = 1 << 16  # finding the absent ones of more takes longer than most time limits
+# The engines of directories by URL scheme. Imported on use, because a client library may be missing.
+ENGINES = {
+    "etcd": "telegrad.directories.etcd",
+    "redis": "telegrad.directories.on_redis",
+    "rediss": "telegrad.directories.on_redis",
+}
+ENGINE_PATIENCE = 10.0  # seconds for an operation of an engine
+
+Place = tuple[str | None, int | None]  # the host and port that serve a store; None if unknown
+
+
+class Meeting(NamedTuple):
+    """An open store, and the parameters from its URL or the environment."""
+
+    store: SealedStore
+    host: str | None  # the host that serves the store, if any
+    rank: int
+    world_size: int | None
+    port: int | None = None  # where another store may be served once this one is gone
+    serves: bool = False  # the store ends with this process
+    names: Sequence[str] = ()  # of the workers by rank, if known in advance
+    file: str = ""  # the path, if the store is a file
+    coming: Any = None  # a `forming.Coming`, if the workers of an elastic group meet
+    directory: Callable[[], Directory] | None = None  # connects to the group's directory, if no store points to it
+    launched: bool = False  # a launcher started that directory
+
+    @property
+    def keys(self) -> Keyring:
+        """The keys that seal the store's values."""
+        return self.store.keys
+
+    @property
+    def place(self) -> Place:
+        return self.host, self.port
+
+    @property
+    def served(self) -> int | None:
+        """The port at which this process serves the store, or None."""
+        return self.port if self.serves else None
+
+    @property
+    def where(self) -> str:
+        """The location of the store, for messages."""
+        return self.file or spot(self.host or "", self.port)
+
+
+def open_store(init_method: str, rank: int, world_size: int | None, keys: Keyring, timeout: float) -> Meeting:
+    """Open or serve the store that `init_method` names; its values are sealed with these keys.
+
+    Raises:
+        UsageError: the URL, the rank or the size is wrong, or a variable of the environment is missing.
+        StorePortTaken: this worker should serve the store, but another program has its port.
+        StoreUnreachable: no process serves the store.
+    """
+    url = split(init_method)
+    query = parse_qs(url.query)
+    if url.scheme in ENGINES:
+        return _on_engine(init_method, url.scheme, rank, world_size, keys, timeout)
+    try:
+        rank = int(query.get("rank", [rank])[0])
+        size = int(query.get("world_size", [-1 if world_size is None else world_size])[0])
+    except ValueError as error:
+        raise UsageError(f"rank and world_size in {init_method!r} must be numbers") from error
+    sized = None if world_size is None and size == -1 else size
+    if sized is not None and rank == -1:
+        rank = _from_environment("RANK", "each worker's rank; set it, or pass rank=...")
+    check_rank(rank, sized)
+    timeout = min(timeout, LONGEST)
+    if url.scheme == "env":
+        return _from_env(rank, sized, timeout, keys)
+    if url.scheme == "tcp":
+        return _tcp(spot_of(url), rank, sized, timeout, keys)
+    if url.scheme == "file":
+        store = SealedStore(_file(init_method), keys)
+        return Meeting(store, None, rank, sized, file=init_method.partition("?")[0])
+    return _registered(init_method, rank, sized, timeout, keys)
+
+
+def _on_engine(url: str, engine: str, rank: int, size: int | None, keys: Keyring, timeout: float) -> Meeting:
+    """Open a dynamic or elastic group whose directory is a server of etcd or Redis."""
+    if size is not None:
+        raise UsageError(
+            f"{engine}:// keeps the directory of a dynamic or elastic group: leave world_size out; a group of fixed "
+            "size meets at tcp://HOST:PORT, env:// or file:///PATH"
+        )
+
+    def connect() -> Directory:
+        module = importlib.import_module(ENGINES[engine])
+        directory = module.connect(url, min(timeout, ENGINE_PATIENCE))
+        return SealedDirectory(directory, keys, directory.scope)
+
+    name = f"{engine} at {url.rpartition('@')[2].rpartition('//')[2]}"  # without a password
+    store = SealedStore(dist.HashStore(), keys)
+    return Meeting(store, _far_host(split(url)), rank, None, file=name, directory=connect)
+
+
+def _far_host(url: SplitResult) -> str | None:
+    """Return the first host in the URL that is not this one: the route to it determines a worker's own address."""
+    for text in url.netloc.rpartition("@")[2].split(","):
+        host = split(f"//{text}").hostname
+        if host and not means_loopback(host):
+            with contextlib.suppress(UsageError):
+                check_resolves(host)
+                return host
+    return None
+
+
+def check_rank(rank: int, size: int | None) -> None:
+    """Raise UsageError if a group cannot have that size, or its worker that rank."""
+    if size is not None and not 1 <= size <= MOST_WORKERS:
+        raise UsageError(
+            f"world_size must be the number of the group's workers, 1 to {MOST_WORKERS}, not {size}; "
+            "without world_size the group is dynamic"
+        )
+    if size is not None and not 0 <= rank < size:
+        raise UsageError(f"rank {rank} is not within a group of {size}: ranks go from 0 to {size - 1}")
+
+
+def _from_env(rank: int, size: int | None, timeout: float, keys: Keyring) -> Meeting:
+    host = os.environ.get("MASTER_ADDR")
+    if not host:
+        raise UsageError(
+            "init_method env:// needs the variable MASTER_ADDR, the host of rank 0; set it on all workers, or start "
+            "them with a launcher whose variables tell it (mpirun, srun, ...)"
+        )
+    port = _from_environment("MASTER_PORT", "a free port (1 to 65535) on the host of rank 0; set it on all workers")
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun serves it, and for all attempts
+        return Meeting(join_store(host, port, keys, timeout, lasting=True), host, rank, size)
+    if is_kept(host, port, os.environ):
+        store = join_store(host, port, keys, timeout, lasting=True, marked=True)
+        return Meeting(store, host, rank, size, port)
+    return _tcp((host, port), rank, size, timeout, keys)
+
+
+def _from_environment(name: str, meaning: str) -> int:
+    text = os.environ.get(name)
+    if text is None:
+        raise UsageError(f"the variable {name} is not set: {meaning}")
+    if not text.isdecimal() or (name == "MASTER_PORT" and not 0 < int(text) < 65536):
+        raise UsageError(f"the variable {name} is {text!r}: it must be {meaning}")
+    return int(text)
+
+
+def _file(init_method: str) -> Any:
+    path = init_method.removeprefix("file://").partition("?")[0]
+    if not path or "\0" in path:
+        raise UsageError(f"{init_method!r} names no file: write file:///PATH")
+    try:
+        path = resolved(path)
+        return FileStore(path) if sys.platform != "win32" else dist.FileStore(path, -1)
+    except TelegradError:
+        raise
+    except (OSError, RuntimeError) as error:
+        raise StoreUnreachable(f"the file {path!r} cannot serve as a store: {short(error)}") from error
+
+
+def _registered(init_method: str, rank: int, size: int | None, timeout: float, keys: Keyring) -> Meeting:
+    """Open the store of a URL scheme that a program has registered in torch."""
+    patience = datetime.timedelta(seconds=timeout)
+    try:
+        store, rank, found = next(dist.rendezvous(init_method, rank, -1 if size is None else size, timeout=patience))
+    except (RuntimeError, ValueError) as error:
+        raise UsageError(
+            f"init_method {init_method!r} cannot be used: {short(error)}. Use env://, tcp://HOST:PORT or "
+            "file:///PATH; for a dynamic group also etcd://HOST:PORT/PREFIX or redis://HOST:PORT/DB"
+        ) from error
+    return Meeting(SealedStore(store, keys), None, rank, found if found >= 0 else None)
+
+
+def _tcp(place: Spot, rank: int, size: int | None, timeout: float, keys: Keyring) -> Meeting:
+    host, port = place
+    await_name(host, timeout)
+    if size is None:
+        store, serves = open_dynamic(place, rank, keys, timeout)
+    elif rank == 0:
+        store, serves = _serve_or_share(place, rank, keys, timeout)
+    else:
+        store, serves = join_store(host, port, keys, timeout), False
+    return Meeting(store, host, rank, size, port, serves)
+
+
+def open_dynamic(place: Spot, rank: int, keys: Keyring, timeout: float) -> tuple[SealedStore, bool]:
+    """Return the store of a dynamic group, and True if this process serves it: if it should, and no other does."""
+    if rank == 0 or (rank < 0 and is_here(place[0])):
+        return _serve_or_share(place, rank, keys, timeout)
+    return join_store(*place, keys, timeout), False
+
+
+def _serve_or_share(place: Spot, rank: int, keys: Keyring, timeout: float) -> tuple[SealedStore, bool]:
+    """Serve a store and return it and True. If another process has the port, return its store and False.
+
+    Then the workers of both processes find each other in that store.
+    """
+    taken: StorePortTaken | None = None
+    rival = _Site(place, keys)
+    text = f"port {place[1]}, where this worker should serve the store, is still in use"
+    with Wait("init_rpc", lambda: text, place=spot(*place)) as wait:
+        marked = monotonic() + MARKED
+        for left in looks(monotonic() + min(GOING, timeout)):
+            wait.look()
+            try:
+                return serve(*place, keys), True
+            except StorePortTaken as error:
+                taken = error
+            found = rival.look(PROBE, min(left, TAKEN))
+            if found in (OVER, GONE):  # it may be about to close
+                continue
+            if rival.store is not None and (rank != 0 or found == OPEN):
+                return rival.store, False
+            if monotonic() > marked:
+                break
+    assert taken is not None
+    raise rival.refused or taken
+
+
+def serve(host: str, port: int, keys: Keyring) -> SealedStore:
+    """Serve a store at that address.
+
+    Raises:
+        StorePortTaken: another program has the port.
+        StoreUnreachable: it cannot be served.
+    """
+    try:
+        store = SealedStore(serve_tcp(host, port, shared=True)[0], keys)
+        Board(store).write(SERVED, OPEN)
+    except (OSError, RuntimeError) as error:
+        if isinstance(error, TelegradError):
+            raise
+        if any(sign in str(error) for sign in ("EADDRINUSE", "in use", "10048")):  # the last is Windows' error number
+            raise StorePortTaken(
+                f"port {port}, where this worker should serve the store, is in use by another program "
+                f"(`ss -ltnp sport = :{port}` shows which): choose another MASTER_PORT, or port in init_method, "
+                "the same on all workers"
+            ) from error
+        raise StoreUnreachable(f"the store cannot be served at {host}:{port}: {short(error)}") from error
+    return store
+
+
+def join_store(
+    host: str, port: int, keys: Keyring, timeout: float, lasting: bool = False, marked: bool = False
+) -> SealedStore:
+    """Wait for a store that another process serves, and connect to it. `marked`: its server sets a mark."""
+    place = spot(host, port)
+    text = f"nobody serves the store at {place}; is the worker of rank 0 running?"
+    with attended(Wait("init_rpc", lambda: text, lambda: ["rank 0"], place)) as wait:
+        return find_store(host, port, keys, timeout, lasting, wait.look, marked)
+
+
+def find_store(
+    host: str,
+    port: int,
+    keys: Keyring,
+    timeout: float,
+    lasting: bool = False,
+    meanwhile: Callable[[], None] = lambda: None,
+    marked: bool = False,
+) -> SealedStore:
+    """Connect to a store that another process serves; it may not exist yet, and another program may have its port.
+
+    With `marked`, the store is used only once it has a mark, whose seal reveals at once if a worker has another key.
+    """
+    until = monotonic() + timeout
+    site = _Site((host, port), keys)
+    for left in looks(until):
+        meanwhile()
+        mark = site.look(min(left, FAR_PROBE), min(left, max(TAKEN, timeout - left)))
+        if site.store is not None and (mark != OVER or lasting) and (mark or not marked):
+            return site.store
+        until = min(until, site.until)
+        if monotonic() >= until or (lasting and site.refused is not None):  # a lasting store is no earlier program's
+            break
+    if site.refused is not None:
+        raise site.refused
+    if listens(host, port):
+        raise StoreUnreachable(
+            f"what listens at {host}:{port} is not the group's store ({site.why}): "
+            "another program may have that port; choose another one on all workers"
+        )
+    raise StoreUnreachable(
+        f"nobody serves the store at {host}:{port} after {timeout:g} s: is the worker of rank 0 running, "
+        "and are MASTER_ADDR and MASTER_PORT, or init_method, the same on all workers?"
+    )
+
+
+def spot(host: str, port: int | None) -> str:
+    """Return an address for messages."""
+    return host if port is None else place(host, port)
+
+
+class _Site:
+    """The server at an address. Connects once, because that may take torch seconds, and polls afterwards."""
+
+    def __init__(self, place: Spot, keys: Keyring) -> None:
+        self.place = place
+        self.store: SealedStore | None = None
+        self.refused: StoreUntrusted | None = None  # the store was not written with the key of this worker
+        self._keys = keys
+        self.why = "it came too late"  # why it cannot be used
+        self.until = inf  # when to stop polling
+
+    def look(self, probe: float, patience: float) -> str:
+        """Connect if necessary, and return the store's mark."""
+        if self.store is None and listens(*self.place, probe):  # otherwise torch would retry after half a second
+            found = meet_tcp(*self.place, max(patience, PROBE))
+            if not isinstance(found, Exception):
+                self.store = SealedStore(found, self._keys)
+            else:
+                self.why = short(found)
+                if not isinstance(found, TimeoutError):
+                    self.until = min(self.until, monotonic() + STRANGE)
+        mark = self._mark()
+        if mark == GONE:
+            self.store = None
+        else:
+            self.why = "it is not open yet" if not mark else "there is only the store of an earlier group"
+        return mark
+
+    def _mark(self) -> str:
+        if self.store is None:
+            return GONE
+        try:
+            return mark_of(self.store)
+        except StoreUntrusted as error:
+            if self.refused is None:
+                Board(self.store).add_hint(REFUSED)
+            self._refuse(error)
+            return GONE
+
+    def _refuse(self, error: StoreUntrusted) -> None:
+        """Poll for a while: it may be an earlier program's store that is about to close."""
+        self.refused = error
+        self.until = min(self.until, monotonic() + STRANGE)
+
+    def __repr__(self) -> str:
+        return f"<_Site at {spot(*self.place)}: {self.why if self.store is None else 'a store'}>"

@@ -1,0 +1,220 @@
+"""Runs a stream's function, on its own thread or on the event loop, as far ahead as its feed allows."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Generator, Iterator
+from types import CoroutineType
+from typing import Any
+from weakref import finalize
+
+import torch
+
+from telegrad._core.agent.agent import Agent
+from telegrad._core.agent.server import Later
+from telegrad._core.calls.awaiting import happening
+from telegrad._core.calls.call_names import user_name
+from telegrad._core.pickling.exceptions import kept
+from telegrad._core.streams.items import NOTHING_TO_CHECK, Counts, packed
+from telegrad._core.streams.producer import Ended, Feed, current_call, reader
+from telegrad._core.worker import current
+from telegrad._core.worker.actors import Step, steps_of
+from telegrad._core.worker.values import Method, opened
+from telegrad.errors import UsageError
+
+Steps = Callable[[], Step] | None  # creates the turn of each step, if the function is an actor's method
+
+
+class Producer:
+    """Replaces the function of a call: runs it, and feeds its items to a stream of the caller."""
+
+    def __init__(self, function: Callable[..., Any], number: int, window: int, same_program: bool) -> None:
+        self._function = function
+        self._number = number
+        self._window = window
+        self._same_program = same_program
+
+    @property
+    def _telegrad_known_as(self) -> str:
+        return user_name(self._function)
+
+    def _telegrad_runs(self, *args: Any) -> str:
+        return user_name(self._function, args)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        of_caller = reader()
+        of_caller.begin()
+        driven: Any = None
+        try:
+            feed = of_caller.feed(self._number)
+            if not feed.begin(self._window):
+                return None
+            _end_with_call(feed)
+            agent, name = current.agent(), user_name(self._function, args)
+            try:
+                steps = self._steps(agent, args)
+                made = _in_turn(steps, agent, self._function, *args, **kwargs)
+                iterator = None if isinstance(made, AsyncIterable | CoroutineType) else _iterator(made, name)
+                if iterator is not None:
+                    return _once_drained(feed, name, Ended(self._run(agent, feed, steps, iterator)))
+            except BaseException as error:
+                feed.end()
+                if feed.drained.done():
+                    raise
+                return _once_drained(feed, name, Ended(), kept(error))
+            driven = self._drive(agent, feed, steps, made, name)
+            driven.__qualname__ = name
+            # Not at the end of the coroutine: a coroutine that is cancelled before it starts runs no code.
+            feed.on_end = finalize(driven, of_caller.end)
+            feed.on_end.atexit = False
+            return driven
+        finally:
+            if driven is None:
+                of_caller.end()
+
+    def _steps(self, agent: Agent, args: Any) -> Steps:
+        if not isinstance(self._function, Method):
+            return None
+        value = opened(current.references().box(args[:2]), agent)
+        stream = current_call().caller.identity, self._number
+        return steps_of(agent, value, stream, self._function.__name__)
+
+    def _run(self, agent: Agent, feed: Feed, steps: Steps, iterator: Iterator[Any]) -> Any:
+        """Run the iterator until its end, or until the stream is closed; return its result."""
+        counts = NOTHING_TO_CHECK
+        try:
+            while True:
+                while (room := feed.room()) is not None:
+                    agent.wait_for(room)
+                if feed.closed:
+                    return None
+                try:
+                    item = next(iterator) if steps is None else _in_turn(steps, agent, next, iterator)
+                except StopIteration as stop:
+                    counts.check()
+                    return stop.value
+                counts.check()
+                counts = self._put(agent, feed, item)
+                del item
+        finally:
+            try:
+                if isinstance(iterator, Generator):
+                    _in_turn(steps, agent, iterator.close)
+            finally:
+                feed.end()
+
+    async def _drive(self, agent: Agent, feed: Feed, steps: Steps, made: Any, name: str) -> None:
+        """Run the function on the event loop; return once the last item was sent."""
+        _end_with_call(feed)
+        try:
+            await self._drive_to_end(agent, feed, steps, made, name)
+        except Exception:
+            await happening(feed.drained)
+            raise
+        await happening(feed.drained)
+
+    async def _drive_to_end(self, agent: Agent, feed: Feed, steps: Steps, made: Any, name: str) -> None:
+        counts = NOTHING_TO_CHECK
+        try:
+            if isinstance(made, CoroutineType):
+                made = await _awaited_in_turn(steps, lambda: made)
+            if not isinstance(made, AsyncIterable):
+                made = _in_steps(_iterator(made, name))
+            iterator: AsyncIterator[Any] = aiter(made)
+            try:
+                while True:
+                    while (room := feed.room()) is not None:
+                        await happening(room)
+                    if feed.closed:
+                        return
+                    try:
+                        item = await _awaited_in_turn(steps, iterator.__anext__)
+                    except StopAsyncIteration:
+                        counts.check()
+                        return
+                    counts.check()
+                    counts = self._put(agent, feed, item)
+                    del item
+            finally:
+                if isinstance(iterator, AsyncGenerator):
+                    await _awaited_in_turn(steps, iterator.aclose)
+        finally:
+            feed.on_end()
+            feed.end()
+
+    def _put(self, agent: Agent, feed: Feed, item: Any) -> Counts:
+        sent, weight, counts = packed(item, self._same_program)
+        agent.streams.publish()
+        feed.put(sent, weight)
+        return counts
+
+
+def _once_drained(feed: Feed, name: str, ended: Ended, error: BaseException | None = None) -> Any:
+    """Return the result of a function, for an answer that is sent after the last item."""
+    if error is None and feed.drained.done():
+        return ended.value
+
+    def tell(_: Any) -> None:
+        if error is not None:
+            ended.set_exception(error)
+        else:
+            ended.set_result()
+
+    feed.drained.add_done_callback(tell)
+    return Later(ended, name)
+
+
+def _end_with_call(feed: Feed) -> None:
+    """Close the feed when its call is cancelled: the reader has closed the stream, or the connection has ended.
+
+    On the event loop, also cancel the task, which may still continue.
+    """
+    call = current_call()
+    stop = call.stop
+
+    def end() -> None:
+        feed.close()
+        if stop is not None:
+            stop()
+
+    call.stop = end
+    if call.cancelled:  # perhaps before `end` was set
+        end()
+
+
+def _in_turn(steps: Steps, agent: Agent, act: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if steps is None:
+        return act(*args, **kwargs)
+    step = steps()
+    agent.wait_for(step.begins)
+    with step.taken():
+        return act(*args, **kwargs)
+
+
+async def _awaited_in_turn(steps: Steps, act: Callable[[], Any]) -> Any:
+    if steps is None:
+        return await act()
+    step = steps()
+    await happening(step.begins)
+    with step.taken():
+        return await act()
+
+
+async def _in_steps(iterator: Iterator[Any]) -> AsyncGenerator[Any, None]:
+    for item in iterator:
+        yield item
+
+
+def _iterator(made: Any, name: str) -> Iterator[Any]:
+    """Return an iterator over the result of a function.
+
+    Raises:
+        UsageError: it gives no items.
+    """
+    try:
+        return iter(made)
+    except TypeError:
+        kind = "a future" if isinstance(made, torch._C.Future | Later) else repr(type(made).__qualname__)
+        raise UsageError(
+            f"{name} returned {kind}, and a stream needs items: let it `yield` them, or return a list or an iterator. "
+            "For one value use rpc_sync, rpc_async or remote"
+        ) from None

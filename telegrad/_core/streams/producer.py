@@ -1,0 +1,324 @@
+"""The callee's side of streams: their items, and the pulls of their readers.
+
+A feed belongs to a reading worker and the number that this worker gave the stream. The call that runs the function
+creates the feed, or a pull does that arrives first. Both close it when they are cancelled: the reader has closed or
+dropped the stream, or its connection has ended. The answer to the call is sent after the answer to the pull that
+reports the end of the stream. The feed lives until then.
+
+The streams of a reader share limits (`Reader`). Above MOST_KEPT bytes of items that the reader has not requested, its
+functions wait, except a function whose reader waits for an item, which is sent at once. If that pull arrived over a
+connection that the reader does not read, the pull waits in the queue of that connection, as its calls do, and the
+function waits, too. Each waiting function holds a thread, so at most MOST_STREAMS run.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
+
+from telegrad._core.agent.agent import Agent
+from telegrad._core.agent.incoming import Incoming
+from telegrad._core.agent.server import Later
+from telegrad._core.calls.call_names import known_as
+from telegrad._core.calls.cancelling import serving
+from telegrad._core.calls.futures import Signal
+from telegrad._core.membership.members import Identity
+from telegrad._core.reactor.scheduler import WorkQueue
+from telegrad._core.streams.flow_control import Answer, Supply
+from telegrad._core.worker import current
+from telegrad._core.worker.worker import Worker
+from telegrad.errors import LimitReached
+
+MOST_BYTES = 64 << 20  # bytes that a function may be ahead of its reader; a single item may have more
+MOST_KEPT = 128 << 20  # bytes not sent to one reader, in all of its streams
+MOST_STREAMS = 256  # of one reader: functions that have started and not ended
+
+
+class Taken(NamedTuple):
+    """Notification to the callee: the reader has taken this many items of a stream so far."""
+
+    number: int
+    taken: int
+
+
+class Pull(Signal):
+    """A pull at the callee, waiting or answered."""
+
+    __slots__ = ("answer", "feed", "queue")
+
+    def __init__(self, feed: Feed, queue: WorkQueue) -> None:
+        super().__init__()
+        self.answer: list[Any] = []  # stored before the signal is set
+        self.feed = feed
+        self.queue = queue  # of the reader's connection
+
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        """Let the server send the answer, now or once it exists."""
+        super().add_done_callback(callback)
+        self.feed.will_be_sent()
+
+    def wait(self) -> list[Any]:
+        super().wait()
+        return self.answer
+
+
+class Ended(Signal):
+    """Set once the last item was sent; contains the result of the function."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any = None) -> None:
+        super().__init__()
+        self.value = value
+
+    def wait(self) -> Any:
+        super().wait()
+        return self.value
+
+
+class Room(Signal):
+    """Set when a function that was too far ahead may continue."""
+
+    __slots__ = ("about",)
+
+    def __init__(self, reader: str) -> None:
+        super().__init__()
+        self.about = f"{reader}, which reads its stream, to take what it has yielded"
+
+
+class Reader:
+    """The streams of one reading worker, and their shared limits."""
+
+    def __init__(self, agent: Agent, who: Identity) -> None:
+        self.agent = agent
+        self.who = who
+        self.name = who.name
+        self.lock = threading.Lock()  # guards all fields below, and the state of this reader's feeds if they say so
+        self.feeds: WeakValueDictionary[int, Feed] = WeakValueDictionary()  # by the numbers of their streams
+        self.kept = 0  # bytes that were not sent
+        self.waiting: dict[Feed, None] = {}  # feeds whose functions wait until less is kept, in order
+        self._running = 0  # number of functions
+
+    def feed(self, number: int) -> Feed:
+        """Return the feed of a stream; create it on first use."""
+        with self.lock:
+            feed = self.feeds.get(number)
+            if feed is None:
+                feed = self.feeds[number] = Feed(self)
+            return feed
+
+    def begin(self) -> None:
+        """Count a function that starts.
+
+        Raises:
+            LimitReached: too many have not ended.
+        """
+        with self.lock:
+            if self._running < MOST_STREAMS:
+                self._running += 1
+                return
+        raise LimitReached(
+            f"a stream from worker {self.agent.name!r} was refused: {MOST_STREAMS} streams of worker {self.name!r} are "
+            "open there, and no more are kept for one worker. Read some to the end, or close them, before opening more"
+        )
+
+    def end(self) -> None:
+        """Count a function that has ended."""
+        with self.lock:
+            self._running -= 1
+
+
+class Readers:
+    """The readers of one worker, as long as something refers to them."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self._lock = threading.Lock()  # ensures that each is created once
+        self._readers: WeakValueDictionary[Identity, Reader] = WeakValueDictionary()
+
+    def of(self, who: Identity) -> Reader:
+        with self._lock:
+            reader = self._readers.get(who)
+            if reader is None:
+                reader = self._readers[who] = Reader(self._agent, who)
+            return reader
+
+    def close(self) -> None:
+        """End the functions when this worker leaves: no thread would report the end of their connections."""
+        with self._lock:
+            readers = list(self._readers.values())
+        for reader in readers:
+            with reader.lock:
+                feeds = list(reader.feeds.values())
+            for feed in feeds:
+                feed.close()
+
+
+def current_call() -> Incoming:
+    """Return the call that this thread or task serves."""
+    call = serving.get()
+    assert isinstance(call, Incoming)
+    return call
+
+
+def reader() -> Reader:
+    """Return the `Reader` of the worker whose call this thread serves."""
+    return current.here().attached(Readers).of(current_call().caller.identity)
+
+
+class Feed:
+    """The items and pulls of one stream."""
+
+    def __init__(self, reader: Reader) -> None:
+        self._fed = False  # a call runs the function, or has run it
+        self._reader = reader
+        self._lock = reader.lock  # guards the supply and all below; some fields of the supply are read without it
+        self._supply: Supply[Pull] = Supply(1, MOST_BYTES)
+        self._unsent = 0  # pulls that the server does not know so far
+        self.on_end: Any = None  # called when a function on the event loop has ended
+        self.drained = Signal()  # set once all pulls are answered, and one answer has reported the end
+        self._room: Room | None = None  # the function waits for this
+        self._is_queued = False  # `_look` will run when a connection is read again
+
+    @property
+    def closed(self) -> bool:
+        return self._supply.closed
+
+    def begin(self, window: int) -> bool:
+        """Return True if a function may feed the stream: only one, since two would wait for the same room."""
+        with self._lock:
+            first, self._fed = not self._fed, True
+            if first:
+                self._supply.window = window
+        return first and not self.closed
+
+    def room(self) -> Room | None:
+        """Return None if the function may continue; otherwise a signal that is set when it may."""
+        if self._may_go_on():
+            return None
+        with self._lock:
+            self._room = room = Room(self._reader.name)
+            act = self._go_on()
+        act()
+        return room
+
+    def _may_go_on(self) -> bool:
+        supply = self._supply
+        if not supply.may_go_on:
+            return False
+        pull = supply.awaited
+        if pull is None:
+            return self._reader.kept < MOST_KEPT or supply.closed
+        return not pull.queue.is_held_up or supply.closed
+
+    def _go_on(self) -> Callable[[], Any]:
+        """With the lock held: return a callback that lets the function continue, now or later; call it unlocked."""
+        room, supply, waiting = self._room, self._supply, self._reader.waiting
+        waiting.pop(self, None)
+        if room is None or not supply.may_go_on:
+            return _nothing
+        if self._may_go_on():
+            self._room = None
+            return room.set_result
+        pull = supply.awaited
+        if pull is None:
+            waiting[self] = None
+        elif not self._is_queued:
+            self._is_queued = True
+            return partial(self._reader.agent.later, self._look, None, pull.queue)
+        return _nothing
+
+    def _look(self, _: Any) -> None:
+        """Check again, since a connection is read again."""
+        with self._lock:
+            self._is_queued = False
+            act = self._go_on()
+        act()
+
+    def put(self, item: Any, weight: int) -> None:
+        self._act(self._supply.put, item, weight)
+
+    def pull(self, number: int, taken: int, queue: WorkQueue) -> Pull:
+        pull = Pull(self, queue)
+        with self._lock:
+            self._unsent += 1
+        self._act(self._supply.pull, number, taken, pull)
+        return pull
+
+    def will_be_sent(self) -> None:
+        """Record that the server knows a pull, and has sent its answer or will."""
+        with self._lock:
+            self._unsent -= 1
+        if self._supply.is_drained:
+            self._tell_if_drained()
+
+    def _tell_if_drained(self) -> None:
+        with self._lock:
+            drained = self._supply.is_drained and not self._unsent
+        if drained and not self.drained.done():
+            self.drained.set_result()
+
+    def take(self, taken: int) -> None:
+        self._act(self._supply.take, taken)
+
+    def end(self) -> None:
+        self._act(self._supply.end)
+
+    def close(self) -> None:
+        self._act(self._supply.close)
+
+    def _act(self, event: Callable[..., list[Answer]], *args: Any) -> None:
+        acts = []
+        supply, reader = self._supply, self._reader
+        with self._lock:
+            before = supply.kept
+            answers = event(*args)
+            change = supply.kept - before
+            reader.kept += change
+            if self._room is not None:
+                acts.append(self._go_on())
+            if reader.waiting and reader.kept < MOST_KEPT:
+                # One feed, which lets the next continue after its item: all at once would each yield one.
+                acts.append(next(iter(reader.waiting))._go_on())
+        for to, items, over in answers:
+            to.answer = [over, *items]
+            to.set_result()
+        for act in acts:
+            act()
+        if supply.is_drained:
+            self._tell_if_drained()
+
+    def __repr__(self) -> str:
+        return f"<Feed for {self._reader.name!r}: {self._supply!r}>"
+
+
+def _nothing() -> None:
+    pass
+
+
+@known_as("the next items of a stream")
+def pull(number: int, index: int, taken: int) -> Later:
+    """Answer once items are available, with all of them and whether they are the last."""
+    call = current_call()
+    feed = reader().feed(number)
+    call.stop = feed.close
+    if call.cancelled:  # perhaps before there was anything to stop
+        feed.close()
+    return Later(feed.pull(index, taken, call.caller.queue), pull)
+
+
+def serve(worker: Worker) -> None:
+    """Enable streams on a worker, as their callee."""
+    readers = worker.attached(Readers)
+
+    def on_taken(sender: Identity, taken: Taken) -> None:
+        feed = readers.of(sender).feeds.get(taken.number)
+        if feed is not None:
+            feed.take(taken.taken)
+
+    worker.at_end.append(readers.close)
+    worker.agent.on(Taken, on_taken)
+    worker.agent.run_at_once(pull)

@@ -1,0 +1,404 @@
+"""The reader's side of streams: iterates over the items that a function on another worker yields.
+
+A stream consists of one long call, which runs the function (`generator_runs.Producer`) and is answered after the last
+item was sent, and of pulls. Pulls are short calls, some of them in flight ahead of the reader. Each is answered once
+items are available, with all of them. Closing the stream cancels all these calls. `flow_control` limits both sides.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+from collections import deque
+from collections.abc import Callable
+from contextlib import nullcontext
+from contextvars import copy_context
+from functools import partial
+from math import inf
+from time import monotonic
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
+from weakref import ref
+
+import torch
+
+from telegrad._core import checks
+from telegrad._core.agent.agent import Agent
+from telegrad._core.agent.pending_call import PendingCall
+from telegrad._core.calls.awaiting import happening
+from telegrad._core.calls.call_names import user_name
+from telegrad._core.calls.compiling import not_compiled
+from telegrad._core.calls.deadlines import limit_of
+from telegrad._core.calls.futures import Future, Signal
+from telegrad._core.interrupts import raised_by_handler
+from telegrad._core.membership.members import Identity
+from telegrad._core.pickling.exceptions import fresh
+from telegrad._core.streams.flow_control import Intake
+from telegrad._core.streams.generator_runs import Producer
+from telegrad._core.streams.items import unpacked, weight_of
+from telegrad._core.streams.producer import MOST_BYTES, Taken, pull
+from telegrad._core.worker import current
+from telegrad.errors import CallTimeout, ShutDown, TelegradError, UsageError
+
+if TYPE_CHECKING:
+    from typing import Self
+
+    from telegrad._core.worker.worker import Worker
+
+T = TypeVar("T")
+
+MOST_WINDOW = 1 << 31
+WINDOW = 256  # items that a function may be ahead of its reader
+GRACE = 1.0  # seconds in shutdown until streams are closed: another thread may be about to read them
+AHEAD = 2  # pulls in flight while no thread waits
+
+_NONE = object()
+
+
+class _Pull(Signal):
+    """A pull in flight; processing its answer runs no user code."""
+
+    __slots__ = ("about", "answer", "behind", "call")
+
+    quick = True
+    about: str
+
+    def __init__(self, behind: Any) -> None:
+        super().__init__()
+        self.behind = behind  # the call that runs the function, for `telegrad why`
+        self.call: PendingCall | None = None
+        self.answer: list[Any] = []
+
+    def set_result(self, result: Any = None) -> None:
+        self.answer = result if result is not None else []
+        super().set_result()
+
+
+class Stream(Generic[T]):
+    """The items that a function on another worker yields: `for item in stream`, or `async for`; from `rpc_stream`.
+
+    Leaving `with stream:`, `close()`, or dropping the stream closes the generator on the other worker. `value` is the
+    return value of the function, once all items were taken. An exception of the function is raised after the last item.
+
+    Example:
+        >>> def squares(upto):
+        ...     for number in range(upto):
+        ...         yield number * number
+        ...     return "done"
+        >>> stream = rpc.rpc_stream("worker1", squares, (4,))
+        >>> list(stream)
+        [0, 1, 4, 9]
+        >>> stream.value
+        'done'
+    """
+
+    value: Any = None
+
+    def __init__(
+        self,
+        to: str | int | Identity,
+        function: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        timeout: float,
+        window: int,
+        keeps: Any,
+        asked: Any,
+    ) -> None:
+        """Start the function. `keeps` lives until the function has ended; `asked` is the user's function."""
+        checks.count("window", window, 1, MOST_WINDOW, "a number of items")
+        here = current.here()
+        agent, opened = here.agent, here.attached(OpenStreams)
+        self._agent = agent
+        self._owner = owner = agent.identify(to)
+        self._name = user_name(asked)
+        self._timeout = limit_of(timeout, agent.timeout)
+        self._lock = threading.Lock()  # guards the intake and the pulls
+        self._intake = Intake(window, MOST_BYTES)
+        self._pulls: deque[_Pull] = deque()  # in flight, or answered and not processed
+        self._number = next(opened.numbers)
+        self._done: Future[Any] = Future()  # of the call that runs the function
+        self._done.heed()
+        producer = Producer(function, self._number, window, agent.shares_program(owner.name))
+        agent.call_for(self._done, owner, producer, args, kwargs, 0, keeps, asked=asked)
+        self._ran: Any = self._done.call
+        self._run_soon = here.references.for_finalisers()
+        self._done.add_done_callback(partial(_cancel_if_failed, self._pulls, self._lock))
+        in_turn = getattr(self._ran, "in_turn", None)  # of an actor's method, which waits for the function
+        self._waiting = nullcontext if in_turn is None else in_turn.waited_for
+        self._broken: BaseException | None = None  # error of a failed pull
+        self._ended = False  # the end was reported to the reader, or the stream was closed
+        self._reader = threading.get_ident()  # the thread that has opened it, or has read it last
+        opened.add(self)
+        # Context of the opening code, in which all pulls are made, whichever thread reads. In an autograd context pulls
+        # are made only when the reader wants more, since a backward pass should find no call in flight.
+        self._here = copy_context()
+        recorded = agent.layers.graphs is not None and agent.layers.graphs.current() is not None
+        self._grad_mode = torch.is_grad_enabled() if recorded else None
+        if not recorded:
+            self._advance(AHEAD)
+
+    # Reading
+
+    def __iter__(self) -> Self:
+        return self
+
+    @not_compiled
+    def __next__(self) -> T:
+        self._reader = threading.get_ident()
+        while True:
+            item = self._take()
+            if item is not _NONE:
+                return self._open(item)
+            awaited = self._advance(1)
+            if awaited is not None:
+                self._wait(awaited)
+            elif self._is_at_end():
+                self._wait_for_end()
+                self._end()
+                raise StopIteration
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> T:
+        self._reader = threading.get_ident()
+        while True:
+            item = self._take()
+            if item is not _NONE:
+                return self._open(item)
+            awaited = self._advance(1)
+            if awaited is not None:
+                await self._happening(awaited)
+            elif self._is_at_end():
+                if self._must_wait:
+                    await self._happening(self._done)
+                self._end()
+                raise StopAsyncIteration
+
+    def _open(self, item: Any) -> T:
+        self._agent.streams.adopt(*getattr(item, "tensors", ()))
+        opened: T = unpacked(item)
+        return opened
+
+    def _take(self) -> Any:
+        """Return the next item, if one is available."""
+        with self._lock:
+            intake = self._intake
+            if intake.empty:
+                return _NONE
+            item = intake.take()
+            if not intake.must_tell:
+                return item
+            taken = intake.tell()
+        try:
+            self._agent.notify(self._owner.name, Taken(self._number, taken), self._owner.incarnation)
+        except TelegradError:
+            pass  # the pulls fail, too
+        return item
+
+    def _advance(self, least: int) -> _Pull | None:
+        """Process answers and send pulls; return the pull to wait for, None if items are here or none will come."""
+        begun: list[tuple[_Pull, int, int]] = []
+        with self._lock:
+            while self._pulls and self._pulls[0].done():
+                self._take_in(self._pulls.popleft())
+            if not self._intake.over:
+                wanted = AHEAD if self._grad_mode is None else least if self._intake.empty else 0
+                while len(self._pulls) < wanted:
+                    made = _Pull(self._ran)
+                    begun.append((made, *self._intake.pull()))
+                    self._pulls.append(made)
+            awaited = self._pulls[0] if self._intake.empty and not self._intake.over else None
+        for made, index, taken in begun:
+            self._here.copy().run(self._pull, made, index, taken)
+        return awaited
+
+    def _take_in(self, answered: _Pull) -> None:
+        """Process an answer, with the lock held."""
+        try:
+            answered.wait()
+            over, *items = answered.answer
+            self._intake.came(items, [*map(weight_of, items)], over)
+        except Exception as error:
+            if not (self._intake.over or hasattr(self._done, "failure")):  # else complete, or `_done` has the error
+                # Without its frames: they would keep the reader's frame alive, and with it this stream.
+                self._broken = fresh(error)
+                self._run_soon(partial(_cancel, [self._ran]))
+            self._intake.over = True
+
+    def _pull(self, made: _Pull, index: int, taken: int) -> None:
+        asked = f"the next items of {self._name}"
+        try:
+            with nullcontext() if self._grad_mode is None else torch.set_grad_enabled(self._grad_mode):
+                self._agent.call_for(made, self._owner, pull, (self._number, index, taken), None, 0, None, asked=asked)
+            self._agent.expect(self._owner.name)
+        except Exception as error:
+            if raised_by_handler(error):
+                raise
+            made.set_exception(error)
+        _cancel_if_failed(self._pulls, self._lock, self._done)  # `_done` may have failed meanwhile
+
+    # Waiting
+
+    def _wait(self, awaited: _Pull) -> None:
+        """Wait for a pull; this thread reads the answer itself if it can."""
+        deadline = monotonic() + self._timeout if self._timeout else inf
+        call = awaited.call
+        with self._waiting():
+            if call is not None:
+                call.deadline = deadline
+                call.help()
+            left = max(0.0, deadline - monotonic()) if self._timeout else -1
+            if not self._agent.wait_for(awaited, left):
+                raise self._too_late()
+
+    @property
+    def _must_wait(self) -> bool:
+        """Return True if the end of the stream is not known so far."""
+        return not self._ended and self._broken is None
+
+    def _wait_for_end(self) -> None:
+        with self._waiting():
+            if self._must_wait and not self._agent.wait_for(self._done, self._timeout or -1):
+                raise self._too_late()
+
+    async def _happening(self, awaited: Signal | Future[Any]) -> None:
+        # Not asyncio.wait_for: up to Python 3.11 it loses a cancellation that arrives as the awaited future completes.
+        with self._waiting():
+            await asyncio.wait((happening(awaited),), timeout=self._timeout or None)
+        if not awaited.done():
+            raise self._too_late()
+
+    def _too_late(self) -> CallTimeout:
+        ran = self._ran
+        at = self._agent.layers.last_word(self._owner, ran.id) if ran is not None and not self._done.done() else ""
+        return CallTimeout(
+            f"no item came within the set timeout ({self._timeout:g} s) from the stream of {self._name} on worker "
+            f"{self._owner.name!r}{at}. The stream is still open: read on, or close it. Give rpc_stream a longer "
+            "timeout, which is for each item that is waited for"
+        )
+
+    # The end
+
+    def _is_at_end(self) -> bool:
+        with self._lock:
+            return self._intake.over and self._intake.empty
+
+    def _end(self) -> None:
+        """Handle the end of the function: raise its exception, once."""
+        with self._lock:
+            first, self._ended = not self._ended, True
+        if first:
+            _cancel(self._under_way())  # pulls that are ahead
+            broken, self._broken = self._broken, None
+            if broken is not None:
+                raise fresh(broken)
+            self.value = self._done.value()
+
+    def close(self) -> None:
+        """Stop the stream: its generator is closed at its `yield`, unless it has ended. Do not wait for that."""
+        with self._lock:
+            self._intake.close()
+            self._ended = True
+        _cancel(self._under_way())
+
+    def _under_way(self) -> list[Any]:
+        with self._lock:
+            return [self._ran, *(pull.call for pull in self._pulls)]
+
+    def __del__(self) -> None:
+        if not getattr(self, "_ended", True):  # stored last, if the stream was opened
+            # Any thread may run this, even in the garbage collector while a lock is held: it takes no lock and sends
+            # nothing.
+            self._run_soon(partial(_cancel, [self._ran, *(pull.call for pull in self._pulls)]))
+
+    def _give_up(self) -> None:
+        """Close the stream, since its reader waits in the shutdown of this worker; further reads raise ShutDown."""
+        with self._lock:
+            if not self._ended:
+                self._intake.close()
+                self._broken = ShutDown(
+                    f"rpc.shutdown() on worker {self._agent.name!r} has closed the stream of {self._name} on worker "
+                    f"{self._owner.name!r}, which the thread that called shutdown had left open. Read it to its end, "
+                    "or close it, before"
+                )
+        _cancel(self._under_way())
+
+    async def aclose(self) -> None:
+        """Same as `close`."""
+        self.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise UsageError(f"{self!r} is read on this worker and cannot be sent; send its items")
+
+    def __repr__(self) -> str:
+        return f"<Stream of {self._name} on {self._owner.name!r}: {self._intake.taken} items taken>"
+
+
+class OpenStreams:
+    """The streams that one worker reads, since a graceful shutdown waits for them.
+
+    Once the shutdown only waits for calls in flight, close the streams that the waiting thread has read last. That
+    thread reads no more, although the program may still refer to them, as in the traceback of an interrupted loop.
+    """
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self.numbers = itertools.count(1)  # of streams that this worker reads; `next` is atomic
+        # By id. No lock: each use is one operation of a dict, also in the callback of `ref`. In a Python callback, an
+        # exception of a signal handler would be lost.
+        self._streams: dict[int, ref[Stream[Any]]] = {}
+        self._all_leave: Callable[[], bool] = lambda: False
+        self._leaver = 0  # the thread that waits in shutdown
+        self._next_look = inf  # used by the timer thread after `leaving`
+        agent.ticking.append(self._tick)
+
+    def add(self, stream: Stream[Any]) -> None:
+        key = id(stream)
+        self._streams[key] = ref(stream, partial(self._streams.pop, key))
+
+    def leaving(self, worker: Worker) -> None:
+        """Record that this thread waits for the end of all calls."""
+        self._leaver, self._all_leave = threading.get_ident(), lambda: worker.parting.all_leave()
+        self._next_look = monotonic() + GRACE
+        self._agent.wake_at(self._next_look)
+
+    def _tick(self, now: float) -> float:
+        if now >= self._next_look:
+            self._next_look = now + GRACE
+            if self._all_leave():
+                opened = [found() for found in list(self._streams.values())]
+                for stream in [each for each in opened if each is not None and each._reader == self._leaver]:
+                    self._agent.later(Stream._give_up, stream)  # frees items of users
+        return self._next_look
+
+
+def serve(worker: Worker) -> None:
+    """Let the shutdown of a worker close streams without a reader."""
+    opened = worker.attached(OpenStreams)
+    worker.before_end.append(lambda timeout: opened.leaving(worker))
+
+
+def _cancel(calls: list[Any]) -> None:
+    for call in calls:
+        if call is not None:
+            call.cancel()
+
+
+def _cancel_if_failed(pulls: deque[_Pull], lock: threading.Lock, done: Future[Any]) -> None:
+    """Cancel all pulls in flight if the call of the function has failed: they will not be answered.
+
+    The answer of a function that has raised is sent after its last item. All pulls with items are therefore over by
+    then.
+    """
+    if done.done() and hasattr(done, "failure"):
+        with lock:
+            calls = [pull.call for pull in pulls]
+        _cancel(calls)

@@ -1,0 +1,156 @@
+"""Threads of this package, and a lock that refuses reentry."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
+
+from telegrad._core import forks
+from telegrad._core.interrupts import uninterrupted
+from telegrad.errors import UsageError
+
+LONGEST_START = 60.0  # seconds for a new thread to begin
+LONGEST_WAIT = 3600.0  # seconds of one sleep: the platforms' timers do not take infinity
+
+log = logging.getLogger("telegrad")
+T = TypeVar("T")
+
+
+def results(functions: Iterable[Callable[..., T]], *args: Any) -> Iterator[T]:
+    """Call each function and yield its result; log the error of one that fails, which must not keep others from it."""
+    for each in functions:
+        try:
+            result = each(*args)
+        except Exception:
+            log.exception("telegrad: %r failed", each)
+        else:
+            yield result
+
+
+class _Started(threading.Event):
+    """An event that tells `Thread.start` that the new thread runs, with a limit for the wait."""
+
+    def wait(self, timeout: float | None = None) -> bool:
+        if not super().wait(LONGEST_START if timeout is None else timeout):
+            raise RuntimeError(f"a new thread has not begun to run within {LONGEST_START:g} s: is there memory for it?")
+        return True
+
+
+class Thread(threading.Thread):
+    """A daemon thread whose `start` has a time limit.
+
+    CPython's `start` waits until the new thread reports that it runs. A thread that runs out of memory before that ends
+    silently, and `start` would wait forever.
+    """
+
+    def __init__(self, target: Callable[..., object], name: str, args: Iterable[Any] = ()) -> None:
+        super().__init__(target=target, name=name, args=args, daemon=True)
+        self._started = _Started()  # attribute of CPython 3.10 to 3.13; under another name, there is no limit
+
+
+def program_has_ended() -> bool:
+    """Return True if `atexit` functions run; since Python 3.12 no thread can be started then."""
+    return not threading.main_thread().is_alive()
+
+
+def processor_time(threads: Iterable[threading.Thread]) -> float | None:
+    """Return the processor time of these threads, or None if it is unknown. None of the threads may end meanwhile."""
+    if not hasattr(time, "pthread_getcpuclockid"):
+        return None
+    return sum(time.clock_gettime(time.pthread_getcpuclockid(each.ident)) for each in threads if each.ident)
+
+
+def run_beside(name: str, run: Callable[..., None], *args: Any) -> None:
+    """Run a function on a new thread, or on this one if the program has ended.
+
+    Raises:
+        RuntimeError: there is no memory for a thread.
+    """
+    try:
+        Thread(target=run, args=args, name=name).start()
+    except RuntimeError:
+        if not program_has_ended():
+            raise
+        run(*args)
+
+
+class Exclusive:
+    """A lock that raises UsageError if its holder acquires it again, as a signal handler may while the holder waits."""
+
+    def __init__(self, what: str) -> None:
+        """`what` names the operation that holds the lock, for errors."""
+        self._what = what
+        self._lock = threading.Lock()
+        self._owner = 0
+
+    @uninterrupted
+    def __enter__(self) -> None:
+        if self._is_owned():
+            raise UsageError(
+                f"a handler of a signal has interrupted {self._what}, and calls it again. Let the handler raise an "
+                "exception, or take a note that the program looks at"
+            )
+        self._lock.acquire()
+        self._owner = threading.get_ident()
+
+    def __exit__(self, *_: object) -> None:
+        self._owner = 0
+        self._lock.release()
+
+    def _is_owned(self) -> bool:
+        """Return True if this thread holds the lock; `atfork` calls this in a child before `_at_fork_reinit`."""
+        return self._owner == threading.get_ident()
+
+    def _at_fork_reinit(self) -> None:
+        self._owner = 0
+        self._lock._at_fork_reinit()  # type: ignore[attr-defined]
+
+
+class Background:
+    """A thread that starts at the first `want`. The start holds no lock, because it may take long or fail."""
+
+    def __init__(self, name: str, run: Callable[[], None]) -> None:
+        self._name = name
+        self._run = run
+        self._lock = threading.Lock()  # guards _thread; `want` and `join` read it once without the lock
+        self._thread: threading.Thread | None = None
+
+    @property
+    def begun(self) -> bool:
+        """Return True if `want` has started the thread."""
+        return self._thread is not None
+
+    def want(self) -> None:
+        """Start the thread, unless it has been started.
+
+        Raises:
+            RuntimeError: there is no memory for a thread; the next call tries again.
+        """
+        if self._thread is not None:
+            return
+        thread = Thread(target=self._main, name=self._name)
+        with self._lock:
+            if self._thread is not None:
+                return
+            self._thread = thread
+        try:
+            thread.start()
+        except BaseException:
+            with self._lock:
+                self._thread = None
+            raise
+
+    def _main(self) -> None:
+        try:
+            self._run()
+        finally:
+            forks.end_if_over()  # an exception of user code ends this thread
+
+    def join(self, patience: float) -> None:
+        """Wait up to `patience` seconds for the thread's end, unless this is the thread itself."""
+        thread = self._thread
+        if thread is not None and thread.is_alive() and thread is not threading.current_thread():
+            thread.join(patience)

@@ -1,0 +1,1 @@
+"""Connections between two workers: connecting, accepting, reading, writing, monitoring and closing."""

@@ -1,0 +1,223 @@
+"""Connects to another worker by the best transport and performs the handshake."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import socket
+import ssl
+from time import monotonic, sleep
+from typing import NamedTuple
+
+from telegrad._core.security.handshake import ITSELF, ONE_SIDED, TCP, TLS, UNIX, Acceptor, Claim, Initiator, StreamId
+from telegrad._core.security.keyring import Keyring
+from telegrad._core.security.noise import Ciphers
+from telegrad._core.security.tls import (
+    TlsFiles,
+    alert_of,
+    client_context,
+    is_one_sided,
+    own_digest,
+    peer_digest,
+    refused_certificate,
+)
+from telegrad._core.sockets import HAS_UNIX, tune_tcp, tune_unix, unix_address
+from telegrad._core.transport.process_state import Stops, process_at, stopped, stranger_at
+from telegrad._core.transport.silence import Silence
+from telegrad.errors import (
+    AuthenticationFailed,
+    HandshakeError,
+    PeerSilent,
+    PeerUnreachable,
+    UsageError,
+)
+
+FULL = 0.01  # seconds until a retry if the queue of a Unix socket is full: the kernel does not report room in it
+
+
+class Target(NamedTuple):
+    """A worker and its addresses; `unix` is empty if it runs on another host."""
+
+    name: str
+    incarnation: str
+    unix: str
+    tcp: tuple[str, int]
+    stream_id: StreamId = ITSELF
+
+
+class Channel(NamedTuple):
+    """A connection after its handshake."""
+
+    sock: socket.socket
+    shared: bool  # both ends can share memory
+    leftover: bytes  # bytes received after the handshake
+    ciphers: Ciphers | None  # encrypt all further data; None if TLS or the kernel protects it
+
+    @classmethod
+    def behind(cls, sock: socket.socket, end: Initiator | Acceptor) -> Channel:
+        """Return the connection that this end of a handshake has made."""
+        return cls(sock, end.carrier == UNIX, end.leftover, end.ciphers if end.carrier == TCP else None)
+
+
+def connect(
+    target: Target,
+    keys: Keyring,
+    mine: Claim,
+    tls: TlsFiles | None,
+    transport: str,
+    timeout: float,
+    silence: float,
+) -> Channel:
+    """Connect and perform the handshake.
+
+    If the other end does not know this worker's first key, try the next one on a new connection.
+
+    Raises:
+        PeerUnreachable: no process answers at the address, or another worker does.
+        HandshakeError: the process that answers is not of this group.
+    """
+    attempt = 0
+    while True:
+        sock, carrier = _reach(target, tls, transport, timeout, silence)
+        pid = process_at(sock) if carrier == UNIX else 0
+        end = Initiator(keys, mine, target.incarnation, carrier, target.stream_id, attempt)
+        try:
+            _shake_hands(sock, end, monotonic() + timeout, pid, silence if pid else 0.0)
+            return Channel.behind(sock, end)
+        except (HandshakeError, PeerUnreachable) as error:
+            sock.close()
+            if not end.has_other_key:
+                raise type(error)(f"worker {target.name!r}: {error}") from error.__cause__
+            attempt += 1
+        except PeerSilent as silent:
+            sock.close()
+            why = f"worker {target.name!r} is silent: {silent}"
+            raise PeerUnreachable(f"{why}; the call has not run") from PeerSilent(why)
+        except OSError as error:
+            alert = alert_of(sock, error)
+            sock.close()
+            _check_certificates(alert, target, tls)
+            raise PeerUnreachable(
+                f"worker {target.name!r} broke off the handshake ({error}); the call has not run"
+            ) from error
+
+
+def _check_certificates(alert: ssl.SSLError | None, target: Target, tls: TlsFiles | None) -> None:
+    """Raise AuthenticationFailed if the alert says that a certificate was refused."""
+    if alert is not None and tls is not None and (refused := refused_certificate(alert, target.name, tls)):
+        raise AuthenticationFailed(f"{refused}; the call has not run") from alert
+
+
+def _reach(
+    target: Target, tls: TlsFiles | None, transport: str, timeout: float, silence: float
+) -> tuple[socket.socket, bytes]:
+    """Connect by the best transport that both ends support. Return the socket and its carrier."""
+    if target.unix and HAS_UNIX and transport != "tcp" and tls is None:
+        sock = _reach_here(target, transport, timeout)
+        if sock is not None:
+            return sock, UNIX
+    elif transport == "unix":
+        raise PeerUnreachable(
+            f"worker {target.name!r} has no Unix socket that this one reaches: it lives on another host, or was given "
+            'another transport or tls; transport="unix" does not reach it'
+        )
+    try:
+        sock = socket.create_connection(target.tcp, timeout)
+    except OSError as error:
+        host, port = target.tcp
+        raise PeerUnreachable(
+            f"worker {target.name!r} does not answer at {host}:{port} ({error}): it has ended, maybe without calling "
+            "shutdown(), or cannot be reached from here; the call has not run"
+        ) from error
+    tune_tcp(sock, silence)
+    return (sock, TCP) if tls is None else _secure(sock, target, tls)
+
+
+def _reach_here(target: Target, transport: str, timeout: float) -> socket.socket | None:
+    """Connect to the Unix socket of a worker; return None if TCP must be used instead."""
+    sock = socket.socket(socket.AF_UNIX)
+    try:
+        sock.settimeout(timeout)
+        until = monotonic() + timeout
+        while (fault := sock.connect_ex(unix_address(target.unix))) == errno.EAGAIN and monotonic() < until:
+            sleep(FULL)
+        if fault:
+            raise OSError(fault, os.strerror(fault))
+    except OSError as error:
+        sock.close()
+        if isinstance(error, (ConnectionRefusedError, BlockingIOError)) or transport == "unix":
+            raise PeerUnreachable(
+                f"worker {target.name!r} does not answer on this host ({error}): it has ended, maybe without "
+                "calling shutdown(), or takes no connections; the call has not run"
+            ) from error
+        return None
+    stranger = stranger_at(sock)
+    if not stranger:
+        tune_unix(sock)
+        return sock
+    sock.close()
+    if transport == "unix":
+        raise AuthenticationFailed(
+            f"worker {target.name!r}: its Unix socket belongs to {stranger}. Workers of different users reach each "
+            'other by TCP: use transport="auto"'
+        )
+    return None
+
+
+def _secure(sock: socket.socket, target: Target, tls: TlsFiles) -> tuple[socket.socket, bytes]:
+    """Wrap a TCP connection in TLS; the digests of both certificates are part of the carrier."""
+    try:
+        mine = own_digest(tls)
+        secured = client_context(tls).wrap_socket(sock)
+        return secured, TLS + mine + peer_digest(secured)
+    except UsageError:
+        sock.close()
+        raise
+    except ssl.SSLError as error:
+        sock.close()
+        if is_one_sided(error):
+            raise AuthenticationFailed(f"worker {target.name!r}: {ONE_SIDED}") from None
+        if isinstance(error, ssl.SSLEOFError):
+            raise PeerUnreachable(
+                f"worker {target.name!r} broke off the handshake of TLS: it has ended meanwhile; the call has not run"
+            ) from error
+        _check_certificates(error, target, tls)
+        raise AuthenticationFailed(
+            f"worker {target.name!r}: TLS was refused ({error}); do all workers have certificates of one authority?"
+        ) from error
+    except OSError as error:
+        sock.close()
+        raise PeerUnreachable(
+            f"worker {target.name!r} broke off the handshake ({error}); the call has not run"
+        ) from error
+
+
+def _shake_hands(sock: socket.socket, end: Initiator, deadline: float, pid: int, silence: float) -> None:
+    """Complete the handshake; raise PeerSilent if the other process `pid` is stopped for `silence` seconds."""
+    sock.sendall(end.start())
+    silent, process, begun = Silence(silence), Stops(pid), monotonic()
+    stands = bool(silence) and process.look()  # while the process is stopped, `silence` is the limit
+    silent.look(begun, not stands)
+    while not end.done:
+        now = monotonic()
+        if now >= deadline and not stands:
+            raise TimeoutError(f"no answer for {now - begun:.0f} s")
+        sock.settimeout(silent.pause if stands else min(deadline - now, silent.pause))
+        try:
+            data = sock.recv(4096)
+        except TimeoutError:
+            stands = bool(silence) and process.look()
+            if silent.look(monotonic(), not stands):
+                raise PeerSilent(f"for {silence:g} s {stopped(pid)}") from None
+            continue
+        if not data:
+            raise ConnectionResetError("it closed the connection")
+        try:
+            answer = end.receive(data)
+        except (HandshakeError, PeerUnreachable):
+            with contextlib.suppress(OSError):  # the other end need not learn the reason
+                sock.sendall(end.parting)
+            raise
+        if answer:
+            sock.sendall(answer)

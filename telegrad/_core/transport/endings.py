@@ -1,0 +1,65 @@
+"""The errors of calls whose connection has ended."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Protocol
+
+from telegrad._core.host import open_files, out_of_memory
+from telegrad._core.wire.messages import BYE, MOVED, OVER, Message
+from telegrad.errors import GenerationOver, LeftEarly, PeerError, PeerLost, ShutDown
+
+
+class Ends(Protocol):
+    """A connection that can be closed."""
+
+    def send(self, message: Message) -> bool: ...
+
+    def close(self, reason: PeerError) -> None: ...
+
+
+def part(link: Ends, reason: PeerError, how: str) -> None:
+    """Close a connection and send the reason `how`. Without it, the other worker would declare this one lost."""
+    with contextlib.suppress(PeerError):
+        link.send(Message(BYE, body=how.encode()))
+    link.close(reason)
+
+
+def parted(peer: str, how: str) -> ShutDown:
+    """Return the error for calls to a worker that announced its departure; `how` says how it left."""
+    uncertain = "calls in flight to it may or may not have run"
+    if how == MOVED:
+        return GenerationOver(
+            f"worker {peer!r} has gone on to the next generation of its group; {uncertain}. "
+            "Call it again after rendezvous_again()"
+        )
+    if how == OVER:
+        error = ShutDown(f"worker {peer!r} shut down, and its group with it; {uncertain}")
+        error._ends_group = True
+        return error
+    if how:
+        return LeftEarly(f"worker {peer!r} left without the others: {how}; {uncertain}")
+    return ShutDown(f"worker {peer!r} shut down; {uncertain}")
+
+
+def broken(peer: str, error: Exception, why: str) -> PeerLost:
+    """Return the error if `error` ended the connection, because of `why` unless this process lacks a resource."""
+    cause = error.__cause__ or error
+    if open_files.is_out(cause):
+        lacks = "file descriptor"
+    elif out_of_memory.is_out(cause):
+        lacks = "memory"
+    else:
+        return lost(peer, why)
+    return PeerLost(
+        f"this process has no {lacks} left for what worker {peer!r} sent, and has closed the connection to it: "
+        f"{open_files.said(cause) or type(cause).__name__}; calls in flight to that worker may or may not have run"
+    )
+
+
+def lost(peer: str, why: str) -> PeerLost:
+    """Return the error if the connection ended without a BYE message."""
+    return PeerLost(
+        f"worker {peer!r} was lost: {why}; calls in flight to it may or may not have run. "
+        "If that worker still lives, the next call connects anew"
+    )

@@ -1,0 +1,448 @@
+"""One connection after its handshake: sends and receives frames.
+
+Sending never blocks: data that the socket does not accept stays in the outbox, and the poller sends it later. Only the
+thread that holds the right to read (`reading`) may read; all else may be called from any thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import socket
+import ssl
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+
+from telegrad._core.memory import fd_passing
+from telegrad._core.memory.blobs import Chunk, Incoming, MemorySources, Outgoing, Prepared
+from telegrad._core.memory.lanes import NO_LANES, Lanes
+from telegrad._core.pickling.exceptions import fresh
+from telegrad._core.security.records import RECORD, RecordWriter
+from telegrad._core.sockets import NOT_NOW, shut
+from telegrad._core.transport.connect import Channel
+from telegrad._core.transport.endings import broken, lost, parted
+from telegrad._core.transport.poller import Poller
+from telegrad._core.transport.process_state import process_at
+from telegrad._core.transport.reading import Reading
+from telegrad._core.transport.waker import Waker, is_readable, wait_readable
+from telegrad._core.transport.writer import Writer
+from telegrad._core.wire.frames import FrameReader
+from telegrad._core.wire.messages import (
+    BYE,
+    OPENED,
+    PULSE,
+    RELEASE,
+    RETIRE,
+    Message,
+    encode,
+    pack_numbers,
+    unpack_numbers,
+)
+from telegrad.errors import PeerError, ProtocolViolation
+
+READ_AT_ONCE = 8  # reads per turn: a busy connection must not starve the others
+# bytes of small frames per turn, if the peer makes calls: a frame costs as much as a short call
+CALLS_AT_ONCE = 4 << 10
+
+
+class Link:
+    """A connection to the worker named `peer`."""
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        peer: str,
+        poller: Poller,
+        stores: MemorySources,
+        on_messages: Callable[[Link, Iterable[Message]], None],
+        on_closed: Callable[[Link, PeerError], None],
+        prompt: bool,
+        expected: Callable[[], object] = lambda: True,
+        widen: Callable[[Link, bool], None] | None = None,
+        records: RecordWriter | None = None,
+    ) -> None:
+        """`on_messages` runs on the reading thread.
+
+        `prompt`: the other end waits for responses, so its next frame follows soon. `expected` returns True if a
+        response is expected here. `widen` makes lanes, for sending if its second argument is True. `records` encrypts
+        sent data.
+        """
+        sock.setblocking(False)
+        self.peer = peer
+        self.prompt = prompt
+        self.reading = Reading(threading.Lock(), lambda read: poller.watch(self, read=read), expected, self._finish)
+        self.closed: PeerError | None = None
+        self.received = 0  # bytes received over the socket; for the reader thread
+        self._sock = sock
+        self._tls = isinstance(sock, ssl.SSLSocket)
+        self._tls_lock = threading.Lock() if self._tls else contextlib.nullcontext()  # both directions share it
+        self._poller = poller
+        self._shares = stores.pool is not None  # descriptors may be received
+        self.process = process_at(sock) if self._shares else 0  # of the peer, or 0
+        self._on_messages = on_messages
+        self._on_closed = on_closed
+        self._over: str | None = None  # set by BYE, the peer's last message: how it left
+        self.lanes_in, self.lanes_out = (
+            NO_LANES if self._shares else self._make_lanes(sends, widen) for sends in (False, True)
+        )
+        self._incoming = Incoming(stores, self.lanes_in)
+        self._maps = self._incoming.maps
+        # While the frame reader awaits lanes, the reading thread has nothing to read and must call `stop_reading`.
+        self.reader = FrameReader(self._incoming.allocate, self._incoming.attach, self._open, self.lanes_in.is_idle)
+        self._recv_into = self._recv_tls if self._tls else sock.recv_into
+        self._buffer: Callable[..., memoryview] = self.reader.buffer  # memory for the next bytes from the socket
+        self._arrived: Callable[[int], None] = self._take  # called with the number of bytes received there
+        self._lock = threading.Lock()  # guards all below, setting `closed`, and writing to the socket
+        self.sent = 0  # bytes of messages and of their tensors
+        self._outgoing = Outgoing(peer, stores, self.lanes_out)
+        self._records = records
+        watch = lambda write: poller.watch(self, write=write)  # noqa: E731
+        self._writer = Writer(sock, self._tls_lock, stores.staging, watch, self._resume, records)
+        self._outbox = self._writer.outbox
+
+    def _make_lanes(self, sends: bool, widen: Callable[[Link, bool], None] | None) -> Lanes:
+        return Lanes(sends, self._broke, partial(widen, self, sends) if widen is not None else None)
+
+    @property
+    def taken(self) -> int:
+        """The number of bytes received, including those in shared memory."""
+        return self.received + self._incoming.attached
+
+    @property
+    def written(self) -> int:
+        """The number of bytes written to the socket."""
+        return self._writer.written
+
+    @property
+    def is_sending(self) -> bool:
+        """Return True if the socket has not accepted all data yet."""
+        return self._writer.is_busy
+
+    @property
+    def is_congested(self) -> bool:
+        """Return True if the outbox is over its limit because the peer does not read. Takes no lock."""
+        return self._writer.waits and self._writer.is_full
+
+    def when_drained(self, act: Callable[[], None]) -> None:
+        """Call `act` as soon as the connection is not congested or has ended. This replaces an earlier `act`."""
+        with self._lock:
+            self._writer.drained = act
+        self._tell_drained()
+
+    def _tell_drained(self) -> None:
+        with self._lock:
+            act = self._writer.take_drained()
+        act()
+
+    def __repr__(self) -> str:
+        return f"<Link to {self.peer!r}: {self.closed or f'{len(self._outbox)} to send'}; {self.reading!r}>"
+
+    def fileno(self) -> int:
+        return self._sock.fileno()
+
+    # Sending
+
+    def send(self, message: Message, later: bool = False) -> bool:
+        """Send a message, or with `later` queue it until `on_writable`. Return True if it was sent directly.
+
+        Blobs are taken one by one, and those that are copied are released.
+
+        Raises:
+            PeerError: the connection has ended.
+        """
+        if message.blobs:
+            self._send_with_blobs(message)
+            return False
+        data = encode(message)
+        with self._lock:
+            if self.closed is not None:
+                raise fresh(self.closed)
+            self.sent += len(data)
+            if self._maps.released:
+                self._queue_release()
+            records = self._records
+            if records is not None:
+                if not (self._outbox or later or records.unsent) and len(data) <= RECORD:
+                    record = records.encrypt(data)
+                    sent = 0
+                    try:
+                        sent = self._sock.send(record)
+                    except OSError:
+                        pass  # `_flush` gets the same error
+                    if sent < len(record):
+                        records.keep(memoryview(record)[sent:])
+                        self._flush()
+                    return sent == len(record)
+            elif not (self._outbox or later or self._tls):
+                try:
+                    sent = self._sock.send(data)
+                    if sent == len(data):
+                        return True
+                    data = data[sent:]
+                except OSError:
+                    pass  # `_flush` gets the same error
+            self._outbox.append(Chunk(data))
+            if not later:
+                self._flush()
+        return False
+
+    def _send_with_blobs(self, message: Message) -> None:
+        prepared: list[Prepared] = []
+        left, are_prepared = fd_passing.MOST_NEW, False
+        try:
+            for blob in message.blobs:
+                made = self._outgoing.prepare(blob, shares=left > 0)
+                del blob  # release a blob that was copied
+                prepared.append(made)
+                if made.block is not None:
+                    left -= self._outgoing.passes_descriptor(made)
+            are_prepared = True
+            self._send_prepared(message, prepared)
+        except BaseException as error:
+            self._outgoing.rollback(prepared)
+            if are_prepared and not isinstance(error, PeerError):
+                self.fail(error)  # half of the message may be in the outbox
+            raise
+
+    def _send_prepared(self, message: Message, prepared: list[Prepared]) -> None:
+        with self._lock:
+            if self.closed is not None:
+                raise fresh(self.closed)
+            if self._maps.released:
+                self._queue_release()
+            table, fds, before, behind = self._outgoing.commit(prepared)
+            self._outbox.extend(before)
+            data = encode(message, table)
+            self.sent += len(data) + sum(each.size for each in prepared)
+            # Send descriptors above the limit of one write ahead: the receiver takes them in the order of the table.
+            while len(fds) > fd_passing.DESCRIPTORS_AT_ONCE:
+                self._outbox.append(Chunk(encode(Message(RELEASE)), tuple(fds[: fd_passing.DESCRIPTORS_AT_ONCE])))
+                del fds[: fd_passing.DESCRIPTORS_AT_ONCE]
+            self._outbox.append(Chunk(data, tuple(fds)))
+            self._outbox.extend(behind)
+            self._flush()
+        self.lanes_out.make_wanted()
+
+    def _flush(self) -> None:
+        """Write the outbox unless the socket is full. Call it with the lock held."""
+        if not self._writer.waits:
+            self._writer.flush()
+
+    def _queue_release(self) -> None:
+        numbers = self._maps.take_released()
+        try:
+            self._outbox.append(Chunk(encode(Message(RELEASE, body=pack_numbers(numbers)))))
+        except MemoryError:
+            self._maps.released.extend(numbers)
+            raise
+
+    def release(self) -> None:
+        """Notify the peer which of its blocks are free again, if any."""
+        if self._maps.released:
+            with self._lock:
+                if self.closed is None:
+                    self._queue_release()
+                    self._flush()
+
+    def ask(self) -> None:
+        """Ask the peer for a sign of life."""
+        with contextlib.suppress(PeerError):  # the connection has ended, and this was reported
+            self.send(Message(PULSE, 1))
+
+    def has_unread(self) -> bool:
+        """Return True if received data has not been read yet."""
+        return is_readable(self._sock)
+
+    def retire(self, numbers: list[int]) -> None:
+        """Notify the peer which blocks this worker dropped."""
+        with self._lock:
+            known = self._outgoing.forget(numbers)
+            if known and self.closed is None:
+                self._outbox.append(Chunk(encode(Message(RETIRE, body=pack_numbers(known)))))
+                self._flush()
+
+    def on_writable(self) -> None:
+        with self._lock:
+            if self.closed is None:
+                self._writer.flush()
+        self._tell_drained()
+
+    def _resume(self) -> None:
+        """Continue writing after a device has copied the next piece, or has failed."""
+        try:
+            with self._lock:
+                if self.closed is None:
+                    self._writer.resume()
+            self._tell_drained()
+        except Exception as error:
+            self.fail(error)
+
+    # Receiving
+
+    def feed(self, data: bytes) -> None:
+        """Process bytes that were received together with the end of the handshake."""
+        view = memoryview(data)
+        while view and self.closed is None:
+            buffer = self._buffer()
+            count = min(len(buffer), len(view))
+            buffer[:count] = view[:count]
+            self.received += count
+            self._arrived(count)
+            view = view[count:]
+
+    def on_readable(self) -> bool:
+        """Read available data unless another thread is reading."""
+        if not self.reading.begin():
+            return False
+        try:
+            return self.read()
+        finally:
+            self.stop_reading()
+
+    def stop_reading(self) -> None:
+        """Give back the right to read; if the next frame waits for lanes, to the thread of the lane that ends last."""
+        while self.reader.awaits_lanes and self.closed is None:
+            self.reading.pass_on()
+            if self.lanes_in.afterwards(self._go_on):
+                return
+            self.read()
+        self.reading.give_back()
+
+    def _go_on(self) -> None:
+        """Continue reading after the lanes have received all stripes, or the connection has ended."""
+        self.read()
+        self.stop_reading()
+
+    def wait_readable(self, timeout: float | None, waker: Waker | None = None) -> None:
+        """With `reading` held: sleep until there is data, the connection ends, time is up, or `waker` is woken."""
+        if self.reader.awaits_lanes:
+            return
+        wait_readable(self._sock, timeout, waker)
+
+    def read(self) -> bool:
+        """Read available data and process its frames. Return True if there was any. The caller must hold `reading`."""
+        if self.closed is not None:
+            return False
+        reader, sock, shares = self.reader, self._sock, self._shares
+        limits = self.prompt and not self._tls
+        if came := reader.awaits_lanes:  # the frame that awaited lanes may be complete now
+            self._arrived(0)
+        for _ in itertools.count() if self._tls else range(READ_AT_ONCE):  # TLS buffers bytes that no poller sees
+            if reader.awaits_lanes or self.closed is not None:
+                return came
+            limited = limits and not reader.is_in_part
+            buffer = self._buffer(CALLS_AT_ONCE) if limited else self._buffer()
+            try:
+                # Inlined, because each call has two reads on either side.
+                if shares:
+                    count, ancillary, flags, _ = sock.recvmsg_into(
+                        [buffer], fd_passing.ANCILLARY, fd_passing.CLOSE_ON_EXEC
+                    )
+                    if ancillary or flags & fd_passing.TRUNCATED:
+                        self._maps.take_descriptors(*fd_passing.passed(ancillary, flags))
+                else:
+                    count = self._recv_into(buffer)
+            except NOT_NOW:
+                return came
+            except (ProtocolViolation, OSError) as error:
+                self._broke(error)
+                return came
+            if not count:
+                self._broke(None)
+                return came
+            came = True
+            self.received += count
+            self._arrived(count)
+            if limited or (count < len(buffer) and not self._tls):
+                return True
+        return came
+
+    def _recv_tls(self, buffer: memoryview) -> int:
+        with self._tls_lock:
+            return self._sock.recv_into(buffer)
+
+    def _take(self, count: int, data: bytes | None = None) -> None:
+        """Process the frames that these bytes complete. After an invalid frame, close the connection."""
+        try:
+            self._on_messages(self, self._wanted(count, data))
+        except Exception as error:
+            self.close(broken(self.peer, error, f"it sent what is no frame ({error})"))
+        if self._over is not None:
+            self.close(parted(self.peer, self._over))
+
+    def _open(self, number: int, handle: bytes) -> None:
+        """Open a block of an accelerator that the peer will lend."""
+        said = self._incoming.open(number, handle)
+        if said is not None:
+            self.send(Message(OPENED, number, body=said.encode()))
+
+    def _wanted(self, count: int, data: bytes | None) -> Iterator[Message]:
+        """Process this connection's own frames and yield all others."""
+        for frame in self.reader.advance(count, data):
+            if frame.kind < RELEASE:
+                yield frame
+            elif frame.kind == RELEASE:
+                with self._lock:
+                    numbers = self._outgoing.returned(unpack_numbers(frame.body))
+                self._outgoing.reclaim(numbers)
+            elif frame.kind == RETIRE:
+                self._maps.retire(unpack_numbers(frame.body))
+            elif frame.kind == OPENED:
+                with self._lock:
+                    self._outgoing.opened(bytes(frame.body).decode())
+            elif frame.kind == BYE:
+                self._over = bytes(frame.body).decode()
+            elif frame.kind != PULSE:
+                yield frame
+            elif frame.id and not self.is_congested:  # a congested peer gets other frames anyway
+                self.send(Message(PULSE))
+
+    # Closing
+
+    def _broke(self, error: Exception | None) -> None:
+        """Close after an error, or with None after the other end has closed the socket."""
+        if error is None:
+            why = "the connection ended: it died, or its program ended without calling shutdown()"
+            self.close(lost(self.peer, why))
+        else:
+            did = "it broke the protocol:" if isinstance(error, ProtocolViolation) else "the connection broke:"
+            self.close(broken(self.peer, error, f"{did} {error}"))
+
+    def close(self, reason: PeerError) -> None:
+        """End the connection; `on_closed` is called once."""
+        with self._lock:
+            if self.closed is not None:
+                return
+            self.closed = reason
+            self._writer.clear()
+            self._outgoing.abandon()
+            shut(self._sock)
+        self._tell_drained()
+        self.reading.end()
+        self._poller.forget(self)
+        for lanes in (self.lanes_in, self.lanes_out):
+            lanes.close()
+        self._on_closed(self, reason)
+
+    def join(self, sends: bool, channel: Channel) -> None:
+        """Add a further stream that the other end has created or accepted, too."""
+        (self.lanes_out if sends else self.lanes_in).add(channel.sock, channel.leftover, channel.ciphers)
+
+    def fail(self, error: BaseException) -> None:
+        """Close the connection because a message could not be sent (no memory, ...): no response will come."""
+        self.close(lost(self.peer, f"a message could not be sent ({error or type(error).__name__})"))
+
+    def abandon(self) -> None:
+        """Close the descriptors in a forked child. Send nothing, because the peer is connected to the parent."""
+        self._sock.close()
+        for lanes in (self.lanes_in, self.lanes_out):
+            lanes.abandon()
+
+    def _finish(self) -> None:
+        """Close the descriptor, after the last reader has stopped."""
+        with self._lock:
+            self._maps.close()
+            self._poller.forget(self)  # the thread in `close` may not have done this yet
+            with contextlib.suppress(OSError):  # the program has closed the descriptor
+                self._sock.close()

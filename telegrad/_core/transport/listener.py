@@ -1,0 +1,315 @@
+"""Accepts connections, and admits only those that prove to be of the group."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import socket
+import ssl
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from functools import partial
+from time import monotonic
+
+from telegrad._core.addresses import family_of
+from telegrad._core.host.open_files import said
+from telegrad._core.security.handshake import (
+    LONGEST,
+    OTHER_USER,
+    TCP,
+    TLS,
+    UNIX,
+    Acceptor,
+    Claim,
+    StreamId,
+    is_hello,
+    refusal,
+)
+from telegrad._core.security.keyring import Keyring
+from telegrad._core.security.refusals import Refusals, host_of, to_give_way
+from telegrad._core.security.tls import TlsFiles, own_digest, peer_digest, server_context
+from telegrad._core.sockets import HAS_UNIX, NOT_NOW, tune_tcp, tune_unix, unix_address
+from telegrad._core.transport.connect import Channel
+from telegrad._core.transport.poller import Poller
+from telegrad._core.transport.process_state import process_at, stranger_at
+from telegrad.errors import HandshakeError, PeerUnreachable, ProtocolViolation, UsageError
+
+PATIENCE = 5.0  # seconds that a handshake may take
+MOST_STRANGERS = 256  # concurrent handshakes; above it, the oldest one of the host with the most is refused
+MOST_FOREIGN = 256  # refused processes of other users that are remembered
+HERE = "this host"
+BACKLOG = 512
+MOST_CONNECTIONS = 4  # of one worker, which needs one, not counting lanes; above it, its oldest is closed
+
+Accepted = Callable[[Channel, Claim, StreamId], None]
+
+log = logging.getLogger("telegrad")
+
+
+class Listener:
+    """The listening sockets of a worker: TCP, and a Unix socket where available and without TLS."""
+
+    def __init__(
+        self,
+        address: str,
+        tls: TlsFiles | None,
+        transport: str,
+        silence: float,
+        poller: Poller,
+        accepted: Accepted,
+        patience: float = PATIENCE,
+        most_strangers: int = MOST_STRANGERS,
+    ) -> None:
+        """Listen. No connection is accepted before `serve`.
+
+        Raises:
+            UsageError: the TLS files cannot be used, or TLS is requested together with only Unix sockets.
+        """
+        if tls is not None and transport == "unix":
+            raise UsageError('tls=... protects TCP connections, and transport="unix" makes none: leave one of them out')
+        self._poller = poller
+        self._accepted = accepted
+        self._silence = silence
+        self._tls = server_context(tls) if tls is not None else None
+        self.digest = own_digest(tls) if tls is not None else b""  # of this worker's certificate
+        self._lock = threading.Lock()  # guards _strangers, and that the poller watches them
+        self._strangers: dict[_Stranger, None] = {}  # oldest first
+        self._refusals = Refusals()  # guarded by _lock, like _foreign
+        self._foreign: deque[int] = deque(maxlen=MOST_FOREIGN)  # processes of other users that were refused
+        self.patience = patience
+        self.most_strangers = most_strangers
+        self._serves: tuple[Keyring, Claim] | None = None  # the group's keys, and this worker's claim
+        self._shut = False  # no descriptor is free for new connections
+        self._doors: list[_Door] = []
+        self.unix = ""
+        if HAS_UNIX and transport != "tcp" and tls is None:
+            self.unix = f"telegrad-{os.getpid()}-{secrets.token_hex(8)}"  # insight finds the process by this name
+            door = socket.socket(socket.AF_UNIX)
+            door.bind(unix_address(self.unix))
+            self._doors.append(_Door(door, self, True))
+        door = socket.socket(family_of(address))
+        door.bind((address, 0))
+        self.tcp: tuple[str, int] = (address, door.getsockname()[1])
+        self._doors.append(_Door(door, self, False))
+        for each in self._doors:
+            each.sock.setblocking(False)
+            each.sock.listen(BACKLOG)
+
+    def serve(self, keys: Keyring, mine: Claim) -> None:
+        """Accept connections that prove to hold one of `keys`. Earlier ones have waited in the kernel's queue."""
+        self._serves = keys, mine
+        for door in self._doors:
+            self._poller.watch(door, read=True)
+
+    def greet(self, sock: socket.socket, origin: str, shared: bool) -> None:
+        assert self._serves is not None
+        sock.setblocking(False)
+        if shared:
+            other_user = stranger_at(sock)
+            if other_user:
+                self._refuse_user(sock, other_user)
+                return
+            tune_unix(sock)
+        else:
+            tune_tcp(sock, self._silence)
+            if self._tls is not None:
+                sock = self._tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+        end = Acceptor(*self._serves, UNIX if shared else TCP)
+        stranger = _Stranger(sock, self, end, origin)
+        with self._lock:
+            crowded = len(self._strangers) >= self.most_strangers
+            waiting = list(self._strangers) if crowded else []
+            oldest = waiting[to_give_way(each.origin for each in waiting)] if crowded else None
+            self._strangers[stranger] = None
+            self._poller.watch(stranger, read=True)
+        if oldest is not None:  # a member finishes in milliseconds: it is rarely the oldest
+            self.turn_away(oldest, ProtocolViolation("it has not introduced itself, and many wait"))
+
+    def _refuse_user(self, sock: socket.socket, user: str) -> None:
+        """Refuse a Unix connection of another user of this host; log one warning for each process."""
+        process = process_at(sock)
+        with self._lock:
+            is_new = process not in self._foreign
+            if is_new:
+                self._foreign.append(process)
+            is_told = is_new and self._refusals.is_told(HERE, monotonic())
+        if is_told:
+            log.warning(
+                "telegrad: connections from process %d of this host are refused: it is that of %s; workers of other "
+                "users connect by TCP",
+                process,
+                user,
+            )
+        with contextlib.suppress(OSError):
+            sock.send(refusal(OTHER_USER))
+        sock.close()
+
+    def known(self, stranger: _Stranger) -> None:
+        """Pass on a connection that has completed its handshake."""
+        end = stranger.end
+        assert end.peer is not None
+        if self._dismiss(stranger):
+            self._accepted(Channel.behind(stranger.sock, end), end.peer, end.stream_id)
+
+    def turn_away(self, stranger: _Stranger, why: Exception) -> None:
+        """Refuse a connection: log one line and close it."""
+        if not self._dismiss(stranger):
+            return
+        if isinstance(why, (_Looked, ConnectionResetError, BrokenPipeError)):  # the other end has closed it
+            log.debug("telegrad: a connection from %s was refused: %s", stranger.origin, why)
+        else:
+            with self._lock:
+                is_told = self._refusals.is_told(host_of(stranger.origin), monotonic())
+            if is_told:
+                log.warning("telegrad: a connection from %s was refused: %s", stranger.origin, why)
+        with contextlib.suppress(OSError, ValueError):
+            if stranger.end.parting:
+                stranger.part()
+        stranger.sock.close()
+
+    def _dismiss(self, stranger: _Stranger) -> bool:
+        """Remove a connection from the handshakes; return False if another thread has removed it."""
+        with self._lock:
+            if stranger not in self._strangers:
+                return False
+            del self._strangers[stranger]
+            self._poller.forget(stranger)
+            stranger.dismissed = True
+            return True
+
+    def shut(self) -> None:
+        """Leave new connections in the kernel's queue until the next tick."""
+        self._shut = True
+        for door in self._doors:
+            self._poller.forget(door)
+
+    def tick(self, now: float) -> None:
+        """Refuse connections whose handshake takes too long."""
+        if self._shut:
+            self._shut = False
+            for door in self._doors:
+                self._poller.watch(door, read=True)
+        with self._lock:
+            left_out = self._refusals.left_out(now)
+            late = [stranger for stranger in self._strangers if now - stranger.since > self.patience]
+        for host, count in left_out:
+            log.warning("telegrad: %d more connections from %s were refused in the last minute", count, host)
+        for stranger in late:
+            self.turn_away(stranger, ProtocolViolation(f"it has not introduced itself within {self.patience:g} s"))
+
+    def close(self) -> None:
+        for door in self._doors:
+            self._poller.forget(door)
+        with self._lock:
+            strangers = list(self._strangers)
+        self.abandon([stranger for stranger in strangers if self._dismiss(stranger)])
+
+    def abandon(self, strangers: Iterable[_Stranger] = ()) -> None:
+        """Only close the descriptors."""
+        for sock in [door.sock for door in self._doors] + [each.sock for each in strangers or self._strangers]:
+            sock.close()
+
+
+class _Looked(ProtocolViolation):
+    """A probe: workers that wait for this one and load balancers connect and close at once."""
+
+    def __init__(self) -> None:
+        super().__init__("it closed the connection before it said a word")
+
+
+class _Door:
+    """A listening socket."""
+
+    prompt = False
+
+    def __init__(self, sock: socket.socket, listener: Listener, shared: bool) -> None:
+        self.sock = sock
+        self._listener = listener
+        self._shared = shared
+
+    def fileno(self) -> int:
+        return self.sock.fileno()
+
+    def on_readable(self) -> bool:
+        try:
+            sock, address = self.sock.accept()
+        except NOT_NOW:
+            return False
+        except OSError as error:
+            if self.sock.fileno() >= 0:
+                log.warning("telegrad: a connection could not be accepted: %s", said(error))
+                self._listener.shut()  # as a rule no descriptor is free: an immediate retry would fail again
+            return False
+        try:
+            self._listener.greet(sock, HERE if self._shared else f"{address[0]}:{address[1]}", self._shared)
+        except OSError:
+            sock.close()  # the other end has closed it
+        return True
+
+    def on_writable(self) -> None:
+        """Do nothing: a listening socket sends nothing."""
+
+
+class _Stranger:
+    """A connection in its handshake."""
+
+    prompt = False
+
+    def __init__(self, sock: socket.socket, listener: Listener, end: Acceptor, origin: str) -> None:
+        self.sock = sock
+        self.end = end
+        self.since = monotonic()
+        self.dismissed = False
+        self._spoke = False
+        self._listener = listener
+        self._tls_done = not isinstance(sock, ssl.SSLSocket)
+        self.origin = origin
+
+    def fileno(self) -> int:
+        return self.sock.fileno()
+
+    def on_readable(self) -> bool:
+        if self.dismissed:
+            return False
+        try:
+            if not self._tls_done:
+                assert isinstance(self.sock, ssl.SSLSocket)
+                self._check_uses_tls()
+                self.sock.do_handshake()
+                self.end.carrier = TLS + peer_digest(self.sock) + self._listener.digest
+                self._tls_done = True
+            data = self.sock.recv(4096)
+            if not data:
+                raise ProtocolViolation("it closed the connection during the handshake") if self._spoke else _Looked()
+            self._spoke = True
+            answer = self.end.receive(data)
+            if answer:
+                self.sock.send(answer)  # fits the empty buffer of a new connection
+        except NOT_NOW:
+            return False
+        except ssl.SSLEOFError:
+            self._listener.turn_away(self, _Looked())
+            return False
+        except (HandshakeError, PeerUnreachable, OSError, ValueError) as error:
+            self._listener.turn_away(self, error)
+            return False
+        if self.end.done:
+            self._listener.known(self)
+        return True
+
+    def _check_uses_tls(self) -> None:
+        """Raise AuthenticationFailed if the other end is a worker that does not use TLS."""
+        if is_hello(socket.socket.recv(self.sock, LONGEST, socket.MSG_PEEK)):
+            socket.socket.recv(self.sock, LONGEST)  # else closing the socket would discard the answer
+            raise self.end.refuse_without_tls()
+
+    def part(self) -> None:
+        """Send the reason of the refusal; unencrypted before TLS is established."""
+        send = self.sock.send if self._tls_done else partial(socket.socket.send, self.sock)
+        send(self.end.parting)
+
+    def on_writable(self) -> None:
+        """Do nothing: nothing is queued."""

@@ -1,0 +1,163 @@
+"""Waits until one of many connections is readable or writable; has one interface for all platforms."""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import selectors
+import socket
+import threading
+from typing import Any, Protocol
+
+READ = selectors.EVENT_READ
+WRITE = selectors.EVENT_WRITE
+AT_ONCE = 64  # events returned by one call of epoll
+
+
+class Source(Protocol):
+    """An object that can be polled."""
+
+    prompt: bool  # poll again at once: more data is likely to arrive soon
+
+    def fileno(self) -> int: ...
+
+    def on_readable(self) -> bool:
+        """Process available data; return True if there was any."""
+
+    def on_writable(self) -> None:
+        """Send queued data."""
+
+
+class _Epoll:
+    """A faster `selectors.EpollSelector`, whose bookkeeping takes longer than the system call."""
+
+    sees_changes = True  # sees changes made while a thread sleeps in it
+
+    def __init__(self) -> None:
+        self._epoll = select.epoll()
+        self._sources: dict[int, tuple[int, Any]] = {}
+
+    # `_sources` holds the wanted state. Each change can be repeated, as `register` or as `modify`: after an exception
+    # for lack of memory, the next change repairs the kernel's state.
+
+    def register(self, fd: int, events: int, source: Any) -> None:
+        self._sources[fd] = events, source
+        try:
+            self._epoll.register(fd, _MASKS[events])
+        except FileExistsError:
+            self._epoll.modify(fd, _MASKS[events])
+
+    def modify(self, fd: int, events: int, source: Any) -> None:
+        self._sources[fd] = events, source
+        try:
+            self._epoll.modify(fd, _MASKS[events])
+        except FileNotFoundError:
+            self._epoll.register(fd, _MASKS[events])
+
+    def unregister(self, fd: int) -> None:
+        self._sources.pop(fd, None)
+        with contextlib.suppress(OSError):  # already removed when it was closed
+            self._epoll.unregister(fd)
+
+    def select(self, timeout: float | None) -> list[tuple[Any, int]]:
+        ready = []
+        for fd, mask in self._epoll.poll(timeout, AT_ONCE):
+            events, source = self._sources.get(fd, (0, None))
+            events &= (READ if mask & ~select.EPOLLOUT else 0) | (WRITE if mask & ~select.EPOLLIN else 0)
+            if events:
+                ready.append((source, events))
+        return ready
+
+    def close(self) -> None:
+        self._epoll.close()
+
+
+class _Selector(selectors.DefaultSelector):
+    """The selector of all other platforms."""
+
+    sees_changes = hasattr(select, "kqueue")
+
+    def select(self, timeout: float | None = None) -> list[tuple[Any, int]]:
+        try:
+            return [(key.data, events) for key, events in super().select(timeout)]
+        except OSError:
+            if not self.get_map():  # this selector was closed
+                raise
+            return []  # a descriptor was unregistered and closed meanwhile
+
+
+if hasattr(select, "epoll"):
+    _MASKS = {READ: select.EPOLLIN, WRITE: select.EPOLLOUT, READ | WRITE: select.EPOLLIN | select.EPOLLOUT}
+
+
+class Poller:
+    """A set of sources. At most one thread at a time waits for them."""
+
+    def __init__(self) -> None:
+        self._selector = _Epoll() if hasattr(select, "epoll") else _Selector()
+        self._lock = threading.Lock()  # guards _interest and changes of the selector
+        self._interest: dict[Source, tuple[int, int]] = {}  # source -> descriptor, events
+        self._waker, self._woken = socket.socketpair()
+        self._waker.setblocking(False)
+        self._woken.setblocking(False)
+        self._selector.register(self._woken.fileno(), READ, None)
+
+    def watch(self, source: Source, *, read: bool | None = None, write: bool | None = None) -> None:
+        """Change the events to wait for; None leaves that direction unchanged."""
+        with self._lock:
+            fd, events = self._interest.get(source, (source.fileno(), 0))
+            wanted = events
+            if read is not None:
+                wanted = wanted | READ if read else wanted & ~READ
+            if write is not None:
+                wanted = wanted | WRITE if write else wanted & ~WRITE
+            if wanted == events or fd < 0:
+                return
+            if not events:
+                self._selector.register(fd, wanted, source)
+            elif not wanted:
+                self._selector.unregister(fd)
+            else:
+                self._selector.modify(fd, wanted, source)
+            if wanted:
+                self._interest[source] = fd, wanted
+            else:
+                del self._interest[source]
+            if not self._selector.sees_changes:
+                self.wake()
+
+    def reads(self, source: Source) -> bool:
+        """Return True if the poller waits until this source is readable."""
+        with self._lock:
+            return bool(self._interest.get(source, (0, 0))[1] & READ)
+
+    def forget(self, source: Source) -> None:
+        """Stop waiting for this source. Call it before its descriptor is closed."""
+        self.watch(source, read=False, write=False)
+
+    def poll(self, timeout: float | None) -> list[tuple[Source, int]]:
+        """Return the sources that are ready, after at most `timeout` seconds (None: until one is ready, or `wake`)."""
+        ready = []
+        for source, events in self._selector.select(timeout):
+            if source is None:
+                with contextlib.suppress(BlockingIOError):
+                    self._woken.recv(4096)
+            else:
+                ready.append((source, events))
+        return ready
+
+    def wake(self) -> None:
+        """Make the waiting thread return."""
+        with contextlib.suppress(OSError):  # full: it has been woken; closed: it has returned
+            self._waker.send(b"\0")
+
+    def close(self) -> None:
+        with self._lock:
+            self._interest.clear()
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Close the descriptors without changing the registrations."""
+        for each in (self._selector, self._waker, self._woken):
+            with contextlib.suppress(OSError):  # the program has closed the descriptor
+                each.close()

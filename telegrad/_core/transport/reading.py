@@ -1,0 +1,134 @@
+"""Ownership of the right to read a connection.
+
+At most one thread reads. While a response is expected, the right always has an owner.
+
+    NOBODY  --take-->   WAITER    a thread that waits for a response reads by itself
+    NOBODY  --watch-->  LEADER    the poller notifies the leader thread when data is available
+    LEADER  --take-->   WAITER    unless the leader is reading; the poller stops watching
+    LEADER  --begin-->  LEADER    and is reading
+    any     --pass_on-> LANE      the next data arrives on lanes; one of their threads continues
+    any     --give_back-> LEADER  if responses are expected, otherwise NOBODY
+
+A thread that expects a response records that first and then calls `watch`. A thread that gives the right back checks
+for such records. Both hold the lock, so one of them sees the other. Only this class changes what the poller watches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from enum import Enum
+
+
+class Owner(Enum):
+    NOBODY = "nobody"
+    LEADER = "the leader"
+    WAITER = "a waiter"
+    LANE = "a lane"
+
+
+class Reading:
+    """The right to read one connection."""
+
+    def __init__(
+        self,
+        lock: AbstractContextManager[object],
+        arm: Callable[[bool], None],
+        expected: Callable[[], object],
+        finish: Callable[[], None],
+    ) -> None:
+        """`arm` makes the poller watch for data, or stop. `expected` returns True if a response is expected.
+
+        `finish` is called once, when the connection has ended and no thread reads it.
+        """
+        self._lock = lock  # guards all below; `watch` also reads the owner without it
+        self._arm = arm
+        self._expected = expected
+        self._finish = finish
+        self.owner = Owner.NOBODY
+        self._at_it = False  # the leader is reading, not only waiting for a notification
+        self._is_held = False  # the leader must not read
+        self._ended = False
+
+    def take(self) -> bool:
+        """Return True if the calling thread, which waits for a response, may read. `give_back` must follow."""
+        with self._lock:
+            owner = self.owner
+            if owner is Owner.LEADER:
+                if self._at_it:
+                    return False
+                self._arm(False)
+            elif owner is not Owner.NOBODY or self._ended:
+                return False
+            self.owner = Owner.WAITER
+            return True
+
+    def begin(self) -> bool:
+        """Return True if the leader may read available data and must call `give_back` afterwards."""
+        with self._lock:
+            if self.owner is not Owner.LEADER or self._at_it or self._is_held:
+                return False
+            self._at_it = True
+            return True
+
+    def pass_on(self) -> None:
+        """Pass the right to the lanes: the thread that receives the last stripe continues."""
+        with self._lock:
+            self._put_down()
+            self.owner = Owner.LANE
+
+    def give_back(self) -> None:
+        """Release the right to read."""
+        with self._lock:
+            ended = self._ended
+            if ended:
+                self.owner = Owner.NOBODY
+            elif self.owner is Owner.LEADER:
+                self._at_it = False
+            elif self._expected():
+                self.owner = Owner.LEADER
+                self._arm(not self._is_held)
+            else:
+                self.owner = Owner.NOBODY
+        if ended:
+            self._finish()
+
+    def watch(self) -> None:
+        """Make the leader the owner unless there is one, because data may arrive.
+
+        The first check needs no lock: a thread that takes the right from the leader checks `expected` when it gives it
+        back.
+        """
+        if self.owner is Owner.LEADER:
+            return
+        with self._lock:
+            if self.owner is Owner.NOBODY and not self._ended:
+                self.owner = Owner.LEADER
+                self._arm(not self._is_held)
+
+    def hold(self, is_held: bool) -> None:
+        """Stop the leader from reading, or let it read again. Threads that wait may always read."""
+        with self._lock:
+            self._is_held = is_held
+            if self.owner is Owner.LEADER and not self._ended:
+                self._arm(not is_held)
+
+    def end(self) -> None:
+        """Mark the connection as ended. `finish` is called now, or when the reading thread gives the right back."""
+        with self._lock:
+            self._ended = True
+            free = self.owner is Owner.NOBODY or (self.owner is Owner.LEADER and not self._at_it)
+            if free:
+                self._put_down()
+                self.owner = Owner.NOBODY
+        if free:
+            self._finish()
+
+    def _put_down(self) -> None:
+        """Take the right from the leader if it owns it. Call it with the lock held."""
+        if self.owner is Owner.LEADER:
+            self._at_it = False
+            self._arm(False)
+
+    def __repr__(self) -> str:
+        return f"<Reading: {self.owner.value}{', at it' * self._at_it}{', ended' * self._ended}>"

@@ -1,0 +1,1 @@
+"""Encoding of messages between two workers: frames, message fields, and serialized tensors."""

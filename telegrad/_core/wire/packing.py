@@ -1,0 +1,322 @@
+"""Serialize tensors: a description, and the blobs to send with it.
+
+The description is a pickle of plain tuples. Only the part of a storage that the tensors use is sent. Tensors whose
+parts overlap share one blob, and therefore one storage at the receiver. Small memory is part of the description.
+
+A tensor with memory of its own is a leaf. A tensor made of several tensors (the sparse layouts) is split into leaves. A
+leaf is described by `(dtype, shape, flags, memory)`, and also by `offset, stride` if it is not dense. `memory` is the
+bytes themselves, the number of a blob, or `~number` of bytes that several leaves share.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import pickle
+from collections.abc import Iterable, Sequence
+from math import prod
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from telegrad._core.wire.strides import contiguous_strides, distinct, extent, repeats
+from telegrad._core.wire.tensors import CONJ, GRAD, HOST, NAMES, NEG, Blob, Bound, Memory, Spec, keep_for, nothing
+from telegrad.errors import CannotEncode, CodecError, DeviceError
+
+SMALL = 4096  # smaller tensors are part of the description
+ROOM = 48 << 10  # bytes of larger tensors in the description: copying these costs less than sending a blob
+ALIGNED = 16  # size of the largest element: shared parts begin at a multiple of it, for views of any dtype
+_LOW = 1 << 32  # an address below this may be an offset in a freed storage
+
+_STRIDED = torch.strided
+_level_of_transforms = torch._C._functorch.maybe_current_level  # of torch.func, on this thread
+_tracing: Any = torch._C._get_tracing_state  # of torch.jit.trace, on this thread
+_PROXY = torch._C._TorchDispatchModeKey.PROXY  # the mode of make_fx
+_mode_before_dispatch: Any = torch._ops._get_dispatch_mode_pre_dispatch
+_REAL = {dtype: name for dtype, name in NAMES.items() if not dtype.is_complex}
+_COMPRESSED = {
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
+}
+
+
+class Place(Protocol):
+    """Map a device of this worker to the receiver's accelerator for its tensors, or to HOST."""
+
+    keeps_host: bool  # tensors of the host arrive on the host
+
+    def __call__(self, device: torch.device) -> int:
+        """Return the receiver's device, or raise DeviceError if tensors of `device` cannot be sent."""
+
+
+class OnHost:
+    """The default without a device map: only tensors of the CPU can be sent."""
+
+    keeps_host = True
+
+    def __call__(self, device: torch.device) -> int:
+        if device.type != "cpu":
+            raise DeviceError(
+                f"a tensor on {device} cannot be sent: move it to the CPU first (tensor.cpu()), "
+                "and to the device you want on the other worker"
+            )
+        return HOST
+
+
+_on_host = OnHost()
+
+
+def pack(tensors: Sequence[Tensor], place: Place = _on_host, fixed: int = 0) -> tuple[bytes, list[Blob]]:
+    """Return a description of `tensors`, and the blobs to send with it. The last `fixed` tensors stay on the host.
+
+    Raises:
+        DeviceError: a tensor is on a device from which it cannot be sent.
+        CannotEncode: torch cannot serialize a tensor of this kind.
+    """
+    if (
+        _tracing() is not None
+        or torch._C._get_dispatch_mode(_PROXY) is not None
+        or _mode_before_dispatch(_PROXY) is not None
+    ):
+        raise CannotEncode(
+            "a tensor cannot be sent while torch.jit.trace or make_fx records operators: the recording would have the "
+            "result as a constant, whatever its inputs are. Record what runs on one worker, and call the recording"
+        )
+    if forward_ad._current_level >= 0 or _level_of_transforms() is not None:
+        _check_untransformed(tensors)
+    try:
+        return (_pack_dense(tensors) if place.keeps_host else None) or _pack_any(tensors, place, fixed)
+    except (CodecError, DeviceError):
+        raise
+    except Exception as error:
+        raise CannotEncode(f"a tensor cannot be sent: {error}; send its values as a plain tensor") from error
+
+
+def _check_untransformed(tensors: Sequence[Tensor]) -> None:
+    """Raise CannotEncode for wrapped tensors inside a transform, and for tensors with a tangent."""
+    if any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors)):
+        raise CannotEncode(
+            "a tensor cannot be sent from inside of a transform of torch.func (vmap, grad, jvp and the like), which "
+            "sees one process only: make the remote call outside of the transformed function, or transform inside of "
+            "the function that is called"
+        )
+    unpack: Any = forward_ad.unpack_dual
+    if any(unpack(tensor).tangent is not None for tensor in tensors):
+        raise CannotEncode(
+            "a tensor with a tangent of torch.autograd.forward_ad cannot be sent: the tangent would be lost. Send the "
+            "primal and the tangent, or use forward-mode differentiation inside of the function that is called"
+        )
+
+
+def _pack_dense(tensors: Sequence[Tensor]) -> tuple[bytes, list[Blob]] | None:
+    """Pack the usual case quickly: real, contiguous, on the CPU, no shared memory. Return None for any other tensor."""
+    specs: list[Spec] = []
+    blobs: list[Blob] = []
+    spans: list[tuple[int, int]] = []
+    room = ROOM
+    for tensor in tensors:
+        name = _REAL.get(tensor.dtype)
+        if (
+            name is None
+            or tensor.layout is not _STRIDED
+            or not tensor.is_cpu
+            or tensor.is_nested
+            or not tensor.is_contiguous()
+            or tensor.is_neg()
+        ):
+            return None
+        size, address, shape = tensor.nbytes, tensor.data_ptr(), tuple(tensor.shape)
+        if (1 in shape or not size) and tensor.stride() != contiguous_strides(shape):
+            return None
+        if size:
+            spans.append((address, address + size))
+        if size < SMALL and address > _LOW:
+            carried: Memory = ctypes.string_at(address, size)
+        elif size <= room and address > _LOW:
+            _check_memory(tensor, size)
+            carried, room = ctypes.string_at(address, size), room - size
+        else:
+            carried = _carry(tensor, address, size, blobs, HOST)
+        specs.append((name, shape, int(tensor.requires_grad), carried))
+    if len(spans) > 1 and any_overlap(spans):
+        return None
+    return pickle.dumps(specs, 5), blobs
+
+
+def any_overlap(spans: Sequence[tuple[int, ...]]) -> bool:
+    reach = 0
+    for start, end, *_ in sorted(spans):
+        if start < reach:
+            return True
+        reach = end
+    return False
+
+
+class _Leaves:
+    """The leaves of some tensors, and the target device of each."""
+
+    def __init__(self, place: Place) -> None:
+        self.tensors: list[Tensor] = []
+        self.targets: list[int] = []
+        self.place = place
+
+    def take(self, tensor: Tensor, fixed: bool = False) -> int | Spec:
+        """Add the leaves of a tensor; return the number of a single leaf, or the plan to combine several."""
+        if tensor.layout is _STRIDED and tensor.dtype in NAMES and not tensor.is_nested:
+            return self._add(tensor, HOST if fixed or tensor.is_meta else self.place(tensor.device))
+        target = self.place(tensor.device)
+        plain, flags = tensor.detach(), tensor.requires_grad
+        if tensor.layout is torch.sparse_coo:
+            parts = [self.take(part) for part in (plain._indices(), plain._values())]
+            return "coo", flags, parts, tuple(tensor.shape), tensor.is_coalesced()
+        if tensor.layout in _COMPRESSED:
+            parts = [self.take(getattr(plain, part)()) for part in _COMPRESSED[tensor.layout]]
+            return "compressed", flags, parts, tuple(tensor.shape), str(tensor.layout).removeprefix("torch.")
+        if tensor.is_mkldnn:
+            return "mkldnn" if target == HOST else "dense", flags, [self.take(plain.to_dense())]
+        file = io.BytesIO()
+        torch.save(plain.cpu(), file)
+        saved = torch.frombuffer(bytearray(file.getbuffer()), dtype=torch.uint8)
+        return "saved", flags, [self._add(saved, HOST)], target
+
+    def _add(self, leaf: Tensor, target: int) -> int:
+        if not leaf.is_cpu and not leaf.is_meta:  # it may have been created on another stream than the sending one
+            keep_for(leaf, torch.accelerator.current_stream(leaf.device))
+        self.tensors.append(leaf)
+        self.targets.append(target)
+        return len(self.tensors) - 1
+
+
+def _pack_any(tensors: Sequence[Tensor], place: Place, fixed: int) -> tuple[bytes, list[Blob]]:
+    leaves = _Leaves(place)
+    last = len(tensors) - fixed
+    plans = [leaves.take(tensor, number >= last) for number, tensor in enumerate(tensors)]
+    blobs: list[Blob] = []
+    shared: list[bytes] = []
+    parts = _find_shared(leaves, blobs, shared)
+    specs: list[Spec] = []
+    for number, (leaf, target) in enumerate(zip(leaves.tensors, leaves.targets, strict=True)):
+        flags = GRAD * leaf.requires_grad | NEG * leaf.is_neg() | CONJ * (leaf.is_complex() and leaf.is_conj())
+        head = NAMES[leaf.dtype], tuple(leaf.shape), flags
+        if number in parts:
+            specs.append((*head, *parts[number], leaf.stride()))
+        elif leaf.is_meta:
+            specs.append((*head, None, 0, leaf.stride()))
+        elif leaf.is_contiguous() and leaf.stride() == contiguous_strides(head[1]):
+            specs.append((*head, _carry(leaf, leaf.data_ptr(), leaf.nbytes, blobs, target)))
+        else:
+            specs.append((*head, *_carry_strided(leaf, blobs, target)))
+    return pickle.dumps((specs, shared, plans), 5), blobs
+
+
+def _carry(leaf: Tensor, address: int, size: int, blobs: list[Blob], target: int) -> Memory:
+    """Put `size` bytes from the beginning of a leaf into a blob, or return them if they are small."""
+    if size and not address and leaf._is_zerotensor():
+        leaf = torch.zeros(size, dtype=torch.uint8, device=leaf.device)
+        address = leaf.data_ptr()
+    on_host = leaf.is_cpu and target == HOST
+    if size < SMALL and on_host:
+        if address <= _LOW:
+            _check_memory(leaf, size)
+        return ctypes.string_at(address, size)
+    _check_memory(leaf, size)
+    blob = _bytes_of(leaf.untyped_storage(), int(leaf.storage_offset()) * leaf.itemsize, size)
+    blobs.append(blob if on_host else Bound(blob, target))
+    return len(blobs) - 1
+
+
+def _check_memory(leaf: Tensor, size: int) -> None:
+    missing = leaf.untyped_storage().nbytes() < leaf.storage_offset() * leaf.itemsize + size
+    if size and (missing or not leaf.data_ptr()):
+        raise CannotEncode(
+            f"a tensor of shape {tuple(leaf.shape)} cannot be sent: it has no memory, or that was freed; "
+            "send it before its storage is resized"
+        )
+
+
+def _bytes_of(storage: torch.UntypedStorage, start: int, size: int) -> Tensor:
+    return nothing("uint8", storage.device).set_(storage, start, (size,), (1,))
+
+
+def _carry_strided(leaf: Tensor, blobs: list[Blob], target: int) -> tuple[Memory, int | None, tuple[int, ...]]:
+    """Carry all bytes from the first to the last element, or only the elements if they are far apart."""
+    stride, size = leaf.stride(), extent_of(leaf)
+    shape = distinct(leaf.shape, stride)
+    used = prod(shape) * leaf.itemsize
+    if 2 * used >= size or repeats(shape, stride):
+        return _carry(leaf, leaf.data_ptr(), size, blobs, target), 0, stride
+    _check_memory(leaf, size)
+    raw = nothing(NAMES[leaf.dtype], leaf.device)
+    raw.set_(leaf.untyped_storage(), leaf.storage_offset(), shape, stride)
+    dense = raw.contiguous()
+    return _carry(dense, dense.data_ptr(), used, blobs, target), None, stride
+
+
+def extent_of(leaf: Tensor) -> int:
+    """Return the number of bytes from the first element to the end of the last one."""
+    return extent(leaf.shape, leaf.stride()) * leaf.itemsize
+
+
+def _find_shared(leaves: _Leaves, blobs: list[Blob], shared: list[bytes]) -> dict[int, tuple[Memory, int]]:
+    """Return the memory and the offset in it for each leaf that overlaps with another one."""
+    by_target: dict[int, list[tuple[int, int, int]]] = {}
+    for number, leaf in enumerate(leaves.tensors):
+        address, size = leaf.data_ptr(), extent_of(leaf)
+        if size and address:
+            by_target.setdefault(leaves.targets[number], []).append((address, address + size, number))
+    parts: dict[int, tuple[Memory, int]] = {}
+    for target, spans in by_target.items():
+        if any_overlap(spans):
+            parts |= _join(spans, leaves.tensors, target, blobs, shared)
+    return parts
+
+
+def joined(spans: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, list[int]]]:
+    """Return the beginning, the end and the numbers of each group of `(start, end, number)` that overlap."""
+    groups: list[tuple[int, int, list[int]]] = []
+    for start, end, number in sorted(spans):
+        if groups and start < groups[-1][1]:
+            first, reach, members = groups[-1]
+            members.append(number)
+            groups[-1] = first, max(reach, end), members
+        else:
+            groups.append((start, end, [number]))
+    return groups
+
+
+def _join(
+    spans: list[tuple[int, int, int]], leaves: list[Tensor], target: int, blobs: list[Blob], shared: list[bytes]
+) -> dict[int, tuple[Memory, int]]:
+    parts: dict[int, tuple[Memory, int]] = {}
+    for start, end, members in joined(spans):
+        storage = _holder(start, end, [leaves[number] for number in members]) if len(members) > 1 else None
+        if storage is None:
+            continue
+        base = storage.data_ptr()
+        first = (start - base) // ALIGNED * ALIGNED
+        blob = _bytes_of(storage, first, end - base - first)
+        on_host = blob.is_cpu and target == HOST
+        if blob.numel() < SMALL and on_host:
+            shared.append(ctypes.string_at(blob.data_ptr(), blob.numel()))
+            carried = ~(len(shared) - 1)
+        else:
+            blobs.append(blob if on_host else Bound(blob, target))
+            carried = len(blobs) - 1
+        for number in members:
+            parts[number] = carried, (leaves[number].data_ptr() - base - first) // leaves[number].itemsize
+    return parts
+
+
+def _holder(start: int, end: int, members: list[Tensor]) -> torch.UntypedStorage | None:
+    """Return a storage that contains all members, or None, as for partly overlapping arrays made outside of torch."""
+    for leaf in members:
+        storage = leaf.untyped_storage()
+        base = storage.data_ptr()
+        aligned = all((other.data_ptr() - base) % other.itemsize == 0 for other in members)
+        if base <= start and end <= base + storage.nbytes() and aligned:
+            return storage
+    return None

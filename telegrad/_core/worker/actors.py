@@ -1,0 +1,328 @@
+"""Actors: objects whose methods run one after the other when other workers call them.
+
+The order is decided when calls are opened, which happens for each caller in the order of arrival. A waiting call keeps
+its opened arguments, but no thread. Callers are served in turn, one call each.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from telegrad._core import checks
+from telegrad._core.agent.agent import Agent
+from telegrad._core.agent.incoming import Incoming
+from telegrad._core.atfork import in_child, renewed
+from telegrad._core.calls.call_context import Hops, Scene, Turn, entered, hops
+from telegrad._core.calls.futures import Signal
+from telegrad._core.references.box import Box
+from telegrad._core.references.letters import Id
+from telegrad._core.references.table import ReferenceTable
+from telegrad._core.worker.batching import Batched
+from telegrad._core.worker.values import METHODS, TURNS, Method, MethodOfEach, methods
+from telegrad.errors import RRefError, UsageError
+
+C = TypeVar("C", bound=type)
+
+_MARK = "_telegrad_actor"
+
+_lock = renewed(threading.Lock())  # guards _used and _all
+_used = False  # this process has an actor class
+_all: weakref.WeakSet[Actors] = weakref.WeakSet()
+in_child(_all.clear)  # these belong to the parent's workers
+
+
+def actor(cls: C) -> C:
+    """Mark a class: methods of one object that are called through references run one after the other.
+
+    Each caller's calls run in the order in which it made them. Callers are served in turn, one call each. Calls that
+    wait hold no thread. An `async def` method keeps its turn until it ends. A method marked with
+    `functions.async_execution` keeps its turn until it returns its future. A method in batches needs no turn. A method
+    that yields (`rpc_stream`) has a turn for each item: others may run while it is suspended at a `yield`.
+
+    A method must not wait for a call that comes back to its own object: that call is refused with a UsageError.
+
+    Args:
+        cls: the class; objects of it that no other worker calls behave as before.
+
+    Returns:
+        The same class.
+
+    Raises:
+        UsageError: it is no class, or one that cannot be changed, such as a built-in class.
+
+    Example:
+        >>> @rpc.actor
+        ... class Counter:
+        ...     value = 0
+        ...     def add(self, number):
+        ...         self.value += number
+        ...         return self.value
+        >>> counter = rpc.remote("worker1", Counter)
+        >>> [future.wait() for future in [counter.rpc_async().add(1) for _ in range(3)]]
+        [1, 2, 3]
+    """
+    if not isinstance(cls, type):
+        raise UsageError(
+            f"cls: @rpc.actor marks a class, not {checks.shown(cls)}: write it above `class {type(cls).__name__}:`"
+        )
+    try:
+        setattr(cls, _MARK, _mark())
+    except TypeError as error:  # a class implemented in C
+        raise UsageError(
+            f"cls: {cls.__name__} cannot be changed, so not marked either: derive a class of your own from it"
+        ) from error
+    return cls
+
+
+class _Mark:
+    """Enables actors also in processes that receive the class by value."""
+
+    def __reduce__(self) -> Any:
+        return _mark, ()
+
+
+def _mark() -> _Mark:
+    global _used
+    with _lock:
+        _used = True
+        methods.may_take_turns()
+        for each in _all:
+            each.arm()
+    return _Mark()
+
+
+def steps_of(agent: Agent, value: Any, stream: Hashable, method: str) -> Callable[[], Step] | None:
+    """Return a function that creates the turns for a stream of a method; None if the value is no actor."""
+    if not hasattr(type(value), _MARK):
+        return None
+    with _lock:
+        actors = next(each for each in _all if each.agent is agent)
+    return lambda: actors.step(value, stream, method)
+
+
+def serve(agent: Agent, references: ReferenceTable) -> None:
+    """Enable actors on a worker."""
+    made = Actors(agent, references)
+    with _lock:
+        _all.add(made)
+        if _used:
+            made.arm()
+
+
+class Step:
+    """The part of a generator method up to its next item. It takes turns like a call, but waits on its own thread."""
+
+    def __init__(self, stream: Hashable, method: str) -> None:
+        self.key = stream
+        self.method = method
+        self.hops: Hops = hops()
+        self.scene: Scene | None = None
+        self.on_end: Callable[[], None] = lambda: None
+        self.begins = Signal()  # done when the step may run, or fails if it is refused
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        """Wait for the turn, and hold it in the block."""
+        self.begins.wait()
+        try:
+            with entered(self.scene):
+                yield
+        finally:
+            self.on_end()
+
+
+class _Queue:
+    """The calls of one busy actor."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value  # keeps the id in use
+        self.turn: Turn | None = None  # turn of the running method
+        self.method = ""
+        self._waiting: dict[Hashable, deque[Incoming | Step]] = {}  # by caller; the next caller comes first
+
+    def add(self, arrival: Incoming | Step) -> None:
+        caller = arrival.key if isinstance(arrival, Step) else arrival.caller.identity
+        self._waiting.setdefault(caller, deque()).append(arrival)
+
+    def next(self) -> Incoming | Step | None:
+        """Remove and return the first call of the caller that has waited longest."""
+        caller = next(iter(self._waiting), None)
+        if caller is None:
+            return None
+        calls = self._waiting.pop(caller)
+        arrival = calls.popleft()
+        if calls:
+            self._waiting[caller] = calls
+        return arrival
+
+    def take_for(self, hop: tuple[str, int]) -> list[Incoming | Step]:
+        """Remove and return the calls that were made for a hop."""
+        found: list[Incoming | Step] = []
+        for caller, calls in list(self._waiting.items()):
+            found += [each for each in calls if hop in each.hops]
+            kept = deque(each for each in calls if hop not in each.hops)
+            if kept:
+                self._waiting[caller] = kept
+            else:
+                del self._waiting[caller]
+        return found
+
+
+class Actors:
+    """The actors of one worker."""
+
+    def __init__(self, agent: Agent, references: ReferenceTable) -> None:
+        self.agent = agent
+        self._references = references
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()  # guards _queues with its values, and _coming
+        self._queues: dict[int, _Queue] = {}  # of busy actors, by the object's id
+        self._coming: dict[Id, deque[Incoming]] = {}  # calls of values that do not exist so far
+        self._heeded = TURNS
+        self._server = agent.keep_door(self)
+
+    def arm(self) -> None:
+        """Order also the calls of callers that know of no actors: this process has some."""
+        self._heeded = METHODS
+        self._server.orders = True
+
+    # Interface for the server
+
+    def heeds(self, name: bytes) -> bool:
+        return name.startswith(self._heeded)
+
+    def admit(self, arrival: Incoming) -> bool:
+        if isinstance(arrival.function, MethodOfEach):
+            ids, *args = arrival.args
+            arrival.function, arrival.args = arrival.function.one, (*ids[self.agent.name], *args)
+        maker, number = arrival.args[:2]
+        try:
+            box = self._references.box((maker, number))
+        except RRefError:
+            return True  # and fails
+        return not self._waits_for_value((maker, number), box, arrival) and self._may_run(box.value, arrival)
+
+    def _waits_for_value(self, ref: Id, box: Box, arrival: Incoming) -> bool:
+        with self._lock:
+            coming = self._coming.get(ref)
+            first = coming is None
+            if coming is None:
+                if box.full:
+                    return False
+                coming = self._coming[ref] = deque()
+            coming.append(arrival)
+        if first:
+            self.agent.later(lambda _: box.opening().add_done_callback(lambda _: self._has_come(ref, box)), None)
+        return True
+
+    def _may_run(self, value: Any, arrival: Incoming) -> bool:
+        """Return True if a call may run now; otherwise it is queued."""
+        if not _takes_turns(value, arrival):
+            return True
+        with self._lock:
+            return self._enqueue(value, arrival)
+
+    def step(self, value: Any, stream: Hashable, method: str) -> Step:
+        """Return the next step of a stream of an actor's method."""
+        step = Step(stream, method)
+        try:
+            with self._lock:
+                begins = self._enqueue(value, step)
+        except UsageError as fault:
+            step.begins.set_exception(fault)
+        else:
+            if begins:
+                step.begins.set_result()
+        return step
+
+    # With the lock held
+
+    def _enqueue(self, value: Any, arrival: Incoming | Step) -> bool:
+        queue = self._queues.get(id(value))
+        if queue is None:
+            queue = self._queues[id(value)] = _Queue(value)
+            self._begin(queue, arrival)
+            return True
+        if queue.turn is not None and queue.turn.awaited.intersection(arrival.hops):
+            raise _deadlock(queue, arrival)
+        queue.add(arrival)
+        return False
+
+    def _begin(self, queue: _Queue, arrival: Incoming | Step) -> None:
+        key = f"{self.agent.incarnation}:{next(self._numbers)}"
+        queue.turn = Turn(key, lambda turn, hop: self._refuse(queue, turn, hop))
+        queue.method = _name_of(arrival)
+        arrival.scene = Scene(arrival.hops, queue.turn)
+        arrival.on_end = lambda: self._end(queue)
+
+    # Events
+
+    def _has_come(self, ref: Id, box: Box) -> None:
+        """Admit the calls that wait for a value, which was made or failed, before calls that arrive later."""
+        while (arrival := self._next_coming(ref)) is not None:
+            try:
+                if self._may_run(box.value, arrival):
+                    self._server.perform(arrival)
+            except UsageError as fault:
+                self._server.refuse(arrival, fault)
+
+    def _next_coming(self, ref: Id) -> Incoming | None:
+        with self._lock:
+            coming = self._coming[ref]
+            if coming:
+                return coming.popleft()
+            del self._coming[ref]
+            return None
+
+    def _end(self, queue: _Queue) -> None:
+        """End a turn and start the next one."""
+        with self._lock:
+            queue.turn = None
+            arrival = queue.next()
+            if arrival is None:
+                del self._queues[id(queue.value)]
+                return
+            self._begin(queue, arrival)
+        if isinstance(arrival, Step):
+            arrival.begins.set_result()
+        else:
+            self._server.perform(arrival)
+
+    def _refuse(self, queue: _Queue, turn: Turn, hop: tuple[str, int]) -> None:
+        """A method starts to wait for a hop: refuse queued calls made for this hop, which would deadlock."""
+        with self._lock:
+            still = queue.turn is turn  # otherwise leftovers of the method wait, such as a callback
+            refused = [(each, _deadlock(queue, each)) for each in queue.take_for(hop)] if still else []
+        for arrival, error in refused:
+            if isinstance(arrival, Step):
+                arrival.begins.set_exception(error)
+            else:
+                self._server.refuse(arrival, error)
+
+
+def _takes_turns(value: Any, arrival: Incoming) -> bool:
+    kind = type(value)
+    return hasattr(kind, _MARK) and not isinstance(getattr(kind, _name_of(arrival), None), Batched)
+
+
+def _name_of(arrival: Incoming | Step) -> str:
+    if isinstance(arrival, Step):
+        return arrival.method
+    function = arrival.function
+    assert isinstance(function, Method)
+    return function.__name__
+
+
+def _deadlock(queue: _Queue, arrival: Incoming | Step) -> UsageError:
+    kind = type(queue.value).__qualname__
+    return UsageError(
+        f"{kind}.{queue.method} waits for a call that calls {kind}.{_name_of(arrival)} of the same object, and an "
+        "actor runs one method at a time: neither would ever end. Call the other method in place (self.method()), or "
+        "do not wait for that call inside of a method"
+    )

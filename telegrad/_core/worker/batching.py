@@ -1,0 +1,146 @@
+"""Batching: one call of a function answers calls that arrive at about the same time."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+from collections.abc import Awaitable, Callable, Sequence
+from contextvars import Context
+from typing import Any
+
+from telegrad._core import checks
+from telegrad._core.pickling.exceptions import kept
+from telegrad.errors import UsageError
+
+_MAINS = ("__main__", "__mp_main__")
+Function = Callable[..., Awaitable[Sequence[Any]]]
+Calls = list[tuple[tuple[Any, ...], asyncio.Future[Any]]]  # arguments and results
+
+
+class Batched:
+    """An async function of lists, called with single values. As a method, it has separate batches for each object."""
+
+    def __init__(self, function: Function, max_size: int, max_wait: float, home: Any = None) -> None:
+        plain = function.func if isinstance(function, functools.partial) else function
+        functools.update_wrapper(self, plain)
+        self._path = plain.__qualname__
+        self._function = function
+        self._signature = inspect.signature(function)
+        self._max_size = max_size
+        self._max_wait = max_wait
+        self._name = ""  # in its class
+        self._home = home  # the object and the name of a bound method
+        # By event loop: the batch that waits for more calls, and the timer that starts it. A loop may end before.
+        self._waiting: dict[asyncio.AbstractEventLoop, tuple[Calls, asyncio.TimerHandle]] = {}
+        self._running: set[asyncio.Task[None]] = set()  # strong references, since the loop keeps weak ones
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Batched:
+        if instance is None:
+            return self
+        method = functools.partial(self._function, instance)
+        bound = Batched(method, self._max_size, self._max_wait, home=(instance, self._name))
+        instance.__dict__[self._name] = bound  # Python finds it there from now on
+        return bound
+
+    def __reduce__(self) -> Any:
+        """Pickle a function by name, a method of a class that is sent by value by its code, a bound method by its
+        object."""
+        if self._home is not None:
+            return getattr, self._home
+        if self._name and (self.__module__ in _MAINS or "<locals>" in self._path):
+            return _of_class, (self._function, self._max_size, self._max_wait, self._name)
+        return self._path
+
+    async def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        call = self._signature.bind(*args, **kwargs)
+        call.apply_defaults()
+        loop = asyncio.get_running_loop()
+        result = loop.create_future()
+        if loop not in self._waiting:
+            for ended in [each for each in self._waiting.copy() if each.is_closed()]:
+                self._waiting.pop(ended, None)
+            self._waiting[loop] = [], loop.call_later(self._max_wait, self._begin, loop)
+        waiting, _ = self._waiting[loop]
+        waiting.append((call.args, result))
+        if len(waiting) >= self._max_size:
+            self._begin(loop)
+        return await result
+
+    def _begin(self, loop: asyncio.AbstractEventLoop) -> None:
+        waiting, timer = self._waiting.pop(loop)
+        timer.cancel()
+        calls = [each for each in waiting if not each[1].done()]  # the others are cancelled
+        if not calls:
+            return
+        task = Context().run(loop.create_task, self._run(calls))  # in an empty context: it has no single caller
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+
+    async def _run(self, calls: Calls) -> None:
+        waiting = [result for _, result in calls]
+        try:
+            values = await self._function(*(list(column) for column in zip(*(args for args, _ in calls), strict=True)))
+            if len(values) != len(calls):
+                raise ValueError(f"{self._path} gave {len(values)} results for a batch of {len(calls)} calls")
+        except BaseException as error:
+            for result in waiting:
+                if not result.done():
+                    result.set_exception(kept(error))  # each raises its own copy
+            if not isinstance(error, Exception):
+                raise
+        else:
+            for result, value in zip(waiting, values, strict=True):
+                if not result.done():  # its caller may have given up
+                    result.set_result(value)
+
+
+def _of_class(function: Function, max_size: int, max_wait: float, name: str) -> Batched:
+    made = Batched(function, max_size, max_wait)
+    made._name = name
+    return made
+
+
+def batch(max_size: int, max_wait: float) -> Callable[[Function], Batched]:
+    """Collect concurrent calls of an async function, and run it once for all of them.
+
+    The function gets a list for each argument, and returns a sequence with the result of each call. It runs once
+    `max_size` calls have arrived, or `max_wait` seconds after the first. Meant for serving, as a method of an object
+    that other workers call with `policy_rref.rpc_sync().act(state)`. The function runs outside of the autograd contexts
+    of its callers, so no gradient passes through it.
+
+    Args:
+        max_size: the maximal number of calls in a batch.
+        max_wait: how many seconds the first call waits for others.
+
+    Returns:
+        A decorator of an `async def`. For a method, each object has its own batches.
+
+    Raises:
+        UsageError: the numbers make no sense; the function is no `async def`, or has arguments by name only.
+
+    Example:
+        >>> class Policy:
+        ...     @functions.batch(max_size=2, max_wait=0.05)
+        ...     async def act(self, states):
+        ...         return list(torch.stack(states) * 2)
+        >>> import asyncio
+        >>> async def both(policy):
+        ...     return await asyncio.gather(policy.act(torch.ones(1)), policy.act(torch.zeros(1)))
+        >>> asyncio.run(both(Policy()))
+        [tensor([2.]), tensor([0.])]
+    """
+    checks.count("max_size", max_size, what="a number of calls")
+    checks.seconds("max_wait", max_wait, "0 for those calls that are there")
+
+    def decorate(function: Function) -> Batched:
+        if not inspect.iscoroutinefunction(function):
+            raise UsageError(f"{checks.shown(function)} cannot run in batches: make it an `async def`")
+        if any(each.kind is each.KEYWORD_ONLY for each in inspect.signature(function).parameters.values()):
+            raise UsageError(f"{function!r} cannot run in batches: it has arguments that can only be given by name")
+        return Batched(function, max_size, max_wait)
+
+    return decorate

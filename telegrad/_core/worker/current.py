@@ -1,0 +1,108 @@
+"""The current worker of a thread."""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+
+from telegrad._core import forks
+from telegrad._core.agent.agent import Agent
+from telegrad._core.references.table import ReferenceTable
+from telegrad._core.worker.worker import Worker, made
+from telegrad.autograd import api
+from telegrad.autograd.conductor import Conductor
+from telegrad.errors import NotInitialized, PeerLost, StoreUntrusted
+
+worker: Worker | None = None  # of this process; init_rpc stores it, one at a time; read without a lock
+ended_by: BaseException | None = (
+    None  # error that ended this process's membership in its last group, until shutdown or init_rpc
+)
+_has_left = False  # this process was in a group before; reset in a forked child
+_here = threading.local()  # .worker: the worker whose thread this is, if a process has several
+
+
+def here() -> Worker:
+    """Return the worker of this thread.
+
+    Raises:
+        NotInitialized: this process is in no group.
+    """
+    own: Worker | None = getattr(_here, "worker", None)
+    return own if own is not None else joined()
+
+
+def agent() -> Agent:
+    """Return the agent of this thread; raises as `here`. Inlined for speed, since each remote call needs it."""
+    own: Worker | None = getattr(_here, "worker", None)
+    if own is not None:
+        return own.agent
+    return worker.agent if worker is not None else joined().agent
+
+
+def joined() -> Worker:
+    """Return the worker of this process.
+
+    Raises:
+        NotInitialized: it is in no group.
+        StoreUntrusted: it was, until the group's store was tampered with.
+        PeerLost: it was, until it was declared lost.
+    """
+    if worker is None:
+        if isinstance(ended_by, StoreUntrusted | PeerLost):
+            raise type(ended_by)(f"this process has left its group: {ended_by}")
+        if _has_left:
+            raise NotInitialized(
+                "RPC has not been initialized: this process has left its group, by shutdown() or since that has ended. "
+                "Make calls before that; to join a group again, call init_rpc first"
+            )
+        raise NotInitialized(f"RPC has not been initialized: this process is in no group, call init_rpc first{_hint()}")
+    return worker
+
+
+def _hint() -> str:
+    return f". {forks.ADVICE}" if forks.depth or multiprocessing.parent_process() is not None else ""
+
+
+def references() -> ReferenceTable:
+    """Return the references of this thread's worker."""
+    return here().references
+
+
+def conductor() -> Conductor:
+    """Return the conductor of this thread's backward passes."""
+    return here().conductor
+
+
+def enter(own: Worker | None) -> None:
+    """Make this thread run user code for `own`, or with None for the worker of this process."""
+    _here.worker = own
+
+
+def replace(own: Worker, by: Worker) -> None:
+    """Replace the worker of this process, for the next generation of its group."""
+    global worker
+    if worker is own:
+        worker = by
+
+
+def leave(own: Worker, because: BaseException | None = None) -> None:
+    """Unset the worker of this process. No other can be set before, so the check and the store need no lock."""
+    global worker, ended_by, _has_left
+    if worker is own:
+        _has_left = True
+        ended_by = because  # before `worker` is unset, which readers check first
+        worker = None
+
+
+def forget() -> None:
+    """In a forked child: disable the parent's workers."""
+    global worker, ended_by, _has_left
+    worker, ended_by, _has_left = None, None, False
+    for own in list(made):
+        own.abandon()
+    made.clear()  # otherwise a child of this child would do so again
+    forks.disable_stack()
+    _here.__dict__.clear()
+
+
+api.speak_for(conductor)

@@ -1,0 +1,238 @@
+"""Functions that run at a reference's owner, or where its value is needed.
+
+A call that uses a reference sends its id only; the caller holds the handle until the answer, so nothing is counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.nn import Module
+
+from telegrad._core.agent.agent import Agent
+from telegrad._core.agent.answers import its_future
+from telegrad._core.agent.server import ASYNC_MARK, Later
+from telegrad._core.calls.call_names import OWN_ARGUMENTS, RUNS, known_as, runs_as, user_name
+from telegrad._core.calls.cancelling import MUST_FINISH, finishes
+from telegrad._core.calls.futures import Future, Signal
+from telegrad._core.membership.members import Identity
+from telegrad._core.pickling.main_modules import warn_of_rebound
+from telegrad._core.references.box import Box
+from telegrad._core.references.letters import Id
+from telegrad._core.references.table import ReferenceTable
+from telegrad._core.worker import current
+from telegrad.autograd.api import check_root
+from telegrad.errors import ClaimLost
+
+
+class Borrowed(NamedTuple):
+    """A placeholder for a reference whose value is needed."""
+
+    id: Id
+    owner: tuple[str, int, str]  # its identity, as a plain tuple: a class takes longer to send
+
+
+@known_as("to_here() of a reference")
+def fetch(maker: str, number: int) -> Any:
+    """Return the value of a reference that this worker owns."""
+    box = current.references().box((maker, number))
+    return box.open() if box.full else Later(box.opening(), fetch)
+
+
+@known_as("future() of a reference")
+def created(maker: str, number: int) -> Any:
+    """Return None once the value of a reference that this worker owns exists."""
+    return Later(when_full(current.references().box((maker, number))), created)
+
+
+def when_full(box: Box) -> Future[None]:
+    """Return a future that completes with None once the box is full, or fails with its error."""
+    future: Future[None] = Future()
+
+    def tell(opening: Signal) -> None:
+        try:
+            opening.wait()
+        except Exception as error:
+            future.set_exception(error)  # type: ignore[arg-type]
+        else:
+            future.set_result(None)
+
+    box.opening().add_done_callback(tell)
+    return future
+
+
+class Method:
+    """Calls a method of a value that this worker owns, or the value itself if the name is empty."""
+
+    def __init__(self, attribute: str) -> None:
+        self.__name__ = name = attribute[len(_CALL) :]
+        self.__qualname__ = f"methods.{attribute}"
+        known_as(f"{name or '__call__'}() of the value of a reference")(self)
+        setattr(self, OWN_ARGUMENTS, 2)
+
+    def __call__(self, maker: str, number: int, /, *args: Any, **kwargs: Any) -> Any:
+        table = current.references()
+        value, name = opened(table.box((maker, number)), table.agent), self.__name__
+        try:
+            return _finish(getattr(value, name) if name else value, args, kwargs)
+        except ClaimLost as error:
+            error.claim = None  # the method has run
+            raise
+
+    def __reduce__(self) -> str:
+        return self.__qualname__
+
+    def _telegrad_must_finish(self, maker: str, number: int, *_: Any) -> bool:
+        box = current.references().box((maker, number))
+        return box.full and not box.failure and finishes(getattr(box.value, self.__name__ or "__call__", None), ())
+
+    def _telegrad_runs(self, maker: str, number: int, *_: Any) -> str:
+        box = current.references().box((maker, number))
+        return user_name(self) if box.failure or not box.full else _method_name(box.value, self.__name__)
+
+
+class MethodOfEach(Method):
+    """As `Method`, called on many workers: each picks its own value."""
+
+    def __init__(self, attribute: str) -> None:
+        super().__init__(attribute)
+        self.__name__ = self.__name__.removeprefix(_EACH)
+        known_as(f"{self.__name__ or '__call__'}() of the value of a reference")(self)
+        self.one = Method(attribute.replace(_EACH, "", 1))
+        setattr(self, OWN_ARGUMENTS, 1)
+
+    def __call__(self, ids: dict[str, Id], /, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+        return self.one(*ids[current.agent().name], *args, **kwargs)
+
+    def _telegrad_runs(self, ids: dict[str, Id], *_: Any) -> str:  # type: ignore[override]
+        return self.one._telegrad_runs(*ids[current.agent().name])
+
+
+class _Methods:
+    """One function for each method: the callee measures the duration of each function by name."""
+
+    def __init__(self) -> None:
+        self._kind = _CALL
+
+    def of(self, name: str) -> Method:
+        warn_of_rebound()
+        made: Method = getattr(self, self._kind + name)
+        return made
+
+    def of_each(self, name: str) -> MethodOfEach:
+        """Return the method that takes ids of several references, by the names of their owners, instead of one id."""
+        warn_of_rebound()
+        made: MethodOfEach = getattr(self, self._kind + _EACH + name)
+        return made
+
+    def __getattr__(self, attribute: str) -> Method:
+        if not attribute.startswith((_CALL, _TURN)):
+            raise AttributeError(attribute)
+        kind = MethodOfEach if attribute.startswith(_EACH, len(_CALL)) else Method
+        made = self.__dict__[attribute] = kind(attribute)
+        return made
+
+    def may_take_turns(self) -> None:
+        """From now on callees of this process may be actors, so they must keep the order of calls."""
+        self._kind = _TURN
+
+
+_CALL = "call_"  # prefix of a method's name, which may be that of any attribute
+_TURN = "turn_"
+_EACH = "*"  # follows the prefix if many are called
+METHODS = f"{__name__}:methods.".encode()  # prefix of their names in messages
+TURNS = METHODS + _TURN.encode()
+methods = _Methods()
+
+
+@known_as("a method of the value of a reference")
+def call_method(value: Any, method: str, /, *args: Any, **kwargs: Any) -> Any:
+    return _finish(getattr(value, method), args, kwargs)
+
+
+def with_values(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Call `function` with the values of borrowed references, each fetched directly from its owner."""
+    agent = current.agent()
+    here = agent.me.identity
+    wanted = [each for each in (*args, *kwargs.values()) if type(each) is Borrowed]
+    far = [each for each in wanted if each.owner != here]
+    coming = {each: agent.call_async(Identity(*each.owner), fetch, each.id, None) for each in far}
+    values = {each: opened(current.references().box(each.id), agent) for each in wanted if each.owner == here}
+    values |= {each: future.wait() for each, future in coming.items()}
+    return _finish(
+        function,
+        tuple(values[each] if type(each) is Borrowed else each for each in args),
+        {name: values[each] if type(each) is Borrowed else each for name, each in kwargs.items()},
+    )
+
+
+def opened(box: Box, agent: Agent, timeout: float = 0) -> Any:
+    """Return the value in a box of this agent's worker, once it is full.
+
+    Raises:
+        TimeoutError: it was not after so many seconds (0 for no limit).
+    """
+    if not box.full and not agent.wait_for(box.opening(), timeout or -1):
+        raise TimeoutError
+    value = box.open()
+    agent.streams.adopt(value)
+    return value
+
+
+def open_roots(table: ReferenceTable, values: Sequence[Any]) -> Future[list[Tensor]]:
+    """Return the root tensors of a backward pass that starts here; `values` has tensors and references.
+
+    The future fails if one of them cannot be a root.
+    """
+    found: Future[list[Tensor]] = Future()
+    coming = [table.box(value).opening() if not isinstance(value, Tensor) else None for value in values]
+
+    _look_at_roots(found, values, coming)
+    return found
+
+
+def _look_at_roots(
+    found: Future[list[Tensor]], values: Sequence[Any], coming: Sequence[Signal | None], _: Any = None
+) -> None:
+    """Complete `found` if all values are there; otherwise check again when the next one is.
+
+    This is no closure that passes itself on: that would be a reference cycle, which keeps the graphs of the roots
+    alive.
+    """
+    missing = next((each for each in coming if each is not None and not each.done()), None)
+    if missing is not None:
+        missing.add_done_callback(partial(_look_at_roots, found, values, coming))
+        return
+    try:
+        roots = [value if each is None else each.wait() for value, each in zip(values, coming, strict=True)]
+        for root in roots:
+            check_root(root)
+    except Exception as error:
+        found.set_exception(error)  # type: ignore[arg-type]
+    else:
+        found.set_result(roots)
+
+
+runs_as(with_values, lambda function, *_: user_name(function))
+setattr(with_values, OWN_ARGUMENTS, 1)
+setattr(with_values, MUST_FINISH, lambda function, *_: finishes(function, ()))
+setattr(call_method, OWN_ARGUMENTS, 2)
+setattr(call_method, MUST_FINISH, lambda value, method, *_: finishes(getattr(value, method), ()))
+runs_as(call_method, lambda value, method, *_: _method_name(value, method))
+
+
+def _method_name(value: Any, method: str) -> str:
+    """Return the user's name for a method of a value, or for a call of the value itself."""
+    said = getattr(type(value), RUNS, None)
+    if said is not None:
+        return str(said(value, method))
+    return f"{type(value).__qualname__}.{method or ('forward' if isinstance(value, Module) else '__call__')}"
+
+
+def _finish(function: Any, args: Any, kwargs: Any) -> Any:
+    """Call a function as the server does for direct calls."""
+    result = function(*args, **kwargs)
+    return Later(its_future(function, result), function) if hasattr(function, ASYNC_MARK) else result

@@ -1,0 +1,289 @@
+"""A worker: the object behind each thread's calls, which `init_rpc` creates for a process."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from telegrad._core import forks
+from telegrad._core.agent.agent import Agent
+from telegrad._core.calls.futures import Future
+from telegrad._core.calls.settings import Settings
+from telegrad._core.interrupts import uninterrupted
+from telegrad._core.joining.joining import Joined
+from telegrad._core.joining.turning import Turning
+from telegrad._core.membership.dynamic import HAS_LEFT, DynamicGroup
+from telegrad._core.membership.leaving import Leaving, LeavingTogether
+from telegrad._core.membership.members import Member, Members
+from telegrad._core.membership.membership import Membership
+from telegrad._core.references.handle import Handle
+from telegrad._core.references.table import ReferenceTable
+from telegrad._core.wire.messages import OVER
+from telegrad.autograd.conductor import Conductor
+from telegrad.errors import PeerError, PeerLost, UsageError
+
+T = TypeVar("T")
+made: weakref.WeakSet[Worker] = weakref.WeakSet()  # of this process; a forked child must not use them
+OpenRoots = Callable[[ReferenceTable, Sequence[Any]], Future[list[Tensor]]]
+
+
+class Worker:
+    """An agent with its references and backward passes and, after joining, its group."""
+
+    def __init__(
+        self,
+        name: str,
+        settings: Settings,
+        address: str,
+        entered: Callable[[Worker], None],
+        wrap: Callable[[ReferenceTable, Handle], Any],
+        open_roots: OpenRoots,
+        extensions: WorkerExtensions,
+    ) -> None:
+        """Start to listen. `entered` is called with this worker first on each thread that will run user code.
+
+        `wrap` creates the object for users from a handle of a reference.
+        """
+        self._entered = partial(entered, self)
+        self.agent = Agent(name, settings, address, lambda _: entered(self))
+        self.references = ReferenceTable(self.agent, wrap)
+        self.conductor = Conductor(self.agent, partial(open_roots, self.references))
+        self.extensions = extensions
+        # Called with each other worker that has left or was lost, under the lock of the membership: they must not wait.
+        # Filled before the worker joins.
+        self.at_gone: list[Callable[[Member], None]] = []
+        self.at_end: list[Callable[[], None]] = []  # called when this worker leaves; any thread may `append`
+        # Called by a graceful shutdown, with its timeout, before the worker announces it; each may block.
+        self.before_end: list[Callable[[float], None]] = []
+        self.at_declared_lost: Callable[[PeerLost], None] = lambda _: None  # called once it has ended
+        self.group_ends = False  # the group ends with this worker: its program has started the others
+        self.turning: Turning | None = None  # of an elastic group
+        self.elastic: Any = None  # the same: an `elastic.Elastic`, which creates its next generations
+        self._lock = threading.Lock()  # guards changes of _attached
+        self._attached: dict[Callable[[Agent], Any], Any] = {}
+        made.add(self)
+
+    def attached(self, make: Callable[[Agent], T]) -> T:
+        """Return what `make(agent)` has made for this worker; the first call makes it, under a lock."""
+        with self._lock:
+            if make not in self._attached:
+                self._attached[make] = make(self.agent)
+            found: T = self._attached[make]
+        return found
+
+    def join(self, joined: Joined, used: Iterable[int]) -> None:
+        """Join a group; calls may use the accelerators in `used`."""
+        self.me, self.directory, keys, generation, renewal = joined
+        directory = self.directory
+        self.references.name_is(self.me.name)
+        # Before the agent joins: from then on the others may send messages of the shutdown barrier.
+        self.parting: Leaving = (
+            LeavingTogether(self.agent, self.me, directory)
+            if isinstance(directory, Members)
+            else Leaving(self.agent, self.me)
+        )
+        self.membership = Membership(self.agent, self.me, directory, self._entered)
+        if isinstance(self.parting, LeavingTogether):
+            self.membership.answered.append(self.parting.remind)
+            self.membership.on_dead = self.parting.lose
+        self.membership.gone += self.at_gone
+        self.membership.on_declared_lost = self._declared_lost
+        if generation is not None:
+            self.turning = Turning(self.agent, self.me, generation)
+            self.membership.gone.append(self.turning.note)
+            self.membership.none_joins = "who comes waits for the next generation: rpc.rendezvous_again() lets it in"
+            self.membership.answered.append(self.turning.remind)
+            if isinstance(self.parting, LeavingTogether):
+                self.turning.went_on = self.parting.went_on
+        self.agent.join(self.me, keys, directory, used)
+        self.membership.begin()
+        if renewal is not None:
+            renewal.begin()
+            self.at_end.append(renewal.close)
+        self.extensions.on_join(self)
+
+    def shutdown(
+        self, graceful: bool, timeout: float, require: bool | Collection[str | int] = (), serving: bool = False
+    ) -> None:
+        """Leave the group. With `graceful`, first wait until no call is in flight, in a fixed group on any worker.
+
+        Raises:
+            CallTimeout: the others did not want to shut down in time; this worker has left all the same.
+            PeerLost: a required worker died or left early; this worker has left all the same. Or it was declared lost.
+        """
+        how = "it did not wait for them (graceful=False, a timeout, or an error)"
+        required = self.parting.required(require)
+        try:
+            if graceful:
+                for act in self.before_end:
+                    act(timeout)
+                if not serving:
+                    self.extensions.on_leave(self)
+                self.parting.wait(timeout, serving)
+                how = ""
+        finally:
+            self.end(how)
+        if isinstance(self.directory, DynamicGroup) and self.directory.over not in ("", HAS_LEFT):
+            raise PeerLost(self.directory.over)
+        if graceful:
+            self.parting.check(required)
+
+    def serve(self, require: bool | Collection[str | int]) -> None:
+        """Serve until the group ends or `stop_serving` is called; then leave.
+
+        Raises:
+            PeerLost: a required worker died, or left a group of fixed size early; this one was declared lost.
+        """
+        if self.parting.together:
+            self.shutdown(True, 0, require, serving=True)
+            return
+        try:
+            self.membership.wait_for_end([] if isinstance(require, bool) else [self.agent.find(to) for to in require])
+        finally:
+            self.shutdown(self.membership.serving.missed is None, 0)
+        if missed := self.membership.serving.missed:
+            raise PeerLost(
+                f"worker {missed.name!r} was lost, without which {self.me.name!r} shall not serve; see its log"
+            )
+
+    def stop_serving(self) -> None:
+        """Make `serve` return.
+
+        Raises:
+            UsageError: the group is of fixed size.
+        """
+        if self.parting.together:
+            raise UsageError(
+                f"worker {self.me.name!r} is in a group of fixed size, whose workers leave together: its serve() ends "
+                "once all have called shutdown() or serve()"
+            )
+        self.membership.serving.ended.set()
+
+    @uninterrupted
+    def end(self, how: str, *, reason: PeerError | None = None, in_order: bool = True) -> None:
+        """Leave now. A fixed group gets `how`, unless this worker leaves in order.
+
+        Calls in flight here, and later calls, fail for that `reason`. `in_order` is False if the program has ended.
+        """
+        for act in self.at_end:
+            act()
+        if self.turning is not None:
+            self.turning.close()
+        self.membership.close()
+        if self.group_ends and how:
+            how = OVER
+        try:
+            if isinstance(self.directory, DynamicGroup):
+                self.directory.leave(in_order)
+        finally:
+            self.agent.close(reason, how if self.parting.together else "")
+            self.extensions.close()
+
+    def _declared_lost(self) -> None:
+        """Stop this worker: the group continues without it, and may have given its name to another worker."""
+        assert isinstance(self.directory, DynamicGroup)
+        error = PeerLost(self.directory.over)
+        self.end(str(error), reason=error)
+        self.at_declared_lost(error)
+
+    def end_with_the_program(self) -> None:
+        """Leave when the program ends without `shutdown`."""
+        self.end("its program ended without rpc.shutdown()", in_order=False)
+
+    def abandon(self) -> None:
+        """In a forked child: close the descriptors, and let each use of this worker raise NotInitialized."""
+        self.agent.abandon()
+        self.extensions.abandon()
+        for attached in self._attached.values():
+            forks.disable(attached)
+        for part in (self.agent, self.conductor, self.references, self):
+            forks.disable_all(part)
+
+    def __repr__(self) -> str:
+        group = self.directory if hasattr(self, "directory") else "no group yet"
+        return f"<Worker {self.agent.name!r}{', closed' if self.agent.closed else ''}, in {group}>"
+
+
+class WorkerExtension:
+    """An object beside each worker, from before the worker looks for its group until the worker has left.
+
+    Subclass it, override methods, and pass the class to `register`. An exception of `__init__` or `on_start` ends the
+    start of the worker.
+    """
+
+    def __init__(self, name: str) -> None:
+        """Initialise before the worker looks for its group; `name` is its role if it has no name so far."""
+
+    def on_start(self, worker: Worker, rank: int, size: int | None, place: str) -> None:
+        """Called once the worker listens, before it joins the group of `size` workers that meets at `place`."""
+
+    def on_join(self, worker: Worker) -> None:
+        """Called once the worker is in its group, and has its name and rank there."""
+
+    def on_leave(self, worker: Worker) -> None:
+        """Called when the worker starts to wait for the others, before it leaves."""
+
+    def close(self) -> None:
+        """Called once the worker has left its group, or could not join it; perhaps twice."""
+
+    def abandon(self) -> None:
+        """Called in a forked child, in which the worker does not run: free inherited resources."""
+
+
+E = TypeVar("E", bound=WorkerExtension)
+_registered: list[type[WorkerExtension]] = []  # changed by imports only
+
+
+def register(extension: type[WorkerExtension]) -> None:
+    """Create an object of this class for each worker that starts later in this process."""
+    if extension not in _registered:
+        _registered.append(extension)
+
+
+class WorkerExtensions:
+    """The extensions of one worker."""
+
+    def __init__(self, name: str) -> None:
+        self._all: list[WorkerExtension] = []
+        try:
+            for kind in _registered:
+                self._all.append(kind(name))
+        except BaseException:
+            self.close()
+            raise
+
+    def of_kind(self, kind: type[E]) -> E:
+        """Return the extension of that class.
+
+        Raises:
+            LookupError: it was registered after the worker had started, or not at all.
+        """
+        for each in self._all:
+            if isinstance(each, kind):
+                return each
+        raise LookupError(f"{kind.__name__} is no extension of this worker; register it before init_rpc")
+
+    def on_start(self, worker: Worker, rank: int, size: int | None, place: str) -> None:
+        for each in self._all:
+            each.on_start(worker, rank, size, place)
+
+    def on_join(self, worker: Worker) -> None:
+        for each in self._all:
+            each.on_join(worker)
+
+    def on_leave(self, worker: Worker) -> None:
+        for each in self._all:
+            each.on_leave(worker)
+
+    def close(self) -> None:
+        for each in self._all:
+            each.close()
+
+    def abandon(self) -> None:
+        for each in self._all:
+            each.abandon()

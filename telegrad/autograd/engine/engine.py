@@ -1,0 +1,432 @@
+"""One worker's part of a pass: the schedule decides which nodes of the graph may run, and torch's engine runs them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from functools import partial
+from sys import getrefcount
+from threading import get_ident
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from telegrad._core.calls import profiling
+from telegrad._core.devices.device_streams import Streams
+from telegrad._core.membership.members import Identity
+from telegrad.autograd.engine import guard, node_calls, replicas, sharded
+from telegrad.autograd.engine.captures import Capture, CaptureKinds, CheckpointNode
+from telegrad.autograd.engine.edges import device_of, edge_of, run_backward
+from telegrad.autograd.engine.gradients import total
+from telegrad.autograd.engine.outbox import Outbox
+from telegrad.autograd.engine.passes import WITHOUT, PassSpec
+from telegrad.autograd.engine.record import UNKNOWN, AutogradContext, Origin, RecvNode
+from telegrad.autograd.engine.schedule import (
+    ALONE,
+    LEAF,
+    PLAIN,
+    RECV,
+    EngineCall,
+    GraphSchedule,
+    GraphStep,
+    Kinds,
+    Node,
+)
+from telegrad.errors import UsageError
+
+SEND_EVENT = "torch::distributed::autograd::SendRpcBackward"  # the event for arriving gradients in profiles
+ROOTS = 0  # the entry of the roots; other entries are message numbers
+
+LeafNode: type = type(get_gradient_edge(torch.empty(0, requires_grad=True)).node)
+
+
+def _has_hooks(leaf: Tensor, node: Node | None = None) -> bool:
+    return bool(
+        leaf._backward_hooks or leaf._post_accumulate_grad_hooks or node_calls.has_hooks_of_leaf_node(leaf, node)
+    )
+
+
+def _kind_of_leaf(node: Node, averaged: AbstractSet[int] = frozenset()) -> int:
+    """Return PLAIN if the leaf may take its gradient in parts: it has no hooks, and its id is not in `averaged`."""
+    return LEAF if id(node.variable) in averaged or _has_hooks(node.variable, node) else PLAIN
+
+
+KINDS: dict[type, Callable[[Node], int]] = {
+    LeafNode: _kind_of_leaf,
+    RecvNode: lambda node: RECV,
+    CheckpointNode: lambda node: ALONE,
+}
+
+
+# The reference count of a gradient in the loop over the engine's results, if there is no other reference to it. There
+# may be others: its function may have kept it, or given it to several leaves. The loop calls `getrefcount` itself: a
+# Python function in between would count one more while torch compiles, and permanently after a failed compilation
+# (torch 2.13).
+UNSHARED = next(getrefcount(gradient) for _, gradient in zip([None], (torch.empty(0),), strict=False))
+
+
+class EngineRunner:
+    """The graph of one worker in one pass, run by torch's engine. Only one thread at a time may call it.
+
+    The runner is created for the first task: by then, everything that the pass can reach has been recorded.
+    """
+
+    def __init__(
+        self,
+        context: AutogradContext,
+        spec: PassSpec,
+        roots: Sequence[Tensor],
+        outbox: Outbox,
+        streams: Streams,
+        capture: Capture | None = None,
+    ) -> None:
+        """`roots` are those of this worker."""
+        self._context = context
+        self._streams = streams
+        self._spec = spec
+        self._outbox = outbox
+        self._capture = capture
+        self._seeds = list(map(torch.ones_like, roots)) if capture is None else capture.seeds
+        self._replicated = set() if spec.captures else replicas.replicated()
+        modules = [] if spec.captures or spec.create else sharded.sharded_modules()  # else `guard` refuses the modules
+        self._unsharded = sharded.unsharded_ids(modules)
+        self._averaged = self._replicated | self._unsharded  # the ids of leaves whose gradients all ranks average
+        self._sends = context.sends
+        # The edges at which the gradients of each entry come in.
+        self._edges: dict[int, Sequence[GradientEdge | Tensor]] = {
+            number: list(map(self._entrance, send.edges)) for number, send in self._sends.items()
+        }
+        if roots:
+            self._edges[ROOTS] = list(map(edge_of, roots))
+        entries: Any = self._edges  # tensors occur only in passes without captures, see `_entrance`
+        self._capture_kinds = CaptureKinds(context, entries, capture) if spec.captures else None
+        # A bound method of the runner would make a reference cycle, and keep the graph alive until garbage collection.
+        kinds: Kinds = {**KINDS, LeafNode: partial(_kind_of_leaf, averaged=self._averaged)} if self._averaged else KINDS
+        kinds = self._capture_kinds or kinds
+        nodes = {entry: self._nodes(entry) for entry in self._edges}
+        self._sharded = sharded.ShardedPart(modules, nodes)
+        self._schedule = GraphSchedule(nodes, kinds)
+        self._marked: set[int] = set()  # sends that can still receive
+        self._buried = False  # only marked sends may still receive, on all workers
+        # Unused gradients that came to nodes, by the index of the output; None: there is no gradient.
+        self._pending: dict[Node, dict[int, Tensor | None]] = {}
+        self._lacking = False  # a node got no gradient at all, so the engine cannot start there
+        self._told: set[Node] = set()  # nodes whose hooks were called with the pending gradients
+        self._unreduced: dict[Node, Tensor] = {}  # gradients of replicated leaves
+        self._entered: Sequence[tuple[Any, ...]] = []  # the places at which the current act started
+        # `ship` changes the following fields, and the engine's threads for several devices may call it concurrently. A
+        # wrong count then only sends gradients alone, or at the end of the step. The other fields change by single set
+        # operations.
+        # for senders of several messages: how many of these still get gradients in this step
+        self._coming: dict[Identity, int] = {}
+        self._unshipped: set[Origin] = set()
+        self._received_on: set[torch.Stream] = set()  # the streams on which the Recvs of the current step ran
+
+    def __repr__(self) -> str:
+        return (
+            f"<EngineRunner of {self._spec}: {len(self._schedule.open)} entries open, {len(self._pending)} nodes wait "
+            f"for more{', the rest is buried' if self._buried else ''}>"
+        )
+
+    def _entrance(self, edge: GradientEdge | Tensor) -> GradientEdge | Tensor:
+        """Return the node's edge instead of a leaf, if the leaf must not take its gradient in parts."""
+        if isinstance(edge, Tensor) and (self._spec.captures or id(edge) in self._averaged or _has_hooks(edge)):
+            return edge_of(edge)
+        return edge
+
+    # Called by the protocol
+
+    def start(self) -> None:
+        """Run from the roots. On a worker that has roots, this is the first task."""
+        self._take_in([(ROOTS, self._seeds)])
+        self._run()
+
+    def arrive(self, gradients: Iterable[tuple[int, Sequence[Tensor | None]]]) -> None:
+        """Take gradients of sent tensors, and run the nodes that can run."""
+        if profiling.enabled():
+            profiling.recorded(SEND_EVENT, lambda: self._take_in(gradients))
+        else:
+            self._take_in(gradients)
+        self._run()
+
+    def _take_in(self, gradients: Iterable[tuple[int, Sequence[Tensor | None]]]) -> None:
+        schedule = self._schedule
+        for entry, parts in gradients:
+            if entry not in schedule.open:
+                raise UsageError(f"context {self._context.id} has no open message {entry} for which gradients came")
+            for edge, gradient in zip(self._edges[entry], parts, strict=False):
+                if gradient is None:
+                    continue
+                if gradient is WITHOUT:
+                    if not isinstance(edge, Tensor):
+                        self._enter(edge.node, edge.output_nr, None)
+                    continue
+                if self._streams.used:  # it may have come to another device than the tensor's
+                    gradient = gradient.to(device_of(edge))
+                if isinstance(edge, Tensor):
+                    self._context.gradients.add(edge, gradient, self._spec.create)
+                else:
+                    self._enter(edge.node, edge.output_nr, gradient)
+            schedule.close(entry)
+
+    def mark(self, sends: Sequence[int]) -> Mapping[str, list[int]]:
+        """Return the sends of other workers that these sends lead to. Without sends, start at the waiting nodes."""
+        starts = [node for send in sends for node in self._nodes(send)] if sends else list(self._pending)
+        self._marked.update(sends)
+        found: dict[str, list[int]] = {}
+        for node in self._schedule.mark(starts):
+            found.setdefault(node.origin.sender.name, []).append(node.origin.number)
+        return found
+
+    def bury(self) -> None:
+        """Run the nodes that waited for sends that were not marked: these will receive nothing."""
+        self._buried = True
+        schedule = self._schedule
+        for entry in [entry for entry in schedule.open if entry not in self._marked]:
+            schedule.close(entry)
+        self._run()
+
+    @property
+    def starved(self) -> bool:
+        """Return True if gradients wait for others."""
+        return bool(self._pending or self._unreduced)
+
+    @property
+    def expects(self) -> bool:
+        """Return True if gradients may come to a sent tensor or to a root, and from there to a leaf."""
+        return bool(self._schedule.open) and not self._spec.captures
+
+    @property
+    def waiting(self) -> Iterator[str]:
+        """Describe the sends that have received nothing."""
+        return (str(self._sends[entry]) for entry in self._schedule.open)
+
+    def _nodes(self, entry: int) -> list[Node]:
+        return [edge.node for edge in self._edges[entry] if not isinstance(edge, Tensor)]
+
+    # Replicated and sharded modules
+
+    def _replicated_leaves(self) -> list[Node]:
+        leaves = self._schedule.special(LEAF)
+        return [node for node in leaves if id(node.variable) in self._replicated]
+
+    def _reduce(self, schedule: GraphSchedule) -> None:
+        """Average all gradients of replicated leaves in one call, once none of them can change any more."""
+        if all(map(schedule.settled, self._replicated_leaves())):
+            unreduced, self._unreduced = self._unreduced, {}
+            for node, gradient in replicas.reduce(unreduced).items():
+                self._context.gradients.add(node.variable, gradient, self._spec.create)
+
+    # Running
+
+    def _run(self) -> None:
+        schedule, part, self._context.running = self._schedule, self._sharded, self
+        thread = get_ident()
+        outer = thread in guard.running  # a hook began this pass
+        guard.running.add(thread)
+        try:
+            with part.running(self._context.gradients) if part else contextlib.nullcontext():
+                step = schedule.step(self._pending, self._lacking)
+                if step is not None:
+                    self._run_step(step)
+                if part:
+                    part.finish(schedule.settled)
+            if self._unreduced:
+                self._reduce(schedule)
+        finally:
+            self._context.running = None
+            if not outer:
+                guard.running.discard(thread)
+
+    def _run_step(self, step: GraphStep) -> None:
+        recvs = self._recvs(step)
+        for node in recvs:
+            self._check(node.origin)
+        self._unshipped = {node.origin for node in recvs}
+        self._coming = Counter([node.origin.sender for node in recvs]) if len(recvs) > 1 else {}
+        for act in step.acts:
+            if type(act) is not EngineCall:
+                self._run_by_hand(act)
+            elif self._lacking and any(map(self._lacks, act.nodes)):
+                for node in act.nodes:
+                    self._run_by_hand(node)
+            else:
+                self._run_engine(act)
+        for node in recvs:
+            if node.origin in self._unshipped:
+                self._ship_nothing(node)
+        self._outbox.flush()
+
+    def _recvs(self, step: GraphStep) -> Sequence[Node]:
+        """Return the Recv nodes that a step runs or does not reach."""
+        acts = step.acts
+        if len(acts) == 1 and type(acts[0]) is EngineCall and not step.unreached:
+            return acts[0].recvs
+        kind = self._schedule.kind
+        found = [each for act in acts for each in (act.recvs if type(act) is EngineCall else [act])]
+        return [*(node for node in found if kind(node) == RECV), *step.unreached]
+
+    def _check(self, origin: Origin) -> None:
+        if origin.number == UNKNOWN:
+            raise origin.refusal()
+        if origin.context is not self._context:
+            raise UsageError(
+                f"the graph of context {self._context.id} leads to tensors that came from worker "
+                f"{origin.sender.name!r} in another context, {origin.context.id}. Detach what outlives its context"
+            )
+
+    def ship(self, origin: Origin, gradients: Sequence[Tensor | None]) -> None:
+        """Send the gradients that came to a Recv. The engine calls this on any of its threads."""
+        if origin not in self._unshipped:  # a hook or another thread calls the engine itself
+            raise origin.refusal()
+        self._received_on.update(self._streams.current())
+        for gradient in gradients:
+            if gradient is None:
+                gradients = self._told_apart(origin, gradients)
+                break
+        self._ship(origin, gradients)
+
+    def _told_apart(self, origin: Origin, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Replace None by WITHOUT for tensors that the pass has reached."""
+        reached = outputs_reached(self._entered, origin)
+        return [
+            WITHOUT if gradient is None and number in reached else gradient for number, gradient in enumerate(gradients)
+        ]
+
+    def _ship(self, origin: Origin, gradients: Sequence[Tensor | None]) -> None:
+        self._unshipped.discard(origin)
+        left = self._coming[origin.sender] = self._coming.get(origin.sender, 1) - 1
+        self._outbox.add(origin.sender, origin.number, gradients, left > 0)
+
+    def _ship_nothing(self, node: Node) -> None:
+        """Report to a sender that still waits that no gradient comes."""
+        if not self._buried or self._schedule.is_marked(node):
+            self._ship(node.origin, ())
+
+    def _lacks(self, node: Node) -> bool:
+        """Return True if the pass has reached a node without any gradient."""
+        pending = self._pending.get(node)
+        return pending is not None and all(gradient is None for gradient in pending.values())
+
+    def _run_engine(self, call: EngineCall) -> None:
+        roots: list[GradientEdge] = []
+        gradients: list[Tensor] = []
+        without: list[GradientEdge] = []
+        for node in (*call.nodes, *call.fed) if call.fed else call.nodes:
+            for number, entering in self._pending.pop(node, {}).items():
+                if entering is None:
+                    without.append(GradientEdge(node, number))
+                else:
+                    roots.append(GradientEdge(node, number))
+                    gradients.append(entering)
+        if not roots:
+            return
+        self._entered = [*roots, *without] if without else roots
+        fed = [GradientEdge(node, number) for node in call.fed for number in range(len(node._input_metadata))]
+        if self._capture_kinds is None:
+            leaves = [GradientEdge(leaf, 0) for leaf in call.leaves]
+        else:
+            leaves = self._capture_kinds.wanted([*call.leaves, *call.recvs])
+        wanted: list[Any] = [*leaves]
+        wanted += [node.anchor for node in call.recvs]
+        wanted += fed
+        if not wanted:
+            return
+        given = run_backward(roots, gradients, wanted, self._spec.retain, self._spec.create)
+        self._streams.keep(given)  # nodes run on the streams of the forward pass
+        # hooks may have made tensors there; the engine synchronizes all other nodes
+        self._streams.follow(self._received_on)
+        self._received_on.clear()
+        for leaf, gradient in zip(leaves, given, strict=False):
+            if gradient is not None:
+                shared = getrefcount(gradient) > UNSHARED
+                self._accumulate(leaf.node, gradient, shared, leaf.output_nr)
+        if fed:
+            self._feed(call, fed, given[len(given) - len(fed) :])
+
+    def _feed(self, call: EngineCall, edges: Sequence[GradientEdge], given: Sequence[Tensor | None]) -> None:
+        """Pass the results of an engine call, after hooks, to nodes that run by hand."""
+        self._told.update(call.fed)
+        behind = (edge for node in call.nodes for edge in node.next_functions)
+        for fed, number, *_ in [*self._entered, *behind]:
+            if fed in self._told:
+                self._enter(fed, number, None)
+        for edge, gradient in zip(edges, given, strict=True):
+            if gradient is not None:
+                self._enter(edge.node, edge.output_nr, gradient)
+
+    def _run_by_hand(self, node: Node) -> None:
+        pending = self._pending.pop(node, None)
+        if pending is None:
+            return
+        self._entered = [(node, number) for number in pending]
+        fire = node not in self._told
+        kind = self._schedule.kind(node)
+        if self._capture is not None and self._capture_kinds is not None:
+            if kind == LEAF and fire:
+                pending = node_calls.call_tensor_hooks(node, pending, self._spec)
+            for edge in self._capture_kinds.wanted([node]):
+                self._capture.take((node, edge.output_nr), pending.get(edge.output_nr))
+            if kind == LEAF:
+                return
+        given = node_calls.run(node, pending, fire, self._spec, self._accumulate, self._streams)
+        if kind == RECV:
+            return
+        for (following, number), gradient in zip(node.next_functions, given, strict=False):
+            if following is not None:
+                self._enter(following, number, gradient)
+
+    def _enter(self, node: Node, number: int, gradient: Tensor | None) -> None:
+        """Record that the pass has reached a node's output, with its gradient. A leaf takes the complete gradient."""
+        if self._schedule.kind(node) == PLAIN:
+            if gradient is not None:
+                self._accumulate(node, gradient)
+            return
+        waiting = self._pending.setdefault(node, {})
+        known = waiting.get(number)
+        self._lacking |= gradient is None
+        if known is None:
+            waiting[number] = gradient
+        elif gradient is not None:
+            waiting[number] = total(known, gradient)
+
+    def _accumulate(self, node: Node, gradient: Tensor, shared: bool = False, number: int = 0) -> None:
+        """Accumulate the gradient of a leaf (complete, if the leaf has hooks), or capture a gradient for the driver."""
+        if self._spec.captures:
+            if self._capture is not None:
+                self._capture.take((node, number), gradient)
+            return
+        leaf = node.variable
+        if id(leaf) in self._unsharded:
+            return  # a hook has given it to FSDP
+        if id(leaf) in self._replicated:
+            self._unreduced[node] = gradient
+            return
+        (changed,) = node_calls.call_hooks(node_calls.hooks_before_leaf(node), (gradient,))
+        if changed is None:
+            return
+        whole = self._context.gradients.add(leaf, changed, self._spec.create, shared)
+        behind = node_calls.hooks_behind_leaf(node)
+        if leaf._post_accumulate_grad_hooks or behind:
+            left = node_calls.call_hooks_of_leaf(leaf, whole, changed, behind)
+            if left is not whole:
+                self._context.gradients.replace(leaf, left)
+
+
+def outputs_reached(starts: Iterable[tuple[Any, ...]], origin: Origin) -> set[int]:
+    """Return the indices of the tensors of one message that a pass reaches from these outputs of nodes."""
+    stack = list(starts)
+    seen: set[Node] = set()
+    reached: set[int] = set()
+    while stack:
+        node, number, *_ = stack.pop()
+        if getattr(node, "origin", None) is origin:
+            reached.add(number)
+        elif node is not None and node not in seen:
+            seen.add(node)
+            stack += node.next_functions
+    return reached

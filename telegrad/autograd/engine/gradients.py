@@ -1,0 +1,118 @@
+"""The accumulated gradients of one context, separate from `.grad`."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Gradients:
+    """The gradients of leaves. Each has its own memory, so code may change it in place, as it may change a `.grad`."""
+
+    def __init__(self) -> None:
+        # guards changes of all fields below: passes and pipelines of one context add concurrently
+        self._lock = threading.Lock()
+        self._sums: dict[Tensor, Tensor] = {}
+        self._memory: set[int] = set()  # addresses of the storages of the sums
+        self._added: set[Tensor] = set()  # leaves whose sum was made here, so it may be changed in place
+        # the state of the `.grad` of leaves before their first gradient
+        self._earlier: dict[Tensor, tuple[int, int]] = {}
+
+    def __len__(self) -> int:
+        return len(self._sums)
+
+    def as_dict(self) -> dict[Tensor, Tensor]:
+        """Return the current sums by leaves. The copy is atomic, so the caller needs no lock."""
+        return dict(self._sums)
+
+    def passed_over(self, leaf: Tensor) -> bool:
+        """Return True if the leaf has a sum here, and its `.grad` has not changed since before the first gradient."""
+        return leaf in self._sums and _state(leaf.grad) == self._earlier.get(leaf, _state(None))
+
+    def clear(self) -> None:
+        """Drop all sums, because the context has ended or an optimizer has used them."""
+        with self._lock:
+            gone = self._sums
+            self._sums, self._memory, self._added = {}, set(), set()
+            self._earlier.clear()
+        del gone  # not under the lock: freeing tensors may run user code
+
+    def take(self, leaf: Tensor) -> Tensor | None:
+        """Remove and return the gradient of a leaf."""
+        with self._lock:
+            self._added.discard(leaf)
+            return self._sums.pop(leaf, None)
+
+    def replace(self, leaf: Tensor, gradient: Tensor | None) -> None:
+        """Set the gradient of a leaf; None removes it."""
+        with self._lock:
+            self._added.discard(leaf)
+            if gradient is None:
+                self._sums.pop(leaf, None)
+            else:
+                self._sums[leaf] = gradient
+
+    def add(self, leaf: Tensor, gradient: Tensor, graph: bool, shared: bool = False) -> Tensor:
+        """Add to the gradient of `leaf`, and return the sum. With `graph`, the sum can be differentiated again.
+
+        `shared` means that the gradient has other owners.
+        """
+        with self._lock:
+            return self._add(leaf, gradient, graph, shared)
+
+    def _add(self, leaf: Tensor, gradient: Tensor, graph: bool, shared: bool) -> Tensor:
+        known = self._sums.get(leaf)
+        if known is None and leaf.grad is not None:
+            self._earlier[leaf] = _state(leaf.grad)
+        if graph:
+            made = gradient if known is None else total(known, gradient)
+        elif known is None:
+            made = self._own(leaf, gradient, shared)
+        elif leaf in self._added and not gradient.is_sparse:
+            with torch.no_grad():
+                known += gradient
+            return known
+        else:
+            with torch.no_grad():
+                made = total(known, gradient)
+            if not made.is_sparse and has_memory(made):
+                self._added.add(leaf)
+        self._sums[leaf] = made
+        return made
+
+    def _own(self, leaf: Tensor, gradient: Tensor, shared: bool) -> Tensor:
+        """Return the gradient itself if it owns its memory and has the leaf's layout, else a copy."""
+        gradient = gradient.detach()
+        if gradient.layout is not torch.strided or gradient.is_nested:
+            return gradient.clone() if shared else gradient
+        if not has_memory(gradient):
+            return gradient.clone()
+        storage = gradient.untyped_storage()
+        address = storage.data_ptr()
+        fills = storage.nbytes() == gradient.nbytes and gradient.stride() == leaf.stride()
+        if shared or not fills or address in self._memory:
+            with torch._C.DisableTorchFunctionSubclass():  # a `.grad` is a plain tensor, too
+                gradient = torch.empty_like(leaf, dtype=gradient.dtype, requires_grad=False).copy_(gradient)
+            address = gradient.untyped_storage().data_ptr()
+        self._memory.add(address)
+        return gradient
+
+
+def _state(gradient: Tensor | None) -> tuple[int, int]:
+    """Return a value that changes when a `.grad` is replaced or written to."""
+    return (0, 0) if gradient is None else (id(gradient), gradient._version)
+
+
+def has_memory(tensor: Tensor) -> bool:
+    """Return False for a tensor that consists of others, such as a DTensor, and may have no memory of its own."""
+    kind: Any = type(tensor)
+    same: bool = kind is Tensor or kind.__torch_dispatch__ == Tensor.__torch_dispatch__
+    return same
+
+
+def total(one: Tensor, other: Tensor) -> Tensor:
+    """Return the sum of two gradients, either of which may be sparse."""
+    return other + one if one.is_sparse and not other.is_sparse else one + other

@@ -1,0 +1,282 @@
+"""The records of one worker for one forward and backward pass: sends, receipts, and gradients of leaves.
+
+Two objects join the graphs of two workers. The sender keeps a `Send`, the edges of the tensors in a message. The
+receiver makes a `Recv` node for the received tensors, whose `Origin` names the `Send` that gets their gradients.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar, Token
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from telegrad._core.atfork import in_child
+from telegrad._core.membership.members import Identity
+from telegrad._core.wire.unpacking import as_views_of_shared
+from telegrad.autograd.engine.edges import edge_of
+from telegrad.autograd.engine.gradients import Gradients
+from telegrad.errors import UsageError
+
+OWNER_SHIFT = 48  # bits of a context's id: the rank of its owner is above a number that starts at random
+UNKNOWN = 0  # the number of a message sent under `no_grad`, whose tensors were not recorded
+FIRST = 1 << 63  # the engine runs the ready node with the highest number first: outgoing gradients must not wait
+
+# Appended to a message's body: the context, and the message's number; then the indices of the recorded slots, four
+# bytes each.
+_HEAD = struct.Struct("<QQ")
+read_id = struct.Struct("<Q").unpack_from  # of the context
+
+_entered: ContextVar[int | None] = ContextVar("telegrad_context", default=None)
+entered_id = _entered.get  # of this thread's context, or None
+
+# The addresses of contexts in which tensors were received; each use is one atomic operation. A forked child keeps them:
+# graphs that it inherits must not run without the gradients of other workers there either.
+receiving: set[int] = set()
+
+
+@in_child
+def _leave() -> None:
+    """Leave the context: it belongs to a worker of the parent process."""
+    _entered.set(None)
+
+
+class Send(NamedTuple):
+    """A message that contained tensors: the edges at which their gradients will enter.
+
+    A leaf has no edge and is kept itself.
+    """
+
+    edges: list[GradientEdge | Tensor]
+    to: str
+    what: Any  # the function whose arguments or result they are
+
+    def __str__(self) -> str:
+        name = getattr(self.what, "__name__", None) or (self.what if isinstance(self.what, str) else "a call")
+        return f"{len(self.edges)} tensor(s) sent to {self.to!r} with {name}"
+
+
+class Origin:
+    """The message that the tensors came in, which gets their gradients."""
+
+    __slots__ = ("after", "context", "number", "sender")
+
+    def __init__(self, context: AutogradContext, sender: Identity, number: int, after: int = 0) -> None:
+        self.context = context
+        self.sender = sender
+        self.number = number  # given by the sender
+        self.after = after  # the number of the last message that this worker had sent in the context before
+
+    def may_lead_behind(self, first: float) -> bool:
+        """Return True if gradients sent there may come back to tensors sent in message `first` or later."""
+        return self.after >= first or self.number == UNKNOWN
+
+    def refusal(self) -> UsageError:
+        """Return the error for a gradient that came here while torch's engine ran the graph without a pass."""
+        if self.number == UNKNOWN:
+            return UsageError(
+                f"a gradient leads to a tensor that worker {self.sender.name!r} sent in a call under torch.no_grad(), "
+                "but that has a graph there, since it was made under torch.enable_grad() or before the call. Make the "
+                "call without no_grad, or detach the tensor"
+            )
+        return UsageError(
+            f"the graph leads to tensors that came from worker {self.sender.name!r} in context {self.context.id}. "
+            "Run it with telegrad.autograd.backward or telegrad.autograd.grad, inside of that context"
+        )
+
+    def __repr__(self) -> str:
+        return f"<Origin: message {self.number} of {self.sender.name!r} in context {self.context.id}>"
+
+
+class Recv(torch.autograd.Function):
+    """One node for all received tensors of one message. It sends their gradients to the sender of the tensors.
+
+    Its only input, the anchor, is an empty leaf made for it alone: asking for its gradient makes the engine run the
+    node.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, origin: Origin, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        ctx.anchor = anchor
+        ctx.origin = origin
+        ctx.set_materialize_grads(False)
+        return tuple(tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None]:
+        ctx.origin.context.ship(ctx.origin, gradients)
+        return None, None, None
+
+
+RecvNode: type = Recv._backward_cls
+# skips the check for function transforms
+_apply: Callable[..., Sequence[Tensor]] = super(torch.autograd.Function, Recv).apply
+
+
+def send(tensors: Sequence[Tensor], to: str, what: Any) -> Send:
+    """Record the edges of sent tensors. They keep the graph alive; for a Python node, the edge's token does."""
+    return Send([tensor if tensor.is_leaf else edge_of(tensor) for tensor in tensors], to, what)
+
+
+def receive(tensors: Sequence[Tensor], origin: Origin) -> Sequence[Tensor]:
+    """Return the tensors with a Recv as history, which sends their gradients to their origin."""
+    # the mode of the receiving thread, not that of the sender
+    if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+        with torch.inference_mode(False), torch.enable_grad():
+            return receive(tensors, origin)
+    anchor = torch.empty(0, requires_grad=True)
+    received = _apply(anchor, origin, tensors)
+    hurry = getattr(received[0].grad_fn, "_set_sequence_nr", None)
+    if hurry is not None:
+        hurry(FIRST)
+    return received
+
+
+class Running(Protocol):
+    """A pass that runs the graph of a context."""
+
+    def ship(self, origin: Origin, gradients: Sequence[Tensor | None]) -> None:
+        """Send the gradients that came to a Recv."""
+
+
+class Inside:
+    """A context manager: code that this thread runs inside belongs to the context with that id; None: to none."""
+
+    __slots__ = ("_id", "_token")
+
+    def __init__(self, id_: int | None) -> None:
+        self._id = id_
+        self._token: Token[int | None] | None = None  # None unless entered
+
+    def __enter__(self) -> None:
+        self._token = _entered.set(self._id)
+
+    def __exit__(self, *_: object) -> None:
+        assert self._token is not None
+        _entered.reset(self._token)
+
+
+class AutogradContext:
+    """One worker's records of one forward and backward pass."""
+
+    def __init__(self, id_: int, numbers: Iterator[int]) -> None:
+        """`numbers` yields the numbers of recorded messages, which are unique on this worker."""
+        self.id = id_
+        self.gradients = Gradients()
+        self.passes = 0  # in which this worker has taken part; `Contexts` counts and guards them
+        self.running: Running | None = None  # set by the thread that runs the graph, one at a time
+        self._numbers = numbers
+        # Guards changes of all fields below, and iteration over them. Reads without the lock are single dict
+        # operations, and so atomic (`get`, `len`, `copy`), or read a flag that is set once.
+        self._lock = threading.Lock()
+        self.ended = False
+        self._sends: dict[int, Send] = {}  # by message numbers
+        self._last = 0  # the highest of these numbers; a read without the lock may return the previous one
+        self._known: dict[str, Identity] = {}  # workers known to take part
+
+    def __repr__(self) -> str:
+        state = "has ended" if self.ended else "its graph runs" if self.running is not None else "nothing runs"
+        known = ", ".join(self._known.copy()) or "nobody else"
+        return (
+            f"<AutogradContext {self.id} of rank {self.owner}: {len(self._sends)} sends, gradients of "
+            f"{len(self.gradients)} leaves, {state}; known to {known}>"
+        )
+
+    def __del__(self) -> None:
+        receiving.discard(id(self))
+
+    @property
+    def owner(self) -> int:
+        """The rank of the worker that began the context."""
+        return self.id >> OWNER_SHIFT
+
+    @property
+    def sends(self) -> dict[int, Send]:
+        """The sends until now, by message numbers."""
+        with self._lock:
+            return self._sends.copy()
+
+    @property
+    def known(self) -> list[Identity]:
+        """The workers that take part, as far as this one knows; it must forward the end of the context to them."""
+        with self._lock:
+            return list(self._known.values())
+
+    def entered(self) -> Inside:
+        """Return a context manager: code that this thread runs inside belongs to this context."""
+        return Inside(self.id)
+
+    def meet(self, who: Identity) -> None:
+        """Record that a worker takes part, and must be notified of the end."""
+        if self._known.get(who.name) != who:
+            with self._lock:
+                self._known[who.name] = who
+
+    def met(self, name: str) -> Identity | None:
+        """Return the worker that takes part under that name. A restarted worker of that name does not take part."""
+        return self._known.get(name)
+
+    def knows(self, who: Identity) -> bool:
+        """Return True if that worker takes part, as far as this one knows."""
+        return self._known.get(who.name) == who
+
+    def may_be_of(self, who: Identity) -> bool:
+        """Return True if that worker began the context, or may have: another worker may get its rank later."""
+        holders = [each for each in self.known if each.id == self.owner]
+        return who.id == self.owner and (not holders or who in holders)
+
+    def sent(self, tensors: Sequence[Tensor], to: Identity, what: Any, graph: bool) -> bytes:
+        """Record the edges of sent tensors that have a graph. Return the bytes to append to the message."""
+        slots = [slot for slot, tensor in enumerate(tensors) if tensor.requires_grad]
+        if not graph:
+            slots = [slot for slot in slots if tensors[slot].grad_fn is not None]
+        for slot in slots:
+            if tensors[slot].is_nested:
+                raise UsageError(
+                    "a nested tensor that requires a gradient cannot be sent in an autograd context: send the list of "
+                    "its parts, tensor.unbind(), or tensor.detach()"
+                )
+        number = UNKNOWN
+        self.meet(to)
+        if slots and graph:
+            number = next(self._numbers)
+            kept = send([tensors[slot] for slot in slots], to.name, what)
+            with self._lock:
+                if not self.ended:  # else the graph would never be released
+                    self._sends[number] = kept
+                    self._last = max(self._last, number)
+        return _HEAD.pack(self.id, number) + struct.pack(f"<{len(slots)}I", *slots)
+
+    def received(self, said: bytes, tensors: list[Tensor], sender: Identity) -> list[Tensor]:
+        """Replace received tensors that were recorded, as the message says, by tensors with a history."""
+        self.meet(sender)
+        _, number = _HEAD.unpack_from(said)
+        slots = struct.unpack_from(f"<{(len(said) - _HEAD.size) // 4}I", said, _HEAD.size)
+        if slots:
+            receiving.add(id(self))
+            if type(tensors) is not list:
+                tensors = as_views_of_shared(tensors)
+            recorded = [tensors[slot].requires_grad_(False) for slot in slots]
+            for slot, tensor in zip(slots, receive(recorded, Origin(self, sender, number, self._last)), strict=True):
+                tensors[slot] = tensor
+        return tensors
+
+    def ship(self, origin: Origin, gradients: Sequence[Tensor | None]) -> None:
+        """Pass gradients that came to a Recv of this context to the pass that runs the graph."""
+        running = self.running
+        if running is None:
+            raise origin.refusal()
+        running.ship(origin, gradients)
+
+    def close(self) -> None:
+        """Mark the context as ended, and release all records."""
+        with self._lock:
+            self.ended = True
+            sends, self._sends = self._sends, {}
+        sends.clear()  # not under the lock: graphs may hold user objects, whose finalizers run user code
+        self.gradients.clear()

@@ -1,0 +1,1 @@
+"""Directory engines that store a group's directory on other servers: etcd and Redis. An extension."""

@@ -1,0 +1,236 @@
+"""The directory of a group on a Redis server, 6.2 or newer, or on a compatible one.
+
+Every operation is one Lua script (on_redis.lua), which Redis runs atomically. A group has these keys, all under
+`telegrad:GROUP:`. None of them has a Redis expiry:
+
+    state     hash: `revision`, the number of leases so far, `incarnation` (random, set when this key is made), `run`
+    entries   hash: key to record; a record has the revision, the revision of the creation, the lease and the value
+    order     sorted set of the keys, for prefix queries
+    ends      sorted set of the leases by their end, in microseconds of the server's clock
+    ttls      hash: lease to microseconds
+    held      sorted set of "LEASE\\0KEY": the keys that end with each lease
+    history   stream of the changes, whose ids are revisions; the newest HISTORY are kept
+
+Ends of leases. Redis would expire keys in no fixed order, and would give a deletion no revision. So each script first
+deletes the keys of expired leases, oldest end first, each at its own revision: no reply shows an entry of an expired
+lease. A watch waits in XREAD BLOCK at most until the next lease ends, and then runs the script again. A new entry wakes
+all watches.
+
+Clocks. All lease ends use the server's TIME, which is not monotonic. If it is set forward by J seconds, all leases end
+up to J early. A holder may then act for J seconds beside its successor, until receivers that have seen the successor's
+token refuse it. If it is set back by J, leases that are not renewed last J longer, and a watch that waits at that
+moment raises DirectoryLost once. Configure the server's clock to be slewed, not stepped.
+
+While a server restarts, no worker can renew. So the first connection to the new process gives every lease its full TTL
+again (`run` is INFO's `run_id`; each connection compares it first). Each connection also refuses a server that would
+lose acknowledged writes in a crash (redis_settings.py). A later change of the settings is noticed by the next
+connection.
+
+Limits. Redis replicates after it has replied. When a replica replaces the master, acknowledged writes may be missing
+there: a claim vanishes, a fencing token is issued twice, and for a while both servers may answer. The same holds for a
+restored backup and for FLUSHALL. A client raises DirectoryReset if the revision is lower than one it has seen, or if
+the incarnation differs. A client that joins later cannot detect it.
+
+The keys of a group stay after the group has ended, so a later group of that name continues the revisions. They may be
+deleted when no worker of that group runs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.resources
+import math
+import secrets
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from telegrad.directories.redis_connections import RedisSession, ScriptFailed, ScriptUnknown, ServerError, check_own
+from telegrad.directories.redis_replies import Malformed, Reply, is_of_malformed_keys, read_reply
+from telegrad.directories.redis_settings import parse
+from telegrad.errors import StoreUntrusted
+from telegrad.ext.directories import (
+    ABSENT,
+    Compacted,
+    DirectoryReset,
+    Events,
+    Lease,
+    LeaseLost,
+    Listing,
+    Result,
+    Sessions,
+    Swap,
+    check_key,
+    check_ttl,
+    check_value,
+)
+
+T = TypeVar("T")
+
+HISTORY = 10_000  # changes that watches can still get: 80 s of 25 joins a second with 5 writes each
+_BATCH = 100  # maximum number of changes in one reply
+_SLICE = 1.0  # seconds after which a watch notices that `close` was called
+_KEYS = ("state", "entries", "order", "ends", "ttls", "held", "history")
+_SCRIPT = importlib.resources.files(__package__).joinpath("on_redis.lua").read_bytes()
+_SHA = hashlib.sha1(_SCRIPT, usedforsecurity=False).hexdigest()
+
+
+def connect(url: str, patience: float = 10.0) -> RedisDirectory:
+    """Return the directory of the only group that uses this database of a Redis server.
+
+    Raises:
+        InvalidArgument: the URL is wrong.
+        DirectoryRefused: the server's settings, role or version are unsuitable, or it refuses the login.
+        DirectoryLost: no server answers.
+    """
+    return RedisDirectory(url, "group", patience)
+
+
+class RedisDirectory:
+    """A client of a directory on a Redis server. `telegrad/_core/directory/protocol.py` documents its methods."""
+
+    def __init__(self, url: str, group: str, patience: float = 10.0) -> None:
+        """Connect and check the server.
+
+        Args:
+            url: `redis://[USER:PASSWORD@]HOST[:PORT][/DB]`, or `rediss://` for TLS.
+            group: name of the group; groups of different names are isolated from each other.
+            patience: maximum seconds that an operation waits for the server.
+
+        Raises the same errors as `connect`.
+        """
+        self._address = parse(url)
+        check_own(self._address)
+        self.scope = f"{self._address.db}/{group}"  # distinguishes this directory from those of other groups
+        self._keys = [f"telegrad:{group}:{name}".encode() for name in _KEYS]
+        self._slice = min(_SLICE, patience / 2)
+        self._seen = ABSENT  # a revision that the server has had; racing threads may store a lower one than the last
+        self._incarnation = b""  # set by the first connection, before other threads use this object
+        self._sessions = Sessions(
+            lambda _: RedisSession(self._address, patience, self._attach),
+            [str(self._address)],
+            patience,
+            f"the directory on Redis at {self._address}",
+            "Check that the server runs, that it has memory and disk left, and that this host reaches it",
+        )
+        self._run_with(lambda session, deadline: None)
+
+    def grant(self, ttl: float) -> Lease:
+        check_ttl(ttl)
+        sent, reply = self._run("grant", math.ceil(ttl * 1e6))
+        return Lease(reply.content, ttl, sent + ttl)
+
+    def renew(self, lease: Lease) -> Lease:
+        sent, _ = self._run("renew", lease.id)
+        return lease._replace(ends=sent + lease.ttl)
+
+    def revoke(self, lease: Lease) -> None:
+        self._run("revoke", lease.id)
+
+    def swap(self, key: str, value: bytes | None, expected: int = ABSENT, lease: Lease | None = None) -> Swap:
+        check_value(key, value or b"")
+        what = (check_key(key), expected, lease.id if lease else 0)
+        operation = ("delete", *what) if value is None else ("write", *what, value)
+        _, reply = self._run(*operation, repeat=False)
+        return Swap(reply.status == b"done", reply.content)
+
+    def list(self, prefix: str) -> Listing:
+        _, reply = self._run("list", _encode_prefix(prefix))
+        return Listing(reply.revision, reply.content)
+
+    def watch(self, prefix: str, since: int, timeout: float) -> tuple[int, Events]:
+        ends = time.monotonic() + timeout
+        while True:
+            _, reply = self._run("watch", _encode_prefix(prefix), since, _BATCH, wait_until=ends)
+            since, events, _ = reply.content
+            if events or time.monotonic() >= ends:
+                return since, events
+
+    def close(self) -> None:
+        self._sessions.close()  # a waiting watch raises within a second
+
+    def _run(self, *operation: bytes | str | int, repeat: bool = True, wait_until: float = 0.0) -> tuple[float, Reply]:
+        """Run an operation of the script; return when it was sent, and the reply. Only a watch has a `wait_until`."""
+
+        def ask(session: RedisSession, deadline: float) -> Reply:
+            session.deadline = deadline
+            return self._ask(session, operation, wait_until)
+
+        answer = self._run_with(ask, repeat)
+        self._check(answer.value)
+        return answer
+
+    def _run_with(self, operation: Callable[[RedisSession, float], T], repeat: bool = True) -> Result[T]:
+        try:
+            return self._sessions.run(operation, repeat)
+        except ServerError as error:
+            raise self._sessions.lost("answers with an error", {0: str(error)}) from error
+
+    def _ask(self, session: RedisSession, operation: tuple[bytes | str | int, ...], wait_until: float) -> Reply:
+        """Run an operation. If it is a watch without events, wait for the next change or end of a lease.
+
+        Raises:
+            StoreUntrusted: other programs have written to the group's keys.
+        """
+        try:
+            return self._ask_script(session, operation, wait_until)
+        except Malformed as error:
+            field = f", field {error.field!r}," if error.field else ""
+            raise self._untrusted(error.key, f"{field} has a content that no worker of the group has written") from None
+        except ScriptFailed as error:
+            if is_of_malformed_keys(str(error)):
+                raise self._untrusted("*", f" cannot be used ({error})") from None
+            raise
+
+    def _ask_script(self, session: RedisSession, operation: tuple[bytes | str | int, ...], wait_until: float) -> Reply:
+        name, *arguments = operation
+        command = (len(self._keys), *self._keys, name, self._incarnation, self._seen, HISTORY, *arguments)
+        try:
+            raw = session.ask("EVALSHA", _SHA, *command)
+        except ScriptUnknown:  # after SCRIPT FLUSH; nothing was run
+            raw = session.ask("EVAL", _SCRIPT, *command)
+        reply = read_reply(str(name), arguments[0], raw)
+        if name == "watch" and reply.status == b"done":
+            since, events, milliseconds = reply.content
+            left = min(wait_until - time.monotonic(), self._slice)
+            left = min(left, milliseconds / 1000) if milliseconds >= 0 else left
+            if not events and left > 0:
+                history = self._keys[_KEYS.index("history")]
+                session.ask("XREAD", "COUNT", 1, "BLOCK", math.ceil(left * 1000), "STREAMS", history, f"{since}-0")
+        return reply
+
+    def _attach(self, session: RedisSession, run: str) -> None:
+        """Initialize a connection to the server process `run`."""
+        reply = self._ask(session, ("attach", run, secrets.token_hex(8)), 0.0)
+        self._check(reply)
+        self._incarnation = reply.content
+
+    def _untrusted(self, key: str, why: str) -> StoreUntrusted:
+        group = self._keys[0].decode().removesuffix(_KEYS[0])
+        return StoreUntrusted(
+            f"the key {group + key!r} of the Redis server at {self._address}{why}: another program writes to this "
+            "database of the server. Keep others from it, and begin the group anew in another database"
+        )
+
+    def _check(self, reply: Reply) -> None:
+        """Raise the error that the status of a reply reports, and store its revision."""
+        status, revision, _ = reply
+        if status == b"reset":
+            raise DirectoryReset(
+                f"the Redis server at {self._address} has lost writes of this group that it had acknowledged: it is at "
+                f"revision {revision}, and this worker has seen {self._seen}. A replica has taken the master's place, "
+                "a backup was restored, or keys were deleted. Its fencing tokens may repeat: end this group, and start "
+                "it in another database of the server"
+            )
+        self._seen = max(self._seen, revision)
+        if status == b"lease lost":
+            raise LeaseLost("the lease was revoked, or not renewed in time: begin a new one, and claim its keys again")
+        if status == b"compacted":
+            raise Compacted(
+                f"the directory on Redis keeps the newest {HISTORY} changes, and is at revision {revision}: list "
+                "again, and watch from there"
+            )
+
+
+def _encode_prefix(prefix: str) -> bytes:
+    return prefix.encode("utf-8", "surrogatepass")  # a prefix that is not valid UTF-8 matches no key

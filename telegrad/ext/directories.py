@@ -1,0 +1,46 @@
+"""The protocol that a directory engine implements, and the functions for its clients."""
+
+from telegrad._core.directory.client import EmbeddedDirectory
+from telegrad._core.directory.protocol import (
+    ABSENT,
+    Compacted,
+    DirectoryLost,
+    DirectoryRefused,
+    DirectoryReset,
+    Entry,
+    Event,
+    Events,
+    Lease,
+    LeaseLost,
+    Listing,
+    Swap,
+    check_key,
+    check_ttl,
+    check_value,
+)
+from telegrad._core.directory.sessions import Result, Sessions, Unanswered, Unsent, is_quiet, left
+
+__all__ = [
+    "ABSENT",
+    "Compacted",
+    "DirectoryLost",
+    "DirectoryRefused",
+    "DirectoryReset",
+    "EmbeddedDirectory",
+    "Entry",
+    "Event",
+    "Events",
+    "Lease",
+    "LeaseLost",
+    "Listing",
+    "Result",
+    "Sessions",
+    "Swap",
+    "Unanswered",
+    "Unsent",
+    "check_key",
+    "check_ttl",
+    "check_value",
+    "is_quiet",
+    "left",
+]

@@ -1,0 +1,38 @@
+"""How processes find a group, without torch: keys, stores, directories, names. `starting` has the rest."""
+
+from telegrad._core.joining.rendezvous import call_off
+from telegrad._core.membership.members import check_name, check_role
+from telegrad._core.pickling import main_program
+from telegrad._core.security.keyring import Keyring, new_key
+from telegrad._core.security.tls import load_own
+from telegrad._core.stores import find_directory, supervised
+from telegrad._core.stores.board import OPEN, SERVED, Board
+from telegrad._core.stores.find_directory import Keeping, connect
+from telegrad._core.stores.group_keys import FILE, FILE_VARIABLE, find_keys, given_keys, of_environment, user_keys
+from telegrad._core.stores.key_renewal import Renewal
+from telegrad._core.stores.sealed_store import SealedStore
+
+__all__ = [
+    "FILE",
+    "FILE_VARIABLE",
+    "OPEN",
+    "SERVED",
+    "Board",
+    "Keeping",
+    "Keyring",
+    "Renewal",
+    "SealedStore",
+    "call_off",
+    "check_name",
+    "check_role",
+    "connect",
+    "find_directory",
+    "find_keys",
+    "given_keys",
+    "load_own",
+    "main_program",
+    "new_key",
+    "of_environment",
+    "supervised",
+    "user_keys",
+]

@@ -1,0 +1,47 @@
+"""Processes, threads, forks, signals and addresses of this host."""
+
+from telegrad._core import forks, interrupts
+from telegrad._core.addresses import bracketed, family_of
+from telegrad._core.atfork import in_child, renewed
+from telegrad._core.host.live_objects import instances
+from telegrad._core.host.open_files import explained, said
+from telegrad._core.interrupts import install, raised_by_handler, uninterrupted
+from telegrad._core.processes import SAFE_PATH, named, own_session, quoted, shared_cores, signal_at_parents_end
+from telegrad._core.sockets import HAS_UNIX, shut, tune_tcp
+from telegrad._core.stores.address import is_address, knock, listening_address, loopback
+from telegrad._core.threads import Background, Thread, run_beside
+from telegrad._core.transport.process_state import STOPPED, state_of, stopped
+
+__all__ = [
+    "HAS_UNIX",
+    "SAFE_PATH",
+    "STOPPED",
+    "Background",
+    "Thread",
+    "bracketed",
+    "explained",
+    "family_of",
+    "forks",
+    "in_child",
+    "install",
+    "instances",
+    "interrupts",
+    "is_address",
+    "knock",
+    "listening_address",
+    "loopback",
+    "named",
+    "own_session",
+    "quoted",
+    "raised_by_handler",
+    "renewed",
+    "run_beside",
+    "said",
+    "shared_cores",
+    "shut",
+    "signal_at_parents_end",
+    "state_of",
+    "stopped",
+    "tune_tcp",
+    "uninterrupted",
+]

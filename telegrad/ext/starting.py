@@ -1,0 +1,21 @@
+"""How a worker starts: stores of torch, joining, entering a group."""
+
+from telegrad._core.joining import joining
+from telegrad._core.joining.joining import shows_life, ttl_of
+from telegrad._core.start.life import check_free, enter_group
+from telegrad._core.stores import stores
+from telegrad._core.stores.stores import Meeting
+from telegrad._core.stores.tcp_store import reach_tcp, serve_on, serve_tcp
+
+__all__ = [
+    "Meeting",
+    "check_free",
+    "enter_group",
+    "joining",
+    "reach_tcp",
+    "serve_on",
+    "serve_tcp",
+    "shows_life",
+    "stores",
+    "ttl_of",
+]

@@ -1,0 +1,32 @@
+"""Values, tensors and exceptions as bytes."""
+
+from telegrad._core.pickling.exceptions import describe, fresh, kept, rebuild
+from telegrad._core.pickling.pickling import decode, encode
+from telegrad._core.pickling.remote_text import first_line
+from telegrad._core.wire.messages import INFERENCE, NO_GRAD
+from telegrad._core.wire.packing import extent_of, joined, pack
+from telegrad._core.wire.strides import Strides, contiguous_strides, distinct, repeats
+from telegrad._core.wire.tensors import CONJ, DTYPES, NEG, memory
+
+__all__ = [
+    "CONJ",
+    "DTYPES",
+    "INFERENCE",
+    "NEG",
+    "NO_GRAD",
+    "Strides",
+    "contiguous_strides",
+    "decode",
+    "describe",
+    "distinct",
+    "encode",
+    "extent_of",
+    "first_line",
+    "fresh",
+    "joined",
+    "kept",
+    "memory",
+    "pack",
+    "rebuild",
+    "repeats",
+]

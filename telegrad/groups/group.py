@@ -1,0 +1,426 @@
+"""Groups of workers, as values: made from roles or names, sliced, filtered, sent, and called together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, overload
+
+from telegrad.errors import InvalidArgument, UnknownWorker, UsageError
+from telegrad.ext.arguments import checks
+from telegrad.ext.calls import DEFAULT, RetryPolicy, check_timeout, convert, not_compiled, retry, target
+from telegrad.ext.workers import View, WorkerInfo, current, listed
+from telegrad.groups import group_calls, meetings, reduction, ref_group
+from telegrad.groups.group_calls import GroupFuture
+from telegrad.groups.ref_group import RefGroup
+from telegrad.groups.selection import ALL, FILTER, MINUS, NAMED, PLUS, ROLE, SLICE, Selection
+
+Named = str | int | WorkerInfo
+
+
+@not_compiled
+def group(of: str | Iterable[Named] | Group | None = None) -> Group:
+    """Return a group of the workers of a role, of those with these names or ranks, or of all.
+
+    Args:
+        of: a role, `group("actor")`; a list of workers; another group; default: all workers. A group of a role or of
+            all is live: its members change as workers join and leave.
+
+    Returns:
+        A `Group`.
+
+    Raises:
+        NotInitialized: this process is in no group.
+        UnknownWorker: there is no worker of that name, or none of that role, and none can join.
+        InvalidArgument: the list contains a worker twice, or is empty.
+
+    Example:
+        >>> rpc.group(["worker0", "worker1"]).rpc_sync(pow, (2, 3))
+        [8, 8]
+    """
+    membership = current.here().membership
+    membership.refresh()
+    if isinstance(of, Group):
+        return of
+    if of is None:
+        return Group(Selection(ALL))
+    if not isinstance(of, str):
+        return Group(_named(of, membership.view()))
+    made = Group(Selection(ROLE, (of,)))
+    if membership.is_fixed and not made:
+        raise UnknownWorker(made._emptiness())
+    return made
+
+
+def _named(named: Iterable[Named], there: View) -> Selection:
+    if isinstance(named, WorkerInfo) or not checks.is_iterable(named):
+        checks.wrong("of", "a role, a list of workers or a group; for one worker: group([worker])", named)
+    workers = [_found(each, there) for each in named]
+    if not workers:
+        raise InvalidArgument("a group of named workers needs at least one")
+    names = [worker.name for worker in workers]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise InvalidArgument(f"worker {twice!r} is in the group twice; a worker is in a group once")
+    return Selection(NAMED, tuple(workers))
+
+
+def _found(named: Named, there: View) -> WorkerInfo:
+    wanted = target(named, "of")
+    for worker in there.workers:
+        if wanted in (worker.name, worker.id):
+            return worker
+    member = current.agent().find(wanted)
+    return WorkerInfo(member.name, member.id, member.role)
+
+
+def _policy(timeout: float, wait_for_worker: bool | None, idempotent: bool) -> RetryPolicy | None:
+    check_timeout(timeout)
+    if wait_for_worker is not None or idempotent is not False or retry.by_default:
+        return retry.policy_of(wait_for_worker, idempotent)
+    return None
+
+
+class Group:
+    """A set of workers: a value that can be kept, sent, compared, and called; made by `group`.
+
+    Each use looks up the current members, on the worker that uses it. Parts of a live group are live, too. `group[0]`
+    is a worker; `group[1:]`, `a - b` and `a | b` are groups.
+
+    Example:
+        >>> others = rpc.group() - rpc.group(["driver"])
+        >>> others.names
+        ['worker0', 'worker1']
+        >>> others.rpc_sync(torch.ones, (2,), reduce=torch.add)
+        tensor([2., 2.])
+    """
+
+    __slots__ = ("_last", "_selection")
+
+    def __init__(self, selection: Selection) -> None:
+        self._selection = selection
+        self._last: tuple[View, tuple[WorkerInfo, ...]] | None = None  # cache of the last lookup; replaced as a whole
+
+    def _look(self) -> tuple[View, tuple[WorkerInfo, ...]]:
+        """Return the current members, and the view that they were looked up in."""
+        view = current.here().membership.view()
+        last = self._last
+        if last is None or last[0] is not view:
+            last = self._last = view, tuple(self._selection.pick(view.workers))
+        return last
+
+    def _members(self) -> tuple[WorkerInfo, ...]:
+        """Return the current members. Raise UnknownWorker if there are none."""
+        members = self._look()[1]
+        if not members:
+            raise UnknownWorker(self._emptiness())
+        return members
+
+    def _emptiness(self) -> str:
+        there = self._look()[0].workers
+        roles = sorted({worker.role for worker in there if worker.role})
+        have = f"the roles that there are: {listed(roles)}" if roles else "no worker here has a role"
+        if self._selection.op == ROLE:
+            (role,) = self._selection.args
+            if any(worker.name == role for worker in there):
+                return f"no worker has the role {role!r}; there is a worker of that name: group([{role!r}])"
+            later = "" if current.here().membership.is_fixed else "; rpc.wait_for_workers(1, role=...) waits for some"
+            return f"no worker has the role {role!r}; {have}{later}"
+        return (
+            f"the group ({self._selection}) has no worker in it now; there are {listed([each.name for each in there])}"
+        )
+
+    # Members
+
+    @property
+    def live(self) -> bool:
+        """True if the members change as workers join and leave."""
+        return self._selection.live
+
+    @property
+    def version(self) -> int:
+        """The version of a live group on this worker: equal versions have equal members. 0 for other groups."""
+        return self._look()[0].version if self.live else 0
+
+    @property
+    def description(self) -> str:
+        """A text of how the group was made, the same on all workers."""
+        return str(self._selection)
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the members: by rank, or in the order in which they were listed."""
+        return [worker.name for worker in self]
+
+    def __iter__(self) -> Iterator[WorkerInfo]:
+        return iter(self._look()[1])
+
+    def __len__(self) -> int:
+        return len(self._look()[1])
+
+    def __contains__(self, worker: Named) -> bool:
+        if isinstance(worker, WorkerInfo):
+            worker = worker.name
+        return not isinstance(worker, bool) and any(worker in (each.name, each.id) for each in self)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Group) and self._selection == other._selection
+
+    def __hash__(self) -> int:
+        return hash(self._selection)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Group, (self._selection,)
+
+    def __repr__(self) -> str:
+        return f"<Group {self._selection}{f': {listed(self.names)}' if self.live else ''}>"
+
+    # Groups made from this one
+
+    @overload
+    def __getitem__(self, which: int) -> WorkerInfo: ...
+
+    @overload
+    def __getitem__(self, which: slice) -> Group: ...
+
+    def __getitem__(self, which: int | slice) -> WorkerInfo | Group:
+        if isinstance(which, slice):
+            return Group(Selection(SLICE, (self._selection, which.start, which.stop, which.step)))
+        members = self._look()[1]
+        try:
+            return members[which]
+        except IndexError:
+            raise IndexError(
+                f"the group ({self._selection}) has {len(members)} workers now, and none at {which}"
+            ) from None
+        except TypeError:
+            checks.wrong("the index of a group", "the place of a worker, or a slice", which)
+
+    def filter(self, keep: Callable[[WorkerInfo], object]) -> Group:
+        """Return the group of the members for which a function is true.
+
+        Args:
+            keep: a function of a `WorkerInfo`. It is called again as workers join, and is sent along with the group.
+
+        Returns:
+            A new group.
+        """
+        checks.function("keep", keep, "a function of a worker")
+        return Group(Selection(FILTER, (self._selection, keep)))
+
+    def without(self, *workers: Named | Group) -> Group:
+        """Return the group without some workers.
+
+        Args:
+            *workers: workers, or groups of workers.
+
+        Returns:
+            A new group.
+        """
+        left = self._selection
+        for each in workers:
+            others = each if isinstance(each, Group) else group([target(each, "workers")])
+            left = Selection(MINUS, (left, others._selection))
+        return Group(left)
+
+    def now(self) -> Group:
+        """Return the current members as a group that does not change."""
+        return Group(Selection(NAMED, self._members()))
+
+    def __sub__(self, other: Group) -> Group:
+        return self.without(other) if isinstance(other, Group) else NotImplemented
+
+    def __or__(self, other: Group) -> Group:
+        return (
+            Group(Selection(PLUS, (self._selection, other._selection))) if isinstance(other, Group) else NotImplemented
+        )
+
+    # Calls
+
+    @not_compiled
+    def rpc_async(
+        self,
+        func: Callable[..., Any],
+        args: Any = None,
+        kwargs: Any = None,
+        timeout: float = DEFAULT,
+        *,
+        reduce: Callable[[Any, Any], Any] | None = None,
+        wait_for_worker: bool | None = None,
+        idempotent: bool = False,
+    ) -> GroupFuture:
+        """Start `func(*args, **kwargs)` on each worker. Return a future of the list of values, in the workers' order.
+
+        Args:
+            func: any function.
+            args: positional arguments, a tuple.
+            kwargs: keyword arguments, a dict.
+            timeout: seconds for each call; 0 for no limit, default: the timeout in the options.
+            reduce: a function of two values such as `torch.add`: workers combine their values along a tree, in their
+                order, and the caller gets one value.
+            wait_for_worker: as for `rpc.rpc_sync`, for each worker.
+            idempotent: as for `rpc.rpc_sync`.
+
+        Returns:
+            A `GroupFuture`.
+
+        Raises:
+            UnknownWorker: the group is empty.
+            UsageError: a reduction cannot wait for workers, or be repeated.
+            CannotEncode: an argument cannot be sent; no worker was called.
+        """
+        members = self._members()
+        call = convert(func, args, kwargs)
+        if reduce is None:
+            return group_calls.begin(
+                self.version, members, call, timeout, _policy(timeout, wait_for_worker, idempotent)
+            )
+        if wait_for_worker or idempotent:
+            raise UsageError(
+                "a reduction goes from worker to worker, so it neither waits for one that is not there nor is it "
+                "repeated: wait for them before (rpc.wait_for_workers), or call without reduce= and combine here"
+            )
+        return reduction.begin(self.version, members, call, timeout, reduce)
+
+    @not_compiled
+    def rpc_sync(
+        self,
+        func: Callable[..., Any],
+        args: Any = None,
+        kwargs: Any = None,
+        timeout: float = DEFAULT,
+        *,
+        reduce: Callable[[Any, Any], Any] | None = None,
+        wait_for_worker: bool | None = None,
+        idempotent: bool = False,
+    ) -> Any:
+        """Call the workers as `rpc_async` does, and wait.
+
+        Returns:
+            The list of values, in the order of the workers, or the reduced value.
+
+        Raises:
+            GroupError: some workers failed; it has their errors, and the values of the others.
+        """
+        future = self.rpc_async(
+            func, args, kwargs, timeout, reduce=reduce, wait_for_worker=wait_for_worker, idempotent=idempotent
+        )
+        return retry.wait_or_cancel(future)
+
+    @not_compiled
+    def map(
+        self,
+        func: Callable[..., Any],
+        *items: Iterable[Any],
+        timeout: float = DEFAULT,
+        wait_for_worker: bool | None = None,
+        idempotent: bool = False,
+    ) -> GroupFuture:
+        """Run `func(item)` for each item, or `func(*each)` for the items of several lists of equal length.
+
+        The first worker gets the first item, the second worker the second, and so on. If there are more items than
+        workers, each worker gets the next item when it has finished one. If a worker dies, its current item fails, and
+        the other workers process the remaining items.
+
+        The other arguments are as for `rpc_async`. With `wait_for_worker`, an item waits for its worker.
+
+        Args:
+            *items: one list of items, or several.
+
+        Returns:
+            A `GroupFuture` of all values, in the order of the items.
+        """
+        policy = _policy(timeout, wait_for_worker, idempotent)
+        return group_calls.map_items(self.version, self._members(), func, items, timeout, policy)
+
+    @not_compiled
+    def remote(
+        self,
+        func: Callable[..., Any],
+        args: Any = None,
+        kwargs: Any = None,
+        timeout: float = DEFAULT,
+        *,
+        wait_for_worker: bool | None = None,
+    ) -> RefGroup:
+        """Call the workers as `rpc_async` does, but keep each value on its worker.
+
+        Args:
+            wait_for_worker: block, up to the timeout, until all workers can be called.
+
+        Returns:
+            A `RefGroup`.
+        """
+        policy = _policy(timeout, wait_for_worker, False)
+        return ref_group.create(self._members(), convert(func, args, kwargs), timeout, policy)
+
+    # Collective operations
+
+    @not_compiled
+    def broadcast(self, value: Any, timeout: float = DEFAULT, *, wait_for_worker: bool | None = None) -> RefGroup:
+        """Send a value to each worker, which keeps it, as `remote` does for a function that returns it.
+
+        Args:
+            value: any value that can be sent.
+            timeout: seconds; 0 for no limit, default: the timeout in the options.
+
+        Returns:
+            A `RefGroup` of the copies.
+        """
+        call = convert(ref_group.kept_value, (value,), None)
+        return ref_group.create(self._members(), call, timeout, _policy(timeout, wait_for_worker, False))
+
+    @not_compiled
+    def gather(
+        self,
+        func: Callable[..., Any],
+        args: Any = None,
+        kwargs: Any = None,
+        timeout: float = DEFAULT,
+        *,
+        wait_for_worker: bool | None = None,
+        idempotent: bool = False,
+    ) -> dict[str, Any]:
+        """Call the workers as `rpc_async` does, and wait.
+
+        Returns:
+            The values, by worker name.
+
+        Raises:
+            GroupError: some workers failed.
+        """
+        future = self.rpc_async(func, args, kwargs, timeout, wait_for_worker=wait_for_worker, idempotent=idempotent)
+        return dict(zip(future.workers, retry.wait_or_cancel(future), strict=True))
+
+    @not_compiled
+    def barrier(self, name: str = "", timeout: float = DEFAULT) -> None:
+        """Block until each worker of the group has called this method.
+
+        Args:
+            name: distinguishes barriers of several threads.
+            timeout: seconds; 0 for no limit, default: the timeout in the options.
+
+        Raises:
+            UsageError: this worker is not in the group.
+            CallTimeout: some workers did not arrive in time; the message names them.
+            PeerLost: a worker died, or left, before it arrived.
+        """
+        meetings.meet("barrier", self, name, None, timeout)
+
+    @not_compiled
+    def all_reduce(
+        self, value: Any, op: Callable[[Any, Any], Any] | None = None, name: str = "", timeout: float = DEFAULT
+    ) -> Any:
+        """Combine one value of each worker into one. Each worker of the group must call this method.
+
+        One worker receives all values. Raises the errors of `barrier`.
+
+        Args:
+            value: this worker's value.
+            op: a function of two values; default: `torch.add`.
+            name: distinguishes reductions of several threads.
+            timeout: seconds; 0 for no limit, default: the timeout in the options.
+
+        Returns:
+            The combined value, on each worker.
+        """
+        return meetings.meet("all_reduce", self, name, value, timeout, meetings.add if op is None else op)

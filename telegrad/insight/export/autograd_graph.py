@@ -1,0 +1,430 @@
+"""The autograd graph of a context, across all workers that take part in it.
+
+Edges point forward, in the direction of the values; gradients go backward.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from telegrad.errors import CallTimeout, PeerError, UnknownWorker, UsageError
+from telegrad.ext.arguments import checks
+from telegrad.ext.calls import Future, user_name
+from telegrad.ext.files import replacing
+from telegrad.ext.graphs import Inside, Origin, RecvNode, Send, check_context_id, edge_of
+from telegrad.ext.processes import instances
+from telegrad.ext.texts import safe
+from telegrad.ext.workers import current
+from telegrad.rpc import RRef, rpc_async
+
+PATIENCE = 30.0  # seconds for a worker to answer
+SHAPES = 3  # maximum number of shapes shown for one node
+MOST = 2000  # maximum number of nodes shown for one worker
+
+OPERATION, LEAF, ROOT, SEND, RECEIVE = "operation", "leaf", "root", "send", "receive"
+COLOURS = {OPERATION: "#ffffff", LEAF: "#ddf4ff", ROOT: "#dafbe1", SEND: "#fff8c5", RECEIVE: "#fff8c5"}
+
+Root = Tensor | RRef[Any]
+
+
+class Node(NamedTuple):
+    """A node of one worker."""
+
+    kind: str
+    name: str  # torch's name of the operation; of a leaf the parameter's name, of a send or receive the function
+    detail: str = ""  # shapes; of a send or receive the other worker
+
+
+class Part(NamedTuple):
+    """The nodes of one worker. Edges refer to nodes by their indices in the list."""
+
+    nodes: list[Node]
+    edges: list[tuple[int, int]]  # forward: from a node to one that uses its value
+    sends: dict[int, int]  # the node of each sent message, by message number
+    receives: dict[tuple[str, int], int]  # the node of each received message, by sender and number
+    left_out: int = 0  # number of nodes omitted because of `MOST`
+
+
+class Message(NamedTuple):
+    """An edge between two workers."""
+
+    sender: str
+    receiver: str
+    number: int
+    start: int  # the node at the sender
+    end: int  # the node at the receiver
+    name: str
+
+
+class GradientGraph:
+    """The nodes that a context recorded on each worker, and the messages between them, as returned by `graph`.
+
+    A notebook displays it as a picture.
+
+    Example:
+        >>> with telegrad.autograd.context() as context_id:
+        ...     loss = rpc.rpc_sync("worker1", torch.mul, (torch.ones(2, requires_grad=True), 3)).sum()
+        ...     telegrad.insight.graph(context_id, loss).save("graph.dot")
+    """
+
+    def __init__(self, context_id: int, parts: Mapping[str, Part], silent: Mapping[str, str]) -> None:
+        self.context_id = context_id
+        self.parts: dict[str, Part]
+        self.messages: list[Message]
+        self.parts, self.messages = joined(parts)
+        self.silent: dict[str, str] = dict(silent)  # workers that did not answer, and why
+
+    def __str__(self) -> str:
+        nodes = sum(len(part.nodes) for part in self.parts.values())
+        counts = ((len(self.parts), "worker"), (nodes, "node"), (len(self.messages), "message"))
+        told = ", ".join(f"{count:,} {what}{'' if count == 1 else 's'}" for count, what in counts)
+        silent = "".join(f"; {worker} did not answer: {safe(why)}" for worker, why in self.silent.items())
+        return f"context {self.context_id}: {told}{silent}"
+
+    def __repr__(self) -> str:
+        return f"<GradientGraph of {self}>"
+
+    def dot(self) -> str:
+        """Return the graph in the DOT language of Graphviz."""
+        lines = [f"digraph {_quoted(str(self))} {{", '  node [shape=box, style=filled, fontname="sans-serif"];']
+        for at, (worker, part) in enumerate(self.parts.items()):
+            lines += [f"  subgraph cluster_{at} {{", f"    label={_quoted(_title(worker, part))};"]
+            for index, node in enumerate(part.nodes):
+                text = _quoted("\n".join(filter(None, _words(node))))
+                lines.append(f'    n{at}_{index} [label={text}, fillcolor="{COLOURS[node.kind]}"];')
+            lines += [*(f"    n{at}_{start} -> n{at}_{end};" for start, end in part.edges), "  }"]
+        for start, end, name in self._links():
+            lines.append(f"  {start} -> {end} [label={_quoted(name)}, style=dashed];")
+        return "\n".join([*lines, "}", ""])
+
+    def svg(self) -> str:
+        """Return the graph as SVG, drawn by Graphviz.
+
+        Raises:
+            UsageError: Graphviz is not installed.
+        """
+        program = shutil.which("dot")
+        if program is None:
+            raise UsageError("a picture needs Graphviz: apt-get install graphviz, or save the graph as .dot")
+        text = subprocess.run([program, "-Tsvg"], input=self.dot().encode(), stdout=subprocess.PIPE, check=True)
+        return text.stdout[text.stdout.index(b"<svg") :].decode()
+
+    def _mermaid(self) -> str:
+        """Return the graph in the language of Mermaid, which JupyterLab draws."""
+        lines = ["flowchart TB"]
+        for at, (worker, part) in enumerate(self.parts.items()):
+            lines.append(f'  subgraph w{at}["{_escaped(_title(worker, part))}"]')
+            for index, node in enumerate(part.nodes):
+                text = "<br>".join(_escaped(line) for line in _words(node) if line)
+                lines.append(f'    n{at}_{index}["{text}"]')
+            lines += [*(f"    n{at}_{start} --> n{at}_{end}" for start, end in part.edges), "  end"]
+        lines += [f'  {start} -. "{_escaped(name)}" .-> {end}' for start, end, name in self._links()]
+        return "\n".join([*lines, ""])
+
+    def _links(self) -> list[tuple[str, str, str]]:
+        """Return both ends and the label of each message."""
+        place = {worker: at for at, worker in enumerate(self.parts)}
+        return [
+            (
+                f"n{place[each.sender]}_{each.start}",
+                f"n{place[each.receiver]}_{each.end}",
+                f"{each.name} ({each.sender}, message {each.number})",
+            )
+            for each in self.messages
+        ]
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
+        has_graphviz = shutil.which("dot") is not None
+        picture = {"image/svg+xml": self.svg()} if has_graphviz else {"text/vnd.mermaid": self._mermaid()}
+        return {"text/plain": repr(self), **picture}
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the graph to a file.
+
+        Args:
+            path: its suffix chooses the format: .svg (drawn by Graphviz) or .dot.
+
+        Raises:
+            UsageError: it has another suffix, or .svg and Graphviz is not installed.
+        """
+        path = pathlib.Path(checks.path("path", path))
+        writers = {".svg": self.svg, ".dot": self.dot, ".gv": self.dot}
+        if path.suffix not in writers:
+            raise UsageError(
+                f"a picture is saved as .svg or .dot, not as {path.suffix or 'a file without a suffix'}: {path}"
+            )
+        text = writers[path.suffix]()
+        with replacing(path) as file:
+            file.write(text.encode())
+
+
+def _words(node: Node) -> tuple[str, str]:
+    """Return the two text lines of a node."""
+    if node.kind == SEND:
+        return f"send {node.name}", f"to {node.detail}"
+    if node.kind == RECEIVE:
+        return f"receive {node.name}".strip(), f"from {node.detail}"
+    return node.name, node.detail
+
+
+def _title(worker: str, part: Part) -> str:
+    return f"{worker} ({part.left_out:,} more nodes)" if part.left_out else worker
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _escaped(text: str) -> str:
+    return re.sub(r"[^\w .,×…-]", lambda found: f"#{ord(found[0])};", text)
+
+
+def joined(parts: Mapping[str, Part]) -> tuple[dict[str, Part], list[Message]]:
+    """Return the parts, and the messages between them.
+
+    If the receiver does not know a message's node, it is added: autograd finds a `RecvNode` only from tensors computed
+    from it. Texts of nodes come from other processes, and are sanitized here.
+    """
+    found = {
+        name: part._replace(
+            nodes=[Node(node.kind, safe(node.name), safe(node.detail, lines=True)) for node in part.nodes],
+            receives={**part.receives},
+        )
+        for name, part in parts.items()
+    }
+    messages = []
+    for sender, part in [*found.items()]:
+        for number, start in part.sends.items():
+            node = part.nodes[start]
+            receiver = found.setdefault(node.detail, Part([], [], {}, {}))
+            end = receiver.receives.setdefault((sender, number), len(receiver.nodes))
+            receiver.nodes[end : end + 1] = [Node(RECEIVE, node.name, sender)]
+            messages.append(Message(sender, node.detail, number, start, end, node.name))
+    return found, messages
+
+
+def limited(part: Part, most: int = MOST) -> Part:
+    """Return the part with at most that many nodes; the last operations and leaves are dropped."""
+    loose = [index for index, node in enumerate(part.nodes) if node.kind in (OPERATION, LEAF)]
+    gone = set(loose[-(len(part.nodes) - most) :]) if len(part.nodes) > most else set[int]()
+    kept = [index for index in range(len(part.nodes)) if index not in gone]
+    place = {index: number for number, index in enumerate(kept)}
+    return Part(
+        [part.nodes[index] for index in kept],
+        [(place[start], place[end]) for start, end in part.edges if start in place and end in place],
+        {number: place[index] for number, index in part.sends.items()},
+        {message: place[index] for message, index in part.receives.items()},
+        len(gone),
+    )
+
+
+def graph(context_id: int, roots: Root | Sequence[Root] = ()) -> GradientGraph:
+    """Return the autograd graph of a context, across all workers that take part in it.
+
+    A worker with more than 2,000 nodes omits the operations and leaves that are farthest from sends and roots.
+
+    Args:
+        context_id: the id from `with context() as context_id`.
+        roots: tensors of this worker, or references to tensors of others; their history is shown in addition to that
+            of sent tensors.
+
+    Returns:
+        A `GradientGraph`.
+
+    Raises:
+        ContextEnded: this worker has no such context.
+        UsageError: a root is neither a tensor nor a reference.
+
+    Example:
+        >>> with telegrad.autograd.context() as context_id:
+        ...     loss = rpc.rpc_sync("worker1", torch.mul, (torch.ones(2, requires_grad=True), 3)).sum()
+        ...     print(telegrad.insight.graph(context_id, loss).dot()[:7])
+        digraph
+    """
+    here = current.here()
+    check_context_id(context_id)
+    here.conductor.contexts.find(context_id)
+    own, elsewhere = _roots(here.agent.name, roots)
+    parts: dict[str, Part] = {}
+    silent: dict[str, str] = {}
+    parts[here.agent.name], known = look(context_id, own)
+    ahead = known | set(elsewhere)
+    with Inside(None):  # these calls must not be recorded in the context
+        while wave := sorted(ahead - parts.keys() - silent.keys()):
+            for name, found in _asked(wave, context_id, elsewhere).items():
+                if isinstance(found, str):
+                    silent[name] = found
+                else:
+                    parts[name], known = found
+                    ahead |= known
+    return GradientGraph(context_id, parts, silent)
+
+
+def _roots(here: str, roots: Root | Sequence[Root]) -> tuple[list[Root], dict[str, list[Root]]]:
+    """Return the roots of this worker, and those of other workers by name."""
+    by_worker: dict[str, list[Root]] = {}
+    for root in roots if isinstance(roots, (list, tuple)) else [roots]:
+        if not isinstance(root, (Tensor, RRef)):
+            raise UsageError(f"roots are tensors or references to such, not {checks.shown(root)}")
+        by_worker.setdefault(root.owner_name() if isinstance(root, RRef) else here, []).append(root)
+    return by_worker.pop(here, []), by_worker
+
+
+def _asked(
+    workers: Sequence[str], context_id: int, roots: Mapping[str, list[Root]]
+) -> dict[str, tuple[Part, set[str]] | str]:
+    """Return the parts of workers with the workers they know, or why a worker did not answer."""
+    found: dict[str, tuple[Part, set[str]] | str] = {}
+    calls: dict[str, Future[tuple[Part, set[str]]]] = {}
+    for name in workers:
+        try:
+            calls[name] = rpc_async(name, look, (context_id, roots.get(name, [])), timeout=PATIENCE)
+        except (PeerError, UnknownWorker) as error:
+            found[name] = str(error).partition("\n")[0]
+    for name, call in calls.items():
+        try:
+            found[name] = call.wait()
+        except (PeerError, CallTimeout) as error:
+            found[name] = str(error).partition("\n")[0]
+    return found
+
+
+def look(context_id: int, roots: Sequence[Root]) -> tuple[Part, set[str]]:
+    """Return this worker's part of a context, and the participants that it knows. Called remotely."""
+    context = current.conductor().contexts.get(context_id)
+    walk = GraphWalk()
+    for root in roots:
+        walk.root(root.local_value() if isinstance(root, RRef) else root)
+    if context is not None:
+        for number, send in context.sends.items():
+            walk.send(number, send)
+    walk.go()
+    known = {who.name for who in context.known} if context is not None else set()
+    return limited(walk.part()), known
+
+
+class GraphWalk:
+    """Walks the graph of one worker backward, from sends and roots to leaves and receives."""
+
+    def __init__(self) -> None:
+        self._nodes: list[Node] = []
+        self._edges: dict[tuple[int, int], None] = {}
+        self._sends: dict[int, int] = {}
+        self._receives: dict[tuple[str, int], int] = {}
+        # Of torch's nodes; the keys keep them alive, or else torch would make new objects for the same nodes.
+        self._places: dict[Any, int] = {}
+        self._ahead: deque[Any] = deque()
+        self._names: dict[int, str] | None = None
+
+    def root(self, value: Any) -> None:
+        """Add a root."""
+        if not isinstance(value, Tensor):
+            raise UsageError(f"a root is a tensor or a reference to one, not {type(value).__name__}")
+        end = self._add(Node(ROOT, "root", _shape(value)))
+        if value.requires_grad:
+            self._lead(edge_of(value).node, end)
+
+    def send(self, number: int, send: Send) -> None:
+        """Add a sent message."""
+        end = self._sends[number] = self._add(Node(SEND, _short(user_name(send.what)), send.to))
+        for edge in send.edges:
+            self._lead(edge_of(edge).node if isinstance(edge, Tensor) else edge.node, end)
+
+    def go(self) -> None:
+        """Walk back to all nodes that the added ones depend on."""
+        while self._ahead:
+            node = self._ahead.popleft()
+            for before, _ in node.next_functions if _origin(node) is None else ():
+                if before is not None:
+                    self._lead(before, self._places[node])
+
+    def part(self) -> Part:
+        return Part(self._nodes, list(self._edges), self._sends, self._receives)
+
+    def _add(self, node: Node) -> int:
+        self._nodes.append(node)
+        return len(self._nodes) - 1
+
+    def _lead(self, node: Any, end: int) -> None:
+        """Add an edge that starts at a node of torch."""
+        if node not in self._places:
+            place = self._places[node] = self._add(self._described(node))
+            self._ahead.append(node)
+            origin = _origin(node)
+            if origin is not None:
+                self._receives[origin.sender.name, origin.number] = place
+        self._edges[self._places[node], end] = None
+
+    def _described(self, node: Any) -> Node:
+        origin = _origin(node)
+        if origin is not None:
+            return Node(RECEIVE, "", origin.sender.name)
+        variable = getattr(node, "variable", None)
+        if isinstance(variable, Tensor):
+            if self._names is None:
+                self._names = _names_of_parameters()
+            return Node(LEAF, self._names.get(id(variable), "leaf"), _shape(variable))
+        return Node(OPERATION, node.name().rpartition("::")[2], _shapes(node))
+
+
+def _origin(node: Any) -> Origin | None:
+    """Return the message that brought the tensor of a node; None for other nodes."""
+    return getattr(node, "origin", None) if isinstance(node, RecvNode) else None
+
+
+def _names_of_parameters() -> dict[int, str]:
+    """Return the names of parameters by id: the class of the outermost module, and the name in it."""
+    modules = instances(nn.Module)
+    inner = {id(part) for module in modules for part in _held(module, "_modules").values()}
+    names: dict[int, str] = {}
+    # A module that contains itself counts as inner.
+    for module in sorted(modules, key=lambda module: id(module) in inner):
+        _name_parameters(module, type(module).__name__, names, set())
+    return names
+
+
+def _name_parameters(module: nn.Module, prefix: str, names: dict[int, str], seen: set[int]) -> None:
+    seen.add(id(module))
+    for name, parameter in _held(module, "_parameters").items():
+        names.setdefault(id(parameter), f"{prefix}.{name}")
+    for name, part in _held(module, "_modules").items():
+        if part is not None and id(part) not in seen:
+            _name_parameters(part, f"{prefix}.{name}", names, seen)
+
+
+def _held(module: nn.Module, what: str) -> Mapping[str, Any]:
+    """Return an attribute from `vars`, because methods may be overridden by the program or by a remote module."""
+    held: Mapping[str, Any] = vars(module).get(what) or {}  # it may be partly constructed
+    return held
+
+
+def _shape(tensor: Tensor) -> str:
+    kind = "" if tensor.dtype == torch.float32 else f" {str(tensor.dtype).removeprefix('torch.')}"
+    return ("nested" if tensor.is_nested else _by(tensor.shape)) + kind
+
+
+def _shapes(node: Any) -> str:
+    shapes = ["nested" if each.is_nested_tensor else _by(each.shape) for each in node._input_metadata]
+    return ", ".join(shapes[:SHAPES]) + ("" if len(shapes) <= SHAPES else ", …")
+
+
+def _by(shape: Sequence[int]) -> str:
+    return " × ".join(map(str, shape)) if shape else "scalar"
+
+
+def _short(name: str) -> str:
+    """Return a function's name without its modules, but with its class."""
+    before, _, last = name.rpartition(".")
+    owner = before.rpartition(".")[2]
+    return f"{owner}.{last}" if owner[:1].isupper() else last

@@ -1,0 +1,1 @@
+"""The states of a group's workers, prepared for commands and pages."""

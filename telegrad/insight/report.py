@@ -1,0 +1,159 @@
+"""Why a group waits: the findings, and a line about each worker, as text for a terminal and as JSON. No I/O.
+
+Ages are those that the workers report; no clock is read here, so saved states can be explained, too.
+"""
+
+from __future__ import annotations
+
+import os.path
+import textwrap
+from collections import Counter, defaultdict
+from typing import Any
+
+from telegrad.insight.causes import Causes
+from telegrad.insight.finding import NOTE, Finding, status
+from telegrad.insight.joins import generations, joining, unanswered
+from telegrad.insight.phrases import INDENT, doing, lasting, plural, seconds, several
+from telegrad.insight.reading.source import Sight
+from telegrad.insight.wait_graph import Node, WaitGraph
+from telegrad.reporting.account import JOINING, LEAVING, QUEUED, RUNNING, Account, counts
+
+LONG = 1.0  # seconds from which a wait counts as long
+COLUMNS = 100
+
+
+class Report:
+    """The report on the waits of a group.
+
+    Attributes:
+        findings: the causes of waits, the most important first; empty if nothing waits for `long` seconds.
+        status: the exit code: 0 if nothing waits for long, 1 if something does, 2 if workers do not answer.
+    """
+
+    def __init__(self, sight: Sight, long: float = LONG) -> None:
+        self._sight, self._graph = sight, WaitGraph(sight, long)
+        found = [*Causes(self._graph).find(), *joining(self._graph)]
+        found += list(unanswered(self._graph, found))
+        found += list(generations(self._graph, found))
+        self.findings = sorted(found, key=lambda each: (-each.weight, -len(each.waiting), -each.age))
+        self.status = status(self.findings)
+
+    def text(self, stacks: bool = False) -> str:
+        """Return the causes, then a line about each worker, in at most 100 columns."""
+        sight, hangs = self._sight, [finding for finding in self.findings if finding.weight > NOTE]
+        under = _common_folder(sight)
+        lines = []
+        for index, finding in enumerate(self.findings, 1):
+            mark = "Note: " if finding.weight <= NOTE else f"{index}. " if len(hangs) > 1 else ""
+            lines += ["", *_told(finding, mark, stacks)]
+        if sight.accounts or sight.silent:
+            head = [self._head(hangs), *([f"Files are under {under}"] if under else [])]
+            lines = [*head, *lines, "", "What each worker does:", *self._each_worker()]
+        short = [line.replace(under, "") if under and not line.startswith("Files are") else line for line in lines]
+        return "\n".join(each for line in short for each in _wrapped(line)) + "\n"
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "status": self.status,
+            "findings": [finding._asdict() for finding in self.findings],
+            "workers": {account["worker"]: self._doing(account)[1] for account in self._sight.accounts},
+            "silent": dict(self._sight.silent),
+        }
+
+    def _head(self, hangs: list[Finding]) -> str:
+        sight = self._sight
+        answers = f"{len(sight.silent)} did not answer" if sight.silent else "all answered"
+        asked = f"{plural(len(sight.accounts) + len(sight.silent), 'worker')} asked, {answers}"
+        if hangs:
+            causes = (
+                f"{len(hangs)} causes of waits, the most important first" if len(hangs) > 1 else "one cause of waits"
+            )
+            return f"{asked}; {causes}:"
+        flying = [out for account in sight.accounts for out in account["calls_out"]]
+        many = counts(flying, lambda call: call["to"]).total()
+        ages = f"the oldest for {seconds(max(out['age'] for out in flying))}; " if flying else ""
+        lines = Counter(
+            f"{at['function']} ({os.path.basename(at['file'])}:{at['line']})"
+            for thread in self._graph.threads.values()
+            if (at := thread["at"]) is not None and thread["asleep"] is False and thread["wait"] is None
+        )
+        busiest = several(f"{place} on {plural(count, 'thread')}" for place, count in lines.most_common(3))
+        at_work = f"busiest: {busiest}" if lines else "no thread is at work"
+        return f"Nothing waits for long. {asked}; {plural(many, 'call')} in flight, {ages}{at_work}."
+
+    def _each_worker(self) -> list[str]:
+        """Return one line for all workers that do the same."""
+        alike: dict[str, list[tuple[str, str]]] = defaultdict(list)
+        for account in sorted(self._sight.accounts, key=lambda each: (each["rank"], each["worker"])):
+            key, said = self._doing(account)
+            alike[key].append((account["worker"], said))
+        lines = []
+        for lot in alike.values():
+            names, said = several(name for name, _ in lot), lot[0][1]
+            differ = any(other != said for _, other in lot)
+            lines.append(f"  {names}: {said}" + (" (the first of them)" if differ else ""))
+        return lines + ([f"  {several(self._sight.silent)}: no answer"] if self._sight.silent else [])
+
+    def _doing(self, account: Account) -> tuple[str, str]:
+        """Return what a worker does, without times and with them."""
+        main = self._graph.mains.get(account["worker"])
+        parts = [self._thread(main)] if main is not None else []
+        states = counts(account["calls_in"], lambda call: call["state"])
+        if running := [came for came in account["calls_in"] if came["state"] == RUNNING]:
+            oldest = max(running, key=lambda came: came["age"])
+            longest = f"{', the longest' if len(running) > 1 else ':'} {oldest['function']}"
+            what = f"runs {plural(len(running), 'call')}{longest}"
+            parts.append((what, f"{what} of {oldest['caller']}{lasting(oldest['age'])}"))
+        others = states.total() - len(running) - states[QUEUED]
+        for count, what in ((states[QUEUED], "queued"), (others, "going on")):
+            if count:
+                parts.append((what, f"{plural(count, 'call')} {what}"))
+        if not parts:
+            phases = {JOINING: "is joining", LEAVING: "is leaving"}
+            parts.append(("idle", phases.get(account["phase"], "has nothing to do")))
+        return "; ".join(key for key, _ in parts), "; ".join(said for _, said in parts)
+
+    def _thread(self, main: Node) -> tuple[str, str]:
+        graph, thread, at = self._graph, self._graph.threads[main], self._graph.threads[main]["at"]
+        calls = graph.awaits[main]
+        if at is None and thread["wait"] is None and not calls:
+            return "idle", "its main thread is in no line of the program"
+        does, age = doing(thread), graph.age(main)
+        if calls:
+            first = max(calls, key=graph.age)
+            others = f" and {plural(len(calls) - 1, 'other call')}" if len(calls) > 1 else ""
+            does, age = f"waits for {graph.function(first)} on {first.to}{others}", graph.age(first)
+        place = f", at {at['file']}:{at['line']} in {at['function']}" if at is not None else ""
+        return f"{does}{place}", f"main thread {does}{lasting(age)}{place}"
+
+
+def told(sight: Sight) -> str:
+    """Return the report as text."""
+    return Report(sight).text()
+
+
+def _told(finding: Finding, mark: str, stacks: bool) -> list[str]:
+    indent = " " * (len(mark) if mark[:1].isdigit() else 2)
+    lines = [mark + finding.title, *(indent + line for line in finding.details)]
+    if stacks:
+        for thread, frames in finding.stacks.items():
+            lines += [f"{indent}Stack of {thread}, innermost last:", *(f"{indent}{INDENT}{frame}" for frame in frames)]
+    return lines
+
+
+def _common_folder(sight: Sight) -> str:
+    """Return the common folder of the user's files, with a slash; empty if it would not shorten much."""
+    files = {
+        thread["at"]["file"] for account in sight.accounts for thread in account["threads"] if thread["at"] is not None
+    }
+    folders = [os.path.dirname(file) for file in files if file.startswith("/")]
+    common = os.path.commonpath(folders) if folders else ""
+    return f"{common}/" if len(common) > 1 else ""
+
+
+def _wrapped(line: str) -> list[str]:
+    if len(line) <= COLUMNS:
+        return [line]
+    indent = line[: len(line) - len(line.lstrip())]
+    hanging = indent + ("   " if line[:1].isdigit() else "  ")
+    return textwrap.wrap(line, COLUMNS, subsequent_indent=hanging, break_on_hyphens=False)

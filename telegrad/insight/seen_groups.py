@@ -1,0 +1,208 @@
+"""Groups to inspect: that of this process, those of this user on this host, and those in dump files."""
+
+from __future__ import annotations
+
+import pathlib
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from telegrad.errors import UsageError
+from telegrad.ext.events import Event
+from telegrad.ext.files import open_regular
+from telegrad.ext.texts import safe
+from telegrad.insight.phrases import several
+from telegrad.insight.reading.process_report import inspect
+from telegrad.insight.reading.source import Sight
+from telegrad.reporting import desk
+from telegrad.reporting.account import Account
+from telegrad.reporting.decoding import ACCOUNT, DUMP, FILE, GROUP, GROUP_EVENTS, Malformed, decode
+from telegrad.reporting.desk import Place, ask_all
+from telegrad.reporting.dump import LARGEST
+
+if TYPE_CHECKING:
+    from telegrad.reporting.witness import Witness
+
+AT_ONCE = 32  # silent processes that are inspected concurrently
+MOST_LOOKED_AT = 256  # silent processes that are inspected, which takes half a second for each
+PATIENCE = 1.0  # seconds for all workers of a group
+SOON = 0.3  # the same, if they are asked again anyway
+OF_ALL = 5.0  # the same, if one worker asks the others
+MOST = 2 * LARGEST  # bytes of a file: the state alone may exceed LARGEST
+
+
+class OwnGroup:
+    """The group of this process."""
+
+    def __init__(self, witness: Any) -> None:
+        self._witness: Witness = witness  # its type is not part of the interface
+
+    def look(self) -> Sight:
+        accounts, silent = self._witness.look()
+        if not silent:
+            return Sight(accounts, silent)
+        # A member's Unix socket has its process in its name: "telegrad-PID-...".
+        places = {(place.worker, f"telegrad-{place.pid}"): place for place in desk.places()}
+        processes = ((member.name, member.unix.rpartition("-")[0]) for member in self._witness.observer.members())
+        here = {known[0]: places[known] for known in processes if known[0] in silent and known in places}
+        return _sight(accounts, silent | _states(here), here)
+
+    def events(self, after: Mapping[str, float]) -> dict[str, list[Event]]:
+        return self._witness.events(after)
+
+
+def own_group() -> OwnGroup:
+    """Return the group of this thread's worker.
+
+    Raises:
+        NotInitialized: this process is in no group.
+    """
+    from telegrad.ext.workers import current  # not at the top: the commands inspect without torch
+    from telegrad.reporting.witness import witness_of
+
+    return OwnGroup(witness_of(current.here()))
+
+
+class HostGroup:
+    """A group with workers on this host, inspected from outside."""
+
+    def __init__(self, places: Iterable[Place], programs: Iterable[str] = ()) -> None:
+        self._places = list(places)
+        self._programs = sorted(programs)
+        self._silent: set[Place] = set()  # at the last query; replaced as a whole
+
+    def __str__(self) -> str:
+        """Return the program and the workers on this host, for users."""
+        program = f"{', '.join(self._programs)}: " if self._programs else ""
+        return program + several(sorted(place.worker for place in self._places))
+
+    def is_called(self, name: str) -> bool:
+        """Return True if that is the name of its program, or of one of its workers."""
+        return name in self._programs or any(place.worker == name for place in self._places)
+
+    def dump(self) -> dict[str, str]:
+        """Have the workers of this host write dumps; return the file of each, or why there is none."""
+        told = ask_all(self._places, DUMP, None, PATIENCE)
+        silent = "nothing was written, it did not answer: {}"
+        return {
+            place.worker: silent.format(said) if isinstance(said, Exception) else str(said)
+            for place, said in told.items()
+        }
+
+    def look(self) -> Sight:
+        told = ask_all(self._places, ACCOUNT, None, PATIENCE)
+        answered: list[Any] = [each for each in told.values() if isinstance(each, dict)]
+        accounts: dict[str, Account] = {each["worker"]: each for each in answered}
+        self._silent = {place for place, each in told.items() if not isinstance(each, dict)}
+        silent = _states({place.worker: place for place in self._silent if not isinstance(told[place], Malformed)})
+        silent |= {place.worker: str(told[place]) for place in self._silent if place.worker not in silent}
+        beyond = others_of(accounts.values()) - silent.keys()
+        if beyond and accounts:
+            answering = next(place for place, each in told.items() if isinstance(each, dict))
+            group = ask_all([answering], GROUP, None, OF_ALL)[answering]
+            if isinstance(group, dict):
+                others: list[Account] = [each for each in group["accounts"] if each["worker"] in beyond]
+                accounts |= {each["worker"]: each for each in others}
+                silent = {name: why for name, why in group["silent"].items() if name in beyond} | silent
+        accounts_told = sorted(accounts.values(), key=lambda each: each["rank"])
+        return _sight(accounts_told, silent, [place.worker for place in told])
+
+    def events(self, after: Mapping[str, float]) -> dict[str, list[Event]]:
+        for place in sorted(self._places, key=lambda each: each in self._silent):
+            told = ask_all([place], GROUP_EVENTS, dict(after), OF_ALL)[place]
+            if isinstance(told, dict):
+                return told
+        return {}
+
+
+class DumpFiles:
+    """Dump files, as a group; of several files of a worker, the newest is used."""
+
+    def __init__(self, paths: Iterable[str | pathlib.Path]) -> None:
+        """Raise UsageError if a file is not a dump."""
+        self._told: dict[str, dict[str, Any]] = {}
+        for path in map(pathlib.Path, paths):
+            try:
+                with open_regular(path) as file:
+                    text = file.read(MOST + 1)
+                if len(text) > MOST:
+                    raise Malformed(f"it has over {MOST >> 20} MiB")
+                content = decode(FILE, text)
+            except OSError as error:
+                raise UsageError(f"{path} cannot be read: {error.strerror}") from None
+            except Malformed as error:
+                raise UsageError(f"{path} is no file that a worker has written: {error}") from None
+            account: Account = content["account"]
+            before = self._told.get(account["worker"])
+            if before is None or before["account"]["time"] < account["time"]:
+                self._told[account["worker"]] = content
+
+    def look(self) -> Sight:
+        accounts = [content["account"] for content in self._told.values()]
+        return Sight(accounts, dict.fromkeys(sorted(others_of(accounts)), "there is no file of it"))
+
+    def events(self, after: Mapping[str, float]) -> dict[str, list[Event]]:
+        return {
+            name: [event for event in content["events"] if event[2] > after.get(name, 0.0)]
+            for name, content in self._told.items()
+        }
+
+
+def groups_here() -> dict[str, HostGroup]:
+    """Return all groups of this user with workers on this host, by id; groups that are still forming, by store address.
+
+    Root gets those of all users. A worker is assigned only to a group of its own user.
+    """
+    told = ask_all(desk.places(), ACCOUNT, None, SOON)
+    found: dict[tuple[int, str], list[Place]] = {}
+    known: dict[tuple[int, str], list[Any]] = {}  # answers of the other workers
+    silent: list[Place] = []
+    for place, account in told.items():
+        if isinstance(account, dict):
+            group = place.user, account["group"] or account["place"]
+            found.setdefault(group, []).append(place)
+            known.setdefault(group, []).append(account)
+        else:
+            silent.append(place)
+    for place in silent:
+        found.setdefault((place.user, _group_of(place, known)), []).append(place)
+    alike = Counter(name for _, name in found)
+    return {
+        name if alike[name] == 1 else f"{name}@{user}": HostGroup(
+            places, {account["program"] for account in known.get((user, name), ())}
+        )
+        for (user, name), places in found.items()
+    }
+
+
+def others_of(accounts: Iterable[Account]) -> set[str]:
+    """Return the members known to these workers, except these workers."""
+    accounts = list(accounts)
+    known = {name for account in accounts for name in account["members"]}
+    return known - {account["worker"] for account in accounts}
+
+
+def _sight(accounts: Sequence[Account], silent: Mapping[str, str], here: Collection[str]) -> Sight:
+    """Drop silent workers that others declared lost, unless their processes are on this host."""
+    gone = {name for account in accounts for name in account["gone"]}
+    return Sight(accounts, {name: why for name, why in silent.items() if name in here or name not in gone})
+
+
+def _group_of(place: Place, known: Mapping[tuple[int, str], list[Account]]) -> str:
+    """Return the only group that misses a silent worker's name, or else the only group of its user; else ""."""
+    own = {name: accounts for (user, name), accounts in known.items() if user == place.user}
+    missing = [group for group, accounts in own.items() if place.worker in others_of(accounts)]
+    groups = missing if missing else list(own)
+    return groups[0] if len(groups) == 1 else ""
+
+
+def _states(silent: Mapping[str, Place]) -> dict[str, str]:
+    """Return why workers do not answer, as far as visible; only the first MOST_LOOKED_AT are inspected."""
+    if not silent:
+        return {}
+    looked = dict(islice(silent.items(), MOST_LOOKED_AT))
+    with ThreadPoolExecutor(min(AT_ONCE, len(looked))) as pool:
+        states = pool.map(lambda place: safe(inspect(place.pid, place.stacks).state), looked.values())
+        return dict.fromkeys(silent, "it did not answer in time") | dict(zip(looked, states, strict=True))

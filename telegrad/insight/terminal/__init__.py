@@ -1,1 +1,0 @@
-"""What `telegrad top` shows, with Textual."""

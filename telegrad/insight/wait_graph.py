@@ -1,0 +1,449 @@
+"""The graph of waits of a group: which call, thread or worker waits for which. No I/O.
+
+An edge points from a node to the node it waits for. Some edges are guesses, from the line that a thread executes. A
+node without edges is the cause of all waits that lead to it, and a cycle is a deadlock.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import NamedTuple
+
+from telegrad.insight.reading.source import Sight
+from telegrad.reporting.account import (
+    GOING_ON,
+    LEAVING,
+    MEETINGS,
+    MEMBER,
+    QUEUED,
+    RUNNING,
+    Account,
+    CallIn,
+    CallOut,
+    Thread,
+)
+
+CALL, THREAD = "call", "thread"
+SLOTS = "slots"  # the wait until one of a worker's slots is free
+PASS = "pass"  # a backward pass that a worker drives
+WORK = "work"  # a worker's part in backward passes
+WORKER = "worker"  # the wait until a worker joins, answers or leaves; its name may be "rank 2" if unknown
+
+GATHER = "_all_gather"  # programs for torch.distributed.rpc call it before shutdown
+MOST_GUESSES = 16  # maximum number of guessed edges of one node
+AT_REST = ("shutdown", "serve", "init_rpc", "store")  # waits in which a thread holds neither a lock nor a slot
+_FOR_WORKERS = ("shutdown", "rendezvous_again", "workers", "value", GATHER)  # waits that name the missing workers
+_LOCK = re.compile(r"\bwith (?P<with>[\w.\[\]'\"]+)(?: as \w+)?\s*[:,]|(?P<name>[\w.\[\]'\"]+)\.acquire\(")
+_WAITS_FOR_FUTURES = re.compile(r"wait_all|\.wait\(|\.result\(|\.done\(|\bawait\b|collect_all")
+_AUTOGRAD = re.compile(r"(^|/)(torch|telegrad)/autograd/")
+_PIPELINE = re.compile(r"(^|/)telegrad/pipeline/")
+_OF_PIPELINE = " of a Pipeline"  # in the names of calls that run a batch
+_OF_VALUES = re.compile(r"^(to_here|future)\(\) of a reference")
+
+
+class Node(NamedTuple):
+    kind: str
+    worker: str  # the worker that waits; for a call the caller
+    number: int = 0  # of a call, a thread or a pass
+    to: str = ""  # for a call: the callee
+    context: int = 0  # for a pass: the autograd context
+
+
+class Edge(NamedTuple):
+    to: Node
+    why: str  # "call", "runs", "slots", "turn", "value", "future", "lock", "pass", "shutdown", "room", ...
+    guess: bool = False
+
+
+def search(starts: Iterable[Node], following: Callable[[Node], Iterable[Node]]) -> dict[Node, Node | None]:
+    """Return all nodes reachable from the starts, including them, nearest first, each with its predecessor."""
+    found: dict[Node, Node | None] = dict.fromkeys(starts)
+    ahead = list(found)
+    for node in ahead:
+        for after in following(node):
+            if after not in found:
+                found[after] = node
+                ahead.append(after)
+    return found
+
+
+class GroupIndex:
+    """The threads and calls of a group, by node."""
+
+    def __init__(self, sight: Sight) -> None:
+        self.sight = sight
+        self.accounts: dict[str, Account] = {account["worker"]: account for account in sight.accounts}
+        self.gone = {
+            name: why.removeprefix(f"worker {name!r} ")
+            for account in sight.accounts
+            for name, why in account["gone"].items()
+            if name not in self.accounts  # else it was restarted
+        }
+        self.threads: dict[Node, Thread] = {}
+        self.mains: dict[str, Node] = {}
+        self.calls_out: dict[Node, CallOut] = {}
+        self.calls_in: dict[Node, CallIn] = {}
+        self.serves: dict[Node, Node] = {}  # the call that a thread runs
+        self.awaits: dict[Node, list[Node]] = defaultdict(list)  # the calls that a thread waits for
+        self.unattended: dict[str, list[Node]] = {}  # by caller, calls for which no thread waits; oldest first
+        for me, account in self.accounts.items():
+            for thread in account["threads"]:
+                node = Node(THREAD, me, thread["number"])
+                self.threads[node] = thread
+                if thread["name"] == "MainThread":
+                    self.mains[me] = node
+            for out in account["calls_out"]:
+                call = Node(CALL, me, out["number"], out["to"])
+                self.calls_out[call] = out
+                if out["thread"] is not None:
+                    self.awaits[Node(THREAD, me, out["thread"])].append(call)
+            for came in account["calls_in"]:
+                call = Node(CALL, came["caller"], came["number"], me)
+                self.calls_in[call] = came
+                if came["thread"] is not None:
+                    self.serves[Node(THREAD, me, came["thread"])] = call
+            alone = [call for call in self.calls(me) if self.calls_out[call]["thread"] is None]
+            self.unattended[me] = sorted(alone, key=self.age, reverse=True)
+
+    def calls(self, caller: str, to: str | None = None) -> list[Node]:
+        """Return the calls that a worker made, or those to one callee."""
+        calls = (Node(CALL, caller, out["number"], out["to"]) for out in self.accounts[caller]["calls_out"])
+        return [call for call in calls if to in (None, call.to)]
+
+    def threads_of(self, name: str) -> list[Node]:
+        account = self.accounts.get(name)
+        return [Node(THREAD, name, thread["number"]) for thread in account["threads"]] if account is not None else []
+
+    def came(self, name: str, *states: str) -> list[Node]:
+        """Return the incoming calls of a worker that are in one of these states."""
+        calls = self.accounts[name]["calls_in"]
+        return [Node(CALL, call["caller"], call["number"], name) for call in calls if call["state"] in states]
+
+    def queued(self, name: str) -> int:
+        return sum(1 + call.get("more", 0) for call in self.accounts[name]["calls_in"] if call["state"] == QUEUED)
+
+    def holders(self, name: str) -> list[Node]:
+        """Return the threads that hold a slot; a thread that waits for a call has released its slot."""
+        runs = (Node(THREAD, name, self.calls_in[call]["thread"] or 0) for call in self.came(name, RUNNING))
+        return [each for each in runs if each in self.threads and not self.awaits[each] and not self.wait(each)]
+
+    def wait(self, thread: Node | None) -> str:
+        """Return the kind of a thread's wait, except waits for calls; empty if there is none."""
+        wait = self.threads[thread]["wait"] if thread is not None else None
+        return wait["what"] if wait is not None else ""
+
+    def waiter(self, call: Node) -> Node | None:
+        """Return the thread that waits for a call, if known."""
+        out = self.calls_out.get(call)
+        thread = Node(THREAD, call.worker, out["thread"]) if out is not None and out["thread"] is not None else None
+        return thread if thread in self.threads else None
+
+    def age(self, node: Node) -> float:
+        """Return the seconds that a node has waited; 0 if unknown."""
+        if node.kind == CALL:
+            call = self.calls_out.get(node) or self.calls_in.get(node)
+            return call["age"] if call is not None else 0.0
+        if node.kind not in (PASS, THREAD):
+            return 0.0
+        account = self.accounts[node.worker]
+        wait = self.threads[node]["wait"] if node.kind == THREAD else None
+        if wait is not None and wait.get("age"):
+            return wait["age"]
+        if node.kind == PASS or self.wait(node) == "backward":
+            return max((each["age"] for each in account["passes"]), default=0.0)
+        if wait is not None and wait["what"] in ("shutdown", "init_rpc", "store"):
+            return account["phase_age"]
+        if wait is not None and wait["what"] == "room":
+            return max((out["age"] for out in account["calls_out"] if out["to"] in wait["on"]), default=0.0)
+        return self.calls_in[self.serves[node]]["age"] if node in self.serves else 0.0
+
+    def function(self, call: Node) -> str:
+        """Return the function of a call. The callee's name is preferred, because it is more specific after decoding."""
+        known = (self.calls_in.get(call), self.calls_out.get(call))
+        names = [each["function"] for each in known if each is not None and each["function"]]
+        return next((name for name in names if not name.startswith("telegrad.")), names[0] if names else "a call")
+
+
+class WaitGraph(GroupIndex):
+    """The nodes that have waited for `long` seconds, and all nodes they wait for.
+
+    A wait shorter than half that time is ignored, because it is probably temporary.
+    """
+
+    def __init__(self, sight: Sight, long: float) -> None:
+        super().__init__(sight)
+        self.long, self._young = long, long / 2
+        self._edges: dict[Node, list[Edge]] = {}
+        self._late = self._not_in_shutdown()
+        self.starts = self._long_waits()
+        self.nodes = search(self.starts, self._following)
+        self.into: dict[Node, list[tuple[Node, Edge]]] = defaultdict(list)
+        for node in self.nodes:
+            for edge in self.edges(node):
+                self.into[edge.to].append((node, edge))
+
+    def edges(self, node: Node) -> list[Edge]:
+        """Return the edges to all nodes that a node waits for."""
+        found = self._edges.get(node)
+        if found is None:
+            found = self._edges[node] = self._direct(node) or self._to_holders(node)
+        return found
+
+    def waiting_for(self, nodes: Collection[Node]) -> list[Node]:
+        """Return the nodes that have waited for long for one of these, nearest first."""
+        found = search(nodes, lambda node: [source for source, _ in self.into[node]])
+        long = set(self.starts)
+        return [node for node in found if node in long or (node.kind == CALL and self.age(node))]
+
+    def cycles(self) -> list[list[Node]]:
+        """Return the cycles of nodes that wait for each other, each by its shortest path.
+
+        One free slot is enough, so a worker's slots are blocked only if all threads that hold them are.
+        """
+        blocked = dict.fromkeys(self.nodes)
+
+        def following(node: Node) -> list[Node]:
+            return [edge.to for edge in self.edges(node) if edge.to in blocked]
+
+        while True:
+            free = [
+                node
+                for node in blocked
+                if not (after := following(node)) or (node.kind == SLOTS and len(after) < len(self.edges(node)))
+            ]
+            if not free:
+                break
+            for node in free:
+                del blocked[node]
+        found = []
+        while blocked:
+            start = next(iter(blocked))
+            before = search(following(start), following)
+            way, lot = [start], {start}
+            if start in before:
+                while (node_before := before[way[-1]]) is not None:
+                    way.append(node_before)
+                found.append([start, *reversed(way[1:])])
+                lot |= before.keys() & search([start], lambda node: [source for source, _ in self.into[node]]).keys()
+            for node in lot & blocked.keys():
+                del blocked[node]
+        return found
+
+    def _following(self, node: Node) -> list[Node]:
+        return [edge.to for edge in self.edges(node)]
+
+    # Long waits
+
+    def _long_waits(self) -> list[Node]:
+        strangers = (call for call in self.calls_in if call.worker not in self.accounts)
+        calls = [call for call in (*self.calls_out, *strangers) if self.age(call) >= self.long]
+        threads = [thread for thread in self.threads if not self.awaits[thread] and self._is_long(thread)]
+        waited_for = {edge.to for thread in threads for edge in self.edges(thread)}
+        passes = [
+            node
+            for name, account in self.accounts.items()
+            for each in account["passes"]
+            if (node := Node(PASS, name, each["number"], context=each["context"])) not in waited_for
+            and each["age"] >= self.long
+        ]
+        return [*calls, *threads, *passes]
+
+    def _is_long(self, node: Node) -> bool:
+        """Return True if a thread has waited for long, or if the age of its wait cannot be known."""
+        thread, age = self.threads[node], self.age(node)
+        wait = thread["wait"]
+        if wait is not None:
+            known = age or "age" in wait or wait["what"] in ("backward", "shutdown", "room")
+            return wait["what"] not in ("init_rpc", "store", "serve") and (age >= self.long or not known)
+        if node not in self.serves and any(
+            edge.why == "future" and self.age(edge.to) >= self.long for edge in self.edges(node)
+        ):
+            return True
+        return lock_of(thread) is not None and (not age or age >= self.long)
+
+    # Edges
+
+    def _direct(self, node: Node) -> list[Edge]:
+        """Return the edges of a node, except those to lock holders."""
+        if node.kind == CALL:
+            return self._of_call(node)
+        if node.kind == THREAD:
+            return self._of_thread(node)
+        if node.kind == SLOTS:
+            return [Edge(thread, "slots") for thread in self.holders(node.worker)]
+        if node.kind == PASS:
+            return self._of_pass(node)
+        if node.kind == WORK:
+            return [Edge(thread, "pass") for thread in self._inside(node.worker, _AUTOGRAD)]
+        return self._of_worker(node.worker)
+
+    def _of_call(self, call: Node) -> list[Edge]:
+        callee, came = self.accounts.get(call.to), self.calls_in.get(call)
+        if callee is None:
+            return [Edge(Node(WORKER, call.to), "call")]
+        is_full = callee["busy"] >= callee["slots"]
+        if came is None:  # the callee lists only some of many queued calls
+            queued = (each["caller"] for each in callee["calls_in"] if each["state"] == QUEUED)
+            return [Edge(Node(SLOTS, call.to), "slots")] if is_full and call.worker in queued else []
+        if came["state"] == QUEUED:
+            return [Edge(Node(SLOTS, call.to), "slots")] if is_full else _guesses("turn", self._ahead_of(call))
+        if came["thread"] is not None and (thread := Node(THREAD, call.to, came["thread"])) in self.threads:
+            return [Edge(thread, "runs")]
+        for thread in self.threads_of(call.worker):  # in a meeting the caller knows the missing workers
+            wait = self.threads[thread]["wait"]
+            if wait is not None and wait["what"] in MEETINGS and wait["about"] == came["function"]:
+                return [Edge(thread, "meeting")]
+        if self.is_fetch(call):
+            return _guesses("value", self._makers(call))
+        if _OF_PIPELINE in came["function"]:
+            return self._to_stages(call)
+        return _guesses("future", self._unattended(call.to, came["age"])) if came["state"] != RUNNING else []
+
+    def _of_thread(self, node: Node) -> list[Edge]:
+        thread, me = self.threads[node], node.worker
+        wait, at, what = thread["wait"], thread["at"], self.wait(node)
+        if what in MEETINGS:
+            return []  # a rule examines the threads of all workers together
+        if calls := [call for call in self.awaits[node] if self.age(call) >= self._young]:
+            return [Edge(call, "call") for call in calls]
+        since = self.calls_in[self.serves[node]]["age"] if node in self.serves else float("inf")
+        if wait is None:
+            hopeful = at is not None and _WAITS_FOR_FUTURES.search(at["text"])
+            return _guesses("future", self._unattended(me, since)) if hopeful else []
+        if what == "backward":
+            passes = [Node(PASS, me, each["number"], context=each["context"]) for each in self.accounts[me]["passes"]]
+            return [Edge(each, "pass") for each in passes or [Node(WORK, name) for name in wait["on"]]]
+        if what == "value" and set(wait["on"]) <= {me}:
+            running = (call for call in self.came(me, RUNNING) if call != self.serves.get(node))
+            return [Edge(call, "value", True) for call in running]
+        if what == "room":
+            out = [max(calls, key=self.age) for to in wait["on"] if (calls := self.calls(me, to))]
+            return [Edge(call, "room") for call in out]
+        if what not in (*_FOR_WORKERS, *AT_REST):
+            return _guesses("future", self._unattended(me, since))
+        on = wait["on"] or (self._still_there(me) if what == "shutdown" else [])
+        return [Edge(Node(WORKER, name), what) for name in on if name != me]
+
+    def _of_pass(self, node: Node) -> list[Edge]:
+        """Return the edges of a pass to the workers that run code in it; the others may be waiting for these."""
+        passes = self.accounts[node.worker]["passes"]
+        owing = next(
+            each["owing"] for each in passes if (each["context"], each["number"]) == (node.context, node.number)
+        )
+        silent = [name for name in owing if name not in self.accounts]
+        busy = [name for name in owing if name in self.accounts and self._inside(name, _AUTOGRAD)]
+        nodes = [Node(WORKER, name) for name in silent]
+        return [Edge(each, "pass") for each in nodes + [Node(WORK, each) for each in busy or ([] if silent else owing)]]
+
+    def _of_worker(self, name: str) -> list[Edge]:
+        """Return the edges of a worker that should leave: its calls once it is in shutdown, before that its main
+        thread."""
+        account = self.accounts.get(name)
+        if account is None:
+            return []
+        if account["phase"] == LEAVING:
+            calls = [*self.calls(name), *filter(self._is_old, self.came(name, RUNNING, GOING_ON))]
+            return [Edge(call, "shutdown") for call in calls if self.age(call) >= self._young]
+        return [Edge(self.mains[name], "shutdown")] if name in self.mains else []
+
+    def _still_there(self, me: str) -> list[str]:
+        """Return the workers for which a worker in shutdown waits."""
+        account = self.accounts[me]
+        if account["missing"] or account["size"] is None:
+            return account["missing"]
+        return [name for name in self._late if name in account["members"] and name not in account["gone"]]
+
+    def _not_in_shutdown(self) -> list[str]:
+        """Return the members that have not called shutdown, or else those whose calls have not ended."""
+        members = [name for name, account in self.accounts.items() if account["phase"] == MEMBER]
+        leaving = (name for name, account in self.accounts.items() if account["phase"] == LEAVING)
+        return [*members, *self.sight.silent] or [name for name in leaving if self._of_worker(name)]
+
+    # Guesses
+
+    def _ahead_of(self, call: Node) -> list[Node]:
+        """Return the method calls that began: a call that waits despite free slots waits for its actor."""
+        owner = _class_of(self.calls_in[call])
+        begun = list(filter(self._is_old, self.came(call.to, RUNNING, GOING_ON)))
+        methods = [other for other in begun if _class_of(self.calls_in[other]).rpartition(".")[2][:1].isupper()]
+        alike = [other for other in methods if _class_of(self.calls_in[other]) == owner]
+        return alike or methods or begun
+
+    def _makers(self, fetch: Node) -> list[Node]:
+        """Return the calls that may make a value; mostly the fetching worker has made that call."""
+        running = list(filter(self._is_old, self.came(fetch.to, RUNNING)))
+        return [call for call in (*running, *self.came(fetch.to, QUEUED)) if call.worker == fetch.worker] or running
+
+    def _is_old(self, came: Node) -> bool:
+        return self.calls_in[came]["age"] >= self._young
+
+    def _unattended(self, name: str, since: float) -> list[Node]:
+        """Return a worker's calls for which no thread waits; a coroutine or a future may."""
+        return [call for call in self.unattended[name] if self._young <= self.calls_out[call]["age"] <= since + 0.1]
+
+    def _to_stages(self, call: Node) -> list[Edge]:
+        """Return the edges of a batch to the threads of busy stages, on any of its workers."""
+        batch = {o for o, came in self.calls_in.items() if o.worker == call.worker and _OF_PIPELINE in came["function"]}
+        at_it = [thread for name in sorted({other.to for other in batch}) for thread in self._inside(name, _PIPELINE)]
+        return [Edge(thread, "stage") for thread in at_it if not batch & set(self.awaits[thread])]
+
+    def _to_holders(self, node: Node) -> list[Edge]:
+        """Return guessed edges from a thread that takes a lock to possible holders, preferably ones that wait for
+        it."""
+        lock, at = (lock_of(self.threads[node]), self.threads[node]["at"]) if node.kind == THREAD else (None, None)
+        if lock is None or at is None:
+            return []
+        others = [other for other in self.threads_of(node.worker) if other != node and self._may_hold(other, lock)]
+        waiting = [
+            other for other in others if node in search([other], lambda each: [edge.to for edge in self._direct(each)])
+        ]
+        file = f"{at['file']}:"
+        near = [other for other in others if any(frame.startswith(file) for frame in self.threads[other]["stack"])]
+        guesses = waiting or near or others
+        return _guesses("lock", guesses) if len(guesses) <= MOST_GUESSES else []
+
+    def _may_hold(self, other: Node, lock: str) -> bool:
+        thread = self.threads[other]
+        return thread["at"] is not None and lock_of(thread) != lock and self.wait(other) not in AT_REST
+
+    def _inside(self, name: str, code: re.Pattern[str]) -> list[Node]:
+        """Return the threads of a worker that run user functions called from code that matches a pattern."""
+        return [
+            node
+            for node in self.threads_of(name)
+            if self.threads[node]["at"] is not None
+            and not self.wait(node)
+            and any(map(code.search, self.threads[node]["stack"]))
+        ]
+
+    def is_fetch(self, call: Node) -> bool:
+        """Return True if a call fetches the value of a reference."""
+        known = (self.calls_in.get(call), self.calls_out.get(call))
+        return any(each is not None and _OF_VALUES.match(each["function"]) for each in known)
+
+
+def _guesses(why: str, nodes: Sequence[Node]) -> list[Edge]:
+    return [Edge(node, why, True) for node in nodes[:MOST_GUESSES]]
+
+
+def _class_of(came: CallIn) -> str:
+    """Return the class of a method, or the module of a function."""
+    return came["function"].rpartition(".")[0]
+
+
+def lock_of(thread: Thread) -> str | None:
+    """Return the lock that a thread waits for, as its line names it; None if it takes none."""
+    at = thread["at"]
+    if at is None or thread["wait"] is not None or thread["asleep"] is False:
+        return None
+    found = _LOCK.search(at["text"])
+    here = is_innermost(thread) or not thread["stack"] or "/threading.py:" in thread["stack"][-1]
+    return (found["with"] or found["name"]) if found and here else None
+
+
+def is_innermost(thread: Thread) -> bool:
+    """Return True if no Python code runs below the line of the user's program."""
+    at = thread["at"]
+    return at is not None and bool(thread["stack"]) and thread["stack"][-1].startswith(f"{at['file']}:{at['line']} ")

@@ -1,0 +1,368 @@
+"""`telegrad.local`: workers on this host that end with the program that starts them."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import locale
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from time import monotonic
+from typing import IO, TYPE_CHECKING, Any, NoReturn
+
+from telegrad.compat.inheritance import child_environment
+from telegrad.errors import RendezvousError, UsageError
+from telegrad.ext.arguments import count, flag, seconds, shown, wrong
+from telegrad.ext.joining import Keyring, check_name, check_role, new_key, of_environment
+from telegrad.ext.joining import main_program as programs
+from telegrad.ext.processes import (
+    SAFE_PATH,
+    Thread,
+    bracketed,
+    explained,
+    family_of,
+    install,
+    loopback,
+    named,
+    own_session,
+    quoted,
+    shared_cores,
+    uninterrupted,
+)
+from telegrad.ext.texts import Wait, attended, make_room
+from telegrad.supervision.lines import LONGEST, Lines
+
+if TYPE_CHECKING:
+    from typing import Self
+
+MOST = 10_000  # maximum workers on one host; each is a process
+_WORKERS = (
+    f'the number of workers, from 1 to {MOST}, a list of their names, or the number for each role ({{"actor": 4}})'
+)
+LAST_LINES = 20  # of a worker's output, in an error message
+GRACE = 5.0  # seconds for a worker to end by itself, and to read its last output
+
+log = logging.getLogger("telegrad")
+
+
+class LocalGroup:
+    """A group of this process and the workers that it started; made by `telegrad.local`."""
+
+    def __init__(self, workers: int | Sequence[str] | Mapping[str, int], driver: str, rpc_timeout: float) -> None:
+        install()
+        seconds("rpc_timeout", rpc_timeout)
+        of_environment()  # raise for an unusable key there, although this group makes its own key
+        roles = _roles(workers, driver)
+        programs.check_not_imported("telegrad.local")
+        _check_free()
+        self.names: list[str] = list(roles)
+        self.driver = driver
+        self._lock = threading.Lock()  # guards _called_off, _store and _formed
+        self._called_off = ""
+        self._store: Any = None
+        self._formed = self._closed = False
+        self._key = new_key()
+        self._workers: list[_Worker] = []
+        main = programs.find("")
+        programs.hosts = main.guarded
+        with explained("telegrad.local", RendezvousError), _listen(loopback()) as listener:
+            try:
+                for rank, (name, role) in enumerate(roles.items(), 1):
+                    host, port = listener.getsockname()[:2]
+                    self._workers.append(
+                        _Worker(name, role, rank, self, f"{bracketed(host)}:{port}", rpc_timeout, self._key, main)
+                    )
+                self._join(listener, rpc_timeout)
+            except BaseException:
+                self._end_workers()
+                raise
+        _wake_at_interrupts()
+        atexit.register(self._at_exit)
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._forget)
+
+    def _forget(self) -> None:
+        """Disown the workers in a forked child, because they must not wait for its end."""
+        atexit.unregister(self._at_exit)
+        self._closed = True
+        for worker in self._workers:
+            worker.begin_end()
+
+    def _join(self, listener: socket.socket, rpc_timeout: float) -> None:
+        """Join the group while the workers start, because the import of torch takes this process as long as them."""
+        with self._wait(lambda: f"telegrad.local: {quoted(self.names)} start up"):
+            from telegrad import rpc
+            from telegrad.ext.joining import SealedStore, call_off
+            from telegrad.ext.starting import Meeting, enter_group, serve_on
+            from telegrad.ext.workers import current
+
+        size = 1 + len(self.names)
+        store = SealedStore(serve_on(listener)[0], Keyring([self._key]))
+        with self._lock:
+            self._store = store
+            if self._called_off:
+                call_off(store, size, self._called_off)
+        options = rpc.TelegradOptions(rpc_timeout=rpc_timeout)
+        enter_group(
+            self.driver,
+            options,
+            lambda timeout: Meeting(store, listener.getsockname()[0], 0, size, names=(self.driver, *self.names)),
+        )
+        assert current.worker is not None
+        current.worker.group_ends = True
+        with self._lock:
+            self._formed, self._store = True, None
+
+    def ended(self, worker: _Worker, code: int) -> None:
+        """Handle the end of a worker's process."""
+        if self._closed:
+            return
+        how = f"ended with {named(code)}"
+        with self._lock:
+            if not self._formed and not self._called_off:
+                said = "".join(f"\n    {line}" for line in worker.last_lines)
+                self._called_off = f"worker {worker.name!r} {how} before the group had formed. Its last lines:{said}"
+                if self._store is not None:
+                    from telegrad.ext.joining import call_off
+
+                    call_off(self._store, 1 + len(self.names), self._called_off)
+                return
+        log.warning("telegrad: the process of worker %r %s", worker.name, how)
+
+    def shutdown(self, graceful: bool = True) -> None:
+        """End the group. A second call does nothing.
+
+        Args:
+            graceful: wait until no call is in flight; otherwise end the workers at once.
+        """
+        flag("graceful", graceful)
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self._at_exit)
+        try:
+            self._leave(graceful)
+        finally:
+            self._end_workers()
+
+    def _leave(self, graceful: bool) -> None:
+        from telegrad import rpc
+        from telegrad.ext.workers import current
+
+        if current.worker is not None and current.worker.me.name == self.driver:  # else the program has left itself
+            rpc.shutdown(graceful)
+
+    @uninterrupted
+    def _end_workers(self) -> None:
+        self._closed = True
+        programs.hosts = False
+        for worker in self._workers:
+            worker.begin_end()
+        with self._wait(lambda: f"{quoted(self._living())} did not end yet") as wait:
+            for worker in self._workers:
+                worker.end(wait)
+
+    def _living(self) -> list[str]:
+        return [worker.name for worker in self._workers if worker.lives]
+
+    def _wait(self, text: Callable[[], str]) -> AbstractContextManager[Wait]:
+        return attended(Wait("telegrad.local", text, self._living, worker=self.driver))
+
+    def _at_exit(self) -> None:
+        self.shutdown(graceful=not hasattr(sys, "last_type"))  # `last_type` is set by an uncaught exception
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.shutdown(graceful=kind is None)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __getitem__(self, number: int) -> str:
+        return self.names[number]
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise UsageError("what telegrad.local gave belongs to this process; send names of workers, or rpc.group()")
+
+    def __repr__(self) -> str:
+        state = "ended" if self._closed else f"this process is {self.driver!r}"
+        return f"<telegrad.local: {', '.join(self.names)}; {state}>"
+
+
+class _Worker:
+    """A worker's process and its output."""
+
+    @uninterrupted
+    def __init__(
+        self,
+        name: str,
+        role: str,
+        rank: int,
+        group: LocalGroup,
+        master: str,
+        timeout: float,
+        key: bytes,
+        main: programs.Program,
+    ) -> None:
+        self.name = name
+        self.last_lines: deque[str] = deque(maxlen=LAST_LINES)
+        own = [
+            "--role",
+            role,
+            "--rank",
+            str(rank),
+            "--world-size",
+            str(1 + len(group.names)),
+            "--master",
+            master,
+            "--timeout",
+            str(timeout),
+            "--with-parent",
+            "--key-from-parent",
+            *(["--main", programs.to_text(main)] if main.guarded else []),
+        ]
+        self._process = subprocess.Popen(
+            [sys.executable, *SAFE_PATH, "-m", "telegrad", "worker", name, *own],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=_environment(len(group.names)),
+            **own_session(),
+        )
+        with contextlib.suppress(OSError):  # it has ended at once; `_watch` reports it
+            assert self._process.stdin is not None
+            self._process.stdin.write(key + b"\n")
+            self._process.stdin.flush()
+        self._pumps = [
+            Thread(target=self._pump, args=(pipe, stream), name=f"telegrad-{name}-{stream}")
+            for pipe, stream in ((self._process.stdout, "stdout"), (self._process.stderr, "stderr"))
+        ]
+        watch = Thread(target=self._watch, args=(group,), name=f"telegrad-{name}")
+        for thread in (*self._pumps, watch):
+            thread.start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def lives(self) -> bool:
+        return self._process.returncode is None  # set by the thread that waits for its end
+
+    def begin_end(self) -> None:
+        """Ask the process to end, and resume it if it is stopped."""
+        with contextlib.suppress(OSError):
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+        if hasattr(signal, "SIGCONT"):
+            self._process.send_signal(signal.SIGCONT)
+
+    def end(self, wait: Wait) -> None:
+        for ask in (_nothing, self._process.terminate, self._process.kill):
+            ask()
+            if self._ends_within(GRACE, wait):
+                break
+        for pump in self._pumps:
+            pump.join(GRACE)
+
+    def _ends_within(self, seconds: float, wait: Wait) -> bool:
+        until = monotonic() + seconds
+        while (left := until - monotonic()) > 0:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(min(left, wait.left))
+                return True
+            wait.look()
+        return False
+
+    def _pump(self, pipe: IO[bytes], stream: str) -> None:
+        lines = Lines()
+        while data := os.read(pipe.fileno(), LONGEST):
+            now = monotonic()
+            self._print(stream, lines.feed(data, now) + lines.look(now))
+        self._print(stream, lines.flush())
+
+    def _print(self, stream: str, lines: list[bytes]) -> None:
+        encoding = locale.getpreferredencoding(False)
+        for line in (each.decode(encoding, "replace") for each in lines):
+            self.last_lines.append(line)
+            with contextlib.suppress(Exception):  # the stream belongs to the program, which may have closed it
+                make_room()
+                out = getattr(sys, stream)
+                out.write(f"[{self.name}] {line.rstrip()}\n")
+                out.flush()
+
+    def _watch(self, group: LocalGroup) -> None:
+        code = self._process.wait()
+        for pump in self._pumps:
+            pump.join(GRACE)
+        group.ended(self, code)
+
+
+def _listen(host: str) -> socket.socket:
+    return socket.create_server((host, 0), family=family_of(host))
+
+
+def _check_free() -> None:
+    """Raise AlreadyInitialized if this process is in a group, before anything is started."""
+    if "telegrad._core.start.life" in sys.modules:  # else no group; torch is imported while the workers start
+        from telegrad.ext.starting import check_free
+
+        check_free()
+
+
+def _wake_at_interrupts() -> None:
+    """Make interrupts wake the event loop of a Jupyter kernel, which they do not do by default.
+
+    Otherwise a cell that awaits a call would continue to wait. Adding a handler for any signal to a loop makes all
+    signals wake it, so this adds one for SIGURG, which is not used.
+    """
+    if "ipykernel" in sys.modules:
+        with contextlib.suppress(RuntimeError, NotImplementedError, AttributeError):  # no loop runs here; Windows
+            asyncio.get_running_loop().add_signal_handler(signal.SIGURG, _nothing)
+
+
+def _roles(workers: int | Sequence[str] | Mapping[str, int], driver: str) -> dict[str, str]:
+    """Return the roles of the workers, by name."""
+    if isinstance(workers, Mapping):
+        for role, number in workers.items():
+            check_role(role or " ")  # "" would mean workers without a role
+            count(f"workers: the number of {role}", number, 1, MOST)
+        roles = {f"{role}{number}": role for role, several in workers.items() for number in range(several)}
+        names = [f"{role}{number}" for role, several in workers.items() for number in range(several)]
+    elif isinstance(workers, Sequence) and not isinstance(workers, str | bytes | bytearray):
+        names, roles = list(workers), {}
+    else:
+        if isinstance(workers, bool) or not isinstance(workers, int) or not 1 <= workers <= MOST:
+            wrong("workers", _WORKERS, workers)
+        names, roles = [f"worker{number}" for number in range(workers)], {}
+    if not 1 <= len(names) <= MOST:
+        wrong("workers", _WORKERS, workers)
+    for name in (driver, *names):
+        check_name(name)
+    if len({driver, *names}) <= len(names):
+        raise UsageError(f"each worker needs a name of its own, and so does the driver: {shown([driver, *names])}")
+    return roles or dict.fromkeys(names, "")
+
+
+def _environment(workers: int) -> dict[str, str]:
+    """Return the workers' environment: they can import what this process can, and share its cores."""
+    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+    return child_environment({**shared_cores(workers), **os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"})
+
+
+def _nothing() -> None:
+    """Do nothing; used where the worker is expected to end by itself."""

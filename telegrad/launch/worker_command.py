@@ -1,0 +1,157 @@
+"""`python -m telegrad worker`: the program of a worker without its own. It joins a group and serves calls."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import threading
+import time
+
+from telegrad.ext.joining import supervised
+from telegrad.ext.processes import Thread, renewed, signal_at_parents_end
+
+ENDED, JOINED_NOT, LOST, INTERRUPTED = 0, 3, 4, 130
+GRACE = 1.0  # seconds for a worker to leave normally after its parent has ended
+MOMENT = 0.1  # seconds to detect the end of the parent, which may be why the group has not formed
+
+_parent_ended = renewed(threading.Event())
+
+EPILOG = f"""\
+exit codes:
+  {ENDED}    the group has ended in order
+  2    wrong arguments
+  {JOINED_NOT}    the worker could not join
+  {LOST}    a worker of a group of fixed size was lost or left early, or one that it requires; it was taken
+       for dead by the others of a dynamic group; or the parent has ended
+  {INTERRUPTED}  Ctrl-C
+
+The key of the group is read from TELEGRAD_KEY, from the file that TELEGRAD_KEY_FILE names, or from this user's own key
+file. Functions that are called by their name are imported from the folder
+where this is started, among others.
+"""
+
+
+def main(arguments: list[str]) -> int:
+    """Run the worker; return the exit code."""
+    parser = _parser()
+    given = parser.parse_args(arguments)
+    if given.name is None and not given.role and supervised.NAME not in os.environ:
+        parser.error("give the worker's name, or its --role")
+    key = _key_from_parent() if given.key_from_parent else None
+    if given.with_parent:
+        if hasattr(signal, "SIGCONT"):
+            # Otherwise a stopped process would stay. SIGKILL is wrong: the signal is also sent when the thread that
+            # started this process ends.
+            signal_at_parents_end(signal.SIGCONT)
+        Thread(target=_end_with_parent, name="telegrad-parent").start()
+    import torch  # noqa: F401 - here, since `--help` needs none; first, since the compatibility mode takes effect with it
+
+    from telegrad import errors, rpc
+    from telegrad.ext.joining import main_program
+
+    if given.main:
+        main_program.adopt(given.main, given.name)
+    try:
+        options = rpc.TelegradOptions(
+            init_method=_meeting_place(given),
+            rpc_timeout=given.timeout,
+            num_worker_threads=given.threads,
+            address=given.address,
+            key=key,
+        )
+        rpc.init_rpc(
+            given.name,
+            rank=given.rank,
+            world_size=given.world_size,
+            rpc_backend_options=options,
+            role=given.role,
+            min_workers=given.min_workers,
+            max_workers=given.max_workers,
+        )
+    except errors.TelegradError as error:
+        if given.with_parent and _parent_ended.wait(MOMENT):  # the parent's end is the reason
+            return JOINED_NOT
+        return _say(f"worker {given.name or given.role!r} could not join: {error}", JOINED_NOT)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    name = rpc.get_worker_info().name
+    try:
+        if given.require:
+            rpc.wait_for_workers(given.require, given.timeout)
+        rpc.serve(require=given.require or True)
+    except errors.TelegradError as error:
+        return _say(f"worker {name!r} has ended: {error}", LOST)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    return ENDED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m telegrad worker",
+        description="Start one worker of a group. It serves the calls of the others until the group ends.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("name", nargs="?", help="the worker's name in its group; else made of its role and a number")
+    parser.add_argument("--role", default="", help="its role: workers of one role are a group of their own")
+    parser.add_argument("--rank", type=int, default=-1, help="its rank; else as the launcher says, or a free one")
+    parser.add_argument("--world-size", type=int, help="the group's size; else as the launcher says, or dynamic")
+    parser.add_argument("--min-workers", type=int, help="an elastic group: how many workers it has at least")
+    parser.add_argument("--max-workers", type=int, help="an elastic group: how many it has at most")
+    parser.add_argument(
+        "--master",
+        metavar="HOST:PORT",
+        help="where rank 0 serves the store; else MASTER_ADDR and MASTER_PORT",
+    )
+    parser.add_argument(
+        "--init-method", metavar="URL", help="another place to meet, such as file:///PATH or etcd://HOST:2379"
+    )
+    parser.add_argument("--address", help="the address of this host under which the others reach it")
+    parser.add_argument("--threads", type=int, default=16, help="calls that run at once (16)")
+    parser.add_argument("--timeout", type=float, default=60.0, help="seconds per call, and to meet the others (60)")
+    parser.add_argument(
+        "--require",
+        metavar="NAME",
+        action="append",
+        help="end when that worker of a dynamic group dies; repeatable",
+    )
+    parser.add_argument("--with-parent", action="store_true", help="end when the standard input does")
+    parser.add_argument("--key-from-parent", action="store_true", help=argparse.SUPPRESS)  # the first line of the input
+    parser.add_argument("--main", help=argparse.SUPPRESS)  # the driver's program
+    return parser
+
+
+def _key_from_parent() -> bytes:
+    """Return the first line of the standard input, and leave the rest unread."""
+    line = b""
+    while (byte := os.read(0, 1)) not in (b"", b"\n"):
+        line += byte
+    return line
+
+
+def _meeting_place(given: argparse.Namespace) -> str:
+    if given.init_method:
+        return str(given.init_method)
+    return f"tcp://{given.master}" if given.master else "env://"
+
+
+def _end_with_parent() -> None:
+    """End this process when the parent ends, which closes its end of the input pipe in any case."""
+    while os.read(0, 1 << 10):  # not through sys.stdin, whose lock a thread must not hold when the interpreter exits
+        pass
+    _parent_ended.set()
+    if (
+        own := getattr(sys.modules.get("telegrad._core.worker.current"), "worker", None)
+    ) is not None:  # else it has not joined
+        own.parting.over()
+    time.sleep(GRACE)
+    os._exit(LOST)
+
+
+def _say(text: str, code: int) -> int:
+    print(f"telegrad: {text}", file=sys.stderr)
+    return code

@@ -1,0 +1,1 @@
+"""Cut models into stages by their graph, and compare the stages with the model."""

@@ -1,0 +1,358 @@
+"""Compare a model with its stages, for an example, in this process.
+
+A recording contains only operators. Other effects of a forward pass are Python state, globals, the training flags of a
+part, and hooks of tensors. These effects, and memory that stages would have to share, show in outputs, gradients,
+buffers or random numbers. Or they are detected while the model runs: activation checkpointing, and functions with their
+own backward. So the model and its stages run with the same seed, in both modes, with several batch sizes. Both are
+copies: the model does not change. Between stages, tensors are copied as between workers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dis
+import inspect
+import io
+import pickle
+import random
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+
+from telegrad.errors import UsageError
+from telegrad.ext.processes import forks, renewed
+from telegrad.pipeline.cutting.exported import Inputs, resized
+
+_BY_HAND = "make the stages by hand: Pipeline([RemoteModule('worker1', First), ...])"
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_MODES = {True: "training", False: "evaluation"}
+_INSTEAD = f"Keep such state in a buffer that one stage uses, cut elsewhere, or {_BY_HAND}"
+
+
+def copied(model: nn.Module) -> nn.Module:
+    """Copy a model. Results of operations, which torch does not copy, lose their history."""
+    made = [value for module in model.modules() for value in vars(module).values() if isinstance(value, Tensor)]
+    return copy.deepcopy(model, {id(value): value.detach().clone() for value in made if not value.is_leaf})
+
+
+def verify_stages(model: nn.Module, stages: Sequence[nn.Module], inputs: Inputs | None, example: Any) -> None:
+    """Compare a model with its stages.
+
+    Raises:
+        UsageError: they differ, or the model has effects that stages cannot have.
+    """
+    comparison = _Comparison(model, stages, inputs, example)
+    size = comparison.size
+    for mode, samples, with_backward in [
+        *((True, size, True), (True, size + 1, True), (False, size, True), (False, size + 1, False)),
+        *((False, 1, False), (True, 1, False)),
+    ]:
+        with torch.inference_mode(False), torch.set_grad_enabled(with_backward):
+            differing = comparison.run(mode, samples, with_backward)
+        if differing and samples == 1 and inputs is not None:
+            inputs.refuse_one(mode)
+        elif differing:
+            raise UsageError(
+                f"the stages of {type(model).__name__} differ from the model in {_MODES[mode]}, with {samples} "
+                f"samples: {'; '.join(differing[:4])}. A stage has no tensors in common with another, and of a forward "
+                "pass that is recorded only operators: no Python state or globals that change, no hooks of tensors. "
+                f"{_INSTEAD}"
+            )
+
+
+class _Comparison:
+    """Copies of a model and of its stages."""
+
+    def __init__(self, model: nn.Module, stages: Sequence[nn.Module], inputs: Inputs | None, example: Any) -> None:
+        self._whole, self._parts = copied(model), [copy.deepcopy(stage) for stage in stages]
+        self._inputs = inputs
+        leaves, self._form = tree_flatten(example)
+        self._leaves = leaves if inputs is None else inputs.leaves
+        self._returned = {} if inputs is None else _watch_hooks(self._whole)
+        self.size = max((len(leaf) for leaf in self._leaves if isinstance(leaf, Tensor) and leaf.dim()), default=0)
+        first: dict[nn.Parameter, str] = {}
+        named = self._whole.named_parameters(remove_duplicate=False)
+        # for tied parameters, the first name
+        self._names = {name: first.setdefault(parameter, name) for name, parameter in named}
+
+    def run(self, mode: bool, samples: int, with_backward: bool) -> list[str]:
+        """Run both; return the names of the results that differ."""
+        for each in (self._whole, *self._parts):
+            each.train(mode)
+        given = resized(self._leaves, samples)
+        try:
+            wanted, values = self._results(self._run_whole, [self._whole], given, with_backward)
+        except Exception as error:
+            if samples == self.size or isinstance(error, UsageError):
+                raise
+            # The model does not accept this size. For sizes other than 1, the recorded guards reject it, too.
+            return [f"the model raises {type(error).__name__}"] if samples == 1 and self._inputs is not None else []
+        for name, does in self._returned.items():
+            if not does:
+                raise UsageError(
+                    f"the hook {name} returns nothing, so it is there for what it does besides, which no stage would "
+                    "do: remove it before Pipeline.split, or have it return what it changes"
+                )
+        try:
+            if self._inputs is not None:
+                self._inputs.check((None, given), mode)
+            found, held = self._results(self._run_parts, self._parts, given, with_backward)
+        except Exception as error:
+            return [f"the stages raise {type(error).__name__}: {error}"]
+        pairs = [(name, wanted.get(name), found.get(name)) for name in wanted.keys() | found.keys()]
+        whole = dict(values)
+        pairs += [(f"the value of {name!r}", whole[name], value) for name, value in held if name in whole]
+        return sorted({name for name, one, other in pairs if not _alike(one, other)})
+
+    def _run_whole(self, given: Sequence[Any]) -> Any:
+        if self._inputs is None:
+            return self._whole(tree_unflatten(list(given), self._form))
+        before = _python_state(self._whole)
+        with _no_saving():
+            found = self._whole(**self._inputs.named(given))
+        _check_functions(found)
+        _check_state(self._whole, before)
+        return found
+
+    def _run_parts(self, given: Sequence[Any]) -> Any:
+        value = tree_unflatten(list(given), self._form) if self._inputs is None else (None, list(given))
+        for part in self._parts:
+            value = part(_sent(value))
+        return value
+
+    def _results(
+        self,
+        call: Callable[[Sequence[Any]], Any],
+        modules: Sequence[nn.Module],
+        given: Sequence[Any],
+        with_backward: bool,
+    ) -> tuple[dict[str, Any], list[tuple[str, Tensor]]]:
+        """Run a model, or its stages; return the results by their names, and the values of parameters and buffers."""
+        with _seeded(modules):
+            own = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in given]
+            led = [leaf for leaf in own if with_backward and isinstance(leaf, Tensor) and leaf.is_floating_point()]
+            for leaf in led:
+                leaf.requires_grad_()
+            outputs = tree_leaves(call([leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in own]))
+            results: dict[str, Any] = {f"output {number}": value for number, value in enumerate(outputs)}
+            if with_backward:
+                trained = [pair for module in modules for pair in module.named_parameters() if pair[1].requires_grad]
+                names = [
+                    *(f"the gradient of input {number}" for number in range(len(led))),
+                    *(f"the gradient of {self._names.get(name, name)!r}" for name, _ in trained),
+                ]
+                for name, gradient in zip(
+                    names, _gradients(outputs, [*led, *(each for _, each in trained)]), strict=True
+                ):
+                    if gradient is not None:  # stages that share a parameter each have a part of its gradient
+                        results[name] = results[name] + gradient if name in results else gradient
+            results["the random generator of torch"] = torch.get_rng_state()
+            results["the random generator of Python"] = random.getstate()
+            if numpy := sys.modules.get("numpy"):
+                results["the random generator of NumPy"] = repr(numpy.random.get_state())
+        values = [
+            (name, value.detach().clone())
+            for module in modules
+            for held in (module.named_parameters, module.named_buffers)
+            for name, value in held(remove_duplicate=False)
+        ]
+        return results, values
+
+
+def _gradients(outputs: Sequence[Any], wanted: Sequence[Tensor]) -> Sequence[Tensor | None]:
+    ends = [each for each in outputs if isinstance(each, Tensor) and each.requires_grad]
+    entering = [
+        torch.arange(each.numel(), device=each.device).cos().reshape(each.shape).to(each.dtype) for each in ends
+    ]
+    if not ends or not wanted:
+        return [None] * len(wanted)
+    return torch.autograd.grad(ends, wanted, entering, allow_unused=True)
+
+
+@contextlib.contextmanager
+def _seeded(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Seed the random generators inside; restore them afterwards."""
+    held = [each for module in modules for each in (*module.parameters(), *module.buffers())]
+    numpy = sys.modules.get("numpy")
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        for device in {each.device for each in held if each.device.type not in ("cpu", "meta")}:
+            stack.enter_context(torch.random.fork_rng(devices=[device.index or 0], device_type=device.type))
+        stack.callback(random.setstate, random.getstate())
+        torch.manual_seed(0)
+        random.seed(0)
+        if numpy:
+            stack.callback(numpy.random.set_state, numpy.random.get_state())
+            numpy.random.seed(0)
+        yield
+
+
+def _alike(one: Any, other: Any) -> bool:
+    try:
+        if not isinstance(one, Tensor):
+            return type(one) is type(other) and bool(one == other)
+        torch.testing.assert_close(other, one, equal_nan=True)
+    except (AssertionError, TypeError, ValueError):
+        return False
+    return True
+
+
+def _sent(value: Any) -> Any:
+    """Copy a value as a transfer does: its tensors share no memory, and a tensor that occurs twice stays one tensor."""
+    made: dict[Tensor, Tensor] = {}
+    return tree_map_only(Tensor, lambda tensor: made.setdefault(tensor, tensor.clone()), value)
+
+
+# Other effects of a forward pass
+
+_one_by_one = renewed(threading.RLock())  # guards saved_tensors_hooks.__enter__
+
+
+class _Writer(pickle.Pickler):
+    """A pickler that writes tensors, modules, classes and functions by their identity, and other values completely."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.identified: list[Any] = []  # kept alive: no other object may get their ids
+
+    def persistent_id(self, value: Any) -> int | bytes | None:
+        if isinstance(value, torch.Generator):  # its pickle has a new tensor each time
+            return value.get_state().numpy().tobytes()
+        if not isinstance(value, (Tensor, nn.Module, type, ModuleType, FunctionType)):
+            return None
+        self.identified.append(value)
+        return id(value)
+
+
+def _fingerprint(value: Any) -> bytes | None:
+    """Return bytes that change if the value changes. Return None for a value whose pickle is different each time."""
+    files = io.BytesIO(), io.BytesIO()
+    writers = [_Writer(file) for file in files]
+    try:
+        for writer in writers:
+            writer.dump(value)
+    except Exception:
+        return None
+    first, second = (file.getvalue() for file in files)
+    return first if first == second else None
+
+
+def _python_state(model: nn.Module) -> dict[str, bytes | None]:
+    """Return the attributes of all modules and of their classes, and the globals that their methods use."""
+    attributes = {
+        f"{path}.{name}".lstrip("."): value
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if name not in _OF_EVERY_MODULE
+    }
+    kinds = {kind for module in model.modules() for kind in type(module).__mro__ if _is_of_users(kind)}
+    of_classes = {f"{kind.__name__}.{name}": value for kind in kinds for name, value in vars(kind).items()}
+    first = [each for each in (*attributes.values(), *of_classes.values()) if isinstance(each, FunctionType)]
+    found = attributes | of_classes | _globals_of(first)
+    return {name: _fingerprint(value) for name, value in found.items()}
+
+
+def _globals_of(functions: list[FunctionType]) -> dict[str, Any]:
+    """Return the globals and outer variables that functions use, including called functions in the same packages."""
+    packages = {each.__module__.partition(".")[0] for each in functions}
+    found: dict[str, Any] = {}
+    while functions:
+        function = functions.pop()
+        used = {name: function.__globals__.get(name) for name in _global_names(function.__code__)}
+        with contextlib.suppress(ValueError):  # a variable without a value
+            used |= inspect.getclosurevars(function).nonlocals
+        for name, value in used.items():
+            path = f"{function.__module__}.{name}"
+            if path not in found and isinstance(value, FunctionType) and value.__module__.partition(".")[0] in packages:
+                functions.append(value)
+            found[path] = value
+    return found
+
+
+def _global_names(code: CodeType) -> Iterator[str]:
+    """Yield the globals that code and its inner functions use. `co_names` would include attributes, too."""
+    for instruction in dis.get_instructions(code):
+        if instruction.opname.endswith("_GLOBAL"):
+            yield str(instruction.argval)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _global_names(constant)
+
+
+def _is_of_users(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] not in ("torch", "builtins")
+
+
+def _check_state(model: nn.Module, before: Mapping[str, bytes | None]) -> None:
+    after = _python_state(model)
+    for name in sorted(before.keys() | after.keys()):
+        if before.get(name) != after.get(name):
+            raise UsageError(
+                f"the forward pass of {type(model).__name__} changes {name!r}, which is Python state: it would not in "
+                f"a stage. {_INSTEAD}"
+            )
+
+
+@contextlib.contextmanager
+def _no_saving() -> Iterator[None]:
+    """Raise UsageError, on this thread, for hooks that change how tensors are saved for backward."""
+    here, own = forks.thread(), saved_tensors_hooks.__enter__
+
+    def enter(hooks: saved_tensors_hooks) -> None:
+        if forks.thread() == here:
+            raise UsageError(
+                "the forward pass uses activation checkpointing, or other saved_tensors_hooks, which no recording has: "
+                f"cut the model without it, with more micro-batches (`chunks`), or {_BY_HAND}"
+            )
+        own(hooks)
+
+    with _one_by_one:
+        saved_tensors_hooks.__enter__ = enter  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            saved_tensors_hooks.__enter__ = own  # type: ignore[method-assign]
+
+
+def _check_functions(outputs: Any) -> None:
+    seen: set[Any] = {None}
+    stack: list[Any] = [each.grad_fn for each in tree_leaves(outputs) if isinstance(each, Tensor)]
+    while stack:
+        if (node := stack.pop()) in seen:
+            continue
+        seen.add(node)
+        stack += [following for following, _ in node.next_functions]
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            raise UsageError(
+                f"the forward pass uses a torch.autograd.Function ({type(node).__name__.removesuffix('Backward')}), of "
+                f"which only the operators of its forward would be recorded: write it with operators, or {_BY_HAND}"
+            )
+
+
+def _watch_hooks(model: nn.Module) -> dict[str, bool]:
+    """Record which forward hooks of a model's modules return a value."""
+    returned: dict[str, bool] = {}
+
+    def watched(hook: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            found = hook(*args, **kwargs)
+            returned[name] |= found is not None
+            return found
+
+        return call
+
+    for path, module in model.named_modules():
+        for hooks in (module._forward_hooks, module._forward_pre_hooks):
+            for key, hook in hooks.items():
+                if not (getattr(hook, "__module__", None) or "").startswith("torch."):
+                    returned[name := f"{getattr(hook, '__qualname__', hook)} of {path!r}"] = False
+                    hooks[key] = watched(hook, name)
+    return returned

@@ -1,0 +1,135 @@
+"""The driver's side of a pipeline: it creates a station on each worker with stages, and makes them run batches."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from telegrad.errors import TelegradError, UsageError
+from telegrad.ext.calls import DEFAULT, Future, remote, rpc_async, rpc_sync, together
+from telegrad.ext.graphs import Ride
+from telegrad.ext.references import RRef
+from telegrad.ext.workers import current
+from telegrad.pipeline.batches import BatchInputs, BatchResult, BatchSpec
+from telegrad.pipeline.pipeline_schedule import INTERLEAVED, TiedWeight
+from telegrad.pipeline.stage import PackedValue, pack_value
+from telegrad.pipeline.station import make_station, run_stage, set_weight, weight_of
+
+
+class PipelineDriver:
+    """The stations of a pipeline, and its pending batches."""
+
+    def __init__(self, places: Sequence[RRef[nn.Module]], schedule: str, tied: Sequence[TiedWeight]) -> None:
+        """Create the stations for the modules of all stages.
+
+        Raises:
+            UsageError: the schedule does not allow this placement on workers, or a tied weight does not fit.
+        """
+        owners = [place.owner() for place in places]
+        names = list(dict.fromkeys(owner.name for owner in owners))
+        self.stations_of = tuple(names.index(owner.name) for owner in owners)  # station of each stage
+        if schedule == INTERLEAVED and self.stations_of != (*range(len(names)),) * (len(places) // len(names)):
+            raise UsageError(
+                "an interleaved schedule wants the stages to go around all workers in turn, as many on each, "
+                f"such as w1, w2, w1, w2; these are on {', '.join(owner.name for owner in owners)}"
+            )
+        self.pipeline = secrets.token_hex(8)
+        modules: dict[str, dict[int, RRef[nn.Module]]] = {name: {} for name in names}
+        for stage, (owner, place) in enumerate(zip(owners, places, strict=True)):
+            modules[owner.name][stage] = place
+        made = together(
+            modules,
+            lambda name, own: rpc_async(name, make_station, (self.pipeline, own, len(places), [*tied])),
+            "Pipeline: looking at its stages",
+        )
+        self.stations = [made[name] for name in names]
+        agent = current.agent()
+        self.workers = tuple((name, agent.identify(name).incarnation) for name in names)
+        self.tied = tuple(tie for tie in tied if self.stations_of[tie.owner] != self.stations_of[tie.replica])
+        self._lock = threading.Lock()  # guards all fields below
+        self._last = 0  # number of the last batch
+        self._under_way: list[int] = []
+
+    def pack(self, stage: int, value: Any) -> PackedValue:
+        """Pack a value for a stage."""
+        worker, _ = self.workers[self.stations_of[stage]]
+        return pack_value(value, current.agent().shares_program(worker))
+
+    def call_chain(self, value: Any) -> Future[Any]:
+        """Send a micro-batch through all stages. The output has a history across workers."""
+        *before, last = enumerate(self.stations[station] for station in self.stations_of)
+        for stage, station in before:
+            value = remote(station.owner(), run_stage, (station, stage, value))
+        return rpc_async(last[1].owner(), run_stage, (last[1], last[0], value))
+
+    def send_tied_weights(self) -> None:
+        """Send tied weights to stages on other workers, as before a batch."""
+        for tie in self.tied:
+            owner, replica = (self.stations[self.stations_of[stage]] for stage in (tie.owner, tie.replica))
+            with torch.no_grad():
+                value = rpc_sync(owner.owner(), weight_of, (owner, tie.owner, tie.name))
+                rpc_sync(replica.owner(), set_weight, (replica, tie.replica, tie.name_there, value))
+
+    def run_batch(
+        self, schedule: str, given: BatchInputs, batches: int, trains: bool, ride: Ride | None = None
+    ) -> list[BatchResult]:
+        """Run a batch on all stations. Return their results, or raise the first error."""
+        agent = current.agent()
+        with self._lock:
+            self._last += 1
+            self._under_way.append(self._last)
+            number, oldest = self._last, self._under_way[0]
+        spec = BatchSpec(
+            *((self.pipeline, number), oldest, (agent.name, agent.incarnation), schedule, self.stations_of),
+            *(self.workers, self.tied, batches, trains, *((ride.rider, ride.request) if ride is not None else ())),
+        )
+        errors: list[Exception] = []
+
+        def look(future: torch.futures.Future[Any]) -> None:
+            try:
+                future.wait()
+            except Exception as error:
+                errors.append(error)
+                if errors[0] is error:
+                    self._stop(number)
+
+        try:
+            calls = [self._begin(spec, given, at) for at in range(len(self.stations))]
+            for future in calls:
+                future.add_done_callback(look)
+            with contextlib.ExitStack() as stack:
+                for future in calls:  # a method of an actor waits for all of them at once
+                    if (in_turn := getattr(future.call, "in_turn", None)) is not None:
+                        stack.enter_context(in_turn.waited_for())
+                for future in calls:
+                    if not future.done():
+                        agent.wait_for(future)
+        except BaseException:
+            self._stop(number)
+            raise
+        finally:
+            with self._lock:
+                self._under_way.remove(number)
+        if errors:
+            raise errors[0]
+        return [future.wait() for future in calls]
+
+    def _begin(self, spec: BatchSpec, given: BatchInputs, at: int) -> Future[BatchResult]:
+        own = given if at == self.stations_of[-1] else BatchInputs()
+        own = own._replace(inputs=given.inputs if at == self.stations_of[0] else ())
+        limit = current.agent().timeout * spec.batches * (1 + spec.trains)
+        asked = "Pipeline.forward_backward" if spec.trains else "Pipeline.forward"
+        call: Future[BatchResult] = self.stations[at]._call_async("run", limit, (spec, own), {}, asked)
+        return call
+
+    def _stop(self, number: int) -> None:
+        """Stop a batch that one station cannot finish."""
+        for station in self.stations:
+            with contextlib.suppress(TelegradError):  # the worker may be dead
+                station._call_async("stop", DEFAULT, (number,), {}, "Pipeline.forward_backward").heed()

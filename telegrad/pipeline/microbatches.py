@@ -1,0 +1,138 @@
+"""Split a batch into micro-batches, join their outputs, and scale their losses to sum up to the loss of the batch."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from telegrad.errors import UsageError
+
+Loss = Callable[[Any, Any], Tensor]
+
+_AS = {"mean": "mean", "batchmean": "mean", "sum": "sum", "none": "none"}  # names in torch's losses
+_COUNTING_FUNCTIONS = (functional.cross_entropy, functional.nll_loss)
+_IGNORED = -100  # the target that these functions ignore by default
+
+
+def parts_of(batch: Any, chunks: int) -> list[Any]:
+    """Split the tensors in `batch` into parts of about equal size. Other values are repeated in each part."""
+    leaves, form = tree_flatten(batch)
+    parts = len(_sizes(batch, chunks))
+    cut = [leaf.tensor_split(parts) if isinstance(leaf, Tensor) else [leaf] * parts for leaf in leaves]
+    return [tree_unflatten(list(part), form) for part in zip(*cut, strict=True)]
+
+
+def _sizes(batch: Any, chunks: int) -> list[int]:
+    """Return the number of samples in each micro-batch."""
+    shapes = [tuple(leaf.shape) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+    if len({shape[:1] for shape in shapes}) != 1 or not shapes[0]:
+        raise UsageError(
+            "a batch consists of tensors with the samples along their first dimension, as many in each of them; "
+            f"these have the shapes {shapes}"
+        )
+    size = shapes[0][0]
+    parts = max(min(chunks, size), 1)
+    return [size // parts + (number < size % parts) for number in range(parts)]
+
+
+def sizes_of(inputs: Any, targets: Any, chunks: int) -> list[int]:
+    """Return the size of each micro-batch. Raise UsageError if inputs and targets cannot be split alike."""
+    sizes, of_targets = _sizes(inputs, chunks), _sizes(targets, chunks)
+    size, wanted = sum(sizes), sum(of_targets)
+    if not size or [each * wanted for each in sizes] != [each * size for each in of_targets]:
+        raise UsageError(
+            f"{size} inputs and {wanted} targets cannot be cut into {chunks} micro-batches that belong together: "
+            "give a target for each input, and at least one"
+        )
+    return sizes
+
+
+def joined(parts: list[Any]) -> Any:
+    """Join the outputs of all micro-batches."""
+    leaves, form = [tree_leaves(part) for part in parts], tree_flatten(parts[0])[1]
+    return tree_unflatten(
+        [torch.cat(same) if isinstance(same[0], Tensor) else same[0] for same in zip(*leaves, strict=True)], form
+    )
+
+
+def shares(loss: Loss, reduction: str | None, sizes: Sequence[int], targets: Any) -> tuple[Loss, list[float]]:
+    """Return the loss for a micro-batch, and a factor for each. The sum of the products is the loss of the batch.
+
+    Raises:
+        UsageError: `loss` returns no scalar, or contradicts `reduction`.
+    """
+    if _reduction_of(loss, reduction) == "sum":
+        return loss, [1.0] * len(sizes)
+    counted = _by_count(loss, targets)
+    if counted is not None:
+        summed, count = counted
+        return summed, [1 / count if count else float("nan")] * len(sizes)
+    return loss, [size / sum(sizes) for size in sizes]
+
+
+def _reduction_of(loss: Any, said: str | None) -> str:
+    """Return "mean" or "sum": the caller's value, else that of the loss, else "mean"."""
+    if isinstance(loss, type):
+        raise UsageError(
+            f"the loss of a pipeline is called with outputs and targets: give an instance of it, {loss.__name__}(), "
+            f"not {loss!r}"
+        )
+    inner = loss
+    while isinstance(inner, partial) and not inner.keywords.get("reduction"):
+        inner = inner.func
+    given = inner.keywords["reduction"] if isinstance(inner, partial) else getattr(inner, "reduction", None)
+    own = _AS.get(str(given))
+    if own == "none":
+        raise UsageError(
+            f"{loss!r} gives a loss for each sample, and a pipeline needs a scalar: "
+            "make it with reduction='mean' or 'sum'"
+        )
+    if said and own and said != own:
+        raise UsageError(
+            f"forward_backward was told reduction={said!r}, but {loss!r} has reduction={own!r}: leave the former out"
+        )
+    return said or own or "mean"
+
+
+def check_scalar(value: Any, loss: Loss) -> Tensor:
+    """Return the value of a loss if a backward pass can begin there. Otherwise raise UsageError."""
+    if isinstance(value, Tensor) and not value.dim():
+        return value
+    name = getattr(loss, "__qualname__", type(loss).__name__)
+    kind = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+    raise UsageError(
+        f"the loss of a pipeline must be a scalar tensor, but {name} gave {kind}. Let it end with .mean(); or with "
+        ".sum(), and tell forward_backward so: reduction='sum'"
+    )
+
+
+def _by_count(loss: Any, targets: Any) -> tuple[Loss, float] | None:
+    """Return a sum instead of a mean that does not divide by the sample count, and the divisor for the whole batch.
+
+    Cross entropy divides by the number of targets that are not ignored, or by the sum of their class weights.
+    """
+    summed: Any
+    if type(loss) in (nn.CrossEntropyLoss, nn.NLLLoss):
+        ignored, weight = loss.ignore_index, loss.weight
+        summed = copy.copy(loss)
+        summed.reduction = "sum"
+    else:
+        is_partial = isinstance(loss, partial) and not loss.args
+        if (loss.func if is_partial else loss) not in _COUNTING_FUNCTIONS:
+            return None
+        options = loss.keywords if is_partial else {}
+        ignored, weight = options.get("ignore_index", _IGNORED), options.get("weight")
+        summed = partial(loss, reduction="sum")
+    if not isinstance(targets, Tensor) or targets.is_floating_point():
+        return None
+    counting = targets[targets != ignored]
+    if weight is None:
+        return None if len(counting) == targets.numel() else (summed, len(counting))
+    return summed, weight.to(counting.device)[counting].sum().item()

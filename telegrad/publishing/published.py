@@ -1,0 +1,432 @@
+"""Named values, which can be looked up wherever they are: `publish` and `lookup`.
+
+One key in the group's directory determines the owner of a value. The key is bound to the owner's lease
+(`Registry.claim`). The revision that created the key is the fencing token. The owner serves the value while its lease
+is valid by its own clock, and refuses later calls. By that clock, the lease ends before the directory gives the value
+to another worker. A worker that knows a later token refuses to use the reference. An owner refuses requests with a
+token higher than its own. A call names the value by the id of its reference, which belongs to one token.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable
+from math import inf
+from time import monotonic, sleep
+from typing import Any, NamedTuple
+
+from telegrad.errors import (
+    CallTimeout,
+    ClaimLost,
+    NotPublished,
+    PeerError,
+    ShutDown,
+    StoreUntrusted,
+    TelegradError,
+    UsageError,
+)
+from telegrad.ext.arguments import checks
+from telegrad.ext.calls import DEFAULT, Agent, Later, known_as, limit_of, not_compiled
+from telegrad.ext.directories import DirectoryLost, DirectoryRefused, LeaseLost, check_key
+from telegrad.ext.processes import run_beside
+from telegrad.ext.references import Lasting, RRef, wait_for
+from telegrad.ext.texts import Wait
+from telegrad.ext.workers import PUBLISHED, UNUSABLE, DynamicGroup, current, listed
+from telegrad.publishing.ownership import OwnedBox, Ownership
+from telegrad.publishing.registration import PAUSE, ROUND, THREAD, Answer, Registration
+
+LOOK = 0.25  # seconds between checks while waiting
+
+log = logging.getLogger("telegrad")
+
+
+def publish(name: str, factory: Callable[[], Any]) -> None:
+    """Offer a value under a name: `lookup(name)` finds the value from any worker, on whichever worker it is then.
+
+    Of all workers that publish the name, one owns the value, and calls `factory()` to make it. The others stand by. If
+    the owner is lost, a worker that stands by makes the value, or the restarted owner when it publishes the name again.
+    So `factory` must restore all state that must not be lost, for example from the last checkpoint. This function
+    blocks until the owner is decided, and if it is this worker, until the value is made.
+
+    Args:
+        name: any text of up to 1,000 bytes in UTF-8, without null characters.
+        factory: a function without arguments that makes the value.
+
+    Raises:
+        UsageError: this worker already publishes the name.
+        InvalidArgument: the name is invalid, or `factory` cannot be called.
+        RendezvousError: the group's directory did not report the owner within `rpc_timeout`.
+        PeerLost: in a group that is not dynamic, the worker of rank 0, which keeps the directory, has already left.
+        Exception: the error of `factory`.
+
+    Example:
+        >>> rpc.publish("words", lambda: ["a", "b"])
+        >>> rpc.rpc_sync("worker1", lambda: rpc.lookup("words").rpc_sync().index("b"))
+        1
+    """
+    _check_name(name)
+    checks.function("factory", factory, "a function that makes the value")
+    offers().add(Offer(name, factory))
+
+
+@not_compiled
+def lookup(name: str, timeout: float = DEFAULT) -> RRef[Any]:
+    """Return a reference to the value that is published under a name. Block until there is one.
+
+    The reference follows the value: if its owner is lost, the next use finds the value at its new owner, and waits for
+    it within that call's timeout.
+
+    Args:
+        name: the name given to `publish`.
+        timeout: seconds; 0 for no limit, default: the timeout in the options.
+
+    Returns:
+        An `RRef`.
+
+    Raises:
+        NotPublished: no value was published in time.
+        RendezvousError: the group's directory did not report the owner in time.
+        PeerLost: in a group that is not dynamic, the worker of rank 0, which keeps the directory, has already left.
+        InvalidArgument: the name is invalid.
+        Exception: the error of `factory`.
+
+    Example:
+        >>> rpc.publish("letters", lambda: ["a", "b"])
+        >>> rpc.lookup("letters").to_here()
+        ['a', 'b']
+    """
+    _check_name(name)
+    agent = current.agent()
+    limit = limit_of(timeout, agent.timeout)
+    begun = monotonic()
+    offers().registration.group(limit)
+    try:
+        return wait_for(agent, Named(name), limit, f"the value {name!r}", begun)
+    except NotPublished as error:
+        if isinstance(error.__cause__, UNUSABLE):
+            raise type(error.__cause__)(str(error)) from error
+        raise
+
+
+def _check_name(name: str) -> None:
+    checks.text("name", name, "the name of a value")
+    check_key(f"{PUBLISHED}{name}")
+
+
+class Named(NamedTuple):
+    """How a reference to a published value finds it again."""
+
+    name: str
+    token: int = 0  # of the owner's claim
+
+    def check(self) -> None:
+        if offers().is_over(self.name, self.token):
+            raise ClaimLost(f"the value {self.name!r} has another owner by now, or none")
+
+    def find(self, limit: float) -> RRef[Any]:
+        return offers().find(self.name, limit)
+
+    def missing(self) -> list[str]:
+        return []
+
+    def wanted(self) -> str:
+        return f"have a worker publish {self.name!r} again"
+
+    def travels(self) -> Named:
+        return self
+
+
+class Offer:
+    """A value that this worker publishes under a name."""
+
+    def __init__(self, name: str, factory: Callable[[], Any]) -> None:
+        self.name = name
+        self.factory = factory
+        self.owned: Ownership | None = None  # set while this worker owns the value, as far as it knows
+        self.value: RRef[Any] | None = None  # set once it is made
+        self.is_busy = False  # a thread claims or makes the value
+        self.again = False  # that thread must claim it once more afterwards
+
+    def lose(self) -> Ownership | None:
+        """Forget the value; return the claim by which it was owned."""
+        owned, self.owned, self.value = self.owned, None, None
+        return owned
+
+    def __repr__(self) -> str:
+        return f"<Offer of {self.name!r}: {f'owned, token {self.owned.claim.token}' if self.owned else 'stands by'}>"
+
+
+class Offers:
+    """All values that one worker publishes."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self._worker = current.here()
+        self._life = self._worker.me.incarnation
+        # guards all fields below, and the fields of offers; _offers and _given_up are also read without the lock
+        self._lock = threading.Lock()
+        self._offers: dict[str, Offer] = {}
+        self._given_up: set[int] = set()  # tokens of claims that were released, but may still be valid
+        self._hears_of_losses = False
+        self._shuts_down = threading.Event()
+        self._worker.before_end.append(lambda _: self._shuts_down.set())
+        self.registration = Registration(self._worker, _directory_of_group, self._claim_changed, self._lose_all)
+        agent.run_at_once(_directory_of_group)
+        agent.run_at_once(_found_here)
+
+    def __repr__(self) -> str:
+        return f"<Offers: {list(self._offers.values())}>"
+
+    # Owning values
+
+    def add(self, offer: Offer) -> None:
+        """Claim the value, and make it if this worker gets the claim."""
+        with self._lock:
+            if offer.name in self._offers:
+                raise UsageError(
+                    f"worker {self._worker.me.name!r} publishes a value under the name {offer.name!r} already"
+                )
+            self._offers[offer.name] = offer
+            offer.is_busy = True
+            hears, self._hears_of_losses = self._hears_of_losses, True
+        try:
+            # the members of a dynamic group remove dead workers themselves
+            if not hears and self._worker.membership.is_fixed:
+                self._worker.membership.on_lost(self.registration.declare_lost)
+            if self._claim_in_time(offer):
+                self._make(offer)
+        except BaseException:
+            self._withdraw(offer)
+            raise
+        finally:
+            self._finish(offer)
+
+    def _claim_in_time(self, offer: Offer) -> bool:
+        claimed = Answer()
+        claimed.find(self._claim, offer, claimed)
+        until = monotonic() + (self._agent.timeout or inf)
+
+        def text() -> str:
+            why = f": {claimed.problem}" if claimed.problem else ""
+            return f"publish({offer.name!r}): the group's directory did not say yet which worker owns the value{why}"
+
+        with Wait("publish", text, worker=self._worker.me.name) as wait:
+            while not self._agent.wait_for(claimed, LOOK):
+                if monotonic() >= until:
+                    raise DirectoryLost(f"{text()}. That took longer than rpc_timeout, {self._agent.timeout:g} s")
+                wait.look()
+        return bool(claimed.wait())
+
+    def _claim(self, offer: Offer, progress: Answer, stands_by: bool = False) -> bool:
+        """Claim the value; return True if this worker has to make it. Block until the directory answers.
+
+        Raises:
+            ShutDown: this worker has left, or no longer publishes the value.
+            PeerLost: the worker that would keep the directory has left.
+            DirectoryRefused, StoreUntrusted: the directory cannot be used, and this worker does not stand by.
+        """
+        unknown = False  # True if this worker may have the claim: it must claim once more, to keep or release it
+        while not self._agent.closed and (unknown or self._stands_by(offer)):
+            try:
+                group = self.registration.group(0)
+                claim = group.claim(offer.name)
+                unknown = False
+                if claim.life != self._life:
+                    with self._lock:
+                        offer.lose()
+                    return False
+                if claim.token in self._given_up:
+                    group.registry.release(offer.name, claim)
+                    continue
+                owned = Ownership(offer.name, group, claim)
+                is_new = self._take(offer, owned)
+                if owned.holds:
+                    return is_new
+            except (LeaseLost, DirectoryLost) as error:
+                progress.problem, unknown = str(error), isinstance(error, DirectoryLost)
+            except (DirectoryRefused, StoreUntrusted) as error:
+                if not stands_by:
+                    raise
+                if str(error) != progress.problem:
+                    log.warning("telegrad: the value %r cannot be claimed here yet: %s", offer.name, error)
+                progress.problem, unknown = str(error), True
+            sleep(PAUSE)
+        raise ShutDown(f"worker {self._worker.me.name!r} does not publish {offer.name!r} any more")
+
+    def _take(self, offer: Offer, owned: Ownership) -> bool:
+        """Store the claim by which this worker owns the value; return True if the value must be made."""
+        with self._lock:
+            offered = self._offers.get(offer.name)
+            if offered is offer and offer.owned != owned:
+                offer.owned, offer.value = owned, None
+            is_new = offered is offer and offer.value is None
+        if offered is None:  # else a later offer has the claim
+            self._give_up(owned)
+        return is_new
+
+    def _make(self, offer: Offer) -> None:
+        """Make the value that this worker owns."""
+        owned = offer.owned
+        if owned is None or not owned.holds:
+            offer.again = True  # set by the thread that is busy with the offer
+            return
+        table, box = self._worker.references, OwnedBox(owned)
+        box.fulfil(offer.factory())
+        self._agent.streams.publish()
+        made: RRef[Any] = RRef._of_handle(table, table.own(box))
+        with self._lock:
+            if offer.owned is owned:
+                offer.value = made
+
+    def _finish(self, offer: Offer) -> None:
+        with self._lock:
+            offer.is_busy = False
+            again, offer.again = offer.again, False
+        if again:
+            self._agent.run(self._take_over, offer, False)
+
+    def _stands_by(self, offer: Offer) -> bool:
+        """Return True if this worker may take over the value.
+
+        A leaving worker may not, as the owner may leave with it.
+        """
+        if self._agent.closed or self._offers.get(offer.name) is not offer:
+            return False
+        parting, serving = self._worker.parting, self._worker.membership.serving
+        return not (parting.all_leave() if parting.together else self._shuts_down.is_set() or serving.leaves)
+
+    def _take_over(self, offer: Offer) -> None:
+        """Claim a value that has no owner, or may have none, and make it, as `publish` does."""
+        with self._lock:
+            if not self._stands_by(offer):
+                return
+            if offer.is_busy:
+                offer.again = True
+                return
+            offer.is_busy = True
+        try:
+            with self._agent.waiting():
+                is_mine = self._claim(offer, Answer(), stands_by=True)
+            if is_mine:
+                self._make(offer)
+        except BaseException:  # including errors of the factory
+            self._withdraw(offer)
+            if not self._agent.closed:
+                log.exception("telegrad: the value %r could not be made here", offer.name)
+        finally:
+            self._finish(offer)
+
+    def _claim_changed(self, name: str) -> None:
+        """Take over a value that has lost its owner. Called by the thread that watches the directory."""
+        offer, claim = self._offers.get(name), self.registration.known_claim(name)
+        if offer is not None and claim is not None and not claim.life:
+            self._agent.later(self._take_over_soon, offer)
+
+    def _take_over_soon(self, offer: Offer) -> None:
+        self._agent.run(self._take_over, offer, False)
+
+    def _lose_all(self, group: DynamicGroup) -> None:
+        """Drop all values of an ended registration. With the next one, this worker may claim some of them again."""
+        with self._lock:
+            offers = list(self._offers.values())
+            for offer in offers:
+                if offer.owned is not None and offer.owned.group is group:
+                    offer.lose()
+        for offer in offers:
+            self._take_over_soon(offer)
+
+    def _withdraw(self, offer: Offer) -> None:
+        """Stop publishing a value, which allows another worker to own it."""
+        with self._lock:
+            if self._offers.get(offer.name) is offer:
+                del self._offers[offer.name]
+            owned = offer.lose()
+        if owned is not None:
+            self._give_up(owned)
+
+    def _give_up(self, owned: Ownership) -> None:
+        with self._lock:
+            self._given_up.add(owned.claim.token)
+        run_beside(THREAD, self._release, owned)
+
+    def _release(self, owned: Ownership) -> None:
+        while not (self._agent.closed or owned.group.over):
+            with contextlib.suppress(TelegradError):
+                owned.group.registry.release(owned.name, owned.claim)
+                return
+            sleep(PAUSE)
+
+    # Finding values
+
+    def is_over(self, name: str, token: int) -> bool:
+        """Return True if the value is known to have another owner by now, or none."""
+        known = self.registration.known_claim(name)
+        return known is not None and known.token > token
+
+    def find(self, name: str, limit: float) -> RRef[Any]:
+        """Return a reference to the value at its owner. Raises one of NOT_YET if the caller may try again."""
+        group = self.registration.group(limit)
+        try:
+            return self._find(name, group, min(limit or ROUND, ROUND))
+        except (NotPublished, PeerError):
+            self.registration.check_directory(name)
+            raise
+
+    def _find(self, name: str, group: DynamicGroup, limit: float) -> RRef[Any]:
+        claim = group.claims.get(name)
+        present = self._worker.membership.present()
+        if claim is None or not claim.life:
+            raise NotPublished(f"no worker publishes it; there are {listed([each.name for each in present])}")
+        if claim.life == self._life:
+            token, value = self.value(name, claim.token)
+            return Lasting.of(value, Named(name, token))
+        owner = next((each for each in present if each.incarnation == claim.life), None)
+        if owner is None:
+            raise NotPublished("the worker that owned it has gone, and no other one has taken it over yet")
+        try:
+            found = self._agent.call(owner.identity, _found_here, (name, claim.token), None, limit)
+        except CallTimeout as error:
+            raise NotPublished(f"worker {owner.name!r}, which owns it, does not answer") from error
+        if isinstance(found, NotPublished | ClaimLost):
+            raise found
+        token, value = found
+        return Lasting.of(value, Named(name, token))
+
+    def value(self, name: str, token: int) -> tuple[int, RRef[Any]]:
+        """Return the value that this worker owns with at least that token, and its own token."""
+        with self._lock:
+            offer = self._offers.get(name)
+            owned, value = (offer.owned, offer.value) if offer is not None else (None, None)
+        here = f"worker {self._worker.me.name!r}"
+        if owned is None:
+            raise NotPublished(f"{here} does not own it any more")
+        own = owned.claim.token
+        if own < token:
+            raise ClaimLost(f"{here} owned {name!r} with the token {own}, but another one owns it with {token}")
+        owned.check()
+        if value is None:
+            raise NotPublished(f"{here} is about to make it")
+        return own, value
+
+
+def offers() -> Offers:
+    """Return the offers of this thread's worker."""
+    return current.here().attached(Offers)
+
+
+# Called by other workers
+
+
+@known_as("lookup of a published value")
+def _found_here(name: str, token: int) -> tuple[int, RRef[Any]] | NotPublished | ClaimLost:
+    try:
+        return offers().value(name, token)
+    except (NotPublished, ClaimLost) as error:
+        return error  # not raised: the caller retries, and each raised error would be logged
+
+
+@known_as("looking for the group's directory")
+def _directory_of_group() -> Any:
+    return Later(offers().registration.address(), _directory_of_group)

@@ -1,0 +1,308 @@
+"""A worker's registration in the directory of its group, which determines the owners of published values.
+
+The members of a dynamic group are registered in its directory anyway. Other groups get a directory when a worker first
+publishes or looks up a value: rank 0 starts it in a separate process, and sends its address on request. Once rank 0 has
+left, any worker that knows the address sends it. Each worker that publishes or looks up a value registers there, under
+a lease. The process ends once rank 0 has left and no lease is left.
+
+If the registration of a worker has ended, because its lease was not renewed in time, the worker registers again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable
+from functools import partial
+from time import monotonic, sleep
+from typing import Any
+
+from telegrad.errors import CallTimeout, HandshakeError, PeerError, PeerLost, ShutDown, StoreUntrusted, TelegradError
+from telegrad.ext.calls import Signal
+from telegrad.ext.directories import DirectoryLost, DirectoryRefused, EmbeddedDirectory, LeaseLost
+from telegrad.ext.joining import Keeping
+from telegrad.ext.processes import knock, run_beside
+from telegrad.ext.starting import shows_life, ttl_of
+from telegrad.ext.workers import Change, Claim, DynamicGroup, Gone, LifeOver, Member, Worker, WorkerInfo
+
+THREAD = "telegrad-claims"
+ROUND = 1.0  # seconds to wait for an answer before asking again
+PAUSE = 0.05  # seconds between two tries
+PATIENCE = 5.0  # seconds for an operation on a directory
+SILENT = 1.0  # seconds without an answer after which a directory counts as unavailable
+KNOCK = 2.0  # seconds for a worker to show that it is alive
+
+log = logging.getLogger("telegrad")
+Address = tuple[str, int]
+
+
+class Answer(Signal):
+    """A result that one thread computes for others."""
+
+    __slots__ = ("problem", "value")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.value: Any = None  # stored before the signal is set
+        self.problem = ""  # why there is no result yet
+
+    def tell(self, value: Any) -> None:
+        self.value = value
+        self.set_result()
+
+    def wait(self) -> Any:
+        super().wait()
+        return self.value
+
+    def find(self, function: Callable[..., Any], *args: Any) -> None:
+        """Call a function on another thread; its result becomes this result."""
+        run_beside(THREAD, self._run, function, args)
+
+    def _run(self, function: Callable[..., Any], args: Any) -> None:
+        try:
+            self.tell(function(*args))
+        except Exception as error:
+            self.set_exception(error)
+
+
+class Registration:
+    """The registration of one worker."""
+
+    def __init__(
+        self,
+        worker: Worker,
+        directory_of_group: Callable[[], Any],
+        on_claim: Callable[[str], None],
+        on_lost: Callable[[DynamicGroup], None],
+    ) -> None:
+        """`directory_of_group` returns `address` of the worker on which it is called.
+
+        `on_claim` is called with each value whose owner has changed; it must not block.
+
+        `on_lost` is called once a registration has ended, and all claims made with it are lost.
+        """
+        self._worker, self._agent = worker, worker.agent
+        self._directory_of_group, self._on_claim, self._on_lost = directory_of_group, on_claim, on_lost
+        self._lock = threading.Lock()  # guards all fields below; _joining and _is_closed are also read without the lock
+        self._joining: Answer | None = None  # result: a DynamicGroup
+        self._address: Answer | None = None  # of the directory: host and port
+        self._keeping: Keeping | None = None
+        self._is_closed = False
+        self._is_asking = False  # a thread asks whether the directory answers, or did just now
+        self._silent_since = 0.0  # time of the first question without an answer, or 0
+        self._refusal: DirectoryRefused | StoreUntrusted | None = None  # the last answer, if it was a refusal
+        if isinstance(worker.directory, DynamicGroup):
+            worker.directory.on_claim = on_claim
+            self._joining = Answer()
+            self._joining.tell(worker.directory)
+        else:
+            worker.at_end.append(self._close)
+
+    def group(self, limit: float) -> DynamicGroup:
+        """Return the registration; register if needed.
+
+        Raises:
+            DirectoryLost: registration took longer than `limit` seconds (0 for no limit).
+            PeerLost: the worker that would keep the directory has left.
+        """
+        joining = self._begin()
+        if not self._agent.wait_for(joining, limit or -1):
+            raise DirectoryLost(f"the directory of the group was not found within {limit:g} s: {joining.problem}")
+        group: DynamicGroup = joining.wait()
+        return group
+
+    def known(self) -> DynamicGroup | None:
+        """Return the registration if it exists, else None. Start to register if this was not tried before."""
+        found: DynamicGroup | None = (self._joining or self._begin()).value
+        return found
+
+    def known_claim(self, name: str) -> Claim | None:
+        """Return the claim on a published value, as far as this worker knows."""
+        group = self.known()
+        return group.claims.get(name) if group is not None else None
+
+    def address(self) -> Answer:
+        """Return the address of the directory, which rank 0 starts. The answer is None if it is not known here."""
+        starts = False
+        with self._lock:
+            address = self._address
+            if address is None and self._worker.me.id == 0:
+                address = self._address = Answer()
+                starts = True
+        if address is None:
+            address = Answer()
+            address.tell(None)
+        if starts:
+            address.find(self._start)
+        return address
+
+    def declare_lost(self, worker: WorkerInfo, _: Exception) -> None:
+        """Remove a worker from the directory if its process is dead. If it may be alive, its lease decides."""
+        run_beside(THREAD, self._declare_lost, self._worker.directory.find(worker.id))
+
+    def check_directory(self, name: str) -> None:
+        """Ask the directory for the owner of a value, on another thread.
+
+        Raises:
+            DirectoryLost: the directory has not answered earlier questions for long.
+            DirectoryRefused, StoreUntrusted: it refused the question, or other programs have written to it.
+        """
+        group = self.known()
+        if group is None:
+            return
+        now = monotonic()
+        with self._lock:
+            asks, self._is_asking = not self._is_asking, True
+            self._silent_since = self._silent_since or now
+            silent, refusal = now - self._silent_since, self._refusal
+        if asks:
+            run_beside(THREAD, self._look, group, name)
+        if refusal is not None:
+            raise type(refusal)(str(refusal))
+        if silent > SILENT:
+            raise DirectoryLost(f"the directory of the group has not answered for {silent:.0f} s")
+
+    def _look(self, group: DynamicGroup, name: str) -> None:
+        refusal: DirectoryRefused | StoreUntrusted | None = None
+        try:
+            group.look_for_owner(name)
+            with self._lock:
+                self._silent_since, self._refusal = 0.0, None
+            sleep(SILENT / 2)  # pause before the next question
+        except (DirectoryRefused, StoreUntrusted) as error:
+            refusal = error
+        except TelegradError:
+            pass
+        with self._lock:
+            self._is_asking, self._refusal = False, refusal
+
+    # The directory of a group that is not dynamic
+
+    def _begin(self) -> Answer:
+        with self._lock:
+            joining, is_new = self._joining, False
+            if joining is None or (joining.done() and joining.value is None):
+                joining, is_new = Answer(), True
+                self._joining = joining
+        if is_new:
+            joining.find(self._join, joining)
+        return joining
+
+    def _join(self, joining: Answer) -> DynamicGroup:
+        while not (self._agent.closed or self._is_closed):
+            try:
+                return self._joined(self._find())
+            except (DirectoryLost, LeaseLost, LifeOver, HandshakeError) as error:
+                joining.problem = str(error)
+            sleep(PAUSE)
+        raise ShutDown(f"worker {self._worker.me.name!r} shut down")
+
+    def _joined(self, address: Address) -> DynamicGroup:
+        me, agent = self._worker.me, self._agent
+        group = DynamicGroup(EmbeddedDirectory(address, agent.keys, PATIENCE), "", ttl_of(agent.settings.silence))
+        group.on_claim = self._on_claim
+        try:  # an older registration of this worker that has not ended does not count as alive
+            group.join(me, lambda member: member.incarnation != me.incarnation and shows_life(member))
+            group.begin(partial(self._apply, group), lambda: agent.stands_for)
+        except BaseException:
+            group.leave()
+            raise
+        with self._lock:
+            is_closed = self._is_closed or agent.closed
+            if self._address is None:
+                self._address = Answer()
+                self._address.tell(address)
+        if is_closed:
+            group.leave()
+            raise ShutDown(f"worker {me.name!r} shut down")
+        return group
+
+    def _find(self) -> Address:
+        """Return the address of the directory."""
+        members = self._worker.membership.present()
+        keeper = next((member for member in members if member.id == 0), None)
+        if keeper is not None and keeper.incarnation == self._worker.me.incarnation:
+            told = self.address()
+            self._agent.wait_for(told)
+            own: Address = told.wait()
+            return own
+        with self._lock:
+            known: Address | None = self._address.value if self._address is not None else None
+        address = known or self._ask([keeper] if keeper is not None else members)
+        if address is not None:
+            return address
+        if keeper is not None:
+            raise DirectoryLost(f"worker {keeper.name!r}, which keeps the group's directory, does not answer")
+        raise PeerLost(
+            "the worker of rank 0, which keeps the directory in which values are published, has gone, and no other "
+            "worker knows where that is. Publish or look up a value earlier, while rank 0 is there"
+        )
+
+    def _ask(self, members: list[Member]) -> Address | None:
+        """Ask these members for the address of the directory, and return an answer, or None."""
+        coming = []
+        for member in members:
+            if member.incarnation != self._worker.me.incarnation:
+                with contextlib.suppress(PeerError):
+                    coming.append(self._agent.call_async(member.identity, self._directory_of_group, (), None, ROUND))
+        for future in coming:
+            future.heed()
+        for future in coming:
+            with contextlib.suppress(PeerError, CallTimeout):
+                if (address := future.wait()) is not None:
+                    return str(address[0]), int(address[1])
+        return None
+
+    def _start(self) -> Address:
+        try:
+            keeping = Keeping(self._agent.keys, self._worker.me.tcp[0])
+        except BaseException:
+            with self._lock:
+                self._address = None
+            raise
+        with self._lock:
+            is_closed = self._is_closed
+            self._keeping = None if is_closed else keeping
+        if is_closed:
+            keeping.leave()
+        return keeping.pointer.address
+
+    def _declare_lost(self, member: Member) -> None:
+        group = self.known()
+        if group is not None and knock(member.tcp, KNOCK) is False:
+            group.declare_lost(member, f"worker {self._worker.me.name!r} found it dead")
+
+    def _apply(self, group: DynamicGroup, change: Change) -> None:
+        is_mine = isinstance(change, Gone) and change.life == self._worker.me.incarnation
+        if is_mine and not self._is_closed:  # if closed, the change is this worker's own leaving
+            self._agent.later(self._renew, group)
+
+    def _renew(self, group: DynamicGroup) -> None:
+        """Register again after the registration has ended although this worker is alive."""
+        with self._lock:
+            if self._joining is not None and self._joining.value is group:
+                self._joining = None
+            is_closed = self._is_closed
+        group.leave()
+        if not is_closed:
+            log.warning(
+                "telegrad: worker %r did not renew its lease in the group's directory in time. It owns none of the "
+                "values any more that it has published, and stands by for them",
+                self._worker.me.name,
+            )
+            self._on_lost(group)
+
+    def _close(self) -> None:
+        """End the registration, because this worker leaves its group."""
+        with self._lock:
+            self._is_closed = True
+            joining, keeping = self._joining, self._keeping
+            self._joining = self._keeping = None
+        if joining is not None and joining.value is not None:
+            joining.value.leave()
+        if keeping is not None:
+            keeping.leave()
+
+    def __repr__(self) -> str:
+        return f"<Registration of {self._worker.me.name!r}: {self._joining.value if self._joining else 'none'}>"

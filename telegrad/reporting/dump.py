@@ -1,0 +1,176 @@
+"""Write the state of a worker to a file: when one of its calls times out, when it loses a peer, and on SIGUSR2.
+
+`TELEGRAD_DUMPS` names the folder, or is `off`; the default is a private folder of this user. Old files are removed. On
+SIGUSR2, unless the program uses that signal, the stacks of all threads are written as well. That works even while a
+thread holds the interpreter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import logging
+import os
+import pathlib
+import re
+import secrets
+import signal
+import threading
+import time
+from collections.abc import Callable
+from time import monotonic
+from typing import Any
+
+from telegrad.ext.events import events as instruments
+from telegrad.ext.files import Folder, open_folder, private_folder
+from telegrad.ext.processes import Background, Thread, forks, interrupts, said
+
+VARIABLE = "TELEGRAD_DUMPS"
+PAUSE = 60.0  # minimum seconds between two automatic dumps of one worker
+KEPT = 32  # maximum number of files of this user in the folder
+LARGEST = 16 << 20  # bytes of one file; the oldest events are dropped from a larger one
+ALL = 64 << 20  # bytes of this user's files in the folder; the newest is always kept
+OURS = re.compile(r"[0-9]{8}-[0-9]{6}-[\w-]+\.json")  # the names of these files
+
+log = logging.getLogger("telegrad")
+
+
+def write(worker: str, reason: str, content: dict[str, Any]) -> pathlib.Path | None:
+    """Write a new file that only this user can read, and remove old files of this user. Return None if dumps are off.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    named = os.environ.get(VARIABLE, "")
+    if named == "off":
+        return None
+    text = _text({"reason": reason, **content})
+    who = re.sub(r"[^\w-]", "_", worker, flags=re.ASCII)[:128]
+    name = f"{time.strftime('%Y%m%d-%H%M%S')}-{who}-{os.getpid()}-{secrets.token_hex(8)}.json"
+    with open_folder(named) if named else private_folder("dumps") as folder:
+        try:
+            with folder.create(name) as file:
+                file.write(text)
+        except OSError:
+            folder.remove(name)  # an incomplete file is useless
+            raise
+        _remove_old(folder, name)
+        return folder.path / name
+
+
+def _text(content: dict[str, Any]) -> bytes:
+    text = json.dumps(content).encode()
+    while len(text) > LARGEST and content.get("events"):
+        events = content["events"]
+        content = {**content, "events": events[(len(events) + 1) // 2 :]}
+        text = json.dumps(content).encode()
+    return text
+
+
+def _remove_old(folder: Folder, newest: str) -> None:
+    own = [(name, found) for name in folder.names() if OURS.fullmatch(name) and (found := folder.own_file(name))]
+    own.sort(key=lambda each: (each[0] == newest, each[1].st_mtime_ns), reverse=True)
+    used = 0
+    for number, (name, found) in enumerate(own):
+        used += found.st_size
+        if number >= KEPT or (used > ALL and name != newest):
+            folder.remove(name)
+
+
+class Dumper:
+    """Writes the dump files of one worker."""
+
+    def __init__(self, worker: str, tell: Callable[[], dict[str, Any]]) -> None:
+        """`tell` returns the content of a dump."""
+        self.worker = worker
+        self._tell = tell
+        self._wanted = threading.Semaphore(0)
+        self._reason = ""  # of the next file; set before `_wanted` is released
+        self._next = 0.0  # earliest time of the next automatic dump
+        self._closed = False
+        self.failure = ""  # why the last dump could not be written
+        self._thread = Background("telegrad-dump", self._main)
+        self._alarm = self._alarmed
+        instruments.alarms.append(self._alarm)
+
+    def want(self, reason: str) -> None:
+        """Request a dump, which another thread writes soon."""
+        self._reason = reason
+        with contextlib.suppress(RuntimeError):
+            self._thread.want()
+        self._wanted.release()
+
+    def write(self, reason: str) -> pathlib.Path | None:
+        """Write a dump now; return None if dumps are off, or if it failed, which is logged."""
+        try:
+            path = write(self.worker, reason, self._tell())
+        except OSError as error:
+            level = logging.INFO if self.failure else logging.WARNING  # warn only once
+            self.failure = f"what worker {self.worker!r} was at could not be written ({VARIABLE}): {said(error)}"
+            log.log(level, "telegrad: %s", self.failure)
+            return None
+        if path is not None:
+            log.info("telegrad: %s; what worker %r was at is in %s", reason, self.worker, path)
+        return path
+
+    def close(self) -> None:
+        with contextlib.suppress(ValueError):
+            instruments.alarms.remove(self._alarm)
+        self._closed = True
+        self._wanted.release()
+
+    def _alarmed(self, reason: str) -> None:
+        now = monotonic()
+        if now >= self._next:
+            self._next = now + PAUSE
+            self.want(reason)
+
+    def _main(self) -> None:
+        while self._wanted.acquire() and not self._closed:
+            self.write(self._reason)
+
+
+class Signalled:
+    """Handle SIGUSR2, unless the program uses it: write stacks to a file of the process, and call `act` on a new
+    thread."""
+
+    def __init__(self, act: Callable[[], None]) -> None:
+        self._act = act
+        self._depth = forks.depth
+        self.file = -1  # the descriptor of that file; -1: none
+        if not hasattr(signal, "SIGUSR2") or not hasattr(os, "memfd_create"):
+            return
+        found = signal.getsignal(signal.SIGUSR2)
+        if found is not signal.SIG_DFL and not _is_inherited(found):
+            return
+        chain = False  # chaining to the default action would end the process
+        with contextlib.suppress(ValueError):  # not on the main thread: only the stacks are written
+            signal.signal(signal.SIGUSR2, self._came)
+            chain = True
+        self.file = os.memfd_create("stacks-of-telegrad", os.MFD_CLOEXEC)
+        faulthandler.register(signal.SIGUSR2, file=self.file, all_threads=True, chain=chain)
+        interrupts.replaced[signal.SIGUSR2] = self._release
+
+    def _came(self, *_: object) -> None:
+        if self._depth == forks.depth:  # else this is a forked child without a worker
+            Thread(target=self._act, name="telegrad-dump").start()
+
+    def _release(self) -> None:
+        """Stop writing stacks. Other processes send the signal only if the file exists."""
+        faulthandler.unregister(signal.SIGUSR2)
+        os.close(self.file)
+        self.file = -1
+
+    def close(self) -> None:
+        """Restore the default action, unless the program has set its own handler meanwhile."""
+        if self.file >= 0 and interrupts.replaced.pop(signal.SIGUSR2, None) is not None:
+            self._release()  # first, because afterwards the signal ends the process
+            with contextlib.suppress(ValueError):
+                signal.signal(signal.SIGUSR2, signal.SIG_DFL)
+
+
+def _is_inherited(handler: Any) -> bool:
+    """Return True if this process was forked from a worker that set this handler."""
+    owner = getattr(handler, "__self__", None)
+    return isinstance(owner, Signalled) and owner._depth != forks.depth

@@ -1,0 +1,243 @@
+"""Collect the state of one worker from its parts."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from time import perf_counter
+from types import FrameType
+from typing import NamedTuple
+
+from telegrad.ext.calls import Agent, Incoming, inspection, user_name
+from telegrad.ext.graphs import Conductor
+from telegrad.ext.references import ReferenceTable
+from telegrad.ext.texts import progress
+from telegrad.ext.workers import Member
+from telegrad.reporting import stacks
+from telegrad.reporting.account import (
+    GOING_ON,
+    JOINING,
+    MEETINGS,
+    MEMBER,
+    QUEUED,
+    RUNNING,
+    Account,
+    CallIn,
+    CallOut,
+    PassOut,
+    Thread,
+    Wait,
+    listed,
+)
+from telegrad.reporting.recorder import recorder
+from telegrad.reporting.waits import wait_of, wait_on
+
+PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
+
+
+class Parts(NamedTuple):
+    """The parts of a worker that was created."""
+
+    agent: Agent
+    references: ReferenceTable
+    conductor: Conductor
+    rank: int
+    size: int | None  # of the group that it joins
+    place: str  # address of that group's store
+
+
+class Observer:
+    """Observes one worker. All methods may be called from any thread."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._parts: Parts | None = None
+        self._rank = -1
+        self._begun = self._since = perf_counter()
+        self.phase = JOINING
+        # Returns the workers it waits for while joining or leaving.
+        self.missing: Callable[[], list[str]] = self._missing_here
+        self.members: Callable[[], list[Member]] = list  # of the group, after joining
+        self.gone: dict[str, str] = {}  # the latest reason, by name
+
+    def _joining(self) -> list[progress.Wait]:
+        """Return the waits of this process that may be those of this worker, which is joining."""
+        return [wait for wait in progress.under_way() if wait.what == "init_rpc" and wait.worker in ("", self._name)]
+
+    def _missing_here(self) -> list[str]:
+        return [who for wait in self._joining() for who in wait.missing()]
+
+    def watch(self, parts: Parts) -> None:
+        """Begin to observe a worker that was created and is about to join."""
+        self._rank, self._parts = parts.rank, parts
+        parts.agent.lost.append(lambda who, reason: self.gone.update({who.name: str(reason)}))
+
+    def enter(self, phase: str, missing: Callable[[], list[str]] = list) -> None:
+        """Set the phase of the worker's life."""
+        self.phase, self._since, self.missing = phase, perf_counter(), missing
+
+    def joined(self, name: str, rank: int, members: Callable[[], list[Member]]) -> None:
+        """Enter the phase MEMBER, with the worker's name and rank in its group."""
+        self._name, self._rank, self.members = name, rank, members
+        self.enter(MEMBER)
+
+    def account(self) -> Account:
+        """Return the current state of the worker."""
+        now = perf_counter()
+        threads, calls_in, waiting = self._threads(now)
+        told = Account(
+            worker=self._name,
+            rank=self._rank,
+            group="",
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            program=_program(),
+            clock=now,
+            time=time.time(),
+            phase=self.phase,
+            phase_age=now - self._since,
+            idle=now - max(recorder.last_own(), self._begun),
+            missing=self.missing(),
+            place=next((wait.place for wait in self._joining()), ""),
+            size=None,
+            generation=0,
+            members={member.name: member.host for member in self.members()},
+            gone=dict(self.gone),
+            threads=threads,
+            calls_out=[],
+            calls_in=calls_in,
+            slots=0,
+            busy=0,
+            passes=[],
+            contexts=0,
+            references={},
+            bytes_out={},
+            bytes_in={},
+            calls_done=0,
+            memory=_resident(),
+            shared=0,
+        )
+        if self._parts is not None:
+            self._tell_of(self._parts, told, now, waiting)
+        return told
+
+    def _tell_of(self, parts: Parts, told: Account, now: float, waiting: dict[int, int]) -> None:
+        """Add the state of the worker's parts. `waiting` maps ids of calls to the threads that wait for them."""
+        agent, calls_in = parts.agent, told["calls_in"]
+        others = [_call_in(call, GOING_ON, now, None) for call in inspection.calls_going_on(agent)]
+        others += [_call_in(call, QUEUED, now, None) for call in inspection.calls_queued(agent)]
+        # Keep the first state seen, because a call may change its state meanwhile.
+        first = {(call["caller"], call["number"]): call for call in reversed([*calls_in, *others])}
+        unlisted = [call for call in others if call is first[call["caller"], call["number"]]]
+        calls_in += listed(unlisted, lambda call: (call["caller"], call["function"], call["state"]))
+        told["place"], told["size"] = parts.place, parts.size
+        told["slots"], told["busy"] = inspection.slots(agent)
+        told["bytes_out"], told["bytes_in"] = inspection.traffic(agent)
+        told["calls_done"], told["shared"] = agent.served, inspection.shared(agent)
+        told["contexts"] = len(parts.conductor.contexts)
+        told["passes"] = [
+            PassOut(context=context, number=number, age=now - begun, owing=owing)
+            for context, number, begun, owing in parts.conductor.under_way()
+        ]
+        calls_out = (
+            CallOut(
+                to=pending.peer.name,
+                number=pending.id,
+                function=user_name(pending.label),
+                age=max(0.0, now - pending.begun),
+                timeout=pending.timeout,
+                thread=waiting.get(id(pending)),
+            )
+            for pending in inspection.calls_out(agent)
+        )
+        told["calls_out"] = listed(calls_out, lambda call: (call["to"], call["function"]))
+        if self.phase != JOINING:  # it has the group's key
+            told["group"] = agent.keys.group[:12]
+            told["references"] = parts.references.counts()
+
+    def word_on(self, caller: str, number: int) -> str:
+        """Return the state of an incoming call, to append to a message; empty if the call is unknown."""
+        told = self.account()
+        call = next((each for each in told["calls_in"] if (each["caller"], each["number"]) == (caller, number)), None)
+        if call is None:
+            return ""
+        if call["state"] == QUEUED:
+            return f": it waits for its turn, {told['busy']} of {told['slots']} slots are taken"
+        if call["state"] == RUNNING:
+            threads = [each for each in told["threads"] if each["number"] == call["thread"]]
+        else:  # such as those of a pipeline's batch, whose user code runs on a thread that serves no call
+            serving = {each["thread"] for each in told["calls_in"]}
+            own = (each for each in told["threads"] if each["name"].startswith("telegrad-") and each["wait"] is None)
+            threads = [each for each in own if each["number"] not in serving]
+        where = [
+            f", at {at['file']}:{at['line']} in {at['function']}: `{at['text']}`"
+            for each in threads
+            if (at := each["at"]) is not None
+        ]
+        return f": for {call['age']:.1f} s by now{where[0] if len(where) == 1 else ''}"
+
+    def _threads(self, now: float) -> tuple[list[Thread], list[CallIn], dict[int, int]]:
+        """Return the threads, the calls that they run, and the waiting threads by id of the call."""
+        found = stacks.all_stacks()
+        mine = found[threading.get_ident()]
+        del mine[mine.index(sys._getframe()) :]  # otherwise this frame would reference itself and all others
+        threads: list[Thread] = []
+        calls_in: list[CallIn] = []
+        waiting: dict[int, int] = {}
+        for thread in threading.enumerate():
+            stack = found.get(thread.ident or 0)
+            if stack is None:
+                continue
+            agent = self._parts.agent if self._parts is not None else None
+            stood = inspection.stands(stack, agent) if agent is not None else inspection.NOWHERE
+            if stood.waits is not None:
+                waiting.setdefault(id(stood.waits), thread.ident or 0)
+            calls_in += [_call_in(call, RUNNING, now, thread.ident) for call in stood.serves]
+            described = self._thread(thread, stack, stood)
+            if described is not None:
+                threads.append(described)
+        return threads, calls_in, waiting
+
+    def _thread(self, thread: threading.Thread, frames: list[FrameType], stood: inspection.Stands) -> Thread | None:
+        told = wait_of(thread.ident)
+        wait = told if told is not None and told["what"] in MEETINGS else wait_on(frames, self.missing)
+        if stood.room is not None:
+            wait = Wait(what="room", on=[stood.room.name], about="as many calls as may be are in flight to it")
+        elif wait is None and stood.waits is None and not stood.serves:
+            wait = told
+        serves = stood.serves or stood.waits or wait or any(map(stacks.is_users, frames))
+        if thread.name.startswith("telegrad-") and not serves:
+            return None
+        return Thread(
+            number=thread.ident or 0,
+            name=thread.name,
+            at=stacks.user_line(frames),
+            stack=stacks.stack_lines(frames),
+            wait=wait,
+            asleep=stacks.is_asleep(thread),
+        )
+
+
+def _call_in(call: Incoming, state: str, now: float, thread: int | None) -> CallIn:
+    name = call.name or bytes(call.message.head).decode(errors="replace").replace(":", ".")
+    age = max(0.0, now - call.begun) if call.begun else 0.0
+    return CallIn(caller=call.caller.name, number=call.message.id, function=name, age=age, state=state, thread=thread)
+
+
+def _program() -> str:
+    """Return the name of the program, for users."""
+    path = sys.argv[0] if sys.argv else ""
+    return os.path.basename(path.removesuffix(f"{os.sep}__main__.py")) or "python"
+
+
+def _resident() -> int:
+    """Return the resident bytes of the process; 0 if unknown."""
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * PAGE
+    except (OSError, ValueError, IndexError):
+        return 0

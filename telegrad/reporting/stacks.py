@@ -1,0 +1,133 @@
+"""The threads of this process, and the lines of the user's program that they execute."""
+
+from __future__ import annotations
+
+import gc
+import linecache
+import os
+import sys
+import threading
+from types import FrameType
+
+from telegrad.ext.processes import in_child, renewed
+from telegrad.reporting.account import Line
+
+_OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_STANDARD = os.path.dirname(os.__file__) + os.sep
+_INSTALLED = tuple(f"{os.sep}{folder}{os.sep}" for folder in ("site-packages", "dist-packages"))
+MOST_FRAMES = 60
+SWITCH = sys.getswitchinterval()  # seconds, as set by the program
+LONG = 10.0  # seconds, set during a walk so that no other thread runs
+HANDOVER = 100  # iterations after which a pending request to release the interpreter has been served
+
+
+_no_collection = renewed(threading.Lock())  # serializes walks, during which the garbage collector is off
+_turned_off = False  # True if the holder of the lock turned the collector off
+
+
+@in_child
+def _collect_again() -> None:
+    """Turn the collector on in a forked child, which lacks the thread that would do it."""
+    global _turned_off
+    if _turned_off:
+        _turned_off = False
+        gc.enable()
+        sys.setswitchinterval(SWITCH)
+
+
+def all_stacks() -> dict[int, list[FrameType]]:
+    """Return the stack of each thread, outermost frame first.
+
+    The interpreter holds an internal lock while it collects the innermost frames, and each new thread needs that lock.
+    If the garbage collector ran a finalizer there that releases the interpreter, a thread that starts another one would
+    wait for the lock, and all others for that thread. So the collector is turned off.
+
+    The stacks are walked while no other thread runs: CPython 3.11 has crashed when `f_back` of a frame was read while
+    the frame's thread returned from it. A thread releases the interpreter when another thread has waited for a switch
+    interval. So the interval is set longer than the walk takes.
+    """
+    global _turned_off
+    with _no_collection:
+        _turned_off, interval = gc.isenabled(), sys.getswitchinterval()
+        gc.disable()
+        sys.setswitchinterval(LONG)
+        try:
+            for _ in range(HANDOVER):  # release the interpreter to a thread that has already requested it
+                pass
+            return {thread: _stack_of(frame) for thread, frame in sys._current_frames().items()}
+        finally:
+            sys.setswitchinterval(interval)
+            if _turned_off:
+                gc.enable()
+            _turned_off = False
+
+
+def _stack_of(frame: FrameType | None) -> list[FrameType]:
+    found: list[FrameType] = []
+    while frame is not None:
+        found.append(frame)
+        frame = frame.f_back
+    return found[::-1]
+
+
+def line_of(frame: FrameType) -> Line:
+    """Return the current line of a frame."""
+    file, number = frame.f_code.co_filename, frame.f_lineno
+    text = linecache.getline(file, number).strip()
+    return Line(file=_short(file), line=number, function=frame.f_code.co_name, text=text)
+
+
+def user_line(frames: list[FrameType]) -> Line | None:
+    """Return the innermost line that is not in a library, or else the innermost one not in Python or this package."""
+    for is_foreign in (is_library, _is_pythons):
+        for frame in reversed(frames):
+            if not is_foreign(frame.f_code.co_filename):
+                return line_of(frame)
+    return None
+
+
+def stack_lines(frames: list[FrameType]) -> list[str]:
+    """Return a stack as text; a very deep stack is cut in the middle."""
+    lines = [f"{_short(frame.f_code.co_filename)}:{frame.f_lineno} {frame.f_code.co_name}" for frame in frames]
+    if len(lines) > MOST_FRAMES:
+        left_out = len(lines) - MOST_FRAMES
+        lines = [*lines[: MOST_FRAMES // 2], f"... {left_out} more ...", *lines[-MOST_FRAMES // 2 :]]
+    return lines
+
+
+def is_asleep(thread: threading.Thread) -> bool | None:
+    """Return True if the kernel has a thread asleep; None if unknown."""
+    try:
+        with open(f"/proc/self/task/{thread.native_id}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "R"
+    except (OSError, IndexError):
+        return None
+
+
+def is_users(frame: FrameType) -> bool:
+    """Return True if a frame belongs to the user's program."""
+    return not is_library(frame.f_code.co_filename)
+
+
+def _is_own(file: str) -> bool:
+    return file.startswith((_OWN, "<frozen"))
+
+
+def _is_installed(file: str) -> bool:
+    return any(folder in file for folder in _INSTALLED)
+
+
+def _is_pythons(file: str) -> bool:
+    """Return True for a file of Python itself or of this package."""
+    return _is_own(file) or (file.startswith(_STANDARD) and not _is_installed(file))
+
+
+def is_library(file: str) -> bool:
+    """Return True for a file of this package, of Python or of an installed package."""
+    return _is_pythons(file) or _is_installed(file)
+
+
+def _short(file: str) -> str:
+    """Return a path relative to the current directory, if it is below it."""
+    here = os.getcwd() + os.sep
+    return file[len(here) :] if file.startswith(here) else file

@@ -1,0 +1,1 @@
+"""The transfer of versions of weights: memory layout, deltas, chains of subscribers, messages."""

@@ -1,0 +1,261 @@
+"""A subscriber's state machine: the versions that it fetches, their source, and the versions that it forwards.
+
+A subscriber on the host of its source gets whole versions in shared memory, which takes no time. It gets those that its
+user wants, and one ahead after the user has read the last. It does not forward them, since its user may write to them.
+The first subscriber of a host fetches all versions, in pieces and in order, since others depend on it. It requests a
+few pieces at a time, and forwards each as it arrives.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from telegrad.weights.transfer.messages import (
+    Alive,
+    Available,
+    FetchFrom,
+    Finished,
+    JoinAgain,
+    Leave,
+    Outgoing,
+    Party,
+    Piece,
+    PieceRequest,
+    Progress,
+    Refused,
+    SourceFailed,
+    VersionInfo,
+    VersionOpened,
+    VersionRequest,
+    WholeVersion,
+)
+from telegrad.weights.transfer.version_store import VersionStore
+
+WINDOW = 4  # pieces requested at a time
+PATIENCE = 10  # ticks without an answer after which the source is reported
+
+
+class Fetcher:
+    """The state machine of one subscriber."""
+
+    def __init__(self, publisher: Party | None = None) -> None:
+        """`publisher` must be set before the first message is processed."""
+        self.publisher = publisher
+        self.store = VersionStore(keeps_all=False)
+        self.source: Party | None = None
+        self.whole = True  # True if the source shares its memory
+        self._route = 0  # the number of the last FetchFrom
+        self._request: VersionRequest | None = None  # for the user, if versions are shared whole
+        self._taken = 0  # the last version that the user has read, unless it reads every one
+        self._number = 0  # the version whose pieces are being fetched, or 0
+        self._requested: set[int] = set()  # pieces
+        self._distrusted = 0  # the version whose deltas do not match
+        self._layouts: dict[int, bytes] = {}  # descriptions of the last layout, and of those of the versions here
+        self._ticks = 0  # since the last answer
+
+    @property
+    def waits(self) -> bool:
+        """True if a request for the user is pending at the source."""
+        return self._request is not None
+
+    def receive(self, sender: Party, message: Any) -> Outgoing:
+        """Process a message of a reader, of the source or of the publisher."""
+        if isinstance(message, VersionRequest):
+            return self.store.request_version(sender, message)
+        if isinstance(message, PieceRequest):
+            return self.store.request_piece(sender, message)
+        if isinstance(message, Finished):
+            return self.store.finish(sender, message.number)
+        if isinstance(message, Leave):
+            return self.store.forget(sender) + self._report(sender)
+        if isinstance(message, Available):
+            return self._set_available(message.newest, message.oldest)
+        if isinstance(message, FetchFrom):
+            return self._set_source(message)
+        self._ticks = 0
+        if isinstance(message, WholeVersion):
+            return self._lent(message)
+        if isinstance(message, VersionOpened):
+            return self._opened(sender, message)
+        if isinstance(message, Piece):
+            return self._arrived(message)
+        if isinstance(message, Refused):
+            return self._refused(sender, message)
+        assert isinstance(message, JoinAgain), message
+        return self._again() if sender == self.source else []
+
+    def expects(self, message: Piece) -> bool:
+        """Return True if the bytes of a piece must be stored."""
+        return message.piece in self.store.missing(message.number)
+
+    def distrust(self, number: int) -> Outgoing:
+        """Fetch a version without deltas, since they do not match the version that is here."""
+        self._distrusted = number
+        return self._again() if number == self._number else []
+
+    def want(self, least: int, exact: bool, patient: bool) -> Outgoing:
+        """Request a version that is not here, for the user."""
+        out = self.store.pin(least if exact else 0)
+        want, before = VersionRequest(least, exact, patient, True, self._known()), self._request
+        is_ahead = before is not None and not (before.patient or exact) and before.least <= least
+        if not self.whole or want == before or is_ahead:  # the answer to that request tells if it was enough
+            return out
+        self._request = want
+        return out + self._again()
+
+    def taken(self, number: int, every: bool) -> Outgoing:
+        """Report to the publisher that the user has read that version."""
+        assert self.publisher is not None
+        self._taken = number if not every else 0
+        return [(self.publisher, Progress(number, every)), *self.store.pin(0)]
+
+    def lost(self, incarnation: str) -> Outgoing:
+        """Drop the readers on a worker whose connection has ended, and report a source there."""
+        out: Outgoing = []
+        for reader in [reader for reader in self.store.readers() if reader.incarnation == incarnation]:
+            out += [*self.store.forget(reader), (reader, JoinAgain())]
+        if self.source is not None and self.source.incarnation == incarnation:
+            out += self._report(self.source)
+        return out
+
+    def on_tick(self) -> Outgoing:
+        """Repeat requests without an answer: other endpoints may have dropped this one and failed to notify it."""
+        out: Outgoing = [(self.publisher, Alive())] if self.publisher is not None else []
+        if self.source is None or not (self._request or self._number):
+            return out
+        self._ticks += 1
+        if self._number and self._ticks % PATIENCE == 0:
+            return out + self._report(self.source)
+        return out + self._again() if self._ticks > 1 else out
+
+    def leave(self) -> Outgoing:
+        """Stop being a source and a reader."""
+        return self._stop() + ([(self.publisher, Leave())] if self.publisher is not None else [])
+
+    def _stop(self) -> Outgoing:
+        """Notify the source that nothing more is wanted."""
+        number = self._number or (self._request.least if self._request is not None else 0)
+        return [(self.source, Finished(number))] if self.source is not None and number else []
+
+    def _report(self, source: Party) -> Outgoing:
+        """Report the source, unless it is the publisher."""
+        if self.publisher is None or source != self.source or source == self.publisher:
+            return []
+        return [(self.publisher, SourceFailed(source))]
+
+    # Answers
+
+    def _set_available(self, newest: int, oldest: int) -> Outgoing:
+        out = self.store.set_available(newest, oldest) + self._pursue()
+        if self.whole and self._request is None and 0 < self._taken == self.store.newest_complete() < newest:
+            out += self.want(self._taken + 1, exact=False, patient=False)
+        return out
+
+    def _set_source(self, route: FetchFrom) -> Outgoing:
+        if route.number <= self._route:
+            return []
+        out = self._stop() if route.source != self.source else []
+        self._route, self.source, self.whole = route
+        self.store.keeps_all = not self.whole
+        if self.whole:
+            out += self._drop()
+        else:
+            self._request = None
+            self.store.drop_lent()
+        return out + self._again()
+
+    def _lent(self, lent: WholeVersion) -> Outgoing:
+        if not self.whole:  # sent before the source changed; now the version is fetched in pieces
+            return []
+        info = self._described(lent.info)
+        if info is None:
+            return self._again()
+        out = self.store.put(lent.number, info, lent=True)
+        if self._request is not None and lent.number >= self._request.least:
+            self._request = None
+        return out + self._pursue()
+
+    def _opened(self, sender: Party, opened: VersionOpened) -> Outgoing:
+        if sender != self.source or opened.number != self._number:
+            return []
+        info = self._described(opened.info)
+        if info is None:
+            return self._again()
+        out = self.store.begin(opened.number, info) if opened.number not in self.store.info else []
+        self._requested.clear()
+        return out + self._request_pieces()
+
+    def _arrived(self, message: Piece) -> Outgoing:
+        out = self.store.add_piece(message.number, message.piece)
+        return out + self._request_pieces() if message.number == self._number else out
+
+    def _refused(self, sender: Party, refused: Refused) -> Outgoing:
+        out = self.store.set_available(refused.newest, refused.oldest)
+        if sender == self.source:
+            if self._request is not None and refused.least == self._request.least:
+                self._request = None
+            if refused.least == self._number:
+                out += self._drop()
+        return out + self._pursue()
+
+    # Requests
+
+    def _pursue(self) -> Outgoing:
+        """Begin to fetch the first missing version that may be wanted, unless one is being fetched."""
+        if self.source is None or self.whole or self._number:
+            return []
+        numbers = range(max(1, self.store.oldest), self.store.newest + 1)
+        self._number = next((number for number in numbers if not self.store.is_complete(number)), 0)
+        return self._again() if self._number else []
+
+    def _again(self) -> Outgoing:
+        """Send the current request to the source again, from the beginning."""
+        if self.source is None:
+            return []
+        if self.whole:
+            return [(self.source, self._request)] if self._request is not None else []
+        if not self._number:
+            return self._pursue()
+        self._requested.clear()
+        return [(self.source, VersionRequest(self._number, True, True, False, self._known()))]
+
+    def _request_pieces(self) -> Outgoing:
+        """Request the next pieces, or begin with the next version."""
+        assert self.source is not None
+        missing = self.store.missing(self._number)
+        self._requested.intersection_update(missing)
+        if not missing:
+            out: Outgoing = [(self.source, Finished(self._number))]
+            self._number = 0
+            return out + self._pursue()
+        fresh = [piece for piece in missing if piece not in self._requested][: WINDOW - len(self._requested)]
+        self._requested.update(fresh)
+        base = self._base()
+        return [(self.source, PieceRequest(self._number, piece, base)) for piece in fresh]
+
+    def _base(self) -> int:
+        """Return a version that is here and may be the base of deltas for the one being fetched, or 0."""
+        base, number, info = self.store.newest_complete(), self._number, self.store.info
+        fits = 0 < base < number != self._distrusted and info[base].layout == info[number].layout
+        return base if fits else 0
+
+    def _drop(self) -> Outgoing:
+        number, self._number = self._number, 0
+        self._requested.clear()
+        return self.store.drop_incomplete(number)
+
+    # Layouts
+
+    def _known(self) -> int:
+        return max(self._layouts, default=0)
+
+    def _described(self, info: VersionInfo) -> VersionInfo | None:
+        """Add the description of the layout. Return None if the source omitted it, but it is not known here."""
+        if info.description:
+            here = {each.layout for each in self.store.info.values()}
+            self._layouts = {number: text for number, text in self._layouts.items() if number in here}
+            self._layouts[info.layout] = info.description
+        elif info.layout not in self._layouts:
+            self._layouts.clear()
+            return None
+        return info._replace(description=self._layouts[info.layout])

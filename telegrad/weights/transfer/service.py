@@ -1,0 +1,195 @@
+"""The publishers and subscribers of one worker: send their messages as notices, and deliver incoming messages.
+
+Each endpoint has a state machine, the memory of its versions, and a lock. Messages are sent after the lock was
+released, so one may overtake another. All state machines tolerate this.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+from telegrad.errors import PeerError, TelegradError, UsageError
+from telegrad.ext.calls import Agent
+from telegrad.ext.processes import forks
+from telegrad.ext.workers import Identity
+from telegrad.weights.transfer.deltas import DeltaCache
+from telegrad.weights.transfer.messages import JoinAgain, Leave, Outgoing, Party, Piece, WholeVersion
+from telegrad.weights.transfer.version_store import VersionStore
+
+TICK = 1.0  # seconds after which unanswered requests are repeated
+
+
+class Envelope(NamedTuple):
+    """A message between two endpoints."""
+
+    to: int
+    sender: int
+    message: Any
+    tensors: Sequence[Tensor] = ()
+
+
+class Machine(Protocol):
+    store: VersionStore
+
+    def receive(self, sender: Party, message: Any) -> Outgoing: ...
+
+    def lost(self, incarnation: str) -> Outgoing: ...
+
+
+class Endpoint:
+    """A publisher or subscriber on this worker."""
+
+    def __init__(self, service: WeightsService, me: Party, machine: Machine) -> None:
+        self.me = me
+        self.changed = threading.Condition()  # guards the machine, and all fields below
+        self.memory: dict[int, Tensor] = {}  # by version number
+        self.deltas = DeltaCache()  # between versions
+        self.changes = 0  # how often waiting threads were woken
+        self.has_left = False  # its memory was dropped, and messages are ignored
+        self._service = service
+        self._machine = machine
+
+    def update(self, act: Callable[[], Outgoing]) -> None:
+        """Call `act`, which changes the machine, under the lock, and send the messages that it returns."""
+        with self.changed:
+            if self.has_left:
+                return
+            out = act()
+            parcels = [(to, *self._with_bytes(message)) for to, message in out]
+            store = self._machine.store
+            for number in [number for number in self.memory if number not in store.info]:
+                del self.memory[number]
+        for to, message, tensors in parcels:
+            self._service.send(self, to, message, tensors)
+
+    def take(self, sender: Party, message: Any, tensors: Sequence[Tensor]) -> None:
+        """Process a message."""
+        self.update(lambda: self._machine.receive(sender, message))
+        self.wake_waiters()
+
+    def wake_waiters(self) -> None:
+        """Wake the threads that wait for a version, or for readers."""
+        with self.changed:
+            self.changes += 1
+            self.changed.notify_all()
+
+    def lost(self, incarnation: str) -> None:
+        """Notify the machine that a connection with that worker has ended."""
+        self.update(lambda: self._machine.lost(incarnation))
+        self.wake_waiters()
+
+    def on_tick(self) -> None:
+        """Repeat requests that may have been lost; called each second."""
+
+    def close(self) -> None:
+        """Close the endpoint."""
+
+    def _with_bytes(self, message: Any) -> tuple[Any, Sequence[Tensor]]:
+        if isinstance(message, WholeVersion):
+            return message, (self.memory[message.number],)
+        if isinstance(message, Piece):
+            whole = self.piece(message)
+            deltas = self.deltas.between(message.base, message.number, message.piece, len(whole))
+            if not deltas:
+                return message._replace(base=0), (whole,)
+            heads = tuple(delta.heads for delta in deltas)
+            return message._replace(heads=heads), [tensor for delta in deltas for tensor in delta.tensors]
+        return message, ()
+
+    def piece(self, message: Piece) -> Tensor:
+        """Return the memory of a piece."""
+        length = self._machine.store.info[message.number].piece
+        return self.memory[message.number][message.piece * length : (message.piece + 1) * length]
+
+
+class WeightsService:
+    """The endpoints of one worker."""
+
+    def __init__(self, agent: Agent) -> None:
+        self.agent = agent
+        self.changed = threading.Condition()  # guards all fields below; `_endpoints` is also read without the lock
+        self._endpoints: dict[int, Endpoint] = {}  # by endpoint number
+        self.published: dict[str, Endpoint] = {}  # by name
+        self._subscribers = itertools.count(1)
+        self._publishers = itertools.count(-1, -1)
+        self._due = 0.0  # next time to check; used by the timer thread only
+        agent.on(Envelope, self._take)
+        agent.lost.append(self._lost)
+        agent.ticking.append(self._tick)
+
+    def __repr__(self) -> str:
+        return f"<WeightsService: {len(self._endpoints)} endpoints>"
+
+    def party(self, publishes: bool) -> Party:
+        """Return the address of a new endpoint of this worker."""
+        number = next(self._publishers if publishes else self._subscribers)
+        return Party(self.agent.name, self.agent.incarnation, number)
+
+    def add(self, endpoint: Endpoint, name: str = "") -> None:
+        """Deliver messages to an endpoint from now on. A publisher is registered under its name.
+
+        Raises:
+            UsageError: there already is a publisher of that name.
+        """
+        with self.changed:
+            if name in self.published:
+                raise UsageError(
+                    f"worker {self.agent.name!r} has a publisher {name!r} already: close that one first, or take "
+                    "another name"
+                )
+            if name:
+                self.published[name] = endpoint
+            self._endpoints[endpoint.me.number] = endpoint
+            self.changed.notify_all()
+
+    def remove(self, endpoint: Endpoint, name: str = "") -> None:
+        with self.changed:
+            self.published.pop(name, None)
+            self._endpoints.pop(endpoint.me.number, None)
+
+    def close_later(self, endpoint: Endpoint) -> None:
+        """Close an endpoint whose user has dropped it.
+
+        This is done on another thread, since the current one may hold any lock.
+        """
+        if not forks.is_inherited(self):
+            self.agent.later(lambda _: endpoint.close(), None)
+
+    def send(self, endpoint: Endpoint, to: Party, message: Any, tensors: Sequence[Tensor] = ()) -> None:
+        self._send(to, Envelope(to.number, endpoint.me.number, message, tensors))
+
+    def _send(self, to: Party, envelope: Envelope) -> None:
+        agent = self.agent
+        if to.incarnation == agent.incarnation:
+            agent.later(lambda envelope: self._deliver(agent.name, agent.incarnation, envelope), envelope)
+            return
+        with suppress(TelegradError):  # the worker is lost: its endpoints join again, or time out
+            agent.notify(to.worker, envelope._replace(tensors=()), to.incarnation, envelope.tensors, as_arguments=True)
+
+    def _take(self, sender: Identity, envelope: Envelope) -> None:
+        self._deliver(sender.name, sender.incarnation, envelope)
+
+    def _deliver(self, worker: str, incarnation: str, envelope: Envelope) -> None:
+        sender = Party(worker, incarnation, envelope.sender)
+        endpoint = self._endpoints.get(envelope.to)
+        if endpoint is not None:
+            endpoint.take(sender, envelope.message, envelope.tensors)
+        elif not isinstance(envelope.message, Leave | JoinAgain):
+            self._send(sender, Envelope(sender.number, envelope.to, Leave()))
+
+    def _lost(self, who: Identity, _: PeerError) -> None:
+        for endpoint in list(self._endpoints.values()):
+            endpoint.lost(who.incarnation)
+
+    def _tick(self, now: float) -> float:
+        if now >= self._due:
+            self._due = now + TICK
+            for endpoint in list(self._endpoints.values()):
+                endpoint.on_tick()
+        return self._due if self._endpoints else float("inf")

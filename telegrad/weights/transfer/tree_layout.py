@@ -1,0 +1,437 @@
+"""Copies of a tree of tensors in one block of memory: their layout, and how a publisher makes them.
+
+`wire.packing` finds overlapping tensors. Tensors that share memory have one slot of a version, to which their bytes are
+copied once; each other tensor has its own slot. In a reader's memory each tensor is a view of its slot, with the
+publisher's offset and strides. So readers have the same sharing: a write to one tensor changes the others.
+
+A tensor keeps its strides, unless most of the memory between its elements does not belong to it. Then only its elements
+are copied, in the order of its strides.
+"""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.parameter import is_lazy
+
+from telegrad.errors import InvalidArgument, TelegradError
+from telegrad.ext.values import (
+    CONJ,
+    DTYPES,
+    NEG,
+    Strides,
+    contiguous_strides,
+    decode,
+    distinct,
+    encode,
+    extent_of,
+    joined,
+    pack,
+    repeats,
+)
+from telegrad.weights.transfer.rounding import Rounding, named, publish_dtype
+
+ALIGNED = 64  # bytes in a cache line
+TRIES = 3  # attempts to copy a changing source before it is refused
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_LOOKS: tuple[Callable[[Tensor], Any], ...] = (
+    *(type, attrgetter("device", "dtype", "shape"), Tensor.stride, Tensor.is_conj, Tensor.is_neg, Tensor.data_ptr),
+    Tensor.is_inference,
+)
+
+
+class View(NamedTuple):
+    """The position of a tensor in a version: its first element, and the strides to the others."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: Strides
+    start: int  # bytes
+    flags: int
+
+
+class Views:
+    """Creates the tensors of versions, in few Python steps, since there may be thousands."""
+
+    def __init__(self, views: Sequence[View]) -> None:
+        self._count = len(views)
+        self._flagged = [(number, view.flags) for number, view in enumerate(views) if view.flags]
+        rows: dict[torch.dtype, list[Any]] = {}
+        for number, (dtype, shape, strides, start, _) in enumerate(views):
+            rows.setdefault(dtype, []).append((number, shape, strides, start // dtype.itemsize))
+        self._by_type: dict[torch.dtype, list[Any]] = {
+            dtype: [*zip(*each, strict=True)] for dtype, each in rows.items()
+        }
+
+    def of(self, memory: Tensor) -> list[Tensor]:
+        """Return the tensors in the memory of a version."""
+        found: list[Any] = [None] * self._count
+        for dtype, (numbers, *places) in self._by_type.items():
+            made = map(memory.view(dtype).as_strided, *places)
+            if len(numbers) == self._count:
+                found = [*made]
+            else:
+                for number, tensor in zip(numbers, made, strict=True):
+                    found[number] = tensor
+        for number, flags in self._flagged:
+            tensor = found[number].conj() if flags & CONJ else found[number]
+            found[number] = torch._neg_view(tensor) if flags & NEG else tensor
+        return found
+
+
+class Copy(NamedTuple):
+    """Elements of a tensor, and their destination."""
+
+    number: int  # of the tensor
+    # shape, strides, and offset to its first element; None: the whole tensor
+    part: tuple[tuple[int, ...], Strides, int] | None
+    there: View
+
+
+class Layout:
+    """The memory layout of a tree, and of each tree that differs from it only in the values of its tensors."""
+
+    def __init__(self, number: int, description: bytes) -> None:
+        self.number = number
+        self.description = description
+        # Of each slot the first byte, the size, and the size of its elements; 1 if these have several sizes.
+        self._body, views, self._slots, self.size = pickle.loads(description)
+        self.views = [View(*view) for view in views]
+        self._views = Views(self.views)
+        self.checked: Any = None  # targets that any version may be copied into: see `load_version.load`
+        self._names: list[dict[str, int] | None] = []  # empty until they are computed
+
+    def rows(self, memory: Tensor, start: int, end: int) -> list[Tensor]:
+        """Return the bytes of slots between two positions, as rows of integers of the elements' size."""
+        found = []
+        for first, size, itemsize in self._slots[
+            bisect_right(self._slots, start, key=lambda slot: slot[0] + slot[1]) :
+        ]:
+            if first >= end:
+                break
+            part = memory[max(first, start) : min(first + size, end)]
+            width = min(itemsize, 8)
+            found.append(part.view(_INTEGERS[1 if max(first, start) % width or len(part) % width else width]))
+        return found
+
+    def tensors(self, memory: Tensor) -> list[Tensor]:
+        """Return the published tensors in the memory of a version."""
+        with torch.inference_mode(False):
+            return self._views.of(memory)
+
+    def tree(self, tensors: Sequence[Tensor]) -> Any:
+        """Return the published tree with these tensors."""
+        return decode(self._body, tensors)
+
+    @property
+    def names(self) -> dict[str, int] | None:
+        """The indices of a state dict's tensors by name. None if the names depend on the tree itself."""
+        if not self._names:  # no `cached_property`: until Python 3.12, it has one lock for all objects
+            self._names.append(self._find_names())
+        return self._names[0]
+
+    def _find_names(self) -> dict[str, int] | None:
+        try:
+            tree = decode(self._body, self.views)  # type: ignore[arg-type]
+        except TelegradError:  # a tensor subclass is not represented by a view
+            return None
+        if not isinstance(tree, Mapping):
+            return None
+        numbers = {id(view): number for number, view in enumerate(self.views)}
+        found = [(name, numbers[id(view)]) for name, view in named(tree, kind=View)]
+        names = dict(found)
+        return names if len(names) == len(found) and len({*names.values()}) == len(self.views) else None
+
+
+class Snapshot(NamedTuple):
+    """The tensors of one tree, and how to copy them into the memory of a version."""
+
+    layout: Layout
+    copies: list[Copy]
+    places: Views  # destinations of the copies
+    tensors: list[Tensor]
+
+    def fill(self, memory: Tensor) -> None:
+        """Copy the tensors.
+
+        Raises:
+            InvalidArgument: other threads keep changing the tensors.
+        """
+        if not self.copies:
+            return
+        for _ in range(TRIES):
+            before = _versions(self.tensors)
+            with torch.no_grad():
+                sources = [
+                    self.tensors[number] if part is None else self._part(number, *part)
+                    for number, part, _ in self.copies
+                ]
+                torch._foreach_copy_(self.places.of(memory), sources)
+            if _versions(self.tensors) == before:
+                return
+        raise InvalidArgument(
+            "what is published was changed by another thread while it was copied, and a version would have parts "
+            "of several steps: publish between the steps, or give a function that returns a copy made under a lock"
+        )
+
+    def _part(self, number: int, shape: tuple[int, ...], strides: Strides, skip: int) -> Tensor:
+        tensor = bare(self.tensors[number])
+        return tensor.as_strided(shape, strides, int(tensor.storage_offset()) + skip)
+
+
+class Snapshots:
+    """The snapshots of one publisher. The last layout is reused while trees have the same one."""
+
+    def __init__(self, rounding: Rounding = None) -> None:
+        self._rounding = rounding
+        self._last: Layout | None = None
+        self._copies: list[Copy] = []
+        self._places = Views([])
+        self._kind: Any = None  # of the last tree, if its body follows from that
+        self._body = b""
+        self._looks: Any = None  # of the last tree's tensors
+        self._shape: Any = None  # the complete content of the last layout
+
+    def of(self, tree: Any) -> Snapshot:
+        """Return the tensors of a tree, with their layout.
+
+        Raises:
+            InvalidArgument: the tree contains something that cannot be published.
+            CannotEncode: the tree contains something that cannot be pickled, or a tensor's memory was freed.
+        """
+        kind = _kind_of(tree)
+        if kind is not None and kind == self._kind:
+            body, tensors = self._body, [*tree.values()]
+        else:
+            body, tensors = _taken_apart(tree)
+        seen = looks(tensors)
+        if not (seen and seen == self._looks and body == self._body) or callable(self._rounding):
+            self._arrange(tree, body, tensors)
+        self._kind, self._body, self._looks = kind, body, seen
+        assert self._last is not None
+        return Snapshot(self._last, self._copies, self._places, tensors)
+
+    def _arrange(self, tree: Any, body: bytes, tensors: list[Tensor]) -> None:
+        for tensor in tensors:
+            _check(tensor)
+        meta, bound = pack([tensor.detach() for tensor in tensors], _AsBlobs())
+        specs, *_ = pickle.loads(meta)
+        blobs: list[Tensor] = [each.blob for each in bound]  # type: ignore[union-attr]
+        if any(len({specs[number][3] for number in group}) > 1 for group in groups_of(tensors)):
+            raise InvalidArgument(
+                "two tensors overlap in memory by a part of an element, or their arrays by a part of each, so that "
+                "they cannot be published together: clone one"
+            )
+        members: list[list[int]] = [[] for _ in blobs]
+        for number, (_, _, _, blob, *_) in enumerate(specs):
+            members[blob].append(number)
+        types = self._types(tree, tensors)
+        views: list[Any] = [None] * len(tensors)
+        slots: list[tuple[int, int, int]] = []
+        copies: list[Copy] = []
+        end = 0
+        for blob, group in zip(blobs, members, strict=True):
+            own = {tensors[number].dtype for number in group}
+            to = self._rounded_to(group, own, types, tensors)
+            for number in group:
+                name, shape, flags, _, offset, strides = (*specs[number], 0, None)[:6]
+                dtype = to or DTYPES[name]
+                there = contiguous_strides(shape) if strides is None else strides
+                if offset is None:
+                    there = _closed_up(distinct(shape, strides), strides)
+                views[number] = View(dtype, tuple(shape), there, end + (offset or 0) * dtype.itemsize, flags)
+            if len(blob):
+                copies.append(_copy(group, tensors, blob, views[group[0]], end, to))
+                itemsizes = {views[number].dtype.itemsize for number in group}
+                itemsize = itemsizes.pop() if len(itemsizes) == 1 else 1
+                size = len(blob) // tensors[group[0]].itemsize * itemsize if to else len(blob)
+                slots.append((end, size, itemsize))
+                end += -(-size // ALIGNED) * ALIGNED
+        shape = body, [*map(tuple, views)], slots, max(end, ALIGNED)
+        self._copies, self._places = copies, Views([copy.there for copy in copies])
+        if self._last is None or shape != self._shape:
+            description = pickle.dumps(shape, 5)
+            self._last, self._shape = Layout(self._last.number + 1 if self._last else 1, description), shape
+
+    def _types(self, tree: Any, tensors: Sequence[Tensor]) -> list[set[torch.dtype]] | None:
+        """Return the types in which each tensor is to be published, by all of its names. None if nothing is rounded."""
+        if self._rounding is None:
+            return None
+        names: dict[Any, list[str]] = {}
+        if callable(self._rounding):
+            for name, tensor in named(tree):
+                names.setdefault(_identity(tensor), []).append(name)
+        return [
+            {publish_dtype(self._rounding, name, tensor) for name in names.get(_identity(tensor), [""])}
+            for tensor in tensors
+        ]
+
+    def _rounded_to(
+        self,
+        numbers: Sequence[int],
+        own: set[torch.dtype],
+        types: list[set[torch.dtype]] | None,
+        tensors: Sequence[Tensor],
+    ) -> torch.dtype | None:
+        """Return the type of all tensors in one slot, or None if they have several types and keep them.
+
+        Raises:
+            InvalidArgument: they would get several types, and so could not share memory.
+        """
+        wanted = own if types is None else set().union(*(types[number] for number in numbers))
+        if len(own) == len(wanted) == 1:
+            return next(iter(wanted))
+        # a single type for all leaves tensors unchanged that cannot have it
+        if wanted == own or not callable(self._rounding):
+            return None
+        raise InvalidArgument(
+            f"tensors of shape {', '.join(str(tuple(tensors[number].shape)) for number in numbers)} share memory, and "
+            f"are to be published as {', '.join(sorted(map(str, wanted)))}: give one type for all of them"
+        )
+
+
+class _AsBlobs:
+    """Make `pack` put all memory into blobs, even small ones, as if for devices of a receiver."""
+
+    keeps_host = False
+
+    def __init__(self) -> None:
+        self._numbers: dict[torch.device, int] = {}
+
+    def __call__(self, device: torch.device) -> int:
+        return self._numbers.setdefault(device, len(self._numbers))
+
+
+def _copy(
+    group: list[int], tensors: list[Tensor], blob: Tensor, first: View, start: int, dtype: torch.dtype | None
+) -> Copy:
+    """Return how to copy the memory of some tensors to the slot at `start`, in which the first of them is `first`."""
+    number, tensor, size = group[0], tensors[group[0]], len(blob)
+    once = distinct(tensor.shape, tensor.stride())
+    if len(group) == 1 and prod(once) * tensor.itemsize == size and not repeats(once, tensor.stride()):
+        is_all = once == tensor.shape and not first.flags
+        return Copy(number, None if is_all else (once, tensor.stride(), 0), first._replace(shape=once, flags=0))
+    begin = blob.data_ptr()
+    for number in sorted(group, key=lambda number: tensors[number].itemsize):
+        tensor = tensors[number]
+        storage = tensor.untyped_storage()
+        skip, rest = divmod(begin - tensor.data_ptr(), tensor.itemsize)
+        is_inside = storage.data_ptr() <= begin and begin + size <= storage.data_ptr() + storage.nbytes()
+        if is_inside and not rest and size % tensor.itemsize == 0:
+            shape = (size // tensor.itemsize,)
+            return Copy(number, (shape, (1,), skip), View(dtype or tensor.dtype, shape, (1,), start, 0))
+    raise InvalidArgument("tensors over arrays of several types overlap in memory, and cannot be published: clone one")
+
+
+def looks(tensors: Sequence[Tensor]) -> list[list[Any]] | None:
+    """Return all properties that copies depend on, except values. Return None if a tensor has no memory of its own."""
+    try:
+        return [
+            *([*map(look, tensors)] for look in _LOOKS),
+            [*map(torch.UntypedStorage.nbytes, map(Tensor.untyped_storage, tensors))],
+        ]
+    except RuntimeError:
+        return None
+
+
+def groups_of(tensors: Sequence[Tensor]) -> list[list[int]]:
+    """Return the indices of tensors that share memory, in groups."""
+    spans: dict[torch.device, list[tuple[int, int, int]]] = {}
+    for number, tensor in enumerate(tensors):
+        size = extent_of(tensor)
+        if size:
+            start = tensor.data_ptr()
+            spans.setdefault(tensor.device, []).append((start, start + size, number))
+    return [group for each in spans.values() for _, _, group in joined(each) if len(group) > 1]
+
+
+def bare(tensor: Tensor) -> Tensor:
+    """Return a tensor with the same memory, without the conjugate and negative bits."""
+    tensor = tensor.detach()
+    if tensor.is_complex() and tensor.is_conj():
+        tensor = tensor.conj()
+    return torch._neg_view(tensor) if tensor.is_neg() else tensor
+
+
+def place_of(tensor: Tensor) -> Any:
+    """Return a key that identifies the elements of a tensor."""
+    flags = tensor.is_conj(), tensor.is_neg()
+    return tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, flags
+
+
+def _versions(tensors: Sequence[Tensor]) -> list[int]:
+    try:
+        return [tensor._version for tensor in tensors]
+    except RuntimeError:  # inference tensors do not count changes
+        return [tensor._version for tensor in tensors if not tensor.is_inference()]
+
+
+def _taken_apart(tree: Any) -> tuple[bytes, list[Tensor]]:
+    """Return the tree without its tensors, as bytes, and the tensors."""
+    # if not imported, there are no DTensors
+    distributed = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
+    try:
+        values = [*named(tree)]
+    except RecursionError:
+        raise InvalidArgument("what is published contains itself, or more parts within each other than fit") from None
+    for name, value in values:
+        if is_lazy(value):
+            raise InvalidArgument(f"{name!r} has no values yet: run the lazy module once before it is published")
+        if isinstance(value, distributed):
+            raise InvalidArgument(
+                f"{name!r} is a DTensor, of which this worker has a part: publish by a ShardedPublisher, or its "
+                "full_tensor()"
+            )
+    body, tensors, references, _ = encode(tree, same_program=False)
+    if references:
+        raise InvalidArgument(f"weights that are published cannot hold references, as {references[0]!r}")
+    return bytes(body), [*tensors]
+
+
+def _identity(tensor: Tensor) -> Any:
+    """Return a key that identifies a tensor, even after conversion from another class."""
+    try:
+        return place_of(tensor) if tensor.numel() else id(tensor)
+    except RuntimeError:  # the tensor consists of others
+        return id(tensor)
+
+
+def _closed_up(shape: tuple[int, ...], strides: Strides) -> Strides:
+    """Return strides in the same order, without gaps between the elements."""
+    order = sorted(range(len(shape)), key=lambda dimension: (-strides[dimension], dimension))
+    closed = dict(zip(order, contiguous_strides([shape[dimension] for dimension in order]), strict=True))
+    return tuple(closed[dimension] if strides[dimension] else 0 for dimension in range(len(shape)))
+
+
+def _kind_of(tree: Any) -> Any:
+    """Return a key that determines the body of a plain dictionary of plain tensors. Return None for other trees."""
+    if type(tree) is not dict and type(tree) is not OrderedDict:
+        return None
+    values = tree.values()
+    if not ({*map(type, values)} <= {Tensor} and {*map(type, tree)} <= {str}):
+        return None
+    if any(map(attrgetter("__dict__"), values)) or len({*map(id, values)}) < len(values):
+        return None
+    try:
+        return type(tree), [*tree], pickle.dumps(vars(tree), 5) if type(tree) is OrderedDict else b""
+    except Exception:
+        return None
+
+
+def _check(tensor: Tensor) -> None:
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized or tensor.is_meta:
+        nature = "nested" if tensor.is_nested else "quantized" if tensor.is_quantized else str(tensor.layout)
+        raise InvalidArgument(
+            f"a tensor{'' if tensor.is_nested else f' of shape {tuple(tensor.shape)}'} cannot be published, since it "
+            f"is {'on the meta device' if tensor.is_meta else nature}: publish what it is made of, as a dictionary of "
+            "plain tensors"
+        )

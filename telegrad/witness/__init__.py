@@ -1,1 +1,0 @@
-"""What a worker can tell of itself, to those who look on: its state, and what has happened lately."""

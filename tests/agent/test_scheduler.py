@@ -1,0 +1,265 @@
+"""How many calls run at once, whose turn it is, and what becomes of those that find no slot."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from telegrad._core.reactor.scheduler import MOST_LENT, STALLED_AFTER, Scheduler, Work, WorkQueue
+
+
+def add(scheduler: Scheduler, queue: WorkQueue | None, *names: object, size: int = 0) -> WorkQueue | None:
+    for name in names:
+        scheduler.add(Work(lambda _: None, name, size=size), queue)
+    return queue
+
+
+def begin(scheduler: Scheduler) -> object:
+    """The argument of the work that begins; None if there is none."""
+    work, _ = scheduler.next(scheduler.ready)
+    return None if work is None else work.argument
+
+
+def end(scheduler: Scheduler, queue: WorkQueue) -> None:
+    scheduler.end(queue)
+    scheduler.retry()
+
+
+def full(count: int, queue: WorkQueue) -> Scheduler:
+    scheduler = Scheduler(count)
+    add(scheduler, queue, *range(count))
+    assert [begin(scheduler) for _ in range(count)] == list(range(count))
+    return scheduler
+
+
+def test_works_that_find_no_slot_wait_and_come_in_order() -> None:
+    queue = WorkQueue()
+    scheduler = full(2, queue)
+    add(scheduler, queue, "a", "b")
+    assert begin(scheduler) is None
+    end(scheduler, queue)
+    assert begin(scheduler) == "a"
+    assert begin(scheduler) is None
+    end(scheduler, queue)
+    end(scheduler, queue)
+    assert begin(scheduler) == "b"
+    assert begin(scheduler) is None
+    assert scheduler.busy == 1
+
+
+def test_a_thread_that_ends_a_call_can_take_the_next_that_waits() -> None:
+    queue = WorkQueue()
+    scheduler = full(1, queue)
+    add(scheduler, queue, "a", "b")
+    assert begin(scheduler) is None
+    scheduler.end(queue)
+    work, holder = scheduler.next(scheduler.waiting)
+    assert work is not None
+    assert (work.argument, holder) == ("a", queue)
+    assert scheduler.next(scheduler.waiting) == (None, None)
+    assert list(scheduler.waiting) == [queue]
+
+
+def test_a_call_that_waits_gives_its_slot_to_another() -> None:
+    queue = WorkQueue()
+    scheduler = full(1, queue)
+    add(scheduler, queue, "a", "b")
+    assert begin(scheduler) is None
+    scheduler.end(queue, is_over=False)
+    scheduler.retry()
+    assert begin(scheduler) == "a"
+    scheduler.resume(queue)  # there are two for a while
+    assert scheduler.busy == 2
+    end(scheduler, queue)
+    assert begin(scheduler) is None
+    end(scheduler, queue)
+    assert begin(scheduler) == "b"
+
+
+def test_where_all_that_run_only_sleep_one_more_begins_until_a_call_ends() -> None:
+    queue = WorkQueue()
+    scheduler = full(1, queue)
+    add(scheduler, queue, "a", "b", "c")
+    assert begin(scheduler) is None
+    assert not scheduler.lend(1.0, 0.5)
+    assert not scheduler.lend(1.0 + STALLED_AFTER, 0.5)
+    assert scheduler.lend(1.1 + STALLED_AFTER, 0.5)
+    assert [begin(scheduler), begin(scheduler)] == ["a", None]
+    end(scheduler, queue)
+    end(scheduler, queue)
+    assert [begin(scheduler), begin(scheduler)] == ["b", None]
+
+
+def test_no_slot_is_lent_while_calls_work_or_end_or_where_nobody_knows() -> None:
+    queue = WorkQueue()
+    scheduler = full(2, queue)
+    assert not scheduler.lend(1.0, 0.0)
+    assert not scheduler.lend(2.0, 0.9)  # they have used the processor
+    scheduler.end(queue)
+    assert not scheduler.lend(3.0, 0.9)  # one has ended
+    assert not scheduler.lend(4.0, None)
+
+
+def test_the_slots_that_are_lent_have_a_bound() -> None:
+    scheduler = full(1, WorkQueue())
+    assert sum(scheduler.lend(number, 0.0) for number in range(MOST_LENT + 10)) == MOST_LENT
+
+
+def test_its_state_can_be_seen() -> None:
+    queue = WorkQueue()
+    scheduler = full(1, queue)
+    add(scheduler, queue, "a")
+    begin(scheduler)
+    assert repr(scheduler) == "<Scheduler: 1 of 1 slots busy, 1 works wait for one>"
+
+
+# Several callers
+
+
+def test_callers_are_served_in_turn() -> None:
+    scheduler, greedy, modest = Scheduler(9), WorkQueue(), WorkQueue()
+    add(scheduler, greedy, *"abc")
+    add(scheduler, modest, *"xy")
+    add(scheduler, None, "-")
+    assert "".join(str(begin(scheduler)) for _ in range(6)) == "ax-byc"
+
+
+def test_a_caller_that_holds_none_gets_a_slot_where_another_holds_several() -> None:
+    greedy, modest = WorkQueue(), WorkQueue()
+    scheduler = full(3, greedy)
+    add(scheduler, modest, "a", "b")
+    assert begin(scheduler) == "a"
+    assert begin(scheduler) is None  # it holds one now
+    assert scheduler.busy == 4
+    end(scheduler, greedy)
+    assert begin(scheduler) is None  # one was beyond the count
+    end(scheduler, greedy)
+    assert begin(scheduler) == "b"
+
+
+def test_a_caller_that_waits_gets_a_slot_as_soon_as_another_holds_several() -> None:
+    first, second, third = WorkQueue(), WorkQueue(), WorkQueue()
+    scheduler = Scheduler(2)
+    for queue, name in zip((first, second, third), "abc", strict=True):
+        add(scheduler, queue, name)
+    assert [begin(scheduler) for _ in range(3)] == ["a", "b", None]
+    scheduler.resume(first)
+    assert begin(scheduler) == "c"
+
+
+def test_one_slot_stays_one() -> None:
+    scheduler = full(1, WorkQueue())
+    add(scheduler, WorkQueue(), "a")
+    assert begin(scheduler) is None
+
+
+def test_a_caller_that_does_not_read_gets_no_slot_until_it_does() -> None:
+    queue, other = WorkQueue(), WorkQueue()
+    scheduler = Scheduler(1)
+    scheduler.hold_up(queue, True)
+    add(scheduler, queue, "a")
+    add(scheduler, other, "x")
+    assert begin(scheduler) == "x"
+    assert not scheduler.waiting
+    end(scheduler, other)
+    assert begin(scheduler) is None
+    scheduler.hold_up(queue, False)
+    assert begin(scheduler) == "a"
+
+
+def test_works_without_slots_begin_in_any_case() -> None:
+    scheduler = full(1, WorkQueue())
+    add(scheduler, WorkQueue(has_slots=False), "a")
+    add(scheduler, None, "b")
+    assert [begin(scheduler), begin(scheduler)] == ["a", "b"]
+    assert scheduler.busy == 1
+
+
+def test_a_queue_knows_the_bytes_that_wait() -> None:
+    scheduler, queue = Scheduler(9), WorkQueue()
+    works = [Work(lambda _: None, number, size=1 << number) for number in range(5)]
+    for each in works:
+        scheduler.add(each, queue)
+    begin(scheduler)
+    assert queue.size == 2 + 4 + 8 + 16
+    assert scheduler.drop(queue, {id(works[0]), id(works[2]), id(works[3])}) == [works[2], works[3]]
+    assert queue.size == 2 + 16
+    assert [each.argument for each in queue.works] == [1, 4]
+
+
+def test_once_cleared_what_needs_no_slot_is_left_to_be_run() -> None:
+    scheduler = Scheduler(9)
+    add(scheduler, None, "a")
+    add(scheduler, WorkQueue(), "b")
+    assert [work.argument for work in scheduler.clear()] == ["a"]
+    assert begin(scheduler) is None
+
+
+CALLERS = 4
+ARRIVE, END, TAKE_NEXT, PAUSE, RESUME, HOLD, RELEASE, DROP, LEND = range(9)
+
+
+class World:
+    """A scheduler, and the works that run, as the reactor keeps them."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.lent = 0
+        self.scheduler = Scheduler(count)
+        self.queues = [WorkQueue() for _ in range(CALLERS)]
+        self.running: Counter[WorkQueue] = Counter()
+        self.paused: Counter[WorkQueue] = Counter()
+
+    def happens(self, event: int, queue: WorkQueue) -> None:
+        scheduler = self.scheduler
+        if event == ARRIVE:
+            add(scheduler, queue, 0)
+        elif event in (END, TAKE_NEXT) and self.running[queue]:
+            self.running[queue] -= 1
+            self.lent -= self.lent > 0
+            scheduler.end(queue)
+            if event == END:
+                scheduler.retry()
+            elif (following := scheduler.next(scheduler.waiting)[1]) is not None:
+                self.running[following] += 1
+        elif event == PAUSE and self.running[queue]:
+            self.running[queue] -= 1
+            self.paused[queue] += 1
+            scheduler.end(queue, is_over=False)
+            scheduler.retry()
+        elif event == RESUME and self.paused[queue]:
+            self.paused[queue] -= 1
+            self.running[queue] += 1
+            scheduler.resume(queue)
+        elif event in (HOLD, RELEASE):
+            scheduler.hold_up(queue, event == HOLD)
+        elif event == DROP:
+            scheduler.drop(queue, {id(work) for work in queue.works})
+        elif event == LEND and scheduler.waiting:
+            scheduler._progress = 0.0, scheduler._ended, 0.0
+            self.lent += scheduler.lend(STALLED_AFTER * 2, 0.0)
+        while (queue_of := scheduler.next(scheduler.ready)[1]) is not None:
+            self.running[queue_of] += 1
+
+    def check(self) -> None:
+        """No slot is lost, none is idle while a queue waits for it, and no caller takes all."""
+        scheduler = self.scheduler
+        assert scheduler.busy == self.running.total()
+        assert scheduler.count == self.count + self.lent
+        assert all(each.held == self.running[each] for each in self.queues)
+        waiting = [each for each in self.queues if len(each) and not each.is_held_up]
+        assert set(waiting) == set(scheduler.waiting)
+        assert not waiting or scheduler.busy >= scheduler.count
+        if max(self.running.values(), default=0) > 1:
+            assert all(each.held for each in waiting)
+
+
+@given(st.integers(1, 4), st.lists(st.tuples(st.integers(0, LEND), st.integers(0, CALLERS - 1)), max_size=200))
+def test_any_events(count: int, events: Sequence[tuple[int, int]]) -> None:
+    world = World(count)
+    for event, who in events:
+        world.happens(event, world.queues[who])
+        world.check()

@@ -1,0 +1,420 @@
+"""What is kept and shown of a group that runs: its history, the dashboard's figures, the tables of `telegrad top`."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+
+from telegrad._core.events import CALLED, CONNECTED, PASSED, RAN, STAGED, STEPPED, Event
+from telegrad.errors import UsageError
+from telegrad.insight import top
+from telegrad.insight.reading.history import (
+    BOUNDS,
+    KEPT,
+    MOST,
+    SECONDS,
+    Flow,
+    GroupHistory,
+    Rate,
+    functions,
+    percentile,
+)
+from telegrad.insight.reading.snapshot import detail, gantt, lanes, snapshot, spend, training
+from telegrad.insight.reading.source import Sight
+from telegrad.insight.reading.tables import Columns, Row, Table, amount, count, duration, lines, of_group, texts
+from telegrad.insight.top import View
+from telegrad.reporting.account import RUNNING
+from tests.insight.group import DAY, START, WORKERS, Group, account
+
+
+def ran(ended: float) -> Event:
+    return (RAN, ended - 0.25, ended, "a", 1, "f", "")
+
+
+def called(begun: float, ended: float, function: str = "f", failure: str = "") -> Event:
+    return (CALLED, begun, ended, "b", 1, function, 0, failure)
+
+
+def staged(batch: int, begun: float, kind: str = "forward") -> Event:
+    return (STAGED, begun, begun + 1, ("p", batch), kind, 0, 0)
+
+
+def history_of(*sights: Sight) -> GroupHistory:
+    history = GroupHistory()
+    for sight in sights:
+        history.add(sight)
+    return history
+
+
+# History
+
+
+def test_events_come_onto_one_clock() -> None:
+    history = GroupHistory()
+    far = account("b", 7.0) | {"time": DAY, "host": "other"}
+    assert history.add(Sight([account("a"), far], {})) == {"a": START - SECONDS, "b": 7.0 - SECONDS}
+    history.add_events({"a": [ran(START - 1)], "b": [ran(6.0)], "stranger": [ran(1.0)]})
+    assert (history.epoch, history.now) == (DAY, 0)
+    assert history.recent(5) == ({"a": [ran(-1.0)], "b": [ran(-1.0)]}, 5)
+
+
+def test_each_event_is_asked_for_once() -> None:
+    history = history_of(Sight([account("a")], {}))
+    history.add_events({"a": [ran(START - 1), ran(START)]})
+    assert history.add(Sight([account("a", START + 1)], {})) == {"a": START}
+    history.add_events({"a": []})
+    another = account("a", 50.0, pid=9) | {"time": DAY + 2}  # process, with another clock
+    assert history.add(Sight([another], {})) == {"a": 50.0 - SECONDS}
+    history.add_events({"a": [ran(49.0)]})
+    assert [event[2] for event in history.recent(5).events["a"]] == [1.0, 0.0, -1.0]
+
+
+def test_old_events_are_not_recent_and_many_calls_drive_out_no_step() -> None:
+    history = history_of(Sight([account("a", START + 10)], {}))
+    step = (STEPPED, START + 9, START + 9, 1, "SGD")
+    history.add_events({"a": [step, ran(START), ran(START + 7), ran(START + 9)]})
+    assert sorted(event[2] for event in history.recent(5).events["a"]) == [-3, -1, -1]
+    history.add_events({"a": [ran(START + 9.5)] * (KEPT + 10)})
+    recent = history.recent(60)
+    assert len(recent.events["a"]) == KEPT + 1
+    assert recent.window == pytest.approx(0.5)
+
+
+def test_many_workers_give_their_latest_events() -> None:
+    names = [str(number) for number in range(100)]
+    history = history_of(Sight([account(name, START + 1) for name in names], {}))
+    history.add_events({name: [ran(START + n / 1000) for n in range(1000)] for name in names})
+    events, window = history.recent(60)
+    assert sum(map(len, events.values())) == MOST
+    assert events["99"][0][2] == pytest.approx(-0.001)
+    assert window == pytest.approx(MOST / 100 / 1000, rel=0.01)
+
+
+def test_time_of_day_that_is_far_off_moves_nothing() -> None:
+    history = history_of(Sight([account("a"), account("b"), account("c") | {"time": DAY + 9999}], {}))
+    assert history.now == 0
+    history.add_events({"c": [ran(START - 1)]})
+    assert len(history.recent(5).events["c"]) == 1
+
+
+def test_group_that_is_silent_keeps_its_time_and_what_it_told() -> None:
+    one, two = Sight([account("a", memory=1)], {}), Sight([account("a", START + 1, memory=2)], {"b": "gone"})
+    history = history_of(one, two)
+    assert (history.before, history.sight) == (one, two)
+    assert [each.resident for each in history.memory["a"]] == [1, 2]
+    history.add(Sight([], {"a": "does not answer"}))
+    assert (history.now, history.sight.silent, list(history.last)) == (1, {"a": "does not answer"}, ["a"])
+    history.add(Sight([account("c", START + 2)], {}))
+    assert list(history.last) == ["c"]
+
+
+def test_source_that_fails_is_asked_again() -> None:
+    history, group = GroupHistory(), Group()
+    history.update(group)
+    group.failure = ConnectionError("gone")
+    history.update(group)
+    assert (history.trouble, len(history.sight.accounts)) == ("ConnectionError: gone", 4)
+    group.failure = None
+    history.update(group)
+    assert history.trouble == ""
+
+
+def test_rates_need_two_answers_of_one_process() -> None:
+    before = Sight([account("a", calls_done=10, bytes_out={"b": 100}, bytes_in={"b": 5})], {})
+    after = account("a", START + 2, calls_done=30, bytes_out={"b": 300, "c": 100}, bytes_in={"b": 5})
+    assert history_of(before, Sight([after], {})).rates() == {"a": Rate(10, 150, 0)}
+    assert history_of(Sight([after], {})).rates() == {}
+    assert history_of(before, Sight([after | {"pid": 101}], {})).rates() == {}
+
+
+def test_flow_is_known_from_either_end() -> None:
+    call = {"caller": "b", "number": 1, "function": "f", "age": 0.0, "state": "running", "thread": None}
+    after = account("a", START + 1, bytes_out={"b": 150}, bytes_in={"b": 7}, calls_in=[call])
+    history = history_of(Sight([account("a", bytes_out={"b": 100})], {}), Sight([after], {"b": "stuck"}))
+    assert history.flows() == [Flow("a", "b", 0, 150, 50), Flow("b", "a", 1, 7, 7)]
+
+
+def test_lost_workers_are_told_unless_another_has_their_name() -> None:
+    gone = {"b": "it died", "c": "it left early"}
+    assert history_of(Sight([account("a", gone=gone), account("c")], {})).lost() == {"b": "it died"}
+
+
+def test_functions() -> None:
+    assert percentile([float(value) for value in range(1, 101)], 0.5) == 51
+    own = [called(0, each / 1000) for each in range(1, 101)] + [called(0, 1000, "g", "ValueError")]
+    served: list[Event] = [(RAN, 0.0, 0.002, "a", 1, "f", "ValueError"), (RAN, 0.0, 1.0, "c", 2, "h", "")]
+    g, f, h = functions({"a": own, "b": served})
+    assert (g.name, g.calls, g.failures, g.running) == ("g", 1, 1, None)
+    assert (f.name, f.calls, f.failures, f.running) == ("f", 100, 0, 0.002)
+    assert (f.p50, f.p99) == (0.051, 0.1)
+    assert (h.name, h.calls, h.p50) == ("h", 1, 1.0)
+    assert sum(f.histogram) == 100
+    assert f.histogram[BOUNDS.index(0.001)] == g.histogram[-1] == 1
+
+
+# The dashboard's figures
+
+
+LANES: dict[str, tuple[list[Event], dict[str, Any], list[tuple[int, float, float, int]]]] = {
+    "short calls become one": (
+        [called(0, 5), called(1, 3), called(4, 5)] + [called(6 + n / 1000, 6.0005 + n / 1000) for n in range(10)],
+        {"parts": 100},
+        [(0, 0, 5, 1), (0, 6, 6.0095, 10), (1, 1, 3, 1), (1, 4, 5, 1)],
+    ),
+    "more at once than rows share the last": (
+        [called(n, 9, failure="X" if n == 4 else "") for n in range(5)],
+        {"rows": 2},
+        [(0, 0, 9, 1), (1, 1, 9, 4)],
+    ),
+    "calls that have not ended lie below": (
+        [called(n, n + 5.0 if n < 3 else math.inf) for n in range(6)],
+        {"rows": 2},
+        [(0, 0, 5, 1), (1, 1, 7, 2), (2, 3, 99, 1), (3, 4, 99, 2)],
+    ),
+    "only calls of that time": ([called(-3, -1), called(-2, 4), called(16, 19)], {}, [(0, -2, 4, 1)]),
+}
+
+
+@pytest.mark.parametrize("case", LANES)
+def test_lanes(case: str) -> None:
+    own, options, expected = LANES[case]
+    (lane,) = lanes({"a": own, "b": []}, 0, 10, **options)
+    spans = [(s.row, s.begun, round(min(99, s.ended), 6), s.calls) for s in lane["spans"]]
+    assert spans == expected
+    assert [s.failure for s in lane["spans"] if s.failure] == [event[-1] for event in own if event[-1]]
+
+
+def test_gantt_is_of_the_latest_whole_batch() -> None:
+    events = {"a": [staged(1, 0), staged(2, 2), staged(3, 4)], "b": [staged(1, 1), staged(2, 3)]}
+    found = gantt(events)
+    assert found is not None
+    assert [bar["worker"] for bar in found.pop("bars")] == ["a", "b"]
+    assert found == {"batch": "p 2", "begun": 2, "ended": 4, "idle": 0.5}
+    assert gantt({"a": [called(0, 1)]}) is None
+
+
+def test_training_and_where_the_time_went() -> None:
+    own: list[Event] = [
+        called(0, 4),
+        staged(1, 1),
+        staged(1, 2, "weights"),
+        staged(1, 2, "lend"),  # counts as nothing
+        (PASSED, 3.0, 3.5, 7, 1, ""),
+        (STEPPED, 5.0, 6.0, 7, "SGD"),
+        (STEPPED, 8.0, 9.0, 8, "SGD"),
+        (CONNECTED, 9.0, 9.0, "b", "tcp"),
+    ]
+    found = training({"a": own, "b": [(STEPPED, 5.0, 6.5, 7, "SGD")]}, 0, 10, parts=10)
+    assert (found["steps"], found["passes"], found["pass_p50"]) == (2, 1, 0.5)
+    assert found["series"] == [0, 0, 0, 0, 0, 0, 1, 0, 0, 1]
+    spent = {"optimizer": 2, "backward": 1.5, "forward": 1, "waits": 1.5, "calls": 0}
+    assert found["spent"]["a"] == pytest.approx(spent)
+    spans = [(0.0, 4.0, "waits"), (1.0, 2.0, "backward"), (1.5, 3.0, "optimizer"), (3.5, 99.0, "calls")]
+    once = {"optimizer": 1.5, "backward": 0.5, "forward": 0, "waits": 2, "calls": 6}
+    assert spend(spans, 0, 10) == once
+
+
+def test_snapshot_of_a_group_that_trains() -> None:
+    history, group = GroupHistory(), Group()
+    for _ in range(3):
+        history.update(group)
+    found = json.loads(json.dumps(snapshot(history, 15)))
+    assert [worker["worker"] for worker in found["workers"]] == WORKERS
+    assert found["workers"][0]["rate"]["sent"] > 0
+    assert found["workers"][1]["queued"] == 0
+    assert {function["name"] for function in found["functions"]} == {"Pipeline.batch", "torch.add"}
+    assert found["training"]["spent"].keys() == set(WORKERS)
+    assert [len(own) for own in found["memory"].values()] == [3] * len(WORKERS)
+    assert (found["size"], found["whole"], len(found["gantt"]["bars"])) == (4, True, 48)
+    group.silent = {"trainer": "stuck"}
+    history.update(group)
+    shown = list(dict.fromkeys(lane["worker"] for lane in snapshot(history, 15)["lanes"]))
+    assert shown == [*WORKERS[1:], "trainer"]  # by rank, and then those that no longer answer
+
+
+def test_snapshot_of_calls_that_have_not_ended_and_of_a_silent_group() -> None:
+    history = history_of(Group().look())
+    found = [(lane["worker"], lane["kind"], lane["spans"]) for lane in snapshot(history, 5)["lanes"]]
+    out = [[0, -1, None, 1, "torch.add", "stage1", ""], [1, -1, None, 1, "torch.add", "stage2", ""]]
+    come = [[0, -0.9, None, 1, "torch.add", "trainer", ""]]
+    assert found == [("trainer", "called", out), ("stage1", "ran", come), ("stage2", "ran", come)]
+    assert snapshot(GroupHistory(), 5)["workers"] == []
+    json.dumps(silent := snapshot(history_of(Sight([], {"a": "stuck"})), 5))
+    assert (silent["silent"], silent["place"], silent["lanes"], silent["gantt"]) == ({"a": "stuck"}, "", [], None)
+
+
+# Tables
+
+
+SHOWN = [
+    (count, 0, "0"), (count, 0.25, "0.2"), (count, 7, "7"), (count, 9999, "9999"), (count, 12_345, "12k"),
+    (count, 999_600, "1.0M"), (count, 4e15, "4000T"),
+    (amount, 0, "0"), (amount, 999, "999"), (amount, 1000, "1.0K"), (amount, 1023 * 1024, "1.0M"),
+    (amount, 5 * 2**30, "5.0G"),
+    (duration, 0, "0.0us"), (duration, 0.00002, "20us"), (duration, 0.0123, "12ms"), (duration, 0.9996, "1.0s"),
+    (duration, 9.96, "10s"), (duration, 99.4, "99s"), (duration, 99.6, "1:39"), (duration, 7200, "2h00"),
+    (duration, 86400 * 5, "5d"),
+]  # fmt: skip
+COLUMNS: Columns = {"name": str, "size": amount}
+
+
+@pytest.mark.parametrize(("show", "number", "text"), SHOWN)
+def test_numbers_are_short(show: Any, number: float, text: str) -> None:
+    assert show(number) == text
+    assert len(text) <= 6
+
+
+def test_rows_are_sorted_narrowed_and_escaped() -> None:
+    table = Table("Pairs", COLUMNS, [Row((name, size)) for name, size in [("w10", 1), ("w2", None), ("W1", 3072)]])
+    assert [row[0] for row in texts(table)] == ["W1", "w2", "w10"]
+    assert [row[0] for row in texts(table, "size")] == ["W1", "w10", "w2"]  # the highest first, the unknown last
+    assert texts(table, "none of it", "w1 3.0k") == [["W1", "3.0K"]]
+    assert texts(Table("Pairs", COLUMNS, [Row(("x\x1b[2J\ny", None))])) == [[r"x\x1b[2J\ny", "-"]]
+    marked = texts(Table("Pairs", COLUMNS, [Row(("long name", 5)), Row(("b", 2048), trouble=True)]), "size")
+    assert lines(COLUMNS, marked) == ["name       size", "! b        2.0K", "long name     5"]
+
+
+def training_group() -> list[Sight]:
+    """Two looks at a parameter server, a trainer and a silent one, one second apart."""
+    line = {"file": "/home/me/train.py", "line": 88, "function": "step", "text": "    loss = push(grads)"}
+    main = {"number": 1, "name": "MainThread", "at": line, "stack": ["x.py:1 run", "train.py:88 step"], "wait": None}
+    reader = {"number": 7, "name": "reader", "at": None, "stack": [], "asleep": None}
+    waits = {"what": "future", "on": ["ps"], "about": "a value"}
+    out = {"to": "ps", "number": 31, "function": "Server.push", "age": 12.4, "timeout": 60.0, "thread": 1}
+    come = {"caller": "z", "number": 3, "function": "", "age": 1.0, "state": RUNNING, "thread": 7}
+    members = {"ps": "node0", "w2": "node1", "w10": "node2"}
+    gone, refused = {"w9": "it died", "w2": "before it came again"}, "its process 204 is stopped (SIGSTOP)"
+    return [
+        Sight(
+            [
+                account(
+                    "ps", START + time, members=members, gone=gone, calls_done=60 * time,
+                    bytes_out={"w2": 5000 * time},
+                ),
+                account(
+                    "w2", START + time, rank=2, members=members, busy=1, host="node1", calls_out=[out], calls_in=[come],
+                    threads=[main | {"asleep": True}, reader | {"wait": waits}], references={"owners": 3, "users": 4},
+                    passes=[{"context": 4, "number": 1, "age": 0.02, "owing": ["ps"]}], bytes_out={"w10": 9},
+                ),
+            ],
+            {"w10": refused},
+        )
+        for time in (1, 2)
+    ]  # fmt: skip
+
+
+class Looks:
+    """A source of what was seen."""
+
+    def __init__(self) -> None:
+        self.sights = training_group()
+
+    def look(self) -> Sight:
+        return self.sights.pop(0)
+
+    def events(self, after: Any) -> dict[str, list[Event]]:
+        calls = [(CALLED, START, START + 0.004, "ps", number, "Server.push", 4096, "") for number in range(40)]
+        return {"w2": [event for event in calls if event[2] > after["w2"]]}
+
+
+def squeezed(text: str) -> list[str]:
+    """Return the lines, without the blanks between columns."""
+    return [" ".join(line.split()) for line in text.splitlines()]
+
+
+def test_top_once_has_workers_functions_and_troubles() -> None:
+    text = top.once(Looks(), between=0.0)
+    assert text.isascii()
+    assert squeezed(text) == [
+        "2 workers | 1 silent | store tcp://node:29500",
+        "! w10 is silent: its process 204 is stopped (SIGSTOP)",
+        "! w9 has gone: it died",
+        "",
+        "Workers:",
+        "worker rank phase in/s out/s flight run queue slots sent/s got/s shared owned held ctx thr mem gen host",
+        "ps 0 member 60 0 0 0 0 0/16 4.9K 0 0 - - 0 0 300M 1 node",
+        "w2 2 member 0 4 1 1 0 1/16 0 0 0 3 4 0 2 300M 1 node1",
+        "! w9 - gone - - - - - - - - - - - - - - - -",
+        "! w10 - silent - - - - - - - - - - - - - - - node2",
+        "",
+        "Functions:",
+        "calls/s p50 p99 ran failed function",
+        "4 4.0ms 4.0ms - 0 Server.push",
+    ]
+
+
+def test_top_of_one_worker() -> None:
+    text = top.once(Looks(), between=0.0, view=View(worker="w2", stacks=True))
+    assert squeezed(text)[4:] == [
+        "w2 rank 2 on node1, pid 100: train.py",
+        "member for 62s, generation 1; slots 1/16; memory 300M, lent 0; contexts 0",
+        "references: owners 3, users 4",
+        "",
+        "Thread MainThread, innermost first:",
+        "train.py:88 step",
+        "x.py:1 run",
+        "",
+        "Thread reader, innermost first:",
+        "",
+        "Calls out:",
+        "age limit to function line thread number",
+        "12s 60s ps Server.push train.py:88 step: loss = push(grads) MainThread 31",
+        "",
+        "Calls in:",
+        "age from state function line thread number",
+        "1.0s z running - - reader 3",
+        "",
+        "Threads:",
+        "thread does line asleep",
+        "MainThread waits for Server.push at ps train.py:88 step: loss = push(grads) yes",
+        "reader runs call 3 for z, waits for future of ps (a value) - -",
+        "",
+        "Bytes:",
+        "worker sent/s got/s sent got flight host",
+        "ps 0 4.9K 0 0 1 node0",
+        "! w10 0 0 9 0 0 node2",
+        "",
+        "Passes:",
+        "age context number owing",
+        "20ms 4 1 ps",
+    ]
+
+
+def test_top_of_workers_that_do_not_answer() -> None:
+    history = history_of(*training_group())
+    assert "! w10 gives no account: its process 204" in View(worker="w10").text(history)
+    history.add(Sight([training_group()[1].accounts[0] | {"time": DAY + 5.0}], {"w2": "no answer"}))
+    text = View(worker="w2").text(history)
+    assert "! w2 gives no account: no answer\nWhat it told 3.0s before the others did:\nw2 rank 2" in text
+    assert "Server.push" in text
+    assert View(worker="w2").text(GroupHistory()).startswith("0 workers")
+    with pytest.raises(UsageError, match="no worker is called 'x' here; there are: ps, w2"):
+        View(worker="x").text(history)
+    with pytest.raises(UsageError, match="no table has a column 'x'; there are: worker, rank"):
+        View(sort="x").text(history)
+    assert detail(history, "x") == {"about": "no worker is called 'x' here; there are: ps, w2", "tables": []}
+
+
+def test_top_fits_into_the_terminal() -> None:
+    history = history_of(Sight([account(f"w{number}", rank=number) for number in range(100)], {"x": "a", "y": "b"}))
+    history.add_events({"w1": [called(START - 1, START, f"f{number}") for number in range(100)]})
+    text = View("rank").text(history, 30).splitlines()
+    assert len(text) <= 30
+    assert text[6].startswith("w99 ")
+    assert len([line for line in text if line.startswith("... and ")]) == 2
+    assert len(View().text(history).splitlines()) > 200
+    silent = history_of(Sight([], {str(number): "stuck" for number in range(10)}))
+    assert View().text(silent, 30).splitlines()[3] == "! and 8 more"
+
+
+def test_figures_of_functions_are_of_a_shorter_time_where_more_was_called() -> None:
+    history = history_of(Sight([account("a"), account("b")], {}))
+    often = [called(START - 10 + n / 2000, START - 10 + n / 2000 + 0.001) for n in range(20_000)]
+    seldom = [called(START - 10 + n / 10, START - 10 + n / 10, "g") for n in range(100)]
+    history.add_events({"a": often, "b": seldom})
+    workers, found = of_group(history)
+    assert [row.values[4] for row in workers.rows] == [pytest.approx(2000, rel=0.01), pytest.approx(10, rel=0.1)]
+    assert [row.values[0] for row in found.rows] == [pytest.approx(2000, rel=0.01), pytest.approx(10, rel=0.1)]

@@ -1,0 +1,168 @@
+"""The main ways through the code stay short: calls of Python functions of this package, files, steps from file to file.
+
+Counted on two warm workers for one operation at a time. Of many the shortest counts.
+"""
+
+from __future__ import annotations
+
+import collections
+import pathlib
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import NamedTuple
+
+import pytest
+import torch
+
+import telegrad
+from telegrad import autograd, rpc
+from tests.cluster import PATIENCE, Process, free_port, processes
+
+ROOT = f"{pathlib.Path(telegrad.__file__).parent}/"
+MANY = 20
+UNRELATED = {"_core/reactor/timer.py", "_core/agent/agent.py:<lambda>"}  # begin what runs now and then
+LOCKS = "_core/locks.py"  # which are those of `threading` where they are not checked
+
+Step = tuple[int, bool, str, str]  # thread, whether it is a call, file, function
+steps: list[Step] = []
+traced = threading.Event()
+
+
+class Length(NamedTuple):
+    calls: int
+    files: int
+    crossings: int
+
+
+def note(frame: FrameType, event: str, _: object) -> None:
+    if event in ("call", "return") and traced.is_set() and frame.f_code.co_filename.startswith(ROOT):
+        file = frame.f_code.co_filename.removeprefix(ROOT)
+        if file != LOCKS:
+            steps.append((threading.get_ident(), event == "call", file, frame.f_code.co_name))
+
+
+def join(rank: int, port: int) -> None:
+    threading.setprofile(note)
+    sys.setprofile(note)
+    rpc.init_rpc(f"w{rank}", rank=rank, world_size=2, rpc_backend_options=options(port))
+
+
+def options(port: int) -> rpc.TelegradOptions:
+    return rpc.TelegradOptions(init_method=f"tcp://127.0.0.1:{port}", rpc_timeout=PATIENCE)
+
+
+class Node(NamedTuple):
+    """A call of a function, with the calls that it made. Calls that are alike count once: a thread may look again."""
+
+    file: str
+    name: str
+    made: dict[Node, None]
+
+    def __hash__(self) -> int:
+        return hash((self.file, self.name, tuple(self.made)))
+
+    def total(self) -> tuple[int, int, set[str]]:
+        """Return how many calls, how many of them from file to file, and the files."""
+        calls, crossings, files = 1, 0, {self.file}
+        for each in self.made:
+            inner = each.total()
+            calls += inner[0]
+            crossings += inner[1] + (each.file != self.file)
+            files |= inner[2]
+        return calls, crossings, files
+
+
+def trees(events: list[Step]) -> Iterator[Node]:
+    """Yield the outermost calls of all threads, but for what runs now and then."""
+    stacks: dict[int, list[Node]] = collections.defaultdict(list)
+    for thread, is_call, file, name in events:
+        stack = stacks[thread]
+        if is_call:
+            stack.append(Node(file, name, {}))
+        elif stack:
+            ended = stack.pop()
+            if stack:
+                stack[-1].made[ended] = None
+            elif not {file, f"{file}:{name}"} & UNRELATED:
+                yield ended
+    for stack in stacks.values():  # of calls that go on
+        while len(stack) > 1:
+            ended = stack.pop()
+            stack[-1].made[ended] = None
+        yield from stack
+
+
+def begin() -> None:
+    steps.clear()
+    traced.set()
+
+
+def end() -> Length:
+    traced.clear()
+    totals = [each.total() for each in dict.fromkeys(trees(list(steps)))]
+    files = set().union(*(total[2] for total in totals))
+    return Length(sum(total[0] for total in totals), len(files), sum(total[1] for total in totals))
+
+
+def empty() -> None:
+    pass
+
+
+def repeat(act: Callable[[], object], times: int) -> None:
+    for _ in range(times):
+        act()
+
+
+def call() -> None:
+    rpc.rpc_sync("w1", empty)
+
+
+ONES = torch.ones(2)
+WEIGHT = torch.ones(2, requires_grad=True)
+
+
+def remote() -> None:
+    rpc.remote("w1", torch.add, (ONES, 3)).to_here()
+
+
+def backward() -> None:
+    with autograd.context() as context_id:
+        autograd.backward(context_id, [rpc.rpc_sync("w1", torch.add, (WEIGHT, 3)).sum()])
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[list[Process]]:
+    with processes(2) as made:
+        port = free_port()
+        made[0].begin(join, 0, port)
+        made[1].run(join, 1, port)
+        made[0].end()
+        yield made
+
+
+def lengths(pair: list[Process], act: Callable[[], object]) -> tuple[Length, Length]:
+    """Return how long an operation is at its caller and at its callee: of many, the shortest."""
+    pair[0].run(repeat, act, 100)
+    found = []
+    for _ in range(MANY):
+        for process in pair:
+            process.run(begin)
+        pair[0].run(repeat, act, 1)
+        found.append([process.run(end) for process in pair])
+    return min(each[0] for each in found), min(each[1] for each in found)
+
+
+# What is there now. Numbers go down only.
+MOST = {
+    call: (Length(56, 24, 42), Length(60, 22, 42)),
+    remote: (Length(230, 48, 145), Length(250, 44, 145)),
+    backward: (Length(450, 60, 265), Length(450, 58, 265)),
+}
+
+
+@pytest.mark.parametrize("act", MOST, ids=lambda act: act.__name__)
+def test_ways_stay_short(pair: list[Process], act: Callable[[], None]) -> None:
+    for measured, most in zip(lengths(pair, act), MOST[act], strict=True):
+        assert all(each <= limit for each, limit in zip(measured, most, strict=True)), (measured, most)
