@@ -18,7 +18,7 @@ MOST = {
     "lines of the package": 64_100,
     "lines of the core": 40_300,
     "lines of the tests": 88_900,
-    "files of the package": 408,
+    "files of the package": 409,
     "words of the glossary": 80,
     "global statements": 35,
     "sleeps in tests": 256,

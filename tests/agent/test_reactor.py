@@ -7,7 +7,6 @@ import itertools
 import os
 import random
 import threading
-import time
 import weakref
 from time import perf_counter
 from typing import Any, NoReturn
@@ -196,8 +195,7 @@ def test_a_wake_up_that_a_busy_poll_has_read_ends_the_leader_all_the_same(monkey
 
     def spin_into_the_close(start: float) -> Any:
         closing.set()
-        while not polling._closed:
-            time.sleep(1e-3)
+        wait_until(lambda: polling._closed)
         polling._recent = None
         return spin(start)
 

@@ -166,14 +166,15 @@ def _once_drained(feed: Feed, name: str, ended: Ended, error: BaseException | No
 def _end_with_call(feed: Feed) -> None:
     """Close the feed when its call is cancelled: the reader has closed the stream, or the connection has ended.
 
-    On the event loop, also cancel the task, which may still continue.
+    A generator ends at its next `yield`. If the connection has ended, also cancel a task on the event loop, which might
+    never come to one.
     """
     call = current_call()
     stop = call.stop
 
     def end() -> None:
         feed.close()
-        if stop is not None:
+        if stop is not None and getattr(call.link, "closed", None) is not None:
             stop()
 
     call.stop = end
