@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from telegrad import errors
+from telegrad._core.calls import unretrieved
 from tests.chaos.board import Board
 from tests.chaos.functions import Deliberate
 from tests.chaos.operations import OPERATIONS, Client, Wrong
@@ -138,7 +139,7 @@ class _Errors(logging.Handler):
         self._load = load
 
     def emit(self, record: logging.LogRecord) -> None:
-        if record.module != "unseen":  # of references that a client drops without a look
+        if record.pathname != unretrieved.__file__:  # of references that a client drops without a look
             self._load._internal(record.getMessage(), record.exc_info[1] if record.exc_info else None)
 
 
