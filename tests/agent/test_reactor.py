@@ -205,3 +205,32 @@ def test_a_wake_up_that_a_busy_poll_has_read_ends_the_leader_all_the_same(monkey
     assert closing.wait(PATIENCE)
     reactor.close()
     wait_until(lambda: not len(reactor._threads))
+
+
+def test_a_work_that_resumes_while_the_leader_sleeps_takes_no_works_out_of_its_sight() -> None:
+    """Two slots are then in use where one is allowed, and the works that wait for a slot are looked at anew."""
+    reactor = reactor_of(1)
+    queue = WorkQueue()
+    answered, released, begun, ran = (threading.Event() for _ in range(4))
+
+    def wait(_: object) -> None:
+        with reactor.waiting():
+            assert answered.wait(PATIENCE)
+
+    def hold(_: object) -> None:
+        begun.set()
+        assert released.wait(PATIENCE)
+
+    reactor.start()
+    try:
+        reactor.submit(Work(wait, None, is_long=True), queue)
+        reactor.submit(Work(hold, None, is_long=True), queue)
+        reactor.submit(Work(lambda _: ran.set(), None), queue)
+        assert begun.wait(PATIENCE)
+        wait_until(lambda: bool(reactor._scheduler.waiting) and reactor._polling.asleep)
+        answered.set()
+        wait_until(lambda: queue.held == 1 and len(reactor._threads._standby) == 1)
+        released.set()
+        assert ran.wait(PATIENCE)
+    finally:
+        reactor.close()

@@ -11,11 +11,12 @@ import subprocess
 import sys
 import threading
 import time
+import unicodedata
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from telegrad.insight.reading.history import GroupHistory
@@ -312,7 +313,8 @@ def test_more_workers_than_there_are_descriptors_are_asked_in_turn(monkeypatch: 
 
 
 def controls(text: str) -> list[str]:
-    return [each for each in text if not each.isprintable() and each != "\n"]
+    """What a terminal may obey: all that is neither printable nor a space of any kind."""
+    return [each for each in text if not each.isprintable() and each != "\n" and unicodedata.category(each) != "Zs"]
 
 
 EVIL = "a\x1b[31m\x9b2J\x07\x7f\r\b\u202e\u2066\u2028\ud800<b>"
@@ -402,6 +404,7 @@ def places_in(value: Any) -> list[tuple[Any, Any]]:
 
 @settings(max_examples=200, deadline=None)
 @given(st.integers(0, len(places_in(TOLD)) - 1), PLAIN)
+@example(0, "\xa0")
 def test_what_is_decoded_can_be_explained(number: int, value: Any) -> None:
     told = copy.deepcopy(TOLD)
     container, key = places_in(told)[number]

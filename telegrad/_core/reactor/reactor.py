@@ -88,16 +88,19 @@ class Reactor:
             self._run_remaining()
 
     def _add_submitted(self) -> None:
-        """Add the submitted works to the scheduler, with the lock held."""
+        """Add the submitted works to the scheduler, with the lock held.
+
+        Each work is in `_submitted`, in the scheduler, or in both, so `Polling.poll` cannot miss it between the two.
+        """
         while self._submitted:
-            self._scheduler.add(*self._submitted.popleft())
+            self._scheduler.add(*self._submitted[0])
+            self._submitted.popleft()
 
     def hold_up(self, queue: WorkQueue, is_held_up: bool) -> None:
         """Block or unblock a queue: no work of a blocked queue begins."""
         with self._lock:
             self._scheduler.hold_up(queue, is_held_up)
-        if not is_held_up:
-            self.poller.wake()
+        self._wake_if_ready()
 
     def drop(self, queue: WorkQueue, is_unwanted: Callable[[Work], bool]) -> list[Work]:
         """Remove the unwanted works from a queue and return them."""
@@ -144,8 +147,8 @@ class Reactor:
         if self._threads.leader is runner:
             self.send_unsent()
             self._threads.hand_over(runner)
-        elif self._scheduler.ready and self._polling.asleep:
-            self.poller.wake()
+        else:
+            self._wake_if_ready()
         try:
             yield
         finally:
@@ -153,6 +156,7 @@ class Reactor:
                 with self._lock:
                     self._scheduler.resume(queue)
                 runner.counted = queue
+                self._wake_if_ready()
 
     def worked_until(self) -> float:
         """Return when this thread's work first waited, or the current time."""
@@ -185,10 +189,16 @@ class Reactor:
         if not self._scheduler.waiting:
             return self._polling.looked
         with self._lock:
-            is_lent = self._scheduler.lend(now, self._threads.processor_time())
-        if is_lent:
-            self.poller.wake()
+            self._scheduler.lend(now, self._threads.processor_time())
+        self._wake_if_ready()
         return now
+
+    def _wake_if_ready(self) -> None:
+        """Wake the leader if it sleeps although works are ready. Must follow each change of the scheduler by a thread
+        that does not lead: any of them may make works ready that waited for a slot.
+        """
+        if self._polling.asleep and self._scheduler.ready:
+            self.poller.wake()
 
     # The leader's loop
 
@@ -203,6 +213,7 @@ class Reactor:
                     self._scheduler.end(runner.counted)
                     self._scheduler.retry()
                     runner.counted = None
+            self._wake_if_ready()
 
     def _run(self, runner: Runner) -> None:
         """Poll connections and run works in turn while this thread leads."""
@@ -251,9 +262,11 @@ class Reactor:
                 if leads and scheduler.waiting:
                     scheduler.retry()
             queues = scheduler.ready if leads else scheduler.waiting
-            if not queues or (runner.began > until if leads else queue is None):
-                return None
-            following, runner.counted = scheduler.next(queues)
+            following = None
+            if queues and (runner.began <= until if leads else queue is not None):
+                following, runner.counted = scheduler.next(queues)
+        if not leads:
+            self._wake_if_ready()
         return following
 
     def _run_remaining(self) -> None:
@@ -295,7 +308,7 @@ class Polling:
         if not events:
             self.asleep = True
             try:
-                events = self.poller.poll(0 if ready or self._submitted or self._closed else None)
+                events = self.poller.poll(0 if self._submitted or ready or self._closed else None)
             finally:
                 self.asleep = False
         self.looked = perf_counter()
