@@ -17,7 +17,7 @@ from collections.abc import Callable
 from time import perf_counter, sleep
 
 from telegrad._core.directory.client import EmbeddedDirectory
-from telegrad._core.directory.keeper import Keeper
+from telegrad._core.directory.keeper import ServerProcess
 from telegrad._core.security.keyring import Keyring, new_key
 
 TTL, PATIENCE = 600.0, 120.0
@@ -34,7 +34,7 @@ def main(members: list[int]) -> None:
 
 def operations(keys: Keyring) -> None:
     """Print how long single operations take."""
-    keeper = Keeper(keys)
+    keeper = ServerProcess(keys)
     started = perf_counter()
     client = EmbeddedDirectory(keeper.address, keys, PATIENCE)
     client.list("")
@@ -91,7 +91,7 @@ def watching(writer: EmbeddedDirectory, watcher: EmbeddedDirectory) -> None:
 
 def together(keys: Keyring, count: int) -> None:
     """Print how long so many members take until each sees all."""
-    keeper = Keeper(keys)
+    keeper = ServerProcess(keys)
     sleep(1.0)  # until it serves: members come to a directory that is there
     go, start = os.pipe()
     done, report = os.pipe()

@@ -22,7 +22,7 @@ from telegrad._core.security.keyring import Keyring
 from telegrad._core.start.cluster import start
 from telegrad._core.stores.group_keys import find_keys
 from telegrad._core.stores.sealed_store import SealedStore
-from telegrad._core.stores.stores import Meeting, open_store
+from telegrad._core.stores.stores import RendezvousStore, open_store
 from telegrad._core.worker import current
 from telegrad._core.worker.options import TelegradOptions
 from telegrad._core.worker.worker import Worker
@@ -49,7 +49,7 @@ def sealed(store: Any, keys: Keyring = KEYS) -> SealedStore:
     return SealedStore(store, keys)
 
 
-def opened(url: str, rank: int, size: int | None, timeout: float, keys: Keyring = KEYS) -> Meeting:
+def opened(url: str, rank: int, size: int | None, timeout: float, keys: Keyring = KEYS) -> RendezvousStore:
     """Open a store with a key that all have who do so in this process, or in one that it has forked."""
     return open_store(url, rank, size, keys, timeout)
 

@@ -23,7 +23,7 @@ import telegrad.rpc as rpc
 from telegrad._core.worker import current
 from telegrad._core.worker.worker import Worker
 from telegrad.checkpoint import folders
-from telegrad.checkpoint.copies import Copies, Shelf
+from telegrad.checkpoint.copies import Copies, HostMemoryPool
 from telegrad.checkpoint.saving import Saver
 from telegrad.errors import CallTimeout, CheckpointFailed, InvalidArgument, WorkersFailed
 from telegrad.nn import RemoteModule
@@ -202,7 +202,7 @@ def test_only_what_killed_saves_left_is_removed(workers: list[Worker], tmp_path:
 
 
 def test_copies_share_what_is_shared_and_their_memory_is_used_again() -> None:
-    shelf = Shelf(None)
+    shelf = HostMemoryPool(None)
     whole = torch.arange(12.0).reshape(3, 4)
     state = {"a": whole, "b": {"again": whole, "part": whole[:, 1]}, "c": [1, (whole.to_sparse(), {2})], "d": whole.t()}
     copies = Copies(shelf, lambda: None)

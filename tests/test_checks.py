@@ -408,7 +408,7 @@ def check_all() -> list[str]:
                 for value in (wrong_values(entry, parameter) or []) if parameter not in ANYTHING else []:
                     fault = fault_of(lambda: things.call(entry, function, parameter, value), parameter)  # noqa: B023
                     if fault:
-                        wrong.append(f"{entry}({parameter}={checks.shown(value)}): {fault}")
+                        wrong.append(f"{entry}({parameter}={checks.short_repr(value)}): {fault}")
         assert rpc.rpc_sync("worker0", pow, (2, 3)) == 8
         rpc.shutdown(graceful=False)
     return wrong
@@ -491,9 +491,9 @@ def test_values_are_shown_in_few_words() -> None:
         [[[[[1]]]]],
     ]
     for value in many:
-        assert 0 < len(checks.shown(value)) <= 2 * checks.SHOWN + 3
-    assert checks.shown("worker0") == "'worker0'"
-    assert checks.shown(torch.ones(3)) == "Tensor"
+        assert 0 < len(checks.short_repr(value)) <= 2 * checks.SHOWN + 3
+    assert checks.short_repr("worker0") == "'worker0'"
+    assert checks.short_repr(torch.ones(3)) == "Tensor"
 
 
 def test_options_of_another_package_are_called_so() -> None:

@@ -162,7 +162,7 @@ def test_calls_of_a_worker_with_few_descriptors_blame_no_other(two: list[Process
 
 def test_other_errors_stay_as_they_are() -> None:
     error = PermissionError(errno.EACCES, "no")
-    assert open_files.said(error) == str(error)
-    with pytest.raises(PermissionError) as caught, open_files.explained("it", errors.RendezvousError):
+    assert open_files.error_text(error) == str(error)
+    with pytest.raises(PermissionError) as caught, open_files.translate_error("it", errors.RendezvousError):
         raise error
     assert caught.value is error

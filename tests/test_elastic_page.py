@@ -13,7 +13,7 @@ import pytest
 
 import telegrad
 from telegrad._core.joining.generation_keys import look
-from telegrad._core.stores.board import Board
+from telegrad._core.stores.board import KeyValueStore
 from telegrad._core.stores.find_directory import POINTER, Pointer, connect
 from telegrad._core.stores.group_keys import user_keys
 from telegrad._core.stores.stores import open_store
@@ -37,8 +37,10 @@ def test_the_program_goes_on_without_one_that_was_killed(tmp_path: pathlib.Path)
     made = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     try:
         store = open_store(place, -1, None, user_keys(), PATIENCE).store
-        wait_until(lambda: Board(store).read(POINTER))
-        with contextlib.closing(connect(Pointer.from_json(Board(store).read(POINTER)), user_keys())) as directory:
+        wait_until(lambda: KeyValueStore(store).read(POINTER))
+        with contextlib.closing(
+            connect(Pointer.from_json(KeyValueStore(store).read(POINTER)), user_keys())
+        ) as directory:
             wait_until(lambda: len(look(directory).running.members) == 2)
         made[0].kill()
         out, _ = made[1].communicate(timeout=4 * PATIENCE)

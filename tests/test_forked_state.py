@@ -184,7 +184,7 @@ def counted() -> Iterator[None]:
 
 
 def limited() -> contextlib.AbstractContextManager[None]:
-    return call_context.entered(call_context.Scene(until=time.monotonic()))
+    return call_context.entered(call_context.CallContext(until=time.monotonic()))
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from telegrad._core.pickling.main_modules import Item, Scope
+from telegrad._core.pickling.main_modules import Item, MainNamespace
 from telegrad._core.pickling.main_program import Program
 from tests.cluster import PATIENCE, free_port
 
@@ -333,7 +333,7 @@ def test_the_drop_in_mode_reaches_workers(tmp_path: pathlib.Path) -> None:
 
 
 def test_another_run_of_a_program_with_another_number_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    scope = Scope(Program("a key", "/somewhere/program.py"), {}, own=False)
+    scope = MainNamespace(Program("a key", "/somewhere/program.py"), {}, own=False)
     for rate in (0.1, 0.1, 0.5, 0.5):
         scope.fill([Item("rate", 1, rate)])
     assert scope.names == {"rate": 0.1}

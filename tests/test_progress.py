@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 import pytest
 
 from telegrad._core import progress
-from telegrad._core.progress import Times, Wait, attended, spelled, under_way
+from telegrad._core.progress import Times, Wait, format_duration, report_in_background, under_way
 from tests.cluster import PATIENCE, free_port
 
 # When it is said
@@ -50,7 +50,7 @@ def test_without_a_line_it_is_time_when_it_is_for_the_log() -> None:
     ("seconds", "text"), [(1.99, "1 s"), (59.9, "59 s"), (61, "1 min 1 s"), (3600, "1 h 0 min"), (5400, "1 h 30 min")]
 )
 def test_times_are_spelled_for_people(seconds: float, text: str) -> None:
-    assert spelled(seconds) == text
+    assert format_duration(seconds) == text
 
 
 # In the log
@@ -86,7 +86,7 @@ def test_a_variable_silences_it(
 
 def test_no_thread_is_started_where_there_is_no_line() -> None:
     before = threading.active_count()
-    with attended(Wait("shutdown", str)) as wait:
+    with report_in_background(Wait("shutdown", str)) as wait:
         assert threading.active_count() == before
         assert not wait.lined
 
@@ -98,7 +98,7 @@ def test_a_wait_without_memory_for_a_thread_is_a_wait_all_the_same(monkeypatch: 
     waiting = Wait("shutdown", str)
     waiting.lined = True
     monkeypatch.setattr(threading.Thread, "start", start)
-    with attended(waiting) as wait:
+    with report_in_background(waiting) as wait:
         assert wait in under_way()
     assert wait not in under_way()
 

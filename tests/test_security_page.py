@@ -16,7 +16,7 @@ import pytest
 from telegrad import errors
 from telegrad._core.security.keyring import Keyring, read_keys
 from telegrad._core.start.cluster import start
-from telegrad._core.stores.board import Board
+from telegrad._core.stores.board import KeyValueStore
 from telegrad._core.stores.file_store import FileStore
 from telegrad._core.stores.find_directory import POINTER
 from telegrad._core.stores.sealed_store import SealedStore
@@ -76,7 +76,7 @@ def test_the_key_is_replaced_while_a_group_runs(tmp_path: pathlib.Path) -> None:
 
 def is_sealed_anew(folder: pathlib.Path, path: pathlib.Path) -> bool:
     """Return True if the store is sealed with the key in this file."""
-    board = Board(SealedStore(FileStore(f"{folder}/store"), Keyring(read_keys(str(path)))))
+    board = KeyValueStore(SealedStore(FileStore(f"{folder}/store"), Keyring(read_keys(str(path)))))
     try:
         return bool(board.read(POINTER))
     except errors.StoreUntrusted:

@@ -52,15 +52,15 @@ class _Short(reprlib.Repr):
 _short = _Short()
 
 
-def shown(value: object) -> str:
+def short_repr(value: object) -> str:
     """Return a value as text for a message, shortened."""
     text = _short.repr(value)
     return text if len(text) <= 2 * SHOWN else f"{text[: 2 * SHOWN]}..."
 
 
-def wrong(name: str, what: str, value: object) -> NoReturn:
+def raise_invalid(name: str, what: str, value: object) -> NoReturn:
     """Raise InvalidArgument: the parameter `name` must be `what`."""
-    raise InvalidArgument(f"{name} must be {what}, not {shown(value)}")
+    raise InvalidArgument(f"{name} must be {what}, not {short_repr(value)}")
 
 
 def seconds(name: str, value: Any, zero: str = FOR_EVER, hint: str = "", least: float = 0.0) -> Any:
@@ -69,28 +69,28 @@ def seconds(name: str, value: Any, zero: str = FOR_EVER, hint: str = "", least: 
         return 0
     if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= LONGEST:
         meaning = f", {zero}" if not least else ""
-        wrong(name, f"a number of seconds{meaning}, and at most {LONGEST:,.0f}{hint}", value)
+        raise_invalid(name, f"a number of seconds{meaning}, and at most {LONGEST:,.0f}{hint}", value)
     return value
 
 
 def count(name: str, value: Any, least: int = 1, most: int = 1 << 62, what: str = "a whole number") -> int:
     """Return a number of something, from `least` to `most`."""
     if isinstance(value, bool) or not hasattr(type(value), "__index__") or hasattr(value, "ndim"):
-        wrong(name, f"{what}, {least} or more", value)
+        raise_invalid(name, f"{what}, {least} or more", value)
     number = operator.index(value)
     if not least <= number <= most:
-        wrong(name, f"{what} from {least} to {most}" if most < 1 << 62 else f"{what}, {least} or more", value)
+        raise_invalid(name, f"{what} from {least} to {most}" if most < 1 << 62 else f"{what}, {least} or more", value)
     return number
 
 
 def number(name: str, value: Any, least: float) -> float:
     """Return a real number that is at least `least`; infinity is allowed."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not value >= least:
-        wrong(name, f"a number, {least:g} or more", value)
+        raise_invalid(name, f"a number, {least:g} or more", value)
     try:
         return float(value)
     except OverflowError:
-        wrong(name, "a number that a float can hold", value)
+        raise_invalid(name, "a number that a float can hold", value)
 
 
 def port(name: str, value: Any) -> int:
@@ -101,19 +101,19 @@ def port(name: str, value: Any) -> int:
 def flag(name: str, value: Any, none: bool = False) -> Any:
     """Return True or False, or None where None means the default."""
     if value is not True and value is not False and not (none and value is None):
-        wrong(name, "True, False or None" if none else "True or False", value)
+        raise_invalid(name, "True, False or None" if none else "True or False", value)
     return value
 
 
 def text(name: str, value: Any, what: str = "a text", empty: bool = False) -> str:
     """Return a string that UTF-8 can encode, which excludes lone surrogates: other processes will receive it."""
     if not isinstance(value, str) or not (value or empty):
-        wrong(name, what, value)
+        raise_invalid(name, what, value)
     if not value.isascii():
         try:
             value.encode()
         except UnicodeEncodeError:
-            wrong(name, f"{what} that UTF-8 can write", value)
+            raise_invalid(name, f"{what} that UTF-8 can write", value)
     return value
 
 
@@ -128,21 +128,21 @@ def is_path(value: Any) -> bool:
 def path(name: str, value: Any) -> Any:
     """Return a path unchanged."""
     if not is_path(value):
-        wrong(name, "the path of a file or folder, a str or a pathlib.Path", value)
+        raise_invalid(name, "the path of a file or folder, a str or a pathlib.Path", value)
     return value
 
 
 def one_of(name: str, value: Any, choices: Collection[Any]) -> Any:
     """Return `value` if it is one of the choices."""
     if not isinstance(value, str) or value not in choices:
-        wrong(name, f"one of {', '.join(map(repr, choices))}", value)
+        raise_invalid(name, f"one of {', '.join(map(repr, choices))}", value)
     return value
 
 
 def function(name: str, value: Any, what: str = "a function") -> Callable[..., Any]:
     """Return `value` if it can be called."""
     if not callable(value):
-        wrong(name, what, value)
+        raise_invalid(name, what, value)
     found: Callable[..., Any] = value
     return found
 
@@ -150,14 +150,14 @@ def function(name: str, value: Any, what: str = "a function") -> Callable[..., A
 def mapping(name: str, value: Any, what: str) -> Mapping[Any, Any]:
     """Return a dictionary, or another mapping."""
     if not isinstance(value, Mapping):
-        wrong(name, what, value)
+        raise_invalid(name, what, value)
     return value
 
 
 def several(name: str, value: Any, what: str) -> list[Any]:
     """Return the members of a list, a tuple or another iterable that is neither text nor bytes."""
     if isinstance(value, str | bytes | bytearray) or not is_iterable(value):
-        wrong(name, what, value)
+        raise_invalid(name, what, value)
     return list(value)
 
 
@@ -170,6 +170,6 @@ def context_id(value: Any, method: str) -> None:
     """Raise UsageError if the first argument of a method cannot be a context id."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise UsageError(
-            f"{method}() takes the id of a context (context_id) first, not {shown(value)}: "
+            f"{method}() takes the id of a context (context_id) first, not {short_repr(value)}: "
             f"write `with autograd.context() as context_id:`, and {method}(context_id...) inside"
         )

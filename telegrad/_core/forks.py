@@ -52,7 +52,7 @@ def thread() -> tuple[int, int]:
 
 def refuse(*_: object) -> NoReturn:
     """Raise NotInitialized: this process does not own the objects. End a child whose user code has ended."""
-    end_if_over()
+    exit_if_user_code_ended()
     raise NotInitialized(f"this process was forked from a worker, and is in no group. {ADVICE}")
 
 
@@ -187,7 +187,7 @@ def _end_suspended() -> NoReturn:
     _end(_origin.users if _origin is not None else None, suspended=True)
 
 
-def end_if_over() -> None:
+def exit_if_user_code_ended() -> None:
     """End a forked child whose user code has ended.
 
     For places that would next call user code again, or log its error, before they use a disabled object.

@@ -11,7 +11,7 @@ PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # the fol
 
 
 @contextlib.contextmanager
-def uncollected() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """Delay garbage collection to the end of the `with`."""
     collects = gc.isenabled()
     gc.disable()

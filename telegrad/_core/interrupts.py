@@ -22,9 +22,9 @@ calls of user code, and nowhere else. The exception must reach the caller as the
 caught exception into a failure of a call, a worker or a pass calls `raised_by_handler` first.
 
 A thread counts as blocked if no other point was passed between two runs of `_Handler` that are BLOCKED seconds apart. A
-thread that runs `_kick` sends the signal repeatedly for this check. Some calls never count as blocked: a lock taken by
-`with`, because such locks are held briefly; calls in a function marked `uninterrupted`, such as the shutdown of a
-worker; and the import of torch or of a part of this package.
+thread that runs `_resend_signals` sends the signal repeatedly for this check. Some calls never count as blocked: a
+lock taken by `with`, because such locks are held briefly; calls in a function marked `uninterrupted`, such as the
+shutdown of a worker; and the import of torch or of a part of this package.
 
 `install` wraps the existing handlers. Handlers set later pass through the functions `signal` and `getsignal` of the
 module `_signal`, which those of `signal` call; they are wrapped, too. Programs see their own handlers, as before. Not
@@ -65,7 +65,9 @@ MOST = 10_000  # points in one signal's deferral, after both of which its handle
 _PACKAGE = __name__.partition(".")[0]
 # Modules that call user code whose exceptions do not reach the caller: metrics exporters, and callbacks of futures,
 # whose exceptions torch prints.
-_TELLERS = tuple(f"{_PACKAGE}.{name}" for name in ("insight", "reporting", "_core.calls.futures", "compat.rpc.futures"))
+_EXCEPTION_DROPPING_MODULES = tuple(
+    f"{_PACKAGE}.{name}" for name in ("insight", "reporting", "_core.calls.futures", "compat.rpc.futures")
+)
 _BETWEEN = sys.stdlib_module_names | {"torch"}  # the caller of these modules decides
 _NEVER = {"SIGSEGV", "SIGFPE", "SIGILL", "SIGBUS", "SIGABRT"}  # the interrupted instruction would fail again
 _RESUME = dis.opmap.get("RESUME")
@@ -143,10 +145,10 @@ class _Deferred:
         return _Look.RUN if may_run and not _is_uninterrupted(frame) else _Look.WAIT
 
 
-# Ensures that kicks are sent for deferred signals only; held by the main thread or `_kick`.
+# Ensures that kicks are sent for deferred signals only; held by the main thread or `_resend_signals`.
 _lock = renewed(threading.Lock())
 _deferred: dict[int, _Deferred] = {}
-_kicking = False  # True while a thread runs `_kick`
+_kicking = False  # True while a thread runs `_resend_signals`
 _drained = 0  # the signal whose kicks are currently discarded
 
 
@@ -216,7 +218,7 @@ def _signal_of(error: BaseException) -> int | None:
 _postponed: dict[int, BaseException] = {}  # by signal; used by the main thread only
 
 
-def postpone(error: BaseException) -> bool:
+def raise_later(error: BaseException) -> bool:
     """Raise an error of a signal handler again at a later point, where it reaches the caller.
 
     Return False for other errors. For an `except` block whose caller, such as torch, would drop the error. Return False
@@ -231,7 +233,7 @@ def postpone(error: BaseException) -> bool:
 
 
 class Resumed(BaseException):
-    """Raised in a function marked with `gives_back` after a signal handler has run within it and returned."""
+    """Raised in a function marked `releases_before_handler` after a signal handler has run within it and returned."""
 
 
 def _hands_over(at: FrameType) -> bool:
@@ -261,7 +263,7 @@ def _is_ours(at: FrameType) -> bool:
         if top == "logging" or code.co_name in ("__del__", "<module>"):
             cannot_raise = True
         if top == _PACKAGE:
-            return not of_user or cannot_raise or name.startswith(_TELLERS)
+            return not of_user or cannot_raise or name.startswith(_EXCEPTION_DROPPING_MODULES)
         if code in _MANAGERS and _made_here(frame):  # entered or left by a `with` in user code
             return True
         # Generated code, such as the methods of a NamedTuple, has a module name that no module has.
@@ -310,12 +312,12 @@ def _begin_to_kick() -> None:
         return
     _kicking = True
     try:
-        _thread.start_new_thread(_kick, ())
+        _thread.start_new_thread(_resend_signals, ())
     except RuntimeError:  # no thread can be started: the handler waits until the blocking call returns
         _kicking = False
 
 
-def _kick() -> None:
+def _resend_signals() -> None:
     global _kicking
     main = threading.main_thread().ident
     assert main is not None
@@ -340,7 +342,7 @@ def waiting_loop(function: F) -> F:
     return function
 
 
-def gives_back(give_back: Callable[[dict[str, Any]], bool]) -> Callable[[F], F]:
+def releases_before_handler(give_back: Callable[[dict[str, Any]], bool]) -> Callable[[F], F]:
     """Mark a waiting function that must release something before a signal handler runs within it.
 
     `give_back` is called with its local variables. If it returns True, `Resumed` is raised in the function afterwards.
@@ -368,7 +370,7 @@ _installed = False
 replaced: dict[int, Callable[[], None]] = {}  # by signal: called once, after the handler was replaced
 
 
-def _fronted(signum: int, handler: Any) -> Any:
+def _wrapped(signum: int, handler: Any) -> Any:
     """Return the handler to install for `handler`."""
     if not callable(handler) or isinstance(handler, _Handler) or signum in _exempt():
         return handler
@@ -391,7 +393,7 @@ def _own(handler: Any) -> Any:
 
 @functools.wraps(_real_signal)
 def _signal(signalnum: int, handler: Any, /) -> Any:
-    fronted = _fronted(signalnum, handler)
+    fronted = _wrapped(signalnum, handler)
     with _lock:
         before = _real_signal(signalnum, fronted)
         if not isinstance(fronted, _Handler):
@@ -419,7 +421,7 @@ def install() -> None:
     for signum in signal.valid_signals():
         handler = _real_getsignal(signum)
         if callable(handler) and not isinstance(handler, _Handler):
-            fronted = _fronted(signum, handler)
+            fronted = _wrapped(signum, handler)
             if fronted is not handler:
                 _real_signal(signum, fronted)
 

@@ -30,14 +30,14 @@ def shared_cores(workers: int) -> dict[str, str]:
     return {"OMP_NUM_THREADS": str(threads)}
 
 
-def own_session() -> dict[str, Any]:
+def new_session_options() -> dict[str, Any]:
     """Return Popen arguments that keep Ctrl-C in a terminal or notebook from reaching the new process."""
     if os.name == "nt":
         return {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP}  # type: ignore[attr-defined]
     return {"start_new_session": True}
 
 
-def named(code: int) -> str:
+def describe_exit(code: int) -> str:
     """Return how a process has ended, as text for people."""
     if code >= 0:
         return f"exit code {code}"

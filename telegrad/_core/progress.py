@@ -110,7 +110,7 @@ class Wait:
             line, logs = self._times.due(now)
         waited = now - self.begun
         if line:
-            self._quiet = _line.show(self, f"telegrad: waiting for {spelled(waited)}: {self.text()}")
+            self._quiet = _line.show(self, f"telegrad: waiting for {format_duration(waited)}: {self.text()}")
         if logs:
             level = logging.INFO if self._quiet else logging.WARNING
             log.log(level, "telegrad: waiting for %.0f s now: %s", waited, self.text())
@@ -138,7 +138,7 @@ def under_way() -> list[Wait]:
 
 
 @contextlib.contextmanager
-def attended(wait: Wait) -> Iterator[Wait]:
+def report_in_background(wait: Wait) -> Iterator[Wait]:
     """Act as `with wait`, and update its line, if any, from a thread: for waits that cannot call `look` themselves."""
     with wait:
         if not wait.lined:
@@ -161,7 +161,7 @@ def attended(wait: Wait) -> Iterator[Wait]:
                 thread.join()
 
 
-def make_room() -> None:
+def clear_line() -> None:
     """Erase the line before other output; it appears again within a second."""
     _line.clear()
 
@@ -229,7 +229,7 @@ def _in_foreground() -> bool:
         return False
 
 
-def spelled(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Return a duration as text for people."""
     whole = int(seconds)
     if whole < 60:
@@ -240,7 +240,7 @@ def spelled(seconds: float) -> str:
 
 
 def _before_a_record(_: logging.LogRecord) -> bool:
-    make_room()
+    clear_line()
     return True
 
 

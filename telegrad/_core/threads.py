@@ -63,7 +63,7 @@ def processor_time(threads: Iterable[threading.Thread]) -> float | None:
     return sum(time.clock_gettime(time.pthread_getcpuclockid(each.ident)) for each in threads if each.ident)
 
 
-def run_beside(name: str, run: Callable[..., None], *args: Any) -> None:
+def run_in_thread(name: str, run: Callable[..., None], *args: Any) -> None:
     """Run a function on a new thread, or on this one if the program has ended.
 
     Raises:
@@ -147,7 +147,7 @@ class Background:
         try:
             self._run()
         finally:
-            forks.end_if_over()  # an exception of user code ends this thread
+            forks.exit_if_user_code_ended()  # an exception of user code ends this thread
 
     def join(self, patience: float) -> None:
         """Wait up to `patience` seconds for the thread's end, unless this is the thread itself."""

@@ -30,7 +30,7 @@ class RemoteRoot(Protocol):
 Root = Tensor | RemoteRoot
 
 
-class Ride(Protocol):
+class FusedStep(Protocol):
     """An optimizer step that is fused with a pass. Workers pass `request` to the object with the number `rider`."""
 
     rider: int  # 0: no step
@@ -43,7 +43,7 @@ class Ride(Protocol):
 class Step(Protocol):
     """An object that steps with the gradients of a context, such as an optimizer."""
 
-    def _telegrad_ride(self, context_id: int) -> Ride:
+    def _telegrad_ride(self, context_id: int) -> FusedStep:
         """Begin a step that is fused with a pass."""
 
 
@@ -256,7 +256,7 @@ def _begin(
     create: bool,
     step: Step | None,
     outcome: Signal | Future[None],
-) -> tuple[DrivenPass, Ride | None]:
+) -> tuple[DrivenPass, FusedStep | None]:
     check_context_id(context_id)
     checks.flag("retain_graph", retain)
     checks.flag("create_graph", create)

@@ -78,7 +78,7 @@ class DrivenPass:
     def note(self, failure: str = "") -> None:
         """Report the end of the pass to the event hook."""
         if (note := events.note) is not None:
-            note((events.PASSED, self.begun, perf_counter(), self.spec.context, self.spec.number, failure))
+            note((events.BACKWARD_PASS, self.begun, perf_counter(), self.spec.context, self.spec.number, failure))
 
     @property
     def rode(self) -> dict[str, tuple[bool, Any]]:

@@ -101,7 +101,7 @@ def _tensors(name: str, given: Any) -> list[Tensor]:
     for each in several:
         if not isinstance(each, Tensor):
             raise UsageError(
-                f"{name} must be tensors of this worker, not {checks.shown(each)}. "
+                f"{name} must be tensors of this worker, not {checks.short_repr(each)}. "
                 "Write telegrad.autograd.grad(context_id, outputs, inputs)"
             )
         if not each.requires_grad:
@@ -127,6 +127,6 @@ def _seed(root: Tensor, given: Any) -> Tensor:
             )
         return torch.ones_like(root)
     if not isinstance(given, Tensor) or given.shape != root.shape:
-        what = tuple(given.shape) if isinstance(given, Tensor) else checks.shown(given)
+        what = tuple(given.shape) if isinstance(given, Tensor) else checks.short_repr(given)
         raise UsageError(f"in grad_outputs is {what} for an output of shape {tuple(root.shape)}: give its gradient")
     return given

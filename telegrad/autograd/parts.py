@@ -24,7 +24,7 @@ from telegrad._core.pickling.exceptions import describe, rebuild
 from telegrad.autograd.contexts import Contexts
 from telegrad.autograd.engine.captures import Capture
 from telegrad.autograd.engine.outbox import Outbox, PackedShipment, unpacked
-from telegrad.autograd.engine.passes import Abandon, Bury, Failed, Mark, PassSpec, Report, Start, Task
+from telegrad.autograd.engine.passes import Abandon, DeclareDead, Failed, Mark, PassSpec, Report, Start, Task
 from telegrad.autograd.engine.record import AutogradContext, Inside
 from telegrad.autograd.mailbox import LocalPart, Mailbox
 from telegrad.errors import ContextLost, LimitReached, PeerLost, TelegradError
@@ -37,7 +37,7 @@ GATHER = 1e-3  # seconds: how long gradients wait at most for others that the sa
 OpenRoots = Callable[[Sequence[Any]], Future[list[Tensor]]]
 
 
-class Rider(Protocol):
+class PassHook(Protocol):
     """An object that needs all gradients that a worker has in a context, such as an optimizer's part on that worker."""
 
     def ride(self, context_id: int, request: bytes) -> Any:
@@ -64,14 +64,16 @@ class LocalParts:
         self._open_roots = open_roots
         self._reported = reported
         self._tell_failed = failed
-        self.riders: WeakValueDictionary[int, Rider] = WeakValueDictionary()  # by the numbers that passes use for them
+        self.riders: WeakValueDictionary[int, PassHook] = (
+            WeakValueDictionary()
+        )  # by the numbers that passes use for them
         # of passes that this worker drives
         self.captures: WeakValueDictionary[PassSpec, Capture] = WeakValueDictionary()
         # These need no lock: each use is one atomic operation of a dict or a set, or sets a flag.
         self._mailboxes: dict[int, Mailbox] = {}  # by context ids
         self._gathering: set[Outbox] = set()
         self._short = False  # the last tasks did not take long
-        for task in (Start, Mark, Bury):
+        for task in (Start, Mark, DeclareDead):
             agent.on(task, self._take_task)
         agent.on(PackedShipment, self._take_shipment)
         agent.on(Abandon, lambda sender, message: self.abandon(message.spec))
@@ -195,7 +197,7 @@ class LocalParts:
             for worker, task in letters:
                 self.give(context, worker, task)
             if (note := events.note) is not None:
-                note((events.TOOK_PART, begun, perf_counter(), spec.context, spec.driver, spec.number))
+                note((events.BACKWARD_TASKS, begun, perf_counter(), spec.context, spec.driver, spec.number))
             if part.outbox.send_with(part.participant.report):
                 return
             report = part.participant.report()
@@ -219,7 +221,7 @@ class LocalParts:
         part.outbox.send_early()  # the driver may wait for these gradients
         participant.ride(self.give_turn(rider, spec.context, spec.request))
 
-    def give_turn(self, rider: Rider, context_id: int, request: bytes) -> tuple[bool, Any]:
+    def give_turn(self, rider: PassHook, context_id: int, request: bytes) -> tuple[bool, Any]:
         """Run a rider. Return True and its value, or False and a description of its error."""
         try:
             with Inside(None):

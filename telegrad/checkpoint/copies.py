@@ -17,7 +17,7 @@ from torch import Tensor, nn
 Kind = tuple[torch.dtype, int, bool]  # type of elements, their number, True if the pages are locked
 
 
-class Shelf:
+class HostMemoryPool:
     """The free memory for copies on one worker."""
 
     def __init__(self, _: Any) -> None:
@@ -44,7 +44,7 @@ class Shelf:
 class Copies:
     """The copies of one save."""
 
-    def __init__(self, shelf: Shelf, note: Callable[[], None]) -> None:
+    def __init__(self, shelf: HostMemoryPool, note: Callable[[], None]) -> None:
         """`note` is called for each tensor."""
         self._shelf = shelf
         self._note = note

@@ -12,9 +12,9 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from telegrad.checkpoint.folders import CONTENTS, Files, Path
 from telegrad.checkpoint.state import NO_LIMIT, Share, folder_of, pickled, shares_of, unpacked
 from telegrad.errors import UsageError
-from telegrad.ext.calls import StepCounter, together
+from telegrad.ext.calls import StepCounter, call_all
 from telegrad.ext.files import UnsafePath, reason
-from telegrad.ext.modules import Branch, LocalOptimizer, apart, joined, state_of
+from telegrad.ext.modules import LocalOptimizer, RemotePart, joined, state_of, without_remote_state
 from telegrad.ext.processes import raised_by_handler
 from telegrad.ext.workers import current
 from telegrad.optim import DistributedOptimizer
@@ -46,7 +46,7 @@ def load(state: dict[str, Any], checkpoint_id: Path) -> None:
     path = folder_of("load", state, checkpoint_id)
     metadata = _contents(path)
     shares, own = shares_of(state)
-    together(
+    call_all(
         shares,
         lambda worker, theirs: rpc_async(worker, _load_shares, (path, theirs), timeout=NO_LIMIT),
         f"checkpoint.load: reading {path!r}",
@@ -76,7 +76,7 @@ def _load_shares(path: str, shares: list[Share]) -> None:
             _load_model(path, metadata, key, branch)
 
 
-def _load_model(path: str, metadata: Metadata, key: str, branch: Branch) -> None:
+def _load_model(path: str, metadata: Metadata, key: str, branch: RemotePart) -> None:
     state = state_of(branch)
     flat = {joined(key, name): pickled(value) for name, value in state.items()}
     _read(path, metadata, flat)
@@ -84,7 +84,7 @@ def _load_model(path: str, metadata: Metadata, key: str, branch: Branch) -> None
     if isinstance(value, nn.Module):
         prefix = branch.name and f"{branch.name}."
         loaded = {name.removeprefix(prefix): unpacked(flat[joined(key, name)]) for name in state}
-        with apart():
+        with without_remote_state():
             value.load_state_dict(loaded)
 
 

@@ -41,7 +41,7 @@ def recover(
     """See `telegrad.recover`."""
     checks.seconds("timeout", timeout)
     if after is not None and not isinstance(after, BaseException):
-        checks.wrong("after", "the exception that has ended a step", after)
+        checks.raise_invalid("after", "the exception that has ended a step", after)
     if after is not None and not _may_end(after):
         raise after
     if checkpoint_id is None:

@@ -13,12 +13,12 @@ from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, S
 from torch.distributed.checkpoint.storage import WriteResult
 
 from telegrad.checkpoint.background import BackgroundSaves
-from telegrad.checkpoint.copies import Copies, Shelf
+from telegrad.checkpoint.copies import Copies, HostMemoryPool
 from telegrad.checkpoint.folders import Files, Path, discard, keep_newest, tidy
 from telegrad.checkpoint.state import NO_LIMIT, Share, folder_of, packed, pickled, shares_of
 from telegrad.ext.arguments import checks
-from telegrad.ext.calls import Future, StepCounter, together
-from telegrad.ext.modules import Branch, LocalOptimizer, state_of
+from telegrad.ext.calls import Future, StepCounter, call_all
+from telegrad.ext.modules import LocalOptimizer, RemotePart, state_of
 from telegrad.ext.processes import Thread
 from telegrad.ext.workers import current
 from telegrad.nn import Pipeline
@@ -96,7 +96,7 @@ def _begin(state: Mapping[str, Any], path: str, copies: bool) -> Begun:
         if isinstance(value, DistributedOptimizer)
     }
     here = get_worker_info().name
-    return together(
+    return call_all(
         {here: [], **shares},
         lambda worker, theirs: rpc_async(
             worker, _begin_share, (path, theirs, own if worker == here else {}, copies), timeout=NO_LIMIT
@@ -114,7 +114,7 @@ def _complete(path: str, begun: Begun, keep: int | None, waited_for: bool) -> No
     plans = [_marked(plan, mark) for plan in writer.prepare_global_plan(plans)]
     by_worker = dict(zip(begun, plans, strict=True))
     try:
-        written = together(
+        written = call_all(
             by_worker,
             lambda worker, plan: rpc_async(
                 worker, _write if waited_for else _write_apart, (begun[worker][0], plan), timeout=NO_LIMIT
@@ -147,7 +147,7 @@ class Saver:
     def __init__(self, path: str, shares: list[Share], own: dict[str, Any], copies: bool) -> None:
         """With `copies`, save the current values, even if they change before they are written."""
         here = current.here()
-        self._copies = Copies(here.attached(Shelf), here.attached(StepCounter).note) if copies else None
+        self._copies = Copies(here.attached(HostMemoryPool), here.attached(StepCounter).note) if copies else None
         state = {key: packed(value) for key, value in own.items()}
         for share in shares:
             state.setdefault(share.key, {}).update(self._part(share.branch))
@@ -156,7 +156,7 @@ class Saver:
         self._writer = _writer_to(path, False)
         self.plan = self._writer.prepare_local_plan(self._planner.create_local_plan())
 
-    def _part(self, branch: Branch) -> dict[str, Any]:
+    def _part(self, branch: RemotePart) -> dict[str, Any]:
         value = branch.root.local_value()
         is_optimizer = isinstance(value, LocalOptimizer)
         part = value.state() if is_optimizer else state_of(branch)

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from telegrad.errors import UsageError
-from telegrad.ext.arguments import is_path, shown
-from telegrad.ext.modules import Branch, branches
+from telegrad.ext.arguments import is_path, short_repr
+from telegrad.ext.modules import RemotePart, branches
 from telegrad.optim import DistributedOptimizer
 from telegrad.rpc import RRef
 
@@ -22,7 +22,7 @@ class Share(NamedTuple):
     """A part of the state on one worker: a module, a parameter, or a part of an optimizer."""
 
     key: str  # in the state
-    branch: Branch
+    branch: RemotePart
 
 
 def folder_of(function: str, state: Any, checkpoint_id: Any) -> str:
@@ -30,13 +30,13 @@ def folder_of(function: str, state: Any, checkpoint_id: Any) -> str:
     is_mapping = isinstance(state, Mapping)
     others = [key for key in state if not isinstance(key, str)] if is_mapping else []
     if others or not is_mapping:
-        fault = f"and its key {shown(others[0])} is no text" if others else f"not {shown(state)}"
+        fault = f"and its key {short_repr(others[0])} is no text" if others else f"not {short_repr(state)}"
         raise UsageError(
             f"the state of a checkpoint is a dictionary by names, {fault}: "
             f'write checkpoint.{function}({{"model": model}}, folder)'
         )
     if not is_path(checkpoint_id):
-        raise UsageError(f"a checkpoint is in a folder: give its path (checkpoint_id), not {shown(checkpoint_id)}")
+        raise UsageError(f"a checkpoint is in a folder: give its path (checkpoint_id), not {short_repr(checkpoint_id)}")
     return str(os.fspath(checkpoint_id))
 
 
@@ -48,7 +48,7 @@ def shares_of(state: Mapping[str, Any]) -> tuple[dict[str, list[Share]], dict[st
         if isinstance(value, (nn.Module, RRef)):
             shares += [Share(key, branch) for branch in branches(value)]
         elif isinstance(value, DistributedOptimizer):
-            shares += [Share(key, Branch("", local)) for local in value.locals.values()]
+            shares += [Share(key, RemotePart("", local)) for local in value.locals.values()]
         else:
             own[key] = value.state_dict() if hasattr(value, "state_dict") else value
     by_worker: dict[str, list[Share]] = {}

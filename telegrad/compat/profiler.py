@@ -20,7 +20,7 @@ from torch.autograd import profiler_legacy
 from torch.autograd.profiler_util import FunctionEvent
 
 from telegrad._core.agent.answers import its_future
-from telegrad._core.agent.server import ASYNC_MARK, Later
+from telegrad._core.agent.server import ASYNC_MARK, Deferred
 from telegrad._core.atfork import renewed
 from telegrad._core.calls import profiling
 from telegrad._core.calls.call_names import runs_as, user_name
@@ -168,7 +168,7 @@ def profile_and_run(token: str, options: Options, function: Callable[..., Any], 
     future = its_future(function, result)
     if isinstance(future, torch._C.Future):
         future.add_done_callback(lambda _: _reports.keep(token, run.events()))
-    return Later(future, function)
+    return Deferred(future, function)
 
 
 runs_as(profile_and_run, lambda token, options, function, *args: user_name(function, args))

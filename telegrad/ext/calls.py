@@ -5,10 +5,10 @@ from telegrad._core.agent.agent import Agent
 from telegrad._core.agent.fanout import EachCall
 from telegrad._core.agent.incoming import Incoming
 from telegrad._core.agent.pending_call import PendingCall
-from telegrad._core.agent.server import ASYNC_MARK, Later
+from telegrad._core.agent.server import ASYNC_MARK, Deferred
 from telegrad._core.calls import call_context, futures, profiling
-from telegrad._core.calls.awaiting import happening
-from telegrad._core.calls.call_context import InTurn
+from telegrad._core.calls.awaiting import completion_of
+from telegrad._core.calls.call_context import NestedCall
 from telegrad._core.calls.call_names import known_as, runs_as, user_name
 from telegrad._core.calls.compiling import not_compiled
 from telegrad._core.calls.deadlines import DEFAULT, check_timeout, limit_of
@@ -19,13 +19,13 @@ from telegrad._core.retries.retry import await_workers, wait_or_cancel
 from telegrad._core.retries.retry_queue import RetryPolicy
 from telegrad._core.rpc.api import remote, rpc_async, rpc_sync
 from telegrad._core.rpc.conversion import convert
-from telegrad._core.rpc.joint_calls import summary, together
+from telegrad._core.rpc.joint_calls import call_all, summary
 from telegrad._core.rpc.stalls import StepCounter
 from telegrad._core.streams.producer import current_call
 from telegrad._core.worker.caller_context import CallerContext
 from telegrad._core.worker.prepared_call import Call
 from telegrad._core.worker.targets import target
-from telegrad._core.worker.turns import Turns
+from telegrad._core.worker.turns import FifoLock
 
 __all__ = [
     "ASYNC_MARK",
@@ -33,25 +33,26 @@ __all__ = [
     "Agent",
     "Call",
     "CallerContext",
+    "Deferred",
     "EachCall",
     "Event",
+    "FifoLock",
     "Future",
     "Helper",
-    "InTurn",
     "Incoming",
-    "Later",
+    "NestedCall",
     "PendingCall",
     "RetryPolicy",
     "Signal",
     "StepCounter",
-    "Turns",
     "await_workers",
+    "call_all",
     "call_context",
     "check_timeout",
+    "completion_of",
     "convert",
     "current_call",
     "futures",
-    "happening",
     "inspection",
     "known_as",
     "limit_of",
@@ -64,7 +65,6 @@ __all__ = [
     "runs_as",
     "summary",
     "target",
-    "together",
     "user_name",
     "wait_or_cancel",
 ]

@@ -2,6 +2,8 @@
 
 from telegrad._core import events
 from telegrad._core.events import (
+    BACKWARD_PASS,
+    BACKWARD_TASKS,
     CALLED,
     CONNECTED,
     FREED,
@@ -10,15 +12,15 @@ from telegrad._core.events import (
     LOST,
     MADE,
     NOTED,
-    PASSED,
     RAN,
     STAGED,
     STEPPED,
-    TOOK_PART,
     Event,
 )
 
 __all__ = [
+    "BACKWARD_PASS",
+    "BACKWARD_TASKS",
     "CALLED",
     "CONNECTED",
     "FREED",
@@ -27,11 +29,9 @@ __all__ = [
     "LOST",
     "MADE",
     "NOTED",
-    "PASSED",
     "RAN",
     "STAGED",
     "STEPPED",
-    "TOOK_PART",
     "Event",
     "events",
 ]

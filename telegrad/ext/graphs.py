@@ -1,6 +1,6 @@
 """Records of a forward pass, and parts of a backward pass that an extension runs itself."""
 
-from telegrad.autograd.api import Ride, Step, check_context_id, check_root, check_step
+from telegrad.autograd.api import FusedStep, Step, check_context_id, check_root, check_step
 from telegrad.autograd.conductor import Conductor
 from telegrad.autograd.engine import replicas, sharded
 from telegrad.autograd.engine.edges import edge_of, run_backward
@@ -16,11 +16,11 @@ __all__ = [
     "UNSHARED",
     "AutogradContext",
     "Conductor",
+    "FusedStep",
     "Gradients",
     "Inside",
     "Origin",
     "RecvNode",
-    "Ride",
     "Send",
     "Step",
     "check_context_id",

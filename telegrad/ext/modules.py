@@ -1,17 +1,16 @@
 """Modules whose parts live on several workers: how to find, name and own the parts."""
 
 from telegrad._core.modules.module_host import device_of, moved
-from telegrad._core.modules.module_tree import Branch, Recoverable, branches, joined, restore_model, state_of
+from telegrad._core.modules.module_tree import Recoverable, RemotePart, branches, joined, restore_model, state_of
 from telegrad._core.modules.place import parse_place
-from telegrad._core.modules.remote_module import RemoteModule, apart, gradients_are_lost, hint_at_context
+from telegrad._core.modules.remote_module import RemoteModule, gradients_are_lost, hint_at_context, without_remote_state
 from telegrad.optim.local import LocalOptimizer
 
 __all__ = [
-    "Branch",
     "LocalOptimizer",
     "Recoverable",
     "RemoteModule",
-    "apart",
+    "RemotePart",
     "branches",
     "device_of",
     "gradients_are_lost",
@@ -21,4 +20,5 @@ __all__ = [
     "parse_place",
     "restore_model",
     "state_of",
+    "without_remote_state",
 ]

@@ -4,12 +4,19 @@ from telegrad._core import forks, interrupts
 from telegrad._core.addresses import bracketed, family_of
 from telegrad._core.atfork import in_child, renewed
 from telegrad._core.host.live_objects import instances
-from telegrad._core.host.open_files import explained, said
+from telegrad._core.host.open_files import error_text, translate_error
 from telegrad._core.interrupts import install, raised_by_handler, uninterrupted
-from telegrad._core.processes import SAFE_PATH, named, own_session, quoted, shared_cores, signal_at_parents_end
+from telegrad._core.processes import (
+    SAFE_PATH,
+    describe_exit,
+    new_session_options,
+    quoted,
+    shared_cores,
+    signal_at_parents_end,
+)
 from telegrad._core.sockets import HAS_UNIX, shut, tune_tcp
 from telegrad._core.stores.address import is_address, knock, listening_address, loopback
-from telegrad._core.threads import Background, Thread, run_beside
+from telegrad._core.threads import Background, Thread, run_in_thread
 from telegrad._core.transport.process_state import STOPPED, state_of, stopped
 
 __all__ = [
@@ -19,7 +26,8 @@ __all__ = [
     "Background",
     "Thread",
     "bracketed",
-    "explained",
+    "describe_exit",
+    "error_text",
     "family_of",
     "forks",
     "in_child",
@@ -30,18 +38,17 @@ __all__ = [
     "knock",
     "listening_address",
     "loopback",
-    "named",
-    "own_session",
+    "new_session_options",
     "quoted",
     "raised_by_handler",
     "renewed",
-    "run_beside",
-    "said",
+    "run_in_thread",
     "shared_cores",
     "shut",
     "signal_at_parents_end",
     "state_of",
     "stopped",
+    "translate_error",
     "tune_tcp",
     "uninterrupted",
 ]

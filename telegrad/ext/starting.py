@@ -4,11 +4,11 @@ from telegrad._core.joining import joining
 from telegrad._core.joining.joining import shows_life, ttl_of
 from telegrad._core.start.life import check_free, enter_group
 from telegrad._core.stores import stores
-from telegrad._core.stores.stores import Meeting
+from telegrad._core.stores.stores import RendezvousStore
 from telegrad._core.stores.tcp_store import reach_tcp, serve_on, serve_tcp
 
 __all__ = [
-    "Meeting",
+    "RendezvousStore",
     "check_free",
     "enter_group",
     "joining",

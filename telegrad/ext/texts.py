@@ -2,7 +2,7 @@
 
 from telegrad._core import progress
 from telegrad._core.hints import did_you_mean, hint
-from telegrad._core.progress import Wait, attended, make_room, spelled
+from telegrad._core.progress import Wait, clear_line, format_duration, report_in_background
 from telegrad._core.safe_text import safe
 
-__all__ = ["Wait", "attended", "did_you_mean", "hint", "make_room", "progress", "safe", "spelled"]
+__all__ = ["Wait", "clear_line", "did_you_mean", "format_duration", "hint", "progress", "report_in_background", "safe"]

@@ -1,6 +1,6 @@
 """Values, tensors and exceptions as bytes."""
 
-from telegrad._core.pickling.exceptions import describe, fresh, kept, rebuild
+from telegrad._core.pickling.exceptions import describe, fresh, rebuild, without_frames
 from telegrad._core.pickling.pickling import decode, encode
 from telegrad._core.pickling.remote_text import first_line
 from telegrad._core.wire.messages import INFERENCE, NO_GRAD
@@ -24,9 +24,9 @@ __all__ = [
     "first_line",
     "fresh",
     "joined",
-    "kept",
     "memory",
     "pack",
     "rebuild",
     "repeats",
+    "without_frames",
 ]

@@ -4,7 +4,7 @@ from telegrad._core.membership.dynamic import UNUSABLE, DynamicGroup
 from telegrad._core.membership.leaving import Leaving
 from telegrad._core.membership.members import Identity, Member, View, WorkerInfo, listed
 from telegrad._core.membership.membership import Membership
-from telegrad._core.membership.registry import PUBLISHED, Change, Claim, Gone, LifeOver, Registry
+from telegrad._core.membership.registry import PUBLISHED, Change, Claim, LifeOver, MemberGone, Registry
 from telegrad._core.worker import current
 from telegrad._core.worker.worker import Worker, WorkerExtension, register
 
@@ -14,11 +14,11 @@ __all__ = [
     "Change",
     "Claim",
     "DynamicGroup",
-    "Gone",
     "Identity",
     "Leaving",
     "LifeOver",
     "Member",
+    "MemberGone",
     "Membership",
     "Registry",
     "View",

@@ -53,7 +53,7 @@ def group(of: str | Iterable[Named] | Group | None = None) -> Group:
 
 def _named(named: Iterable[Named], there: View) -> Selection:
     if isinstance(named, WorkerInfo) or not checks.is_iterable(named):
-        checks.wrong("of", "a role, a list of workers or a group; for one worker: group([worker])", named)
+        checks.raise_invalid("of", "a role, a list of workers or a group; for one worker: group([worker])", named)
     workers = [_found(each, there) for each in named]
     if not workers:
         raise InvalidArgument("a group of named workers needs at least one")
@@ -193,7 +193,7 @@ class Group:
                 f"the group ({self._selection}) has {len(members)} workers now, and none at {which}"
             ) from None
         except TypeError:
-            checks.wrong("the index of a group", "the place of a worker, or a slice", which)
+            checks.raise_invalid("the index of a group", "the place of a worker, or a slice", which)
 
     def filter(self, keep: Callable[[WorkerInfo], object]) -> Group:
         """Return the group of the members for which a function is true.

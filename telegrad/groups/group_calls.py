@@ -19,18 +19,18 @@ from telegrad.ext.calls import (
     EachCall,
     Future,
     Helper,
-    InTurn,
+    NestedCall,
     RetryPolicy,
     Signal,
+    completion_of,
     convert,
-    happening,
     profiling,
     retry,
     summary,
     user_name,
 )
 from telegrad.ext.processes import raised_by_handler
-from telegrad.ext.values import fresh, kept
+from telegrad.ext.values import fresh, without_frames
 from telegrad.ext.workers import WorkerInfo, current
 
 GONE = (PeerError, UnknownWorker, RRefError)  # errors after which a worker gets no more items
@@ -84,7 +84,7 @@ def zipped(items: Sequence[Iterable[Any]]) -> list[tuple[Any, ...]]:
     """
     for each in items:
         if not checks.is_iterable(each):
-            raise InvalidArgument(f"map takes lists of items, not {checks.shown(each)}")
+            raise InvalidArgument(f"map takes lists of items, not {checks.short_repr(each)}")
     try:
         calls = list(zip(*items, strict=True))
     except ValueError as error:
@@ -147,7 +147,7 @@ class ResultSlot:
         self._end()
 
     def set_exception(self, result: Any) -> None:
-        self.error = kept(result)
+        self.error = without_frames(result)
         self._end()
 
     def _end(self) -> None:
@@ -388,7 +388,7 @@ class _Calls:
         """Return self if a method of an actor made the calls, which `awaiting` takes into account."""
         return self if self._hops() else None
 
-    def _hops(self) -> list[InTurn]:
+    def _hops(self) -> list[NestedCall]:
         made = [getattr(slot.call, "in_turn", None) for slot in self._slots]
         return [hop for hop in made if hop is not None]
 
@@ -423,7 +423,7 @@ class CompletionIterator:
         future = self._future
         for number in range(len(future._slots)):
             while (news := self._awaited(number)) is not None:
-                await happening(news)
+                await completion_of(news)
             slot = future._come[number]
             yield slot.key, slot.outcome(future._agent)
 

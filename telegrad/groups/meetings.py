@@ -116,7 +116,7 @@ class Arrival(NamedTuple):
     number: int
 
 
-class Meeting:
+class Collective:
     """The workers that a meeting waits for, and those that have arrived."""
 
     def __init__(self, members: list[str]) -> None:
@@ -134,15 +134,15 @@ class Meeting:
         return [name for name in missing if name not in self.withdrew] or missing
 
     def __repr__(self) -> str:
-        return f"<Meeting of {len(self.members)}, missing: {', '.join(self.missing) or 'none'}>"
+        return f"<Collective of {len(self.members)}, missing: {', '.join(self.missing) or 'none'}>"
 
 
-class Meetings:
+class CollectiveManager:
     """All meetings that one worker manages."""
 
     def __init__(self, agent: Agent) -> None:
         self._lock = threading.Lock()  # guards all fields below
-        self._meetings: dict[Key, list[Meeting]] = {}  # pending meetings, in the order in which they began
+        self._meetings: dict[Key, list[Collective]] = {}  # pending meetings, in the order in which they began
         self._listens = False
 
     def listen(self) -> None:
@@ -160,7 +160,7 @@ class Meetings:
             meetings = self._meetings.setdefault(key, [])
             meeting = next((each for each in meetings if each.awaits(name)), None)
             if meeting is None:
-                meeting = Meeting(members)
+                meeting = Collective(members)
                 meetings.append(meeting)
             meeting.arrived[name] = arrival, value, met
             meeting.withdrew.discard(name)
@@ -192,7 +192,7 @@ class Meetings:
         met.set_result(None)  # no thread waits for it
         return missing
 
-    def _find(self, arrival: Arrival) -> tuple[Key, Meeting] | None:
+    def _find(self, arrival: Arrival) -> tuple[Key, Collective] | None:
         """Find the meeting of an arrival. The caller holds the lock."""
         for key, meetings in self._meetings.items():
             for meeting in meetings:
@@ -200,7 +200,7 @@ class Meetings:
                     return key, meeting
         return None
 
-    def _end(self, key: Key, meeting: Meeting) -> None:
+    def _end(self, key: Key, meeting: Collective) -> None:
         """Remove a meeting. The caller holds the lock."""
         self._meetings[key].remove(meeting)
         if not self._meetings[key]:
@@ -219,14 +219,14 @@ class Meetings:
 class _Place(NamedTuple):
     """A worker's arrival in a meeting, which is withdrawn if the call that made it is cancelled."""
 
-    meetings: Meetings
+    meetings: CollectiveManager
     arrival: Arrival
 
     def cancel(self) -> bool:
         return self.meetings.withdraw(self.arrival) is not None
 
 
-def _conclude(meeting: Meeting, op: Op | None) -> None:
+def _conclude(meeting: Collective, op: Op | None) -> None:
     arrived = [meeting.arrived[name] for name in meeting.members]
     values = [value for _, value, _ in arrived]
     try:
@@ -254,7 +254,7 @@ def arrive(key: Key, number: int, group: Members, value: Any, op: Op | None) -> 
     members, there = group.names, {worker.name for worker in here.membership.view().workers}
     if name not in members:
         raise UsageError(f"worker {name!r} is not in {group!r}, as worker {here.agent.name!r} sees it")
-    meetings: Meetings = here.attached(Meetings)
+    meetings: CollectiveManager = here.attached(CollectiveManager)
     meetings.listen()
     for each in members:
         if each not in there:
@@ -263,11 +263,11 @@ def arrive(key: Key, number: int, group: Members, value: Any, op: Op | None) -> 
 
 
 def who_is_missing(number: int) -> list[str] | None:
-    return current.here().attached(Meetings).missing(_arrival(number))
+    return current.here().attached(CollectiveManager).missing(_arrival(number))
 
 
 def withdraw(number: int) -> list[str] | None:
-    return current.here().attached(Meetings).withdraw(_arrival(number))
+    return current.here().attached(CollectiveManager).withdraw(_arrival(number))
 
 
 def _arrival(number: int) -> Arrival:

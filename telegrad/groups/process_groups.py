@@ -32,12 +32,12 @@ def process_group(group: Group, backend: str = "gloo", timeout: float = DEFAULT)
     """
     if not isinstance(group, Group):
         raise InvalidArgument(
-            f"process_group takes a group of workers, such as rpc.group('actor'), not {checks.shown(group)}"
+            f"process_group takes a group of workers, such as rpc.group('actor'), not {checks.short_repr(group)}"
         )
     checks.text("backend", backend, "the name of a backend of torch.distributed")
     if ":" not in backend and backend.lower() not in dist.Backend.backend_list:
         known = ", ".join(each for each in dist.Backend.backend_list if each != dist.Backend.UNDEFINED)
-        raise InvalidArgument(f"torch.distributed has no backend {checks.shown(backend)}; it has {known}")
+        raise InvalidArgument(f"torch.distributed has no backend {checks.short_repr(backend)}; it has {known}")
     worker = current.here()
     seconds = limit_of(timeout, worker.agent.timeout) or LONGEST
     brings = None

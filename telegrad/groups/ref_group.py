@@ -107,7 +107,7 @@ class RefGroup:
             if each.owner_name() == name:
                 return each
         raise UnknownWorker(
-            f"none of these references is to a value of worker {checks.shown(name)}; they are of {self._owners()}"
+            f"none of these references is to a value of worker {checks.short_repr(name)}; they are of {self._owners()}"
         )
 
     def __contains__(self, worker: str | WorkerInfo) -> bool:

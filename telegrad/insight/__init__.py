@@ -77,9 +77,9 @@ def dump() -> pathlib.Path | None:
         >>> file = telegrad.insight.dump()
     """
     from telegrad.ext.workers import current
-    from telegrad.reporting.witness import witness_of
+    from telegrad.reporting.witness import introspection_of
 
-    return witness_of(current.here()).dump()
+    return introspection_of(current.here()).dump()
 
 
 def dashboard(host: str | None = None, port: int = 0) -> Dashboard:

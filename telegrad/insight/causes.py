@@ -24,7 +24,7 @@ from telegrad.insight.phrases import (
     seconds,
     several,
     stacks,
-    standing,
+    thread_state,
     waiting,
     who,
 )
@@ -160,7 +160,9 @@ class Causes:
         if len(missing) > 1:
             missing -= hosts
         if len(arrived) >= 2 and 0 < len(missing) <= len(arrived) // 2:
-            at_work = any(standing(graph.threads[graph.mains[name]]) == BUSY for name in missing & graph.mains.keys())
+            at_work = any(
+                thread_state(graph.threads[graph.mains[name]]) == BUSY for name in missing & graph.mains.keys()
+            )
             weight = NOTE if at_work and not held_up else None
             yield self._barrier(nodes, sorted(arrived), sorted(missing), "", weight)
 
@@ -201,7 +203,10 @@ class Causes:
             for nodes in self._alike(ends).values():
                 thread = graph.threads[nodes[0]]
                 functions = counted(graph.function(graph.serves[each]) for each in nodes)
-                details += [f"{functions}: {DOES[standing(thread)]}{lasting(graph.age(nodes[0]))}", *lines_of(thread)]
+                details += [
+                    f"{functions}: {DOES[thread_state(thread)]}{lasting(graph.age(nodes[0]))}",
+                    *lines_of(thread),
+                ]
             yield self._finding("slots", [name], title, [*details, self._on_slots(name)], [node, *ends])
 
     def _on_slots(self, name: str) -> str:
@@ -278,7 +283,7 @@ class Causes:
             return "shutdown"
         if what := graph.wait(node):
             return {"future": "unfinished", "value": "value", "backward": "backward"}.get(what, "wait")
-        return {LOCKED: "lock", BUSY: "busy"}.get(standing(graph.threads[node]), "asleep")
+        return {LOCKED: "lock", BUSY: "busy"}.get(thread_state(graph.threads[node]), "asleep")
 
     def _words(self, node: Node, count: int) -> dict[str, object]:
         """Return the values for the placeholders in `TEXTS`."""
@@ -337,7 +342,7 @@ class Causes:
         since = max(map(graph.age, parting), default=0.0)
         gathers = any(graph.wait(node) == GATHER for node in parting)
         done = "come to shutdown's _all_gather" if gathers else "called shutdown"
-        at_work = graph.awaits[main] or thread["wait"] is not None or standing(thread) == BUSY
+        at_work = graph.awaits[main] or thread["wait"] is not None or thread_state(thread) == BUSY
         if at_work or account["idle"] < min(since, LULL) or account["size"] is None:
             title = (
                 f"{main.worker} is at work, and has not {done} yet; others have, and serve meanwhile. Its main thread"
@@ -414,6 +419,6 @@ class Causes:
 def _meets(thread: Thread) -> bool:
     """Return True if a thread seems to wait at a line where several workers synchronize."""
     at = thread["at"]
-    if at is None or thread["wait"] is not None or standing(thread) == BUSY:
+    if at is None or thread["wait"] is not None or thread_state(thread) == BUSY:
         return False
     return _MEETS.search(at["text"]) is not None or _MEETS.search(at["function"]) is not None

@@ -22,7 +22,7 @@ from telegrad.errors import UsageError
 from telegrad.ext.processes import loopback
 from telegrad.insight.reading.source import Source
 from telegrad.insight.seen_groups import DumpFiles, HostGroup, groups_here
-from telegrad.reporting.desk import HAS_DESKS
+from telegrad.reporting.desk import HAS_DEBUG_SERVERS
 
 LONGEST = 20.0  # seconds, after which no further group is queried
 NONE_HERE = 2  # the exit code if there is no worker
@@ -182,7 +182,7 @@ def _listed(groups: Mapping[str, HostGroup]) -> str:
 
 def _nobody() -> int:
     where = "run the command on a worker's host, as the same user and in the same container"
-    if not HAS_DESKS:
+    if not HAS_DEBUG_SERVERS:
         where = "workers can be asked from outside on Linux only; in a program, telegrad.insight asks its own group"
     print(f"no worker of this user was found on this host: {where}", file=sys.stderr)
     return NONE_HERE

@@ -9,14 +9,14 @@ from collections.abc import Iterator, Sequence
 from telegrad.insight.finding import NOTE, WEIGHTS, Finding
 from telegrad.insight.phrases import lines_of, seconds, several, stacks
 from telegrad.insight.wait_graph import WaitGraph
-from telegrad.reporting.account import JOINING, Account, Wait
+from telegrad.reporting.account import JOINING, Wait, WorkerState
 
 _STORE = re.compile(r"the store at (\S+?),")
 
 
 def joining(graph: WaitGraph) -> Iterator[Finding]:
     """Find workers that join at the same store and have waited for long."""
-    places: dict[str, list[Account]] = defaultdict(list)
+    places: dict[str, list[WorkerState]] = defaultdict(list)
     for account in graph.accounts.values():
         if account["phase"] == JOINING:
             # Until the store is found, only the text of the wait has its address.
@@ -27,12 +27,12 @@ def joining(graph: WaitGraph) -> Iterator[Finding]:
             yield _join(graph, place, sorted(accounts, key=lambda each: (each["rank"], each["worker"])))
 
 
-def _join_wait(account: Account) -> Wait | None:
+def _join_wait(account: WorkerState) -> Wait | None:
     waits = (thread["wait"] for thread in account["threads"])
     return next((wait for wait in waits if wait is not None and wait["what"] in ("init_rpc", "store")), None)
 
 
-def _join(graph: WaitGraph, place: str, accounts: list[Account]) -> Finding:
+def _join(graph: WaitGraph, place: str, accounts: list[WorkerState]) -> Finding:
     workers = names = [account["worker"] for account in accounts]
     oldest = max(accounts, key=lambda account: account["phase_age"])
     main = graph.mains.get(oldest["worker"])

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from telegrad.ext.calls import ASYNC_MARK, Event, Future, Later, Signal, call_context, profiling, user_name
+from telegrad.ext.calls import ASYNC_MARK, Deferred, Event, Future, Signal, call_context, profiling, user_name
 from telegrad.ext.values import first_line
 from telegrad.insight.export.event_counters import function_label
 from telegrad.version import VERSION
@@ -111,7 +111,7 @@ class CallTracer:
                 result = function(*args, **kwargs)
             if type(result) is CoroutineType:
                 return span.around(result)
-            future = result.future if type(result) is Later else result
+            future = result.future if type(result) is Deferred else result
             if isinstance(future, torch._C.Future | Signal) and (future is not result or hasattr(function, ASYNC_MARK)):
                 span.end_with(future)
             else:

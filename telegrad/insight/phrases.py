@@ -68,7 +68,7 @@ def lines_of(thread: Thread | None) -> list[str]:
     return [line(thread["at"])] if thread is not None and thread["at"] is not None else []
 
 
-def standing(thread: Thread) -> str:
+def thread_state(thread: Thread) -> str:
     """Return the state of a thread that is in no wait of this package."""
     text = thread["at"]["text"] if thread["at"] is not None else ""
     innermost = thread["stack"][-1] if thread["stack"] else ""
@@ -105,7 +105,7 @@ def doing(thread: Thread) -> str:
     wait = thread["wait"]
     if wait is None:
         lock = lock_of(thread)
-        return DOES[standing(thread)] + (f" ({lock})" if lock is not None else "")
+        return DOES[thread_state(thread)] + (f" ({lock})" if lock is not None else "")
     on = several(wait["on"])
     return {
         "shutdown": f"is in shutdown, and waits for {on or 'the others'}",

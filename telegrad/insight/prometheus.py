@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from telegrad.errors import TelegradError, UsageError
-from telegrad.ext.events import CALLED, CONNECTED, FREED, LOST, MADE, PASSED, RAN, STAGED, STEPPED, events
+from telegrad.ext.events import BACKWARD_PASS, CALLED, CONNECTED, FREED, LOST, MADE, RAN, STAGED, STEPPED, events
 from telegrad.ext.processes import loopback
 from telegrad.ext.workers import current
 from telegrad.insight.export.event_counters import EventCounters
 from telegrad.insight.export.serving import BoundedServer
-from telegrad.reporting.account import GOING_ON, JOINING, LEAVING, MEMBER, QUEUED, RUNNING, Account, counts
-from telegrad.reporting.witness import witness_of
+from telegrad.reporting.account import JOINING, LEAVING, MEMBER, QUEUED, RUNNING, UNFINISHED, WorkerState, counts
+from telegrad.reporting.witness import introspection_of
 from telegrad.version import VERSION
 
 try:
@@ -48,27 +48,27 @@ OF_EVENTS = (
     ("connections_lost", "Connections that have broken", LOST, ("peer",), COUNT),
     ("references_made", "References to values of a worker that were made", MADE, ("peer",), COUNT),
     ("references_freed", "Those that were let go", FREED, (), COUNT),
-    ("passes", "Backward passes that this worker drove", PASSED, ("outcome",), COUNT),
-    ("pass_duration_seconds", "How long they took", PASSED, (), DURATION),
+    ("passes", "Backward passes that this worker drove", BACKWARD_PASS, ("outcome",), COUNT),
+    ("pass_duration_seconds", "How long they took", BACKWARD_PASS, (), DURATION),
     ("stage_actions", "Actions of pipelines' stages", STAGED, ("stage", "action"), COUNT),
     ("stage_seconds", "How long they took together", STAGED, ("stage", "action"), SUM),
     ("step_duration_seconds", "Steps of optimizers' shares", STEPPED, ("optimizer",), DURATION),
 )
 
 
-def own_account() -> Account:
+def own_account() -> WorkerState:
     """Return the state of this process's worker.
 
     Raises:
         NotInitialized: this process has no worker.
     """
-    return witness_of(current.joined()).account()
+    return introspection_of(current.joined()).account()
 
 
 class Metrics(Collector):
     """A Prometheus collector for one worker."""
 
-    def __init__(self, account: Callable[[], Account]) -> None:
+    def __init__(self, account: Callable[[], WorkerState]) -> None:
         """`account` is called at each scrape; it may raise a TelegradError if this process is in no group."""
         self.counters = EventCounters()
         self._account = account
@@ -102,7 +102,7 @@ class Metrics(Collector):
                 yield _counter(name, text, {key: value for key, value in values.items() if value}, labels)
 
 
-def _of_account(account: Account) -> Iterator[Metric]:
+def _of_account(account: WorkerState) -> Iterator[Metric]:
     names = {name: account[name] for name in ("worker", "host", "program", "group")}
     about = {**names, "rank": str(account["rank"]), "pid": str(account["pid"]), "version": VERSION}
     yield InfoMetricFamily("telegrad", "Which worker this is", about)
@@ -124,13 +124,13 @@ def _of_account(account: Account) -> Iterator[Metric]:
     yield _counter("received_bytes", "Bytes that have come", account["bytes_in"], ["peer"])
 
 
-def _of_calls(account: Account) -> Iterator[Metric]:
+def _of_calls(account: WorkerState) -> Iterator[Metric]:
     out, come = account["calls_out"], account["calls_in"]
     yield _gauge("calls_in_flight", "Calls without an answer yet", counts(out, lambda call: call["to"]), "peer")
     oldest = max((call["age"] for call in out), default=0)
     yield _gauge("oldest_call_seconds", "The age of the oldest of them, 0 where there is none", oldest)
     states = counts(come, lambda call: call["state"])
-    serving = {state: states[state] for state in (RUNNING, QUEUED, GOING_ON)}
+    serving = {state: states[state] for state in (RUNNING, QUEUED, UNFINISHED)}
     yield _gauge("serving", "Calls of others that were not answered yet", serving, "state")
     yield _counter("answered", "Calls of others since the start", {(): account["calls_done"]}, [])
 
@@ -159,7 +159,7 @@ def _counter(name: str, text: str, values: Mapping[Any, float], labels: Sequence
 class Registered:
     """Metrics in a registry, until `close`."""
 
-    def __init__(self, account: Callable[[], Account], registry: CollectorRegistry) -> None:
+    def __init__(self, account: Callable[[], WorkerState], registry: CollectorRegistry) -> None:
         self._registry = registry
         self.metrics = Metrics(account)
         try:
@@ -176,7 +176,7 @@ class Registered:
         self._registry.unregister(self.metrics)
 
 
-def register(registry: CollectorRegistry = REGISTRY, account: Callable[[], Account] = own_account) -> Registered:
+def register(registry: CollectorRegistry = REGISTRY, account: Callable[[], WorkerState] = own_account) -> Registered:
     """Add this worker's metrics to a registry that the program serves itself.
 
     Args:
@@ -200,7 +200,7 @@ class _Handler(MetricsHandler):
 class Served(Registered):
     """Metrics served at an address, until `close`."""
 
-    def __init__(self, account: Callable[[], Account], registry: CollectorRegistry, host: str, port: int) -> None:
+    def __init__(self, account: Callable[[], WorkerState], registry: CollectorRegistry, host: str, port: int) -> None:
         super().__init__(account, registry)
         try:
             address = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]
@@ -230,7 +230,7 @@ def serve_metrics(
     port: int,
     host: str | None = None,
     registry: CollectorRegistry = REGISTRY,
-    account: Callable[[], Account] = own_account,
+    account: Callable[[], WorkerState] = own_account,
 ) -> Served:
     """Serve this worker's metrics and all others of the registry at `http://host:port/metrics`, on its own thread.
 

@@ -14,9 +14,9 @@ from telegrad.insight.causes import Causes
 from telegrad.insight.finding import NOTE, Finding, status
 from telegrad.insight.joins import generations, joining, unanswered
 from telegrad.insight.phrases import INDENT, doing, lasting, plural, seconds, several
-from telegrad.insight.reading.source import Sight
+from telegrad.insight.reading.source import GroupSnapshot
 from telegrad.insight.wait_graph import Node, WaitGraph
-from telegrad.reporting.account import JOINING, LEAVING, QUEUED, RUNNING, Account, counts
+from telegrad.reporting.account import JOINING, LEAVING, QUEUED, RUNNING, WorkerState, counts
 
 LONG = 1.0  # seconds from which a wait counts as long
 COLUMNS = 100
@@ -30,7 +30,7 @@ class Report:
         status: the exit code: 0 if nothing waits for long, 1 if something does, 2 if workers do not answer.
     """
 
-    def __init__(self, sight: Sight, long: float = LONG) -> None:
+    def __init__(self, sight: GroupSnapshot, long: float = LONG) -> None:
         self._sight, self._graph = sight, WaitGraph(sight, long)
         found = [*Causes(self._graph).find(), *joining(self._graph)]
         found += list(unanswered(self._graph, found))
@@ -94,7 +94,7 @@ class Report:
             lines.append(f"  {names}: {said}" + (" (the first of them)" if differ else ""))
         return lines + ([f"  {several(self._sight.silent)}: no answer"] if self._sight.silent else [])
 
-    def _doing(self, account: Account) -> tuple[str, str]:
+    def _doing(self, account: WorkerState) -> tuple[str, str]:
         """Return what a worker does, without times and with them."""
         main = self._graph.mains.get(account["worker"])
         parts = [self._thread(main)] if main is not None else []
@@ -127,7 +127,7 @@ class Report:
         return f"{does}{place}", f"main thread {does}{lasting(age)}{place}"
 
 
-def told(sight: Sight) -> str:
+def told(sight: GroupSnapshot) -> str:
     """Return the report as text."""
     return Report(sight).text()
 
@@ -141,7 +141,7 @@ def _told(finding: Finding, mark: str, stacks: bool) -> list[str]:
     return lines
 
 
-def _common_folder(sight: Sight) -> str:
+def _common_folder(sight: GroupSnapshot) -> str:
     """Return the common folder of the user's files, with a slash; empty if it would not shorten much."""
     files = {
         thread["at"]["file"] for account in sight.accounts for thread in account["threads"] if thread["at"] is not None

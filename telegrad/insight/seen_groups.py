@@ -15,15 +15,15 @@ from telegrad.ext.files import open_regular
 from telegrad.ext.texts import safe
 from telegrad.insight.phrases import several
 from telegrad.insight.reading.process_report import inspect
-from telegrad.insight.reading.source import Sight
+from telegrad.insight.reading.source import GroupSnapshot
 from telegrad.reporting import desk
-from telegrad.reporting.account import Account
+from telegrad.reporting.account import WorkerState
 from telegrad.reporting.decoding import ACCOUNT, DUMP, FILE, GROUP, GROUP_EVENTS, Malformed, decode
-from telegrad.reporting.desk import Place, ask_all
+from telegrad.reporting.desk import DebugAddress, ask_all
 from telegrad.reporting.dump import LARGEST
 
 if TYPE_CHECKING:
-    from telegrad.reporting.witness import Witness
+    from telegrad.reporting.witness import Introspection
 
 AT_ONCE = 32  # silent processes that are inspected concurrently
 MOST_LOOKED_AT = 256  # silent processes that are inspected, which takes half a second for each
@@ -37,12 +37,12 @@ class OwnGroup:
     """The group of this process."""
 
     def __init__(self, witness: Any) -> None:
-        self._witness: Witness = witness  # its type is not part of the interface
+        self._witness: Introspection = witness  # its type is not part of the interface
 
-    def look(self) -> Sight:
+    def look(self) -> GroupSnapshot:
         accounts, silent = self._witness.look()
         if not silent:
-            return Sight(accounts, silent)
+            return GroupSnapshot(accounts, silent)
         # A member's Unix socket has its process in its name: "telegrad-PID-...".
         places = {(place.worker, f"telegrad-{place.pid}"): place for place in desk.places()}
         processes = ((member.name, member.unix.rpartition("-")[0]) for member in self._witness.observer.members())
@@ -60,18 +60,18 @@ def own_group() -> OwnGroup:
         NotInitialized: this process is in no group.
     """
     from telegrad.ext.workers import current  # not at the top: the commands inspect without torch
-    from telegrad.reporting.witness import witness_of
+    from telegrad.reporting.witness import introspection_of
 
-    return OwnGroup(witness_of(current.here()))
+    return OwnGroup(introspection_of(current.here()))
 
 
 class HostGroup:
     """A group with workers on this host, inspected from outside."""
 
-    def __init__(self, places: Iterable[Place], programs: Iterable[str] = ()) -> None:
+    def __init__(self, places: Iterable[DebugAddress], programs: Iterable[str] = ()) -> None:
         self._places = list(places)
         self._programs = sorted(programs)
-        self._silent: set[Place] = set()  # at the last query; replaced as a whole
+        self._silent: set[DebugAddress] = set()  # at the last query; replaced as a whole
 
     def __str__(self) -> str:
         """Return the program and the workers on this host, for users."""
@@ -91,10 +91,10 @@ class HostGroup:
             for place, said in told.items()
         }
 
-    def look(self) -> Sight:
+    def look(self) -> GroupSnapshot:
         told = ask_all(self._places, ACCOUNT, None, PATIENCE)
         answered: list[Any] = [each for each in told.values() if isinstance(each, dict)]
-        accounts: dict[str, Account] = {each["worker"]: each for each in answered}
+        accounts: dict[str, WorkerState] = {each["worker"]: each for each in answered}
         self._silent = {place for place, each in told.items() if not isinstance(each, dict)}
         silent = _states({place.worker: place for place in self._silent if not isinstance(told[place], Malformed)})
         silent |= {place.worker: str(told[place]) for place in self._silent if place.worker not in silent}
@@ -103,7 +103,7 @@ class HostGroup:
             answering = next(place for place, each in told.items() if isinstance(each, dict))
             group = ask_all([answering], GROUP, None, OF_ALL)[answering]
             if isinstance(group, dict):
-                others: list[Account] = [each for each in group["accounts"] if each["worker"] in beyond]
+                others: list[WorkerState] = [each for each in group["accounts"] if each["worker"] in beyond]
                 accounts |= {each["worker"]: each for each in others}
                 silent = {name: why for name, why in group["silent"].items() if name in beyond} | silent
         accounts_told = sorted(accounts.values(), key=lambda each: each["rank"])
@@ -134,14 +134,14 @@ class DumpFiles:
                 raise UsageError(f"{path} cannot be read: {error.strerror}") from None
             except Malformed as error:
                 raise UsageError(f"{path} is no file that a worker has written: {error}") from None
-            account: Account = content["account"]
+            account: WorkerState = content["account"]
             before = self._told.get(account["worker"])
             if before is None or before["account"]["time"] < account["time"]:
                 self._told[account["worker"]] = content
 
-    def look(self) -> Sight:
+    def look(self) -> GroupSnapshot:
         accounts = [content["account"] for content in self._told.values()]
-        return Sight(accounts, dict.fromkeys(sorted(others_of(accounts)), "there is no file of it"))
+        return GroupSnapshot(accounts, dict.fromkeys(sorted(others_of(accounts)), "there is no file of it"))
 
     def events(self, after: Mapping[str, float]) -> dict[str, list[Event]]:
         return {
@@ -156,9 +156,9 @@ def groups_here() -> dict[str, HostGroup]:
     Root gets those of all users. A worker is assigned only to a group of its own user.
     """
     told = ask_all(desk.places(), ACCOUNT, None, SOON)
-    found: dict[tuple[int, str], list[Place]] = {}
+    found: dict[tuple[int, str], list[DebugAddress]] = {}
     known: dict[tuple[int, str], list[Any]] = {}  # answers of the other workers
-    silent: list[Place] = []
+    silent: list[DebugAddress] = []
     for place, account in told.items():
         if isinstance(account, dict):
             group = place.user, account["group"] or account["place"]
@@ -177,20 +177,20 @@ def groups_here() -> dict[str, HostGroup]:
     }
 
 
-def others_of(accounts: Iterable[Account]) -> set[str]:
+def others_of(accounts: Iterable[WorkerState]) -> set[str]:
     """Return the members known to these workers, except these workers."""
     accounts = list(accounts)
     known = {name for account in accounts for name in account["members"]}
     return known - {account["worker"] for account in accounts}
 
 
-def _sight(accounts: Sequence[Account], silent: Mapping[str, str], here: Collection[str]) -> Sight:
+def _sight(accounts: Sequence[WorkerState], silent: Mapping[str, str], here: Collection[str]) -> GroupSnapshot:
     """Drop silent workers that others declared lost, unless their processes are on this host."""
     gone = {name for account in accounts for name in account["gone"]}
-    return Sight(accounts, {name: why for name, why in silent.items() if name in here or name not in gone})
+    return GroupSnapshot(accounts, {name: why for name, why in silent.items() if name in here or name not in gone})
 
 
-def _group_of(place: Place, known: Mapping[tuple[int, str], list[Account]]) -> str:
+def _group_of(place: DebugAddress, known: Mapping[tuple[int, str], list[WorkerState]]) -> str:
     """Return the only group that misses a silent worker's name, or else the only group of its user; else ""."""
     own = {name: accounts for (user, name), accounts in known.items() if user == place.user}
     missing = [group for group, accounts in own.items() if place.worker in others_of(accounts)]
@@ -198,7 +198,7 @@ def _group_of(place: Place, known: Mapping[tuple[int, str], list[Account]]) -> s
     return groups[0] if len(groups) == 1 else ""
 
 
-def _states(silent: Mapping[str, Place]) -> dict[str, str]:
+def _states(silent: Mapping[str, DebugAddress]) -> dict[str, str]:
     """Return why workers do not answer, as far as visible; only the first MOST_LOOKED_AT are inspected."""
     if not silent:
         return {}

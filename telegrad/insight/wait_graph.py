@@ -11,18 +11,18 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple
 
-from telegrad.insight.reading.source import Sight
+from telegrad.insight.reading.source import GroupSnapshot
 from telegrad.reporting.account import (
-    GOING_ON,
     LEAVING,
     MEETINGS,
     MEMBER,
     QUEUED,
     RUNNING,
-    Account,
+    UNFINISHED,
     CallIn,
     CallOut,
     Thread,
+    WorkerState,
 )
 
 CALL, THREAD = "call", "thread"
@@ -72,9 +72,9 @@ def search(starts: Iterable[Node], following: Callable[[Node], Iterable[Node]]) 
 class GroupIndex:
     """The threads and calls of a group, by node."""
 
-    def __init__(self, sight: Sight) -> None:
+    def __init__(self, sight: GroupSnapshot) -> None:
         self.sight = sight
-        self.accounts: dict[str, Account] = {account["worker"]: account for account in sight.accounts}
+        self.accounts: dict[str, WorkerState] = {account["worker"]: account for account in sight.accounts}
         self.gone = {
             name: why.removeprefix(f"worker {name!r} ")
             for account in sight.accounts
@@ -172,7 +172,7 @@ class WaitGraph(GroupIndex):
     A wait shorter than half that time is ignored, because it is probably temporary.
     """
 
-    def __init__(self, sight: Sight, long: float) -> None:
+    def __init__(self, sight: GroupSnapshot, long: float) -> None:
         super().__init__(sight)
         self.long, self._young = long, long / 2
         self._edges: dict[Node, list[Edge]] = {}
@@ -344,7 +344,7 @@ class WaitGraph(GroupIndex):
         if account is None:
             return []
         if account["phase"] == LEAVING:
-            calls = [*self.calls(name), *filter(self._is_old, self.came(name, RUNNING, GOING_ON))]
+            calls = [*self.calls(name), *filter(self._is_old, self.came(name, RUNNING, UNFINISHED))]
             return [Edge(call, "shutdown") for call in calls if self.age(call) >= self._young]
         return [Edge(self.mains[name], "shutdown")] if name in self.mains else []
 
@@ -366,7 +366,7 @@ class WaitGraph(GroupIndex):
     def _ahead_of(self, call: Node) -> list[Node]:
         """Return the method calls that began: a call that waits despite free slots waits for its actor."""
         owner = _class_of(self.calls_in[call])
-        begun = list(filter(self._is_old, self.came(call.to, RUNNING, GOING_ON)))
+        begun = list(filter(self._is_old, self.came(call.to, RUNNING, UNFINISHED)))
         methods = [other for other in begun if _class_of(self.calls_in[other]).rpartition(".")[2][:1].isupper()]
         alike = [other for other in methods if _class_of(self.calls_in[other]) == owner]
         return alike or methods or begun

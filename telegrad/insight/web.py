@@ -24,7 +24,7 @@ from telegrad.ext.processes import bracketed
 from telegrad.insight.export.serving import BoundedServer
 from telegrad.insight.reading.history import GroupHistory
 from telegrad.insight.reading.snapshot import detail, snapshot
-from telegrad.insight.reading.source import Sight, Source
+from telegrad.insight.reading.source import GroupSnapshot, Source
 
 PAUSE = 1.0  # minimum seconds between two queries of the group
 SPANS = (2.0, 5.0, 15.0, 60.0)  # the spans in seconds that the page offers; each is computed once in PAUSE
@@ -53,7 +53,7 @@ class Dashboard:
     def __init__(
         self,
         source: Source,
-        why: Callable[[Sight], str],
+        why: Callable[[GroupSnapshot], str],
         host: str = "127.0.0.1",
         port: int = 0,
         token: str | None = None,

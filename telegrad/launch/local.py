@@ -21,24 +21,24 @@ from typing import IO, TYPE_CHECKING, Any, NoReturn
 
 from telegrad.compat.inheritance import child_environment
 from telegrad.errors import RendezvousError, UsageError
-from telegrad.ext.arguments import count, flag, seconds, shown, wrong
+from telegrad.ext.arguments import count, flag, raise_invalid, seconds, short_repr
 from telegrad.ext.joining import Keyring, check_name, check_role, new_key, of_environment
 from telegrad.ext.joining import main_program as programs
 from telegrad.ext.processes import (
     SAFE_PATH,
     Thread,
     bracketed,
-    explained,
+    describe_exit,
     family_of,
     install,
     loopback,
-    named,
-    own_session,
+    new_session_options,
     quoted,
     shared_cores,
+    translate_error,
     uninterrupted,
 )
-from telegrad.ext.texts import Wait, attended, make_room
+from telegrad.ext.texts import Wait, clear_line, report_in_background
 from telegrad.supervision.lines import LONGEST, Lines
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class LocalGroup:
         self._workers: list[_Worker] = []
         main = programs.find("")
         programs.hosts = main.guarded
-        with explained("telegrad.local", RendezvousError), _listen(loopback()) as listener:
+        with translate_error("telegrad.local", RendezvousError), _listen(loopback()) as listener:
             try:
                 for rank, (name, role) in enumerate(roles.items(), 1):
                     host, port = listener.getsockname()[:2]
@@ -102,7 +102,7 @@ class LocalGroup:
         with self._wait(lambda: f"telegrad.local: {quoted(self.names)} start up"):
             from telegrad import rpc
             from telegrad.ext.joining import SealedStore, call_off
-            from telegrad.ext.starting import Meeting, enter_group, serve_on
+            from telegrad.ext.starting import RendezvousStore, enter_group, serve_on
             from telegrad.ext.workers import current
 
         size = 1 + len(self.names)
@@ -115,7 +115,9 @@ class LocalGroup:
         enter_group(
             self.driver,
             options,
-            lambda timeout: Meeting(store, listener.getsockname()[0], 0, size, names=(self.driver, *self.names)),
+            lambda timeout: RendezvousStore(
+                store, listener.getsockname()[0], 0, size, names=(self.driver, *self.names)
+            ),
         )
         assert current.worker is not None
         current.worker.group_ends = True
@@ -126,7 +128,7 @@ class LocalGroup:
         """Handle the end of a worker's process."""
         if self._closed:
             return
-        how = f"ended with {named(code)}"
+        how = f"ended with {describe_exit(code)}"
         with self._lock:
             if not self._formed and not self._called_off:
                 said = "".join(f"\n    {line}" for line in worker.last_lines)
@@ -175,7 +177,7 @@ class LocalGroup:
         return [worker.name for worker in self._workers if worker.lives]
 
     def _wait(self, text: Callable[[], str]) -> AbstractContextManager[Wait]:
-        return attended(Wait("telegrad.local", text, self._living, worker=self.driver))
+        return report_in_background(Wait("telegrad.local", text, self._living, worker=self.driver))
 
     def _at_exit(self) -> None:
         self.shutdown(graceful=not hasattr(sys, "last_type"))  # `last_type` is set by an uncaught exception
@@ -241,7 +243,7 @@ class _Worker:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             env=_environment(len(group.names)),
-            **own_session(),
+            **new_session_options(),
         )
         with contextlib.suppress(OSError):  # it has ended at once; `_watch` reports it
             assert self._process.stdin is not None
@@ -300,7 +302,7 @@ class _Worker:
         for line in (each.decode(encoding, "replace") for each in lines):
             self.last_lines.append(line)
             with contextlib.suppress(Exception):  # the stream belongs to the program, which may have closed it
-                make_room()
+                clear_line()
                 out = getattr(sys, stream)
                 out.write(f"[{self.name}] {line.rstrip()}\n")
                 out.flush()
@@ -347,14 +349,14 @@ def _roles(workers: int | Sequence[str] | Mapping[str, int], driver: str) -> dic
         names, roles = list(workers), {}
     else:
         if isinstance(workers, bool) or not isinstance(workers, int) or not 1 <= workers <= MOST:
-            wrong("workers", _WORKERS, workers)
+            raise_invalid("workers", _WORKERS, workers)
         names, roles = [f"worker{number}" for number in range(workers)], {}
     if not 1 <= len(names) <= MOST:
-        wrong("workers", _WORKERS, workers)
+        raise_invalid("workers", _WORKERS, workers)
     for name in (driver, *names):
         check_name(name)
     if len({driver, *names}) <= len(names):
-        raise UsageError(f"each worker needs a name of its own, and so does the driver: {shown([driver, *names])}")
+        raise UsageError(f"each worker needs a name of its own, and so does the driver: {short_repr([driver, *names])}")
     return roles or dict.fromkeys(names, "")
 
 

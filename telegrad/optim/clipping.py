@@ -8,9 +8,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from telegrad._core import checks
-from telegrad._core.modules.module_tree import Branch, parameters_of
+from telegrad._core.modules.module_tree import RemotePart, parameters_of
 from telegrad._core.rpc.api import rpc_async
-from telegrad._core.rpc.joint_calls import together
+from telegrad._core.rpc.joint_calls import call_all
 from telegrad._core.rpc.references import RRef
 from telegrad._core.worker import current
 from telegrad.errors import UsageError
@@ -57,7 +57,7 @@ def clip_grad_norm_(
         by_worker.setdefault(reference.owner_name(), []).append(reference)
 
     def on_all(function: Callable[..., Any], argument: float) -> dict[str, Any]:
-        return together(by_worker, lambda worker, own: rpc_async(worker, function, (own, context_id, argument)))
+        return call_all(by_worker, lambda worker, own: rpc_async(worker, function, (own, context_id, argument)))
 
     total, factor = limited(on_all(_norm, norm_type).values(), max_norm, norm_type, error_if_nonfinite, context_id)
     if factor != 1:
@@ -74,7 +74,7 @@ def _references(params: Any) -> list[RRef[Any]]:
     wrong = next((each for each in given if not isinstance(each, RRef)), None)
     if wrong is not None:
         raise UsageError(
-            f"clip_grad_norm_ takes a DistributedOptimizer or references (params), not {checks.shown(wrong)}: "
+            f"clip_grad_norm_ takes a DistributedOptimizer or references (params), not {checks.short_repr(wrong)}: "
             "write clip_grad_norm_(context_id, optimizer, max_norm)"
         )
     return given
@@ -97,7 +97,7 @@ def _gradients(own: list[RRef[Any]], context_id: int) -> list[Tensor]:
             value.gather(context_id)
             found = value.parameters
         else:
-            found = [parameter for _, parameter in parameters_of(Branch("", reference))]
+            found = [parameter for _, parameter in parameters_of(RemotePart("", reference))]
         parameters |= {id(parameter): parameter for parameter in found}
     gradients = current.conductor().contexts.find(context_id).gradients.as_dict()
     return [gradients[parameter] for parameter in parameters.values() if parameter in gradients]

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from telegrad._core.atfork import in_child, renewed
-from telegrad._core.worker.turns import Turns
+from telegrad._core.worker.turns import FifoLock
 
 _lock = renewed(threading.Lock())  # guards _guards
 _guards: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # by parameter
@@ -24,7 +24,7 @@ class Guard:
 
     def __init__(self) -> None:
         self.number = next(_numbers)  # lock order: a thread acquires several guards by ascending number
-        self.turns = Turns()
+        self.turns = FifoLock()
 
 
 def guards_of(parameters: Iterable[Tensor]) -> list[Guard]:

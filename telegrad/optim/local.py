@@ -16,7 +16,7 @@ from telegrad._core import checks, events
 from telegrad._core.calls.deadlines import DEFAULT
 from telegrad._core.calls.futures import Future
 from telegrad._core.modules.module_host import on_host
-from telegrad._core.modules.module_tree import Branch, parameters_of
+from telegrad._core.modules.module_tree import RemotePart, parameters_of
 from telegrad._core.rpc.functions import must_finish
 from telegrad._core.rpc.references import RRef
 from telegrad._core.worker import current
@@ -61,7 +61,7 @@ class LocalOptimizer:
         return f"{_user_name(method)} ({type(self._optimizer).__name__})"
 
     def add_group(
-        self, number: int, branches: Sequence[Branch], options: Hyperparameters
+        self, number: int, branches: Sequence[RemotePart], options: Hyperparameters
     ) -> tuple[list[str], Hyperparameters]:
         """Add a parameter group, whose `number` is its index in the distributed optimizer.
 
@@ -219,7 +219,8 @@ def check_maker(optimizer_class: Any) -> None:
     """Raise UsageError if `optimizer_class` does not create supported optimizers."""
     if isinstance(optimizer_class, Optimizer) or not callable(optimizer_class):
         raise UsageError(
-            f"DistributedOptimizer takes a class of optimizers (optimizer_class), not {checks.shown(optimizer_class)}: "
+            f"DistributedOptimizer takes a class of optimizers (optimizer_class), "
+            f"not {checks.short_repr(optimizer_class)}: "
             "write DistributedOptimizer.for_module(torch.optim.SGD, model, lr=0.1)"
         )
     if isinstance(optimizer_class, type):
@@ -275,7 +276,7 @@ def agreed(number: int, kept: Mapping[str, Changes], without: Iterable[str]) -> 
     return {name: value for name, value in group.items() if name not in without}
 
 
-def _named_parameters(branches: Iterable[Branch], taken: Iterable[Tensor]) -> dict[str, Tensor]:
+def _named_parameters(branches: Iterable[RemotePart], taken: Iterable[Tensor]) -> dict[str, Tensor]:
     """Return the parameters of the branches, each once."""
     known = {id(parameter) for parameter in taken}
     named: dict[str, Tensor] = {}

@@ -18,12 +18,12 @@ from telegrad._core.calls.compiling import not_compiled
 from telegrad._core.calls.deadlines import DEFAULT, check_timeout
 from telegrad._core.calls.futures import Future
 from telegrad._core.hints import hint
-from telegrad._core.modules.module_tree import Branch, Model, branches
+from telegrad._core.modules.module_tree import Model, RemotePart, branches
 from telegrad._core.modules.remote_module import RemoteModule
 from telegrad._core.rpc.api import rpc_async
-from telegrad._core.rpc.joint_calls import together
+from telegrad._core.rpc.joint_calls import call_all
 from telegrad._core.rpc.references import RRef
-from telegrad._core.rpc.restorable import revive
+from telegrad._core.rpc.restorable import ensure_present
 from telegrad._core.worker import current
 from telegrad.autograd.engine.record import Inside
 from telegrad.errors import ContextEnded, InvalidArgument, TelegradError, UsageError
@@ -87,7 +87,7 @@ class DistributedOptimizer(Optimizer):
         self._done: dict[int, Done] = {}  # by context id, for the call of `step` that follows; each use is atomic
         self._names: dict[str, set[str]] = {}  # of the parameters of each worker
         self._sent: list[Hyperparameters] = []  # the hyperparameters at the owners, by group
-        self._members: list[list[Branch]] = []  # of each group
+        self._members: list[list[RemotePart]] = []  # of each group
         self._model: Model | None = None  # the model that the first group was made from
         super().__init__(_checked(params_rref), {})
         self.defaults: dict[str, Any] = {**self._sent[0]}
@@ -126,7 +126,7 @@ class DistributedOptimizer(Optimizer):
         """Add a group of parameters with its own hyperparameters."""
         checks.mapping("param_group", param_group, _GROUP)
         if "params" not in param_group:
-            checks.wrong("param_group", _GROUP, param_group)
+            checks.raise_invalid("param_group", _GROUP, param_group)
         members = self._branches(param_group["params"])
         names, options = self._share_out(len(self._sent), members, hyperparameters(param_group))
         self._sent.append(copy.deepcopy(options))
@@ -134,19 +134,19 @@ class DistributedOptimizer(Optimizer):
         self.param_groups.append({"params": [branch.root for branch in members], "param_names": names, **options})
 
     def _share_out(
-        self, number: int, members: list[Branch], options: Hyperparameters
+        self, number: int, members: list[RemotePart], options: Hyperparameters
     ) -> tuple[list[str], Hyperparameters]:
         """Add a group at the owners. Return the names of its parameters, and the options with the defaults."""
-        by_worker: dict[str, list[Branch]] = {}
+        by_worker: dict[str, list[RemotePart]] = {}
         for branch in members:
             by_worker.setdefault(branch.root.owner_name(), []).append(branch)
         if may_import(self._maker[0]):  # the import takes seconds, which must not count against a timeout
-            together(
+            call_all(
                 by_worker,
                 lambda worker, _: rpc_async(worker, import_tracer, timeout=0),
                 "DistributedOptimizer: importing what torch compiles with",
             )
-        added = together(by_worker, lambda worker, own: self._add(worker, number, own, options))
+        added = call_all(by_worker, lambda worker, own: self._add(worker, number, own, options))
         names: list[str] = []
         for worker, (local, own_names, settled) in added.items():
             if not own_names:
@@ -180,7 +180,7 @@ class DistributedOptimizer(Optimizer):
         if self._model is not None:
             self._members[0] = branches(self._model)
         for branch in {each.root._handle.id: each for members in self._members for each in members}.values():
-            revive(branch.root, timeout)
+            ensure_present(branch.root, timeout)
         self._rider = secrets.randbits(63)
         self.locals, self._names, self._keeps = {}, {}, False
         for number, (members, group) in enumerate(zip(self._members, self.param_groups, strict=True)):
@@ -193,16 +193,16 @@ class DistributedOptimizer(Optimizer):
             with suppress(TelegradError):
                 yield ask(local, "retire")
 
-    def _branches(self, params: Any) -> list[Branch]:
+    def _branches(self, params: Any) -> list[RemotePart]:
         """Return the members of a group. Members without a name are named by their position among all."""
         several = [params] if isinstance(params, RRef) else checks.several("params", params, "a list of references")
         first = sum(len(group["params"]) for group in self.param_groups)
         return [
-            each if isinstance(each, Branch) else Branch(str(position), _reference(each))
+            each if isinstance(each, RemotePart) else RemotePart(str(position), _reference(each))
             for position, each in enumerate(several, first)
         ]
 
-    def _add(self, worker: str, number: int, own: list[Branch], options: Hyperparameters) -> Future[Any]:
+    def _add(self, worker: str, number: int, own: list[RemotePart], options: Hyperparameters) -> Future[Any]:
         return rpc_async(worker, _add_group, (self.locals.get(worker), self._rider, self._maker, number, own, options))
 
     # Stepping
@@ -285,7 +285,7 @@ class DistributedOptimizer(Optimizer):
             )
         # The calls do not join the context, unless owners with kept gradients may have to join it.
         with nullcontext() if self._keeps else Inside(None):
-            counts = together(
+            counts = call_all(
                 self.locals, lambda worker, local: done.get(worker) or ask(local, method, context_id, *args)
             ).values()
         if contexts.get(context_id) is None and all(count is None for count in counts):
@@ -324,7 +324,7 @@ class DistributedOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the whole state, by parameter names. Its form does not depend on the number of workers."""
         has_map = current.agent().maps_devices_to
-        states = together(self.locals, lambda worker, local: ask(local, "state", has_map(worker)))
+        states = call_all(self.locals, lambda worker, local: ask(local, "state", has_map(worker)))
         return {
             "state": {name: state for own in states.values() for name, state in own.items()},
             "param_groups": self.state_groups(),
@@ -337,7 +337,7 @@ class DistributedOptimizer(Optimizer):
             UsageError: the owners of a group have different values.
         """
         has_map = current.agent().maps_devices_to
-        kept = together(self.locals, lambda worker, local: ask(local, "kept", has_map(worker)))
+        kept = call_all(self.locals, lambda worker, local: ask(local, "kept", has_map(worker)))
         changes = self._changes()
         return [
             {
@@ -357,13 +357,13 @@ class DistributedOptimizer(Optimizer):
         wanted = "a dictionary that state_dict() gave"
         checks.mapping("state_dict", state_dict, wanted)
         if not {"param_groups", "state"} <= state_dict.keys():
-            checks.wrong("state_dict", wanted, state_dict)
+            checks.raise_invalid("state_dict", wanted, state_dict)
         state = checks.mapping("state_dict['state']", state_dict["state"], "a dictionary by the names of parameters")
         self.load_groups(state_dict["param_groups"])
         shares = {
             worker: {name: state[name] for name in names if name in state} for worker, names in self._names.items()
         }
-        together(shares, lambda worker, own: ask(self.locals[worker], "load", own))
+        call_all(shares, lambda worker, own: ask(self.locals[worker], "load", own))
 
     def load_groups(self, groups: list[dict[str, Any]]) -> None:
         """Load the hyperparameters of a state. The owners get them with the next step.
@@ -376,7 +376,7 @@ class DistributedOptimizer(Optimizer):
         """
         for group in checks.several("groups", groups, _GROUPS):
             if not isinstance(group, Mapping) or "params" not in group:
-                checks.wrong("groups", _GROUPS, group)
+                checks.raise_invalid("groups", _GROUPS, group)
         if [set(group["params"]) for group in groups] != [set(group["param_names"]) for group in self.param_groups]:
             ours = {name for group in self.param_groups for name in group["param_names"]}
             theirs = {name for group in groups for name in group["params"]}
@@ -429,8 +429,8 @@ def _reference(given: Any) -> RRef[Any]:
     if isinstance(given, (list, tuple)):
         raise UsageError("DistributedOptimizer takes one list of references, not a list of lists: use [*these, *those]")
     raise UsageError(
-        f"DistributedOptimizer takes references to parameters (params_rref), not {checks.shown(given)}. Wrap one of "
-        "this worker in an RRef, or give the whole model to DistributedOptimizer.for_module"
+        f"DistributedOptimizer takes references to parameters (params_rref), not {checks.short_repr(given)}. Wrap "
+        "one of this worker in an RRef, or give the whole model to DistributedOptimizer.for_module"
     )
 
 
@@ -440,7 +440,7 @@ def _add_group(
     rider: int,
     maker: Any,
     number: int,
-    own: list[Branch],
+    own: list[RemotePart],
     options: Hyperparameters,
 ) -> tuple[RRef[LocalOptimizer], list[str], Hyperparameters]:
     """On an owner: add a group of its parameters. The first group creates the optimizer."""

@@ -17,7 +17,7 @@ from torch.optim.optimizer import Optimizer, _global_optimizer_pre_hooks
 
 from telegrad._core.calls.futures import Future
 from telegrad._core.pickling.exceptions import rebuild
-from telegrad._core.rpc.joint_calls import together
+from telegrad._core.rpc.joint_calls import call_all
 from telegrad._core.rpc.references import RRef
 from telegrad.autograd.api import look_at_step
 from telegrad.optim.local import Changes, LocalOptimizer, ask
@@ -94,7 +94,7 @@ class ClippedRide:
     def end(self, rode: Mapping[str, tuple[bool, Any]]) -> None:
         """Get the norms of the other owners, and make all owners step."""
         there, how = _futures(rode), self._clipped
-        told = together(
+        told = call_all(
             self._whole.locals,
             lambda worker, local: there.get(worker) or ask(local, "norm", self._context_id, how.norm_type),
         )

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from telegrad.errors import TelegradError, UsageError
-from telegrad.ext.calls import DEFAULT, Future, remote, rpc_async, rpc_sync, together
-from telegrad.ext.graphs import Ride
+from telegrad.ext.calls import DEFAULT, Future, call_all, remote, rpc_async, rpc_sync
+from telegrad.ext.graphs import FusedStep
 from telegrad.ext.references import RRef
 from telegrad.ext.workers import current
 from telegrad.pipeline.batches import BatchInputs, BatchResult, BatchSpec
@@ -43,7 +43,7 @@ class PipelineDriver:
         modules: dict[str, dict[int, RRef[nn.Module]]] = {name: {} for name in names}
         for stage, (owner, place) in enumerate(zip(owners, places, strict=True)):
             modules[owner.name][stage] = place
-        made = together(
+        made = call_all(
             modules,
             lambda name, own: rpc_async(name, make_station, (self.pipeline, own, len(places), [*tied])),
             "Pipeline: looking at its stages",
@@ -77,7 +77,7 @@ class PipelineDriver:
                 rpc_sync(replica.owner(), set_weight, (replica, tie.replica, tie.name_there, value))
 
     def run_batch(
-        self, schedule: str, given: BatchInputs, batches: int, trains: bool, ride: Ride | None = None
+        self, schedule: str, given: BatchInputs, batches: int, trains: bool, ride: FusedStep | None = None
     ) -> list[BatchResult]:
         """Run a batch on all stations. Return their results, or raise the first error."""
         agent = current.agent()

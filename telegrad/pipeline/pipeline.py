@@ -16,7 +16,7 @@ from telegrad.ext.calls import DEFAULT, check_timeout, known_as, not_compiled, r
 from telegrad.ext.graphs import Inside, Step, check_step, entered_id
 from telegrad.ext.modules import Recoverable, RemoteModule, gradients_are_lost, hint_at_context, parse_place
 from telegrad.ext.references import Restore, RRef, check_restore
-from telegrad.ext.texts import Wait, attended, hint
+from telegrad.ext.texts import Wait, hint, report_in_background
 from telegrad.ext.workers import WorkerInfo, current, listed
 from telegrad.pipeline.batches import BatchInputs
 from telegrad.pipeline.cutting.exported import Inputs
@@ -77,7 +77,7 @@ class Pipeline(nn.Module, Recoverable):
     ) -> None:
         super().__init__()
         if isinstance(stages, RemoteModule | RRef):
-            checks.wrong("stages", _STAGES, stages)
+            checks.raise_invalid("stages", _STAGES, stages)
         parts = checks.several("stages", stages, _STAGES)
         if not parts:
             raise UsageError("a pipeline needs at least one stage, and `stages` is an empty list")
@@ -321,7 +321,7 @@ def _sent(
     def missing() -> list[str]:
         return owners[len(stages) :]
 
-    with attended(Wait("Pipeline.split", text, missing)):
+    with report_in_background(Wait("Pipeline.split", text, missing)):
         with Inside(None):  # in a context, the parameters would not arrive as leaves
             made = [remote(on, _arrived, (part,), restore=restore) for (_, on), part in zip(places, parts, strict=True)]
         for number, ((place, _), each) in enumerate(zip(places, made, strict=True)):

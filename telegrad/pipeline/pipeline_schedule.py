@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from telegrad.errors import UsageError
-from telegrad.ext.arguments import shown
+from telegrad.ext.arguments import short_repr
 
 FORWARD, BACKWARD, INPUT, WEIGHTS = "forward", "backward", "input", "weights"  # a backward is INPUT and WEIGHTS
 SEND_WEIGHT, LOAD_WEIGHT, SEND_GRADIENT, ADD_GRADIENT = "send weight", "load weight", "send gradient", "add gradient"
@@ -198,7 +198,8 @@ def parse_tied(names: Sequence[str], count: int) -> list[TiedWeight]:
     """Return the ties of the first named parameter with the others, in a pipeline of `count` stages."""
     if len(names) < 2 or not all(isinstance(name, str) for name in names):
         raise UsageError(
-            f"tied parameters are named together, not as {shown(names)}: tied=[('0.embedding.weight', '2.head.weight')]"
+            f"tied parameters are named together, not as {short_repr(names)}: "
+            "tied=[('0.embedding.weight', '2.head.weight')]"
         )
     found = [name.partition(".") for name in names]
     for name, (stage, _, rest) in zip(names, found, strict=True):

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from telegrad.errors import UsageError
-from telegrad.ext.calls import Turns
+from telegrad.ext.calls import FifoLock
 from telegrad.ext.modules import device_of, moved
 from telegrad.ext.processes import in_child, renewed
 from telegrad.ext.references import RRef
 from telegrad.ext.values import decode, encode
 
 # Per process, because several pipelines may contain the same module.
-_turns: WeakKeyDictionary[nn.Module, Turns] = WeakKeyDictionary()
+_turns: WeakKeyDictionary[nn.Module, FifoLock] = WeakKeyDictionary()
 _lock = renewed(threading.Lock())  # guards _turns
 in_child(_turns.clear)  # the parent's threads, which hold turns, do not exist here
 
@@ -30,7 +30,7 @@ class Stage:
         self._module = module.local_value()
         self.name = f"{position} of a Pipeline ({type(self._module).__name__})"
         with _lock:
-            self._turns = _turns.setdefault(self._module, Turns())
+            self._turns = _turns.setdefault(self._module, FifoLock())
 
     def run(self, value: Any) -> Any:
         with self._turns.taken():

@@ -13,7 +13,7 @@ from weakref import WeakValueDictionary
 from torch import Tensor, nn
 
 from telegrad.errors import PeerError, PeerLost
-from telegrad.ext.calls import Agent, Later, known_as, runs_as
+from telegrad.ext.calls import Agent, Deferred, known_as, runs_as
 from telegrad.ext.references import RRef
 from telegrad.ext.workers import Identity, current
 from telegrad.pipeline.batches import BatchInputs, BatchSpec, StageMessage
@@ -42,7 +42,7 @@ class StageWorker:
     def _telegrad_runs(self, _: str) -> str:
         return ", ".join(stage.name for stage in self.stages.values())
 
-    def run(self, spec: BatchSpec, given: BatchInputs) -> Later:
+    def run(self, spec: BatchSpec, given: BatchInputs) -> Deferred:
         """Run a batch. The result is a `BatchResult`, or None if the batch was stopped."""
         number = spec.id[1]
         run = BatchRun(self._agent, self.stages, spec, given, self._short, lambda: self._end(number))
@@ -58,7 +58,7 @@ class StageWorker:
             run.stop()
         else:
             run.take(early)
-        return Later(run.outcome, run)
+        return Deferred(run.outcome, run)
 
     @must_finish
     def stop(self, number: int) -> None:
@@ -94,7 +94,7 @@ class StageWorker:
             self._short = self._runs.pop(number).short
 
 
-class StageWorkers:
+class StageWorkerRegistry:
     """The stations of all pipelines on one worker."""
 
     def __init__(self, agent: Agent) -> None:
@@ -103,7 +103,7 @@ class StageWorkers:
         agent.lost.append(self._on_lost)
 
     def __repr__(self) -> str:
-        return f"<StageWorkers: {list(self._stations.values())}>"
+        return f"<StageWorkerRegistry: {list(self._stations.values())}>"
 
     def add(self, pipeline: str, station: StageWorker) -> None:
         self._stations[pipeline] = station
@@ -133,7 +133,7 @@ def make_station(
             weight = stages[tie.owner].weight(tie.name) if tie.owner in stages else None
             stages[tie.replica].tie(tie.name_there, weight)
     station = StageWorker(worker.agent, stages)
-    worker.attached(StageWorkers).add(pipeline, station)
+    worker.attached(StageWorkerRegistry).add(pipeline, station)
     return RRef(station)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from telegrad.errors import ClaimLost
-from telegrad.ext.references import Box
+from telegrad.ext.references import ValueSlot
 from telegrad.ext.workers import Claim, DynamicGroup, current
 
 
@@ -32,7 +32,7 @@ class Ownership(NamedTuple):
             raise error
 
 
-class OwnedBox(Box):
+class OwnedBox(ValueSlot):
     """A published value at its owner. It opens only while the worker may act as the owner."""
 
     __slots__ = ("_owned",)

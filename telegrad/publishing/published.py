@@ -28,10 +28,10 @@ from telegrad.errors import (
     UsageError,
 )
 from telegrad.ext.arguments import checks
-from telegrad.ext.calls import DEFAULT, Agent, Later, known_as, limit_of, not_compiled
+from telegrad.ext.calls import DEFAULT, Agent, Deferred, known_as, limit_of, not_compiled
 from telegrad.ext.directories import DirectoryLost, DirectoryRefused, LeaseLost, check_key
-from telegrad.ext.processes import run_beside
-from telegrad.ext.references import Lasting, RRef, wait_for
+from telegrad.ext.processes import run_in_thread
+from telegrad.ext.references import RestorableRRef, RRef, wait_for
 from telegrad.ext.texts import Wait
 from telegrad.ext.workers import PUBLISHED, UNUSABLE, DynamicGroup, current, listed
 from telegrad.publishing.ownership import OwnedBox, Ownership
@@ -68,7 +68,7 @@ def publish(name: str, factory: Callable[[], Any]) -> None:
     """
     _check_name(name)
     checks.function("factory", factory, "a function that makes the value")
-    offers().add(Offer(name, factory))
+    offers().add(Publication(name, factory))
 
 
 @not_compiled
@@ -103,7 +103,7 @@ def lookup(name: str, timeout: float = DEFAULT) -> RRef[Any]:
     begun = monotonic()
     offers().registration.group(limit)
     try:
-        return wait_for(agent, Named(name), limit, f"the value {name!r}", begun)
+        return wait_for(agent, PublishedTrail(name), limit, f"the value {name!r}", begun)
     except NotPublished as error:
         if isinstance(error.__cause__, UNUSABLE):
             raise type(error.__cause__)(str(error)) from error
@@ -115,7 +115,7 @@ def _check_name(name: str) -> None:
     check_key(f"{PUBLISHED}{name}")
 
 
-class Named(NamedTuple):
+class PublishedTrail(NamedTuple):
     """How a reference to a published value finds it again."""
 
     name: str
@@ -134,11 +134,11 @@ class Named(NamedTuple):
     def wanted(self) -> str:
         return f"have a worker publish {self.name!r} again"
 
-    def travels(self) -> Named:
+    def travels(self) -> PublishedTrail:
         return self
 
 
-class Offer:
+class Publication:
     """A value that this worker publishes under a name."""
 
     def __init__(self, name: str, factory: Callable[[], Any]) -> None:
@@ -155,10 +155,11 @@ class Offer:
         return owned
 
     def __repr__(self) -> str:
-        return f"<Offer of {self.name!r}: {f'owned, token {self.owned.claim.token}' if self.owned else 'stands by'}>"
+        state = f"owned, token {self.owned.claim.token}" if self.owned else "stands by"
+        return f"<Publication of {self.name!r}: {state}>"
 
 
-class Offers:
+class Publications:
     """All values that one worker publishes."""
 
     def __init__(self, agent: Agent) -> None:
@@ -167,7 +168,7 @@ class Offers:
         self._life = self._worker.me.incarnation
         # guards all fields below, and the fields of offers; _offers and _given_up are also read without the lock
         self._lock = threading.Lock()
-        self._offers: dict[str, Offer] = {}
+        self._offers: dict[str, Publication] = {}
         self._given_up: set[int] = set()  # tokens of claims that were released, but may still be valid
         self._hears_of_losses = False
         self._shuts_down = threading.Event()
@@ -177,11 +178,11 @@ class Offers:
         agent.run_at_once(_found_here)
 
     def __repr__(self) -> str:
-        return f"<Offers: {list(self._offers.values())}>"
+        return f"<Publications: {list(self._offers.values())}>"
 
     # Owning values
 
-    def add(self, offer: Offer) -> None:
+    def add(self, offer: Publication) -> None:
         """Claim the value, and make it if this worker gets the claim."""
         with self._lock:
             if offer.name in self._offers:
@@ -203,7 +204,7 @@ class Offers:
         finally:
             self._finish(offer)
 
-    def _claim_in_time(self, offer: Offer) -> bool:
+    def _claim_in_time(self, offer: Publication) -> bool:
         claimed = Answer()
         claimed.find(self._claim, offer, claimed)
         until = monotonic() + (self._agent.timeout or inf)
@@ -219,7 +220,7 @@ class Offers:
                 wait.look()
         return bool(claimed.wait())
 
-    def _claim(self, offer: Offer, progress: Answer, stands_by: bool = False) -> bool:
+    def _claim(self, offer: Publication, progress: Answer, stands_by: bool = False) -> bool:
         """Claim the value; return True if this worker has to make it. Block until the directory answers.
 
         Raises:
@@ -255,7 +256,7 @@ class Offers:
             sleep(PAUSE)
         raise ShutDown(f"worker {self._worker.me.name!r} does not publish {offer.name!r} any more")
 
-    def _take(self, offer: Offer, owned: Ownership) -> bool:
+    def _take(self, offer: Publication, owned: Ownership) -> bool:
         """Store the claim by which this worker owns the value; return True if the value must be made."""
         with self._lock:
             offered = self._offers.get(offer.name)
@@ -266,7 +267,7 @@ class Offers:
             self._give_up(owned)
         return is_new
 
-    def _make(self, offer: Offer) -> None:
+    def _make(self, offer: Publication) -> None:
         """Make the value that this worker owns."""
         owned = offer.owned
         if owned is None or not owned.holds:
@@ -280,14 +281,14 @@ class Offers:
             if offer.owned is owned:
                 offer.value = made
 
-    def _finish(self, offer: Offer) -> None:
+    def _finish(self, offer: Publication) -> None:
         with self._lock:
             offer.is_busy = False
             again, offer.again = offer.again, False
         if again:
             self._agent.run(self._take_over, offer, False)
 
-    def _stands_by(self, offer: Offer) -> bool:
+    def _stands_by(self, offer: Publication) -> bool:
         """Return True if this worker may take over the value.
 
         A leaving worker may not, as the owner may leave with it.
@@ -297,7 +298,7 @@ class Offers:
         parting, serving = self._worker.parting, self._worker.membership.serving
         return not (parting.all_leave() if parting.together else self._shuts_down.is_set() or serving.leaves)
 
-    def _take_over(self, offer: Offer) -> None:
+    def _take_over(self, offer: Publication) -> None:
         """Claim a value that has no owner, or may have none, and make it, as `publish` does."""
         with self._lock:
             if not self._stands_by(offer):
@@ -324,7 +325,7 @@ class Offers:
         if offer is not None and claim is not None and not claim.life:
             self._agent.later(self._take_over_soon, offer)
 
-    def _take_over_soon(self, offer: Offer) -> None:
+    def _take_over_soon(self, offer: Publication) -> None:
         self._agent.run(self._take_over, offer, False)
 
     def _lose_all(self, group: DynamicGroup) -> None:
@@ -337,7 +338,7 @@ class Offers:
         for offer in offers:
             self._take_over_soon(offer)
 
-    def _withdraw(self, offer: Offer) -> None:
+    def _withdraw(self, offer: Publication) -> None:
         """Stop publishing a value, which allows another worker to own it."""
         with self._lock:
             if self._offers.get(offer.name) is offer:
@@ -349,7 +350,7 @@ class Offers:
     def _give_up(self, owned: Ownership) -> None:
         with self._lock:
             self._given_up.add(owned.claim.token)
-        run_beside(THREAD, self._release, owned)
+        run_in_thread(THREAD, self._release, owned)
 
     def _release(self, owned: Ownership) -> None:
         while not (self._agent.closed or owned.group.over):
@@ -381,7 +382,7 @@ class Offers:
             raise NotPublished(f"no worker publishes it; there are {listed([each.name for each in present])}")
         if claim.life == self._life:
             token, value = self.value(name, claim.token)
-            return Lasting.of(value, Named(name, token))
+            return RestorableRRef.of(value, PublishedTrail(name, token))
         owner = next((each for each in present if each.incarnation == claim.life), None)
         if owner is None:
             raise NotPublished("the worker that owned it has gone, and no other one has taken it over yet")
@@ -392,7 +393,7 @@ class Offers:
         if isinstance(found, NotPublished | ClaimLost):
             raise found
         token, value = found
-        return Lasting.of(value, Named(name, token))
+        return RestorableRRef.of(value, PublishedTrail(name, token))
 
     def value(self, name: str, token: int) -> tuple[int, RRef[Any]]:
         """Return the value that this worker owns with at least that token, and its own token."""
@@ -411,9 +412,9 @@ class Offers:
         return own, value
 
 
-def offers() -> Offers:
+def offers() -> Publications:
     """Return the offers of this thread's worker."""
-    return current.here().attached(Offers)
+    return current.here().attached(Publications)
 
 
 # Called by other workers
@@ -429,4 +430,4 @@ def _found_here(name: str, token: int) -> tuple[int, RRef[Any]] | NotPublished |
 
 @known_as("looking for the group's directory")
 def _directory_of_group() -> Any:
-    return Later(offers().registration.address(), _directory_of_group)
+    return Deferred(offers().registration.address(), _directory_of_group)

@@ -21,10 +21,10 @@ from typing import Any
 from telegrad.errors import CallTimeout, HandshakeError, PeerError, PeerLost, ShutDown, StoreUntrusted, TelegradError
 from telegrad.ext.calls import Signal
 from telegrad.ext.directories import DirectoryLost, DirectoryRefused, EmbeddedDirectory, LeaseLost
-from telegrad.ext.joining import Keeping
-from telegrad.ext.processes import knock, run_beside
+from telegrad.ext.joining import DirectoryMonitor
+from telegrad.ext.processes import knock, run_in_thread
 from telegrad.ext.starting import shows_life, ttl_of
-from telegrad.ext.workers import Change, Claim, DynamicGroup, Gone, LifeOver, Member, Worker, WorkerInfo
+from telegrad.ext.workers import Change, Claim, DynamicGroup, LifeOver, Member, MemberGone, Worker, WorkerInfo
 
 THREAD = "telegrad-claims"
 ROUND = 1.0  # seconds to wait for an answer before asking again
@@ -57,7 +57,7 @@ class Answer(Signal):
 
     def find(self, function: Callable[..., Any], *args: Any) -> None:
         """Call a function on another thread; its result becomes this result."""
-        run_beside(THREAD, self._run, function, args)
+        run_in_thread(THREAD, self._run, function, args)
 
     def _run(self, function: Callable[..., Any], args: Any) -> None:
         try:
@@ -87,7 +87,7 @@ class Registration:
         self._lock = threading.Lock()  # guards all fields below; _joining and _is_closed are also read without the lock
         self._joining: Answer | None = None  # result: a DynamicGroup
         self._address: Answer | None = None  # of the directory: host and port
-        self._keeping: Keeping | None = None
+        self._keeping: DirectoryMonitor | None = None
         self._is_closed = False
         self._is_asking = False  # a thread asks whether the directory answers, or did just now
         self._silent_since = 0.0  # time of the first question without an answer, or 0
@@ -139,7 +139,7 @@ class Registration:
 
     def declare_lost(self, worker: WorkerInfo, _: Exception) -> None:
         """Remove a worker from the directory if its process is dead. If it may be alive, its lease decides."""
-        run_beside(THREAD, self._declare_lost, self._worker.directory.find(worker.id))
+        run_in_thread(THREAD, self._declare_lost, self._worker.directory.find(worker.id))
 
     def check_directory(self, name: str) -> None:
         """Ask the directory for the owner of a value, on another thread.
@@ -157,7 +157,7 @@ class Registration:
             self._silent_since = self._silent_since or now
             silent, refusal = now - self._silent_since, self._refusal
         if asks:
-            run_beside(THREAD, self._look, group, name)
+            run_in_thread(THREAD, self._look, group, name)
         if refusal is not None:
             raise type(refusal)(str(refusal))
         if silent > SILENT:
@@ -256,7 +256,7 @@ class Registration:
 
     def _start(self) -> Address:
         try:
-            keeping = Keeping(self._agent.keys, self._worker.me.tcp[0])
+            keeping = DirectoryMonitor(self._agent.keys, self._worker.me.tcp[0])
         except BaseException:
             with self._lock:
                 self._address = None
@@ -274,7 +274,7 @@ class Registration:
             group.declare_lost(member, f"worker {self._worker.me.name!r} found it dead")
 
     def _apply(self, group: DynamicGroup, change: Change) -> None:
-        is_mine = isinstance(change, Gone) and change.life == self._worker.me.incarnation
+        is_mine = isinstance(change, MemberGone) and change.life == self._worker.me.incarnation
         if is_mine and not self._is_closed:  # if closed, the change is this worker's own leaving
             self._agent.later(self._renew, group)
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable
 from typing import TypedDict, TypeVar
 
 JOINING, MEMBER, LEAVING = "joining", "member", "leaving"  # phases of a worker's life in its group
-# States of an incoming call; GOING_ON: the function has returned a future or a coroutine that is not done yet.
-RUNNING, QUEUED, GOING_ON = "running", "queued", "going on"
+# States of an incoming call; UNFINISHED: the function has returned a future or a coroutine that is not done yet.
+RUNNING, QUEUED, UNFINISHED = "running", "queued", "going on"
 MOST_ALIKE = 256  # maximum number of similar calls in a list
 
 
@@ -83,7 +83,7 @@ class PassOut(TypedDict):
     owing: list[str]  # workers that have not finished their part
 
 
-class Account(TypedDict):
+class WorkerState(TypedDict):
     """The state of a worker."""
 
     worker: str

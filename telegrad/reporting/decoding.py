@@ -16,7 +16,7 @@ from typing import Any, Union
 
 from telegrad.ext.events import Event, events
 from telegrad.ext.texts import safe
-from telegrad.reporting.account import Account
+from telegrad.reporting.account import WorkerState
 
 ACCOUNT, GROUP, EVENTS, GROUP_EVENTS, DUMP = "account", "group", "events", "group events", "dump"  # topics
 CALL = "call"
@@ -164,8 +164,8 @@ _AFTER_TIMES: dict[str, tuple[_Check, ...]] = {  # the fields after the times, a
     events.LEFT: (_text,),
     events.MADE: (_text, _SCALAR),
     events.FREED: (_SCALAR,),
-    events.PASSED: (_SCALAR, _SCALAR, _text),
-    events.TOOK_PART: (_SCALAR, _SCALAR, _SCALAR),
+    events.BACKWARD_PASS: (_SCALAR, _SCALAR, _text),
+    events.BACKWARD_TASKS: (_SCALAR, _SCALAR, _SCALAR),
     events.STAGED: (_SCALAR, _text, _integer, _integer),
     events.STEPPED: (_SCALAR, _text),
     events.NOTED: (_text, _text),
@@ -190,7 +190,7 @@ def _events(value: Any, where: str) -> list[Event]:
     return found
 
 
-_account = _check_for(Account)
+_account = _check_for(WorkerState)
 _CHECKS: dict[str, _Check] = {
     ACCOUNT: _account,
     GROUP: _fields({"accounts": _list_of(_account), "silent": _dict_of(_text)}, frozenset(["accounts", "silent"])),

@@ -32,10 +32,21 @@ from typing import Any, NamedTuple
 from telegrad.ext.processes import HAS_UNIX, Thread
 from telegrad.reporting.decoding import ACCOUNT, DUMP, EVENTS, GROUP, GROUP_EVENTS, Malformed, decode
 
-__all__ = ["ACCOUNT", "DUMP", "EVENTS", "GROUP", "GROUP_EVENTS", "Desk", "Place", "ask", "ask_all", "places"]
+__all__ = [
+    "ACCOUNT",
+    "DUMP",
+    "EVENTS",
+    "GROUP",
+    "GROUP_EVENTS",
+    "DebugAddress",
+    "DebugServer",
+    "ask",
+    "ask_all",
+    "places",
+]
 
 PREFIX = "telegrad-desk"
-HAS_DESKS = HAS_UNIX
+HAS_DEBUG_SERVERS = HAS_UNIX
 PATIENCE = 2.0  # seconds to receive a question, and to send the answer
 LONGEST = 1 << 16  # bytes of a question
 LARGEST = 16 << 20  # bytes of one worker's answer about itself, and of all answers of another user
@@ -53,7 +64,7 @@ log = logging.getLogger("telegrad")
 _CREDENTIALS = struct.Struct("iII")  # pid, uid, gid
 
 
-class Place(NamedTuple):
+class DebugAddress(NamedTuple):
     """The address of a worker's debug server."""
 
     address: str  # without the leading zero byte
@@ -63,14 +74,14 @@ class Place(NamedTuple):
     user: int  # the user of the process
 
 
-class Desk:
+class DebugServer:
     """The debug server of one worker. It answers on its own thread, even if the worker's other threads are blocked."""
 
     def __init__(self, worker: str, stacks: int, answer: Callable[[str, Any], Any]) -> None:
         """`answer(topic, after)` returns a value that JSON can encode."""
         self._answer = answer
         self._socket: socket.socket | None = None
-        if not HAS_DESKS:
+        if not HAS_DEBUG_SERVERS:
             return
         listening = socket.socket(socket.AF_UNIX)
         try:
@@ -119,17 +130,17 @@ class Desk:
             asking.sendall(json.dumps(self._answer(asked["topic"], asked.get("after"))).encode() + b"\n")
 
 
-def places() -> list[Place]:
+def places() -> list[DebugAddress]:
     """Return the debug servers of this user's workers on this host; for root those of all users.
 
     Sockets of other users with names like a worker's are skipped, with a warning.
     """
-    if not HAS_DESKS:
+    if not HAS_DEBUG_SERVERS:
         return []
     me, until = os.geteuid(), monotonic() + FINDING
     named = [(place, inode) for place, inode in _named() if me in (0, place.user)]
-    found: dict[int, list[Place]] = defaultdict(list)  # by user
-    others: list[Place] = []
+    found: dict[int, list[DebugAddress]] = defaultdict(list)  # by user
+    others: list[DebugAddress] = []
     for place, inode in named:
         if monotonic() > until:
             log.warning("telegrad: %d sockets are named like those of workers; some were not looked at", len(named))
@@ -148,7 +159,7 @@ def places() -> list[Place]:
     return [place for turn in each_first for place in turn if place is not None]
 
 
-def ask(place: Place, topic: str, after: Any = None, patience: float = PATIENCE) -> Any:
+def ask(place: DebugAddress, topic: str, after: Any = None, patience: float = PATIENCE) -> Any:
     """Return the answer of a worker.
 
     Raises:
@@ -161,7 +172,9 @@ def ask(place: Place, topic: str, after: Any = None, patience: float = PATIENCE)
     return answer
 
 
-def ask_all(asked: Iterable[Place], topic: str, after: Any = None, patience: float = PATIENCE) -> dict[Place, Any]:
+def ask_all(
+    asked: Iterable[DebugAddress], topic: str, after: Any = None, patience: float = PATIENCE
+) -> dict[DebugAddress, Any]:
     """Return the answers of workers within `patience` seconds in all; an OSError or Malformed for each that failed."""
     asked = list(dict.fromkeys(asked))
     question = json.dumps({"topic": topic, "after": after}).encode() + b"\n"
@@ -171,7 +184,7 @@ def ask_all(asked: Iterable[Place], topic: str, after: Any = None, patience: flo
     return {place: _decoded(place, topic, told.get(place, late)) for place in asked}
 
 
-def _decoded(place: Place, topic: str, line: bytes | Exception) -> Any:
+def _decoded(place: DebugAddress, topic: str, line: bytes | Exception) -> Any:
     if isinstance(line, Exception):
         return line
     try:
@@ -187,8 +200,8 @@ class _Questions:
         self._is_of_groups = topic in (GROUP, GROUP_EVENTS)
         self._question = question
         self._selector = selectors.DefaultSelector()
-        self._talks: dict[Place, _Talk] = {}
-        self._told: dict[Place, bytes | Exception] = {}
+        self._talks: dict[DebugAddress, _Query] = {}
+        self._told: dict[DebugAddress, bytes | Exception] = {}
         self._read: Counter[int] = Counter()  # bytes of all answers kept, by user
 
     def __enter__(self) -> _Questions:  # noqa: PYI034
@@ -199,7 +212,7 @@ class _Questions:
             talk.socket.close()
         self._selector.close()
 
-    def put(self, asked: Iterable[Place], until: float) -> dict[Place, bytes | Exception]:
+    def put(self, asked: Iterable[DebugAddress], until: float) -> dict[DebugAddress, bytes | Exception]:
         """Ask until all have answered, or until that time."""
         waiting = deque(asked)
         while (waiting or self._talks) and (left := until - monotonic()) > 0:
@@ -213,7 +226,7 @@ class _Questions:
                 self._go_on(key.data)
         return self._told
 
-    def _begin(self, place: Place) -> bool:
+    def _begin(self, place: DebugAddress) -> bool:
         """Connect and send the question. Return False if it has to be tried again later."""
         try:
             sock = _connected(place)
@@ -232,11 +245,11 @@ class _Questions:
             sock.close()
             self._told[place] = error
             return True
-        self._talks[place] = talk = _Talk(place, sock)
+        self._talks[place] = talk = _Query(place, sock)
         self._selector.register(sock, selectors.EVENT_READ, talk)
         return True
 
-    def _go_on(self, talk: _Talk) -> None:
+    def _go_on(self, talk: _Query) -> None:
         try:
             part = talk.socket.recv(1 << 18)
             if not part:
@@ -255,7 +268,7 @@ class _Questions:
         self._selector.unregister(talk.socket)
         self._talks.pop(talk.place).socket.close()
 
-    def _limit(self, talk: _Talk, more: int) -> None:
+    def _limit(self, talk: _Query, more: int) -> None:
         own = talk.place.user == os.geteuid()
         self._read[talk.place.user] += more
         most = OF_A_GROUP if own and self._is_of_groups else LARGEST
@@ -263,10 +276,10 @@ class _Questions:
             raise Malformed(f"process {talk.place.pid} answers more than {most >> 20} MiB, or all of its user do")
 
 
-class _Talk:
+class _Query:
     """A connection with a question sent, and the part of the answer received so far."""
 
-    def __init__(self, place: Place, sock: socket.socket) -> None:
+    def __init__(self, place: DebugAddress, sock: socket.socket) -> None:
         self.place = place
         self.socket = sock
         self.answer = bytearray()
@@ -286,7 +299,7 @@ def _peer_at(sock: socket.socket) -> _Peer:
     return _Peer(pid, user)
 
 
-def _peer_of(place: Place, inode: bytes) -> _Peer | None:
+def _peer_of(place: DebugAddress, inode: bytes) -> _Peer | None:
     """Return the process that owns a socket; None if it has gone or cannot be seen."""
     try:
         with _connected(place) as sock:
@@ -297,7 +310,7 @@ def _peer_of(place: Place, inode: bytes) -> _Peer | None:
         return None
 
 
-def _holder_of(place: Place, inode: bytes) -> _Peer | None:
+def _holder_of(place: DebugAddress, inode: bytes) -> _Peer | None:
     """Return the process that is named in the address, if it has the socket open."""
     with contextlib.suppress(OSError), os.scandir(f"/proc/{place.pid}/fd") as opened:
         if any(os.readlink(each.path) == f"socket:[{inode.decode()}]" for each in opened):
@@ -305,7 +318,7 @@ def _holder_of(place: Place, inode: bytes) -> _Peer | None:
     return None
 
 
-def _connected(place: Place) -> socket.socket:
+def _connected(place: DebugAddress) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX)
     try:
         sock.setblocking(False)
@@ -316,7 +329,7 @@ def _connected(place: Place) -> socket.socket:
     return sock
 
 
-def _named() -> list[tuple[Place, bytes]]:
+def _named() -> list[tuple[DebugAddress, bytes]]:
     """Return the sockets of any user that are named like those of workers, and their inodes."""
     found = {}
     with contextlib.suppress(OSError), open(SOCKETS, "rb") as file:
@@ -324,7 +337,7 @@ def _named() -> list[tuple[Place, bytes]]:
             fields = line.split(None, 7)
             if len(fields) == 8 and fields[3] == b"00010000" and (match := _NAME.fullmatch(fields[7].rstrip(b"\n"))):
                 address, user, pid, stacks, worker = (part.decode() for part in match.groups())
-                found[address] = Place(address, int(pid), int(stacks), worker, int(user)), fields[6]
+                found[address] = DebugAddress(address, int(pid), int(stacks), worker, int(user)), fields[6]
     return list(found.values())
 
 

@@ -24,7 +24,7 @@ from typing import Any
 
 from telegrad.ext.events import events as instruments
 from telegrad.ext.files import Folder, open_folder, private_folder
-from telegrad.ext.processes import Background, Thread, forks, interrupts, said
+from telegrad.ext.processes import Background, Thread, error_text, forks, interrupts
 
 VARIABLE = "TELEGRAD_DUMPS"
 PAUSE = 60.0  # minimum seconds between two automatic dumps of one worker
@@ -107,7 +107,7 @@ class Dumper:
             path = write(self.worker, reason, self._tell())
         except OSError as error:
             level = logging.INFO if self.failure else logging.WARNING  # warn only once
-            self.failure = f"what worker {self.worker!r} was at could not be written ({VARIABLE}): {said(error)}"
+            self.failure = f"what worker {self.worker!r} was at could not be written ({VARIABLE}): {error_text(error)}"
             log.log(level, "telegrad: %s", self.failure)
             return None
         if path is not None:

@@ -45,7 +45,7 @@ class _Round(NamedTuple):
     came: threading.Event
 
 
-class Inquiry:
+class StateQueries:
     """Sends and answers the queries of one worker."""
 
     def __init__(self, agent: Agent, answer: Callable[[str, Any], Any]) -> None:

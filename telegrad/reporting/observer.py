@@ -19,18 +19,18 @@ from telegrad.ext.texts import progress
 from telegrad.ext.workers import Member
 from telegrad.reporting import stacks
 from telegrad.reporting.account import (
-    GOING_ON,
     JOINING,
     MEETINGS,
     MEMBER,
     QUEUED,
     RUNNING,
-    Account,
+    UNFINISHED,
     CallIn,
     CallOut,
     PassOut,
     Thread,
     Wait,
+    WorkerState,
     listed,
 )
 from telegrad.reporting.recorder import recorder
@@ -85,11 +85,11 @@ class Observer:
         self._name, self._rank, self.members = name, rank, members
         self.enter(MEMBER)
 
-    def account(self) -> Account:
+    def account(self) -> WorkerState:
         """Return the current state of the worker."""
         now = perf_counter()
         threads, calls_in, waiting = self._threads(now)
-        told = Account(
+        told = WorkerState(
             worker=self._name,
             rank=self._rank,
             group="",
@@ -125,10 +125,10 @@ class Observer:
             self._tell_of(self._parts, told, now, waiting)
         return told
 
-    def _tell_of(self, parts: Parts, told: Account, now: float, waiting: dict[int, int]) -> None:
+    def _tell_of(self, parts: Parts, told: WorkerState, now: float, waiting: dict[int, int]) -> None:
         """Add the state of the worker's parts. `waiting` maps ids of calls to the threads that wait for them."""
         agent, calls_in = parts.agent, told["calls_in"]
-        others = [_call_in(call, GOING_ON, now, None) for call in inspection.calls_going_on(agent)]
+        others = [_call_in(call, UNFINISHED, now, None) for call in inspection.calls_going_on(agent)]
         others += [_call_in(call, QUEUED, now, None) for call in inspection.calls_queued(agent)]
         # Keep the first state seen, because a call may change its state meanwhile.
         first = {(call["caller"], call["number"]): call for call in reversed([*calls_in, *others])}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 
-from telegrad.ext.events import CALLED, PASSED, STEPPED, Event
+from telegrad.ext.events import BACKWARD_PASS, CALLED, STEPPED, Event
 from telegrad.ext.events import events as instruments
 from telegrad.ext.processes import in_child, renewed
 
@@ -51,7 +51,7 @@ class Recorder:
 
     def last_own(self) -> float:
         """Return the end of the last event that this worker itself began; 0 if none is recorded."""
-        own = (CALLED, PASSED, STEPPED)
+        own = (CALLED, BACKWARD_PASS, STEPPED)
         return next((event[2] for event in reversed(self._ring.copy()) if event[0] in own), 0.0)
 
 

@@ -10,47 +10,47 @@ from typing import Any
 from telegrad.ext.events import Event
 from telegrad.ext.workers import Worker, WorkerExtension, register
 from telegrad.reporting import dump
-from telegrad.reporting.account import LEAVING, Account
+from telegrad.reporting.account import LEAVING, WorkerState
 from telegrad.reporting.decoding import ACCOUNT, CALL, DUMP, EVENTS, GROUP, GROUP_EVENTS, checked
-from telegrad.reporting.desk import Desk
+from telegrad.reporting.desk import DebugServer
 from telegrad.reporting.dump import Dumper, Signalled
-from telegrad.reporting.inquiry import Inquiry
+from telegrad.reporting.inquiry import StateQueries
 from telegrad.reporting.observer import Observer, Parts
 from telegrad.reporting.recorder import recorder
 
 
-class Witness(WorkerExtension):
+class Introspection(WorkerExtension):
     """The introspection of one worker."""
 
     def __init__(self, name: str) -> None:
         self.observer = Observer(name)
         self._name = name
-        self._inquiry: Inquiry | None = None  # None until there is an agent
+        self._inquiry: StateQueries | None = None  # None until there is an agent
         recorder.begin()
         self._dumper = Dumper(name, self._tell)
         self._signalled = Signalled(lambda: self._dumper.want("SIGUSR2 came"))
-        self._desk = Desk(name, self._signalled.file, self._answer)
+        self._desk = DebugServer(name, self._signalled.file, self._answer)
         self._closed = False
 
     def on_start(self, worker: Worker, rank: int, size: int | None, place: str) -> None:
         self.observer.watch(Parts(worker.agent, worker.references, worker.conductor, rank, size, place))
-        self._inquiry = Inquiry(worker.agent, self._answer)
+        self._inquiry = StateQueries(worker.agent, self._answer)
 
     def on_join(self, worker: Worker) -> None:
         name = worker.me.name
         self.observer.joined(name, worker.me.id, worker.membership.present)
         if name != self._name:
             self._name = self._dumper.worker = name
-            before, self._desk = self._desk, Desk(name, self._signalled.file, self._answer)
+            before, self._desk = self._desk, DebugServer(name, self._signalled.file, self._answer)
             before.close()  # closed after the new one is open, so that programs of this host always find the worker
 
-    def account(self) -> Account:
+    def account(self) -> WorkerState:
         """Return the state of this worker."""
         return self.observer.account()
 
-    def look(self) -> tuple[list[Account], dict[str, str]]:
+    def look(self) -> tuple[list[WorkerState], dict[str, str]]:
         """Return the state of all workers that answer, and why the others do not."""
-        own: Account = checked(ACCOUNT, self.account())
+        own: WorkerState = checked(ACCOUNT, self.account())
         others = [name for name in own["members"] if name != self._name]
         if self._inquiry is None or not others:
             return [own], {}
@@ -105,9 +105,9 @@ class Witness(WorkerExtension):
         return {"account": self.account(), "events": recorder.events()}
 
 
-def witness_of(worker: Worker) -> Witness:
+def introspection_of(worker: Worker) -> Introspection:
     """Return the introspection of a worker of this process."""
-    return worker.extensions.of_kind(Witness)
+    return worker.extensions.of_kind(Introspection)
 
 
-register(Witness)
+register(Introspection)

@@ -3,9 +3,9 @@
 To try the examples: `with telegrad.local(2):` makes a group of this process, "driver", and of worker0 and worker1.
 """
 
-from telegrad._core.importing import uncollected
+from telegrad._core.importing import gc_paused
 
-with uncollected():
+with gc_paused():
     from telegrad._core.calls.call_context import time_left
     from telegrad._core.calls.cancelling import cancelled
     from telegrad._core.calls.futures import Future

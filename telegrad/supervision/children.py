@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
-from telegrad.ext.processes import own_session, signal_at_parents_end
+from telegrad.ext.processes import new_session_options, signal_at_parents_end
 
 PIECE = 1 << 16  # bytes
 _RESET = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -32,7 +32,7 @@ class Child:
             stderr=subprocess.PIPE,
             env=dict(environment),
             preexec_fn=_before(os.getpid()),
-            **own_session(),
+            **new_session_options(),
         )
         assert self._process.stdout is not None
         assert self._process.stderr is not None

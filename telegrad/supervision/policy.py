@@ -21,7 +21,7 @@ from collections.abc import Iterable
 from math import inf
 from typing import NamedTuple
 
-from telegrad.ext.processes import named
+from telegrad.ext.processes import describe_exit
 from telegrad.supervision.roles import END, RESTART_ROLE, Role, WorkerSlot
 
 WAITS, RUNS, ENDING, ENDED = "waits", "runs", "is ending", "has ended"
@@ -215,7 +215,7 @@ class Policy:
 
     def _after_failure(self, one: _WorkerState, code: int, now: float) -> list[Action]:
         lasted = now - one.begun
-        how = f"{one.name} ended with {named(code)} after {lasted:.1f} s"
+        how = f"{one.name} ended with {describe_exit(code)} after {lasted:.1f} s"
         if one.role.on_failure == END:
             return self._fail(how, code, now, one.name)
         due = one.budget.spend(one.begun, now)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 from telegrad.errors import UsageError
-from telegrad.ext.arguments import shown
+from telegrad.ext.arguments import short_repr
 from telegrad.ext.joining import check_name, check_role
 from telegrad.ext.texts import did_you_mean
 
@@ -152,7 +152,7 @@ def _check_keys(given: Mapping[str, Any], known: tuple[str, ...], of: str) -> No
 
 def _check(holds: bool, rule: str, given: Any) -> None:
     if not holds:
-        raise UsageError(f"{rule}, not {shown(given)}")
+        raise UsageError(f"{rule}, not {short_repr(given)}")
 
 
 def _is_number(value: Any) -> bool:

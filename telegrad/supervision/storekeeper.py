@@ -18,7 +18,7 @@ from typing import Any
 
 READY = b"ready\n"  # written to standard output once the store is served
 
-_served: list[Any] = []  # the store and the directory's `Keeping`, once served; no lock: extended in one step
+_served: list[Any] = []  # the store and the `DirectoryMonitor`, once served; no lock: extended in one step
 
 
 def main(arguments: list[str]) -> None:
@@ -52,18 +52,26 @@ def _serve(listener: str, host: str) -> None:
     try:
         import torch  # noqa: F401 - first, since the compatibility mode takes effect with it
 
-        from telegrad.ext.joining import OPEN, SERVED, Board, Renewal, SealedStore, find_directory, find_keys
+        from telegrad.ext.joining import (
+            OPEN,
+            SERVED,
+            KeyValueStore,
+            SealedStore,
+            SealRenewal,
+            find_directory,
+            find_keys,
+        )
         from telegrad.ext.starting import serve_on
 
         keys = find_keys()
         with socket.socket(fileno=int(listener)) as listening:
             port = listening.getsockname()[1]
-            keeping = find_directory.Keeping(keys, host, find_directory.noted(port))
+            keeping = find_directory.DirectoryMonitor(keys, host, find_directory.noted(port))
             store = SealedStore(serve_on(listening)[0], keys)
         find_directory.note(port, keeping.pointer)
         find_directory.write_pointer(store, keeping.pointer._replace(launched=True))
-        Board(store).write(SERVED, OPEN)
-        Renewal(store.renew).begin()
+        KeyValueStore(store).write(SERVED, OPEN)
+        SealRenewal(store.renew).begin()
         _served.extend((store, keeping))
     except BaseException:
         traceback.print_exc()

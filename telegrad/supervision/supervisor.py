@@ -25,8 +25,16 @@ from telegrad.compat.inheritance import child_environment
 from telegrad.errors import UsageError
 from telegrad.ext.files import create_once
 from telegrad.ext.joining import FILE, FILE_VARIABLE, given_keys, new_key, supervised, user_keys
-from telegrad.ext.processes import SAFE_PATH, family_of, is_address, listening_address, named, own_session, shared_cores
-from telegrad.ext.texts import spelled
+from telegrad.ext.processes import (
+    SAFE_PATH,
+    describe_exit,
+    family_of,
+    is_address,
+    listening_address,
+    new_session_options,
+    shared_cores,
+)
+from telegrad.ext.texts import format_duration
 from telegrad.supervision import children
 from telegrad.supervision.children import Child
 from telegrad.supervision.lines import Lines
@@ -142,7 +150,8 @@ class Supervisor:
     def _status(self) -> str:
         now = monotonic()
         return "\n".join(
-            f"{one.name} {one.state} for {spelled(now - one.since)}, restarts: {one.restarts}{self._process(one.name)}"
+            f"{one.name} {one.state} for {format_duration(now - one.since)}, restarts: {one.restarts}"
+            f"{self._process(one.name)}"
             for one in self._policy.statuses()
         )
 
@@ -229,7 +238,7 @@ class Supervisor:
             stdout=subprocess.PIPE,
             pass_fds=descriptors,
             env=child_environment({**os.environ, **self._key}),
-            **own_session(),
+            **new_session_options(),
         )
         assert process.stdout is not None
         os.set_blocking(process.stdout.fileno(), False)
@@ -252,7 +261,7 @@ class Supervisor:
         elif data is not None:
             self._selector.unregister(self._storekeeper.stdout)
             self._storekeeper.stdout.close()
-            how = named(self._storekeeper.wait())
+            how = describe_exit(self._storekeeper.wait())
             if self._ready:
                 self._output.say(f"the process that kept the group's store ended with {how}; it is started again")
                 self._begin_storekeeper()

@@ -20,8 +20,8 @@ from telegrad.ext.texts import Wait
 from telegrad.ext.workers import current, listed
 from telegrad.rpc import RRef, rpc_sync
 from telegrad.weights.transfer.deltas import DeltaEncoder, Deltas
-from telegrad.weights.transfer.feed import Feed
-from telegrad.weights.transfer.messages import Outgoing, Party, VersionInfo
+from telegrad.weights.transfer.feed import PublisherProtocol
+from telegrad.weights.transfer.messages import EndpointAddress, Outgoing, VersionInfo
 from telegrad.weights.transfer.rounding import Rounding
 from telegrad.weights.transfer.service import TICK, Endpoint, WeightsService
 from telegrad.weights.transfer.tree_layout import Layout, Snapshots
@@ -186,7 +186,7 @@ def _reader_of(source: Any) -> Callable[[], Any]:
         return source  # type: ignore[no-any-return]
     raise InvalidArgument(
         f"source must be a module, a state dict, another tree of tensors, or a function that gives one, "
-        f"not {checks.shown(source)}"
+        f"not {checks.short_repr(source)}"
     )
 
 
@@ -197,12 +197,12 @@ def _state_of(reference: RRef[Any]) -> Any:
 
 
 class PublisherEndpoint(Endpoint):
-    """The endpoint of a publisher, whose state machine is a `Feed`."""
+    """The endpoint of a publisher, whose state machine is a `PublisherProtocol`."""
 
     def __init__(self, service: WeightsService, name: str, keep: int) -> None:
         me = service.party(publishes=True)
         self._name = name
-        self.feed = Feed(me, service.agent.me.host, keep)
+        self.feed = PublisherProtocol(me, service.agent.me.host, keep)
         super().__init__(service, me, self.feed)
 
     def publish(self, layout: Layout, memory: Tensor, encoder: DeltaEncoder) -> int:
@@ -237,7 +237,7 @@ class PublisherEndpoint(Endpoint):
         self._service.remove(self, self._name)
         self.update(self.feed.close)
 
-    def behind(self, number: int) -> list[Party]:
+    def behind(self, number: int) -> list[EndpointAddress]:
         with self.changed:
             return self.feed.behind(number)
 
@@ -256,5 +256,5 @@ def check_wait(wait: Any) -> None:
         checks.seconds("wait", wait)
 
 
-def _label(party: Party) -> str:
+def _label(party: EndpointAddress) -> str:
     return party.worker if party.number == 1 else f"{party.worker} ({party.number})"

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from telegrad.errors import CallTimeout, InvalidArgument, UsageError
 from telegrad.ext.arguments import checks
-from telegrad.ext.calls import DEFAULT, together
-from telegrad.ext.modules import Branch, branches, state_of
+from telegrad.ext.calls import DEFAULT, call_all
+from telegrad.ext.modules import RemotePart, branches, state_of
 from telegrad.ext.workers import WorkerInfo
 from telegrad.rpc import RRef, remote
 from telegrad.weights.publisher import Publisher, check_published, check_wait
@@ -106,7 +106,7 @@ class ShardedPublisher:
             CallTimeout: as for `Publisher.publish`, like its other errors.
         """
         check_wait(wait)
-        published = together(self._owners, lambda worker, owner: owner.rpc_async().publish(self._editions[worker]))
+        published = call_all(self._owners, lambda worker, owner: owner.rpc_async().publish(self._editions[worker]))
         for worker, (_, edition, contents) in published.items():
             if contents is not None:
                 self._editions[worker], self._contents[worker] = edition, contents
@@ -122,7 +122,7 @@ class ShardedPublisher:
     def close(self) -> None:
         """End publishing. Subscribers keep the versions that they have."""
         self._publisher.close()
-        together(self._owners, lambda _, owner: owner.rpc_async().close())
+        call_all(self._owners, lambda _, owner: owner.rpc_async().close())
 
     def __repr__(self) -> str:
         return f"<ShardedPublisher {self.name!r}: parts of {len(self._owners)} workers, at version {self.version}>"
@@ -131,7 +131,7 @@ class ShardedPublisher:
 class Owner:
     """The parts that one worker owns."""
 
-    def __init__(self, name: str, share: list[Branch] | State, dtype: Rounding, deltas: Deltas) -> None:
+    def __init__(self, name: str, share: list[RemotePart] | State, dtype: Rounding, deltas: Deltas) -> None:
         self._share = share
         self._state: dict[str, Tensor] = {}
         self._contents: list[Content] = []
@@ -170,11 +170,11 @@ def _shares(source: Any) -> dict[str, Any]:
         return dict(source)
     raise InvalidArgument(
         "source: what several workers publish is a model that is spread over them, or for each worker's name a "
-        f"function that gives its state, not {checks.shown(source)}"
+        f"function that gives its state, not {checks.short_repr(source)}"
     )
 
 
-def _state_of(shares: list[Branch]) -> dict[str, Any]:
+def _state_of(shares: list[RemotePart]) -> dict[str, Any]:
     return {name: value for branch in shares for name, value in state_of(branch).items()}
 
 

@@ -13,7 +13,7 @@ from telegrad.errors import CallTimeout, PublisherLost, UsageError
 from telegrad.ext.arguments import checks
 from telegrad.ext.calls import DEFAULT, check_timeout, limit_of, not_compiled, target
 from telegrad.ext.processes import forks
-from telegrad.ext.texts import Wait, attended
+from telegrad.ext.texts import Wait, report_in_background
 from telegrad.ext.workers import WorkerInfo, current
 from telegrad.weights.subscription import SubscriberEndpoint
 from telegrad.weights.transfer.service import TICK, WeightsService
@@ -55,7 +55,7 @@ class Subscriber:
         to = self._agent.identify(target(worker, "worker"))
         self.worker: str = to.name
         service = here.attached(WeightsService)
-        with attended(Wait("Subscriber", lambda: self._story("wait for the publisher"), lambda: [to.name])):
+        with report_in_background(Wait("Subscriber", lambda: self._story("wait for the publisher"), lambda: [to.name])):
             self._endpoint = SubscriberEndpoint(service, name, to, limit)
         self._end = weakref.finalize(self, service.close_later, self._endpoint)
         self._end.atexit = False
@@ -203,7 +203,7 @@ class Subscriber:
             module: a module that only reads its tensors.
         """
         if not isinstance(module, nn.Module):
-            checks.wrong("module", "a module", module)
+            checks.raise_invalid("module", "a module", module)
         (self._taken or self.newest()).swap_into(module)
 
     # Implementation

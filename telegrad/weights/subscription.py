@@ -13,8 +13,16 @@ from telegrad.ext.calls import known_as
 from telegrad.ext.workers import Identity, current, listed
 from telegrad.weights.publisher import PublisherEndpoint
 from telegrad.weights.transfer.deltas import Delta, apply_deltas
-from telegrad.weights.transfer.fetcher import Fetcher
-from telegrad.weights.transfer.messages import Closed, JoinAgain, Party, Piece, VersionInfo, VersionOpened, WholeVersion
+from telegrad.weights.transfer.fetcher import SubscriberProtocol
+from telegrad.weights.transfer.messages import (
+    Closed,
+    EndpointAddress,
+    JoinAgain,
+    Piece,
+    VersionInfo,
+    VersionOpened,
+    WholeVersion,
+)
 from telegrad.weights.transfer.service import TICK, Endpoint, WeightsService
 from telegrad.weights.transfer.tree_layout import Layout
 from telegrad.weights.version import Version
@@ -29,7 +37,7 @@ class SubscriberEndpoint(Endpoint):
         """Join. Wait for a publisher of that name, `limit` seconds at most, 0 for no limit."""
         self._name = name
         self._publisher = publisher
-        self.machine = Fetcher()
+        self.machine = SubscriberProtocol()
         super().__init__(service, service.party(publishes=False), self.machine)
         self.over = False  # True once the publisher was closed
         self._trouble = ""  # why the publisher cannot be reached
@@ -41,7 +49,7 @@ class SubscriberEndpoint(Endpoint):
         service.add(self)
         try:
             timeout = limit and limit + MARGIN
-            self.machine.publisher = Party(
+            self.machine.publisher = EndpointAddress(
                 *service.agent.call(publisher, _join, self._joining_args(limit), None, timeout)
             )
         except BaseException:
@@ -116,7 +124,7 @@ class SubscriberEndpoint(Endpoint):
 
     # Messages
 
-    def take(self, sender: Party, message: Any, tensors: Any) -> None:
+    def take(self, sender: EndpointAddress, message: Any, tensors: Any) -> None:
         if self.machine.publisher is None:  # the joining call has not returned: the sender is the publisher
             self.machine.publisher = sender
         if sender == self.machine.publisher and isinstance(message, JoinAgain):
@@ -133,7 +141,7 @@ class SubscriberEndpoint(Endpoint):
             self.update(lambda: self._received(sender, message, memory))
             self.wake_waiters()
 
-    def _received(self, sender: Party, message: Any, memory: Tensor | None) -> Any:
+    def _received(self, sender: EndpointAddress, message: Any, memory: Tensor | None) -> Any:
         if memory is not None and message.number not in self.machine.store.info:
             self.memory[message.number] = memory
             if isinstance(message, VersionOpened) or sender.incarnation == self.me.incarnation:
@@ -141,7 +149,7 @@ class SubscriberEndpoint(Endpoint):
         self._common &= self.memory.keys()
         return self.machine.receive(sender, message)
 
-    def _store(self, sender: Party, message: Piece, content: Sequence[Tensor]) -> None:
+    def _store(self, sender: EndpointAddress, message: Piece, content: Sequence[Tensor]) -> None:
         with self.changed:
             new, old = self.memory.get(message.number), self.memory.get(message.base)
             if new is None or not self.machine.expects(message):
@@ -166,7 +174,7 @@ class SubscriberEndpoint(Endpoint):
         if self.machine.store.is_complete(message.number):
             self.wake_waiters()
 
-    def _stored(self, sender: Party, message: Piece, deltas: list[Delta], size: int) -> Any:
+    def _stored(self, sender: EndpointAddress, message: Piece, deltas: list[Delta], size: int) -> Any:
         for number, delta in enumerate(deltas, message.base + 1):
             self.deltas.keep(number, message.piece, delta, size)
         return self.machine.receive(sender, message)
@@ -241,7 +249,9 @@ def _failure(done: Any) -> str:
 
 
 @known_as("Subscriber()")
-def _join(name: str, number: int | None, party: Party, host: str, taken: int, every: bool, timeout: float) -> Party:
+def _join(
+    name: str, number: int | None, party: EndpointAddress, host: str, taken: int, every: bool, timeout: float
+) -> EndpointAddress:
     """Add a subscriber. Wait for the publisher of that name, unless `number` names one that must exist."""
     worker = current.here()
     service, agent = worker.attached(WeightsService), worker.agent
@@ -261,5 +271,5 @@ def _join(name: str, number: int | None, party: Party, host: str, taken: int, ev
     if endpoint is None or number not in (None, endpoint.me.number):
         raise PublisherLost(f"the publisher {name!r} was closed")
     assert isinstance(endpoint, PublisherEndpoint)
-    endpoint.update(lambda: endpoint.feed.join(Party(*party), host, taken, every))
+    endpoint.update(lambda: endpoint.feed.join(EndpointAddress(*party), host, taken, every))
     return endpoint.me

@@ -82,7 +82,7 @@ class Version:
                 way than those of the version; the message names them, and nothing was changed.
         """
         if not isinstance(module, nn.Module):
-            checks.wrong("module", "a module", module)
+            checks.raise_invalid("module", "a module", module)
         own = own_state(module)
         if own is None:
             raise InvalidArgument(

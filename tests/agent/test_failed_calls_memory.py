@@ -13,7 +13,7 @@ import pytest
 from telegrad import rpc
 from telegrad._core.worker import current
 from telegrad._core.worker.worker import Worker
-from telegrad.reporting.witness import witness_of
+from telegrad.reporting.witness import introspection_of
 from tests.cluster import agents, wait_until
 
 _alive: list[weakref.ref[Any]] = []
@@ -73,7 +73,7 @@ def two() -> Iterator[list[Worker]]:
 def test_a_failed_call_leaves_no_cycle(two: list[Worker], kind: str, looked: str) -> None:
     looks: dict[str, list[Callable[[], object]]] = {
         "at nothing": [],
-        "by telegrad": [witness_of(each).observer.account for each in two],
+        "by telegrad": [introspection_of(each).observer.account for each in two],
     }
     current.enter(two[0])
     gc.collect()

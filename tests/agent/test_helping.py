@@ -11,7 +11,7 @@ import pytest
 from telegrad._core.calls.futures import Future
 from telegrad._core.reactor import helping
 from telegrad._core.reactor.scheduler import Work
-from telegrad._core.transport.reading import Owner, Reading
+from telegrad._core.transport.reading import Owner, ReadRight
 
 
 class Reactor:
@@ -29,7 +29,7 @@ class Link:
 
     def __init__(self, *reads: Callable[[], object]) -> None:
         self.watched = False
-        self.reading = Reading(
+        self.reading = ReadRight(
             threading.Lock(), lambda read: setattr(self, "watched", read), lambda: True, lambda: None
         )
         self.reading.watch()

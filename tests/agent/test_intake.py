@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from telegrad._core.agent import backlog as module
-from telegrad._core.agent.backlog import AHEAD, LOOK_AGAIN, MOST_UNREAD, READ_ON, STALLED_AFTER, Intake
+from telegrad._core.agent.backlog import AHEAD, LOOK_AGAIN, MOST_UNREAD, READ_ON, STALLED_AFTER, BackPressure
 from telegrad._core.agent.incoming import Caller
 from telegrad._core.membership.members import Identity
 from telegrad._core.reactor.reactor import STUCK_AFTER, TURN
@@ -53,7 +53,7 @@ class Simulation:
         monkeypatch.setattr(module, "monotonic", lambda: self.now)
         monkeypatch.setattr(module, "unread", lambda link: link.left)
         self.scheduler = Scheduler(SLOTS)
-        self.intake = Intake(self, 40_000, 1 << 28, self.before)  # type: ignore[arg-type]
+        self.intake = BackPressure(self, 40_000, 1 << 28, self.before)  # type: ignore[arg-type]
         self.callers = [Caller(Identity(f"w{rank}", rank, "life"), False, ()) for rank in range(callers)]
         self.links = {caller: FakeLink() for caller in self.callers}
         self.sends = dict.fromkeys(self.callers, 0)  # calls that wait in the socket

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from telegrad.autograd.engine.passes import Bury, PassSpec
+from telegrad.autograd.engine.passes import DeclareDead, PassSpec
 from telegrad.autograd.engine.record import AutogradContext
 from telegrad.autograd.mailbox import Mailbox
 from telegrad.autograd.parts import LocalParts
 
 SPEC = PassSpec(1, "driver", 1, False, False, False, ("driver",))
-TASK, OTHER = Bury(SPEC, ("", 1)), Bury(SPEC, ("", 2))
+TASK, OTHER = DeclareDead(SPEC, ("", 1)), DeclareDead(SPEC, ("", 2))
 
 
 @pytest.fixture

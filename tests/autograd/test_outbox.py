@@ -13,7 +13,7 @@ import torch
 
 from telegrad._core.agent.notices import notice_to
 from telegrad._core.membership.members import Identity
-from telegrad._core.wire.messages import HAS_GRAPH, PATIENT
+from telegrad._core.wire.messages import HAS_GRAPH, LOW_PRIORITY
 from telegrad.autograd.engine.outbox import Outbox, PackedShipment, unpacked
 from telegrad.autograd.engine.passes import Key, Ledger, PassSpec, Report, Shipment
 from telegrad.autograd.engine.record import AutogradContext
@@ -109,4 +109,4 @@ def test_a_message_that_waits_for_company_may_have_a_context() -> None:
     context: Any = SimpleNamespace(sent=lambda *_: b"of the context")
     report = Report(SPEC, 1, (), (), False, ())
     notice = notice_to(SimpleNamespace(identity=OTHER), report, (), context, True, False)  # type: ignore[arg-type]
-    assert notice.flags == PATIENT | HAS_GRAPH
+    assert notice.flags == LOW_PRIORITY | HAS_GRAPH

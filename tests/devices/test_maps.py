@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from telegrad import errors, rpc
-from telegrad._core.devices.device_maps import Devices, faults, turned
+from telegrad._core.devices.device_maps import Devices, map_errors, turned
 from telegrad._core.devices.routes import for_answers, for_calls, for_gradients
 from telegrad._core.start.cluster import start
 from telegrad._core.wire.tensors import HOST
@@ -50,7 +50,7 @@ def with_map(
     ],
 )
 def test_faults(a: Devices, b: Devices, expected: str | None) -> None:
-    found = list(faults({"a": a, "b": b}))
+    found = list(map_errors({"a": a, "b": b}))
     if expected is None:
         assert found == []
     else:
@@ -59,7 +59,7 @@ def test_faults(a: Devices, b: Devices, expected: str | None) -> None:
 
 
 def test_of_a_part_of_a_group_names_that_are_not_there_are_no_fault() -> None:
-    assert list(faults({"a": with_map({"cuda:0": "cuda:0"}, to="z")}, whole=False)) == []
+    assert list(map_errors({"a": with_map({"cuda:0": "cuda:0"}, to="z")}, whole=False)) == []
 
 
 def test_which_devices_calls_can_touch() -> None:

@@ -16,8 +16,8 @@ from telegrad import errors, rpc
 from telegrad._core.devices import device_sharing
 from telegrad._core.devices.device_streams import Streams
 from telegrad._core.devices.staging import Staging
-from telegrad._core.memory.warm_memory import KEEP, MOST_LENT, SharedPool
-from telegrad._core.wire.tensors import Bound
+from telegrad._core.memory.warm_memory import KEEP, MOST_LENT, SharedBlockPool
+from telegrad._core.wire.tensors import DeviceBlob
 from tests import accelerator
 from tests.accelerator.apart import apart
 from tests.devices.kinds import SIM, Sharer, group, replaced
@@ -78,7 +78,7 @@ def test_what_one_process_exports_another_opens(monkeypatch: pytest.MonkeyPatch)
 @apart
 def test_blocks_are_bounded_reused_and_let_go(kind: str) -> None:
     with replaced(device_sharing.SHARERS, {"sim": Sharer()}):
-        pool = SharedPool(1 << 30)
+        pool = SharedBlockPool(1 << 30)
         limit = Sharer().limit(0)
         first = pool.take_on(0, limit // 2)
         assert first.capacity >= limit // 2
@@ -104,7 +104,7 @@ def test_a_block_is_filled_anew_only_once_it_was_emptied(kind: str) -> None:
         block = device_sharing.DeviceBlock(1, 1024, 0)
         there = device_sharing.open_block(block.handle())
         for number in range(5):
-            block.fill(Bound(torch.full((100,), number, dtype=torch.uint8, device="sim:0"), 1))
+            block.fill(DeviceBlob(torch.full((100,), number, dtype=torch.uint8, device="sim:0"), 1))
             arrived = there.take(100, 1, streams)
             streams.arrivals(1).synchronize()
             assert arrived.blob.tolist() == [number] * 100
@@ -116,12 +116,12 @@ def test_a_block_is_filled_anew_only_once_it_was_emptied(kind: str) -> None:
 def test_what_is_on_its_way_to_the_host_when_its_connection_ends(kind: str) -> None:
     """Its memory is not used anew while the device still copies it."""
     staging = Staging(Streams())
-    departure = staging.depart(Bound(torch.ones(9 << 20, dtype=torch.uint8, device="sim:0"), 0))
+    departure = staging.depart(DeviceBlob(torch.ones(9 << 20, dtype=torch.uint8, device="sim:0"), 0))
     assert not departure.over
     del departure
     gc.collect()
     assert accelerator.violations() == []
-    assert not staging.depart(Bound(torch.ones(5, dtype=torch.uint8, device="sim:0"), 0)).ready
+    assert not staging.depart(DeviceBlob(torch.ones(5, dtype=torch.uint8, device="sim:0"), 0)).ready
 
 
 @pytest.mark.parametrize("kind", [SIM])

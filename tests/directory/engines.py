@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from telegrad._core.directory import server
 from telegrad._core.directory.client import EmbeddedDirectory, EmbeddedSession
-from telegrad._core.directory.keeper import Keeper
+from telegrad._core.directory.keeper import ServerProcess
 from telegrad._core.directory.server import Server
 from telegrad._core.directory.table import DEFAULT, Limits
 from telegrad._core.security.keyring import Keyring
@@ -29,7 +29,7 @@ class ProcessEngine:
     ttl, slack, survives = 0.3, 0.3, True
 
     def __init__(self) -> None:
-        self.keeper = Keeper(KEYS, limits=Limits(changes=CHANGES))
+        self.keeper = ServerProcess(KEYS, limits=Limits(changes=CHANGES))
         with contextlib.closing(self.client(PATIENCE)) as client:
             client.list("")  # some tests wait for less than a process takes to start
 

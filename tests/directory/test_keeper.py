@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import pytest
 
 from telegrad._core.directory.client import EmbeddedDirectory
-from telegrad._core.directory.keeper import Keeper
+from telegrad._core.directory.keeper import ServerProcess
 from telegrad._core.directory.protocol import DirectoryLost, DirectoryReset, LeaseLost
 from telegrad._core.directory.table import remove
 from tests.cluster import KEYS
@@ -24,32 +24,32 @@ from tests.directory.harness import PATIENCE, is_gone, wait_for, written
 
 
 @pytest.fixture
-def keeper() -> Iterator[Keeper]:
-    found = Keeper(KEYS)
+def keeper() -> Iterator[ServerProcess]:
+    found = ServerProcess(KEYS)
     yield found
     found.close()
 
 
 @pytest.fixture
-def client(keeper: Keeper) -> Iterator[EmbeddedDirectory]:
+def client(keeper: ServerProcess) -> Iterator[EmbeddedDirectory]:
     found = EmbeddedDirectory(keeper.address, KEYS, PATIENCE)
     yield found
     found.close()
 
 
-def end(keeper: Keeper) -> None:
+def end(keeper: ServerProcess) -> None:
     os.kill(keeper.pid, signal.SIGKILL)
     os.waitid(os.P_PID, keeper.pid, os.WEXITED | os.WNOWAIT)
 
 
-def test_the_process_has_one_thread_and_no_torch(keeper: Keeper, client: EmbeddedDirectory) -> None:
+def test_the_process_has_one_thread_and_no_torch(keeper: ServerProcess, client: EmbeddedDirectory) -> None:
     client.list("")
     process = pathlib.Path(f"/proc/{keeper.pid}")
     assert "Threads:\t1\n" in (process / "status").read_text()
     assert "torch" not in (process / "maps").read_text()
 
 
-def test_a_keeper_starts_the_process_when_it_has_ended(keeper: Keeper, client: EmbeddedDirectory) -> None:
+def test_a_keeper_starts_the_process_when_it_has_ended(keeper: ServerProcess, client: EmbeddedDirectory) -> None:
     client.list("")
     first = keeper.pid
     assert not keeper.restart_if_ended()
@@ -59,7 +59,7 @@ def test_a_keeper_starts_the_process_when_it_has_ended(keeper: Keeper, client: E
     client.list("")
 
 
-def fill_disk(keeper: Keeper, client: EmbeddedDirectory) -> None:
+def fill_disk(keeper: ServerProcess, client: EmbeddedDirectory) -> None:
     """Have the process end as it writes: none of its files may grow, nor its log."""
     client.list("")
     resource.prlimit(keeper.pid, resource.RLIMIT_FSIZE, (1, 1))
@@ -69,7 +69,7 @@ def fill_disk(keeper: Keeper, client: EmbeddedDirectory) -> None:
 
 
 def test_a_process_that_cannot_write_says_so_once_and_is_started_less_often(
-    keeper: Keeper, client: EmbeddedDirectory, caplog: pytest.LogCaptureFixture
+    keeper: ServerProcess, client: EmbeddedDirectory, caplog: pytest.LogCaptureFixture
 ) -> None:
     fill_disk(keeper, client)
     assert keeper.restart_if_ended()
@@ -87,7 +87,7 @@ def test_a_process_that_cannot_write_says_so_once_and_is_started_less_often(
 
 
 def test_a_keeper_leaves_a_process_that_could_not_be_started_again(
-    keeper: Keeper, monkeypatch: pytest.MonkeyPatch
+    keeper: ServerProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail() -> None:
         raise OSError(28, "No space left on device")
@@ -102,7 +102,7 @@ def test_a_keeper_leaves_a_process_that_could_not_be_started_again(
 
 def test_a_server_on_ipv6() -> None:
     try:
-        keeper = Keeper(KEYS, "::1")
+        keeper = ServerProcess(KEYS, "::1")
     except OSError:
         pytest.skip("this host has no IPv6")
     client = EmbeddedDirectory(keeper.address, KEYS)
@@ -113,10 +113,10 @@ def test_a_server_on_ipv6() -> None:
 
 def test_a_port_that_is_taken() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(OSError, match="in use"):
-        Keeper(KEYS, port=taken.getsockname()[1])
+        ServerProcess(KEYS, port=taken.getsockname()[1])
 
 
-def test_a_directory_that_lost_its_state_is_another_one(keeper: Keeper, client: EmbeddedDirectory) -> None:
+def test_a_directory_that_lost_its_state_is_another_one(keeper: ServerProcess, client: EmbeddedDirectory) -> None:
     client.swap("a", b"")
     end(keeper)
     remove(keeper.path)
@@ -128,7 +128,7 @@ def test_a_directory_that_lost_its_state_is_another_one(keeper: Keeper, client: 
     fresh.close()
 
 
-def test_a_lease_has_its_whole_ttl_from_the_restart(keeper: Keeper, client: EmbeddedDirectory) -> None:
+def test_a_lease_has_its_whole_ttl_from_the_restart(keeper: ServerProcess, client: EmbeddedDirectory) -> None:
     lease = client.grant(1.0)
     entry = written(client.swap("a", b"", lease=lease))
     client.watch("nothing", entry.revision, 0.7)
@@ -139,7 +139,7 @@ def test_a_lease_has_its_whole_ttl_from_the_restart(keeper: Keeper, client: Embe
     assert time.monotonic() >= started + 1.0
 
 
-def test_a_lease_does_not_end_while_the_server_is_stopped(keeper: Keeper, client: EmbeddedDirectory) -> None:
+def test_a_lease_does_not_end_while_the_server_is_stopped(keeper: ServerProcess, client: EmbeddedDirectory) -> None:
     """Its holder could not renew it; it has stopped to act as an owner by its own clock, and may go on."""
     lease = client.grant(1.0)
     entry = written(client.swap("a", b"", lease=lease))
@@ -154,7 +154,9 @@ def test_a_lease_does_not_end_while_the_server_is_stopped(keeper: Keeper, client
         client.renew(lease)
 
 
-def test_a_server_goes_on_without_its_keeper_until_no_lease_is_left(keeper: Keeper, client: EmbeddedDirectory) -> None:
+def test_a_server_goes_on_without_its_keeper_until_no_lease_is_left(
+    keeper: ServerProcess, client: EmbeddedDirectory
+) -> None:
     lease = client.grant(30.0)
     keeper.leave()
     entry = written(client.swap("a", b"1", lease=lease))
@@ -165,18 +167,18 @@ def test_a_server_goes_on_without_its_keeper_until_no_lease_is_left(keeper: Keep
     assert not os.path.exists(keeper.path)
 
 
-def test_a_keeper_leaves_a_process_that_was_killed(keeper: Keeper) -> None:
+def test_a_keeper_leaves_a_process_that_was_killed(keeper: ServerProcess) -> None:
     end(keeper)
     keeper.leave()
 
 
-def test_a_killed_server_is_started_by_another_keeper_with_what_it_knew(keeper: Keeper) -> None:
+def test_a_killed_server_is_started_by_another_keeper_with_what_it_knew(keeper: ServerProcess) -> None:
     client = EmbeddedDirectory(keeper.address, KEYS)
     entry = written(client.swap("a", b"1", lease=client.grant(30.0)))
     keeper.leave()
     os.kill(keeper.pid, signal.SIGKILL)
     until(lambda: is_over(keeper.pid))
-    other = Keeper(KEYS, *keeper.address, keeper.path)
+    other = ServerProcess(KEYS, *keeper.address, keeper.path)
     assert client.list("").entries == (entry,)
     client.close()
     other.close()

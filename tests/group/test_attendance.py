@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from telegrad._core.joining.attendance import MOST_ASKED, Attendance
+from telegrad._core.joining.attendance import MOST_ASKED, ArrivalTable
 from telegrad._core.membership.members import Member
 
 
@@ -11,7 +11,7 @@ def member(rank: int) -> Member:
 
 
 def test_who_did_not_come_is_told_by_rank() -> None:
-    attendance = Attendance(4, 1)
+    attendance = ArrivalTable(4, 1)
     assert attendance.missing() == ["rank 0", "rank 2", "rank 3"]
     assert attendance.said() == ["ranks 0, 2, 3 did not come"]
     attendance.look(lambda rank: "" if rank == 2 else member(rank).to_json())
@@ -21,7 +21,7 @@ def test_who_did_not_come_is_told_by_rank() -> None:
 
 
 def test_who_has_come_is_not_looked_for_again() -> None:
-    attendance = Attendance(3, 0)
+    attendance = ArrivalTable(3, 0)
     attendance.look(lambda rank: member(1).to_json() if rank == 1 else "")
     asked: list[int] = []
     attendance.look(lambda rank: asked.append(rank) or "")  # type: ignore[func-returns-value]
@@ -29,13 +29,13 @@ def test_who_has_come_is_not_looked_for_again() -> None:
 
 
 def test_who_did_not_come_is_told_by_name_where_names_are_known() -> None:
-    attendance = Attendance(3, 0, ("driver", "ps", "trainer"))
+    attendance = ArrivalTable(3, 0, ("driver", "ps", "trainer"))
     assert attendance.missing() == ["ps", "trainer"]
     assert attendance.said() == ["'ps', 'trainer' did not come"]
 
 
 def test_who_came_and_died_is_missing() -> None:
-    attendance = Attendance(3, 0)
+    attendance = ArrivalTable(3, 0)
     attendance.look(lambda rank: member(rank).to_json())
     assert (attendance.missing(), attendance.said()) == ([], [])
     attendance.knock(lambda who: who.id != 2)
@@ -44,17 +44,17 @@ def test_who_came_and_died_is_missing() -> None:
 
 
 def test_all_have_come() -> None:
-    attendance = Attendance(3, 0)
+    attendance = ArrivalTable(3, 0)
     attendance.complete([member(rank) for rank in range(3)])
     assert (attendance.missing(), attendance.said()) == ([], [])
     attendance.knock(lambda who: who.id != 1)
     assert attendance.missing() == ["w1"]
-    assert repr(Attendance(1, 0)) == "<Attendance: 0 have come; nobody is missing>"
+    assert repr(ArrivalTable(1, 0)) == "<Attendance: 0 have come; nobody is missing>"
 
 
 def test_in_a_large_group_each_look_is_for_some_ranks_and_all_are_looked_for_in_turn() -> None:
     size, me = 3 * MOST_ASKED, 5
-    attendance = Attendance(size, me)
+    attendance = ArrivalTable(size, me)
     asked: list[list[int]] = []
 
     def entry_of(rank: int) -> str:
@@ -74,7 +74,7 @@ def test_in_a_large_group_each_look_is_for_some_ranks_and_all_are_looked_for_in_
 
 
 def test_few_are_knocked_at_by_each() -> None:
-    attendance = Attendance(3 * MOST_ASKED, 0)
+    attendance = ArrivalTable(3 * MOST_ASKED, 0)
     while not attendance.is_complete:
         attendance.look(lambda rank: member(rank).to_json())
     knocked: list[int] = []

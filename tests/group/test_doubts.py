@@ -18,17 +18,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from telegrad._core.membership import membership
-from telegrad._core.membership.doubts import AGAIN, KNOCKS, PATIENCE, Doubt
+from telegrad._core.membership.doubts import AGAIN, PATIENCE, PROBE_DELAYS, Suspect
 from telegrad._core.membership.membership import Membership
-from telegrad._core.membership.registry import Came, Registered
+from telegrad._core.membership.registry import MemberJoined, Registered
 from telegrad.errors import PeerLost
 from tests import cluster
 from tests.cluster import agents
 
-MOST = len(KNOCKS) + round(PATIENCE / AGAIN)
+MOST = len(PROBE_DELAYS) + round(PATIENCE / AGAIN)
 
 
-class Knocks(list[Doubt]):
+class Knocks(list[Suspect]):
     """In the place of those of `doubts`: knocks are answered as told."""
 
     begin = list.append
@@ -37,7 +37,7 @@ class Knocks(list[Doubt]):
         super().__init__()
         self.knock = knock
 
-    def answers(self) -> Iterator[tuple[Doubt, bool | None]]:
+    def answers(self) -> Iterator[tuple[Suspect, bool | None]]:
         while self:
             doubt = self.pop()
             yield doubt, self.knock(doubt.who.tcp)  # type: ignore[arg-type]
@@ -63,7 +63,7 @@ class Watch(Membership):
             SimpleNamespace(name=f"w{number}", incarnation=str(number), identity=None, tcp=number)
             for number in range(count)
         ]
-        self._doubts = [Doubt(worker, PeerLost("its connection broke"), 0.0, 0.0) for worker in workers]
+        self._doubts = [Suspect(worker, PeerLost("its connection broke"), 0.0, 0.0) for worker in workers]
         self.died: list[int] = []
 
     def _take_out(self, member: Any, lost: Any) -> None:
@@ -101,7 +101,7 @@ def test_doubts_end(answers: list[list[bool | None]], steps: list[float], is_dyn
     for worker, given_ in enumerate(answers):
         last = given_[asked[worker] - 1]
         assert False not in given_[: asked[worker] - 1]
-        assert not last or given_[: asked[worker]].count(True) == len(KNOCKS)
+        assert not last or given_[: asked[worker]].count(True) == len(PROBE_DELAYS)
         found = watch.declared if is_dynamic else watch.died
         assert (worker in found) == (last is False or (last is None and not is_dynamic))
     assert (watch.died if is_dynamic else watch.declared) == []
@@ -110,9 +110,9 @@ def test_doubts_end(answers: list[list[bool | None]], steps: list[float], is_dyn
 @pytest.mark.parametrize("pause", [0.0, AGAIN])
 def test_a_host_that_is_silent_for_two_seconds_is_lost(pause: float) -> None:
     """Whether its silence shows at once, as where there is no route to it, or by no answer."""
-    fate: Doubt | bool = Doubt(None, PeerLost("its connection broke"), 0.0, 0.0)  # type: ignore[arg-type]
+    fate: Suspect | bool = Suspect(None, PeerLost("its connection broke"), 0.0, 0.0)  # type: ignore[arg-type]
     now = 0.0
-    while isinstance(fate, Doubt):
+    while isinstance(fate, Suspect):
         assert now < PATIENCE
         now = max(now, fate.due) + pause
         fate = fate.after(None, now)
@@ -162,5 +162,5 @@ def test_a_worker_that_has_died_before_it_is_seen_is_looked_for(monkeypatch: pyt
         tcp = "127.0.0.1", cluster.free_port()
         other = worker.me._replace(name="other", id=7, incarnation="life of other", tcp=tcp)
         worker.membership._on_lost(other.identity, PeerLost("its connection broke"))
-        worker.membership._apply(Came(Registered(other, 1)))
+        worker.membership._apply(MemberJoined(Registered(other, 1)))
         assert asked.get(timeout=cluster.PATIENCE) == "other"

@@ -14,7 +14,7 @@ from telegrad import errors
 from telegrad._core.directory.protocol import DirectoryLost, DirectoryRefused, DirectoryReset
 from telegrad._core.membership.dynamic import DynamicGroup
 from telegrad._core.membership.members import Member
-from telegrad._core.membership.registry import EXPIRED, LEFT, LOST, Came, Change, Ended, Gone
+from telegrad._core.membership.registry import EXPIRED, LEFT, LOST, Change, Ended, MemberGone, MemberJoined
 from tests.cluster import wait_until
 from tests.directory.naive import NaiveEngine
 
@@ -52,8 +52,8 @@ class Worker:
         self.group.begin(self.told.append)
         return self
 
-    def gone(self) -> list[Gone]:
-        return [each for each in self.told if isinstance(each, Gone)]
+    def gone(self) -> list[MemberGone]:
+        return [each for each in self.told if isinstance(each, MemberGone)]
 
     def names(self) -> list[str]:
         return [each.name for each in self.group.members()]
@@ -96,7 +96,7 @@ def test_workers_join_find_each_other_and_leave(make: Make) -> None:
     assert b.names() == ["a", "b"]
     a.group.leave()
     wait_until(b.gone)
-    assert b.gone() == [Gone(a.me.incarnation, LEFT, "")]
+    assert b.gone() == [MemberGone(a.me.incarnation, LEFT, "")]
     for to in ("a", 1):
         with pytest.raises(errors.UnknownWorker, match="The group has: b"):
             b.group.find(to)
@@ -184,7 +184,7 @@ def test_an_end_is_told_once_and_to_those_that_were_there(make: Make) -> None:
     late = make("late").join().watch()
     again = make("boss", 0).join()
     wait_until(lambda: late.told)
-    assert late.told == [Came(late.group._known[again.me.incarnation])]
+    assert late.told == [MemberJoined(late.group._known[again.me.incarnation])]
 
 
 def test_a_worker_that_comes_where_all_have_died_has_made_the_group(engine: NaiveEngine, make: Make) -> None:
@@ -209,7 +209,7 @@ def test_a_member_that_was_declared_lost_ends(
     boss.group.declare_lost(lost.me, "worker 'boss' found it dead")
     wait_until(lost.gone)
     wait_until(boss.gone)
-    gone = Gone(lost.me.incarnation, LOST, "worker 'boss' found it dead")
+    gone = MemberGone(lost.me.incarnation, LOST, "worker 'boss' found it dead")
     assert lost.gone() == boss.gone() == [gone]
     assert not lost.group.holds
     with pytest.raises(errors.PeerLost, match=r"'w' was declared lost \(worker 'boss' found it dead\).*Start it anew"):
@@ -242,7 +242,7 @@ def test_a_member_whose_lease_has_ended_ends(engine: NaiveEngine, make: Make) ->
 def test_others_see_that_a_lease_has_ended(engine: NaiveEngine, make: Make) -> None:
     lost, other = make("w", ttl=0.2).join(), make("other").join().watch()
     wait_until(other.gone)
-    assert other.gone() == [Gone(lost.me.incarnation, LOST, EXPIRED)]
+    assert other.gone() == [MemberGone(lost.me.incarnation, LOST, EXPIRED)]
 
 
 def test_a_member_ends_whose_directory_has_lost_its_state(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -390,8 +390,8 @@ def test_a_member_catches_up_where_the_directory_has_forgotten_changes(engine: N
     engine.forget()
     worker.watch()
     wait_until(lambda: worker.names() == ["come", "w"])
-    assert worker.gone() == [Gone(gone.me.incarnation, LOST, "it has gone while this worker saw no changes")]
-    assert worker.told[-1] == Came(come.group._known[come.me.incarnation])
+    assert worker.gone() == [MemberGone(gone.me.incarnation, LOST, "it has gone while this worker saw no changes")]
+    assert worker.told[-1] == MemberJoined(come.group._known[come.me.incarnation])
 
 
 def test_a_member_that_missed_its_own_end_ends(engine: NaiveEngine, make: Make) -> None:

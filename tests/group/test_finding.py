@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 import telegrad.rpc as rpc
 from telegrad import errors
-from telegrad._core.directory.keeper import Keeper
+from telegrad._core.directory.keeper import ServerProcess
 from telegrad._core.directory.protocol import Directory
 from telegrad._core.joining.generation_keys import COME, GENERATION
 from telegrad._core.joining.joining import _directory_is_used
@@ -29,8 +29,8 @@ from telegrad._core.membership.registry import Registry
 from telegrad._core.security.keyring import Keyring, new_key
 from telegrad._core.stores import find_directory as finding
 from telegrad._core.stores.address import host_identity
-from telegrad._core.stores.board import OPEN, SERVED, Board
-from telegrad._core.stores.find_directory import POINTER, Found, Keeping, Pointer, find_directory
+from telegrad._core.stores.board import OPEN, SERVED, KeyValueStore
+from telegrad._core.stores.find_directory import POINTER, DirectoryMonitor, Found, Pointer, find_directory
 from telegrad._core.worker import current
 from telegrad._core.worker.options import TelegradOptions
 from tests.cluster import KEYS, PATIENCE, Process, free_port, in_threads, processes, sealed, wait_until
@@ -77,14 +77,14 @@ def listening() -> Iterator[Member]:
 
 
 def pointer_in(store: Any) -> Pointer:
-    return Pointer.from_json(Board(sealed(store)).read(POINTER))
+    return Pointer.from_json(KeyValueStore(sealed(store)).read(POINTER))
 
 
 def point(store: Any, pointer: Pointer) -> None:
-    Board(sealed(store)).write(POINTER, pointer.to_json())
+    KeyValueStore(sealed(store)).write(POINTER, pointer.to_json())
 
 
-def kept(found: Found) -> Keeper:
+def kept(found: Found) -> ServerProcess:
     assert found.keeping is not None
     assert found.keeping._keeper is not None
     return found.keeping._keeper
@@ -115,7 +115,7 @@ def values(directory: Directory) -> list[bytes]:
 
 def test_the_worker_that_serves_the_store_starts_the_directory_and_others_find_it(finder: Finder) -> None:
     store = dist.HashStore()
-    Board(sealed(store)).write(SERVED, OPEN)
+    KeyValueStore(sealed(store)).write(SERVED, OPEN)
     with ThreadPoolExecutor(1) as pool:
         early = pool.submit(finder.find, store)
         with pytest.raises(errors.StoreUnreachable, match="does not say where the group's directory is"):
@@ -232,7 +232,7 @@ def test_a_second_worker_that_starts_a_directory_again_uses_the_first_ones(
     hold(first)
     seen = iter([(False, True), (answers, False)])
     monkeypatch.setattr(finding, "_probe", lambda *_: next(seen))
-    late = Keeping(KEYS, "127.0.0.1", first.pointer)
+    late = DirectoryMonitor(KEYS, "127.0.0.1", first.pointer)
     try:
         assert late.pointer == first.pointer
         assert late._keeper is None

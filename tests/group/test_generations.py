@@ -13,13 +13,13 @@ import torch.distributed as dist
 from telegrad import errors
 from telegrad._core.directory.protocol import ABSENT, DirectoryLost, Swap
 from telegrad._core.joining import forming
-from telegrad._core.joining.forming import Coming
+from telegrad._core.joining.forming import JoinRequest
 from telegrad._core.joining.generation_keys import COME, GENERATION, arrivals_in, end, is_wanted, lives_in, look
-from telegrad._core.joining.held_directory import HeldDirectory
+from telegrad._core.joining.held_directory import DirectoryLease
 from telegrad._core.joining.quorum import Arrival, Before, Formed, Limits
 from telegrad._core.membership.members import Member
 from telegrad._core.stores.find_directory import Found
-from telegrad._core.stores.stores import Meeting
+from telegrad._core.stores.stores import RendezvousStore
 from tests.cluster import KEYS, PATIENCE, sealed, wait_until
 from tests.directory.naive import NaiveClient, NaiveEngine
 
@@ -39,16 +39,16 @@ class Place:
         self.directory = self.engine.client()
         self.dead: set[str] = set()
         self.over = False
-        self.made: list[HeldDirectory] = []
+        self.made: list[DirectoryLease] = []
         self._pool = ThreadPoolExecutor(8)
 
     def lives(self, who: Member) -> bool:
         assert not self.over, "the test is over"
         return who.incarnation not in self.dead
 
-    def held(self, client: NaiveClient | None = None, ttl: float = LONG) -> HeldDirectory:
-        held = HeldDirectory("file:///nowhere", KEYS, ttl)
-        meeting = Meeting(sealed(dist.HashStore()), None, -1, None, file="the place")
+    def held(self, client: NaiveClient | None = None, ttl: float = LONG) -> DirectoryLease:
+        held = DirectoryLease("file:///nowhere", KEYS, ttl)
+        meeting = RendezvousStore(sealed(dist.HashStore()), None, -1, None, file="the place")
         held.hold(meeting, Found(client or self.engine.client(PATIENCE)))
         self.made.append(held)
         return held
@@ -64,7 +64,7 @@ class Place:
         lives: Callable[[Member], bool] | None = None,
     ) -> Future[Formed]:
         held = self.held(client)
-        coming = Coming(held, KEYS, limits, before or Before(), -1, timeout)
+        coming = JoinRequest(held, KEYS, limits, before or Before(), -1, timeout)
         return self._pool.submit(coming.join, held, member(name, life), lives or self.lives)
 
     def put(self, key: str, value: str) -> None:
@@ -391,7 +391,7 @@ def test_torchrun_without_world_size_is_refused(monkeypatch: pytest.MonkeyPatch,
     if size is None:
         monkeypatch.delenv("WORLD_SIZE")
     with pytest.raises(errors.UsageError, match=f"WORLD_SIZE is {size or ''!r}"):
-        Coming(None, KEYS, Limits(1, 1), Before(), -1, WAIT).meet(0)
+        JoinRequest(None, KEYS, Limits(1, 1), Before(), -1, WAIT).meet(0)
 
 
 def test_interrupts_reach_who_waits(place: Place) -> None:
@@ -403,7 +403,7 @@ def test_interrupts_reach_who_waits(place: Place) -> None:
 
     place.come("a", Limits(1, 1)).result(WAIT)
     held = place.held()
-    coming = Coming(held, KEYS, Limits(1, 1), Before(), -1, WAIT)
+    coming = JoinRequest(held, KEYS, Limits(1, 1), Before(), -1, WAIT)
     with pytest.raises(KeyboardInterrupt):
         coming.join(held, member("b"), lives)
     assert ended.is_set()

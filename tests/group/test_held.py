@@ -10,15 +10,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from telegrad._core.directory.keeper import Keeper
+from telegrad._core.directory.keeper import ServerProcess
 from telegrad._core.directory.protocol import DirectoryLost
 from telegrad._core.joining.generation_keys import COME, GENERATION, look
-from telegrad._core.joining.held_directory import HeldDirectory
+from telegrad._core.joining.held_directory import DirectoryLease
 from telegrad._core.joining.quorum import Arrival, Formed
 from telegrad._core.membership.members import Member
-from telegrad._core.stores.board import Board
+from telegrad._core.stores.board import KeyValueStore
 from telegrad._core.stores.find_directory import POINTER, Found, Pointer, connect, find_directory
-from telegrad._core.stores.stores import Meeting, join_store
+from telegrad._core.stores.stores import RendezvousStore, join_store
 from telegrad._core.stores.urls import is_here
 from tests.cluster import KEYS, PATIENCE, free_port, opened, wait_until
 
@@ -31,13 +31,13 @@ class Place:
     def __init__(self, url: str, port: int = 0) -> None:
         self.url = url
         self._port = port
-        self.made: list[HeldDirectory] = []
+        self.made: list[DirectoryLease] = []
 
-    def hold(self) -> HeldDirectory:
-        held = HeldDirectory(self.url, KEYS, 60.0)
+    def hold(self) -> DirectoryLease:
+        held = DirectoryLease(self.url, KEYS, 60.0)
         if self.made and self._port:  # a process can serve its store twice
             store = join_store("127.0.0.1", self._port, KEYS, PATIENCE)
-            held._meeting = Meeting(store, "127.0.0.1", -1, None, self._port)
+            held._meeting = RendezvousStore(store, "127.0.0.1", -1, None, self._port)
         meeting = held.meet(PATIENCE)
         found = find_directory(meeting.store, meeting.where, meeting.served, "127.0.0.1", time.monotonic() + PATIENCE)
         held.hold(meeting, found)
@@ -54,23 +54,23 @@ def place() -> Iterator[Place]:
         held.close()
 
 
-def meeting_of(held: HeldDirectory) -> Meeting:
+def meeting_of(held: DirectoryLease) -> RendezvousStore:
     return held.meet(0)
 
 
-def found_of(held: HeldDirectory) -> Found:
+def found_of(held: DirectoryLease) -> Found:
     assert held.found is not None
     return held.found
 
 
-def keeper_of(held: HeldDirectory) -> Keeper:
+def keeper_of(held: DirectoryLease) -> ServerProcess:
     keeping = found_of(held).keeping
     assert keeping is not None
     assert keeping._keeper is not None
     return keeping._keeper
 
 
-def form(held: HeldDirectory) -> None:
+def form(held: DirectoryLease) -> None:
     held.directory.swap(GENERATION, FORMED.to_json().encode())
 
 
@@ -149,7 +149,7 @@ def test_a_store_that_stays_leads_nowhere_once_the_group_has_ended(tmp_path: os.
     if waits:
         second.directory.swap(COME + "life", Arrival(FORMED.members[0]).to_json().encode(), 0, second.lease)
     first.close(FORMED)
-    pointer = Board(opened(place.url, -1, None, PATIENCE).store).read(POINTER)
+    pointer = KeyValueStore(opened(place.url, -1, None, PATIENCE).store).read(POINTER)
     assert bool(pointer) == waits
     running = look(second.directory).running
     assert running == FORMED._replace(has_ended=True)
@@ -161,7 +161,7 @@ def test_a_process_that_does_not_end_the_group_leaves_the_pointer(tmp_path: os.P
     first, second = place.hold(), place.hold()
     form(first)
     first.close()
-    pointer = Pointer.from_json(Board(opened(place.url, -1, None, PATIENCE).store).read(POINTER))
+    pointer = Pointer.from_json(KeyValueStore(opened(place.url, -1, None, PATIENCE).store).read(POINTER))
     with contextlib.closing(connect(pointer, KEYS)) as directory:
         assert look(directory).running == FORMED
     second.close()

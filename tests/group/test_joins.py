@@ -7,7 +7,7 @@ import pytest
 from telegrad._core.directory.protocol import ABSENT, DirectoryLost, Lease, LeaseLost, Swap
 from telegrad._core.membership.dynamic import DynamicGroup
 from telegrad._core.membership.members import Member
-from telegrad._core.membership.registry import LOST, Change, Ended, Gone, LifeOver, Registry
+from telegrad._core.membership.registry import LOST, Change, Ended, LifeOver, MemberGone, Registry
 from telegrad.errors import WorkerTaken
 from tests.cluster import wait_until
 from tests.directory.naive import NaiveClient, NaiveEngine
@@ -131,7 +131,7 @@ def test_a_worker_hears_that_it_was_declared_lost_as_it_joined(
     told: list[Change] = []
     group.begin(told.append)
     wait_until(lambda: told)
-    assert told == [Gone("life of a", LOST, "nobody answers")]
+    assert told == [MemberGone("life of a", LOST, "nobody answers")]
     assert not group.holds
     group.leave()
 
@@ -186,5 +186,5 @@ def test_the_end_of_an_earlier_try_is_not_that_of_a_member(engine: NaiveEngine, 
     join(engine, "last")
     wait_until(lambda: len(watcher.members()) == 3)
     assert watcher._known["life"] == registered
-    assert [each for each in told if isinstance(each, Gone)] == []
+    assert [each for each in told if isinstance(each, MemberGone)] == []
     watcher.leave()

@@ -12,7 +12,7 @@ from telegrad._core.directory.protocol import CLOCK_DRIFT, DirectoryLost, Events
 from telegrad._core.joining.joining import ttl_of
 from telegrad._core.membership.dynamic import DynamicGroup
 from telegrad._core.membership.members import Member
-from telegrad._core.membership.registry import LOST, Change, Gone
+from telegrad._core.membership.registry import LOST, Change, MemberGone
 from tests.cluster import wait_until
 from tests.directory.naive import NaiveClient, NaiveEngine
 
@@ -67,7 +67,9 @@ def test_a_lease_that_has_ended_ends_the_life_while_a_watch_waits() -> None:
     wait_until(lambda: changes)
     assert "was declared lost" in group.over
     assert not group.holds
-    assert changes == [Gone("life of a", LOST, "the directory has ended its lease, which was not renewed in time")]
+    assert changes == [
+        MemberGone("life of a", LOST, "the directory has ended its lease, which was not renewed in time")
+    ]
     group.leave()
 
 

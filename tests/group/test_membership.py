@@ -8,7 +8,7 @@ import queue
 import pytest
 
 from telegrad._core.directory.protocol import DirectoryLost
-from telegrad._core.membership.registry import LEFT, LOST, Came, Registered
+from telegrad._core.membership.registry import LEFT, LOST, MemberJoined, Registered
 from telegrad._core.worker.worker import Worker
 from telegrad.errors import PeerError, PeerLost, PeerSilent
 from tests.cluster import PATIENCE, agents, wait_until
@@ -23,7 +23,7 @@ def test_a_worker_that_was_silent_before_it_was_seen_is_not_taken_for_dead(
         monkeypatch.setattr(membership, "_settle_doubts", lambda: None)
         other = worker.me._replace(name="other", id=7, incarnation="life of other")
         membership._on_lost(other.identity, reason)
-        membership._apply(Came(Registered(other, 1)))
+        membership._apply(MemberJoined(Registered(other, 1)))
         assert [doubt.who for doubt in membership._doubts] == [other] * is_doubted
 
 

@@ -9,7 +9,17 @@ import pytest
 
 from telegrad._core.directory.protocol import Directory, Lease
 from telegrad._core.membership.members import Member
-from telegrad._core.membership.registry import EXPIRED, LEFT, LOST, Came, Ended, Gone, IsAlive, Registered, Registry
+from telegrad._core.membership.registry import (
+    EXPIRED,
+    LEFT,
+    LOST,
+    Ended,
+    IsAlive,
+    MemberGone,
+    MemberJoined,
+    Registered,
+    Registry,
+)
 from telegrad.errors import WorkerTaken
 from tests.directory.naive import NaiveEngine
 
@@ -108,11 +118,11 @@ def test_watchers_see_who_came_and_how_each_has_gone(registry: Registry, directo
     directory.revoke(expired.lease)
     registry.end("the first has left")
     changes = [change for _, change in registry.watch(since, 0.0)[1]]
-    came = [each.registered for each in changes if isinstance(each, Came)]
+    came = [each.registered for each in changes if isinstance(each, MemberJoined)]
     assert came == [left.registered, lost.registered, expired.registered]
-    gone: dict[str, Gone] = {}
+    gone: dict[str, MemberGone] = {}
     for each in changes:
-        if isinstance(each, Gone):
+        if isinstance(each, MemberGone):
             gone.setdefault(each.life, each)
     assert [(each.how, each.why) for each in gone.values()] == [(LEFT, ""), (LOST, "it is dead"), (LOST, EXPIRED)]
     assert changes[-1] == Ended("the first has left")

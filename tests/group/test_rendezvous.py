@@ -19,7 +19,7 @@ from telegrad._core import progress
 from telegrad._core.joining.rendezvous import Roster, join_static
 from telegrad._core.membership.members import Member
 from telegrad._core.security.keyring import Keyring, new_key
-from telegrad._core.stores.board import REFUSED, Board
+from telegrad._core.stores.board import REFUSED, KeyValueStore
 from telegrad._core.stores.sealed_store import SealedStore
 from tests.cluster import PATIENCE, free_port, opened, processes, run_all, sealed
 
@@ -95,7 +95,7 @@ def test_whoever_waits_says_meanwhile_that_another_came_with_another_key(
 ) -> None:
     monkeypatch.setattr(progress, "FIRST", 0.1)
     store = dist.HashStore()
-    Board(sealed(store)).add_hint(REFUSED)
+    KeyValueStore(sealed(store)).add_hint(REFUSED)
     if spoiled:  # a hint, for which nobody gives up
         store.set(REFUSED, "many")
     with pytest.raises(errors.TelegradError), caplog.at_level(logging.INFO, "telegrad"):
@@ -180,15 +180,15 @@ def test_who_did_not_come_is_named_to_all() -> None:
 def test_who_gives_up_lets_the_others_know(monkeypatch: pytest.MonkeyPatch) -> None:
     store = sealed(dist.HashStore())
     waiting = threading.Event()
-    real = Board.wait
+    real = KeyValueStore.wait
 
-    def interrupted(board: Board, key: str, until: float, *others: Any) -> str:
+    def interrupted(board: KeyValueStore, key: str, until: float, *others: Any) -> str:
         if threading.current_thread() is threading.main_thread():
             raise KeyboardInterrupt
         waiting.set()
         return real(board, key, until, *others)
 
-    monkeypatch.setattr(Board, "wait", interrupted)
+    monkeypatch.setattr(KeyValueStore, "wait", interrupted)
     with ThreadPoolExecutor(1) as pool:
         other = pool.submit(outcome, partial(join_static, *crowd(store, 3)[0]))
         assert waiting.wait(WAIT)
@@ -204,7 +204,7 @@ def test_a_late_double_waits_for_the_next_group_and_hears_of_the_one_that_has_fo
     late = outcome(join_static, store, member("late", 1), 2, 0.05)
     assert isinstance(late, errors.GroupIncomplete)
     assert "rank 0 did not come; another group of 2 has formed in this store before" in str(late)
-    formed = Board(store, "telegrad/1")
+    formed = KeyValueStore(store, "telegrad/1")
     assert formed.terms()
     assert formed.read("complete") == formed.read("ready") == "opened"
 

@@ -18,17 +18,17 @@ from hypothesis import strategies as st
 
 from telegrad import errors
 from telegrad._core.directory.protocol import Directory
-from telegrad._core.joining.forming import Coming
-from telegrad._core.joining.held_directory import HeldDirectory
+from telegrad._core.joining.forming import JoinRequest
+from telegrad._core.joining.held_directory import DirectoryLease
 from telegrad._core.joining.quorum import Before, Limits
 from telegrad._core.security.keyring import Keyring, new_key, read_keys
 from telegrad._core.start.cluster import start
 from telegrad._core.stores import sealed_store
-from telegrad._core.stores.board import OPEN, SERVED, Board
+from telegrad._core.stores.board import OPEN, SERVED, KeyValueStore
 from telegrad._core.stores.file_store import FileStore
-from telegrad._core.stores.key_renewal import Renewal
+from telegrad._core.stores.key_renewal import SealRenewal
 from telegrad._core.stores.sealed_store import SealedStore, Sealer
-from telegrad._core.stores.stores import Meeting, join_store, open_store
+from telegrad._core.stores.stores import RendezvousStore, join_store, open_store
 from telegrad._core.worker import current
 from telegrad._core.worker.options import TelegradOptions
 from telegrad._core.worker.worker import Worker
@@ -109,13 +109,13 @@ def test_whoever_wrote_it(boards: dict[str, set[str]], lists: bool) -> None:
         monkeypatch = stack.enter_context(pytest.MonkeyPatch.context())
         store = dist.HashStore()
         for number, (prefix, keys) in enumerate(boards.items()):
-            board = Board(SealedStore(store, Keyring([OLD])), prefix)
+            board = KeyValueStore(SealedStore(store, Keyring([OLD])), prefix)
             board.claim_terms(json.dumps([f"group {number}"]))
             for key in keys - {"terms"}:
                 board.write(key, "value")
                 board.write(key, "" if key == "7" else "value")
             board.add_hint("changes")
-        Board(SealedStore(store, Keyring([OLD]))).write(SERVED, OPEN)
+        KeyValueStore(SealedStore(store, Keyring([OLD]))).write(SERVED, OPEN)
         member = SealedStore(store, Keyring([OLD, NEW]))
         monkeypatch.setattr(member.keys, "secrets", Keyring([NEW, OLD]).secrets)
         if lists:
@@ -137,16 +137,16 @@ def test_a_dynamic_group(file: KeyFile, tmp_path: pathlib.Path, kept: bool, monk
     if kept:
         raw = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
-    def meet(ring: Keyring | None = None) -> Meeting:
+    def meet(ring: Keyring | None = None) -> RendezvousStore:
         keys = ring or file.ring()
         if not kept:
             return open_store(f"file://{tmp_path}/store", -1, None, keys, PATIENCE)
         store = join_store("127.0.0.1", raw.port, keys, PATIENCE, lasting=True)
-        return Meeting(store, "127.0.0.1", -1, None, raw.port)
+        return RendezvousStore(store, "127.0.0.1", -1, None, raw.port)
 
     with ending([begin("first", meet), begin("guest", meet)]) as workers:
         if kept:
-            Board(SealedStore(raw, file.ring())).write(SERVED, OPEN)  # behind the first look of the workers
+            KeyValueStore(SealedStore(raw, file.ring())).write(SERVED, OPEN)  # behind the first look of the workers
         workers[1].shutdown(True, PATIENCE)
         workers.append(begin("second", meet))
         file.put(OLD, NEW)
@@ -165,7 +165,7 @@ def test_a_dynamic_group_whose_directory_is_on_a_server(file: KeyFile, tmp_path:
     (tmp_path / "redis").mkdir()
     with redis_server.running(tmp_path / "redis") as server:
 
-        def meet(keys: Keyring) -> Meeting:
+        def meet(keys: Keyring) -> RendezvousStore:
             return open_store(server.url, -1, None, keys, PATIENCE)
 
         def is_renewed() -> bool:
@@ -187,7 +187,7 @@ def test_a_dynamic_group_whose_directory_is_on_a_server(file: KeyFile, tmp_path:
             assert not workers[0].membership.serving.ended.is_set()
 
 
-def directory(meeting: Meeting) -> Directory:
+def directory(meeting: RendezvousStore) -> Directory:
     assert meeting.directory is not None
     return meeting.directory()
 
@@ -195,7 +195,7 @@ def directory(meeting: Meeting) -> Directory:
 def test_a_group_of_fixed_size_in_a_store_that_lasts(file: KeyFile, tmp_path: pathlib.Path) -> None:
     """As with torchrun, which starts the workers again in the same store."""
 
-    def meet(rank: int, keys: Keyring) -> Meeting:
+    def meet(rank: int, keys: Keyring) -> RendezvousStore:
         return open_store(f"file://{tmp_path}/store", rank, 2, keys, PATIENCE)
 
     def form(keys: Keyring) -> list[Worker]:
@@ -210,10 +210,10 @@ def test_a_group_of_fixed_size_in_a_store_that_lasts(file: KeyFile, tmp_path: pa
 
 
 def test_an_elastic_group(file: KeyFile, tmp_path: pathlib.Path) -> None:
-    def meet(held: HeldDirectory) -> Meeting:
-        return Coming(held, held.keys, Limits(1, 1), Before(), -1, PATIENCE).meet(0)
+    def meet(held: DirectoryLease) -> RendezvousStore:
+        return JoinRequest(held, held.keys, Limits(1, 1), Before(), -1, PATIENCE).meet(0)
 
-    first, second = (HeldDirectory(f"file://{tmp_path}/store", keys, 60.0) for keys in (file.ring(), Keyring([NEW])))
+    first, second = (DirectoryLease(f"file://{tmp_path}/store", keys, 60.0) for keys in (file.ring(), Keyring([NEW])))
     with contextlib.closing(first), contextlib.closing(second):
         with ending([begin("w", partial(meet, first))]) as (worker,):
             file.replace(FileStore(f"{tmp_path}/store"))
@@ -228,12 +228,12 @@ def test_a_store_without_workers(file: KeyFile) -> None:
     """As the one that `telegrad run` keeps while it starts all workers again."""
     raw = dist.HashStore()
     store = SealedStore(raw, file.ring())
-    Board(store).write(SERVED, OPEN)
-    renewal = Renewal(store.renew)
+    KeyValueStore(store).write(SERVED, OPEN)
+    renewal = SealRenewal(store.renew)
     renewal.begin()
     file.replace(raw)
     renewal.close()
-    assert Board(SealedStore(raw, Keyring([NEW]))).read(SERVED) == OPEN
+    assert KeyValueStore(SealedStore(raw, Keyring([NEW]))).read(SERVED) == OPEN
 
 
 def test_a_renewal_that_fails_is_repeated(file: KeyFile) -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from telegrad import errors
 from telegrad._core.security.keyring import Keyring, new_key
-from telegrad._core.stores.board import Board
+from telegrad._core.stores.board import KeyValueStore
 from telegrad._core.stores.sealed_store import Sealer
 from tests.cluster import KEYS, sealed
 
@@ -53,8 +53,8 @@ def test_nothing_else_is_believed(
             Sealer(KEYS, "life").open(in_group, at, text)
 
 
-def boards(store: Any) -> tuple[Board, Board]:
-    return Board(sealed(store), "p"), Board(sealed(store), "p")
+def boards(store: Any) -> tuple[KeyValueStore, KeyValueStore]:
+    return KeyValueStore(sealed(store), "p"), KeyValueStore(sealed(store), "p")
 
 
 def test_an_older_value_that_is_put_back_is_noticed() -> None:
@@ -99,13 +99,13 @@ def test_terms_bind_a_board_to_their_group() -> None:
     assert other.read("a") == "value"
     elsewhere = dist.HashStore()
     elsewhere.set("p/a", store.get("p/a").decode())
-    third = Board(sealed(elsewhere), "p")
+    third = KeyValueStore(sealed(elsewhere), "p")
     third.claim_terms(json.dumps(["two"]))
     with pytest.raises(errors.StoreUntrusted):
         third.read("a")
 
 
-def add(board: Board, number: int) -> None:
+def add(board: KeyValueStore, number: int) -> None:
     """Add one number to a list, as many do at once."""
     while True:
         before = board.read("n")
@@ -117,18 +117,18 @@ def add(board: Board, number: int) -> None:
 @pytest.mark.parametrize("shared", [True, False])
 def test_of_many_that_write_at_once_each_builds_on_what_it_has_read(shared: bool) -> None:
     store = dist.HashStore()
-    board = Board(sealed(store))
+    board = KeyValueStore(sealed(store))
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda number: add(board if shared else Board(sealed(store)), number), range(64)))
+        list(pool.map(lambda number: add(board if shared else KeyValueStore(sealed(store)), number), range(64)))
     assert sorted(map(int, board.read("n").split())) == list(range(64))
 
 
 def test_no_write_brings_an_older_serial_back() -> None:
     store = dist.HashStore()
-    reader = Board(sealed(store))
+    reader = KeyValueStore(sealed(store))
 
     def write(number: int) -> None:
-        Board(sealed(store)).write("n", str(number))
+        KeyValueStore(sealed(store)).write("n", str(number))
         assert reader.read("n")
 
     with ThreadPoolExecutor(8) as pool:
@@ -139,7 +139,7 @@ def test_a_hint_that_is_no_number() -> None:
     store = dist.HashStore()
     store.set("n", "\x1b[31m")
     with pytest.raises(errors.StoreUntrusted):
-        Board(sealed(store)).hint("n")
+        KeyValueStore(sealed(store)).hint("n")
 
 
 def test_what_a_look_up_has_told_is_no_value() -> None:
@@ -152,7 +152,7 @@ def test_what_a_look_up_has_told_is_no_value() -> None:
             return super().compare_set(place, expected, value)
 
     raw = Store()
-    board = Board(sealed(raw))
+    board = KeyValueStore(sealed(raw))
     assert board.hint("n") == 0
     raw.set("n", told[0])
     for act in (lambda: board.hint("n"), lambda: board.add_hint("n"), lambda: board.read("n")):
@@ -169,16 +169,16 @@ def test_values_are_sealed_anew_while_the_key_is_rotated(tmp_path: pathlib.Path)
     path = tmp_path / "key"
     old, new = new_key(), new_key()
     store = dist.HashStore()
-    first = Board(sealed(store, ring(old)))
+    first = KeyValueStore(sealed(store, ring(old)))
     first.write("a", "value")
     for keys in ([old, new], [new, old]):
         path.write_bytes(b"\n".join(keys))
         assert first.read("a") == "value"  # the file is read again
     path.write_bytes(new)
     assert first.read("a") == "value"
-    assert Board(sealed(store, Keyring([new]))).read("a") == "value"
+    assert KeyValueStore(sealed(store, Keyring([new]))).read("a") == "value"
     with pytest.raises(errors.StoreUntrusted):
-        Board(sealed(store, Keyring([old]))).read("a")
+        KeyValueStore(sealed(store, Keyring([old]))).read("a")
 
 
 @pytest.mark.parametrize("forged", ["--5", "9" * 5000, "١", "", " "])
@@ -186,15 +186,15 @@ def test_a_hint_that_was_spoiled(forged: str) -> None:
     store = dist.HashStore()
     store.set("n", forged)
     if not forged:
-        assert Board(sealed(store)).hint("n") == 0
+        assert KeyValueStore(sealed(store)).hint("n") == 0
         return
     with pytest.raises(errors.StoreUntrusted):
-        Board(sealed(store)).hint("n")
+        KeyValueStore(sealed(store)).hint("n")
 
 
 def test_what_is_missing_is_not_waited_for() -> None:
     store = dist.HashStore()
-    board = Board(sealed(store))
+    board = KeyValueStore(sealed(store))
     board.write("a", "1")
     with pytest.raises(errors.StoreUntrusted, match="'b'"):
         board.read_all(["a", "b"])

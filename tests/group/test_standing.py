@@ -9,7 +9,7 @@ import pytest
 
 from telegrad._core.membership.dynamic import DynamicGroup
 from telegrad._core.membership.members import Member
-from telegrad._core.membership.registry import LOST, Change, Gone
+from telegrad._core.membership.registry import LOST, Change, MemberGone
 from tests.cluster import PATIENCE, agents
 from tests.directory.naive import NaiveEngine
 
@@ -31,7 +31,7 @@ def test_a_worker_that_stands_is_declared_lost_and_learns_of_it(stands: bool) ->
     if stands:
         assert over.wait(PATIENCE)
         assert not group.holds
-        assert isinstance(told[0], Gone)
+        assert isinstance(told[0], MemberGone)
         assert told[0][:2] == (me.incarnation, LOST)
         assert "was declared lost" in group.over
     else:

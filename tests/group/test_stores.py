@@ -17,8 +17,8 @@ import torch.distributed as dist
 from telegrad import errors
 from telegrad._core.security.keyring import Keyring, new_key
 from telegrad._core.stores import stores, tcp_store
-from telegrad._core.stores.board import OPEN, OVER, SERVED, Board, mark_of
-from telegrad._core.stores.stores import Meeting
+from telegrad._core.stores.board import OPEN, OVER, SERVED, KeyValueStore, read_server_mark
+from telegrad._core.stores.stores import RendezvousStore
 from telegrad._core.stores.tcp_store import reach_tcp
 from tests.cluster import free_port, in_threads, opened, processes, sealed, wait_until
 
@@ -59,9 +59,9 @@ def stranger(answer: bytes | None, greets: bool = False) -> Iterator[int]:
                 connection.close()
 
 
-def meets(one: Meeting, other: Meeting) -> bool:
-    Board(one.store).swap("word", "", "heard")
-    return Board(other.store).read("word") == "heard"
+def meets(one: RendezvousStore, other: RendezvousStore) -> bool:
+    KeyValueStore(one.store).swap("word", "", "heard")
+    return KeyValueStore(other.store).read("word") == "heard"
 
 
 @pytest.mark.parametrize("url", ["tcp://127.0.0.1:{}", "tcp://[::1]:{}", "tcp://localhost:{}"])
@@ -69,11 +69,11 @@ def test_rank_0_serves_and_others_come_even_earlier(url: str) -> None:
     url = url.format(free_port())
     late = threading.Event()
 
-    def serve() -> Meeting:
+    def serve() -> RendezvousStore:
         assert late.wait(30)
         return opened(url, 0, 2, 30)
 
-    def join() -> Meeting:
+    def join() -> RendezvousStore:
         late.set()
         return opened(url, 1, 2, 30)
 
@@ -109,7 +109,7 @@ def test_under_torchrun_nobody_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = opened("env://", 0, 2, 30), opened("env://", 1, 2, 30)
     assert meets(first, second)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # which each agent counts for itself
-    assert Board(opened("env://", 0, 2, 30).store).read("word") == "heard"
+    assert KeyValueStore(opened("env://", 0, 2, 30).store).read("word") == "heard"
 
 
 def test_a_file(tmp_path: Path) -> None:
@@ -204,7 +204,7 @@ def test_who_serves_next_waits_for_the_last_groups_store_to_go() -> None:
     url = f"tcp://127.0.0.1:{free_port()}"
     with processes(1) as (other,):
         other.run(serve_a_store_that_is_over, url)
-        found: list[Meeting] = []
+        found: list[RendezvousStore] = []
         thread = threading.Thread(target=lambda: found.append(opened(url, 0, 2, 30)))
         thread.start()
         thread.join(0.3)
@@ -214,12 +214,12 @@ def test_who_serves_next_waits_for_the_last_groups_store_to_go() -> None:
         assert found[0].serves
 
 
-_held: list[Meeting] = []
+_held: list[RendezvousStore] = []
 
 
 def serve_a_store_that_is_over(url: str) -> None:
     _held.append(opened(url, 0, 2, 30))
-    Board(_held[0].store).swap(SERVED, OPEN, OVER)
+    KeyValueStore(_held[0].store).swap(SERVED, OPEN, OVER)
 
 
 def test_a_port_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,7 +233,7 @@ def test_a_port_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_store_that_is_marked_a_moment_after_it_answers_is_shared() -> None:
     other = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    marks = threading.Timer(0.1, Board(sealed(other)).write, (SERVED, OPEN))
+    marks = threading.Timer(0.1, KeyValueStore(sealed(other)).write, (SERVED, OPEN))
     marks.start()
     assert not opened(f"tcp://127.0.0.1:{other.port}", 0, 2, 30).serves
     marks.join()
@@ -250,10 +250,10 @@ def test_the_store_of_telegrad_run_is_not_used_before_it_is_marked(monkeypatch: 
         opened("env://", -1, None, 0.2)
     with ThreadPoolExecutor(1) as pool:
         stranger = pool.submit(opened, "env://", -1, None, 10, other)
-        Board(sealed(raw)).write(SERVED, OPEN)
+        KeyValueStore(sealed(raw)).write(SERVED, OPEN)
         with pytest.raises(errors.StoreUntrusted):
             stranger.result()
-    assert mark_of(opened("env://", -1, None, 10).store) == OPEN
+    assert read_server_mark(opened("env://", -1, None, 10).store) == OPEN
 
 
 def test_the_port_of_another_programs_store(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,7 +268,7 @@ def test_a_process_shares_its_own_store() -> None:
     host, port = _host_port(url)
     for_torch = dist.TCPStore(host, port, is_master=True, wait_for_workers=False, multi_tenant=True)
     assert meets(opened(url, 0, 2, 30), opened(url, 1, 2, 5))
-    assert Board(sealed(for_torch)).read("word") == "heard"
+    assert KeyValueStore(sealed(for_torch)).read("word") == "heard"
 
 
 def _host_port(url: str) -> tuple[str, int]:
@@ -322,14 +322,14 @@ def test_a_store_that_is_not_open_yet_is_connected_to_once(monkeypatch: pytest.M
     met: list[object] = []
     looked: list[object] = []
     monkeypatch.setattr(stores, "meet_tcp", noted(tcp_store.meet_tcp, met))
-    monkeypatch.setattr(stores, "mark_of", noted(mark_of, looked))
+    monkeypatch.setattr(stores, "read_server_mark", noted(read_server_mark, looked))
     url = f"tcp://127.0.0.1:{free_port()}"
     served = opened(url, 0, 2, 30)
-    Board(served.store).write(SERVED, OVER)
+    KeyValueStore(served.store).write(SERVED, OVER)
     with ThreadPoolExecutor(1) as pool:
         joining = pool.submit(opened, url, 1, 2, 30)
         wait_until(lambda: len(looked) > 3)
-        Board(served.store).write(SERVED, OPEN)
+        KeyValueStore(served.store).write(SERVED, OPEN)
         assert meets(served, joining.result(30))
     assert len(met) == 1
 
@@ -358,8 +358,8 @@ def test_a_store_that_is_slow_to_connect_to_is_tried_again(monkeypatch: pytest.M
 def test_a_store_that_is_over_is_not_joined() -> None:
     url = f"tcp://127.0.0.1:{free_port()}"
     old = opened(url, 0, 2, 30)
-    assert Board(old.store).read(SERVED) == OPEN
-    assert Board(old.store).swap(SERVED, OPEN, OVER) == OVER
+    assert KeyValueStore(old.store).read(SERVED) == OPEN
+    assert KeyValueStore(old.store).swap(SERVED, OPEN, OVER) == OVER
     with pytest.raises(errors.StoreUnreachable, match="earlier group"):
         opened(url, 1, 2, 0.02)
     again = opened(url, 0, 2, 30)
@@ -378,7 +378,7 @@ def test_a_lost_store_is_told_briefly() -> None:
     served, joined = opened(url, 0, 2, 30), opened(url, 1, 2, 30)
     del served
     with pytest.raises(errors.RendezvousError, match="the store was lost") as caught:
-        Board(joined.store).read("a")
+        KeyValueStore(joined.store).read("a")
     assert "\n" not in str(caught.value)
 
 
@@ -390,7 +390,7 @@ def test_a_board(kind: str, tmp_path: Path) -> None:
         "tcp": lambda: dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False),
     }[kind]()
     store = sealed(raw)
-    board = Board(store, "prefix")
+    board = KeyValueStore(store, "prefix")
     assert board.read("a") == "" == board.wait("a", 0)
     assert board.swap("a", "", "1") == "1"
     assert board.swap("a", "", "2") == "1" == board.read("a") == board.wait("a", 0)
@@ -399,7 +399,7 @@ def test_a_board(kind: str, tmp_path: Path) -> None:
     board.write("b", "4")
     assert board.read_all(["a", "b"]) == ["3", "4"]
     assert [board.add_hint("n"), board.add_hint("n"), board.hint("n")] == [1, 2, 2]
-    assert Board(store).read("a") == ""
+    assert KeyValueStore(store).read("a") == ""
 
 
 def test_a_worker_of_a_dynamic_group_with_another_key_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from telegrad._core.stores.supervised import is_kept, own_name, variables
+from telegrad._core.stores.supervised import is_supervised, own_name, variables
 
 ACTOR = variables("actor3", "actor", 2, "h", 1234)
 
@@ -28,7 +28,7 @@ def test_the_environment_names_who_has_no_other_name(
 
 
 def test_only_the_place_of_the_store_has_it() -> None:
-    assert is_kept("h", 1234, ACTOR)
-    assert not is_kept("h", 1235, ACTOR)
-    assert not is_kept("h", 1234, {})
+    assert is_supervised("h", 1234, ACTOR)
+    assert not is_supervised("h", 1235, ACTOR)
+    assert not is_supervised("h", 1234, {})
     assert ACTOR["TELEGRAD_RESTARTS"] == "2"

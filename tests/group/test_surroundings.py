@@ -8,7 +8,7 @@ import re
 import pytest
 
 import telegrad._core.joining.launchers
-from telegrad._core.joining.launchers import FIRST_PORT, PORT, PORTS, Surroundings, first_host, look_around
+from telegrad._core.joining.launchers import FIRST_PORT, PORT, PORTS, LauncherInfo, detect_launcher, first_host
 from telegrad._core.stores.supervised import STORE
 from telegrad.errors import UsageError
 
@@ -48,14 +48,14 @@ SUBMITIT = {
 KUBERNETES = {"JOB_COMPLETION_INDEX": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "hello-0.hello"}
 
 
-def port_of(found: Surroundings | None) -> int:
+def port_of(found: LauncherInfo | None) -> int:
     assert found is not None
     return int(found.init_method.rpartition(":")[2])
 
 
 def told(variables: dict[str, str]) -> tuple[str, int, int, str]:
     """The launcher, the rank, the size, and the host."""
-    found = look_around(variables)
+    found = detect_launcher(variables)
     assert found is not None
     host = found.init_method.removeprefix("tcp://").rpartition(":")[0]
     return found.launcher, found.rank, found.size, "as MASTER_ADDR says" if found.init_method == "env://" else host
@@ -100,8 +100,8 @@ def test_the_innermost_launcher_is_believed(outer: dict[str, str], inner: dict[s
 
 def test_a_supervisor_of_our_own_is_believed_where_nobody_was_started_by_its_workers() -> None:
     supervised = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "2000", STORE: "127.0.0.1:2000"}
-    assert look_around(SLURM | supervised) is None
-    assert look_around(TORCHRUN | supervised) is None
+    assert detect_launcher(SLURM | supervised) is None
+    assert detect_launcher(TORCHRUN | supervised) is None
     assert told(supervised | TORCHRUN)[0] == "torchrun"
 
 
@@ -116,29 +116,29 @@ def test_a_supervisor_of_our_own_is_believed_where_nobody_was_started_by_its_wor
     ],
 )
 def test_without_a_size_nobody_says_anything(variables: dict[str, str]) -> None:
-    assert look_around(variables) is None
+    assert detect_launcher(variables) is None
 
 
 @pytest.mark.parametrize("variables", [OPEN_MPI, MPICH, SLURM, SUBMITIT, KUBERNETES])
 def test_an_address_and_a_port_hold_wherever_they_are_set(variables: dict[str, str]) -> None:
-    host_alone = look_around(variables | {"MASTER_ADDR": "fd00::1"})
+    host_alone = detect_launcher(variables | {"MASTER_ADDR": "fd00::1"})
     assert host_alone is not None
     assert host_alone.init_method.startswith("tcp://[fd00::1]:")
-    both = look_around(variables | {"MASTER_ADDR": "h1,h2", "MASTER_PORT": "3000"})
+    both = detect_launcher(variables | {"MASTER_ADDR": "h1,h2", "MASTER_PORT": "3000"})
     assert both is not None
     assert both.init_method == "env://"
     if variables is not KUBERNETES:
-        assert port_of(look_around(variables | {"MASTER_PORT": "3000"})) == 3000
+        assert port_of(detect_launcher(variables | {"MASTER_PORT": "3000"})) == 3000
 
 
 def test_each_run_has_a_port_of_its_own_and_its_workers_have_the_same() -> None:
-    ports = [port_of(look_around(SLURM | {"SLURM_STEP_ID": str(step)})) for step in range(20)]
-    ports += [port_of(look_around(SLURM | {"SLURM_JOB_ID": str(job)})) for job in range(20)]
-    ports += [port_of(look_around(OPEN_MPI | {"PMIX_NAMESPACE": str(run)})) for run in range(20)]
+    ports = [port_of(detect_launcher(SLURM | {"SLURM_STEP_ID": str(step)})) for step in range(20)]
+    ports += [port_of(detect_launcher(SLURM | {"SLURM_JOB_ID": str(job)})) for job in range(20)]
+    ports += [port_of(detect_launcher(OPEN_MPI | {"PMIX_NAMESPACE": str(run)})) for run in range(20)]
     assert len(set(ports)) >= 59
     assert all(FIRST_PORT <= port < FIRST_PORT + PORTS for port in ports)
-    assert port_of(look_around(SLURM)) == port_of(look_around(SLURM | {"SLURM_PROCID": "0"}))
-    assert port_of(look_around(MPICH)) == port_of(look_around(KUBERNETES)) == PORT
+    assert port_of(detect_launcher(SLURM)) == port_of(detect_launcher(SLURM | {"SLURM_PROCID": "0"}))
+    assert port_of(detect_launcher(MPICH)) == port_of(detect_launcher(KUBERNETES)) == PORT
 
 
 ELSEWHERE = {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
@@ -164,7 +164,7 @@ ELSEWHERE = {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
 )
 def test_too_little_or_two_things_at_once(variables: dict[str, str], words: str) -> None:
     with pytest.raises(UsageError, match=words):
-        look_around(variables)
+        detect_launcher(variables)
 
 
 @pytest.mark.parametrize(
@@ -185,8 +185,8 @@ def test_the_first_of_slurms_hosts(hosts: str, first: str) -> None:
 
 
 def test_surroundings_say_what_they_are() -> None:
-    assert str(look_around(SLURM)).startswith("Slurm says that this is rank 3 of 4, which meet at tcp://node07:2")
-    assert str(look_around(TORCHRUN)) == "torchrun says that this is rank 5 of 8, which meet at MASTER_ADDR"
+    assert str(detect_launcher(SLURM)).startswith("Slurm says that this is rank 3 of 4, which meet at tcp://node07:2")
+    assert str(detect_launcher(TORCHRUN)) == "torchrun says that this is rank 5 of 8, which meet at MASTER_ADDR"
 
 
 def test_the_page_tells_of_the_variables_that_are_looked_at() -> None:

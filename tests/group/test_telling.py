@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from telegrad._core.membership.callbacks import Teller
+from telegrad._core.membership.callbacks import CallbackThread
 from tests.cluster import PATIENCE
 
 
@@ -19,7 +19,7 @@ def test_callbacks_go_on_after_one_that_fails(error: type[BaseException], caplog
     def fail(_: Any) -> None:
         raise error
 
-    teller, member = Teller(lambda: None), SimpleNamespace(name="w1")
+    teller, member = CallbackThread(lambda: None), SimpleNamespace(name="w1")
     teller.begin()
     teller.tell(fail, member)
     teller.tell(lambda each: heard.put(each.name), member)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from telegrad.reporting.account import MEMBER, RUNNING, Account, CallIn, CallOut, PassOut, Thread, Wait
+from telegrad.reporting.account import MEMBER, RUNNING, CallIn, CallOut, PassOut, Thread, Wait, WorkerState
 
 
-def made_up() -> Account:
+def made_up() -> WorkerState:
     """Of a worker in the midst of its work."""
-    return Account(
+    return WorkerState(
         worker="worker0",
         rank=0,
         group="b7",

@@ -6,19 +6,19 @@ from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.schedule_simulation import simulate
-from telegrad._core.events import CALLED, PASSED, RAN, STAGED, STEPPED, TOOK_PART, Event
-from telegrad.insight.reading.source import Sight
+from telegrad._core.events import BACKWARD_PASS, BACKWARD_TASKS, CALLED, RAN, STAGED, STEPPED, Event
+from telegrad.insight.reading.source import GroupSnapshot
 from telegrad.pipeline.pipeline_schedule import plan
-from telegrad.reporting.account import MEMBER, RUNNING, Account
+from telegrad.reporting.account import MEMBER, RUNNING, WorkerState
 
 WORKERS = ["trainer", "stage1", "stage2", "stage3"]
 DAY = 1_790_000_000.0  # the time of day at which their clocks show START
 START = 5000.0
 
 
-def account(worker: str, clock: float = START, **known: Any) -> Account:
+def account(worker: str, clock: float = START, **known: Any) -> WorkerState:
     """Of a worker that does nothing, but for what is `known`."""
-    blank: Account = {
+    blank: WorkerState = {
         "worker": worker,
         "rank": WORKERS.index(worker) if worker in WORKERS else 0,
         "group": "g",
@@ -63,12 +63,12 @@ class Group:
         self.looks = 0
         self.failure: Exception | None = None
 
-    def look(self) -> Sight:
+    def look(self) -> GroupSnapshot:
         self.looks += 1
         self.now += 1.0
         if self.failure is not None:
             raise self.failure
-        return Sight([self._account(worker) for worker in WORKERS if worker not in self.silent], self.silent)
+        return GroupSnapshot([self._account(worker) for worker in WORKERS if worker not in self.silent], self.silent)
 
     def events(self, after: Mapping[str, float]) -> dict[str, list[Event]]:
         found = {}
@@ -81,7 +81,7 @@ class Group:
     def _batches(self, since: float) -> range:
         return range(int(since / self.step) - 2, int(self.now / self.step) + 1)
 
-    def _account(self, worker: str) -> Account:
+    def _account(self, worker: str) -> WorkerState:
         rank = WORKERS.index(worker)
         done = int((self.now + 60) / self.step)
         neighbours = [WORKERS[at] for at in (rank - 1, rank + 1) if 0 <= at < len(WORKERS)]
@@ -125,9 +125,9 @@ class Group:
                 found[worker].append((CALLED, at, at + length, other, each, "torch.add", 4096, ""))
                 found[other].append((RAN, at + 0.0005, at + length - 0.0005, worker, each, "torch.add", ""))
             at = begun + self.step * 0.8
-            found[worker].append((TOOK_PART, at, at + self.step * 0.08, number, "trainer", 1))
+            found[worker].append((BACKWARD_TASKS, at, at + self.step * 0.08, number, "trainer", 1))
             found[worker].append((STEPPED, at + self.step * 0.08, at + self.step * 0.15, number, "Adam"))
-        found["trainer"].append((PASSED, begun + self.step * 0.8, begun + self.step * 0.9, number, 1, ""))
+        found["trainer"].append((BACKWARD_PASS, begun + self.step * 0.8, begun + self.step * 0.9, number, 1, ""))
         return found
 
 

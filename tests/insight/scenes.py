@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from telegrad.insight.reading.source import Sight
-from telegrad.reporting.account import GOING_ON, LEAVING, MEMBER, QUEUED, RUNNING, Account, Line, Thread, Wait
+from telegrad.insight.reading.source import GroupSnapshot
+from telegrad.reporting.account import LEAVING, MEMBER, QUEUED, RUNNING, UNFINISHED, Line, Thread, Wait, WorkerState
 
 FOLDER = "/home/ann/project"
 
@@ -24,7 +24,7 @@ class Scene:
         self.silent: dict[str, str] = {}
         self._numbers = 0
 
-    def __getitem__(self, name: str) -> Account:
+    def __getitem__(self, name: str) -> WorkerState:
         return self.accounts[name]
 
     def thread(self, worker: str, place: str = "", **more: Any) -> int:
@@ -77,8 +77,8 @@ class Scene:
         self[worker]["busy"] -= 1
 
     @property
-    def sight(self) -> Sight:
-        return Sight(list(self.accounts.values()), self.silent)
+    def sight(self) -> GroupSnapshot:
+        return GroupSnapshot(list(self.accounts.values()), self.silent)
 
     def _number(self) -> int:
         self._numbers += 1
@@ -92,8 +92,8 @@ def wait(what: str, *on: str, about: str = "", age: float = 0) -> Wait:
     return made
 
 
-def _account(name: str, rank: int, names: tuple[str, ...], slots: int) -> Account:
-    return Account(
+def _account(name: str, rank: int, names: tuple[str, ...], slots: int) -> WorkerState:
+    return WorkerState(
         worker=name,
         rank=rank,
         group="g",
@@ -127,4 +127,4 @@ def _account(name: str, rank: int, names: tuple[str, ...], slots: int) -> Accoun
     )
 
 
-__all__ = ["GOING_ON", "LEAVING", "QUEUED", "RUNNING", "Scene", "at", "wait"]
+__all__ = ["LEAVING", "QUEUED", "RUNNING", "UNFINISHED", "Scene", "at", "wait"]

@@ -11,17 +11,17 @@ import pytest
 
 from telegrad._core import events as instruments
 from telegrad._core.events import (
+    BACKWARD_PASS,
+    BACKWARD_TASKS,
     CALLED,
     CONNECTED,
     JOINED,
     LOST,
     MADE,
     NOTED,
-    PASSED,
     RAN,
     STAGED,
     STEPPED,
-    TOOK_PART,
     Event,
 )
 from telegrad.insight.export import chrome_trace, clock_offsets
@@ -178,8 +178,12 @@ ARROWS: dict[str, tuple[list[Event], list[Event], list[tuple[str, str, str]]]] =
         [("answer", "add (KeyError)", "add → b (KeyError)"), ("call", "add → b (KeyError)", "add (KeyError)")],
     ),
     "pass, its parts and its steps": (
-        [(PASSED, 1.0, 2.0, 99, 1, ""), (TOOK_PART, 1.0, 1.1, 99, "a", 1), (STEPPED, 2.1, 2.2, 99, "SGD")],
-        [(TOOK_PART, 1.3, 1.4, 99, "a", 1), (TOOK_PART, 1.6, 1.7, 99, "a", 1), (STEPPED, 1.8, 1.9, 99, "SGD")],
+        [(BACKWARD_PASS, 1.0, 2.0, 99, 1, ""), (BACKWARD_TASKS, 1.0, 1.1, 99, "a", 1), (STEPPED, 2.1, 2.2, 99, "SGD")],
+        [
+            (BACKWARD_TASKS, 1.3, 1.4, 99, "a", 1),
+            (BACKWARD_TASKS, 1.6, 1.7, 99, "a", 1),
+            (STEPPED, 1.8, 1.9, 99, "SGD"),
+        ],
         [("pass", "backward", "part in the pass of a")] * 2 + [("step", "backward", "SGD")] * 2,
     ),
     "stages": (

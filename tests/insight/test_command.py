@@ -20,11 +20,11 @@ from telegrad.errors import UsageError
 from telegrad.insight import command
 from telegrad.insight.seen_groups import HostGroup, groups_here
 from telegrad.reporting import desk, dump
-from telegrad.reporting.desk import Place
+from telegrad.reporting.desk import DebugAddress
 from telegrad.rpc import rpc_sync, shutdown
 from tests.cluster import PATIENCE, Process, group
 
-pytestmark = pytest.mark.skipif(not desk.HAS_DESKS, reason="groups cannot be looked at from outside here")
+pytestmark = pytest.mark.skipif(not desk.HAS_DEBUG_SERVERS, reason="groups cannot be looked at from outside here")
 COMMAND = [sys.executable, "-m", "telegrad"]
 
 
@@ -150,8 +150,8 @@ def test_nobody_is_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
 
 def test_one_of_several_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     there = {
-        "b7c1": HostGroup([Place("", 1, -1, "ps", 0), Place("", 2, -1, "trainer", 0)], {"train.py"}),
-        "b8d2": HostGroup([Place("", 3, -1, "worker0", 0)], {"serve.py"}),
+        "b7c1": HostGroup([DebugAddress("", 1, -1, "ps", 0), DebugAddress("", 2, -1, "trainer", 0)], {"train.py"}),
+        "b8d2": HostGroup([DebugAddress("", 3, -1, "worker0", 0)], {"serve.py"}),
     }
     monkeypatch.setattr(command, "groups_here", lambda: there)
     for name in ("b7", "train.py", "ps"):
@@ -178,7 +178,7 @@ def test_what_cannot_be_is_said_in_a_line(
 def test_very_many_groups_are_not_all_looked_at(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    there = {name: HostGroup([Place("", 1, -1, name, 0)]) for name in ("a", "b")}
+    there = {name: HostGroup([DebugAddress("", 1, -1, name, 0)]) for name in ("a", "b")}
     monkeypatch.setattr(command, "groups_here", lambda: there)
     monkeypatch.setattr(command, "LONGEST", -1.0)
     assert command.main(["why"]) == 2

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from telegrad.insight.reading.source import Sight
+from telegrad.insight.reading.source import GroupSnapshot
 from telegrad.insight.web import Dashboard
 from tests.insight.browsers import BROWSER, OPTIONS
 from tests.insight.group import WORKERS, Group
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(BROWSER is None, reason="needs a browser: apt-ge
 Open = Callable[..., Any]
 
 
-def why(sight: Sight) -> str:
+def why(sight: GroupSnapshot) -> str:
     return "trainer waits for stage1 <b>since</b> 3 s"
 
 

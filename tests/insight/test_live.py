@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from telegrad._core.events import CALLED, CONNECTED, PASSED, RAN, STAGED, STEPPED, Event
+from telegrad._core.events import BACKWARD_PASS, CALLED, CONNECTED, RAN, STAGED, STEPPED, Event
 from telegrad.errors import UsageError
 from telegrad.insight import top
 from telegrad.insight.reading.history import (
@@ -23,7 +23,7 @@ from telegrad.insight.reading.history import (
     percentile,
 )
 from telegrad.insight.reading.snapshot import detail, gantt, lanes, snapshot, spend, training
-from telegrad.insight.reading.source import Sight
+from telegrad.insight.reading.source import GroupSnapshot
 from telegrad.insight.reading.tables import Columns, Row, Table, amount, count, duration, lines, of_group, texts
 from telegrad.insight.top import View
 from telegrad.reporting.account import RUNNING
@@ -42,7 +42,7 @@ def staged(batch: int, begun: float, kind: str = "forward") -> Event:
     return (STAGED, begun, begun + 1, ("p", batch), kind, 0, 0)
 
 
-def history_of(*sights: Sight) -> GroupHistory:
+def history_of(*sights: GroupSnapshot) -> GroupHistory:
     history = GroupHistory()
     for sight in sights:
         history.add(sight)
@@ -55,25 +55,25 @@ def history_of(*sights: Sight) -> GroupHistory:
 def test_events_come_onto_one_clock() -> None:
     history = GroupHistory()
     far = account("b", 7.0) | {"time": DAY, "host": "other"}
-    assert history.add(Sight([account("a"), far], {})) == {"a": START - SECONDS, "b": 7.0 - SECONDS}
+    assert history.add(GroupSnapshot([account("a"), far], {})) == {"a": START - SECONDS, "b": 7.0 - SECONDS}
     history.add_events({"a": [ran(START - 1)], "b": [ran(6.0)], "stranger": [ran(1.0)]})
     assert (history.epoch, history.now) == (DAY, 0)
     assert history.recent(5) == ({"a": [ran(-1.0)], "b": [ran(-1.0)]}, 5)
 
 
 def test_each_event_is_asked_for_once() -> None:
-    history = history_of(Sight([account("a")], {}))
+    history = history_of(GroupSnapshot([account("a")], {}))
     history.add_events({"a": [ran(START - 1), ran(START)]})
-    assert history.add(Sight([account("a", START + 1)], {})) == {"a": START}
+    assert history.add(GroupSnapshot([account("a", START + 1)], {})) == {"a": START}
     history.add_events({"a": []})
     another = account("a", 50.0, pid=9) | {"time": DAY + 2}  # process, with another clock
-    assert history.add(Sight([another], {})) == {"a": 50.0 - SECONDS}
+    assert history.add(GroupSnapshot([another], {})) == {"a": 50.0 - SECONDS}
     history.add_events({"a": [ran(49.0)]})
     assert [event[2] for event in history.recent(5).events["a"]] == [1.0, 0.0, -1.0]
 
 
 def test_old_events_are_not_recent_and_many_calls_drive_out_no_step() -> None:
-    history = history_of(Sight([account("a", START + 10)], {}))
+    history = history_of(GroupSnapshot([account("a", START + 10)], {}))
     step = (STEPPED, START + 9, START + 9, 1, "SGD")
     history.add_events({"a": [step, ran(START), ran(START + 7), ran(START + 9)]})
     assert sorted(event[2] for event in history.recent(5).events["a"]) == [-3, -1, -1]
@@ -85,7 +85,7 @@ def test_old_events_are_not_recent_and_many_calls_drive_out_no_step() -> None:
 
 def test_many_workers_give_their_latest_events() -> None:
     names = [str(number) for number in range(100)]
-    history = history_of(Sight([account(name, START + 1) for name in names], {}))
+    history = history_of(GroupSnapshot([account(name, START + 1) for name in names], {}))
     history.add_events({name: [ran(START + n / 1000) for n in range(1000)] for name in names})
     events, window = history.recent(60)
     assert sum(map(len, events.values())) == MOST
@@ -94,20 +94,23 @@ def test_many_workers_give_their_latest_events() -> None:
 
 
 def test_time_of_day_that_is_far_off_moves_nothing() -> None:
-    history = history_of(Sight([account("a"), account("b"), account("c") | {"time": DAY + 9999}], {}))
+    history = history_of(GroupSnapshot([account("a"), account("b"), account("c") | {"time": DAY + 9999}], {}))
     assert history.now == 0
     history.add_events({"c": [ran(START - 1)]})
     assert len(history.recent(5).events["c"]) == 1
 
 
 def test_group_that_is_silent_keeps_its_time_and_what_it_told() -> None:
-    one, two = Sight([account("a", memory=1)], {}), Sight([account("a", START + 1, memory=2)], {"b": "gone"})
+    one, two = (
+        GroupSnapshot([account("a", memory=1)], {}),
+        GroupSnapshot([account("a", START + 1, memory=2)], {"b": "gone"}),
+    )
     history = history_of(one, two)
     assert (history.before, history.sight) == (one, two)
     assert [each.resident for each in history.memory["a"]] == [1, 2]
-    history.add(Sight([], {"a": "does not answer"}))
+    history.add(GroupSnapshot([], {"a": "does not answer"}))
     assert (history.now, history.sight.silent, list(history.last)) == (1, {"a": "does not answer"}, ["a"])
-    history.add(Sight([account("c", START + 2)], {}))
+    history.add(GroupSnapshot([account("c", START + 2)], {}))
     assert list(history.last) == ["c"]
 
 
@@ -123,23 +126,25 @@ def test_source_that_fails_is_asked_again() -> None:
 
 
 def test_rates_need_two_answers_of_one_process() -> None:
-    before = Sight([account("a", calls_done=10, bytes_out={"b": 100}, bytes_in={"b": 5})], {})
+    before = GroupSnapshot([account("a", calls_done=10, bytes_out={"b": 100}, bytes_in={"b": 5})], {})
     after = account("a", START + 2, calls_done=30, bytes_out={"b": 300, "c": 100}, bytes_in={"b": 5})
-    assert history_of(before, Sight([after], {})).rates() == {"a": Rate(10, 150, 0)}
-    assert history_of(Sight([after], {})).rates() == {}
-    assert history_of(before, Sight([after | {"pid": 101}], {})).rates() == {}
+    assert history_of(before, GroupSnapshot([after], {})).rates() == {"a": Rate(10, 150, 0)}
+    assert history_of(GroupSnapshot([after], {})).rates() == {}
+    assert history_of(before, GroupSnapshot([after | {"pid": 101}], {})).rates() == {}
 
 
 def test_flow_is_known_from_either_end() -> None:
     call = {"caller": "b", "number": 1, "function": "f", "age": 0.0, "state": "running", "thread": None}
     after = account("a", START + 1, bytes_out={"b": 150}, bytes_in={"b": 7}, calls_in=[call])
-    history = history_of(Sight([account("a", bytes_out={"b": 100})], {}), Sight([after], {"b": "stuck"}))
+    history = history_of(
+        GroupSnapshot([account("a", bytes_out={"b": 100})], {}), GroupSnapshot([after], {"b": "stuck"})
+    )
     assert history.flows() == [Flow("a", "b", 0, 150, 50), Flow("b", "a", 1, 7, 7)]
 
 
 def test_lost_workers_are_told_unless_another_has_their_name() -> None:
     gone = {"b": "it died", "c": "it left early"}
-    assert history_of(Sight([account("a", gone=gone), account("c")], {})).lost() == {"b": "it died"}
+    assert history_of(GroupSnapshot([account("a", gone=gone), account("c")], {})).lost() == {"b": "it died"}
 
 
 def test_functions() -> None:
@@ -202,7 +207,7 @@ def test_training_and_where_the_time_went() -> None:
         staged(1, 1),
         staged(1, 2, "weights"),
         staged(1, 2, "lend"),  # counts as nothing
-        (PASSED, 3.0, 3.5, 7, 1, ""),
+        (BACKWARD_PASS, 3.0, 3.5, 7, 1, ""),
         (STEPPED, 5.0, 6.0, 7, "SGD"),
         (STEPPED, 8.0, 9.0, 8, "SGD"),
         (CONNECTED, 9.0, 9.0, "b", "tcp"),
@@ -242,7 +247,7 @@ def test_snapshot_of_calls_that_have_not_ended_and_of_a_silent_group() -> None:
     come = [[0, -0.9, None, 1, "torch.add", "trainer", ""]]
     assert found == [("trainer", "called", out), ("stage1", "ran", come), ("stage2", "ran", come)]
     assert snapshot(GroupHistory(), 5)["workers"] == []
-    json.dumps(silent := snapshot(history_of(Sight([], {"a": "stuck"})), 5))
+    json.dumps(silent := snapshot(history_of(GroupSnapshot([], {"a": "stuck"})), 5))
     assert (silent["silent"], silent["place"], silent["lanes"], silent["gantt"]) == ({"a": "stuck"}, "", [], None)
 
 
@@ -277,7 +282,7 @@ def test_rows_are_sorted_narrowed_and_escaped() -> None:
     assert lines(COLUMNS, marked) == ["name       size", "! b        2.0K", "long name     5"]
 
 
-def training_group() -> list[Sight]:
+def training_group() -> list[GroupSnapshot]:
     """Two looks at a parameter server, a trainer and a silent one, one second apart."""
     line = {"file": "/home/me/train.py", "line": 88, "function": "step", "text": "    loss = push(grads)"}
     main = {"number": 1, "name": "MainThread", "at": line, "stack": ["x.py:1 run", "train.py:88 step"], "wait": None}
@@ -288,7 +293,7 @@ def training_group() -> list[Sight]:
     members = {"ps": "node0", "w2": "node1", "w10": "node2"}
     gone, refused = {"w9": "it died", "w2": "before it came again"}, "its process 204 is stopped (SIGSTOP)"
     return [
-        Sight(
+        GroupSnapshot(
             [
                 account(
                     "ps", START + time, members=members, gone=gone, calls_done=60 * time,
@@ -312,7 +317,7 @@ class Looks:
     def __init__(self) -> None:
         self.sights = training_group()
 
-    def look(self) -> Sight:
+    def look(self) -> GroupSnapshot:
         return self.sights.pop(0)
 
     def events(self, after: Any) -> dict[str, list[Event]]:
@@ -386,7 +391,7 @@ def test_top_of_one_worker() -> None:
 def test_top_of_workers_that_do_not_answer() -> None:
     history = history_of(*training_group())
     assert "! w10 gives no account: its process 204" in View(worker="w10").text(history)
-    history.add(Sight([training_group()[1].accounts[0] | {"time": DAY + 5.0}], {"w2": "no answer"}))
+    history.add(GroupSnapshot([training_group()[1].accounts[0] | {"time": DAY + 5.0}], {"w2": "no answer"}))
     text = View(worker="w2").text(history)
     assert "! w2 gives no account: no answer\nWhat it told 3.0s before the others did:\nw2 rank 2" in text
     assert "Server.push" in text
@@ -399,19 +404,21 @@ def test_top_of_workers_that_do_not_answer() -> None:
 
 
 def test_top_fits_into_the_terminal() -> None:
-    history = history_of(Sight([account(f"w{number}", rank=number) for number in range(100)], {"x": "a", "y": "b"}))
+    history = history_of(
+        GroupSnapshot([account(f"w{number}", rank=number) for number in range(100)], {"x": "a", "y": "b"})
+    )
     history.add_events({"w1": [called(START - 1, START, f"f{number}") for number in range(100)]})
     text = View("rank").text(history, 30).splitlines()
     assert len(text) <= 30
     assert text[6].startswith("w99 ")
     assert len([line for line in text if line.startswith("... and ")]) == 2
     assert len(View().text(history).splitlines()) > 200
-    silent = history_of(Sight([], {str(number): "stuck" for number in range(10)}))
+    silent = history_of(GroupSnapshot([], {str(number): "stuck" for number in range(10)}))
     assert View().text(silent, 30).splitlines()[3] == "! and 8 more"
 
 
 def test_figures_of_functions_are_of_a_shorter_time_where_more_was_called() -> None:
-    history = history_of(Sight([account("a"), account("b")], {}))
+    history = history_of(GroupSnapshot([account("a"), account("b")], {}))
     often = [called(START - 10 + n / 2000, START - 10 + n / 2000 + 0.001) for n in range(20_000)]
     seldom = [called(START - 10 + n / 10, START - 10 + n / 10, "g") for n in range(100)]
     history.add_events({"a": often, "b": seldom})

@@ -31,7 +31,7 @@ EVENTS: list[events.Event] = [
     (events.LOST, 1.0, 1.0, "worker1", "it died"),
     (events.MADE, 1.0, 1.0, "worker1", 1),
     (events.FREED, 1.0, 1.0, 1),
-    (events.PASSED, 1.0, 1.25, 1, 1, ""),
+    (events.BACKWARD_PASS, 1.0, 1.25, 1, 1, ""),
     (events.STAGED, 1.0, 1.25, 1, "F", 0, 0),
     (events.STAGED, 1.0, 1.5, 1, "F", 0, 1),
     (events.STEPPED, 1.0, 1.003, 1, "Adam"),
@@ -166,8 +166,8 @@ def test_labels_do_not_grow_without_end() -> None:
 def test_durations_at_their_bounds() -> None:
     counters = EventCounters()
     for bound in (*BOUNDS, BOUNDS[-1] + 1):
-        counters((events.PASSED, 0.0, bound, 1, 1, ""))
-    (found,) = counters.by(events.PASSED, ()).values()
+        counters((events.BACKWARD_PASS, 0.0, bound, 1, 1, ""))
+    (found,) = counters.by(events.BACKWARD_PASS, ()).values()
     assert [count for _, count in found.buckets()] == list(range(1, len(BOUNDS) + 2))
     assert [float(bound) for bound, _ in found.buckets()] == [*BOUNDS, float("inf")]
 

@@ -22,7 +22,7 @@ from telegrad._core.events import CALLED, RAN, Event
 from telegrad.errors import UsageError
 from telegrad.insight import collect
 from telegrad.insight.export.clock_offsets import MEASURED, REFERENCE, SAME, UNKNOWN, ClockOffset, offset_of_profile
-from telegrad.insight.reading.source import Sight
+from telegrad.insight.reading.source import GroupSnapshot
 from tests.cluster import Process
 from tests.insight.checking import check
 
@@ -130,9 +130,9 @@ def test_trace_of_the_past(workers: list[Process], tmp_path: pathlib.Path) -> No
 class Outside:
     """A source that looks on from outside: two workers, one of which has died."""
 
-    def look(self) -> Sight:
+    def look(self) -> GroupSnapshot:
         account: Any = {"worker": "a", "host": "x", "clock": 5.0, "gone": {"b": "it died"}}
-        return Sight([account], {"c": "it is stopped"})
+        return GroupSnapshot([account], {"c": "it is stopped"})
 
     def events(self, after: Mapping[str, float]) -> dict[str, list[Event]]:
         called = (CALLED, 10.0, 10.5, "b", 7, "work", 0, "")

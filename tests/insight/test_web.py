@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from telegrad.insight import web
-from telegrad.insight.reading.source import Sight
+from telegrad.insight.reading.source import GroupSnapshot
 from telegrad.insight.web import SPANS, Dashboard
 from tests.insight.group import WORKERS, Group
 
@@ -27,7 +27,7 @@ def dashboard() -> Iterator[Dashboard]:
     dashboard.close()
 
 
-def why(sight: Sight) -> str:
+def why(sight: GroupSnapshot) -> str:
     return f"{len(sight.accounts)} workers, and none waits."
 
 

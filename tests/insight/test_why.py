@@ -10,10 +10,10 @@ import pytest
 
 from telegrad.insight.finding import Finding, status
 from telegrad.insight.phrases import seconds
-from telegrad.insight.reading.source import Sight
+from telegrad.insight.reading.source import GroupSnapshot
 from telegrad.insight.report import Report
-from telegrad.reporting.account import JOINING, LEAVING, Account
-from tests.insight.scenes import GOING_ON, QUEUED, Scene, wait
+from telegrad.reporting.account import JOINING, LEAVING, WorkerState
+from tests.insight.scenes import QUEUED, UNFINISHED, Scene, wait
 
 
 def only(scene: Scene, kind: str, *workers: str) -> tuple[Finding, str]:
@@ -50,7 +50,7 @@ def test_a_silent_worker_for_which_nobody_waits() -> None:
     only(scene, "silent", "worker1")
 
 
-def _tell(account: Account, **more: Any) -> None:
+def _tell(account: WorkerState, **more: Any) -> None:
     account.update(more)  # type: ignore[typeddict-item]
 
 
@@ -275,7 +275,7 @@ def test_an_actor_whose_turn_does_not_end() -> None:
 
 
 def test_nobody_could_be_asked() -> None:
-    report = Report(Sight([], {}))
+    report = Report(GroupSnapshot([], {}))
     assert report.status == 2
     assert "No worker could be asked" in report.text()
 
@@ -314,7 +314,7 @@ def test_a_backward_pass_that_no_thread_waits_for() -> None:
 def test_a_value_that_nothing_makes() -> None:
     scene = Scene("worker0", "worker1")
     main = scene.thread("worker0", "train.py:9 main: reference.to_here()")
-    scene.call("worker0", "worker1", "to_here() of a reference", 5, by=main, state=GOING_ON)
+    scene.call("worker0", "worker1", "to_here() of a reference", 5, by=main, state=UNFINISHED)
     finding, _ = only(scene, "value", "worker1")
     assert "nothing there seems to make it" in finding.title
 
@@ -350,8 +350,8 @@ def test_slots_that_are_taken_by_short_calls() -> None:
 def test_a_stage_of_a_pipeline_that_sleeps() -> None:
     scene = Scene("worker0", "worker1", "worker2")
     main = scene.thread("worker0", "train.py:9 main: pipeline.forward_backward(context, x, y, loss)")
-    scene.call("worker0", "worker1", "stage 1 of 2 of a Pipeline (First)", 7, by=main, state=GOING_ON)
-    scene.call("worker0", "worker2", "stage 2 of 2 of a Pipeline (Second)", 7, state=GOING_ON)
+    scene.call("worker0", "worker1", "stage 1 of 2 of a Pipeline (First)", 7, by=main, state=UNFINISHED)
+    scene.call("worker0", "worker2", "stage 2 of 2 of a Pipeline (Second)", 7, state=UNFINISHED)
     outside = ["/lib/telegrad/pipeline/run.py:120 _do"]
     scene.thread("worker2", "train.py:30 forward: time.sleep(1e6)", outside=outside, name="telegrad-worker")
     finding, told = only(scene, "asleep", "worker2")
@@ -459,7 +459,7 @@ def at_random(chance: random.Random) -> Scene:
         caller, to = chance.choice(strangers), chance.choice(strangers)
         threads = [thread["number"] for thread in scene[caller]["threads"]] if caller in names else []
         more = {"runs": f"train.py:{chance.randint(1, 9)} f: {chance.choice(places)}"} if chance.random() < 0.5 else {}
-        states: list[dict[str, Any]] = [{}, {"state": GOING_ON}, {"state": QUEUED}, {"lost": True}]
+        states: list[dict[str, Any]] = [{}, {"state": UNFINISHED}, {"state": QUEUED}, {"lost": True}]
         by = chance.choice([None, *threads])
         scene.call(
             caller, to, chance.choice(functions), chance.choice([0.1, 3, 5]), by=by, **more, **chance.choice(states)

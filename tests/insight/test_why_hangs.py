@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 import pytest
 
 from telegrad.insight.finding import NOTE, Finding
-from telegrad.insight.reading.source import Sight
+from telegrad.insight.reading.source import GroupSnapshot
 from telegrad.insight.report import Report
 from telegrad.insight.seen_groups import HostGroup
 from telegrad.reporting import desk
@@ -23,7 +23,7 @@ from tests.insight.hangs import HANGS, Hang, Stage, work
 LONG = 0.3  # seconds: shorter than for people, so that the tests are, too
 WITHIN = 2.0  # seconds
 
-pytestmark = pytest.mark.skipif(not desk.HAS_DESKS, reason="workers can be asked from outside on Linux only")
+pytestmark = pytest.mark.skipif(not desk.HAS_DEBUG_SERVERS, reason="workers can be asked from outside on Linux only")
 
 
 @contextmanager
@@ -63,7 +63,7 @@ def explained(group: list[Process], hang: Hang) -> tuple[Report, str, float]:
             return report, told, took
 
 
-def inspect(group: list[Process]) -> Sight:
+def inspect(group: list[Process]) -> GroupSnapshot:
     pids = {process.pid for process in group}
     return HostGroup(place for place in desk.places() if place.pid in pids).look()
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from telegrad._core.joining.launchers import look_around
+from telegrad._core.joining.launchers import detect_launcher
 from telegrad.directories import etcd_messages
 from telegrad.launch import worker_command
 
@@ -63,7 +63,7 @@ def test_the_jobs_pods_know_where_they_are() -> None:
     assert service["spec"]["clusterIP"] == "None"
     assert service["spec"]["publishNotReadyAddresses"]
     for index in range(spec["completions"]):
-        found = look_around(environment(job, index))
+        found = detect_launcher(environment(job, index))
         assert found is not None
         assert (found.launcher, found.rank, found.size) == ("Kubernetes", index, spec["parallelism"])
         assert found.init_method == f"tcp://{name}-0.{service['metadata']['name']}:29500"
@@ -102,7 +102,7 @@ def test_the_jobsets_pods_make_a_dynamic_group_at_the_learners() -> None:
     name = jobset["metadata"]["name"]
     for replicated in jobset["spec"]["replicatedJobs"]:
         variables = environment(job_of(replicated, name), 0)
-        assert look_around(variables) is None
+        assert detect_launcher(variables) is None
         assert variables["MASTER_ADDR"] == f"{name}-learner-0-0.{name}"
 
 

@@ -24,7 +24,7 @@ from telegrad.nn import Pipeline, RemoteModule
 from telegrad.optim import DistributedOptimizer
 from telegrad.pipeline.batches import BatchInputs, BatchSpec
 from telegrad.pipeline.pipeline_schedule import SCHEDULES
-from telegrad.pipeline.station import StageWorkers
+from telegrad.pipeline.station import StageWorkerRegistry
 from telegrad.rpc import RRef, actor, remote, rpc_sync
 from tests.cluster import PATIENCE, agents, group
 
@@ -219,7 +219,7 @@ def test_stations_give_up_a_batch_whose_driver_has_died() -> None:
         with ThreadPoolExecutor(1) as pool:
             ended = pool.submit(drive)
             assert Held.begun.wait(PATIENCE)
-            (station,) = second.attached(StageWorkers)._stations.values()
+            (station,) = second.attached(StageWorkerRegistry)._stations.values()
             driver.agent.close()
             ended.result(PATIENCE)
             deadline = time.monotonic() + PATIENCE
@@ -277,7 +277,7 @@ class Rider:
 
     def ride(self, context_id: int, request: bytes) -> None:
         self.turns += 1
-        (station,) = current.here().attached(StageWorkers)._stations.values()
+        (station,) = current.here().attached(StageWorkerRegistry)._stations.values()
         for run in station._runs.values():
             run._go_on()
         time.sleep(0.05)  # as long as a step, so that a second turn would begin meanwhile

@@ -40,7 +40,7 @@ def kill_directory() -> None:
                 os.kill(keeping._keeper.pid, signal.SIGKILL)
 
 
-holders: list[held_directory.HeldDirectory] = []  # of this process
+holders: list[held_directory.DirectoryLease] = []  # of this process
 
 
 def work(place: str, name: str, folder: str, fatal: int = 0, kills: str = "") -> int:
@@ -50,9 +50,9 @@ def work(place: str, name: str, folder: str, fatal: int = 0, kills: str = "") ->
     "often" kills the directory three times.
     """
     forming.LAST_CALL = 0.3
-    hold, swap = held_directory.HeldDirectory.hold, EmbeddedDirectory.swap
+    hold, swap = held_directory.DirectoryLease.hold, EmbeddedDirectory.swap
 
-    def note(self: held_directory.HeldDirectory, *arguments: Any) -> None:
+    def note(self: held_directory.DirectoryLease, *arguments: Any) -> None:
         hold(self, *arguments)
         holders.append(self)
 
@@ -66,7 +66,7 @@ def work(place: str, name: str, folder: str, fatal: int = 0, kills: str = "") ->
             os.kill(os.getpid(), signal.SIGKILL)
         return found
 
-    setattr(held_directory.HeldDirectory, "hold", note)  # noqa: B010 - a method, to which mypy lets nobody assign
+    setattr(held_directory.DirectoryLease, "hold", note)  # noqa: B010 - a method, to which mypy lets nobody assign
     setattr(EmbeddedDirectory, "swap", die)  # noqa: B010
     if kills == "often":
         threading.Thread(target=kill_often, daemon=True).start()

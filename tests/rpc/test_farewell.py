@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from telegrad._core.membership import leaving as parting
-from telegrad._core.membership.doubts import Doubt
+from telegrad._core.membership.doubts import Suspect
 from telegrad._core.membership.leaving import LeavingTogether
 from telegrad._core.membership.membership import Greeting
 from telegrad._core.membership.shutdown_barrier import Ask, Entered, Leave, Message, Quiet
@@ -150,7 +150,7 @@ def test_who_left_in_order_is_not_lost(group: list[Worker], caplog: pytest.LogCa
     caplog.set_level(logging.WARNING, "telegrad")
     stays, leaves = group
     who = leaves.me.identity
-    doubt = Doubt(leaves.me, PeerUnreachable("it does not listen any more"), 0.0, 0.0)
+    doubt = Suspect(leaves.me, PeerUnreachable("it does not listen any more"), 0.0, 0.0)
     stays.agent._connections.tell_lost(who, ShutDown("worker 'w1' shut down"))  # while it is looked for
     assert stays.membership._settle(doubt, False) == []
     stays.agent._connections.tell_lost(who, PeerLost("another connection to it ended"))

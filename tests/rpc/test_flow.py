@@ -7,12 +7,12 @@ import random
 
 import pytest
 
-from telegrad._core.streams.flow_control import ITEM, Answer, Intake, Supply
+from telegrad._core.streams.flow_control import ITEM, Answer, ReceiveWindow, SendWindow
 from telegrad.errors import ProtocolViolation
 
 
-def fed(window: int = 4, most: int = 100) -> Supply[str]:
-    return Supply(window, most)
+def fed(window: int = 4, most: int = 100) -> SendWindow[str]:
+    return SendWindow(window, most)
 
 
 # The callee's side
@@ -145,7 +145,7 @@ def test_closing_drops_what_is_there_and_lets_the_function_go() -> None:
 
 
 def test_items_are_taken_in_order() -> None:
-    intake = Intake(4, 100)
+    intake = ReceiveWindow(4, 100)
     intake.came([1, 2], [0, 0], False)
     intake.came([3], [0], True)
     assert [intake.take() for _ in range(3)] == [1, 2, 3]
@@ -157,7 +157,7 @@ def test_items_are_taken_in_order() -> None:
 
 
 def test_half_a_window_is_told_at_once() -> None:
-    intake = Intake(4, 100)
+    intake = ReceiveWindow(4, 100)
     intake.came([1, 2, 3], [0, 0, 0], False)
     intake.take()
     assert not intake.must_tell
@@ -168,21 +168,21 @@ def test_half_a_window_is_told_at_once() -> None:
 
 
 def test_so_is_half_of_the_bytes() -> None:
-    intake = Intake(1000, 100)
+    intake = ReceiveWindow(1000, 100)
     intake.came([1, 2], [50, 1], False)
     intake.take()
     assert intake.must_tell
 
 
 def test_nothing_is_told_of_what_is_over() -> None:
-    intake = Intake(1, 1)
+    intake = ReceiveWindow(1, 1)
     intake.came([1], [1], True)
     intake.take()
     assert not intake.must_tell
 
 
 def test_a_pull_tells_too() -> None:
-    intake = Intake(1, 100)
+    intake = ReceiveWindow(1, 100)
     intake.came([1], [0], False)
     intake.take()
     assert intake.pull() == (0, 1)
@@ -191,7 +191,7 @@ def test_a_pull_tells_too() -> None:
 
 
 def test_a_closed_intake_has_nothing() -> None:
-    intake = Intake(1, 100)
+    intake = ReceiveWindow(1, 100)
     intake.came([1], [0], False)
     intake.close()
     intake.came([2], [0], False)
@@ -200,7 +200,7 @@ def test_a_closed_intake_has_nothing() -> None:
 
 
 def test_more_items_than_may_be_unread_are_refused() -> None:
-    intake = Intake(3, 100)
+    intake = ReceiveWindow(3, 100)
     intake.came([1, 2], [0, 0], False)
     with pytest.raises(ProtocolViolation, match="2 items came, of which at most 3 may be unread"):
         intake.came([3, 4], [0, 0], False)
@@ -219,8 +219,8 @@ class World:
         self.ahead = rng.randint(1, 3)  # pulls in flight
         self.eager = rng.random() < 0.5  # whether it pulls before it has nothing left
         self.closes_at = rng.randint(0, 30) if rng.random() < 0.2 else None
-        self.supply: Supply[int] = Supply(self.window, self.most)
-        self.intake = Intake(self.window, self.most)
+        self.supply: SendWindow[int] = SendWindow(self.window, self.most)
+        self.intake = ReceiveWindow(self.window, self.most)
         self.yielded, self.ended = 0, False
         self.taken: list[int] = []
         self.to_callee: list[tuple[str, int, int]] = []

@@ -27,7 +27,7 @@ from telegrad._core.worker import current
 from telegrad._core.worker.options import TelegradOptions
 from telegrad._core.worker.worker import Worker
 from telegrad.groups import meetings
-from telegrad.groups.meetings import Arrival, Meetings
+from telegrad.groups.meetings import Arrival, CollectiveManager
 from tests.cluster import PATIENCE, agents, group, processes, run_all, wait_until
 
 come: list[str] = []
@@ -66,7 +66,7 @@ def test_who_comes_by_a_call_that_is_cancelled_has_not_come(five: list[Worker], 
     for callee in ("w1", "w2"):  # the first keeps the meeting
         with pytest.raises(errors.CallTimeout):
             rpc.rpc_sync(callee, meet, (actors, "cancelled"), timeout=0.2)
-    kept = five[1].attached(Meetings)._meetings
+    kept = five[1].attached(CollectiveManager)._meetings
     wait_until(lambda: not kept and not five[1].agent._server.going_on)
     rest = actors[2:].rpc_async(meet, (actors, "cancelled"))
     wait_until(lambda: [meeting.missing for each in kept.values() for meeting in each] == [["w1", "w2"]])
@@ -135,7 +135,7 @@ def test_those_who_did_not_come_are_named(actors: rpc.Group) -> None:
 def test_a_thread_that_gives_up_leaves_another_of_its_worker_in_its_meeting(
     five: list[Worker], actors: rpc.Group
 ) -> None:
-    kept = five[1].attached(Meetings)._meetings
+    kept = five[1].attached(CollectiveManager)._meetings
     pair = rpc.group(["w1", "w2"])
     first = rpc.rpc_async("w2", sum_up, (pair,))
     wait_until(lambda: kept)
@@ -147,7 +147,7 @@ def test_a_thread_that_gives_up_leaves_another_of_its_worker_in_its_meeting(
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no such signals")
 def test_a_worker_whose_wait_is_interrupted_has_not_come(five: list[Worker], actors: rpc.Group) -> None:
-    kept = five[1].attached(Meetings)._meetings
+    kept = five[1].attached(CollectiveManager)._meetings
     main = threading.get_ident()
 
     def interrupt() -> None:
@@ -183,7 +183,7 @@ def test_only_members_meet(actors: rpc.Group) -> None:
 @pytest.mark.parametrize("seed", range(50))
 def test_meetings_in_any_order_of_events(seed: int) -> None:
     """Each worker arrives for each of several rounds, withdraws some arrivals, and gets the values of one meeting."""
-    draw, server = random.Random(seed), Meetings.__new__(Meetings)
+    draw, server = random.Random(seed), CollectiveManager.__new__(CollectiveManager)
     server._lock, server._meetings = threading.Lock(), {}
     names = ["a", "b", "c"][: draw.randint(2, 3)]
     key = ("barrier", "everybody", "")
@@ -216,7 +216,7 @@ def test_meetings_in_any_order_of_events(seed: int) -> None:
 
 
 def test_a_worker_that_gives_up_is_not_named_before_those_that_never_came() -> None:
-    meeting = meetings.Meeting(["a", "b", "c"])
+    meeting = meetings.Collective(["a", "b", "c"])
     meeting.withdrew.add("a")
     assert meeting.missing == ["b", "c"]
     meeting.withdrew |= {"b", "c"}
@@ -258,7 +258,7 @@ def meet_a_stopped_worker() -> tuple[str, str]:
 
 
 def has_meetings(count: int) -> None:
-    wait_until(lambda: len(current.here().attached(Meetings)._meetings) == count)
+    wait_until(lambda: len(current.here().attached(CollectiveManager)._meetings) == count)
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no such signals")

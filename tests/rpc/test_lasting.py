@@ -14,7 +14,7 @@ import torch
 
 import telegrad.rpc as rpc
 from telegrad import errors
-from telegrad._core.rpc.restorable import revive
+from telegrad._core.rpc.restorable import ensure_present
 from telegrad._core.worker import current
 from tests.cluster import PATIENCE, in_threads
 from tests.rpc.test_publishing import USES, Counter, Crowd, ended, keep, kept
@@ -154,16 +154,16 @@ def test_each_that_asks_is_told_that_restoring_it_would_end_the_program(crowd: C
 def test_a_value_that_is_there_is_not_made_anew(crowd: Crowd) -> None:
     made = rpc.remote("w1", Counter, restore=True)
     assert made.rpc_sync().add(3) == 3
-    assert not revive(made)
+    assert not ensure_present(made)
     restart(crowd, "w1")
-    assert revive(made)
-    assert not revive(made)
+    assert ensure_present(made)
+    assert not ensure_present(made)
 
 
 def test_without_restore_a_value_is_lost_for_good(crowd: Crowd) -> None:
     made = rpc.remote("w1", Counter)
     made.to_here()
-    assert not revive(made)
+    assert not ensure_present(made)
     crowd.lose("w1")
     with pytest.raises(errors.CannotRestore, match="give `restore`"):
         _revive_on(made)
@@ -175,7 +175,7 @@ def _revive_on(reference: rpc.RRef[Any]) -> None:
     """Until it is known what has become of the owner."""
     while True:
         with contextlib.suppress(errors.ShutDown):
-            revive(reference)
+            ensure_present(reference)
 
 
 def test_values_that_nobody_holds_are_freed(crowd: Crowd) -> None:

@@ -19,8 +19,8 @@ import torch.distributed as dist
 import telegrad.rpc as rpc
 from telegrad import errors
 from telegrad._core.stores import supervised
-from telegrad._core.stores.board import OPEN, SERVED, Board
-from telegrad._core.stores.find_directory import POINTER, Keeping
+from telegrad._core.stores.board import OPEN, SERVED, KeyValueStore
+from telegrad._core.stores.find_directory import POINTER, DirectoryMonitor
 from telegrad._core.stores.group_keys import user_keys
 from telegrad._core.stores.sealed_store import SealedStore
 from telegrad._core.worker import current
@@ -126,9 +126,9 @@ def variables(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> Iterato
             yield kept | {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
         else:
             keys = user_keys()
-            keeping = Keeping(keys, "127.0.0.1")
-            Board(SealedStore(store, keys)).write(POINTER, keeping.pointer._replace(launched=True).to_json())
-            Board(SealedStore(store, keys)).write(SERVED, OPEN)
+            keeping = DirectoryMonitor(keys, "127.0.0.1")
+            KeyValueStore(SealedStore(store, keys)).write(POINTER, keeping.pointer._replace(launched=True).to_json())
+            KeyValueStore(SealedStore(store, keys)).write(SERVED, OPEN)
             yield kept | {supervised.STORE: f"127.0.0.1:{store.port}"}
             keeping.close()
 

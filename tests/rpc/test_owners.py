@@ -23,11 +23,11 @@ from telegrad._core.joining import forming
 from telegrad._core.membership.dynamic import DynamicGroup
 from telegrad._core.membership.registry import Claim, Registry
 from telegrad._core.security.keyring import Keyring
-from telegrad._core.stores.find_directory import Keeping
+from telegrad._core.stores.find_directory import DirectoryMonitor
 from telegrad._core.worker import current
 from telegrad._core.worker.worker import Worker
 from telegrad.publishing import registration as registering
-from telegrad.publishing.published import Offers
+from telegrad.publishing.published import Publications
 from tests.cluster import PATIENCE, Process, agents, processes, wait_until
 
 KINDS = ["fixed", "dynamic", "elastic"]
@@ -72,8 +72,8 @@ class Noted(list[Any]):
         assert len({(name, token) for *_, name, token in self}) == len(set(tokens)), list(self)
 
 
-def offers_of(worker: Worker) -> Offers:
-    return worker.attached(Offers)
+def offers_of(worker: Worker) -> Publications:
+    return worker.attached(Publications)
 
 
 def take_part(name: str, url: str, kind: str, silence: float = 10.0) -> None:
@@ -505,17 +505,17 @@ def test_a_group_that_publishes_nothing_has_no_directory() -> None:
     with group("fixed") as workers:
         rpc_only = on(workers[0], lambda: rpc.rpc_sync("w1", pow, (2, 3)))
         assert rpc_only == 8
-        assert not any(Offers in worker._attached for worker in workers)
+        assert not any(Publications in worker._attached for worker in workers)
 
 
 def test_the_directory_is_started_once_for_all_who_ask(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[str] = []
 
-    def start(keys: Keyring, address: str) -> Keeping:
+    def start(keys: Keyring, address: str) -> DirectoryMonitor:
         started.append(address)
-        return Keeping(keys, address)
+        return DirectoryMonitor(keys, address)
 
-    monkeypatch.setattr(registering, "Keeping", start)
+    monkeypatch.setattr(registering, "DirectoryMonitor", start)
     with group("fixed", 5) as workers:
         with ThreadPoolExecutor(5) as pool:
             list(pool.map(lambda worker: on(worker, rpc.publish, "one", Counter), workers))
@@ -527,7 +527,7 @@ def test_a_directory_that_cannot_be_started_is_told(monkeypatch: pytest.MonkeyPa
         raise errors.StoreUnreachable("no process today")
 
     with group("fixed", 2) as workers:
-        monkeypatch.setattr(registering, "Keeping", fail)
+        monkeypatch.setattr(registering, "DirectoryMonitor", fail)
         for worker in workers:
             with pytest.raises(errors.RendezvousError, match="no process today"):
                 on(worker, rpc.publish, "counter", Counter)

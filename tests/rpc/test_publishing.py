@@ -26,7 +26,7 @@ from telegrad._core.worker import current
 from telegrad._core.worker.options import TelegradOptions
 from telegrad._core.worker.worker import Worker
 from telegrad.publishing import registration
-from telegrad.publishing.published import Offers
+from telegrad.publishing.published import Publications
 from tests.cluster import KEYS, PATIENCE, agents, processes, wait_until
 from tests.directory.engines import Middleman
 
@@ -232,7 +232,7 @@ def test_what_a_method_raises_is_no_reason_to_call_it_again(crowd: Crowd, kind: 
 def test_an_owner_that_has_left_says_so(crowd: Crowd) -> None:
     crowd.on("w1", rpc.publish, "counter", Counter)
     worker = crowd.workers["w1"]
-    owned = worker.attached(Offers)._offers["counter"].owned
+    owned = worker.attached(Publications)._offers["counter"].owned
     assert owned is not None
     crowd.on("w1", owned.check)
     worker.directory.leave()

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import telegrad.rpc as rpc
 from telegrad import errors
-from telegrad._core.stores.board import Board
+from telegrad._core.stores.board import KeyValueStore
 from telegrad._core.stores.group_keys import user_keys
 from telegrad._core.stores.stores import open_store
 from telegrad._core.worker.options import TelegradOptions
@@ -105,7 +105,7 @@ def begin_to_join(place: Place, rank: int = 1, size: int = 2) -> None:
 
 def wait_until_claimed(url: str, rank: int) -> None:
     """Until a worker of that rank waits for the others of its group."""
-    board = Board(open_store(url, 1, 2, user_keys(), PATIENCE).store, "telegrad/1")
+    board = KeyValueStore(open_store(url, 1, 2, user_keys(), PATIENCE).store, "telegrad/1")
     until = monotonic() + PATIENCE
     while not board.terms():
         assert monotonic() < until

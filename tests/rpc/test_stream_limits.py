@@ -18,7 +18,7 @@ from telegrad._core.membership.members import Identity
 from telegrad._core.memory.blobs import Chunk
 from telegrad._core.reactor.scheduler import WorkQueue
 from telegrad._core.streams import producer as feeding
-from telegrad._core.streams.flow_control import ITEM, Supply
+from telegrad._core.streams.flow_control import ITEM, SendWindow
 from telegrad._core.streams.generator_runs import Producer
 from telegrad._core.streams.producer import Feed, Reader, Readers, Taken
 from telegrad._core.transport import writer
@@ -295,7 +295,7 @@ class Turns:
 
 
 def lawfully_waits(feed: Feed, reader: Reader) -> bool:
-    supply: Supply[Any] = feed._supply
+    supply: SendWindow[Any] = feed._supply
     if not supply.may_go_on:
         return True
     pull = supply.awaited

@@ -22,7 +22,7 @@ import torch
 
 import telegrad.autograd as dist_autograd
 from telegrad import errors
-from telegrad._core.calls.awaiting import happening
+from telegrad._core.calls.awaiting import completion_of
 from telegrad._core.streams import streams
 from telegrad._core.streams.items import LARGE
 from telegrad._core.worker import current
@@ -515,11 +515,11 @@ def test_a_cancellation_that_comes_together_with_an_item_is_kept(monkeypatch: py
         assert task is not None
 
         def cancelling(awaited: Any) -> asyncio.Future[None]:
-            waiter = happening(awaited)
+            waiter = completion_of(awaited)
             waiter.add_done_callback(lambda _: task.cancel())
             return waiter
 
-        monkeypatch.setattr(streams, "happening", cancelling)
+        monkeypatch.setattr(streams, "completion_of", cancelling)
         async for _ in rpc_stream("w1", endless):
             pass
 

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from telegrad._core import progress
-from telegrad._core.rpc.joint_calls import together
+from telegrad._core.rpc.joint_calls import call_all
 from telegrad.errors import WorkersFailed
 from telegrad.rpc import rpc_async
 from tests.cluster import PATIENCE
@@ -46,7 +46,7 @@ def test_how_far_they_are_is_said_where_it_takes_long(
     missing: list[str] = []
     thread = threading.Thread(target=look_on)
     thread.start()
-    found = together(
+    found = call_all(
         WORKERS, lambda worker, number: rpc_async(worker, work, (number,)), "checkpoint.save: writing", SIZES
     )
     thread.join(PATIENCE)
@@ -62,6 +62,6 @@ def test_what_fails_is_told_whether_it_was_followed_or_not() -> None:
     may_end.set()
     for doing in ("", "checkpoint.save: writing"):
         with pytest.raises(WorkersFailed) as caught:
-            together({"w1": 4, "w2": 4, "w3": 3}, lambda worker, number: rpc_async(worker, work, (number,)), doing)
+            call_all({"w1": 4, "w2": 4, "w3": 3}, lambda worker, number: rpc_async(worker, work, (number,)), doing)
         assert set(caught.value.errors) == {"w1", "w2"}
-        assert together({}, lambda worker, number: rpc_async(worker, work, (number,)), doing) == {}
+        assert call_all({}, lambda worker, number: rpc_async(worker, work, (number,)), doing) == {}

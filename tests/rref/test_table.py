@@ -11,7 +11,7 @@ import pytest
 
 from telegrad._core.membership.leaving import LeavingTogether
 from telegrad._core.membership.members import Member
-from telegrad._core.references.letters import DROPPED, Letter
+from telegrad._core.references.letters import DROPPED, ControlMessage
 from telegrad._core.worker import current
 from telegrad._core.worker.worker import Worker
 from telegrad.errors import PeerUnreachable, RRefError, UnknownWorker
@@ -103,9 +103,9 @@ def test_a_letter_is_posted_once_although_posting_fails(worker: Worker, monkeypa
     for reference in references:
         reference.to_here()
     post = table._courier.post
-    posted: list[tuple[str, Letter]] = []
+    posted: list[tuple[str, ControlMessage]] = []
 
-    def post_but_once(to: str, letter: Letter) -> None:
+    def post_but_once(to: str, letter: ControlMessage) -> None:
         if len(posted) == 2 and fails.acquire(blocking=False):
             raise MemoryError
         posted.append((to, letter))

@@ -18,7 +18,7 @@ from typing import Any
 from unittest import mock
 
 from telegrad._core.directory.table import Limits
-from telegrad._core.membership.doubts import Doubt
+from telegrad._core.membership.doubts import Suspect
 from telegrad._core.membership.dynamic import DynamicGroup
 from telegrad._core.membership.members import Member
 from telegrad._core.membership.registry import Registry
@@ -241,8 +241,8 @@ def patched() -> contextlib.ExitStack:
     stack = contextlib.ExitStack()
     for module in ("dynamic", "membership", "callbacks"):
         stack.enter_context(mock.patch(f"telegrad._core.membership.{module}.Background", Thread))
-    stack.enter_context(mock.patch("telegrad._core.membership.dynamic.run_beside", run_here))
-    stack.enter_context(mock.patch("telegrad._core.membership.membership.Knocks", Knocks))
+    stack.enter_context(mock.patch("telegrad._core.membership.dynamic.run_in_thread", run_here))
+    stack.enter_context(mock.patch("telegrad._core.membership.membership.Probes", Knocks))
     stack.enter_context(mock.patch.object(logging.getLogger("telegrad"), "exception", fail))
     return stack
 
@@ -252,12 +252,12 @@ def fail(text: str, *_: Any) -> None:
     raise Broken(f"X1: {text}")
 
 
-class Knocks(list[Doubt]):
+class Knocks(list[Suspect]):
     """In the place of those of `doubts`: the worker of this fiber knocks."""
 
     begin = list.append
 
-    def answers(self) -> Iterator[tuple[Doubt, bool | None]]:
+    def answers(self) -> Iterator[tuple[Suspect, bool | None]]:
         worker = fibers.check().owner
         assert isinstance(worker, Worker)
         while self:

@@ -7,8 +7,8 @@ from collections import Counter
 from math import inf
 from typing import Any
 
-from telegrad._core.references.delivery import Batch, Courier
-from telegrad._core.references.letters import Id, Letter
+from telegrad._core.references.delivery import Batch, ReliableDelivery
+from telegrad._core.references.letters import ControlMessage, Id
 from telegrad._core.references.protocol import References
 
 ABSENT, PRESENT, FREED = "absent", "present", "freed"
@@ -26,7 +26,7 @@ class Worker:
     def __init__(self, name: str) -> None:
         self.name = name
         self.machine = References(name)
-        self.courier: Courier[Letter] = Courier()
+        self.courier: ReliableDelivery[ControlMessage] = ReliableDelivery()
         self.handles: list[Id] = []  # references, once for each handle
         self.fetching: list[Id] = []  # references whose values it waits for, with a handle each
         self.asked: list[tuple[Id, str]] = []  # (ref, user): fetches that wait here for a value

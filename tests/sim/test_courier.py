@@ -13,12 +13,12 @@ from telegrad._core.references.delivery import (
     RESEND_AFTER,
     RESEND_AT_MOST,
     Batch,
-    Courier,
+    ReliableDelivery,
 )
 
 
 def test_letters_to_one_worker_travel_together() -> None:
-    courier: Courier[str] = Courier()
+    courier: ReliableDelivery[str] = ReliableDelivery()
     for letter in "abc":
         courier.post("x", letter)
     courier.post("y", "d")
@@ -27,7 +27,7 @@ def test_letters_to_one_worker_travel_together() -> None:
 
 
 def test_what_is_not_receipted_is_sent_again_ever_more_rarely() -> None:
-    courier: Courier[str] = Courier()
+    courier: ReliableDelivery[str] = ReliableDelivery()
     now, pauses = 0.0, []
     courier.post("x", "a")
     ((_, first),) = courier.outgoing(now)
@@ -43,7 +43,7 @@ def test_what_is_not_receipted_is_sent_again_ever_more_rarely() -> None:
 
 
 def test_a_receipt_travels_with_letters_or_soon_alone() -> None:
-    courier: Courier[str] = Courier()
+    courier: ReliableDelivery[str] = ReliableDelivery()
     assert courier.receive("x", Batch(7, ["a"], []), 1.0) == ["a"]
     assert courier.next() == 1.0 + ACKNOWLEDGE_WITHIN
     courier.post("x", "b")
@@ -54,7 +54,7 @@ def test_a_receipt_travels_with_letters_or_soon_alone() -> None:
 
 
 def test_an_open_way_is_used_at_once() -> None:
-    courier: Courier[str] = Courier()
+    courier: ReliableDelivery[str] = ReliableDelivery()
     courier.post("x", "a")
     courier.outgoing(0.0)
     courier.hurry("x", 0.5)
@@ -62,7 +62,7 @@ def test_an_open_way_is_used_at_once() -> None:
 
 
 def test_who_is_taken_for_dead_is_asked_for_a_sign_ever_more_rarely() -> None:
-    courier: Courier[str] = Courier()
+    courier: ReliableDelivery[str] = ReliableDelivery()
     now, pauses = 0.0, []
     courier.post("x", "a")
     courier.outgoing(now)
@@ -79,7 +79,7 @@ def test_who_is_taken_for_dead_is_asked_for_a_sign_ever_more_rarely() -> None:
 
 
 def test_nothing_is_sent_to_who_has_left() -> None:
-    courier: Courier[str] = Courier()
+    courier: ReliableDelivery[str] = ReliableDelivery()
     courier.post("x", "a")
     courier.outgoing(0.0)
     courier.post("x", "b")
@@ -89,7 +89,7 @@ def test_nothing_is_sent_to_who_has_left() -> None:
 
 
 def test_of_workers_that_have_left_numbers_are_kept_for_a_while() -> None:
-    courier: Courier[str] = Courier()
+    courier: ReliableDelivery[str] = ReliableDelivery()
     for turn in range(2):
         courier.post("x", "a")
         assert courier.outgoing(0.0) == [("x", Batch(turn + 1, ["a"], []))]
@@ -104,8 +104,8 @@ def test_of_workers_that_have_left_numbers_are_kept_for_a_while() -> None:
 
 
 def test_a_worker_that_was_forgotten_waits_for_no_number() -> None:
-    sender: Courier[int] = Courier()
-    receiver: Courier[int] = Courier()
+    sender: ReliableDelivery[int] = ReliableDelivery()
+    receiver: ReliableDelivery[int] = ReliableDelivery()
     for turn in range(5):
         sender.post("r", turn)
         sender.outgoing(turn)
@@ -118,8 +118,8 @@ def test_a_worker_that_was_forgotten_waits_for_no_number() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.sampled_from(["deliver", "double", "lose", "post", "wait"]))))
 def test_each_letter_arrives_once(events: list[tuple[int, str]]) -> None:
-    sender: Courier[int] = Courier()
-    receiver: Courier[int] = Courier()
+    sender: ReliableDelivery[int] = ReliableDelivery()
+    receiver: ReliableDelivery[int] = ReliableDelivery()
     now, posted = 0.0, 0
     received: list[int] = []
     out: list[Batch] = []

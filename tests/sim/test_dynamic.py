@@ -39,8 +39,8 @@ from telegrad._core.membership.registry import (
     Claim,
     Claimed,
     Ended,
-    Gone,
     IsAlive,
+    MemberGone,
     Registered,
     Registry,
     _holder,
@@ -237,7 +237,7 @@ class EndsWithRankZero(DynamicGroup):
     """The loss of the worker of rank 0 is the end of the group."""
 
     def _apply(self, change: Change | Claimed) -> None:
-        known = self._known.get(change.life) if isinstance(change, Gone) else None
+        known = self._known.get(change.life) if isinstance(change, MemberGone) else None
         super()._apply(change)
         if known is not None and known.member.id == 0:
             self._on_change(Ended("rank 0 was lost"))

@@ -17,11 +17,11 @@ from telegrad._core.membership.shutdown_barrier import (
     LEAVING,
     WAITING,
     Entered,
-    Farewell,
     Leave,
     Letter,
     Missing,
     Quiet,
+    ShutdownBarrier,
 )
 
 SEEDS = [int(os.environ["TELEGRAD_SEED"])] if "TELEGRAD_SEED" in os.environ else range(2000)
@@ -30,7 +30,9 @@ SEEDS = [int(os.environ["TELEGRAD_SEED"])] if "TELEGRAD_SEED" in os.environ else
 class World:
     """Workers, the letters between them (in order per pair, as connections keep it), and calls in flight."""
 
-    def __init__(self, seed: int, deaths: bool, breaks: bool = False, make: type[Farewell] = Farewell) -> None:
+    def __init__(
+        self, seed: int, deaths: bool, breaks: bool = False, make: type[ShutdownBarrier] = ShutdownBarrier
+    ) -> None:
         self.random = random.Random(seed)
         self.count = self.random.randint(1, 7)
         self.machines = {i: make(i, set(range(self.count))) for i in range(self.count)}
@@ -195,33 +197,33 @@ def test_everybody_leaves_and_only_when_nothing_is_in_flight(deaths: bool, break
             raise AssertionError(f"SEED={seed} {error}") from error
 
 
-class AsksNotAgain(Farewell):
+class AsksNotAgain(ShutdownBarrier):
     """The leader sends no more than its greeting again."""
 
     def remind(self, other: int) -> list[Letter]:
         return super().remind(other)[:1]
 
 
-class AsksThoseThatHaveLeft(Farewell):
+class AsksThoseThatHaveLeft(ShutdownBarrier):
     """The leader begins a round after the last one, in place of its Leave."""
 
     def _ask_again(self, other: int) -> list[Letter]:
         return self._ask_all()
 
 
-def run_all(make: type[Farewell]) -> None:
+def run_all(make: type[ShutdownBarrier]) -> None:
     for seed in range(2000):
         World(seed, False, True, make).run()
 
 
 @pytest.mark.parametrize("broken", [AsksNotAgain, AsksThoseThatHaveLeft])
-def test_a_machine_that_is_wrong_is_found_out(broken: type[Farewell]) -> None:
+def test_a_machine_that_is_wrong_is_found_out(broken: type[ShutdownBarrier]) -> None:
     with pytest.raises(AssertionError, match=r"no end|stuck"):
         run_all(broken)
 
 
 def test_two_rounds_where_nothing_happens() -> None:
-    worker, leader = Farewell(1, {0, 1}), Farewell(0, {0, 1})
+    worker, leader = ShutdownBarrier(1, {0, 1}), ShutdownBarrier(0, {0, 1})
     letters = leader.enter() + [letter for _, m in worker.enter() for letter in leader.receive(1, m)]
     asked = [m for to, m in letters if to == 1][-1]
     worker.receive(0, asked)
@@ -238,7 +240,7 @@ def test_two_rounds_where_nothing_happens() -> None:
 
 def test_who_waits_can_ask_the_leader_for_whom() -> None:
     members = {0, 1, 2}
-    leader, worker = Farewell(0, members), Farewell(1, members)
+    leader, worker = ShutdownBarrier(0, members), ShutdownBarrier(1, members)
     for _, message in worker.enter():
         leader.receive(1, message)
     assert leader.missing == {0, 2}
@@ -253,7 +255,7 @@ def test_who_waits_can_ask_the_leader_for_whom() -> None:
 
 def test_who_waits_can_ask_the_leader_who_is_not_quiet_yet() -> None:
     members = {0, 1, 2}
-    leader, asker, busy = (Farewell(each, members) for each in members)
+    leader, asker, busy = (ShutdownBarrier(each, members) for each in members)
     letters = [*leader.enter(), *asker.enter(), *busy.enter()]
     asked = [letter for sender in (1, 2) for letter in leader.receive(sender, Entered())]
     assert not leader.missing

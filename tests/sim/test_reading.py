@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from telegrad._core.transport.reading import Owner, Reading
+from telegrad._core.transport.reading import Owner, ReadRight
 from tests.sim.baton import Baton, Lock
 
 SEEDS = 400
@@ -20,7 +20,7 @@ AT_NIGHT = 5000
 LOOKS = 2000  # after which who waits waits for ever
 
 
-class Peeked(Reading):
+class Peeked(ReadRight):
     """The baton is passed after each look at the owner without the lock, too."""
 
     baton: Baton
@@ -40,7 +40,7 @@ class Peeked(Reading):
 class World:
     """A connection over which answers come, in any order, and threads that wait for them."""
 
-    def __init__(self, seed: int, make: type[Reading]) -> None:
+    def __init__(self, seed: int, make: type[ReadRight]) -> None:
         self.chance = random.Random(seed)
         self.baton = Baton(seed)
         self.reading = make(Lock(self.baton), self.arm, self.expects, self.finish)
@@ -149,7 +149,7 @@ class World:
             self.baton.pass_on()
 
 
-def run(seeds: range, make: type[Reading] = Peeked) -> None:
+def run(seeds: range, make: type[ReadRight] = Peeked) -> None:
     for seed in seeds:
         try:
             World(seed, make).run()

@@ -22,7 +22,7 @@ from telegrad._core.references.letters import (
     SETTLED,
     STILLBORN,
     WANTED,
-    Letter,
+    ControlMessage,
 )
 from telegrad._core.references.protocol import CAME_LATE, MOST_REMEMBERED, OWNER_DIED, VALUE_GONE, References
 from tests.sim.references_world import Worker, World, run
@@ -173,7 +173,7 @@ def test_an_unconfirmed_fork_is_not_dropped(trio: Trio) -> None:
     assert trio.a.letters == []
     trio.b.expect(ref, fork, "a")
     trio.a.created(ref, fork, "b")
-    assert trio.a.letters == [("b", Letter(DROPPED, ref, fork))]
+    assert trio.a.letters == [("b", ControlMessage(DROPPED, ref, fork))]
 
 
 # Deaths and broken connections

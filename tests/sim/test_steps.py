@@ -19,11 +19,11 @@ from telegrad._core.membership.generation_steps import (
     MOVE,
     SERVING,
     STAY,
+    GenerationBarrier,
     Impatient,
     Letter,
     Move,
-    Standing,
-    Steps,
+    Report,
 )
 
 SEEDS = [int(os.environ["TELEGRAD_SEED"])] if "TELEGRAD_SEED" in os.environ else range(2000)
@@ -33,7 +33,7 @@ MOST_STEPS = 4
 class World:
     """Workers, and the letters between them, in order per pair; a connection may break and lose what is on it."""
 
-    def __init__(self, seed: int, faults: bool, make: type[Steps] = Steps) -> None:
+    def __init__(self, seed: int, faults: bool, make: type[GenerationBarrier] = GenerationBarrier) -> None:
         self.random = random.Random(seed)
         self.count = self.random.randint(1, 6)
         ranks = range(self.count)
@@ -203,9 +203,9 @@ def test_all_hear_the_same(faults: bool) -> None:
 
 def test_who_waits_for_nobody_any_more() -> None:
     """The leader does not even answer one who is impatient."""
-    machine = Steps(1, [0, 1, 2])
+    machine = GenerationBarrier(1, [0, 1, 2])
     assert machine.give_up() == [], "it is within a step"
-    assert machine.stand(HERE) == [(0, Standing(HERE, 0, False))]
+    assert machine.stand(HERE) == [(0, Report(HERE, 0, False))]
     assert machine.give_up() == [(0, Impatient())]
     machine.move_alone()
     assert (machine.told, machine.without, machine.stand(HERE)) == (MOVE, (), [])
@@ -214,12 +214,12 @@ def test_who_waits_for_nobody_any_more() -> None:
 
 
 def test_who_leads_goes_on_without_those_who_do_not_come() -> None:
-    leader = Steps(0, [0, 1, 2])
-    assert leader.receive(1, Standing(HERE, 0, False)) == []
+    leader = GenerationBarrier(0, [0, 1, 2])
+    assert leader.receive(1, Report(HERE, 0, False)) == []
     assert leader.missing == {0, 2}
     leader.stand(HERE)
     assert leader.give_up() == [(1, Move((2,)))]
-    assert leader.receive(2, Standing(HERE, 0, False)) == [(2, Move((2,)))]
+    assert leader.receive(2, Report(HERE, 0, False)) == [(2, Move((2,)))]
 
 
 @pytest.mark.nightly
@@ -232,14 +232,14 @@ def test_many_more() -> None:
             raise
 
 
-class WithoutReminders(Steps):
+class WithoutReminders(GenerationBarrier):
     """What was lost with a connection is not said again."""
 
     def remind(self, other: int) -> list[Letter]:
         return []
 
 
-class WithoutEntry(Steps):
+class WithoutEntry(GenerationBarrier):
     """The next leader is told nothing."""
 
     def lost(self, other: int) -> list[Letter]:
@@ -249,7 +249,7 @@ class WithoutEntry(Steps):
         return self._conclude()
 
 
-class Hasty(Steps):
+class Hasty(GenerationBarrier):
     """It does not wait for all."""
 
     @property
@@ -257,26 +257,26 @@ class Hasty(Steps):
         return set(list(super().missing)[1:])
 
 
-class Forgetful(Steps):
+class Forgetful(GenerationBarrier):
     """The leader takes what was said again for the next step."""
 
-    def _on_standing(self, sender: int, message: Standing) -> list[Letter]:
+    def _on_standing(self, sender: int, message: Report) -> list[Letter]:
         return super()._on_standing(sender, message._replace(step=self._led))
 
 
-class Silent(Steps):
+class Silent(GenerationBarrier):
     """Who comes late is not told that the others have gone."""
 
-    def _on_standing(self, sender: int, message: Standing) -> list[Letter]:
+    def _on_standing(self, sender: int, message: Report) -> list[Letter]:
         return [each for each in super()._on_standing(sender, message) if not isinstance(each[1], Move)]
 
 
-def run_all(make: type[Steps]) -> None:
+def run_all(make: type[GenerationBarrier]) -> None:
     for seed in range(2000):
         World(seed, True, make).run()
 
 
 @pytest.mark.parametrize("broken", [WithoutReminders, WithoutEntry, Hasty, Forgetful, Silent])
-def test_a_machine_that_is_wrong_is_found_out(broken: type[Steps]) -> None:
+def test_a_machine_that_is_wrong_is_found_out(broken: type[GenerationBarrier]) -> None:
     with pytest.raises(AssertionError):
         run_all(broken)

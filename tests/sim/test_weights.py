@@ -22,13 +22,13 @@ from typing import Any
 
 import pytest
 
-from telegrad.weights.transfer.feed import PATIENCE, Feed
-from telegrad.weights.transfer.fetcher import Fetcher
+from telegrad.weights.transfer.feed import PATIENCE, PublisherProtocol
+from telegrad.weights.transfer.fetcher import SubscriberProtocol
 from telegrad.weights.transfer.messages import (
     Closed,
+    EndpointAddress,
     JoinAgain,
     Leave,
-    Party,
     Piece,
     VersionInfo,
     VersionOpened,
@@ -39,7 +39,7 @@ SEEDS = [int(os.environ["TELEGRAD_SEED"])] if "TELEGRAD_SEED" in os.environ else
 NIGHTLY = [] if "TELEGRAD_SEED" in os.environ else range(2_000, 100_000)
 KEEP = 3
 WRITTEN = -1  # in the place of a version's number: its user has written there
-PUBLISHER = Party("learner", "learner", 0)
+PUBLISHER = EndpointAddress("learner", "learner", 0)
 
 Content = dict[int, int]  # by pieces: the number of the version of which these bytes are
 
@@ -47,11 +47,11 @@ Content = dict[int, int]  # by pieces: the number of the version of which these 
 class Reader:
     """A subscriber with its user, and the bytes that it has."""
 
-    def __init__(self, party: Party, host: str, every: bool) -> None:
+    def __init__(self, party: EndpointAddress, host: str, every: bool) -> None:
         self.party = party
         self.host = host
         self.every = every
-        self.machine = Fetcher(PUBLISHER)
+        self.machine = SubscriberProtocol(PUBLISHER)
         self.memory: dict[int, Content] = {}
         self.lent: set[int] = set()  # versions whose bytes its user has, and writes to
         self.taken = 0
@@ -62,12 +62,12 @@ class World:
 
     def __init__(self, seed: int, faults: bool) -> None:
         self.random = chance = random.Random(seed)
-        self.feed = Feed(PUBLISHER, "host0", KEEP)
+        self.feed = PublisherProtocol(PUBLISHER, "host0", KEEP)
         self.memory: dict[int, Content] = {}
-        self.readers: dict[Party, Reader] = {}
-        self.lines: dict[tuple[str, str], list[tuple[Party, Party, Any, Content | None]]] = {}
+        self.readers: dict[EndpointAddress, Reader] = {}
+        self.lines: dict[tuple[str, str], list[tuple[EndpointAddress, EndpointAddress, Any, Content | None]]] = {}
         self.losses: list[tuple[str, str]] = []  # (who will hear, that its connection with whom has ended)
-        self.joins: list[Party] = []  # who will ask to be taken in
+        self.joins: list[EndpointAddress] = []  # who will ask to be taken in
         self.hosts = chance.randint(1, 4)
         self.to_come = chance.randint(1, 6)
         self.versions = chance.randint(1, 6)
@@ -101,7 +101,7 @@ class World:
         name = f"w{self.to_come}"
         host = f"host{self.random.randrange(self.hosts)}"
         for number in range(1, self.random.choice((2, 2, 3))):
-            party = Party(name, name, number)
+            party = EndpointAddress(name, name, number)
             self.readers[party] = Reader(party, host, every=self.random.random() < 0.4)
             self.joins.append(party)
 
@@ -190,7 +190,9 @@ class World:
 
     # The rim
 
-    def send(self, sender: Party, out: list[tuple[Party, Any]], reader: Reader | None = None) -> None:
+    def send(
+        self, sender: EndpointAddress, out: list[tuple[EndpointAddress, Any]], reader: Reader | None = None
+    ) -> None:
         """As the rim does: bytes go along, and those of what is let go of are dropped."""
         stock, store = (self.memory, self.feed.store) if reader is None else (reader.memory, reader.machine.store)
         for to, message in out:
@@ -222,7 +224,7 @@ class World:
         elif not isinstance(message, Leave | JoinAgain):
             self.lines.setdefault((to.worker, sender.worker), []).append((to, sender, Leave(), None))
 
-    def take(self, reader: Reader, sender: Party, message: Any, content: Content | None) -> None:
+    def take(self, reader: Reader, sender: EndpointAddress, message: Any, content: Content | None) -> None:
         machine = reader.machine
         if isinstance(message, JoinAgain) and sender == PUBLISHER:
             if reader.party not in self.joins:
@@ -253,7 +255,7 @@ class World:
                 self.joins.append(reader.party)
             self.send(reader.party, reader.machine.lost(of), reader)
 
-    def join(self, party: Party) -> None:
+    def join(self, party: EndpointAddress) -> None:
         self.joins.remove(party)
         reader = self.readers[party]
         self.send(PUBLISHER, self.feed.join(party, reader.host, reader.taken, reader.every))

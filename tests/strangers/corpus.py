@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from telegrad._core.security.noise import KEY, CipherState, DecryptionFailed
 from telegrad._core.security.records import RecordReader, RecordWriter
-from telegrad._core.stores.board import Board
+from telegrad._core.stores.board import KeyValueStore
 from telegrad._core.stores.file_store import FileStore
 from telegrad._core.stores.sealed_store import SealedStore, Sealer
 from telegrad._core.wire.messages import split, unpack_numbers
@@ -102,7 +102,7 @@ def store(data: bytes) -> None:
                 found.compare_set("n", "", "1")
         return
     raw = dist.HashStore()
-    board = Board(SealedStore(raw, KEYS), "p")
+    board = KeyValueStore(SealedStore(raw, KEYS), "p")
     board.group = "g"
     raw.set("p/n", content.decode("utf-8", "replace"))
     if kind % 4 == 1:

@@ -116,8 +116,8 @@ def test_doors_that_are_shut_open_again(doors: Doors, monkeypatch: pytest.Monkey
     watch = doors.poller.watch
     ticks: list[threading.Thread] = []
 
-    def watch_late(source: listener._Stranger, *, read: bool | None = None, write: bool | None = None) -> None:
-        if isinstance(source, listener._Door) and read is False and not ticks:
+    def watch_late(source: listener._Handshake, *, read: bool | None = None, write: bool | None = None) -> None:
+        if isinstance(source, listener._ListeningSocket) and read is False and not ticks:
             ticks.append(threading.Thread(target=doors.tick))
             ticks[0].start()
             ticks[0].join(0.5)  # not for ever: it may be kept waiting until this is over

@@ -21,7 +21,7 @@ from telegrad._core.devices.device_streams import Streams
 from telegrad._core.devices.staging import Staging
 from telegrad._core.memory.blobs import MemorySources
 from telegrad._core.memory.fd_passing import DESCRIPTORS_AT_ONCE, MOST_UNNAMED
-from telegrad._core.memory.warm_memory import SHARING, Arena, SharedPool
+from telegrad._core.memory.warm_memory import SHARING, ReceiveBufferPool, SharedBlockPool
 from telegrad._core.transport.link import Link
 from telegrad._core.transport.poller import Poller
 from telegrad._core.wire.messages import CALL, COMMON, ENTRY, RELEASE, RETIRE, Message, Unreceived, encode, pack_numbers
@@ -41,7 +41,7 @@ class Receiver:
         ours, self.theirs = socket.socketpair(socket.AF_UNIX)
         self.theirs.settimeout(10)
         self.blobs: list[torch.Tensor] = []
-        stores = MemorySources(Arena(0), SharedPool(SIZE), Staging(Streams()))
+        stores = MemorySources(ReceiveBufferPool(0), SharedBlockPool(SIZE), Staging(Streams()))
         self.link = Link(ours, "w1", self._poller, stores, self._keep, lambda *_: None, prompt=False)
         self.link.reading.watch()
 

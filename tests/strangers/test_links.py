@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from telegrad._core.devices.device_streams import Streams
 from telegrad._core.devices.staging import Staging
 from telegrad._core.memory.blobs import MemorySources
-from telegrad._core.memory.warm_memory import Arena
+from telegrad._core.memory.warm_memory import ReceiveBufferPool
 from telegrad._core.security.handshake import Claim, Initiator
 from telegrad._core.transport.link import Link
 from telegrad._core.transport.poller import Poller
@@ -55,7 +55,7 @@ def hear(stream: bytes, at_once: bool = False) -> tuple[Any, ...]:
             ours,
             "w1",
             poller,
-            MemorySources(Arena(0), None, Staging(Streams())),
+            MemorySources(ReceiveBufferPool(0), None, Staging(Streams())),
             lambda _, found: frames.extend(found),
             lambda *_: None,
             prompt=False,

@@ -17,7 +17,7 @@ from telegrad import errors
 from telegrad._core.joining import rendezvous
 from telegrad._core.joining.rendezvous import Roster, join_static
 from telegrad._core.membership.members import Member
-from telegrad._core.stores.board import Board
+from telegrad._core.stores.board import KeyValueStore
 from telegrad._core.stores.find_directory import POINTER, find_directory
 from telegrad._core.stores.sealed_directory import SealedDirectory
 from telegrad._core.worker import current
@@ -69,7 +69,7 @@ def joined(store: Any, rank: int, size: int, timeout: float) -> Roster | errors.
 @given(st.sampled_from(["n", "m"]), st.text(max_size=25) | st.integers(-(2**70), 2**70).map(str))
 def test_a_counter_says_a_number_or_is_refused_by_name(key: str, forged: str) -> None:
     store = dist.HashStore()
-    board = Board(sealed(store), "p")
+    board = KeyValueStore(sealed(store), "p")
     assert board.add_hint(key) == 1
     store.set(f"p/{key}", forged)
     plausible = forged.isascii() and forged.isdecimal() and len(forged) <= 15 and int(forged) >= 1

@@ -29,7 +29,7 @@ from telegrad._core.start.cluster import start
 from telegrad._core.stores import address, tcp_store
 from telegrad._core.stores.find_directory import POINTER, find_directory
 from telegrad._core.stores.sealed_directory import SealedDirectory
-from telegrad._core.stores.stores import Meeting
+from telegrad._core.stores.stores import RendezvousStore
 from telegrad._core.worker import current
 from telegrad._core.worker.options import TelegradOptions
 from telegrad._core.worker.worker import Worker
@@ -71,7 +71,7 @@ def test_nothing_that_proves_membership_is_in_the_store(size: int | None) -> Non
     recorded = Recorded(dist.HashStore())
 
     def begin(rank: int) -> Worker:
-        meet = lambda _: Meeting(sealed(recorded, KEYS), None, rank, size)  # noqa: E731
+        meet = lambda _: RendezvousStore(sealed(recorded, KEYS), None, rank, size)  # noqa: E731
         return start(f"w{rank}", meet, TelegradOptions(rpc_timeout=PATIENCE, transport="tcp"), current.enter)
 
     with ThreadPoolExecutor(2) as pool:

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from telegrad._core.devices.device_streams import Streams
 from telegrad._core.devices.staging import Staging
 from telegrad._core.memory.blobs import MemorySources
-from telegrad._core.memory.warm_memory import Arena
+from telegrad._core.memory.warm_memory import ReceiveBufferPool
 from telegrad._core.security.handshake import Acceptor, Claim, Initiator
 from telegrad._core.security.keyring import Keyring
 from telegrad._core.security.noise import Ciphers, CipherState
@@ -73,7 +73,7 @@ class End:
             ours,
             "w1",
             self._poller,
-            MemorySources(Arena(0), None, Staging(Streams())),
+            MemorySources(ReceiveBufferPool(0), None, Staging(Streams())),
             lambda _, found: self.frames.extend(found),
             lambda *_: None,
             prompt=False,

@@ -12,7 +12,7 @@ import torch
 
 from telegrad._core.devices.device_streams import Streams
 from telegrad._core.memory.mappings import SharedMaps
-from telegrad._core.memory.warm_memory import KEEP, SHARING, SharedPool
+from telegrad._core.memory.warm_memory import KEEP, SHARING, SharedBlockPool
 from telegrad._core.wire.messages import COMMON
 from tests.cluster import agents, group, wait_until
 
@@ -20,13 +20,13 @@ MB = 1 << 20
 pytestmark = pytest.mark.skipif(not SHARING, reason="this platform has no memory files")
 
 
-def common(pool: SharedPool, size: int = MB) -> torch.Tensor:
+def common(pool: SharedBlockPool, size: int = MB) -> torch.Tensor:
     tensor = pool.common(size)
     assert tensor is not None
     return tensor
 
 
-def lend(pool: SharedPool, tensor: torch.Tensor, maps: SharedMaps) -> torch.Tensor:
+def lend(pool: SharedBlockPool, tensor: torch.Tensor, maps: SharedMaps) -> torch.Tensor:
     """What one receiver has of it."""
     loan = pool.lend(tensor)
     assert loan is not None
@@ -39,7 +39,7 @@ def lend(pool: SharedPool, tensor: torch.Tensor, maps: SharedMaps) -> torch.Tens
 
 
 def test_all_see_it_and_each_writes_for_itself() -> None:
-    pool, maps = SharedPool(8 * MB), [SharedMaps(Streams()) for _ in range(3)]
+    pool, maps = SharedBlockPool(8 * MB), [SharedMaps(Streams()) for _ in range(3)]
     tensor = common(pool)
     tensor.fill_(7)
     seen = [lend(pool, tensor, each) for each in maps]
@@ -50,7 +50,7 @@ def test_all_see_it_and_each_writes_for_itself() -> None:
 
 
 def test_it_is_used_anew_after_the_last_release_only() -> None:
-    pool, maps = SharedPool(8 * MB), [SharedMaps(Streams()) for _ in range(2)]
+    pool, maps = SharedBlockPool(8 * MB), [SharedMaps(Streams()) for _ in range(2)]
     tensor = common(pool)
     where = tensor.data_ptr()
     seen = [lend(pool, tensor, each) for each in maps]
@@ -68,7 +68,7 @@ def test_it_is_used_anew_after_the_last_release_only() -> None:
 
 
 def test_it_can_be_lent_again_while_its_tensor_lives() -> None:
-    pool = SharedPool(8 * MB)
+    pool = SharedBlockPool(8 * MB)
     tensor = common(pool)
     for _ in range(3):
         loan = pool.lend(tensor[: MB // 2])  # its first bytes
@@ -81,7 +81,7 @@ def test_it_can_be_lent_again_while_its_tensor_lives() -> None:
 
 
 def test_what_a_lost_receiver_may_read_is_never_written_to() -> None:
-    pool, maps = SharedPool(8 * MB), SharedMaps(Streams())
+    pool, maps = SharedBlockPool(8 * MB), SharedMaps(Streams())
     tensor = common(pool)
     tensor.fill_(7)
     seen, other = lend(pool, tensor, maps), pool.lend(tensor)
@@ -97,7 +97,7 @@ def test_what_a_lost_receiver_may_read_is_never_written_to() -> None:
 
 
 def test_one_limit_holds_for_both_kinds_and_idle_ones_make_room() -> None:
-    pool = SharedPool(4 * MB)
+    pool = SharedBlockPool(4 * MB)
     block, tensor = pool.take(2 * MB), common(pool, 2 * MB)
     assert block is not None
     assert pool.common(MB) is None
@@ -110,7 +110,7 @@ def test_one_limit_holds_for_both_kinds_and_idle_ones_make_room() -> None:
 
 
 def test_idle_ones_go_after_a_while() -> None:
-    pool, before = SharedPool(4 * MB), len(os.listdir("/proc/self/fd"))
+    pool, before = SharedBlockPool(4 * MB), len(os.listdir("/proc/self/fd"))
     common(pool)
     now = time.monotonic()
     pool.trim(now)
@@ -121,7 +121,7 @@ def test_idle_ones_go_after_a_while() -> None:
 
 
 def test_a_tensor_outlives_the_pool() -> None:
-    pool = SharedPool(4 * MB)
+    pool = SharedBlockPool(4 * MB)
     tensor = common(pool)
     loan = pool.lend(tensor)
     assert loan is not None
@@ -136,7 +136,7 @@ def test_a_tensor_outlives_the_pool() -> None:
 
 
 def test_nobody_else_can_map_it_for_writing() -> None:
-    pool = SharedPool(4 * MB)
+    pool = SharedBlockPool(4 * MB)
     tensor = common(pool)
     loan = pool.lend(tensor)
     assert loan is not None

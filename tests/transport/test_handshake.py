@@ -21,7 +21,7 @@ from telegrad._core.security.handshake import (
     Acceptor,
     Claim,
     Initiator,
-    Spoken,
+    VersionRange,
     is_hello,
 )
 from telegrad._core.security.keyring import Keyring, open_ring
@@ -192,14 +192,14 @@ def test_a_name_that_is_too_long_is_told_here() -> None:
 @pytest.mark.parametrize(
     ("spoken_a", "spoken_b", "agreed"),
     [
-        (Spoken(7, 7), Spoken(7, 7), 7),
-        (Spoken(7, 7), Spoken(7, 8), 7),
-        (Spoken(7, 8), Spoken(8, 9), 8),
-        (Spoken(7, 8), Spoken(7, 8), 8),
-        (Spoken(7, 9), Spoken(7, 8), 8),
+        (VersionRange(7, 7), VersionRange(7, 7), 7),
+        (VersionRange(7, 7), VersionRange(7, 8), 7),
+        (VersionRange(7, 8), VersionRange(8, 9), 8),
+        (VersionRange(7, 8), VersionRange(7, 8), 8),
+        (VersionRange(7, 9), VersionRange(7, 8), 8),
     ],
 )
-def test_neighbouring_versions_speak_the_older_one(spoken_a: Spoken, spoken_b: Spoken, agreed: int) -> None:
+def test_neighbouring_versions_speak_the_older_one(spoken_a: VersionRange, spoken_b: VersionRange, agreed: int) -> None:
     for first, second in [(spoken_a, spoken_b), (spoken_b, spoken_a)]:
         a = Initiator(KEY, A, B.incarnation, spoken=first)
         b = Acceptor(KEY, B, spoken=second)
@@ -210,7 +210,7 @@ def test_neighbouring_versions_speak_the_older_one(spoken_a: Spoken, spoken_b: S
 
 @pytest.mark.parametrize("newer_asks", [True, False])
 def test_versions_that_are_too_far_apart_are_told_to_both(newer_asks: bool) -> None:
-    older, newer = Spoken(7, 7), Spoken(8, 9)
+    older, newer = VersionRange(7, 7), VersionRange(8, 9)
     a = Initiator(KEY, A, B.incarnation, spoken=newer if newer_asks else older)
     b = Acceptor(KEY, B, spoken=older if newer_asks else newer)
     with pytest.raises(VersionMismatch, match=r"version 7 .* none before 8"):
@@ -222,7 +222,7 @@ def test_versions_that_are_too_far_apart_are_told_to_both(newer_asks: bool) -> N
 def test_today_s_worker_speaks_to_the_one_before_and_the_next() -> None:
     for other in (PROTOCOL.oldest, PROTOCOL.newest, PROTOCOL.newest + 1):
         a = Initiator(KEY, A, B.incarnation)
-        b = Acceptor(KEY, B, spoken=Spoken(PROTOCOL.oldest, other))
+        b = Acceptor(KEY, B, spoken=VersionRange(PROTOCOL.oldest, other))
         converse(a, b)
         assert a.version == b.version == min(other, PROTOCOL.newest)
 

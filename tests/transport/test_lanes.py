@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from telegrad._core.memory.lanes import LANES, READY, STRIPE_FROM, Lanes
+from telegrad._core.memory.lanes import LANES, READY, STRIPE_FROM, ExtraStreams
 from telegrad.errors import ProtocolViolation
 from tests.cluster import PATIENCE, wait_until
 
@@ -21,8 +21,8 @@ class Direction:
     def __init__(self) -> None:
         self.failed = threading.Event()
         self.made: list[str] = []
-        self.sending = Lanes(True, self._fail, lambda: self.made.append("lanes"))
-        self.receiving = Lanes(False, self._fail, None)
+        self.sending = ExtraStreams(True, self._fail, lambda: self.made.append("lanes"))
+        self.receiving = ExtraStreams(False, self._fail, None)
         self.pairs: list[tuple[socket.socket, socket.socket]] = []
 
     def _fail(self, error: BaseException) -> None:
@@ -54,7 +54,7 @@ class Direction:
         self.receiving.close()
 
 
-def settle(lanes: Lanes) -> None:
+def settle(lanes: ExtraStreams) -> None:
     done = threading.Event()
     if lanes.afterwards(done.set):
         assert done.wait(PATIENCE)

@@ -15,7 +15,7 @@ import torch
 from telegrad._core.devices.device_streams import Streams
 from telegrad._core.memory.blobs import Outgoing, Prepared
 from telegrad._core.memory.mappings import SharedMaps
-from telegrad._core.memory.warm_memory import KEEP, SHARING, WARM_FROM, Arena, SharedPool, size_class
+from telegrad._core.memory.warm_memory import KEEP, SHARING, WARM_FROM, ReceiveBufferPool, SharedBlockPool, size_class
 from telegrad._core.wire.tensors import Blob
 from telegrad.errors import ProtocolViolation
 from tests.cluster import PATIENCE, agents
@@ -30,7 +30,7 @@ def test_sizes_are_rounded_by_little() -> None:
 
 
 def test_warm_memory_is_used_again() -> None:
-    arena = Arena(64 * MB)
+    arena = ReceiveBufferPool(64 * MB)
     tensor, memory = arena.allocate(MB)
     memory[:3] = b"abc"
     assert tensor[:3].tolist() == [97, 98, 99]
@@ -43,7 +43,7 @@ def test_warm_memory_is_used_again() -> None:
 
 
 def test_an_arena_keeps_no_more_than_its_limit() -> None:
-    arena = Arena(2 * MB)
+    arena = ReceiveBufferPool(2 * MB)
     tensors = [arena.allocate(MB)[0] for _ in range(5)]
     tensors.clear()
     gc.collect()
@@ -55,7 +55,7 @@ def test_an_arena_keeps_no_more_than_its_limit() -> None:
 
 @needs_sharing
 def test_a_block_is_seen_on_the_other_side_and_comes_back() -> None:
-    pool, maps = SharedPool(8 * MB), SharedMaps(Streams())
+    pool, maps = SharedBlockPool(8 * MB), SharedMaps(Streams())
     block = pool.take(MB)
     block.fill(torch.arange(MB // 8).view(torch.uint8))
     maps.arrived.append(os.dup(block.fd))
@@ -74,7 +74,7 @@ def test_a_block_is_seen_on_the_other_side_and_comes_back() -> None:
 
 @needs_sharing
 def test_a_pool_is_bounded_and_makes_room() -> None:
-    pool = SharedPool(4 * MB)
+    pool = SharedBlockPool(4 * MB)
     blocks = [pool.take(2 * MB), pool.take(2 * MB)]
     assert pool.take(MB) is None
     assert pool.take(5 * MB) is None
@@ -90,7 +90,7 @@ def test_without_memory_there_is_no_block(monkeypatch: pytest.MonkeyPatch) -> No
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
     monkeypatch.setattr(mmap, "mmap", refuse)
-    pool, before = SharedPool(4 * MB), len(os.listdir("/proc/self/fd"))
+    pool, before = SharedBlockPool(4 * MB), len(os.listdir("/proc/self/fd"))
     assert pool.take(MB) is None
     assert len(os.listdir("/proc/self/fd")) == before
     assert not any(pool._bytes.values())
@@ -98,7 +98,7 @@ def test_without_memory_there_is_no_block(monkeypatch: pytest.MonkeyPatch) -> No
 
 @needs_sharing
 def test_idle_blocks_go_after_a_while() -> None:
-    pool = SharedPool(4 * MB)
+    pool = SharedBlockPool(4 * MB)
     block = pool.take(MB)
     pool.give_back([block.number])
     assert pool.trim(block.idle_since + KEEP / 2) == []
@@ -109,7 +109,7 @@ def test_idle_blocks_go_after_a_while() -> None:
 
 @needs_sharing
 def test_what_a_lost_peer_holds_is_left_to_it() -> None:
-    pool, maps = SharedPool(4 * MB), SharedMaps(Streams())
+    pool, maps = SharedBlockPool(4 * MB), SharedMaps(Streams())
     block = pool.take(MB)
     block.fill(torch.ones(MB, dtype=torch.uint8))
     maps.arrived.append(os.dup(block.fd))

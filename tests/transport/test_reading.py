@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from telegrad._core.transport.reading import Owner, Reading
+from telegrad._core.transport.reading import Owner, ReadRight
 
 
 class Connection:
@@ -16,7 +16,7 @@ class Connection:
         self.armed: list[bool] = []
         self.expects = expects
         self.finished = 0
-        self.reading = Reading(threading.Lock(), self.armed.append, lambda: self.expects, self.finish)
+        self.reading = ReadRight(threading.Lock(), self.armed.append, lambda: self.expects, self.finish)
 
     def finish(self) -> None:
         self.finished += 1

@@ -7,18 +7,18 @@ from telegrad._core.security.refusals import MOST_HOSTS, MOST_LINES, OTHERS, PER
 
 def test_a_host_has_a_few_lines_in_each_period_and_the_rest_is_counted() -> None:
     refusals = Refusals()
-    told = [refusals.is_told("h", 1.0) for _ in range(100)]
+    told = [refusals.should_log("h", 1.0) for _ in range(100)]
     assert told == [True] * MOST_LINES + [False] * (100 - MOST_LINES)
-    assert refusals.is_told("another", 1.0)
+    assert refusals.should_log("another", 1.0)
     assert refusals.left_out(1.0 + PERIOD / 2) == []
     assert refusals.left_out(1.0 + PERIOD) == [("h", 100 - MOST_LINES)]
-    assert refusals.is_told("h", 2.0 + PERIOD)
+    assert refusals.should_log("h", 2.0 + PERIOD)
     assert refusals.left_out(1.0 + 2 * PERIOD) == []
 
 
 def test_hosts_without_end_are_counted_as_one() -> None:
     refusals = Refusals()
-    told = sum(refusals.is_told(f"h{number}", 1.0) for number in range(10 * MOST_HOSTS))
+    told = sum(refusals.should_log(f"h{number}", 1.0) for number in range(10 * MOST_HOSTS))
     assert told == MOST_HOSTS + MOST_LINES
     assert refusals.left_out(1.0 + PERIOD) == [(OTHERS, 9 * MOST_HOSTS - MOST_LINES)]
     assert not refusals._since

@@ -24,7 +24,7 @@ from telegrad.nn import Pipeline, RemoteModule
 from telegrad.weights import Publisher, Subscriber, Version
 from telegrad.weights import publisher as publishing
 from telegrad.weights.subscription import SubscriberEndpoint
-from telegrad.weights.transfer.messages import Party, PieceRequest
+from telegrad.weights.transfer.messages import EndpointAddress, PieceRequest
 from telegrad.weights.transfer.tree_layout import Snapshots
 from tests.cluster import PATIENCE, agents, in_threads
 
@@ -488,7 +488,7 @@ def test_a_question_that_comes_while_a_subscriber_closes_is_dropped(
     """Its memory has gone; whoever asked is sent to another source."""
     hear = SubscriberEndpoint.take
 
-    def late(endpoint: SubscriberEndpoint, sender: Party, message: Any, tensors: Any) -> None:
+    def late(endpoint: SubscriberEndpoint, sender: EndpointAddress, message: Any, tensors: Any) -> None:
         if isinstance(message, PieceRequest) and sender.worker == "w2" and endpoint._service.agent.name == "w1":
             on(workers[1], readers[0].close)
         hear(endpoint, sender, message, tensors)

@@ -30,19 +30,19 @@ from telegrad._core.membership.members import Member
 from telegrad._core.pickling.exceptions import rebuild
 from telegrad._core.pickling.function_names import resolve
 from telegrad._core.pickling.pickling import decode
-from telegrad._core.security.handshake import PROTOCOL, Acceptor, Claim, Initiator, Spoken, StreamId
+from telegrad._core.security.handshake import PROTOCOL, Acceptor, Claim, Initiator, StreamId, VersionRange
 from telegrad._core.security.keyring import Keyring
 from telegrad._core.transport.link import Link
 from telegrad._core.wire.frames import FrameReader
 from telegrad._core.wire.messages import (
     CALL,
     FAILURE,
+    HAS_CALL_CONTEXT,
     HAS_GRAPH,
     HAS_REFERENCES,
     KINDS,
     NOTICE,
     RESULT,
-    SCENE,
     Message,
     split,
 )
@@ -207,7 +207,7 @@ def record(story: Callable[[], None]) -> Streams:
     return streams
 
 
-def ends(spoken: Spoken = PROTOCOL) -> tuple[Initiator, Acceptor]:
+def ends(spoken: VersionRange = PROTOCOL) -> tuple[Initiator, Acceptor]:
     """Of the handshake whose bytes are kept."""
     a, b = (Claim(name, rank, INCARNATIONS[name], "program") for rank, name in enumerate(INCARNATIONS))
     keys, stream_id = Keyring([KEY.encode()]), StreamId("connection", 1)
@@ -272,7 +272,7 @@ def meaning(message: Message, agent: Agent) -> str:
     if message.flags & HAS_GRAPH:
         body, behind = split(body)
         carried.append(struct.unpack_from("<QQ", behind))  # a context, and the number of the message in it
-    if message.kind == CALL and message.flags & SCENE:
+    if message.kind == CALL and message.flags & HAS_CALL_CONTEXT:
         body, behind = split(body)
         carried.append(pickle.loads(behind))
     tensors = unpack(message.meta, list(message.blobs)) if message.meta else []

@@ -21,7 +21,7 @@ import torch
 
 from telegrad import errors
 from telegrad._core.calls.call_names import user_name
-from telegrad._core.pickling.exceptions import describe, fresh, kept, readable, rebuild
+from telegrad._core.pickling.exceptions import describe, fresh, readable, rebuild, without_frames
 from telegrad._core.pickling.function_names import resolve
 from telegrad._core.pickling.remote_text import LONGEST_LINE, MOST_TOLD, first_line
 from telegrad._core.pickling.short_text import LARGEST, LONGEST_TEXT
@@ -345,7 +345,7 @@ def test_of_many_exceptions_that_followed_from_one_another_the_last_are_told(how
     before = process_time()
     made = rebuild(describe(last, "w1"))
     for _ in range(2):
-        last = kept(fresh(last))
+        last = without_frames(fresh(last))
         made = fresh(made)
     assert process_time() - before < 2
     assert str(made).count("number") in range(60, 3 * MOST_TOLD)

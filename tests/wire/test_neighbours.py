@@ -11,7 +11,7 @@ import pytest
 from telegrad._core.agent.agent import Agent
 from telegrad._core.joining.quorum import Arrival, Formed
 from telegrad._core.membership.members import Member
-from telegrad._core.security.handshake import PROTOCOL, Claim, Initiator, Spoken
+from telegrad._core.security.handshake import PROTOCOL, Claim, Initiator, VersionRange
 from telegrad._core.wire.messages import FAILURE, PREFIX, Message
 from tests.strangers.door import Visitor, knock
 from tests.wire import recording
@@ -44,7 +44,7 @@ def test_what_was_said_is_read_as_it_was_meant(stream: pathlib.Path, reader: Age
 @pytest.mark.parametrize("version", RELEASES)
 def test_an_older_handshake_is_understood(version: int) -> None:
     said = [bytes.fromhex(data) for data in json.loads((FOLDER / str(version) / "handshake.json").read_text())]
-    a, b = ends(Spoken(version, version))
+    a, b = ends(VersionRange(version, version))
     assert a.start() == said[0]
     for end, heard, answer in zip([b, a, b, a, b], said[:-1], said[1:], strict=True):
         assert end.receive(heard) == answer
@@ -91,7 +91,7 @@ def test_a_worker_of_that_version_gets_the_answers_that_it_got(version: int, new
     # One thread serves the calls, in the order in which they come: they add to one counter.
     with recording.two_workers(num_worker_threads=1) as workers, knock(workers[1]) as sock:
         me = Claim("w0", 0, INCARNATIONS["w0"], "another program")
-        end = Initiator(workers[1].agent.keys, me, INCARNATIONS["w1"], spoken=Spoken(version, newest))
+        end = Initiator(workers[1].agent.keys, me, INCARNATIONS["w1"], spoken=VersionRange(version, newest))
         visitor = Visitor(sock, end)
         visitor.say(calls)
         answers = hear(visitor, len(wanted))

@@ -21,18 +21,18 @@ from hypothesis import strategies as st
 
 from telegrad.insight.reading.history import GroupHistory
 from telegrad.insight.reading.snapshot import detail, snapshot
-from telegrad.insight.reading.source import Sight
+from telegrad.insight.reading.source import GroupSnapshot
 from telegrad.insight.report import Report
 from telegrad.insight.seen_groups import groups_here
 from telegrad.insight.top import View
 from telegrad.reporting import desk
 from telegrad.reporting.decoding import ACCOUNT, DUMP, EVENTS, GROUP, Malformed, decode
-from telegrad.reporting.desk import Desk, Place, ask_all, places
+from telegrad.reporting.desk import DebugAddress, DebugServer, ask_all, places
 from telegrad.reporting.observer import Observer
 from tests.cluster import PATIENCE
 from tests.other_user import NOBODY, as_nobody, is_root
 
-pytestmark = pytest.mark.skipif(not desk.HAS_DESKS, reason="there are no such sockets here")
+pytestmark = pytest.mark.skipif(not desk.HAS_DEBUG_SERVERS, reason="there are no such sockets here")
 ME, OTHER = os.geteuid() if hasattr(os, "geteuid") else 0, 4711
 Talk = Callable[[socket.socket], object]
 
@@ -64,9 +64,9 @@ def is_silent(sock: socket.socket) -> None:
 
 
 @contextlib.contextmanager
-def worker(talk: Talk, name: str = "w9", user: int = ME, number: int = 0) -> Iterator[tuple[Place, list[bytes]]]:
+def worker(talk: Talk, name: str = "w9", user: int = ME, number: int = 0) -> Iterator[tuple[DebugAddress, list[bytes]]]:
     """A socket that this user has named like a worker of `user`, and what was asked there."""
-    place = Place(f"{desk.PREFIX}/{user}/{os.getpid()}/-1/{number:x}f/{name}", os.getpid(), -1, name, user)
+    place = DebugAddress(f"{desk.PREFIX}/{user}/{os.getpid()}/-1/{number:x}f/{name}", os.getpid(), -1, name, user)
     heard: list[bytes] = []
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(f"\0{place.address}")
@@ -211,7 +211,7 @@ def test_root_finds_the_workers_of_all_users_under_their_own_names_only(monkeypa
 
 def test_another_user_is_not_answered(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    served = Desk("w9", -1, lambda topic, _: asked.append(topic))
+    served = DebugServer("w9", -1, lambda topic, _: asked.append(topic))
     try:
         (place,) = [each for each in places() if each.pid == os.getpid() and each.worker == "w9"]
 
@@ -236,7 +236,7 @@ def test_another_user_is_not_answered(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_nobody_binds_the_name_of_a_worker_first() -> None:
     names = set()
     for _ in range(2):
-        served = Desk("w9", -1, lambda *_: None)
+        served = DebugServer("w9", -1, lambda *_: None)
         names |= {each.address for each in places() if each.pid == os.getpid() and each.worker == "w9"}
         served.close()
     assert len(names) == 2
@@ -371,7 +371,7 @@ def test_no_control_character_is_shown() -> None:
     events = decode(EVENTS, json.dumps([["called", 1.0, 2.0, EVIL, 1, EVIL, 0, EVIL], ["newer", 1.0, 2.0]]).encode())
     assert len(events) == 1
     silent = decode(GROUP, json.dumps({"accounts": [], "silent": {EVIL: EVIL}}).encode())["silent"]
-    sight = Sight([shown], silent)
+    sight = GroupSnapshot([shown], silent)
     history = GroupHistory()
     history.add(sight)
     history.add_events({shown["worker"]: events})
@@ -413,7 +413,7 @@ def test_what_is_decoded_can_be_explained(number: int, value: Any) -> None:
         shown = decode(ACCOUNT, json.dumps(told).encode())
     except Malformed:
         return
-    sight = Sight([shown], {})
+    sight = GroupSnapshot([shown], {})
     assert controls(Report(sight).text(stacks=True)) == []
     history = GroupHistory()
     history.add(sight)

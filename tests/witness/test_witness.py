@@ -27,9 +27,9 @@ from telegrad.errors import CallTimeout, UsageError
 from telegrad.insight.reading.process_report import inspect
 from telegrad.insight.seen_groups import DumpFiles, HostGroup, OwnGroup, groups_here
 from telegrad.reporting import desk, dump
-from telegrad.reporting.account import GOING_ON, MEMBER, MOST_ALIKE, QUEUED, RUNNING, Account, counts
-from telegrad.reporting.desk import Place
-from telegrad.reporting.witness import Witness, witness_of
+from telegrad.reporting.account import MEMBER, MOST_ALIKE, QUEUED, RUNNING, UNFINISHED, WorkerState, counts
+from telegrad.reporting.desk import DebugAddress
+from telegrad.reporting.witness import Introspection, introspection_of
 from tests.cluster import PATIENCE, Process, agents, free_port, group, in_threads, init, processes, wait_until
 from tests.strangers.door import eventually
 
@@ -65,16 +65,16 @@ def promise() -> torch.futures.Future[None]:
 
 
 @pytest.fixture
-def held(pair: list[Worker]) -> Iterator[Callable[..., list[Account]]]:
+def held(pair: list[Worker]) -> Iterator[Callable[..., list[WorkerState]]]:
     """Begins calls from `w0` to `w1`, and tells what both workers say once so many are inside."""
     gate.clear()
     futures: list[Any] = []
 
-    def hold(function: Callable[..., Any], *args: Any, times: int = 1) -> list[Account]:
+    def hold(function: Callable[..., Any], *args: Any, times: int = 1) -> list[WorkerState]:
         futures.extend(pair[0].agent.call_async("w1", function, args, None) for _ in range(times))
         for _ in range(times):
             assert inside.acquire(timeout=PATIENCE)
-        accounts, silent = witness_of(pair[0]).look()
+        accounts, silent = introspection_of(pair[0]).look()
         assert silent == {}
         return accounts
 
@@ -84,7 +84,7 @@ def held(pair: list[Worker]) -> Iterator[Callable[..., list[Account]]]:
         future.wait()
 
 
-def test_a_call_is_told_of_at_both_ends_with_the_line_it_stands_at(held: Callable[..., list[Account]]) -> None:
+def test_a_call_is_told_of_at_both_ends_with_the_line_it_stands_at(held: Callable[..., list[WorkerState]]) -> None:
     caller, callee = held(wait_here)
     assert (caller["worker"], caller["phase"], caller["size"]) == ("w0", MEMBER, 2)
     assert caller["group"] == callee["group"] != ""
@@ -102,11 +102,11 @@ def test_a_call_is_told_of_at_both_ends_with_the_line_it_stands_at(held: Callabl
 
 
 def test_who_waits_for_which_call_is_read_from_the_stacks(
-    held: Callable[..., list[Account]], pair: list[Worker]
+    held: Callable[..., list[WorkerState]], pair: list[Worker]
 ) -> None:
     told = held(ask_back, 2)
     while sum(call["thread"] is not None for account in told for call in account["calls_out"]) < 2:
-        told, _ = witness_of(pair[0]).look()  # a thread has sent its call, and does not wait yet
+        told, _ = introspection_of(pair[0]).look()  # a thread has sent its call, and does not wait yet
     accounts = {account["worker"]: account for account in told}
     (inner,) = accounts["w1"]["calls_out"]
     (waits,) = [call for call in accounts["w1"]["calls_in"] if call["thread"] == inner["thread"]]
@@ -117,12 +117,12 @@ def test_who_waits_for_which_call_is_read_from_the_stacks(
 
 
 def test_a_call_whose_function_has_returned_a_future_goes_on(
-    held: Callable[..., list[Account]], pair: list[Worker]
+    held: Callable[..., list[WorkerState]], pair: list[Worker]
 ) -> None:
     _, callee = held(promise)
-    while [call["state"] for call in callee["calls_in"]] != [GOING_ON]:
+    while [call["state"] for call in callee["calls_in"]] != [UNFINISHED]:
         assert [call["state"] for call in callee["calls_in"]] == [RUNNING]  # it has not returned yet
-        _, callee = witness_of(pair[0]).look()[0]
+        _, callee = introspection_of(pair[0]).look()[0]
 
 
 def test_calls_without_a_slot_are_queued() -> None:
@@ -131,8 +131,8 @@ def test_calls_without_a_slot_are_queued() -> None:
         futures = [first.agent.call_async("w1", wait_here, None, None) for _ in range(3)]
         for _ in range(2):
             assert inside.acquire(timeout=PATIENCE)
-        wait_until(lambda: len(witness_of(second).account()["calls_in"]) == 3)
-        told = witness_of(second).account()
+        wait_until(lambda: len(introspection_of(second).account()["calls_in"]) == 3)
+        told = introspection_of(second).account()
         assert sorted(call["state"] for call in told["calls_in"]) == [QUEUED, RUNNING, RUNNING]
         assert (told["slots"], told["busy"]) == (2, 2)
         gate.set()
@@ -146,10 +146,10 @@ def test_of_many_calls_that_are_alike_some_are_listed() -> None:
     with agents(2, num_worker_threads=1) as (first, second):
         futures = [first.agent.call_async("w1", wait_here, None, None) for _ in range(MOST_ALIKE + 50)]
         assert inside.acquire(timeout=PATIENCE)
-        here = lambda: witness_of(second).account()["calls_in"]  # noqa: E731
+        here = lambda: introspection_of(second).account()["calls_in"]  # noqa: E731
         assert eventually(lambda: counts(here(), lambda call: call["state"])[QUEUED] == MOST_ALIKE + 49)
         assert len(here()) == MOST_ALIKE + 1
-        out = witness_of(first).account()["calls_out"]
+        out = introspection_of(first).account()["calls_out"]
         assert len(out) == MOST_ALIKE
         assert out[-1]["more"] == 50
         assert counts(out, lambda call: call["to"]) == {"w1": MOST_ALIKE + 50}
@@ -205,10 +205,10 @@ def test_a_pass_tells_who_owes_it_something(pair: list[Worker]) -> None:
     training = threading.Thread(target=train)
     training.start()
     assert inside.acquire(timeout=PATIENCE)
-    while (owing := [each["owing"] for each in witness_of(pair[0]).account()["passes"]]) == [["w0"]]:
+    while (owing := [each["owing"] for each in introspection_of(pair[0]).account()["passes"]]) == [["w0"]]:
         pass  # it has not said yet that its own part is done
     assert owing == [["w1"]]
-    waits = [thread["wait"] for thread in witness_of(pair[0]).account()["threads"] if thread["wait"] is not None]
+    waits = [thread["wait"] for thread in introspection_of(pair[0]).account()["threads"] if thread["wait"] is not None]
     assert [(wait["what"], wait["on"]) for wait in waits] == [("backward", ["w1"])]
     gate.set()
     training.join(PATIENCE)
@@ -231,7 +231,7 @@ def listen() -> None:
     """Nothing more."""
 
 
-@pytest.mark.skipif(not desk.HAS_DESKS, reason="there are no desks here")
+@pytest.mark.skipif(not desk.HAS_DEBUG_SERVERS, reason="there are no desks here")
 def test_a_group_is_found_from_outside_and_those_that_do_not_answer_are_looked_at() -> None:
     with group(3) as members:
         pids = {member.name: member.pid for member in members}
@@ -259,25 +259,25 @@ def _has(found: HostGroup, pids: dict[str, int]) -> bool:
 
 
 def _own_look() -> dict[str, str]:
-    return dict(OwnGroup(witness_of(current.joined())).look().silent)
+    return dict(OwnGroup(introspection_of(current.joined())).look().silent)
 
 
 def test_what_has_ended_is_said_to_have(workers: list[Process]) -> None:
     assert inspect(1 << 22, -1).state == "its process has ended"
 
 
-@pytest.mark.skipif(not desk.HAS_DESKS, reason="there are no desks here")
+@pytest.mark.skipif(not desk.HAS_DEBUG_SERVERS, reason="there are no desks here")
 def test_a_worker_that_gets_its_name_as_it_joins_is_found_at_any_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[set[str]] = []
-    close = desk.Desk.close
+    close = desk.DebugServer.close
 
-    def look_and_close(one: desk.Desk) -> None:
+    def look_and_close(one: desk.DebugServer) -> None:
         found.append({place.worker for place in desk.places() if place.pid == os.getpid()})
         close(one)
         found.append({place.worker for place in desk.places() if place.pid == os.getpid()})
 
-    monkeypatch.setattr(desk.Desk, "close", look_and_close)
-    witness = Witness("someone")
+    monkeypatch.setattr(desk.DebugServer, "close", look_and_close)
+    witness = Introspection("someone")
     member = SimpleNamespace(name="someone-7", id=7)
     worker: Any = SimpleNamespace(me=member, membership=SimpleNamespace(present=list))
     witness.on_join(worker)
@@ -291,7 +291,7 @@ def test_others_of_the_host_are_not_answered(pair: list[Worker]) -> None:
     assert desk.ask(place, "account")["worker"] == "w1"
     assert desk.ask(place, "nothing of the kind") is None
     with pytest.raises(ConnectionRefusedError):
-        desk.ask(Place(place.address + "x", 0, -1, "", os.geteuid()), "account")
+        desk.ask(DebugAddress(place.address + "x", 0, -1, "", os.geteuid()), "account")
 
 
 # To files
@@ -346,7 +346,7 @@ def _join(port: int) -> None:
 
 
 def _stacks_file() -> int:
-    return witness_of(current.here())._signalled.file
+    return introspection_of(current.here())._signalled.file
 
 
 def _write_stacks_to_self() -> bool:
@@ -388,10 +388,10 @@ heard: list[bool] = []
 def test_what_a_worker_is_at_is_written_down(
     pair: list[Worker], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert witness_of(pair[0]).dump() is None  # since tests write none
+    assert introspection_of(pair[0]).dump() is None  # since tests write none
     monkeypatch.setenv(dump.VARIABLE, str(tmp_path / "dumps"))
     monkeypatch.setattr(dump, "KEPT", 2)
-    paths = in_threads(*[witness_of(worker).dump for worker in pair])
+    paths = in_threads(*[introspection_of(worker).dump for worker in pair])
     written = DumpFiles(paths)
     assert [account["worker"] for account in written.look().accounts] == ["w0", "w1"]
     assert written.events({})["w0"][-1] == tuple(json.loads(paths[0].read_text())["events"][-1])
@@ -413,10 +413,10 @@ def test_what_cannot_be_written_is_said_once(
     (tmp_path / "file").touch()
     monkeypatch.setenv(dump.VARIABLE, str(tmp_path / "file" / "dumps"))
     for _ in range(2):
-        assert witness_of(pair[0]).dump() is None
+        assert introspection_of(pair[0]).dump() is None
     (record,) = caplog.records
     assert "what worker 'w0' was at could not be written (TELEGRAD_DUMPS): [Errno 20]" in record.getMessage()
-    assert "could not be written" in witness_of(pair[0])._answer(desk.DUMP, None)
+    assert "could not be written" in introspection_of(pair[0])._answer(desk.DUMP, None)
 
 
 def test_a_dump_without_descriptors_says_what_to_do(
@@ -427,7 +427,7 @@ def test_a_dump_without_descriptors_says_what_to_do(
 
     monkeypatch.setattr(dump, "write", fail)
     with caplog.at_level(logging.INFO, "telegrad"):
-        assert witness_of(pair[0]).dump() is None
+        assert introspection_of(pair[0]).dump() is None
     (record,) = caplog.records
     assert "could not be written (TELEGRAD_DUMPS): [Errno 24] Too many open files: this process" in record.getMessage()
     assert "ulimit -n 4096" in record.getMessage()
@@ -456,7 +456,7 @@ def test_threads_of_libraries_stand_at_no_line_of_the_program(pair: list[Worker]
     library = threading.Thread(target=waiting.get, name="of a library", daemon=True)
     library.start()
     try:
-        threads = {each["name"]: each for each in witness_of(pair[0]).account()["threads"]}
+        threads = {each["name"]: each for each in introspection_of(pair[0]).account()["threads"]}
         assert threads["of a library"]["at"] is None
         at = threads["MainThread"]["at"]  # of who asks, too
         assert at is not None
@@ -477,8 +477,8 @@ def test_a_timeout_has_a_file_written(
         reasons.append(reason)
         written.set()
 
-    monkeypatch.setattr(witness_of(pair[0])._dumper, "write", write)
-    monkeypatch.setattr(witness_of(pair[0])._dumper, "_next", 0.0)
+    monkeypatch.setattr(introspection_of(pair[0])._dumper, "write", write)
+    monkeypatch.setattr(introspection_of(pair[0])._dumper, "_next", 0.0)
     gate.clear()
     with pytest.raises(CallTimeout):
         pair[0].agent.call("w1", wait_here, None, None, 0.05)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from telegrad._core.agent.connections import Connections, Directory
 from telegrad._core.agent.fanout import EachCall, Fanout
-from telegrad._core.agent.incoming import Doorkeeper
+from telegrad._core.agent.incoming import CallScheduler
 from telegrad._core.agent.notices import Handlers, notice_to
 from telegrad._core.agent.outgoing import attach, encoded
 from telegrad._core.agent.peer import Peer
@@ -28,7 +28,7 @@ from telegrad._core.calls.call_names import user_name
 from telegrad._core.calls.cancelling import serving
 from telegrad._core.calls.deadlines import DEFAULT, limit_of
 from telegrad._core.calls.futures import Future, Outcome, Signal, may_lie_on, wait_for
-from telegrad._core.calls.in_flight_tensors import Underway
+from telegrad._core.calls.in_flight_tensors import MutationCheck
 from telegrad._core.calls.settings import Settings
 from telegrad._core.devices.device_streams import Streams
 from telegrad._core.interrupts import uninterrupted
@@ -310,7 +310,7 @@ class Agent:
             if blobs:
                 message.blobs = blobs
                 pending.weight = sum(blob.nbytes for blob in blobs)
-                pending.underway = Underway(tensors[: len(tensors) - buffers], pending.outcome is None)
+                pending.underway = MutationCheck(tensors[: len(tensors) - buffers], pending.outcome is None)
         attach(self.layers, message, body, pending, function, tensors, references, creation)
         return message
 
@@ -332,7 +332,7 @@ class Agent:
         """Run `wrap(function)` instead of each function that others call; None removes the wrapper."""
         self._server.wrap = wrap
 
-    def keep_door(self, doorkeeper: Doorkeeper) -> Server:
+    def keep_door(self, doorkeeper: CallScheduler) -> Server:
         """Let `doorkeeper` decide when ordered calls run; return the server, which runs them."""
         self._server.doorkeeper = doorkeeper
         return self._server

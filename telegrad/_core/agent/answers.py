@@ -18,7 +18,7 @@ from telegrad._core.devices.device_streams import Streams
 from telegrad._core.membership.members import Identity
 from telegrad._core.pickling.exceptions import describe, readable
 from telegrad._core.pickling.pickling import encode
-from telegrad._core.pickling.remote_text import first_line, told_before
+from telegrad._core.pickling.remote_text import already_described, first_line
 from telegrad._core.reactor.reactor import Reactor
 from telegrad._core.transport.link import Link
 from telegrad._core.transport.loopback import LoopEnd
@@ -123,7 +123,7 @@ class Answers:
         return Message(FAILURE, call.message.id, flags, body=body)
 
     def _note_failure(self, call: Incoming, error: BaseException, name: str) -> None:
-        if isinstance(error, LimitReached) or told_before(error, self.name):
+        if isinstance(error, LimitReached) or already_described(error, self.name):
             return  # refusals may be many; the other errors were raised here by an earlier call, which logged them
         if isinstance(error, ShutDown) and isinstance(call.link.closed, ShutDown):
             return  # the call failed since this worker or the caller has left

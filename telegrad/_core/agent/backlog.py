@@ -46,7 +46,7 @@ LOOK_AGAIN = 0.01  # seconds
 STALLED_AFTER = 0.2
 
 
-class _Stopped:
+class _PausedCaller:
     """A caller whose connection is not read."""
 
     def __init__(self, link: Link) -> None:
@@ -64,7 +64,7 @@ class _Stopped:
         return stalled
 
 
-class Intake:
+class BackPressure:
     """Slows callers down, and drops cancelled calls."""
 
     def __init__(
@@ -76,7 +76,7 @@ class Intake:
         self._most_calls = most_calls
         self._most_bytes = most_bytes
         # No lock: each use is one operation of a dict or of a set.
-        self.stopped: dict[Caller, _Stopped] = {}
+        self.stopped: dict[Caller, _PausedCaller] = {}
         self._unread: dict[Caller, Link] = {}  # held up, since they do not read
         self.may_drop: set[bytes] = set()  # names of functions whose cancelled calls need not run
 
@@ -96,7 +96,7 @@ class Intake:
         if waits <= AHEAD // 2:
             caller.slow = 0
         if (waits >= caller.slow + AHEAD or self._has_too_much(caller)) and isinstance(link, Link):
-            stopped = self.stopped.setdefault(caller, _Stopped(link))
+            stopped = self.stopped.setdefault(caller, _PausedCaller(link))
             link.reading.hold(True)
             self.look(caller)  # meanwhile enough work may have begun
             self._before(stopped.since + READ_ON, True)

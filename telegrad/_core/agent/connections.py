@@ -17,11 +17,11 @@ from telegrad._core.agent.incoming import Caller
 from telegrad._core.agent.peer import Peer
 from telegrad._core.agent.pending_call import PendingCall
 from telegrad._core.calls.attachments import Layers
-from telegrad._core.calls.common_memory import CommonMemory
+from telegrad._core.calls.common_memory import SharedBuffers
 from telegrad._core.calls.settings import Settings
-from telegrad._core.devices.device_maps import faults
+from telegrad._core.devices.device_maps import map_errors
 from telegrad._core.devices.device_streams import Streams
-from telegrad._core.devices.routes import Places, for_calls, for_gradients
+from telegrad._core.devices.routes import DeviceRoutes, for_calls, for_gradients
 from telegrad._core.devices.staging import Staging
 from telegrad._core.host import open_files
 from telegrad._core.membership.doubts import remember
@@ -29,7 +29,7 @@ from telegrad._core.membership.members import Identity, Member
 from telegrad._core.memory.blobs import MemorySources
 from telegrad._core.memory.heap import Heap
 from telegrad._core.memory.lanes import LANES
-from telegrad._core.memory.warm_memory import Arena, SharedPool
+from telegrad._core.memory.warm_memory import ReceiveBufferPool, SharedBlockPool
 from telegrad._core.pickling.exceptions import fresh
 from telegrad._core.reactor.lazy_link import AnyLink
 from telegrad._core.reactor.reactor import Reactor
@@ -102,9 +102,9 @@ class Connections:
         self._service = service
         self.complete = complete
         self.wake_at = wake_at
-        self._arena = Arena(settings.shared_memory)
+        self._arena = ReceiveBufferPool(settings.shared_memory)
         self._heap = Heap()
-        self._pool = SharedPool(settings.shared_memory)
+        self._pool = SharedBlockPool(settings.shared_memory)
         self.staging = Staging(streams)
         # Guards _peers, _accepted, _warned, `closed`, _left, and the replacement of _names; single reads do not need
         # it.
@@ -126,7 +126,7 @@ class Connections:
         self.listener = Listener(
             address, settings.tls, settings.transport, settings.silence, reactor.poller, self._accept
         )
-        self.memory = CommonMemory(self._pool, bool(self.listener.unix))
+        self.memory = SharedBuffers(self._pool, bool(self.listener.unix))
 
     def join(self, me: Member, keys: Keyring, directory: Directory) -> None:
         """Accept connections from now on."""
@@ -209,12 +209,12 @@ class Connections:
         ways = member.unix and self.listener.unix and self.settings.transport != "tcp"
         return bool(ways) and member.host == self._me.host and member.incarnation != self._me.incarnation
 
-    def _places(self, member: Member) -> Places:
+    def _places(self, member: Member) -> DeviceRoutes:
         mine, theirs = self._me.devices, member.devices
-        for fault in faults({self._me.name: mine, member.name: theirs}, whole=False):
+        for fault in map_errors({self._me.name: mine, member.name: theirs}, whole=False):
             raise DeviceError(fault)
         map_ = mine.maps.get(member.name, {})
-        return Places(for_calls(member.name, map_), for_gradients(map_, theirs.maps.get(self._me.name, {})))
+        return DeviceRoutes(for_calls(member.name, map_), for_gradients(map_, theirs.maps.get(self._me.name, {})))
 
     def connect_to(self, peer: Peer) -> AnyLink:
         """Make a connection for the calls to a worker."""
@@ -246,7 +246,7 @@ class Connections:
 
     def _reach(self, target: Target) -> Channel:
         settings = self.settings
-        with open_files.explained(f"worker {target.name!r} was not called", PeerUnreachable):
+        with open_files.translate_error(f"worker {target.name!r} was not called", PeerUnreachable):
             return connect(
                 target,
                 self.joined.keys,

@@ -25,7 +25,7 @@ from telegrad._core.calls.attachments import Layers
 from telegrad._core.calls.call_names import user_name
 from telegrad._core.calls.cancelling import serving
 from telegrad._core.calls.futures import Outcome
-from telegrad._core.calls.in_flight_tensors import Underway
+from telegrad._core.calls.in_flight_tensors import MutationCheck
 from telegrad._core.interrupts import raised_by_handler
 from telegrad._core.membership.members import Identity
 from telegrad._core.pickling.exceptions import fresh
@@ -54,7 +54,7 @@ class _Packed:
     meta: bytes = b""
     blobs: Sequence[Blob] = ()
     weight: int = 0
-    underway: Underway | None = None
+    underway: MutationCheck | None = None
     near: int = 0  # receivers on this host
 
 
@@ -117,7 +117,7 @@ class _Wording:
     def _pack(self, _: Any, arguments: Encoded, place: Any) -> _Packed:
         tensors, buffers = arguments.tensors, arguments.buffers
         meta, blobs = pack(tensors, place, buffers)
-        underway = Underway(tensors[: len(tensors) - buffers], False) if blobs else None
+        underway = MutationCheck(tensors[: len(tensors) - buffers], False) if blobs else None
         packed = _Packed(meta, blobs, sum(blob.nbytes for blob in blobs), underway)
         self.packed.append(packed)
         return packed

@@ -14,14 +14,14 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from telegrad._core.calls.attachments import Attachments, Destination, GraphContext
-from telegrad._core.calls.call_context import Hops, Scene, hops_of, setting
+from telegrad._core.calls.call_context import CallContext, Hops, hops_of, setting
 from telegrad._core.calls.cancelling import Served, finishes
 from telegrad._core.devices.routes import for_answers
 from telegrad._core.membership.members import Identity
 from telegrad._core.reactor.scheduler import WorkQueue
 from telegrad._core.transport.link import Link
 from telegrad._core.transport.loopback import LoopEnd
-from telegrad._core.wire.messages import SCENE, Message, split
+from telegrad._core.wire.messages import HAS_CALL_CONTEXT, Message, split
 
 Opened = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]  # function and arguments of a call
 
@@ -64,7 +64,7 @@ class Incoming(Served):
     function: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    scene: Scene | None  # scene in which it runs
+    scene: CallContext | None  # scene in which it runs
     on_end: Callable[[], None] | None  # called once, after the answer was sent
 
     def __init__(self, caller: Caller, link: Link | LoopEnd, message: Message) -> None:
@@ -87,12 +87,12 @@ class Incoming(Served):
     @property
     def callers_scene(self) -> bytes | memoryview:
         """The serialised scene of the caller."""
-        return split(self.message.body)[1] if self.message.flags & SCENE else b""
+        return split(self.message.body)[1] if self.message.flags & HAS_CALL_CONTEXT else b""
 
     def setting(self) -> AbstractContextManager[None]:
         """Return a context manager that applies the caller's grad mode, context and scene."""
         flags = self.message.flags
-        return setting(flags, self.callers_scene, self.context, self.came if flags & SCENE else 0.0)
+        return setting(flags, self.callers_scene, self.context, self.came if flags & HAS_CALL_CONTEXT else 0.0)
 
     def opened(self, opened: Opened) -> None:
         """Store the function and the arguments of an ordered call until it runs."""
@@ -124,7 +124,7 @@ class Incoming(Served):
         return f"the call of {name} by worker {self.caller.name!r}"
 
 
-class Doorkeeper(Protocol):
+class CallScheduler(Protocol):
     """The layer above that decides when ordered calls run."""
 
     def heeds(self, name: bytes) -> bool:

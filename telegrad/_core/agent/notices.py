@@ -12,7 +12,7 @@ from torch import Tensor
 from telegrad._core.agent.peer import Peer
 from telegrad._core.calls.attachments import GraphContext
 from telegrad._core.membership.members import Identity
-from telegrad._core.wire.messages import HAS_GRAPH, NOTICE, PATIENT, Message, append
+from telegrad._core.wire.messages import HAS_GRAPH, LOW_PRIORITY, NOTICE, Message, append
 from telegrad._core.wire.packing import pack
 from telegrad.errors import UsageError
 
@@ -65,7 +65,7 @@ def notice_to(
 ) -> Message:
     """Return the message for a worker: see `Agent.notify`."""
     body = pickle.dumps((type(message).__name__, *message), 5)  # to pickle the class takes longer than all its fields
-    notice = Message(NOTICE, 0, PATIENT if patient else 0)
+    notice = Message(NOTICE, 0, LOW_PRIORITY if patient else 0)
     if tensors:
         notice.meta, notice.blobs = pack(tensors, peer.places.calls if as_arguments else peer.places.gradients)
     if context is not None:

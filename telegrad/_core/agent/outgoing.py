@@ -14,7 +14,15 @@ from telegrad._core.calls.attachments import Layers
 from telegrad._core.calls.call_names import OWN_ARGUMENTS
 from telegrad._core.pickling.function_names import name_of
 from telegrad._core.pickling.pickling import Encoded, blame_again, encode
-from telegrad._core.wire.messages import HAS_GRAPH, HAS_REFERENCES, INFERENCE, NO_GRAD, SCENE, Message, append
+from telegrad._core.wire.messages import (
+    HAS_CALL_CONTEXT,
+    HAS_GRAPH,
+    HAS_REFERENCES,
+    INFERENCE,
+    NO_GRAD,
+    Message,
+    append,
+)
 from telegrad.errors import CannotEncode
 
 
@@ -46,7 +54,7 @@ def attach(
     if layers.tells_times or call_context.matters():
         said, pending.in_turn = call_context.described(*pending.time(layers.tells_times))
         if said:
-            flags |= SCENE
+            flags |= HAS_CALL_CONTEXT
             body = append(body, said)
     context = layers.graphs.current() if layers.graphs is not None else None
     if context is not None:

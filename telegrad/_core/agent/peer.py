@@ -19,8 +19,8 @@ from telegrad._core.agent.call_table import CallTable
 from telegrad._core.agent.pending_call import PendingCall, give_back_read
 from telegrad._core.calls.attachments import Layers
 from telegrad._core.calls.settings import Settings
-from telegrad._core.devices.routes import Places
-from telegrad._core.interrupts import Resumed, gives_back, raised_by_handler
+from telegrad._core.devices.routes import DeviceRoutes
+from telegrad._core.interrupts import Resumed, raised_by_handler, releases_before_handler
 from telegrad._core.locks import guarded, new_lock
 from telegrad._core.membership.members import Identity, Member
 from telegrad._core.pickling.exceptions import fresh
@@ -54,7 +54,7 @@ class PeerHost(Protocol):
 class Peer:
     """A worker that this one calls."""
 
-    def __init__(self, member: Member, places: Places, is_near: bool, host: PeerHost) -> None:
+    def __init__(self, member: Member, places: DeviceRoutes, is_near: bool, host: PeerHost) -> None:
         """`is_near`: memory can be lent to that worker."""
         self.member = member
         self.identity = member.identity
@@ -264,7 +264,7 @@ class Peer:
         return f"<Peer {self.name!r}: {self.connection!r}; {self.calls!r}>"
 
 
-@gives_back(give_back_read)
+@releases_before_handler(give_back_read)
 def _read_once(link: Link, timeout: float) -> None:
     """Read available data, or wait for some. The caller holds the right to read; this releases it."""
     held = [link]

@@ -15,13 +15,13 @@ from typing import Any, Protocol
 
 from telegrad._core import events
 from telegrad._core.calls.attachments import Attachments
-from telegrad._core.calls.call_context import InTurn, Share
+from telegrad._core.calls.call_context import DerivedTimeout, NestedCall
 from telegrad._core.calls.call_names import noted_name, user_name
 from telegrad._core.calls.cancelling import Served
 from telegrad._core.calls.futures import Future, Outcome, wait_for
-from telegrad._core.calls.in_flight_tensors import Underway
+from telegrad._core.calls.in_flight_tensors import MutationCheck
 from telegrad._core.events import CALLED
-from telegrad._core.interrupts import Resumed, gives_back, waiting_loop
+from telegrad._core.interrupts import Resumed, releases_before_handler, waiting_loop
 from telegrad._core.membership.members import Identity
 from telegrad._core.reactor.lazy_link import AnyLink, LazyLink
 from telegrad._core.reactor.reactor import Reactor
@@ -100,8 +100,8 @@ class PendingCall:
         self.keep_alive = keep_alive
         self.id = 0
         self.weight = 0  # bytes of its tensors
-        self.in_turn: InTurn | None = None  # the actor method that makes the call
-        self.underway: Underway | None = None  # its tensors, if they are sent from their own memory
+        self.in_turn: NestedCall | None = None  # the actor method that makes the call
+        self.underway: MutationCheck | None = None  # its tensors, if they are sent from their own memory
         self.link: AnyLink | None = None  # the link that carries it
         self.answer: Message | None = None
         self.attachments: Attachments | None = None  # data that came with the answer
@@ -168,7 +168,7 @@ class PendingCall:
                 self._wait_done(min(remaining, LONGEST_WAIT))
         return True
 
-    @gives_back(give_back_read)
+    @releases_before_handler(give_back_read)
     @waiting_loop
     def _read(self, link: Link, held: list[Link]) -> None:
         """Read until the call is done, with the right to read, as long as `held` has the connection."""
@@ -237,14 +237,14 @@ class PendingCall:
 
     def time(self, caller: str) -> tuple[float, str]:
         """Return the timeout to send (0 for none) and its origin; send the call's own if `caller` is set."""
-        if not self.timeout or not (caller or isinstance(self.timeout, Share)):
+        if not self.timeout or not (caller or isinstance(self.timeout, DerivedTimeout)):
             return 0.0, ""
         own = f"the {self.timeout:g} s of the call of {user_name(self.label)} by worker {caller!r}"
         return float(self.timeout), self._whose or own
 
     @property
     def _whose(self) -> str:
-        return self.timeout.whose if isinstance(self.timeout, Share) else ""
+        return self.timeout.whose if isinstance(self.timeout, DerivedTimeout) else ""
 
     def connection_lost_error(self, reason: PeerError) -> PeerError:
         age = perf_counter() - self.begun

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from telegrad._core import events
 from telegrad._core.agent.answers import Answers, its_future
-from telegrad._core.agent.backlog import FEW, Intake
-from telegrad._core.agent.incoming import Caller, Doorkeeper, Incoming
+from telegrad._core.agent.backlog import FEW, BackPressure
+from telegrad._core.agent.incoming import Caller, CallScheduler, Incoming
 from telegrad._core.calls import profiling
 from telegrad._core.calls.attachments import Layers
 from telegrad._core.calls.call_context import ensure_grad, entered, in_setting
@@ -39,12 +39,12 @@ from telegrad._core.transport.loopback import LoopEnd
 from telegrad._core.wire.messages import (
     CALL,
     CANCEL,
+    HAS_CALL_CONTEXT,
     HAS_REFERENCES,
     KINDS,
+    LOW_PRIORITY,
     NOTICE,
-    PATIENT,
     REFUSAL,
-    SCENE,
     Message,
     split,
     unexpected,
@@ -60,7 +60,7 @@ log = logging.getLogger("telegrad")
 CANCELLED = CallCancelled.__name__  # result of a cancelled call, however its function ended
 
 
-class Later(NamedTuple):
+class Deferred(NamedTuple):
     """Returned by functions of this package whose value is that of a future or of a box."""
 
     future: torch.futures.Future[Any] | Signal
@@ -85,7 +85,7 @@ class Server:
 
         `undelivered` is called if an answer with references finds its connection closed. `most_waiting` has the limit
         of unanswered calls of a caller, the limit of its bytes that have not begun, and a function that schedules
-        `Intake.tick`.
+        `BackPressure.tick`.
         """
         self.name = name
         self._reactor = reactor
@@ -94,10 +94,10 @@ class Server:
         self._on_notice = on_notice
         self._answers = Answers(name, reactor, layers, streams, undelivered)
         self._runs = self._run  # one bound method for all calls: fewer objects for the garbage collector
-        self.intake = Intake(reactor, *most_waiting)
+        self.intake = BackPressure(reactor, *most_waiting)
         self._answers.sent_memory = self.intake.sent
         self._loop = EventLoop(entered)
-        self.doorkeeper: Doorkeeper | None = None
+        self.doorkeeper: CallScheduler | None = None
         self.orders = False  # also ask the doorkeeper about functions that are known to be short
         self.wrap: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None  # returns the function to run
         self._short: dict[bytes, bool] = {}  # by function name; a guess: single reads and writes of any thread
@@ -164,7 +164,7 @@ class Server:
         message = come.message
         if message.kind == NOTICE:
             work = Work(self._notice, come, size=size)
-            if message.flags & PATIENT:
+            if message.flags & LOW_PRIORITY:
                 patient.append(work)
             else:
                 self._notices.add(come)
@@ -269,7 +269,7 @@ class Server:
         else:
             if type(result) is CoroutineType:
                 self._await(call, result, result if hasattr(function, RUNS) else function, ordered)
-            elif type(result) is Later:
+            elif type(result) is Deferred:
                 self._when_done(call, result.future, result.function)
             elif hasattr(function, ASYNC_MARK):
                 self._when_done(call, its_future(function, result), function)
@@ -297,7 +297,7 @@ class Server:
         """Return the function and the arguments of a call."""
         message, attachments = call.message, call.attachments
         call.context, tensors = self._layers.take_tensors(message, call.caller.identity, self.name)
-        body = split(message.body)[0] if message.flags & SCENE else message.body
+        body = split(message.body)[0] if message.flags & HAS_CALL_CONTEXT else message.body
         value = decode(body, tensors, attachments.references if attachments is not None else ())
         message.blobs = ()  # the tensors keep the memory that they need
         if attachments is not None:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from telegrad._core.devices.device_streams import settle
+from telegrad._core.devices.device_streams import wait_for_arrivals
 from telegrad._core.membership.members import Identity
 from telegrad._core.wire.messages import HAS_GRAPH, HAS_REFERENCES, Message, Unreceived, split
 from telegrad._core.wire.unpacking import unpack
@@ -94,7 +94,7 @@ class Layers:
             for blob in message.blobs:
                 if type(blob) is Unreceived:
                     raise blob.error(receiver, sender.name)
-            tensors = unpack(message.meta, settle(message.blobs))
+            tensors = unpack(message.meta, wait_for_arrivals(message.blobs))
         if not message.flags & HAS_GRAPH:
             return None, tensors
         assert self.graphs is not None

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from telegrad._core.pickling.exceptions import ORIGINAL
-from telegrad._core.pickling.remote_text import story_of
+from telegrad._core.pickling.remote_text import remote_traceback_of
 from telegrad.errors import CallCancelled, GroupError
 
 _CANCELLING: dict[type, type] = {  # replacements that asyncio recognises as cancellation
@@ -29,7 +29,7 @@ def run_on(loop: asyncio.AbstractEventLoop, callback: Callable[[], object]) -> N
         loop.call_soon_threadsafe(callback)
 
 
-def happening(awaited: Awaited) -> asyncio.Future[None]:
+def completion_of(awaited: Awaited) -> asyncio.Future[None]:
     """Return a future of the running loop that completes when `awaited` does."""
     loop = asyncio.get_running_loop()
     waiter: asyncio.Future[None] = loop.create_future()
@@ -57,4 +57,6 @@ def make_known_to_asyncio(error: BaseException) -> None:
 def _tells_of_cancelling(error: BaseException) -> bool:
     if isinstance(error, GroupError):
         return all(map(_tells_of_cancelling, error.errors.values()))
-    return isinstance(error, CallCancelled) and not story_of(error)  # otherwise another worker's call was cancelled
+    return isinstance(error, CallCancelled) and not remote_traceback_of(
+        error
+    )  # otherwise another worker's call was cancelled

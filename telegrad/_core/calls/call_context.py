@@ -42,10 +42,10 @@ _is_autocast_on = torch._C._is_any_autocast_enabled  # for any device type: the 
 Hops = tuple[tuple[str, int], ...]
 
 
-class Turn:
+class ActorLock:
     """The period in which one method of an actor runs."""
 
-    def __init__(self, key: str, on_wait: Callable[[Turn, tuple[str, int]], None]) -> None:
+    def __init__(self, key: str, on_wait: Callable[[ActorLock, tuple[str, int]], None]) -> None:
         """`on_wait` is called with each hop that the method starts to wait for."""
         self.key = key
         self.awaited: set[tuple[str, int]] = set()
@@ -53,10 +53,10 @@ class Turn:
         self.calls = itertools.count()
 
 
-class InTurn(NamedTuple):
+class NestedCall(NamedTuple):
     """The actor method by which a call was made."""
 
-    turn: Turn
+    turn: ActorLock
     hop: tuple[str, int]
 
     @contextmanager
@@ -75,11 +75,11 @@ class InTurn(NamedTuple):
             return (yield from waiter.__await__())
 
 
-class Scene(NamedTuple):
+class CallContext(NamedTuple):
     """The context in which code runs."""
 
     hops: Hops = ()  # the calls of actors for which this code runs
-    turn: Turn | None = None  # the actor's turn that this code holds
+    turn: ActorLock | None = None  # the actor's turn that this code holds
     baggage: dict[str, str] | None = None
     until: float = inf  # deadline, on this worker's `monotonic` clock
     whose: str = ""  # name of the deadline's origin
@@ -93,19 +93,19 @@ class Described(Protocol):
         """The function that was called, and the worker."""
 
 
-class Share(float):
+class DerivedTimeout(float):
     """A call's timeout that is bounded by the time left of another call."""
 
     whose: str = ""  # name of the limit's origin, if it is not the call's own
 
     @classmethod
-    def of(cls, left: float, whose: str) -> Share:
+    def of(cls, left: float, whose: str) -> DerivedTimeout:
         made = cls(left)
         made.whose = whose
         return made
 
 
-_current: ContextVar[Scene | None] = ContextVar("telegrad_scene", default=None)
+_current: ContextVar[CallContext | None] = ContextVar("telegrad_scene", default=None)
 _entered = False  # True once a scene was entered in this process
 limits = False  # True once a scene had a deadline
 
@@ -121,7 +121,7 @@ def matters() -> bool:
     return _entered or profiling.follower is not None or _is_autocast_on()
 
 
-def within(limit: float, call: Described) -> float:
+def remaining_timeout(limit: float, call: Described) -> float:
     """Return the timeout of a call that starts here and has the timeout `limit` (0 for none).
 
     Raises:
@@ -133,7 +133,7 @@ def within(limit: float, call: Described) -> float:
     left = here.until - monotonic()
     if left <= 0:
         raise CallTimeout(f"{call.described} was not called: no time was left of {here.whose}")
-    return Share.of(limit, "") if 0 < limit <= left else Share.of(left, here.whose)
+    return DerivedTimeout.of(limit, "") if 0 < limit <= left else DerivedTimeout.of(left, here.whose)
 
 
 def time_left() -> float | None:
@@ -149,7 +149,7 @@ def time_left() -> float | None:
     return None if here is None or here.until == inf else max(0.0, here.until - monotonic())
 
 
-def described(left: float = 0.0, whose: str = "") -> tuple[bytes, InTurn | None]:
+def described(left: float = 0.0, whose: str = "") -> tuple[bytes, NestedCall | None]:
     """Return this thread's context for a call that it makes (empty if there is none), and the actor method that makes
     it.
 
@@ -160,12 +160,12 @@ def described(left: float = 0.0, whose: str = "") -> tuple[bytes, InTurn | None]
     if here is None and follower is None and not left and not _is_autocast_on():
         return b"", None
     types = _autocast_types()
-    hops, turn, baggage, *_ = here or Scene()
+    hops, turn, baggage, *_ = here or CallContext()
     if follower is not None:
         baggage = follower.baggage() or baggage
     in_turn = None
     if turn is not None:
-        in_turn = InTurn(turn, (turn.key, next(turn.calls)))
+        in_turn = NestedCall(turn, (turn.key, next(turn.calls)))
         hops += (in_turn.hop,)
     if not (types or hops or baggage or left):
         return b"", in_turn
@@ -219,7 +219,7 @@ def holding(description: bytes | memoryview, came: float) -> Iterator[None]:
         if hops or baggage or time:
             here = _current.get()
             limit = _limit(came, *time) if time else ()
-            stack.enter_context(entered(Scene(hops, here and here.turn, baggage, *limit)))
+            stack.enter_context(entered(CallContext(hops, here and here.turn, baggage, *limit)))
         yield
 
 
@@ -237,7 +237,7 @@ def unlimited() -> AbstractContextManager[None]:
 
 
 @contextmanager
-def entered(scene: Scene | None) -> Iterator[None]:
+def entered(scene: CallContext | None) -> Iterator[None]:
     """Run the block in that scene."""
     if scene is None:
         yield

@@ -72,7 +72,7 @@ class Served:
         if self.cancelled:
             raise CallCancelled(f"{call.described} was not called: {self._reason}")
         if call_context.limits:
-            call.limit(call_context.within(call.timeout, call))
+            call.limit(call_context.remaining_timeout(call.timeout, call))
 
     @property
     def _reason(self) -> str:

@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 from telegrad._core.memory.blobs import SHARE_FROM
-from telegrad._core.memory.warm_memory import SharedPool
+from telegrad._core.memory.warm_memory import SharedBlockPool
 
 
-class CommonMemory:
+class SharedBuffers:
     """The shared memory of one worker."""
 
-    def __init__(self, pool: SharedPool, is_shared: bool) -> None:
+    def __init__(self, pool: SharedBlockPool, is_shared: bool) -> None:
         """`is_shared`: other workers of this host can map memory of this worker."""
         self._pool = pool
         self._is_shared = is_shared

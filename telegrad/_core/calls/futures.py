@@ -12,11 +12,11 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from telegrad._core import checks, forks
-from telegrad._core.calls.awaiting import check_knows_threads, happening, make_known_to_asyncio
+from telegrad._core.calls.awaiting import check_knows_threads, completion_of, make_known_to_asyncio
 from telegrad._core.calls.compiling import not_compiled
-from telegrad._core.calls.unretrieved import Unseen
-from telegrad._core.interrupts import postpone, raised_by_handler
-from telegrad._core.pickling.exceptions import fresh, kept
+from telegrad._core.calls.unretrieved import UnretrievedError
+from telegrad._core.interrupts import raise_later, raised_by_handler
+from telegrad._core.pickling.exceptions import fresh, without_frames
 from telegrad._core.pickling.pickling import encode
 from telegrad.errors import CallCancelled, GroupError
 
@@ -87,7 +87,7 @@ class Future(torch.futures.Future[T]):
 
     quick = False
     about: str
-    failure: Unseen
+    failure: UnretrievedError
     follows: Cancels | None
     heeded: bool
 
@@ -155,9 +155,9 @@ class Future(torch.futures.Future[T]):
             result: an exception.
         """
         assert isinstance(result, BaseException)
-        failure = self.failure = Unseen(getattr(self, "about", "what a future stands for"), result)
+        failure = self.failure = UnretrievedError(getattr(self, "about", "what a future stands for"), result)
         self._set_unwrap_func(lambda error: failure.raise_fresh(_uncovered(error)))
-        self.set_result(kept(result))  # type: ignore[arg-type]
+        self.set_result(without_frames(result))  # type: ignore[arg-type]
         if hasattr(self, "heeded"):  # checked last: a callback that is added after this finds the failure
             failure.seen = True
 
@@ -186,7 +186,7 @@ class Future(torch.futures.Future[T]):
             try:
                 value = callback(done)
             except BaseException as error:
-                forks.end_if_over()
+                forks.exit_if_user_code_ended()
                 child.about = "a callback that was given to `then`"
                 child.set_exception(error)  # type: ignore[arg-type]
                 if not isinstance(error, Exception) or raised_by_handler(error):
@@ -215,8 +215,8 @@ class Future(torch.futures.Future[T]):
             try:
                 context.run(callback, future)
             except BaseException as error:
-                forks.end_if_over()
-                if not postpone(error):  # torch would print it
+                forks.exit_if_user_code_ended()
+                if not raise_later(error):  # torch would print it
                     raise
 
         super().add_done_callback(run)
@@ -240,7 +240,7 @@ class Future(torch.futures.Future[T]):
     def _until_done(self) -> Generator[Any, None, None]:
         """Yield to the event loop until this is done; cancel the call if asyncio cancels the wait."""
         in_turn = getattr(self.call, "in_turn", None)
-        waiter = happening(self)
+        waiter = completion_of(self)
         try:
             yield from waiter.__await__() if in_turn is None else in_turn.awaiting(waiter)
         except asyncio.CancelledError:
@@ -300,7 +300,7 @@ class Signal:
             callback(self)
 
     def set_exception(self, error: BaseException) -> None:
-        self._error = kept(error)
+        self._error = without_frames(error)
         self.set_result()
 
     @not_compiled

@@ -20,7 +20,7 @@ _empty = torch.empty(0, device="cpu")
 _PLAIN = frozenset({Tensor, torch.nn.Parameter})
 
 
-class Underway:
+class MutationCheck:
     """The tensors of one call, with their version counters at its start."""
 
     __slots__ = ("_counters", "_line")

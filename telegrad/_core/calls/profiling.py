@@ -28,7 +28,7 @@ class Event(NamedTuple):
     there: str
 
 
-class Follower(Protocol):
+class CallTracer(Protocol):
     """Wraps calls, for tracing. The methods must be quick and must not raise."""
 
     def called(self, event: Event, call: Callable[[], T]) -> T:
@@ -51,10 +51,10 @@ class Follower(Protocol):
 
 enabled: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 wanted = enabled  # returns True if calls shall be events
-follower: Follower | None = None
+follower: CallTracer | None = None
 
 
-def follow(by: Follower | None) -> None:
+def follow(by: CallTracer | None) -> None:
     """Set the follower of this process, or remove it with None."""
     global follower, wanted
     follower, wanted = by, enabled if by is None else lambda: True

@@ -18,7 +18,7 @@ log = logging.getLogger("telegrad")
 _seen: dict[tuple[str, str], float] = {}  # when the program or the log last saw such a failure
 
 
-class Unseen:
+class UnretrievedError:
     """The failure of a future. Logged if the failure is dropped before it was `seen`."""
 
     __slots__ = ("_about", "kind", "seen", "text")

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from telegrad._core.devices.device_streams import Arrived, Streams, device, kind, on, read_on
-from telegrad._core.wire.tensors import Bound
+from telegrad._core.wire.tensors import DeviceBlob
 from telegrad.errors import DeviceError
 
 PART = 16  # 1/16 of a device's memory may be lent
 
 
-class Sharer(Protocol):
+class MemorySharing(Protocol):
     """Sharing of memory for one kind of device. Events are recorded and awaited on the current stream of a device."""
 
     def limit(self, index: int) -> int:
@@ -85,11 +85,11 @@ def _card(index: int) -> str:
     return str(torch.cuda.get_device_properties(index).uuid)
 
 
-SHARERS: dict[str, Sharer] = {} if torch.version.hip else {"cuda": Cuda()}
+SHARERS: dict[str, MemorySharing] = {} if torch.version.hip else {"cuda": Cuda()}
 
 
-def sharer() -> Sharer | None:
-    """Return the Sharer for this machine's accelerators, if they can share memory."""
+def sharer() -> MemorySharing | None:
+    """Return the MemorySharing for this machine's accelerators, if they can share memory."""
     return SHARERS.get(kind() or "")
 
 
@@ -118,7 +118,7 @@ class DeviceBlock:
         self.events = shares.event(index), shares.event(index)
         _here[id(self)] = self
 
-    def fill(self, bound: Bound) -> None:
+    def fill(self, bound: DeviceBlob) -> None:
         """Copy a blob in, after the earlier work of this thread and after the last use of the block."""
         index, (filled, emptied) = self.device, self.events
         if self._used:

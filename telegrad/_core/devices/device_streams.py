@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from telegrad._core.wire.tensors import HOST, Blob, Bound, keep_for
+from telegrad._core.wire.tensors import HOST, Blob, DeviceBlob, keep_for
 
 _accelerator = torch.accelerator
 
@@ -158,7 +158,7 @@ def _order(first: torch.Stream, then: torch.Stream) -> None:
         then.wait_stream(first)
 
 
-def read_on(stream: torch.Stream, bound: Bound) -> None:
+def read_on(stream: torch.Stream, bound: DeviceBlob) -> None:
     """Order the further work of `stream` after the creation of a blob, and keep the blob's memory until it is done."""
     if bound.ready is None:
         _order(_accelerator.current_stream(bound.blob.device), stream)
@@ -183,7 +183,7 @@ def on(*streams: torch.Stream) -> Iterator[list[torch.Stream]]:
         _accelerator.set_device_index(device_index)
 
 
-def settle(blobs: Iterable[Any]) -> Sequence[Tensor]:
+def wait_for_arrivals(blobs: Iterable[Any]) -> Sequence[Tensor]:
     """Return the blobs for use by this thread, whose current streams wait for blobs that are still arriving."""
     return [_settled(blob) if type(blob) is Arrived else blob for blob in blobs]
 
@@ -198,16 +198,16 @@ def _settled(arrived: Arrived) -> Tensor:
 
 def set_apart(blobs: Sequence[Blob]) -> Sequence[Blob]:
     """Return blobs that another thread may send later: copies of accelerator memory, made by this thread."""
-    return [_set_apart(blob) if isinstance(blob, Bound) and not blob.blob.is_cpu else blob for blob in blobs]
+    return [_set_apart(blob) if isinstance(blob, DeviceBlob) and not blob.blob.is_cpu else blob for blob in blobs]
 
 
-def _set_apart(bound: Bound) -> Bound:
+def _set_apart(bound: DeviceBlob) -> DeviceBlob:
     with torch.inference_mode(False), torch.no_grad():
         copy = bound.blob.clone()
-    return Bound(copy, bound.device, _accelerator.current_stream(copy.device).record_event())
+    return DeviceBlob(copy, bound.device, _accelerator.current_stream(copy.device).record_event())
 
 
-def copied(bound: Bound) -> Tensor | Arrived:
+def copied(bound: DeviceBlob) -> Tensor | Arrived:
     """Return a copy on the target device of a blob, made on this thread's current stream."""
     if not bound.blob.is_cpu:
         read_on(_accelerator.current_stream(bound.blob.device), bound)

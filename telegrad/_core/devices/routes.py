@@ -1,4 +1,4 @@
-"""Target devices of tensors sent to one worker: device maps as the `Place` of `wire.packing`."""
+"""Target devices of tensors sent to one worker: device maps as the `DeviceMapping` of `wire.packing`."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import NamedTuple
 import torch
 
 from telegrad._core.devices.device_maps import turned
-from telegrad._core.wire.packing import Place
+from telegrad._core.wire.packing import DeviceMapping
 from telegrad._core.wire.tensors import HOST
 from telegrad.errors import DeviceError
 
 
-class Route:
+class DeviceRoute:
     """Target devices for one direction between two workers."""
 
     def __init__(self, table: Mapping[str, str], advice: str, otherwise: int | None = None) -> None:
@@ -30,20 +30,20 @@ class Route:
         return place
 
 
-class Places(NamedTuple):
+class DeviceRoutes(NamedTuple):
     """Target devices on the receiver, by the kind of message."""
 
-    calls: Place
-    gradients: Place
+    calls: DeviceMapping
+    gradients: DeviceMapping
 
 
 def _number(device: str) -> int:
     return HOST if device == "cpu" else torch.device(device).index
 
 
-def for_calls(to: str, map_: Mapping[str, str]) -> Place:
+def for_calls(to: str, map_: Mapping[str, str]) -> DeviceMapping:
     """Return the target devices of arguments."""
-    return Route(
+    return DeviceRoute(
         map_,
         "a tensor on {device} cannot be sent to worker "
         f"{to!r}: TensorPipe RPC backend only supports CPU tensors by default, and the device map to that worker has "
@@ -52,9 +52,9 @@ def for_calls(to: str, map_: Mapping[str, str]) -> Place:
     )
 
 
-def for_answers(to: str, map_: Mapping[str, str]) -> Place:
+def for_answers(to: str, map_: Mapping[str, str]) -> DeviceMapping:
     """Return the target devices of results: the inverse of the caller's map."""
-    return Route(
+    return DeviceRoute(
         turned(map_),
         "Response device mapping is not available for {device}: "
         f"the map of the caller, {to!r}, to this worker leads to no such device. Add one on worker {to!r} with "
@@ -62,6 +62,6 @@ def for_answers(to: str, map_: Mapping[str, str]) -> Place:
     )
 
 
-def for_gradients(map_: Mapping[str, str], theirs: Mapping[str, str]) -> Place:
+def for_gradients(map_: Mapping[str, str], theirs: Mapping[str, str]) -> DeviceMapping:
     """Return the target devices of gradients, which go back along both maps; the receiver moves them further."""
-    return Route({**map_, **turned(theirs)}, "", otherwise=HOST)
+    return DeviceRoute({**map_, **turned(theirs)}, "", otherwise=HOST)

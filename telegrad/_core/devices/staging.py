@@ -17,7 +17,7 @@ from torch import Tensor
 from telegrad._core.devices.device_streams import Arrived, Streams, device, on, read_on
 from telegrad._core.devices.pinned import PIECE, Piece, Pinned
 from telegrad._core.threads import Background
-from telegrad._core.wire.tensors import Bound, memory
+from telegrad._core.wire.tensors import DeviceBlob, memory
 
 AHEAD = 4  # pieces of one blob copied ahead of sending
 FIRST_LOOK, LAST_LOOK = 2e-5, 1e-3  # seconds between checks for finished copies
@@ -28,7 +28,7 @@ log = logging.getLogger("telegrad")
 class StagedCopy:
     """A copy of a blob from an accelerator into a connection."""
 
-    def __init__(self, pinned: Pinned, stream: torch.Stream, bound: Bound) -> None:
+    def __init__(self, pinned: Pinned, stream: torch.Stream, bound: DeviceBlob) -> None:
         blob = bound.blob
         read_on(stream, bound)
         self.source = blob.device.index
@@ -90,7 +90,7 @@ class Staging:
 
     # Sending
 
-    def depart(self, bound: Bound) -> StagedCopy:
+    def depart(self, bound: DeviceBlob) -> StagedCopy:
         """Begin to copy an accelerator's blob to the host, after the earlier work of this thread."""
         index = bound.blob.device.index
         self.streams.use(index)

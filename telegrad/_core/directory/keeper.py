@@ -21,9 +21,9 @@ from telegrad._core.addresses import family_of
 from telegrad._core.directory.server import BACKLOG
 from telegrad._core.directory.table import DEFAULT, LOG, Limits, remove
 from telegrad._core.host.private_files import open_regular, private_folder, replacing
-from telegrad._core.processes import SAFE_PATH, named, own_session
+from telegrad._core.processes import SAFE_PATH, describe_exit, new_session_options
 from telegrad._core.security.keyring import Keyring
-from telegrad._core.threads import run_beside
+from telegrad._core.threads import run_in_thread
 
 PATIENCE = 5.0  # seconds for the process to end by itself
 LAST_WORDS = 500  # bytes of its log
@@ -34,7 +34,7 @@ STEADY = 60.0  # seconds; after running for so long, it has ended for a new reas
 log = logging.getLogger("telegrad")
 
 
-class Keeper:
+class ServerProcess:
     """The serving process and its address. One thread at a time."""
 
     def __init__(
@@ -93,7 +93,7 @@ class Keeper:
             log.warning(
                 "telegrad: the process of the group's directory ended with %s, and is started again; its last words: "
                 "%s",
-                named(self._process.returncode),
+                describe_exit(self._process.returncode),
                 reason or self._last_words() or "none",
             )
         self._told = reason
@@ -107,7 +107,7 @@ class Keeper:
             self._process.stdin.write(b"\0")  # closing is not enough: forked processes may hold the pipe
             self._process.stdin.flush()
         self._close_pipe(self._process)
-        run_beside("telegrad-keeper", _reap, self._process)  # otherwise it stays as a zombie
+        run_in_thread("telegrad-keeper", _reap, self._process)  # otherwise it stays as a zombie
 
     def close(self) -> None:
         """End the process, and with it the directory."""
@@ -132,7 +132,7 @@ class Keeper:
                 stdout=subprocess.PIPE,
                 stderr=output,
                 pass_fds=[listener],
-                **own_session(),
+                **new_session_options(),
             )
         config = pickle.dumps((os.getpid(), listener, self._keys, self.path, self._limits))
         assert process.stdin is not None

@@ -286,7 +286,7 @@ class Server:
         self._drop(connection)
 
     def _log_refusal(self, origin: str, why: object) -> None:
-        if self._refusals.is_told(host_of(origin), monotonic()):
+        if self._refusals.should_log(host_of(origin), monotonic()):
             log.warning("telegrad: the directory has refused a connection from %s: %s", origin, why)
 
     def _check_strangers(self, now: float) -> None:

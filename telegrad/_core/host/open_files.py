@@ -28,7 +28,7 @@ def is_out(error: BaseException | None) -> bool:
     return isinstance(error, OSError) and error.errno in (EMFILE, ENFILE)
 
 
-def said(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """Return the text of an error, with advice if the error means that no descriptor is left."""
     if not is_out(error):
         return str(error)
@@ -54,7 +54,7 @@ def report_closed(error: OSError) -> bool:
 
 
 @contextlib.contextmanager
-def explained(what: str, kind: type[TelegradError]) -> Iterator[None]:
+def translate_error(what: str, kind: type[TelegradError]) -> Iterator[None]:
     """Replace an error that means that no descriptor is left by an error of type `kind`, "`what`: ..."."""
     try:
         yield
@@ -62,7 +62,7 @@ def explained(what: str, kind: type[TelegradError]) -> Iterator[None]:
         cause = error if is_out(error) else error.__cause__
         if cause is None or not is_out(cause):
             raise
-        raise kind(f"{what}: {said(cause)}") from error
+        raise kind(f"{what}: {error_text(cause)}") from error
 
 
 def check() -> None:

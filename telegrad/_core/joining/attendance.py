@@ -9,7 +9,7 @@ from telegrad._core.membership.members import Member, listed
 MOST_ASKED = 32  # ranks per check, and workers that are probed: all others of the group do the same
 
 
-class Attendance:
+class ArrivalTable:
     """The attendance as far as this worker has checked. Its values are replaced as wholes, so readers need no lock."""
 
     def __init__(self, size: int, me: int, names: Sequence[str] = ()) -> None:
@@ -61,4 +61,4 @@ class Attendance:
         return self._names[rank] if self._names else ""
 
     def __repr__(self) -> str:
-        return f"<Attendance: {len(self._come)} have come; {'; '.join(self.said()) or 'nobody is missing'}>"
+        return f"<ArrivalTable: {len(self._come)} have come; {'; '.join(self.said()) or 'nobody is missing'}>"

@@ -15,13 +15,13 @@ from typing import NamedTuple
 
 from telegrad._core.directory.protocol import ABSENT, Compacted, Directory, DirectoryLost, DirectoryReset, LeaseLost
 from telegrad._core.joining.generation_keys import COME, GENERATION, PREFIX, ElasticState, IsAlive, look
-from telegrad._core.joining.held_directory import HeldDirectory
+from telegrad._core.joining.held_directory import DirectoryLease
 from telegrad._core.joining.quorum import Arrival, Before, Formed, Limits, Quorum
 from telegrad._core.membership.members import Member
 from telegrad._core.membership.registry import Registry
 from telegrad._core.progress import Wait
 from telegrad._core.security.keyring import Keyring
-from telegrad._core.stores.stores import Meeting, open_store
+from telegrad._core.stores.stores import RendezvousStore, open_store
 from telegrad.errors import GroupEnded, GroupIncomplete, RendezvousError, UsageError, WorkerTaken
 
 LAST_CALL = 3.0  # seconds without a new worker after which a first generation with enough workers is complete
@@ -29,17 +29,17 @@ KNOCK_AGAIN = 0.5  # seconds between two probes of a worker that is awaited, or 
 LOOK = 1.0  # seconds between two checks of the arrivals, by workers that do not decide
 
 
-class Coming(NamedTuple):
+class JoinRequest(NamedTuple):
     """A worker's request to join the next generation."""
 
-    held: HeldDirectory | None  # None: a launcher decides the members
+    held: DirectoryLease | None  # None: a launcher decides the members
     keys: Keyring
     limits: Limits
     before: Before  # the generation that it was in
     rank: int  # the preferred one
     timeout: float  # seconds; without limit for a spare worker while a generation runs
 
-    def meet(self, _: float) -> Meeting:
+    def meet(self, _: float) -> RendezvousStore:
         """Open the store."""
         if self.held is None:
             if not (size := os.environ.get("WORLD_SIZE", "")).isdecimal():
@@ -50,7 +50,7 @@ class Coming(NamedTuple):
             return open_store("env://", -1, int(size), self.keys, self.timeout)._replace(coming=self)
         return self.held.meet(self.timeout)._replace(rank=self.rank, coming=self)
 
-    def join(self, held: HeldDirectory, me: Member, is_alive: IsAlive) -> Formed:
+    def join(self, held: DirectoryLease, me: Member, is_alive: IsAlive) -> Formed:
         """Join the next generation, as soon as there is one; return it.
 
         Raises:
@@ -67,7 +67,7 @@ class Coming(NamedTuple):
 class _Joining:
     """One worker that joins."""
 
-    def __init__(self, held: HeldDirectory, coming: Coming, me: Member, is_alive: IsAlive) -> None:
+    def __init__(self, held: DirectoryLease, coming: JoinRequest, me: Member, is_alive: IsAlive) -> None:
         self._held = held
         self._limits = coming.limits
         self._me = me

@@ -15,17 +15,17 @@ from telegrad._core.joining.quorum import Formed
 from telegrad._core.membership.dynamic import PATIENCE, RENEWALS
 from telegrad._core.security.keyring import Keyring
 from telegrad._core.stores.address import host_identity
-from telegrad._core.stores.board import GONE, mark_of
-from telegrad._core.stores.find_directory import Found, Keeping, note, withdraw, write_pointer
-from telegrad._core.stores.stores import Meeting, open_dynamic, open_store
+from telegrad._core.stores.board import GONE, read_server_mark
+from telegrad._core.stores.find_directory import DirectoryMonitor, Found, note, remove_pointer, write_pointer
+from telegrad._core.stores.stores import RendezvousStore, open_dynamic, open_store
 from telegrad._core.stores.urls import is_here
-from telegrad._core.threads import LONGEST_WAIT, Background, run_beside
+from telegrad._core.threads import LONGEST_WAIT, Background, run_in_thread
 from telegrad.errors import TelegradError
 
 SERVE_AGAIN = 1.0  # seconds to replace a store that is gone
 
 
-class HeldDirectory:
+class DirectoryLease:
     """One process's directory and lease. Thread-safe."""
 
     def __init__(self, init_method: str, keys: Keyring, ttl: float) -> None:
@@ -34,13 +34,13 @@ class HeldDirectory:
         self._init_method = init_method
         self._ttl = ttl
         self._lock = threading.Lock()  # guards changes of these two; held while a store is opened
-        self._meeting: Meeting | None = None
+        self._meeting: RendezvousStore | None = None
         self.found: Found | None = None  # the directory
         self.lease = Lease(0, ttl, 0.0)  # no lock: replaced as a whole
         self._over = threading.Event()
         self._thread = Background("telegrad-lease", self._main)
 
-    def meet(self, timeout: float) -> Meeting:
+    def meet(self, timeout: float) -> RendezvousStore:
         """Return the store in which the group meets, opened or served; it stays open.
 
         Raises:
@@ -59,7 +59,7 @@ class HeldDirectory:
             raise DirectoryLost("this process has left the directory of its group")
         return found.directory
 
-    def hold(self, meeting: Meeting, found: Found) -> None:
+    def hold(self, meeting: RendezvousStore, found: Found) -> None:
         """Begin a lease in this directory, to which that store points. Raises DirectoryLost, and changes nothing."""
         self.lease = found.directory.grant(self._ttl)
         self._thread.want()
@@ -84,7 +84,9 @@ class HeldDirectory:
             if found is None or found.keeping is not None or found.pointer is None or found.launched:
                 return
             if found.pointer.machine == host_identity():
-                self.found = found._replace(keeping=Keeping(self.keys, found.pointer.host, found.pointer, True))
+                self.found = found._replace(
+                    keeping=DirectoryMonitor(self.keys, found.pointer.host, found.pointer, True)
+                )
 
     def serve_again(self) -> None:
         """Serve the store again if it is gone and was served on this host: new workers find the directory by it."""
@@ -93,7 +95,7 @@ class HeldDirectory:
             if meeting is None or found is None or found.pointer is None or found.launched or meeting.serves:
                 return
             host, port = meeting.place
-            if host is None or port is None or not is_here(host) or mark_of(meeting.store) != GONE:
+            if host is None or port is None or not is_here(host) or read_server_mark(meeting.store) != GONE:
                 return
             store, serves = open_dynamic((host, port), -1, self.keys, SERVE_AGAIN)
             if serves:
@@ -110,21 +112,21 @@ class HeldDirectory:
         if meeting is None or found is None:
             return
         done = threading.Event()
-        run_beside("telegrad-leave", self._leave, meeting, found, ended, done)
+        run_in_thread("telegrad-leave", self._leave, meeting, found, ended, done)
         done.wait(PATIENCE)  # if the directory does not answer, the lease expires
         found.directory.close()
         self._thread.join(PATIENCE)
         if found.keeping is not None:
             found.keeping.leave()
 
-    def _leave(self, meeting: Meeting, found: Found, ended: Formed | None, done: threading.Event) -> None:
+    def _leave(self, meeting: RendezvousStore, found: Found, ended: Formed | None, done: threading.Event) -> None:
         try:
             with contextlib.suppress(TelegradError, RuntimeError):  # the directory is lost, or was lost with its store
                 if ended is not None and end(found.directory, ended) and found.pointer is not None:
-                    withdraw(meeting.store, lambda: bool(found.directory.list(COME).entries))
+                    remove_pointer(meeting.store, lambda: bool(found.directory.list(COME).entries))
                 found.directory.revoke(self.lease)
         finally:
             done.set()
 
     def __repr__(self) -> str:
-        return f"<HeldDirectory at {self._init_method}: {self.found or 'to be found'}>"
+        return f"<DirectoryLease at {self._init_method}: {self.found or 'to be found'}>"

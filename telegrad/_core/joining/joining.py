@@ -14,9 +14,9 @@ from telegrad._core.directory.protocol import (
     DirectoryReset,
     LeaseLost,
 )
-from telegrad._core.joining.forming import Coming
+from telegrad._core.joining.forming import JoinRequest
 from telegrad._core.joining.generation_keys import lives_in
-from telegrad._core.joining.held_directory import HeldDirectory
+from telegrad._core.joining.held_directory import DirectoryLease
 from telegrad._core.joining.quorum import Formed
 from telegrad._core.joining.rendezvous import Roster, StoreOver, fixed_group_lives, join_static, mixed
 from telegrad._core.membership.dynamic import DynamicGroup
@@ -25,12 +25,12 @@ from telegrad._core.membership.registry import Registry
 from telegrad._core.progress import Wait
 from telegrad._core.security.keyring import Keyring
 from telegrad._core.stores.address import answers, knock
-from telegrad._core.stores.board import Board, mark_of
+from telegrad._core.stores.board import KeyValueStore, read_server_mark
 from telegrad._core.stores.find_directory import POINTER, Found, Pointer, connect, find_directory, write_pointer
-from telegrad._core.stores.key_renewal import Renewal
+from telegrad._core.stores.key_renewal import SealRenewal
 from telegrad._core.stores.sealed_directory import SealedDirectory
 from telegrad._core.stores.sealed_store import SealedStore
-from telegrad._core.stores.stores import LONGEST, Meeting, join_store, open_dynamic
+from telegrad._core.stores.stores import LONGEST, RendezvousStore, join_store, open_dynamic
 from telegrad.errors import StoreLost, TelegradError
 
 T = TypeVar("T")
@@ -44,16 +44,16 @@ class Joined(NamedTuple):
     directory: Members | DynamicGroup
     keys: Keyring  # bound to this group
     generation: Formed | None = None  # of an elastic group
-    renewal: Renewal | None = None  # of a store that later workers read, if the key may be replaced
+    renewal: SealRenewal | None = None  # of a store that later workers read, if the key may be replaced
 
 
-def join(meeting: Meeting, me: Member, silence: float, timeout: float) -> Joined:
+def join(meeting: RendezvousStore, me: Member, silence: float, timeout: float) -> Joined:
     """Join the group that meets in a store; in a dynamic one, with a lease of `silence` seconds.
 
     Raises:
         RendezvousError: the group could not be formed, or a group of the other kind meets there.
     """
-    coming: Coming | None = meeting.coming
+    coming: JoinRequest | None = meeting.coming
     if coming is not None and coming.held is not None:
         return _join_elastic(meeting, coming, coming.held, me, timeout)
     if meeting.world_size is None:
@@ -61,14 +61,14 @@ def join(meeting: Meeting, me: Member, silence: float, timeout: float) -> Joined
     roster = _join_static(meeting, me, meeting.world_size, timeout)
     formed = Formed(roster.round, tuple(roster.members)) if coming is not None else None
     lasts = me.id == 0 and meeting.keys.may_change and not meeting.serves
-    renewal = Renewal(meeting.store.renew) if lasts else None
+    renewal = SealRenewal(meeting.store.renew) if lasts else None
     return Joined(roster.members.find(me.id), roster.members, meeting.keys.within(roster.group), formed, renewal)
 
 
-def _join_dynamic(meeting: Meeting, me: Member, silence: float, timeout: float) -> Joined:
+def _join_dynamic(meeting: RendezvousStore, me: Member, silence: float, timeout: float) -> Joined:
     """Register in the directory of the group."""
 
-    def enter(meeting: Meeting, found: Found) -> Joined:
+    def enter(meeting: RendezvousStore, found: Found) -> Joined:
         if lives_in(found.directory, is_alive):
             raise mixed(me)
         group = DynamicGroup(found.directory, "", ttl_of(silence), found.launched)
@@ -86,7 +86,9 @@ def _join_dynamic(meeting: Meeting, me: Member, silence: float, timeout: float) 
     return _enter_directory(meeting, me, timeout, enter)
 
 
-def _enter_directory(meeting: Meeting, me: Member, timeout: float, enter: Callable[[Meeting, Found], T]) -> T:
+def _enter_directory(
+    meeting: RendezvousStore, me: Member, timeout: float, enter: Callable[[RendezvousStore, Found], T]
+) -> T:
     """Find the directory of the group, and return the result of `enter` with it and the store.
 
     Retries if the directory, or the store that points to it, is lost meanwhile.
@@ -118,23 +120,23 @@ def _enter_directory(meeting: Meeting, me: Member, timeout: float, enter: Callab
                 raise
 
 
-def _point(meeting: Meeting, found: Found) -> None:
+def _point(meeting: RendezvousStore, found: Found) -> None:
     """Write the pointer into a store that outlives the group: the last member before may have withdrawn it."""
-    if found.pointer is not None and not mark_of(meeting.store):
+    if found.pointer is not None and not read_server_mark(meeting.store):
         write_pointer(meeting.store, found.pointer)
 
 
-def _kept(meeting: Meeting) -> SealedStore | None:
+def _kept(meeting: RendezvousStore) -> SealedStore | None:
     """Return the store if this worker serves it, or if no worker does: then it outlives the group."""
-    stays = meeting.directory is None and not mark_of(meeting.store)
+    stays = meeting.directory is None and not read_server_mark(meeting.store)
     return meeting.store if meeting.serves or stays else None
 
 
-def _renewal(directory: Directory, store: SealedStore | None) -> Renewal | None:
+def _renewal(directory: Directory, store: SealedStore | None) -> SealRenewal | None:
     """Return the renewal of seals that later workers of the group need, if its key may be replaced."""
     if isinstance(directory, SealedDirectory):
-        return Renewal(directory.renew_seals)
-    return Renewal(store.renew) if store is not None and store.keys.may_change else None
+        return SealRenewal(directory.renew_seals)
+    return SealRenewal(store.renew) if store is not None and store.keys.may_change else None
 
 
 def ttl_of(silence: float) -> float:
@@ -142,7 +144,7 @@ def ttl_of(silence: float) -> float:
     return min(max(silence, SHORTEST_TTL), LONGEST_TTL) if silence else LONGEST_TTL
 
 
-def _find_directory(meeting: Meeting, me: Member, until: float, wait: Wait) -> Found:
+def _find_directory(meeting: RendezvousStore, me: Member, until: float, wait: Wait) -> Found:
     if meeting.directory is not None:
         return Found(meeting.directory(), launched=meeting.launched)
     if fixed_group_lives(meeting.store, is_alive):
@@ -150,7 +152,7 @@ def _find_directory(meeting: Meeting, me: Member, until: float, wait: Wait) -> F
     return find_directory(meeting.store, meeting.where, meeting.served, me.tcp[0], until, wait)
 
 
-def _reopened(meeting: Meeting, until: float) -> Meeting:
+def _reopened(meeting: RendezvousStore, until: float) -> RendezvousStore:
     """Open the store at the same place again."""
     left = until - monotonic()
     host, port = meeting.place
@@ -160,7 +162,7 @@ def _reopened(meeting: Meeting, until: float) -> Meeting:
     return meeting._replace(store=store, serves=serves)
 
 
-def _join_static(meeting: Meeting, me: Member, size: int, timeout: float) -> Roster:
+def _join_static(meeting: RendezvousStore, me: Member, size: int, timeout: float) -> Roster:
     """Meet the others in this store. If it still belonged to another group, use the next one at its place."""
     until = monotonic() + timeout
     store = meeting.store
@@ -177,10 +179,12 @@ def _join_static(meeting: Meeting, me: Member, size: int, timeout: float) -> Ros
         store = join_store(host, port, meeting.keys, timeout)
 
 
-def _join_elastic(meeting: Meeting, coming: Coming, held: HeldDirectory, me: Member, timeout: float) -> Joined:
+def _join_elastic(
+    meeting: RendezvousStore, coming: JoinRequest, held: DirectoryLease, me: Member, timeout: float
+) -> Joined:
     """Form the next generation in the directory; for the first one, find the directory."""
 
-    def enter(meeting: Meeting, found: Found) -> tuple[Meeting, Found]:
+    def enter(meeting: RendezvousStore, found: Found) -> tuple[RendezvousStore, Found]:
         if _dynamic_group_lives(found.directory):
             raise mixed(me)
         held.hold(meeting, found)
@@ -199,7 +203,7 @@ def _join_elastic(meeting: Meeting, coming: Coming, held: HeldDirectory, me: Mem
 
 def _directory_is_used(store: SealedStore) -> bool:
     """Return True if this store points to the directory of a dynamic group with members, or of an elastic one."""
-    text = Board(store).read(POINTER)
+    text = KeyValueStore(store).read(POINTER)
     pointer = Pointer.from_json(text) if text else None
     if pointer is None or not knock(pointer.address, KNOCK):
         return False

@@ -11,9 +11,9 @@ import logging
 import os
 
 from telegrad._core.joining import on_ray
-from telegrad._core.joining.launchers import look_around, one_of_several
+from telegrad._core.joining.launchers import detect_launcher, one_of_several
 from telegrad._core.stores.group_keys import Key, find_keys, given_keys
-from telegrad._core.stores.stores import Meeting, open_store
+from telegrad._core.stores.stores import RendezvousStore, open_store
 from telegrad._core.stores.supervised import STORE
 from telegrad.errors import RendezvousError, UsageError
 
@@ -22,7 +22,7 @@ SAID_BY_ENVIRONMENT = "env://"
 log = logging.getLogger("telegrad")
 
 
-def open_meeting(init_method: str, rank: int, world_size: int | None, key: Key, timeout: float) -> Meeting:
+def open_meeting(init_method: str, rank: int, world_size: int | None, key: Key, timeout: float) -> RendezvousStore:
     """Open the store. The program's arguments have priority; a rank without a size is that of a dynamic group.
 
     Raises:
@@ -36,7 +36,7 @@ def open_meeting(init_method: str, rank: int, world_size: int | None, key: Key, 
     if STORE not in os.environ and on_ray.has_started_this_process():
         _check_contradiction()
         return _on_ray(rank, world_size, key, timeout)
-    found = look_around(os.environ)
+    found = detect_launcher(os.environ)
     if found is None:
         return open_store(init_method, rank, world_size, find_keys(key), timeout)
     log.info("telegrad: %s", found)
@@ -52,14 +52,14 @@ def find_place(init_method: str, rank: int) -> tuple[str, int]:
     Raises:
         UsageError: the launcher gives invalid or insufficient data.
     """
-    found = look_around(os.environ) if init_method == SAID_BY_ENVIRONMENT else None
+    found = detect_launcher(os.environ) if init_method == SAID_BY_ENVIRONMENT else None
     if found is None:
         return init_method, rank
     log.info("telegrad: %s", found)
     return found.init_method, found.rank if rank == -1 else rank
 
 
-def _on_ray(rank: int, world_size: int | None, key: Key, timeout: float) -> Meeting:
+def _on_ray(rank: int, world_size: int | None, key: Key, timeout: float) -> RendezvousStore:
     """Find the directory of the group of this job.
 
     Raises:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from telegrad._core.addresses import bracketed
-from telegrad._core.stores.supervised import is_kept
+from telegrad._core.stores.supervised import is_supervised
 from telegrad.errors import UsageError
 
 LOOPBACK = "localhost"
@@ -30,7 +30,7 @@ BY_HAND = "set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT by yourself"
 Variables = Mapping[str, str]
 
 
-class Surroundings(NamedTuple):
+class LauncherInfo(NamedTuple):
     """The launcher that started this process, and the process's place in its run."""
 
     launcher: str
@@ -52,24 +52,24 @@ class _Launcher(NamedTuple):
     run: tuple[str, ...] = ()  # identifies a run: those of these variables that are set
 
 
-def look_around(variables: Variables) -> Surroundings | None:
+def detect_launcher(variables: Variables) -> LauncherInfo | None:
     """Return the launcher's data; None without a launcher: then MASTER_ADDR and MASTER_PORT make a dynamic group.
 
     Raises:
         UsageError: it gives no host, contradicts itself or other variables, or a value is not a number.
     """
-    if is_kept(variables.get("MASTER_ADDR", ""), variables.get("MASTER_PORT", ""), variables):
+    if is_supervised(variables.get("MASTER_ADDR", ""), variables.get("MASTER_PORT", ""), variables):
         return None  # unless another launcher, started by `telegrad run`, gives another place
     if "RANK" in variables and "WORLD_SIZE" in variables:
         name = "torchrun" if "TORCHELASTIC_RUN_ID" in variables else "the environment (RANK, WORLD_SIZE)"
-        return Surroundings(name, _number(variables, "RANK"), _number(variables, "WORLD_SIZE"), "env://")
+        return LauncherInfo(name, _number(variables, "RANK"), _number(variables, "WORLD_SIZE"), "env://")
     launcher = _launcher(variables)
     if launcher is None:
         _check_alone(variables)
         return None
     _check(launcher, variables)
     rank, size = _number(variables, launcher.rank), _number(variables, launcher.size)
-    return Surroundings(launcher.name, rank, size, _place(launcher, variables))
+    return LauncherInfo(launcher.name, rank, size, _place(launcher, variables))
 
 
 def one_of_several(variables: Variables) -> str:

@@ -21,9 +21,9 @@ from telegrad._core.directory.protocol import DirectoryLost
 from telegrad._core.host.private_files import create_once, state_folder
 from telegrad._core.membership.registry import Registry
 from telegrad._core.security.keyring import Keyring, new_key
-from telegrad._core.stores.find_directory import Keeping, Pointer, connect, note, noted
+from telegrad._core.stores.find_directory import DirectoryMonitor, Pointer, connect, note, noted
 from telegrad._core.stores.sealed_store import SealedStore
-from telegrad._core.stores.stores import LONGEST, Meeting
+from telegrad._core.stores.stores import LONGEST, RendezvousStore
 from telegrad._core.threads import Thread
 from telegrad.errors import StoreUnreachable
 
@@ -45,7 +45,7 @@ def is_driver() -> bool:
     return bool(ray.get_runtime_context().worker.mode != ray.WORKER_MODE)
 
 
-def meet(timeout: float, given: Keyring | None) -> Meeting:
+def meet(timeout: float, given: Keyring | None) -> RendezvousStore:
     """Find the directory of this job's group, with the given keys, or else with the key that the actor has made.
 
     Raises:
@@ -66,7 +66,7 @@ def meet(timeout: float, given: Keyring | None) -> Meeting:
     keys = given or Keyring([made], source="the actor that keeps the directory of this job's group")
     pointer = Pointer.from_json(text)
     store = SealedStore(dist.HashStore(), keys)
-    meeting = Meeting(store, pointer.host, -1, None, directory=lambda: connect(pointer, keys), launched=True)
+    meeting = RendezvousStore(store, pointer.host, -1, None, directory=lambda: connect(pointer, keys), launched=True)
     return meeting._replace(file=f"the actor {name!r}")
 
 
@@ -79,7 +79,7 @@ class Keeper:
         host = ray.util.get_node_ip_address()
         self._made = create_once(state_folder() / name, new_key())  # a restarted actor needs the same key
         self._keys = given or Keyring([self._made])
-        self._keeping = Keeping(self._keys, host, noted(name))
+        self._keeping = DirectoryMonitor(self._keys, host, noted(name))
         note(name, self._keeping.pointer)
         self._needed = monotonic()  # the last time; no lock: a float is loaded and stored as a whole
         end = lambda: ray.kill(ray.get_actor(name, NAMESPACE))  # noqa: E731 - of itself, which Ray takes for no failure

@@ -23,10 +23,10 @@ from collections.abc import Callable, Sequence
 from time import monotonic, time
 from typing import NamedTuple
 
-from telegrad._core.joining.attendance import Attendance
+from telegrad._core.joining.attendance import ArrivalTable
 from telegrad._core.membership.members import Member, Members, named
 from telegrad._core.progress import Times, Wait
-from telegrad._core.stores.board import OVER, REFUSED, SERVED, Board
+from telegrad._core.stores.board import OVER, REFUSED, SERVED, KeyValueStore
 from telegrad._core.stores.sealed_store import SealedStore
 from telegrad.errors import (
     AuthenticationFailed,
@@ -104,7 +104,7 @@ class _Static:
         names: Sequence[str],
     ) -> None:
         self._store = store
-        self._root = Board(store)
+        self._root = KeyValueStore(store)
         self._me = me
         self._size = world_size
         self._timeout = timeout
@@ -112,7 +112,7 @@ class _Static:
         self._place = place
         self._names = names
         self._until = monotonic() + timeout
-        self._formed_before: Board | None = None  # a group that has formed in this store without this worker
+        self._formed_before: KeyValueStore | None = None  # a group that has formed in this store without this worker
         self._before = ""  # the outcome of the last group in this store, if it may explain a failure
 
     def join(self) -> Roster:
@@ -135,12 +135,12 @@ class _Static:
                 raise StoreOver(str(error)) from error
             raise
 
-    def _current_round(self) -> Board:
+    def _current_round(self) -> KeyValueStore:
         """Return the round to meet in: the first that is not past, or one whose fault this worker must report, too."""
         while True:
             number = self._root.swap(ROUND, "", "1")
             self._round = int(number)
-            board = Board(self._store, f"telegrad/{number}")
+            board = KeyValueStore(self._store, f"telegrad/{number}")
             verdict = board.read(COMPLETE) if board.terms() else ""
             if not verdict or self._concerns(board, verdict):
                 self._look_back(int(number) - 1)
@@ -149,7 +149,7 @@ class _Static:
 
     def _look_back(self, number: int) -> None:
         """Record the outcome of the previous round."""
-        board = Board(self._store, f"telegrad/{number}")
+        board = KeyValueStore(self._store, f"telegrad/{number}")
         verdict = board.read(COMPLETE) if number and board.terms() else VOID
         if verdict == OPENED:
             self._formed_before = board
@@ -158,7 +158,7 @@ class _Static:
         elif verdict != VOID:
             self._before = f"the last group that met here failed: {json.loads(verdict)[1]}"
 
-    def _concerns(self, board: Board, verdict: str) -> bool:
+    def _concerns(self, board: KeyValueStore, verdict: str) -> bool:
         """Return True for a recent fault that this worker must report, too: its rank has no entry in that round."""
         if verdict in (OPENED, VOID):
             return False
@@ -167,7 +167,7 @@ class _Static:
 
     def _meet(self) -> Roster:
         self._board.add_hint("here")
-        self._attendance = Attendance(self._size, self._me.id, self._names)
+        self._attendance = ArrivalTable(self._size, self._me.id, self._names)
         gate = COMPLETE
         try:
             self._claim()
@@ -390,7 +390,7 @@ def new_terms(size: int, first: Member | None) -> Terms:
     return Terms(secrets.token_hex(16), size, first)
 
 
-def agree(board: Board, me: Member, size: int) -> None:
+def agree(board: KeyValueStore, me: Member, size: int) -> None:
     """Read the group's terms, or write them as the first worker, and bind the board to the group.
 
     Raises:
@@ -414,7 +414,7 @@ def mixed(me: Member) -> RendezvousError:
     )
 
 
-def terms_of(board: Board) -> Terms | None:
+def terms_of(board: KeyValueStore) -> Terms | None:
     """Return the terms of the group that meets on a board, or None."""
     terms = board.terms()
     return Terms.from_json(terms) if terms else None
@@ -422,15 +422,15 @@ def terms_of(board: Board) -> Terms | None:
 
 def call_off(store: SealedStore, size: int, why: str) -> None:
     """Make the group of that size that forms in this store fail, for all its workers."""
-    board = Board(store, f"telegrad/{Board(store).swap(ROUND, '', '1')}")
+    board = KeyValueStore(store, f"telegrad/{KeyValueStore(store).swap(ROUND, '', '1')}")
     board.claim_terms(new_terms(size, None).to_json())
     board.swap(COMPLETE, "", _fault(RendezvousError(why)))
 
 
 def fixed_group_lives(store: SealedStore, is_alive: Callable[[Member], bool]) -> bool:
     """Return True if a group of fixed size forms in this store, or has formed and runs."""
-    number = Board(store).read(ROUND)
-    board = Board(store, f"telegrad/{number}")
+    number = KeyValueStore(store).read(ROUND)
+    board = KeyValueStore(store, f"telegrad/{number}")
     terms = terms_of(board) if number else None
     if terms is None or board.read(COMPLETE) not in ("", OPENED):
         return False

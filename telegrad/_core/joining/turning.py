@@ -17,21 +17,21 @@ from math import inf
 from time import monotonic
 
 from telegrad._core.joining.generation_keys import IsAlive, arrivals_in, gone_on, is_wanted
-from telegrad._core.joining.held_directory import HeldDirectory
+from telegrad._core.joining.held_directory import DirectoryLease
 from telegrad._core.joining.quorum import Before, Formed
 from telegrad._core.membership.generation_steps import (
     FINISH,
     Finish,
+    GenerationBarrier,
     Impatient,
     Letter,
     Message,
     Move,
-    Standing,
+    Report,
     Stay,
-    Steps,
 )
 from telegrad._core.membership.members import Identity, Member, listed
-from telegrad._core.membership.post import Post
+from telegrad._core.membership.post import MessageSender
 from telegrad._core.progress import Wait
 from telegrad._core.threads import Background
 from telegrad.errors import PeerError, PeerLost, RendezvousError
@@ -44,16 +44,16 @@ PATIENCE = 2.0  # seconds for a check to end, once it is not needed any more
 log = logging.getLogger("telegrad")
 
 
-class Turning:
+class GenerationMonitor:
     """One worker's part in one generation."""
 
-    def __init__(self, post: Post, me: Member, generation: Formed) -> None:
+    def __init__(self, post: MessageSender, me: Member, generation: Formed) -> None:
         self.generation = generation
         self._post = post
         self._me = me
         self._changed = threading.Condition()  # guards _steps; notified when it has a decision
-        self._steps = Steps(me.id, [member.id for member in generation.members])
-        self._held: tuple[HeldDirectory, int, IsAlive] | None = (
+        self._steps = GenerationBarrier(me.id, [member.id for member in generation.members])
+        self._held: tuple[DirectoryLease, int, IsAlive] | None = (
             None  # and the most workers; set before the thread begins
         )
         self._greet: Callable[[], None] = lambda: None  # opens connections whose ends report lost workers; likewise
@@ -63,11 +63,11 @@ class Turning:
         self._gone: queue.SimpleQueue[Member | None] = queue.SimpleQueue()  # None: check, or end
         self._closed = False  # set once
         self._thread = Background("telegrad-generation", self._main)
-        for message in (Standing, Stay, Move, Finish, Impatient):
+        for message in (Report, Stay, Move, Finish, Impatient):
             post.on(message, self._on_message)
         post.lost.append(self._on_lost)
 
-    def begin(self, held: HeldDirectory | None, most: int, is_alive: IsAlive, greet: Callable[[], None]) -> None:
+    def begin(self, held: DirectoryLease | None, most: int, is_alive: IsAlive, greet: Callable[[], None]) -> None:
         """Start the thread. `held` is where the next generation forms; None if a launcher decides that.
 
         `greet` opens connections to all others, whose ends the leader must detect.
@@ -227,4 +227,4 @@ class Turning:
             self._act(lambda: self._steps.want(wanted))
 
     def __repr__(self) -> str:
-        return f"<Turning of {self._me.name!r} in generation {self.generation.number}: {self._steps!r}>"
+        return f"<GenerationMonitor of {self._me.name!r} in generation {self.generation.number}: {self._steps!r}>"

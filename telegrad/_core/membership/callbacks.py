@@ -15,7 +15,7 @@ from telegrad._core.threads import Background
 log = logging.getLogger("telegrad")
 
 
-class Teller:
+class CallbackThread:
     """Calls the users' callbacks, one at a time, on its own thread.
 
     The owner of this object guards its lists.
@@ -62,5 +62,5 @@ class Teller:
             try:
                 callback(*args)
             except BaseException:  # sys.exit too, because it would end only this thread
-                forks.end_if_over()
+                forks.exit_if_user_code_ended()
                 log.exception("telegrad: a callback of on_join, on_leave or on_lost failed for %s", args[0])

@@ -17,13 +17,13 @@ PATIENCE = 2.0  # seconds without an answer of its host after which a worker is 
 AGAIN = 0.5  # seconds for one probe: kernels resend a lost packet after 1 s, then only after 3 s
 LOOK = 0.25  # the longest wait for answers in seconds, because it delays new doubts
 REMEMBERED = 1024  # workers that are not members of which something is stored
-KNOCKS = (0.0, 0.25, 1.0, 4.0)  # seconds before each answered probe: a worker that answers all is alive
+PROBE_DELAYS = (0.0, 0.25, 1.0, 4.0)  # seconds before each answered probe: a worker that answers all is alive
 _ANSWERS: dict[int | None, bool] = {0: True, ECONNREFUSED: False}
 # Needs no descriptor, unlike epoll, because the process may have none left. Windows only has `select`.
 _Selector = getattr(selectors, "PollSelector", selectors.SelectSelector)
 
 
-class Doubt(NamedTuple):
+class Suspect(NamedTuple):
     """A worker that may be dead, the begin of the doubt, the time of the next probe, and the number of answers."""
 
     who: Member
@@ -32,24 +32,24 @@ class Doubt(NamedTuple):
     due: float
     answered: int = 0
 
-    def after(self, answer: bool | None, now: float) -> Doubt | bool:
+    def after(self, answer: bool | None, now: float) -> Suspect | bool:
         """Return True if the worker is dead and False if it is alive, given an answer; otherwise the next doubt."""
         if answer is None:
             return now >= self.begun + PATIENCE or self._replace(due=self.due + AGAIN)
         answered = self.answered + 1
-        if not answer or answered == len(KNOCKS):
+        if not answer or answered == len(PROBE_DELAYS):
             return not answer
-        return self._replace(answered=answered, due=now + KNOCKS[answered])
+        return self._replace(answered=answered, due=now + PROBE_DELAYS[answered])
 
 
-class Knocks:
+class Probes:
     """Concurrent connection attempts to doubted workers: a silent host does not delay the others."""
 
     def __init__(self) -> None:
-        self._begun: dict[socket.socket, tuple[Doubt, float]] = {}  # and when each times out
-        self._answers: list[tuple[Doubt, bool | None]] = []
+        self._begun: dict[socket.socket, tuple[Suspect, float]] = {}  # and when each times out
+        self._answers: list[tuple[Suspect, bool | None]] = []
 
-    def begin(self, doubt: Doubt) -> None:
+    def begin(self, doubt: Suspect) -> None:
         """Start a probe of a worker, without waiting for the answer."""
         if isinstance(doubt.why, PeerSilent):  # the kernel would answer although the process is stopped
             self._answers.append((doubt, False))
@@ -65,7 +65,7 @@ class Knocks:
         if code not in (EINPROGRESS, EWOULDBLOCK):
             self._end(sock, code)
 
-    def answers(self) -> Iterator[tuple[Doubt, bool | None]]:
+    def answers(self) -> Iterator[tuple[Suspect, bool | None]]:
         """Yield the answers: True if the worker listens, False if the port is refused; None for a silent host."""
         if self._begun:
             soon = min(LOOK, *(ends - monotonic() for _, ends in self._begun.values()))

@@ -30,21 +30,21 @@ from telegrad._core.directory.protocol import (
 from telegrad._core.membership.members import Member, listed, unknown
 from telegrad._core.membership.registry import (
     LOST,
-    Came,
     Change,
     Claim,
     Claimed,
     Ended,
-    Gone,
     IsAlive,
     LifeOver,
+    MemberGone,
+    MemberJoined,
     Registered,
     Registry,
     Roster,
 )
-from telegrad._core.stores.find_directory import Keeping, withdraw
+from telegrad._core.stores.find_directory import DirectoryMonitor, remove_pointer
 from telegrad._core.stores.sealed_store import SealedStore
-from telegrad._core.threads import LONGEST_WAIT, Background, run_beside
+from telegrad._core.threads import LONGEST_WAIT, Background, run_in_thread
 from telegrad.errors import PeerLost, ShutDown, StoreUntrusted, TelegradError
 
 RENEWALS = 3  # per ttl of a lease: two may fail
@@ -87,7 +87,7 @@ class DynamicGroup:
         self._launched = launched
         self._founded = False  # this worker has made the group, or was the first living member
         self._store: SealedStore | None = None  # the store that this worker may serve for later workers
-        self._keeping: Keeping | None = None  # the process of the directory, if this worker has started it
+        self._keeping: DirectoryMonitor | None = None  # the process of the directory, if this worker has started it
         self._applying = threading.Lock()  # guards changes of these two; changes are applied one at a time
         self._since = 0  # the revision up to which changes were applied
         self._known: dict[str, Registered] = {}  # by life; copied in one step by readers, which take no lock
@@ -150,7 +150,7 @@ class DynamicGroup:
             f"group did not answer in time: {unknown}. Start it anew"
         ) from unknown
 
-    def keeps(self, store: SealedStore | None, keeping: Keeping | None) -> None:
+    def keeps(self, store: SealedStore | None, keeping: DirectoryMonitor | None) -> None:
         """Keep the store and the process of the directory until this worker leaves."""
         self._store, self._keeping = store, keeping
 
@@ -233,7 +233,7 @@ class DynamicGroup:
         if self.is_lost:
             unanswered()
         else:
-            run_beside("telegrad-declare", self._tell_lost, member, why, unanswered)
+            run_in_thread("telegrad-declare", self._tell_lost, member, why, unanswered)
 
     def _tell_lost(self, member: Member, why: str, unanswered: Callable[[], None]) -> None:
         try:
@@ -325,7 +325,7 @@ class DynamicGroup:
         """Return True for an end of the group before this worker joined, or of an earlier attempt of a member."""
         if isinstance(change, Ended):
             return revision < self._epoch
-        known = self._known.get(change.life) if isinstance(change, Gone) else None
+        known = self._known.get(change.life) if isinstance(change, MemberGone) else None
         return known is not None and revision < known.epoch
 
     def _read_anew(self) -> None:
@@ -334,7 +334,7 @@ class DynamicGroup:
         with self._applying:
             for life, registered in self._known.copy().items():
                 if life not in roster.members and registered.epoch <= roster.revision:  # else `refresh` was later
-                    self._apply(Gone(life, LOST, "it has gone while this worker saw no changes"))
+                    self._apply(MemberGone(life, LOST, "it has gone while this worker saw no changes"))
             self._take_in(roster)
             self._since = roster.revision
 
@@ -353,7 +353,7 @@ class DynamicGroup:
 
     def _take_in(self, roster: Roster) -> None:
         for registered in roster.members.values():
-            self._apply(Came(registered))
+            self._apply(MemberJoined(registered))
         owned = {name for name, claim in self.claims.items() if claim.life}
         for name in owned | roster.claims.keys():
             self._apply(Claimed(name, roster.claims.get(name, Claim("", roster.revision))))
@@ -365,11 +365,11 @@ class DynamicGroup:
                 self.claims[change.name] = change.claim
                 self.on_claim(change.name)
             return
-        if isinstance(change, Came):
+        if isinstance(change, MemberJoined):
             if change.registered.member.incarnation in self._known:
                 return
             self._known[change.registered.member.incarnation] = change.registered
-        elif isinstance(change, Gone):
+        elif isinstance(change, MemberGone):
             gone = self._known.pop(change.life, None)
             if gone is None:
                 return
@@ -392,7 +392,7 @@ class DynamicGroup:
             return
         self.over = over
         if self._me is not None:
-            self._on_change(Gone(self._me.incarnation, LOST, why or over))
+            self._on_change(MemberGone(self._me.incarnation, LOST, why or over))
 
     @property
     def _name(self) -> str:
@@ -421,7 +421,7 @@ class DynamicGroup:
             self.over = HAS_LEFT
             ends = f"worker {me.name!r} has left" if self._ends_with(me, in_order) else ""
             done = threading.Event()
-            run_beside("telegrad-leave", self._leave, me, ends, done)
+            run_in_thread("telegrad-leave", self._leave, me, ends, done)
             done.wait(PATIENCE)  # if the directory does not answer, the lease expires
         self.directory.close()  # makes waiting operations raise
         self._thread.join(PATIENCE)
@@ -434,7 +434,7 @@ class DynamicGroup:
         try:
             with contextlib.suppress(TelegradError, RuntimeError):  # the directory is lost, or was lost with its store
                 if self._store is not None and len(self._known) <= 1:
-                    withdraw(self._store, lambda: len(self.registry.roster().members) > 1)
+                    remove_pointer(self._store, lambda: len(self.registry.roster().members) > 1)
                 self.registry.leave(me, self._lease, ends)
         finally:
             done.set()

@@ -32,7 +32,7 @@ HERE, SERVING, LEAVING = "HERE", "SERVING", "LEAVING"
 STAY, MOVE, FINISH = "STAY", "MOVE", "FINISH"
 
 
-class Standing(NamedTuple):
+class Report(NamedTuple):
     """The state of the sender; `step` counts its steps in this generation."""
 
     how: str  # "" within a step, if the leader asks
@@ -60,11 +60,11 @@ class Impatient(NamedTuple):
     """The sender, between two steps, no longer waits for workers within one."""
 
 
-Message = Standing | Stay | Move | Finish | Impatient
+Message = Report | Stay | Move | Finish | Impatient
 Letter = tuple[int, Message]  # the receiver and the message
 
 
-class Steps:
+class GenerationBarrier:
     """One worker's part of the protocol. Each event returns the messages to send."""
 
     def __init__(self, me: int, members: Iterable[int]) -> None:
@@ -116,12 +116,12 @@ class Steps:
         asked = [(other, self._standing()) for other in sorted(self._unsure & self.missing)]
         return asked + self._conclude()
 
-    def _standing(self) -> Standing:
-        return Standing(self._how, self._step, self.broken)
+    def _standing(self) -> Report:
+        return Report(self._how, self._step, self.broken)
 
     def receive(self, sender: int, message: Message) -> list[Letter]:
         """Process a message."""
-        if isinstance(message, Standing):
+        if isinstance(message, Report):
             return self._on_standing(sender, message)
         if sender not in self.alive:
             return []
@@ -139,7 +139,7 @@ class Steps:
             self.told = FINISH
         return []
 
-    def _on_standing(self, sender: int, message: Standing) -> list[Letter]:
+    def _on_standing(self, sender: int, message: Report) -> list[Letter]:
         if self.told == FINISH and message.how != HERE:
             return [(sender, Finish())]
         if self.told == MOVE or sender not in self.alive:
@@ -235,4 +235,4 @@ class Steps:
     def __repr__(self) -> str:
         where = self._how or "within a step"
         stands = f"{sorted(self._stands)} of {sorted(self.alive)} stand"
-        return f"<Steps of {self._me}: {where}, {self.told or 'not told'}; {stands}>"
+        return f"<GenerationBarrier of {self._me}: {where}, {self.told or 'not told'}; {stands}>"

@@ -12,19 +12,19 @@ from time import monotonic
 
 from telegrad._core.membership.doubts import is_broken
 from telegrad._core.membership.members import Identity, Member, Members, listed
-from telegrad._core.membership.post import Post
+from telegrad._core.membership.post import MessageSender
 from telegrad._core.membership.shutdown_barrier import (
     DONE,
     WAITING,
     Ask,
     Entered,
-    Farewell,
     Leave,
     Left,
     Letter,
     Message,
     Missing,
     Quiet,
+    ShutdownBarrier,
     Who,
 )
 from telegrad._core.progress import Wait
@@ -42,7 +42,7 @@ class Leaving:
 
     together = False  # True if all workers of the group leave at once
 
-    def __init__(self, post: Post, me: Member) -> None:
+    def __init__(self, post: MessageSender, me: Member) -> None:
         self._post = post
         self._me = me
         self._has_asked = False  # which workers are missing, since they were last printed
@@ -137,13 +137,13 @@ class LeavingTogether(Leaving):
 
     together = True
 
-    def __init__(self, post: Post, me: Member, members: Members) -> None:
+    def __init__(self, post: MessageSender, me: Member, members: Members) -> None:
         super().__init__(post, me)
         self._members = members
         self._lock = threading.Lock()  # guards _farewell, _letters and _is_sending
         self._letters: deque[Letter] = deque()  # to send, in the order of their decisions
         self._is_sending = False  # a thread sends them
-        self._farewell = Farewell(me.id, {member.id for member in members})
+        self._farewell = ShutdownBarrier(me.id, {member.id for member in members})
         self._broken: dict[int, float] = {}  # by rank: when its handshakes began to fail; without the lock
         self._stories: dict[int, str] = {}  # of workers that left early or died; each added once, by setdefault
         for message in (Entered, Ask, Quiet, Leave, Left, Who, Missing):

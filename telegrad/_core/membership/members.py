@@ -21,7 +21,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from telegrad._core.checks import shown
+from telegrad._core.checks import short_repr
 from telegrad._core.devices.device_maps import Devices
 from telegrad._core.hints import did_you_mean
 from telegrad.errors import InvalidName, UnknownWorker, WorkerTaken
@@ -181,7 +181,7 @@ def unknown(to: str | int, names: list[str], advice: str = "", gone: Collection[
 
     `gone`: names of workers that were there.
     """
-    what = f"is named {shown(to)}" if isinstance(to, str) else f"has rank {shown(to)}"
+    what = f"is named {short_repr(to)}" if isinstance(to, str) else f"has rank {short_repr(to)}"
     if to in gone:
         meant = " any more: that worker has left, or was lost."
     else:
@@ -202,7 +202,7 @@ def check_role(role: str) -> None:
     """Raise InvalidName if `role` is not a valid role of a worker; "" means no role."""
     if role != "" and not (isinstance(role, str) and _NAME.fullmatch(role) and len(role) <= LONGEST_ROLE):
         raise InvalidName(
-            f"{shown(role)} cannot be a worker's role: a role has letters, digits, _, : and -, and at most "
+            f"{short_repr(role)} cannot be a worker's role: a role has letters, digits, _, : and -, and at most "
             f"{LONGEST_ROLE} of them"
         )
 
@@ -211,8 +211,8 @@ def check_name(name: str) -> None:
     """Raise InvalidName if `name` is not a valid name of a worker."""
     if not isinstance(name, str) or not _NAME.fullmatch(name) or len(name) > LONGEST_NAME:
         raise InvalidName(
-            f"{shown(name)} cannot be a worker's name. Worker name must match [A-Za-z0-9_:-]*, must be non-empty and "
-            f"shorter than {LONGEST_NAME + 1} characters"
+            f"{short_repr(name)} cannot be a worker's name. Worker name must match [A-Za-z0-9_:-]*, must be non-empty "
+            f"and shorter than {LONGEST_NAME + 1} characters"
         )
 
 

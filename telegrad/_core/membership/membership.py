@@ -20,8 +20,8 @@ from functools import partial
 from time import monotonic
 from typing import Any, NamedTuple
 
-from telegrad._core.membership.callbacks import Teller
-from telegrad._core.membership.doubts import Doubt, Knocks, is_broken, remember
+from telegrad._core.membership.callbacks import CallbackThread
+from telegrad._core.membership.doubts import Probes, Suspect, is_broken, remember
 from telegrad._core.membership.dynamic import UNUSABLE, DynamicGroup
 from telegrad._core.membership.members import (
     Identity,
@@ -33,8 +33,8 @@ from telegrad._core.membership.members import (
     info,
     missing_names,
 )
-from telegrad._core.membership.post import Post
-from telegrad._core.membership.registry import LEFT, LOST, Came, Change, Gone
+from telegrad._core.membership.post import MessageSender
+from telegrad._core.membership.registry import LEFT, LOST, Change, MemberGone, MemberJoined
 from telegrad._core.progress import Wait
 from telegrad._core.threads import Background, results
 from telegrad.errors import CallTimeout, LeftEarly, PeerError, PeerLost, PeerSilent, ShutDown, TelegradError
@@ -88,7 +88,7 @@ class Membership:
 
     def __init__(
         self,
-        post: Post,
+        post: MessageSender,
         me: Member,
         directory: Members | DynamicGroup,
         entered: Callable[[], None],
@@ -98,7 +98,7 @@ class Membership:
         self._me = me
         self._group = directory if isinstance(directory, DynamicGroup) else None
         self.none_joins = "nobody joins a group of fixed size once it has formed"  # for messages about such groups
-        self._teller = Teller(entered)
+        self._teller = CallbackThread(entered)
         # Guards all below up to _closed, which is also read without it, like _view.
         self._changed = threading.Condition()
         present = directory if isinstance(directory, Members) else directory.members()
@@ -109,8 +109,8 @@ class Membership:
         self.gone: list[Callable[[Member], None]] = []
         self.answered: list[Callable[[Member], None]] = []  # called with a doubted worker each time that it answers
         self.on_dead: Callable[[Identity, PeerError], None] = lambda *_: None  # called if no directory decides that
-        self._doubts: list[Doubt] = []
-        self._knocks = Knocks()  # used only by the probing thread
+        self._doubts: list[Suspect] = []
+        self._knocks = Probes()  # used only by the probing thread
         self._gone: dict[str, str] = {}  # how former members went, by incarnation
         self._lost_unseen: dict[str, PeerError] = {}  # by the incarnations of workers not seen in the directory yet
         self._parted: set[str] = set()  # the incarnations of workers that announced their shutdown
@@ -266,7 +266,7 @@ class Membership:
             if is_broken(reason) and any(doubt.who is member for doubt in self._doubts):
                 return  # it is probed again anyway, and each answer may cause one more such connection
             if not parted:
-                self._doubts.append(Doubt(member, reason, monotonic(), monotonic()))
+                self._doubts.append(Suspect(member, reason, monotonic(), monotonic()))
             elif self._group is None:
                 self._take_out(member, reason if isinstance(reason, LeftEarly) else None)
         if not parted:
@@ -295,7 +295,7 @@ class Membership:
         if (reason := self._lost_unseen.pop(member.incarnation, None)) is not None:
             self._parted |= {member.incarnation} if isinstance(reason, ShutDown) else set()
             if not isinstance(reason, PeerSilent):  # its lease decides
-                self._doubts.append(Doubt(member, reason, monotonic(), monotonic()))
+                self._doubts.append(Suspect(member, reason, monotonic(), monotonic()))
         self._new_version()
         if member.incarnation != self._me.incarnation:
             self._teller.come(member)
@@ -336,10 +336,10 @@ class Membership:
             return 0.0
         return min((max(0.0, min(doubt.due - monotonic(), LOOK)) for doubt in self._doubts), default=None)
 
-    def _settle(self, doubt: Doubt, answer: bool | None) -> list[Doubt]:
+    def _settle(self, doubt: Suspect, answer: bool | None) -> list[Suspect]:
         """Act on the answer to a probe; return what is still in doubt."""
         fate = doubt.after(answer, monotonic())
-        if isinstance(fate, Doubt):
+        if isinstance(fate, Suspect):
             return [fate]
         if answer is False and self._group is not None:
             why = f"worker {self._me.name!r} found that nobody listens at its address"
@@ -350,7 +350,7 @@ class Membership:
             self._greet([doubt.who])
         return []
 
-    def _find_dead(self, doubt: Doubt) -> None:
+    def _find_dead(self, doubt: Suspect) -> None:
         """Remove a worker that does not answer, if no directory decides."""
         who = doubt.who
         how = self._gone.get(who.incarnation, LEFT if who.incarnation in self._parted else LOST)
@@ -382,7 +382,7 @@ class Membership:
 
     def _apply(self, change: Change) -> None:
         """Apply a change. Runs on the thread that watches the directory."""
-        if isinstance(change, Came):
+        if isinstance(change, MemberJoined):
             member = change.registered.member
             with self._changed:
                 if member.incarnation in self._gone:
@@ -394,7 +394,7 @@ class Membership:
                 self._wake.set()
             if self._teller.hears_of_ends:
                 self._greet([member])
-        elif isinstance(change, Gone):
+        elif isinstance(change, MemberGone):
             self._note_gone(change)
         else:
             log.info("telegrad: the group has ended for those who only serve: %s", change.why)
@@ -403,7 +403,7 @@ class Membership:
         self._watch_next()
         self._post.forget_names([member.incarnation for member in self._group.members()])
 
-    def _note_gone(self, change: Gone) -> None:
+    def _note_gone(self, change: MemberGone) -> None:
         with self._changed:
             member = self._present.get(change.life)
             if member is None:

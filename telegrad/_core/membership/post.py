@@ -9,7 +9,7 @@ from telegrad._core.membership.members import Identity
 from telegrad.errors import PeerError
 
 
-class Post(Protocol):
+class MessageSender(Protocol):
     """A worker's control messages, and the state of its calls and connections."""
 
     lost: list[Callable[[Identity, PeerError], None]]  # called when a connection to a worker ended

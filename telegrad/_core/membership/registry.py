@@ -63,13 +63,13 @@ class Claim(NamedTuple):
     token: int  # the fencing token: the revision that created the key; without an owner, the one that deleted it
 
 
-class Came(NamedTuple):
+class MemberJoined(NamedTuple):
     """A worker has joined."""
 
     registered: Registered
 
 
-class Gone(NamedTuple):
+class MemberGone(NamedTuple):
     """A member has left (LEFT), or was lost (LOST)."""
 
     life: str
@@ -90,7 +90,7 @@ class Claimed(NamedTuple):
     claim: Claim
 
 
-Change = Came | Gone | Ended
+Change = MemberJoined | MemberGone | Ended
 
 
 class Roster(NamedTuple):
@@ -326,9 +326,9 @@ class Registry:
             return None
         life = key[len(MEMBERS) :]
         if entry is None:
-            return Gone(life, LOST, EXPIRED)
+            return MemberGone(life, LOST, EXPIRED)
         departure = _departure(entry.value)
-        return Gone(life, *departure) if departure is not None else Came(_registered(entry))
+        return MemberGone(life, *departure) if departure is not None else MemberJoined(_registered(entry))
 
     def _member(self, life: str) -> Member | None:
         entry = self._read(f"{MEMBERS}{life}")

@@ -69,7 +69,7 @@ Letter = tuple[int, Message]  # the receiver and the message
 WAITING, LEAVING, DONE = "WAITING", "LEAVING", "DONE"
 
 
-class Farewell:
+class ShutdownBarrier:
     """One worker's part of the barrier. Each event returns the messages to send."""
 
     def __init__(self, me: int, members: set[int]) -> None:
@@ -89,7 +89,7 @@ class Farewell:
 
     def __repr__(self) -> str:
         who = f"{len(self._entered)} of {len(self._alive)} are known to have entered"
-        return f"<Farewell of {self._me}: {self.state}, led by {self.leader}, {who}, {len(self.lost_ones)} lost>"
+        return f"<ShutdownBarrier of {self._me}: {self.state}, led by {self.leader}, {who}, {len(self.lost_ones)} lost>"
 
     @property
     def leader(self) -> int:

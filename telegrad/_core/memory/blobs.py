@@ -24,11 +24,11 @@ from telegrad._core.devices.device_streams import Arrived
 from telegrad._core.devices.staging import StagedCopy, Staging
 from telegrad._core.host import out_of_memory
 from telegrad._core.memory.blocks import Block, Loan
-from telegrad._core.memory.lanes import Lanes, dropped
+from telegrad._core.memory.lanes import ExtraStreams, dropped
 from telegrad._core.memory.mappings import SharedMaps
-from telegrad._core.memory.warm_memory import Arena, SharedPool
+from telegrad._core.memory.warm_memory import ReceiveBufferPool, SharedBlockPool
 from telegrad._core.wire.messages import ENTRY, IN_STREAM, LEND, STRIPED, Message, Unreceived, encode
-from telegrad._core.wire.tensors import HOST, Blob, Bound, memory
+from telegrad._core.wire.tensors import HOST, Blob, DeviceBlob, memory
 from telegrad.errors import ProtocolViolation
 
 SHARE_FROM = 1 << 16  # smaller blobs are sent through the socket even if memory is shared
@@ -39,8 +39,8 @@ log = logging.getLogger("telegrad")
 class MemorySources(NamedTuple):
     """The sources of memory for blobs."""
 
-    arena: Arena
-    pool: SharedPool | None  # if both ends are on one host
+    arena: ReceiveBufferPool
+    pool: SharedBlockPool | None  # if both ends are on one host
     staging: Staging
 
 
@@ -68,7 +68,7 @@ class Outgoing:
     the connection's lock.
     """
 
-    def __init__(self, peer: str, stores: MemorySources, lanes: Lanes) -> None:
+    def __init__(self, peer: str, stores: MemorySources, lanes: ExtraStreams) -> None:
         self._peer = peer
         self._lanes = lanes
         self._pool = stores.pool
@@ -80,7 +80,7 @@ class Outgoing:
 
     def prepare(self, blob: Blob, shares: bool = True) -> Prepared:
         """Choose how to send a blob, and copy it into a block if it is sent in one. `shares` permits memory files."""
-        if isinstance(blob, Bound):
+        if isinstance(blob, DeviceBlob):
             return self._prepare_bound(blob, shares)
         size, pool = blob.numel(), self._pool
         # One peer gets at most half of the files: other peers and common blocks need some.
@@ -100,7 +100,7 @@ class Outgoing:
         block = prepared.block
         return isinstance(block, Loan) or (isinstance(block, Block) and block.number not in self._known)
 
-    def _prepare_bound(self, bound: Bound, may_share: bool) -> Prepared:
+    def _prepare_bound(self, bound: DeviceBlob, may_share: bool) -> Prepared:
         blob, size = bound.blob, bound.numel()
         if blob.is_cpu:
             return self.prepare(blob, may_share)._replace(device=bound.device)
@@ -198,7 +198,7 @@ class Outgoing:
 class Incoming:
     """The blobs that are received on one connection. Only the reader thread uses it."""
 
-    def __init__(self, stores: MemorySources, lanes: Lanes) -> None:
+    def __init__(self, stores: MemorySources, lanes: ExtraStreams) -> None:
         self._arena = stores.arena
         self._staging = stores.staging
         self._lanes = lanes

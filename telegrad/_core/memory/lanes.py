@@ -49,7 +49,7 @@ def _cuts(size: int) -> list[slice]:
     return [slice(number * step, (number + 1) * step) for number in range(LANES + 1)]
 
 
-class Lanes:
+class ExtraStreams:
     """The lanes of one direction, at one end of a connection."""
 
     def __init__(self, sends: bool, failed: Callable[[Exception], None], make: Callable[[], None] | None) -> None:
@@ -190,7 +190,7 @@ class Lanes:
             sock.close()
 
 
-NO_LANES = Lanes(False, lambda _: None, None)  # for connections that use shared memory
+NO_LANES = ExtraStreams(False, lambda _: None, None)  # for connections that use shared memory
 
 
 class _Stream:

@@ -2,11 +2,11 @@
 
 Writing to fresh memory costs ten times a copy (page faults), so memory that was written once is used again.
 
-    Arena        private memory for data that is received from a stream
-    SharedPool   memory files that this worker fills and lends to workers of the same host, by passing the file
-                 over a Unix socket. No file has a name in the file system, so a killed worker leaves none behind.
-                 Also common blocks (`blocks`), and blocks of accelerators, from which the other end copies
-                 (`device_sharing`)
+    ReceiveBufferPool  private memory for data that is received from a stream
+    SharedBlockPool    memory files that this worker fills and lends to workers of the same host, by passing the file
+                       over a Unix socket. No file has a name in the file system, so a killed worker leaves none
+                       behind. Also common blocks (`blocks`), and blocks of accelerators, from which the other end
+                       copies (`device_sharing`)
 
 `mappings.SharedMaps` is the other end: the mappings of the blocks that one peer lends.
 
@@ -80,7 +80,7 @@ class Lender:
         self._ended(lease.token)
 
 
-class Arena:
+class ReceiveBufferPool:
     """Private memory for received data."""
 
     def __init__(self, limit: int) -> None:
@@ -137,7 +137,7 @@ AnyBlock = Block | CommonBlock | DeviceBlock
 B = TypeVar("B", Block, CommonBlock, DeviceBlock)
 
 
-class SharedPool:
+class SharedBlockPool:
     """The blocks that this worker lends: at most `limit` bytes of memory files, and memory of accelerators."""
 
     def __init__(self, limit: int) -> None:

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from telegrad._core.calls.call_names import known_as
 from telegrad._core.calls.deadlines import DEFAULT
-from telegrad._core.modules.remote_module import RemoteModule, apart
+from telegrad._core.modules.remote_module import RemoteModule, without_remote_state
 from telegrad._core.rpc.api import rpc_async
-from telegrad._core.rpc.joint_calls import together
+from telegrad._core.rpc.joint_calls import call_all
 from telegrad._core.rpc.references import RRef
-from telegrad._core.rpc.restorable import revive
+from telegrad._core.rpc.restorable import ensure_present
 from telegrad.errors import UsageError
 
 T = TypeVar("T")
@@ -32,14 +32,14 @@ class Recoverable:
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
-class Branch(NamedTuple):
+class RemotePart(NamedTuple):
     """A module, or a separate parameter, that is entirely on one worker."""
 
     name: str  # in the model; empty for the whole model
     root: RRef[Any]
 
 
-def branches(model: Model) -> list[Branch]:
+def branches(model: Model) -> list[RemotePart]:
     """Return all branches of a model: its own modules, and those of others to which its modules hold references.
 
     References are followed from worker to worker if they are attributes of a module, or in lists, tuples and
@@ -51,7 +51,7 @@ def branches(model: Model) -> list[Branch]:
         model = RRef(model)
     elif not isinstance(model, RRef):
         raise UsageError(f"a model is an nn.Module, a RemoteModule or an RRef to a module, not {type(model).__name__}")
-    found = [branch for branch, is_part in _walk([Branch("", model)], _look) if is_part]
+    found = [branch for branch, is_part in _walk([RemotePart("", model)], _look) if is_part]
     if not found:
         raise UsageError(f"the model {model!r} is neither a module nor does it refer to one")
     return found
@@ -67,23 +67,23 @@ def restore_model(model: Model, timeout: float) -> None:
     if isinstance(model, nn.Module):
         wave = _restore_parts(model, "", timeout)
     else:
-        revive(model, timeout)
-        wave = [Branch("", model)]
+        ensure_present(model, timeout)
+        wave = [RemotePart("", model)]
     _walk(wave, _restore_behind, timeout, timeout=timeout)
 
 
 def _walk(
-    wave: list[Branch], visit: Callable[..., tuple[T, list[Branch]]], *args: Any, timeout: float = DEFAULT
-) -> list[tuple[Branch, T]]:
+    wave: list[RemotePart], visit: Callable[..., tuple[T, list[RemotePart]]], *args: Any, timeout: float = DEFAULT
+) -> list[tuple[RemotePart, T]]:
     """Call `visit(branch, *args)` at the owners of these branches and of all that it returns; return the values."""
-    found: list[tuple[Branch, T]] = []
+    found: list[tuple[RemotePart, T]] = []
     seen = {branch.root._handle.id for branch in wave}
     while wave:
         named = {
             f"{branch.name or 'the model'} on {branch.root.owner_name()}, {number} of {len(wave)}": branch
             for number, branch in enumerate(wave, 1)
         }
-        visited = together(
+        visited = call_all(
             named, lambda _, branch: rpc_async(branch.root.owner(), visit, (branch, *args), timeout=timeout)
         )
         wave = []
@@ -95,51 +95,51 @@ def _walk(
     return found
 
 
-def _look(branch: Branch) -> tuple[bool, list[Branch]]:
+def _look(branch: RemotePart) -> tuple[bool, list[RemotePart]]:
     """Return True if a value of this worker is part of a model, and the branches to which the value leads."""
     value = branch.root.local_value()
     if isinstance(value, RRef):
-        return False, [Branch(branch.name, value)]
+        return False, [RemotePart(branch.name, value)]
     if isinstance(value, nn.Module):
         return True, list(references_of(value, branch.name))
     return isinstance(value, nn.Parameter), []
 
 
 @known_as("telegrad.recover")
-def _restore_behind(branch: Branch, timeout: float) -> tuple[None, list[Branch]]:
+def _restore_behind(branch: RemotePart, timeout: float) -> tuple[None, list[RemotePart]]:
     """Restore the parts to which a value of this worker leads; return them."""
     value = branch.root.local_value()
     if isinstance(value, RRef):
-        revive(value, timeout)
-        return None, [Branch(branch.name, value)]
+        ensure_present(value, timeout)
+        return None, [RemotePart(branch.name, value)]
     return None, _restore_parts(value, branch.name, timeout) if isinstance(value, nn.Module) else []
 
 
-def _restore_parts(module: nn.Module, name: str, timeout: float) -> list[Branch]:
+def _restore_parts(module: nn.Module, name: str, timeout: float) -> list[RemotePart]:
     for part in module.modules():
         if isinstance(part, Recoverable | RemoteModule):
             part.recover(timeout)
     found = list(references_of(module, name))
     for each in found:
-        revive(each.root, timeout)
+        ensure_present(each.root, timeout)
     return found
 
 
-def references_of(module: nn.Module, prefix: str = "") -> Iterator[Branch]:
+def references_of(module: nn.Module, prefix: str = "") -> Iterator[RemotePart]:
     """Yield the branches to which a module of this worker, or one of its parts, leads."""
     for name, part in module.named_modules():
         path = joined(prefix, name)
         if isinstance(part, RemoteModule):
-            yield Branch(path.removesuffix(part._surplus).removesuffix("."), part.module_rref)
+            yield RemotePart(path.removesuffix(part._surplus).removesuffix("."), part.module_rref)
         else:
             for attribute, value in vars(part).items():
                 if attribute not in _OF_EVERY_MODULE:
                     yield from _references_in(value, joined(path, attribute))
 
 
-def _references_in(value: Any, path: str) -> Iterator[Branch]:
+def _references_in(value: Any, path: str) -> Iterator[RemotePart]:
     if isinstance(value, RRef | RemoteModule):
-        yield Branch(path, value if isinstance(value, RRef) else value.module_rref)
+        yield RemotePart(path, value if isinstance(value, RRef) else value.module_rref)
         return
     items = enumerate(value) if isinstance(value, list | tuple) else value.items() if isinstance(value, dict) else ()
     for key, each in items:
@@ -151,7 +151,7 @@ def joined(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix and name else prefix or name
 
 
-def parameters_of(branch: Branch) -> list[tuple[str, Tensor]]:
+def parameters_of(branch: RemotePart) -> list[tuple[str, Tensor]]:
     """Return the parameters of a branch of this worker, with their names in the model."""
     value = branch.root.local_value()
     if isinstance(value, nn.Module):
@@ -161,10 +161,10 @@ def parameters_of(branch: Branch) -> list[tuple[str, Tensor]]:
     raise UsageError(f"{branch.root!r} refers to neither a parameter nor a module, but to {type(value).__name__}")
 
 
-def state_of(branch: Branch) -> dict[str, Any]:
+def state_of(branch: RemotePart) -> dict[str, Any]:
     """Return the state of a branch of this worker, with the names in the model; without parts on other workers."""
     value = branch.root.local_value()
     if isinstance(value, Tensor):
         return {branch.name: value.detach()}
-    with apart():
+    with without_remote_state():
         return {joined(branch.name, name): part for name, part in value.state_dict().items()}

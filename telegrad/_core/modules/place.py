@@ -6,7 +6,7 @@ import contextlib
 
 import torch
 
-from telegrad._core.checks import shown
+from telegrad._core.checks import short_repr
 from telegrad._core.membership.members import WorkerInfo
 from telegrad._core.worker.targets import target
 from telegrad.errors import InvalidArgument, UsageError
@@ -23,12 +23,12 @@ def parse_place(given: str | WorkerInfo) -> tuple[str | int, torch.device | None
 
     def advice(why: object) -> str:
         return (
-            f"remote_device: {shown(given)} is no place for a module: {why}. Write 'worker' or 'worker/device', such "
-            "as 'trainer0/cpu'"
+            f"remote_device: {short_repr(given)} is no place for a module: {why}. Write 'worker' or 'worker/device', "
+            "such as 'trainer0/cpu'"
         )
 
     if isinstance(given, int):
-        raise UsageError(advice(f"for the worker of that rank write '{RANK}{shown(given)}'"))
+        raise UsageError(advice(f"for the worker of that rank write '{RANK}{short_repr(given)}'"))
     if not isinstance(given, str | WorkerInfo):
         raise InvalidArgument(advice("it is neither a name nor a WorkerInfo"))
     worker, slash, device = (given if isinstance(given, str) else str(target(given, "remote_device"))).partition("/")

@@ -21,11 +21,11 @@ from telegrad._core.membership.members import WorkerInfo
 from telegrad._core.modules import module_host
 from telegrad._core.modules.place import parse_place
 from telegrad._core.pickling.reducers import REDUCERS
-from telegrad._core.progress import Wait, attended
+from telegrad._core.progress import Wait, report_in_background
 from telegrad._core.references.letters import Id
 from telegrad._core.rpc.api import rpc_async, rpc_sync
 from telegrad._core.rpc.references import RRef
-from telegrad._core.rpc.restorable import Restore, check_restore, revive, with_recipe
+from telegrad._core.rpc.restorable import Restore, check_restore, ensure_present, make_restorable
 from telegrad.autograd.engine.record import entered_id
 from telegrad.errors import UsageError
 
@@ -36,7 +36,7 @@ _apart: ContextVar[bool] = ContextVar("telegrad_modules_apart", default=False)
 
 
 @contextlib.contextmanager
-def apart() -> Iterator[None]:
+def without_remote_state() -> Iterator[None]:
     """In the block, exclude modules on other workers from the state of modules that contain their handles."""
     token = _apart.set(True)
     try:
@@ -107,10 +107,12 @@ class RemoteModule(nn.Module):
         given = module_cls, there, tuple(args or ()), dict(kwargs or {})
         owner = f"rank {worker}" if isinstance(worker, int) else worker
         kind = getattr(module_cls, "__qualname__", module_cls)
-        with attended(Wait("RemoteModule", lambda: f"RemoteModule: {owner!r} makes a {kind}", lambda: [owner])):
+        with report_in_background(
+            Wait("RemoteModule", lambda: f"RemoteModule: {owner!r} makes a {kind}", lambda: [owner])
+        ):
             self._represent(*rpc_sync(worker, module_host.make_reference, given))
         if restore is not False:
-            self.module_rref = with_recipe(self.module_rref, module_host.make, given, {}, restore)
+            self.module_rref = make_restorable(self.module_rref, module_host.make, given, {}, restore)
         self._signature = _signature_of(module_cls)
 
     @classmethod
@@ -129,10 +131,10 @@ class RemoteModule(nn.Module):
         """
         worker, device = parse_place(remote_device)
         if not isinstance(module_rref, RRef):
-            checks.wrong("module_rref", "a reference to a module", module_rref)
+            checks.raise_invalid("module_rref", "a reference to a module", module_rref)
         owner = module_rref.owner()
         if worker not in owner:
-            place = checks.shown(worker)
+            place = checks.short_repr(worker)
             raise UsageError(f"remote_device: {module_rref!r} is not on worker {place}, but on {owner.name!r}: say so")
         made = cls.__new__(cls)
         nn.Module.__init__(made)
@@ -162,7 +164,7 @@ class RemoteModule(nn.Module):
             OwnerLost: its worker did not come back in time.
         """
         check_timeout(timeout)
-        revive(self.module_rref, timeout)
+        ensure_present(self.module_rref, timeout)
         if self._represented != self.module_rref._handle.id:  # it was recreated, now or by an earlier use
             mode = self.training
             there = self.module_rref, torch.device(self.device)
@@ -411,13 +413,15 @@ def _check_maker(module_cls: Any, args: Any, kwargs: Any) -> None:
     if not callable(module_cls):
         raise UsageError(
             "RemoteModule takes a class, or a function that makes the module (module_cls), not "
-            f"{checks.shown(module_cls)}"
+            f"{checks.short_repr(module_cls)}"
         )
     if not isinstance(args, (tuple, list, type(None))):
         meant = "kwargs={...} for arguments by name" if isinstance(args, Mapping) else "(value,), with a comma"
-        raise UsageError(f"the args of a RemoteModule are a tuple, not {checks.shown(args)}: write {meant}")
+        raise UsageError(f"the args of a RemoteModule are a tuple, not {checks.short_repr(args)}: write {meant}")
     if not isinstance(kwargs, (Mapping, type(None))):
-        raise UsageError(f"the kwargs of a RemoteModule are a dictionary by argument names, not {checks.shown(kwargs)}")
+        raise UsageError(
+            f"the kwargs of a RemoteModule are a dictionary by argument names, not {checks.short_repr(kwargs)}"
+        )
 
 
 def gradients_are_lost(trains: bool, *inputs: Any) -> bool:

@@ -23,7 +23,9 @@ _ADVICE_FOR_VARIABLES = (
 Part = tuple[str, Any]  # how to reach it from the containing value, and the part
 
 
-def blame(value: Any, same_program: bool, can_dump: Callable[[Any, bool], bool], error: BaseException) -> CannotEncode:
+def find_unpicklable_part(
+    value: Any, same_program: bool, can_dump: Callable[[Any, bool], bool], error: BaseException
+) -> CannotEncode:
     """Return the error that names the part of a value or call that cannot be sent; `error` gives the reason.
 
     `same_program`: the other process runs the same main program.

@@ -74,7 +74,7 @@ def _reduce_cached(pickler: Any, cached: Any) -> Any:
 
 
 def make_cached(
-    scope: main_modules.Scope | None, path: str, version: int, function: Any, parameters: dict[str, Any]
+    scope: main_modules.MainNamespace | None, path: str, version: int, function: Any, parameters: dict[str, Any]
 ) -> Any:
     make = partial(functools.lru_cache(**parameters), function)
     return scope.make(path, version, make) if scope is not None else make()
@@ -153,15 +153,15 @@ def _warn_of_copies(needed: dict[str, Any]) -> None:
             _warn_once(name)
 
 
-def _keep_function(scope: main_modules.Scope, path: str, version: int, code: Any, closure: Any) -> Any:
+def _keep_function(scope: main_modules.MainNamespace, path: str, version: int, code: Any, closure: Any) -> Any:
     return scope.make(path, version, partial(FunctionType, code, scope.names, None, None, closure))
 
 
-def _keep_class(scope: main_modules.Scope, path: str, version: int, make: Any, arguments: Any) -> Any:
+def _keep_class(scope: main_modules.MainNamespace, path: str, version: int, make: Any, arguments: Any) -> Any:
     return scope.make(path, version, partial(make, *arguments))
 
 
-def _set(obj: Any, told: tuple[main_modules.Scope, str, int, list[main_modules.Item], Any]) -> None:
+def _set(obj: Any, told: tuple[main_modules.MainNamespace, str, int, list[main_modules.Item], Any]) -> None:
     """Set the state of a function or class, unless the receiver had it already, then the globals that it reads."""
     scope, path, version, items, state = told
     if scope.lacks_state(path, version, obj):

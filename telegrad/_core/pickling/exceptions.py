@@ -16,7 +16,16 @@ import torch
 from torch import Tensor
 
 from telegrad._core.pickling.pickling import decode, encode
-from telegrad._core.pickling.remote_text import MOST_TOLD, STORY, Text, keep_lines, own_notes, short, tell, with_lines
+from telegrad._core.pickling.remote_text import (
+    MOST_TOLD,
+    REMOTE_TRACEBACK,
+    Text,
+    keep_lines,
+    own_notes,
+    short,
+    tell,
+    with_lines,
+)
 from telegrad._core.pickling.short_text import LARGEST, brief, cut, is_large
 from telegrad._core.wire.packing import pack
 from telegrad._core.wire.tensors import memory
@@ -90,9 +99,9 @@ def rebuild(data: bytes | memoryview) -> BaseException:
     return RemoteError(f"{name} was raised and cannot be rebuilt on this worker\n{story}")
 
 
-def is_from_afar(error: BaseException) -> bool:
+def is_remote(error: BaseException) -> bool:
     """Return True for an exception that another worker raised and that was rebuilt here."""
-    return STORY in vars(error) or (len(error.args) == 1 and isinstance(error.args[0], Text))
+    return REMOTE_TRACEBACK in vars(error) or (len(error.args) == 1 and isinstance(error.args[0], Text))
 
 
 def fresh(error: BaseException) -> BaseException:
@@ -115,14 +124,14 @@ def _fresh(error: BaseException) -> BaseException:
         made: BaseException = _copy(error, type(error))
     except Exception:
         return error.with_traceback(None)
-    if STORY in vars(error):
-        _set(made, STORY, vars(error)[STORY])
+    if REMOTE_TRACEBACK in vars(error):
+        _set(made, REMOTE_TRACEBACK, vars(error)[REMOTE_TRACEBACK])
     if hasattr(error, "__notes__"):
         made.__notes__ = list(error.__notes__)
     return made
 
 
-def kept(error: BaseException) -> BaseException:
+def without_frames(error: BaseException) -> BaseException:
     """Return a copy of an error to be kept: its traceback is stored as text, without its frames."""
     made = fresh(error)
     keep_lines(made, error.__traceback__)
@@ -155,7 +164,7 @@ def _load(sent: Sent) -> Any:
 def _whole(error: Exception) -> Exception:
     """Return the exception if pickling restores it unchanged; else raise."""
     kind = type(error)
-    changed = STORY in vars(error) or hasattr(error, "__notes__") or _original(kind) is not kind
+    changed = REMOTE_TRACEBACK in vars(error) or hasattr(error, "__notes__") or _original(kind) is not kind
     plain = _copy(error, _original(kind)) if changed else error
     if hasattr(error, "__notes__"):
         _set(plain, "__notes__", own_notes(error))
@@ -178,7 +187,7 @@ class _InParts:
         names = [*vars(error), *_slots_of(type(error))]
         if len(names) > MOST_ARGUMENTS:
             raise CannotEncode("it has too many attributes for an exception")
-        attributes = {name: getattr(error, name) for name in names if name != STORY and hasattr(error, name)}
+        attributes = {name: getattr(error, name) for name in names if name != REMOTE_TRACEBACK and hasattr(error, name)}
         if "__notes__" in attributes:
             attributes["__notes__"] = own_notes(error)
         attributes = {name: value for name, value in attributes.items() if _travels(value)}
@@ -251,11 +260,11 @@ def _telling(error: Any, story: str) -> BaseException:
         return error  # type: ignore[no-any-return]
     try:
         made: BaseException = _copy(error, _teller_of(kind))
-        vars(made)[STORY] = story
+        vars(made)[REMOTE_TRACEBACK] = story
         return made
     except Exception:  # a type that cannot be subclassed or copied
         _set(error, "__cause__", RemoteError(story))
-        _set(error, STORY, story)
+        _set(error, REMOTE_TRACEBACK, story)
         return error  # type: ignore[no-any-return]
 
 
@@ -285,7 +294,7 @@ def _teller_of(kind: type[BaseException]) -> type[BaseException]:
         preface = "Original exception on remote side was:\n" if odd else ""
 
         def tell(self: BaseException) -> str:
-            return f"{kind.__str__(self)}\n{preface}{vars(self).get(STORY, '')}"
+            return f"{kind.__str__(self)}\n{preface}{vars(self).get(REMOTE_TRACEBACK, '')}"
 
         members = {
             "__module__": kind.__module__,
@@ -333,5 +342,5 @@ def _copy(error: BaseException, kind: type[BaseException]) -> Any:
     for state in (*states, {name: getattr(error, name) for name in _slots_of(kind) if hasattr(error, name)}):
         for name, value in state.items():
             _set(made, name, value)
-    vars(made).pop(STORY, None)
+    vars(made).pop(REMOTE_TRACEBACK, None)
     return made

@@ -58,7 +58,7 @@ class Unsendable:
         self.kind = kind
 
 
-class Scope:
+class MainNamespace:
     """The `__main__` of a program in this process."""
 
     def __init__(self, program: Program, names: dict[str, Any], own: bool, imported: bool = False) -> None:
@@ -160,7 +160,7 @@ class Scope:
 
 
 _lock = renewed(threading.Lock())  # guards _scopes and _making
-_scopes: dict[str, Scope] = {}  # by the program's key
+_scopes: dict[str, MainNamespace] = {}  # by the program's key
 _making: dict[str, threading.Event] = {}  # by the key of a program that a thread is importing
 _sent = SentGlobals()
 _trial = threading.local()
@@ -173,7 +173,7 @@ def _forget_thread() -> None:
     _making.clear()
 
 
-def scope_of(*parts: Any) -> Scope:
+def scope_of(*parts: Any) -> MainNamespace:
     """Return the scope of a program; create it at the first use.
 
     Raises:
@@ -205,7 +205,7 @@ def scope_of(*parts: Any) -> Scope:
     return scope
 
 
-def _new_scope(program: Program) -> Scope:
+def _new_scope(program: Program) -> MainNamespace:
     if program.serves_torch and not programs.serves_torch:
         log.warning(
             "telegrad: a program that runs by `python -m telegrad` calls this worker, where torch.distributed.rpc is "
@@ -219,16 +219,16 @@ def _new_scope(program: Program) -> Scope:
                 f"the program {program.path}, whose functions were sent, cannot be imported by this worker: "
                 f"{type(error).__name__}: {error}"
             ) from error
-        return Scope(program, vars(module), own=True, imported=True)
+        return MainNamespace(program, vars(module), own=True, imported=True)
     module = ModuleType(MAIN)
     vars(module).update(__builtins__=builtins, __file__=program.path)
-    return Scope(program, vars(module), own=False)
+    return MainNamespace(program, vars(module), own=False)
 
 
-_own: Scope | None = None
+_own: MainNamespace | None = None
 
 
-def own_scope() -> Scope:
+def own_scope() -> MainNamespace:
     """Return the scope of the main program of this process."""
     global _own, _key
     names = names_of_main()
@@ -237,14 +237,14 @@ def own_scope() -> Scope:
             _key = _key or uuid.uuid4().hex
             key = own_program() or _key
             imported = names.get("__name__") in MAINS[1:] and names is vars(sys.modules[MAIN])
-            _own = Scope(programs.find(key), names, own=True, imported=imported)
+            _own = MainNamespace(programs.find(key), names, own=True, imported=imported)
     return _own
 
 
 # Sending
 
 
-def scope_from(thing: Any) -> tuple[Scope, str] | None:
+def scope_from(thing: Any) -> tuple[MainNamespace, str] | None:
     """Return the scope of a function or class of a main program, and its path there, "" for a local one."""
     path = thing.__qualname__
     if isinstance(thing, FunctionType):
@@ -262,11 +262,11 @@ def scope_from(thing: Any) -> tuple[Scope, str] | None:
     return None
 
 
-def _verified(scope: Scope, path: str, thing: Any) -> str:
+def _verified(scope: MainNamespace, path: str, thing: Any) -> str:
     return path if scope.find(path, 0) is thing else ""
 
 
-def items_for(pickler: Any, scope: Scope, needed: Iterable[str], home: str) -> list[Item]:
+def items_for(pickler: Any, scope: MainNamespace, needed: Iterable[str], home: str) -> list[Item]:
     """Return the globals to send with a function or class. `home`: the global that contains it, if any."""
     if scope is not _own:
         wanted = {name for name in needed if name in scope.names} | ({home} if home else set())
@@ -289,7 +289,7 @@ def items_for(pickler: Any, scope: Scope, needed: Iterable[str], home: str) -> l
     return items
 
 
-def note_class(scope: Scope, kind: type) -> None:
+def note_class(scope: MainNamespace, kind: type) -> None:
     """Record a class of the main program that is sent: its methods read globals wherever its objects are."""
     if scope is _own:
         source = programs.source_of(scope.program.path)
@@ -315,7 +315,7 @@ def _can_be_sent(pickler: Any, value: Any) -> bool:
         tried.discard(id(value))
 
 
-def version_of(scope: Scope, path: str) -> int:
+def version_of(scope: MainNamespace, path: str) -> int:
     """Return the version of the first global in a path."""
     name = path.partition(".")[0]
     if scope is not _own:

@@ -28,7 +28,7 @@ from torch import Tensor
 from telegrad._core import forks
 from telegrad._core.host import out_of_memory
 from telegrad._core.interrupts import raised_by_handler
-from telegrad._core.pickling.blame import blame
+from telegrad._core.pickling.blame import find_unpicklable_part
 from telegrad._core.pickling.function_names import import_anew, not_found
 from telegrad._core.pickling.reducers import FROM_REFERENCES, FROM_SLOTS, REBUILDERS, NeedsValue, reduce
 from telegrad._core.pickling.segments import (
@@ -133,7 +133,7 @@ def decode(body: bytes | memoryview, tensors: Sequence[Tensor], references: Sequ
     except BaseException as error:  # also SystemExit: a value from one worker must not end another
         if raised_by_handler(error):
             raise
-        forks.end_if_over()
+        forks.exit_if_user_code_ended()
         advice = "use the same versions of its packages on all workers, or send what it is made of"
         raise CannotDecode(
             f"a value arrived but cannot be rebuilt: {type(error).__name__}{_text(error)}; "
@@ -405,7 +405,7 @@ def _encode_again(value: Any, same_program: bool, texts: bool, error: Exception)
     """Pickle a value that the fast way could not pickle. Call this in an `except` block."""
     if raised_by_handler(error):
         raise error
-    forks.end_if_over()
+    forks.exit_if_user_code_ended()
     if type(error) is RuntimeError:  # another thread changed a dict or a set between two frames of the pickle
         with contextlib.suppress(Exception):
             return _dump(_Pickler, value, same_program, texts, at_once=True)
@@ -420,14 +420,14 @@ def _encode_by_value(value: Any, same_program: bool) -> Encoded:
     except Exception as error:
         if raised_by_handler(error):
             raise
-        raise blame(value, same_program, can_dump, error) from error
+        raise find_unpicklable_part(value, same_program, can_dump, error) from error
 
 
 def blame_again(value: Any, said: CannotEncode, same_program: bool) -> CannotEncode:
     """Return the error for `value`, the part that users know: the rest are arguments added by this package."""
     if said.__cause__ is None or can_dump(value, same_program):
         return said
-    return blame(value, same_program, can_dump, said.__cause__)
+    return find_unpicklable_part(value, same_program, can_dump, said.__cause__)
 
 
 def can_dump(value: Any, same_program: bool) -> bool:

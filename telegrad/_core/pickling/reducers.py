@@ -21,7 +21,7 @@ from torch.nn import Parameter
 
 from telegrad._core.pickling.function_names import name_of, resolve
 from telegrad._core.pickling.segments import OWN_FROM, SegmentWriter
-from telegrad._core.wire.raw_memory import PIECE, Turns, copied, held, is_intercepted
+from telegrad._core.wire.raw_memory import PIECE, GilYielder, copied, held, is_intercepted
 from telegrad.errors import CannotEncode
 
 REBUILDERS = __name__  # the module where the unpickler finds FROM_SLOTS
@@ -204,7 +204,7 @@ def _elements(typecode: str, layout: int, data: Any) -> Any:
     values: Any = array(typecode)
     if layout != _format_of(typecode):  # from a machine with another format
         return values.__reduce_ex__(pickle.HIGHEST_PROTOCOL)[0](array, typecode, layout, bytes(view))
-    turns = Turns()
+    turns = GilYielder()
     for start in range(0, len(view), PIECE):
         values.frombytes(view[start : start + PIECE])
         turns.give_way()

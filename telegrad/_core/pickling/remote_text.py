@@ -37,7 +37,7 @@ MOST_TOLD = 100  # exceptions in a chain of causes, and members of groups
 MOST_ROOM = 2 * LONGEST_TEXT  # characters of all of them, before the final cut
 MOST_NOTES = 100  # this many first and last notes
 MOST_FRAMES = 500  # this many outermost and innermost frames
-STORY = "_telegrad_story"  # attribute of a rebuilt exception for its remote traceback
+REMOTE_TRACEBACK = "_telegrad_story"  # attribute of a rebuilt exception for its remote traceback
 TRACEBACK = "Traceback (most recent call last):\n"
 
 _INTERNALS = (
@@ -83,8 +83,8 @@ class Lines(str):
 
 def tell(error: BaseException, worker: str, function: str = "") -> str:
     """Return the remote traceback of an exception: of this worker, and of the workers before it."""
-    if told_before(error, worker):
-        return story_of(error)
+    if already_described(error, worker):
+        return remote_traceback_of(error)
     try:
         told = _told(error, _Room())
     except BaseException:  # the exception's own code may raise anything
@@ -92,9 +92,9 @@ def tell(error: BaseException, worker: str, function: str = "") -> str:
     return cut(f"On worker {worker!r}{function and f', in {function}'}:\n{told}")
 
 
-def told_before(error: BaseException, worker: str) -> bool:
+def already_described(error: BaseException, worker: str) -> bool:
     """Return True if this worker has described the exception before, and it was not raised again since."""
-    told_here = story_of(error).startswith((f"On worker {worker!r}:", f"On worker {worker!r}, "))
+    told_here = remote_traceback_of(error).startswith((f"On worker {worker!r}:", f"On worker {worker!r}, "))
     return told_here and not _all_lines(error)
 
 
@@ -117,12 +117,12 @@ def first_line(error: BaseException) -> str:
         return "(its text could not be made)"
 
 
-def story_of(error: BaseException) -> str:
+def remote_traceback_of(error: BaseException) -> str:
     """Return the remote traceback of an exception; "" if it was raised here."""
     args = error.args
     if len(args) == 1 and type(args[0]) is Text:
         return args[0].story
-    return vars(error).get(STORY, "")  # type: ignore[no-any-return]
+    return vars(error).get(REMOTE_TRACEBACK, "")  # type: ignore[no-any-return]
 
 
 def keep_lines(error: BaseException, traceback_: TracebackType | None) -> None:
@@ -162,13 +162,13 @@ def _told(error: BaseException, room: _Room, seen: frozenset[int] = frozenset())
         return _LEFT_OUT
     room.exceptions -= 1
     seen |= {id(error)}
-    lines, story = cut(_all_lines(error)), story_of(error)
+    lines, story = cut(_all_lines(error)), remote_traceback_of(error)
     own = (TRACEBACK + lines if lines else "") + (story or cut(_summary(error, bool(lines), room)))
     room.characters -= len(own)
     before, link = _before(error)
     if before is None or id(before) in seen:
         return own
-    came = story_of(before)
+    came = remote_traceback_of(before)
     if (came and came in text_of(error)) or (story and story in text_of(before)):  # one text contains the other
         return own
     return _told(before, room, seen) + link + own

@@ -21,7 +21,7 @@ from typing import Any
 from torch import Tensor
 
 from telegrad._core.wire.raw_memory import (
-    Turns,
+    GilYielder,
     address_of,
     copied,
     copy,
@@ -87,7 +87,7 @@ class SegmentWriter:
         self.may_repeat = True  # no foreign code has run yet, so the value can be pickled again
         self._segments: list[bytes | Tensor] = []
         self._size = 0
-        self._turns: Turns | None = None
+        self._turns: GilYielder | None = None
 
     def write(self, data: Any) -> None:
         """Append a frame, the header of a large object, or the object itself.
@@ -106,7 +106,7 @@ class SegmentWriter:
         if self._turns is not None:
             self._turns.give_way()
         elif self._size > LONGEST_RUN:
-            self._turns = Turns()
+            self._turns = GilYielder()
 
     def whole(self) -> bytes | None:
         """Return the pickle if it is small, or if no tensors can be created here."""
@@ -174,7 +174,7 @@ def _blob_of(data: bytes | Tensor) -> Tensor:
 
 
 def _joined(run: list[bytes | Tensor], size: int) -> Tensor:
-    turns, blob, at = Turns(), fresh(size), 0
+    turns, blob, at = GilYielder(), fresh(size), 0
     run.reverse()
     while run:  # each segment is freed after its copy
         data = _blob_of(run.pop())
@@ -200,7 +200,7 @@ class SegmentReader:
                 start += place
         self._segments.reverse()
         self._at = 0  # position in the last segment
-        self._turns = Turns()
+        self._turns = GilYielder()
 
     def read(self, size: int) -> bytes:
         self._turns.give_way()

@@ -68,7 +68,7 @@ class EventLoop:
         try:
             loop.run_forever()
         except (SystemExit, KeyboardInterrupt) as error:
-            forks.end_if_over()
+            forks.exit_if_user_code_ended()
             log.warning(
                 "telegrad: %s was raised in a task or a callback of asyncio; the event loop goes on", repr(error)
             )

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from telegrad._core.devices.device_streams import set_apart
 from telegrad._core.reactor.reactor import Reactor
-from telegrad._core.threads import run_beside
+from telegrad._core.threads import run_in_thread
 from telegrad._core.transport.endings import part
 from telegrad._core.transport.link import Link
 from telegrad._core.transport.loopback import LoopEnd
@@ -127,7 +127,7 @@ class LazyLink:
 
     def _start(self) -> None:
         try:
-            run_beside("telegrad-connect", self._connect)
+            run_in_thread("telegrad-connect", self._connect)
         except (RuntimeError, MemoryError) as error:  # the process has no memory or no free thread
             unable = PeerUnreachable(f"worker {self._owner.name!r} was not called: {error}")
             if self._abort((), unable, keeps_notices=True):  # calls may have carried references

@@ -15,7 +15,7 @@ STANDBY = 16  # idle threads that are kept: creating one costs more than most ca
 log = logging.getLogger("telegrad")
 
 
-class Runner:
+class ReactorThread:
     """The state of one thread. Only that thread writes it; it writes `since` = 0 and `counted` under the lock."""
 
     __slots__ = ("began", "counted", "since", "waited", "wakeup")
@@ -32,7 +32,7 @@ class LeaderThreads:
     """Passes the lead from thread to thread."""
 
     def __init__(
-        self, lock: Any, entered: Callable[[], None], lead: Callable[[Runner], None], ended: Callable[[], None]
+        self, lock: Any, entered: Callable[[], None], lead: Callable[[ReactorThread], None], ended: Callable[[], None]
     ) -> None:
         """`entered` is the first function called on each thread; a leading thread calls `lead`; the last thread calls
         `ended`.
@@ -40,13 +40,13 @@ class LeaderThreads:
         `lock` guards `leader`, `closed` and all fields below. It is not held during these calls.
         """
         self.lock = lock
-        self.leader: Runner | None = None  # a thread may check without the lock if it leads
+        self.leader: ReactorThread | None = None  # a thread may check without the lock if it leads
         self.closed = False
         self._entered = entered
         self._lead = lead
         self._ended = ended
-        self._standby: list[Runner] = []
-        self._threads: dict[Runner, threading.Thread] = {}
+        self._standby: list[ReactorThread] = []
+        self._threads: dict[ReactorThread, threading.Thread] = {}
         self.local = threading.local()
 
     def __len__(self) -> int:
@@ -54,7 +54,7 @@ class LeaderThreads:
 
     def start(self) -> None:
         with self.lock:
-            leader = self.leader = Runner()
+            leader = self.leader = ReactorThread()
         self._spawn(leader)
 
     def close(self, wake: Callable[[], None]) -> None:
@@ -69,7 +69,7 @@ class LeaderThreads:
             if thread.is_alive() and thread is not threading.current_thread():  # an unstarted thread ends by itself
                 thread.join(0.2)
 
-    def here(self) -> Runner | None:
+    def here(self) -> ReactorThread | None:
         """Return this thread's record, or None on a foreign thread."""
         return getattr(self.local, "runner", None)
 
@@ -81,7 +81,7 @@ class LeaderThreads:
         """Return the processor time of the threads that run calls. Hold the lock, which keeps these threads alive."""
         return processor_time([thread for runner, thread in self._threads.items() if runner.counted is not None])
 
-    def hand_over(self, runner: Runner, since: float | None = None) -> None:
+    def hand_over(self, runner: ReactorThread, since: float | None = None) -> None:
         """Pass the lead to another thread, if `runner` still leads (and still runs its work begun at `since`)."""
         with self.lock:
             if self.leader is not runner or self.closed or (since is not None and runner.since != since):
@@ -91,7 +91,7 @@ class LeaderThreads:
                 self.leader = self._standby.pop()
                 self.leader.wakeup.release()
             else:
-                new = self.leader = Runner()
+                new = self.leader = ReactorThread()
         if new is None:
             return
         try:
@@ -103,7 +103,7 @@ class LeaderThreads:
             level = logging.DEBUG if program_has_ended() else logging.WARNING
             log.log(level, "telegrad: %s; a thread that works goes on leading, and the clock tries again", error)
 
-    def _spawn(self, runner: Runner) -> None:
+    def _spawn(self, runner: ReactorThread) -> None:
         thread = Thread(target=self._main, args=(runner,), name="telegrad-worker")
         with self.lock:
             self._threads[runner] = thread
@@ -114,7 +114,7 @@ class LeaderThreads:
                 del self._threads[runner]
             raise
 
-    def _main(self, runner: Runner) -> None:
+    def _main(self, runner: ReactorThread) -> None:
         self.local.runner = runner
         try:
             self._entered()
@@ -127,7 +127,7 @@ class LeaderThreads:
             if is_last:
                 self._ended()
 
-    def _wait_for_lead(self, runner: Runner) -> bool:
+    def _wait_for_lead(self, runner: ReactorThread) -> bool:
         """Wait for the lead; return False if the thread must end instead."""
         with self.lock:
             if self.leader is runner:

@@ -25,7 +25,7 @@ from time import perf_counter
 
 from telegrad._core.host.open_files import report_closed
 from telegrad._core.locks import guarded, new_lock
-from telegrad._core.reactor.leader_threads import LeaderThreads, Runner
+from telegrad._core.reactor.leader_threads import LeaderThreads, ReactorThread
 from telegrad._core.reactor.scheduler import Scheduler, Work, WorkQueue
 from telegrad._core.reactor.spinning import SOON, Spin
 from telegrad._core.reactor.timer import TimerThread
@@ -202,7 +202,7 @@ class Reactor:
 
     # The leader's loop
 
-    def _lead(self, runner: Runner) -> None:
+    def _lead(self, runner: ReactorThread) -> None:
         try:
             self._run(runner)
         except MemoryError:  # even logging fails. The lead must continue; the work that had begun is lost
@@ -215,7 +215,7 @@ class Reactor:
                     runner.counted = None
             self._wake_if_ready()
 
-    def _run(self, runner: Runner) -> None:
+    def _run(self, runner: ReactorThread) -> None:
         """Poll connections and run works in turn while this thread leads."""
         threads = self._threads
         while threads.leader is runner and not threads.closed:
@@ -232,7 +232,7 @@ class Reactor:
             while work is not None:
                 work = self._run_one(runner, work, until)
 
-    def _run_one(self, runner: Runner, work: Work, until: float) -> Work | None:
+    def _run_one(self, runner: ReactorThread, work: Work, until: float) -> Work | None:
         """Run a work; return this thread's next work, or None.
 
         A leader continues with ready works if this one began before `until`. A thread that no longer leads passes its

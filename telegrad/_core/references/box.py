@@ -9,10 +9,10 @@ from telegrad._core.calls.futures import Signal
 from telegrad._core.pickling.exceptions import rebuild
 
 
-class Opening(Signal):
+class SlotFilled(Signal):
     __slots__ = ("_box",)
 
-    def __init__(self, box: Box) -> None:
+    def __init__(self, box: ValueSlot) -> None:
         super().__init__()
         self._box = box
 
@@ -20,7 +20,7 @@ class Opening(Signal):
         return self._box.open()
 
 
-class Box:
+class ValueSlot:
     """A slot that is filled once; other threads may wait for it."""
 
     __slots__ = ("_lock", "_opening", "failure", "full", "value")
@@ -30,10 +30,10 @@ class Box:
         self.value: Any = None
         self.failure = b""  # serialised: an exception would keep alive the frames where it was raised
         self._lock = threading.Lock()  # guards _opening and changes of `full`; `full` is read without it
-        self._opening: Opening | None = None  # value and failure are stored before `full` is set
+        self._opening: SlotFilled | None = None  # value and failure are stored before `full` is set
 
     @classmethod
-    def of(cls, value: Any) -> Box:
+    def of(cls, value: Any) -> ValueSlot:
         box = cls()
         box.value, box.full = value, True
         return box
@@ -58,9 +58,9 @@ class Box:
         with self._lock:
             if not self.full:
                 if self._opening is None:
-                    self._opening = Opening(self)
+                    self._opening = SlotFilled(self)
                 return self._opening
-        opening = Opening(self)
+        opening = SlotFilled(self)
         opening.set_result()
         return opening
 
@@ -72,4 +72,4 @@ class Box:
 
     def __repr__(self) -> str:
         what = "a failure" if self.failure else type(self.value).__name__
-        return f"<Box: {what if self.full else 'still to be filled'}>"
+        return f"<ValueSlot: {what if self.full else 'still to be filled'}>"

@@ -6,17 +6,17 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from telegrad._core.calls.futures import Future
-from telegrad._core.calls.unretrieved import Unseen
+from telegrad._core.calls.unretrieved import UnretrievedError
 from telegrad._core.pickling.exceptions import fresh
-from telegrad._core.references.box import Box
+from telegrad._core.references.box import ValueSlot
 from telegrad._core.references.letters import Id
 from telegrad.errors import CallCancelled, CallTimeout, PeerError
 
 
-class Landing(NamedTuple):
+class ResultSlot(NamedTuple):
     """The box for the value of a creating call, and the data for the response."""
 
-    box: Box
+    box: ValueSlot
     answer: bytes
 
     def fulfil(self, value: Any) -> None:
@@ -65,7 +65,7 @@ class Creation:
     def dropped(self) -> None:
         """Handle the end of the last handle: log an error that the program has not seen."""
         if self.error is not None and not self.used:
-            Unseen(self.about, self.error)
+            UnretrievedError(self.about, self.error)
 
 
 def tell_user(creation: Creation) -> None:

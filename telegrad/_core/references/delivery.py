@@ -66,7 +66,7 @@ class _Line(Generic[L]):
         return min([self.owed_by, *(sent.due for sent in self.sent.values())])
 
 
-class Courier(Generic[L]):
+class ReliableDelivery(Generic[L]):
     """Delivers the control messages of one worker exactly once."""
 
     def __init__(self) -> None:

@@ -6,7 +6,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from telegrad._core.membership.members import Identity
-from telegrad._core.references.box import Box
+from telegrad._core.references.box import ValueSlot
 from telegrad._core.references.letters import Id, number
 
 
@@ -15,7 +15,9 @@ class Handle:
 
     __slots__ = ("box", "ended", "fault", "id", "owner")
 
-    def __init__(self, ended: SimpleQueue[Any], id_: Id, owner: Identity, box: Box | None, fault: str = "") -> None:
+    def __init__(
+        self, ended: SimpleQueue[Any], id_: Id, owner: Identity, box: ValueSlot | None, fault: str = ""
+    ) -> None:
         """The handle's end puts its id into `ended`."""
         self.ended = ended
         self.id = id_

@@ -27,7 +27,7 @@ def number(ref: Id) -> str:
     return f"{ref[0].rpartition('#')[0]}/{ref[1]}"
 
 
-class Letter(NamedTuple):
+class ControlMessage(NamedTuple):
     """A control message about one fork of one reference."""
 
     kind: str

@@ -9,7 +9,7 @@ from typing import Any
 from telegrad._core.agent.agent import Agent
 from telegrad._core.agent.fanout import EachCall
 from telegrad._core.membership.members import Identity
-from telegrad._core.references.box import Box
+from telegrad._core.references.box import ValueSlot
 from telegrad._core.references.creation import Creation, tell_user
 from telegrad._core.references.handle import Handle
 from telegrad._core.references.letters import Id, key_of
@@ -32,8 +32,8 @@ class Maker:
     _creations: dict[Id, Creation]
     _expected: set[str]
     _wrap: Callable[[Any, Handle], Any]
-    own: Callable[[Box], Handle]
-    _new_handle: Callable[[Id, Identity, Box | None], Handle]
+    own: Callable[[ValueSlot], Handle]
+    _new_handle: Callable[[Id, Identity, ValueSlot | None], Handle]
     _wake: Callable[[], None]
 
     def create(
@@ -78,7 +78,7 @@ class Maker:
 
     def _begin(self, owner: Identity) -> tuple[Handle, Creation, Target]:
         if owner == self.agent.me.identity:
-            handle = self.own(Box())
+            handle = self.own(ValueSlot())
             fork, kind = handle.id, HERE
         else:
             self._thread.want()

@@ -49,8 +49,8 @@ from telegrad._core.references.letters import (
     SETTLED,
     STILLBORN,
     WANTED,
+    ControlMessage,
     Id,
-    Letter,
 )
 from telegrad._core.references.records import Holders, Owned, Share, remember
 
@@ -72,7 +72,7 @@ class References:
         self.shares: dict[Id, Share] = {}
         self.owned: dict[Id, Owned] = {}
         self.holders = Holders()
-        self.letters: list[tuple[str, Letter]] = []
+        self.letters: list[tuple[str, ControlMessage]] = []
         self.freed: list[Id] = []
         self.hopeless: list[Id] = []
         self._numbers = 0
@@ -86,7 +86,7 @@ class References:
         return self.me, self._numbers
 
     def _post(self, to: str, kind: str, ref: Id, fork: Id) -> None:
-        self.letters.append((to, Letter(kind, ref, fork)))
+        self.letters.append((to, ControlMessage(kind, ref, fork)))
 
     def _refuse(self, id_: Id) -> None:
         remember(self._refused, id_, None, MOST_REMEMBERED)
@@ -250,7 +250,7 @@ class References:
 
     # Control messages
 
-    def receive(self, sender: str, letter: Letter) -> None:
+    def receive(self, sender: str, letter: ControlMessage) -> None:
         """Handle a control message; each arrives once."""
         kind, ref, fork = letter
         _TAKE[kind](self, sender, ref, fork)

@@ -23,12 +23,12 @@ from telegrad._core.calls.attachments import Attachments
 from telegrad._core.calls.futures import Future
 from telegrad._core.membership.members import Identity
 from telegrad._core.pickling.exceptions import describe, fresh
-from telegrad._core.references.box import Box
-from telegrad._core.references.creation import Creation, Landing, failed, tell_user
-from telegrad._core.references.delivery import Batch, Courier
+from telegrad._core.references.box import ValueSlot
+from telegrad._core.references.creation import Creation, ResultSlot, failed, tell_user
+from telegrad._core.references.delivery import Batch, ReliableDelivery
 from telegrad._core.references.faults import DELETED, error_for
 from telegrad._core.references.handle import Handle
-from telegrad._core.references.letters import Id, Letter, key_of, number
+from telegrad._core.references.letters import ControlMessage, Id, key_of, number
 from telegrad._core.references.making import CREATE, CREATED, Maker
 from telegrad._core.references.origins import Origins
 from telegrad._core.references.protocol import OWNER_DIED, References
@@ -69,8 +69,8 @@ class ReferenceTable(Maker):
         self._lock = threading.Lock()  # guards all fields below, and `done` and `future` of creations
         self._origins = Origins()
         self.name_is(agent.name)
-        self._courier: Courier[Letter] = Courier()
-        self._boxes: dict[Id, Box] = {}  # of owned references
+        self._courier: ReliableDelivery[ControlMessage] = ReliableDelivery()
+        self._boxes: dict[Id, ValueSlot] = {}  # of owned references
         self._creations: dict[Id, Creation] = {}  # kept while the reference lives
         self._refused: dict[Id, LimitReached] = {}  # the latest refused creations, for requests of their values
         self._expected: set[str] = set()  # owners whose answers to creating calls may have no reader
@@ -93,7 +93,7 @@ class ReferenceTable(Maker):
 
     # Creating references
 
-    def own(self, box: Box) -> Handle:
+    def own(self, box: ValueSlot) -> Handle:
         """Create a reference to the value that is, or will be, in `box`."""
         self._thread.want()
         with self._lock:
@@ -101,7 +101,7 @@ class ReferenceTable(Maker):
             self._boxes[ref] = box
             return self._new_handle(ref, self.agent.me.identity, box)
 
-    def _new_handle(self, ref: Id, owner: Identity, box: Box | None, fault: str = "") -> Handle:
+    def _new_handle(self, ref: Id, owner: Identity, box: ValueSlot | None, fault: str = "") -> Handle:
         """Create a handle, with the lock held."""
         self._origins.note(ref)
         if (note := events.note) is not None:
@@ -166,7 +166,7 @@ class ReferenceTable(Maker):
         share = self._machine.shares.get(handle.id)
         return handle.box is not None or (share is not None and share.confirmed and not share.fault)
 
-    def box(self, ref: Id) -> Box:
+    def box(self, ref: Id) -> ValueSlot:
         """Return the box of a value on its owner.
 
         Raises:
@@ -183,12 +183,12 @@ class ReferenceTable(Maker):
                 self._wake()
             box = self._boxes.get(ref)
             if box is None:
-                box = self._boxes[ref] = Box()
+                box = self._boxes[ref] = ValueSlot()
         if unknown:
             self._thread.want()
         return box
 
-    def known(self, ref: Id) -> Box | None:
+    def known(self, ref: Id) -> ValueSlot | None:
         """Return the box if it already exists."""
         return self._boxes.get(ref)
 
@@ -251,21 +251,23 @@ class ReferenceTable(Maker):
     def _arrive(self, ref: Id, fork: Id, owner: Identity, sender: str) -> Handle:
         owner_key = key_of(owner)
         fault = self._machine.arrive(ref, fork, owner_key, sender)
-        box = self._boxes.setdefault(ref, Box()) if owner_key == self._me and not fault else None
+        box = self._boxes.setdefault(ref, ValueSlot()) if owner_key == self._me and not fault else None
         return self._new_handle(ref, owner, box, fault)
 
-    def _take_creation(self, sender: str, refusal: LimitReached | None, kind: int, ref: Id, fork: Id) -> Landing | None:
+    def _take_creation(
+        self, sender: str, refusal: LimitReached | None, kind: int, ref: Id, fork: Id
+    ) -> ResultSlot | None:
         if kind == CREATED:
             self._machine.created(ref, fork, sender)
             return None
-        box = self._boxes.get(ref) or Box()
+        box = self._boxes.get(ref) or ValueSlot()
         if refusal is not None:
             self._refused[ref] = refusal
             if len(self._refused) > MOST_REFUSED:
                 del self._refused[next(iter(self._refused))]
         elif kind == CREATE and self._machine.expect(ref, fork, sender):
             self._boxes[ref] = box  # otherwise nothing refers to the value
-        return Landing(box, pickle.dumps(((), (CREATED, ref, fork)), 5))
+        return ResultSlot(box, pickle.dumps(((), (CREATED, ref, fork)), 5))
 
     # The thread for control messages and ended handles
 
@@ -316,7 +318,7 @@ class ReferenceTable(Maker):
             while machine.letters:
                 courier.post(*machine.letters[-1])
                 machine.letters.pop()  # one by one: messages that remain here after an error are posted again
-            hopeless = [(ref, self._boxes.setdefault(ref, Box())) for ref in machine.hopeless]
+            hopeless = [(ref, self._boxes.setdefault(ref, ValueSlot())) for ref in machine.hopeless]
             machine.hopeless.clear()
             freed = [self._forget(ref) for ref in machine.freed]
             machine.freed.clear()
@@ -337,7 +339,7 @@ class ReferenceTable(Maker):
         del freed
         return wait
 
-    def _forget(self, ref: Id) -> tuple[Box | None, Creation | None]:
+    def _forget(self, ref: Id) -> tuple[ValueSlot | None, Creation | None]:
         self._origins.forget(ref)
         return self._boxes.pop(ref, None), self._creations.pop(ref, None)
 
@@ -349,7 +351,9 @@ class ReferenceTable(Maker):
             self._on_death(to)
             with self._lock:
                 self._courier.bury(to)
-        except TelegradError as error:  # this worker is leaving, or cannot look up the other; `Courier` tries again
+        except (
+            TelegradError
+        ) as error:  # this worker is leaving, or cannot look up the other; `ReliableDelivery` tries again
             log.debug("telegrad: no letter to %r now: %s", name, error)
 
     def _on_batch(self, sender: Identity, batch: Batch) -> None:

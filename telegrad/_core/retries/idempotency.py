@@ -3,8 +3,8 @@
 Each call has the incarnation of its caller and a number. The first call with both is run. A later one is a repetition
 and gets the result of the first.
 
-An entry stays until the caller confirms the answer (`Settled`), or the call has timed out, after which it is not
-repeated. A running call always keeps its entry.
+An entry stays until the caller confirms the answer (`AnswerAcknowledged`), or the call has timed out, after which it is
+not repeated. A running call always keeps its entry.
 
 Answers take at most MOST_OF_CALLER bytes for one caller, and MOST in total, besides the newest of each caller, which
 may be larger. Above these limits the oldest answer is dropped, of the caller with most bytes. Its number becomes the
@@ -31,7 +31,7 @@ from torch import Tensor
 
 from telegrad._core.agent.agent import Agent
 from telegrad._core.agent.answers import its_future
-from telegrad._core.agent.server import ASYNC_MARK, Later
+from telegrad._core.agent.server import ASYNC_MARK, Deferred
 from telegrad._core.calls.call_names import OWN_ARGUMENTS, runs_as, user_name
 from telegrad._core.calls.cancelling import MUST_FINISH, finishing
 from telegrad._core.calls.futures import Future, Signal
@@ -50,7 +50,7 @@ MOST_LOOKED_AT = 1 << 12  # objects to visit when measuring a value: about a mil
 SAMPLE = 1 << 8  # elements to visit in one container
 
 
-class Settled(NamedTuple):
+class AnswerAcknowledged(NamedTuple):
     """Notification to the callee: the caller has the answer to the call of that number, or wants none."""
 
     number: int
@@ -177,7 +177,7 @@ class IdempotentCalls:
         self._table = IdempotencyTable()
         self._next_look = 0.0  # used by the timer thread only
         self._dead: deque[str] = deque()  # callers that recently died or left; each use is one operation of a deque
-        agent.on(Settled, self._on_settled)
+        agent.on(AnswerAcknowledged, self._on_settled)
         agent.ticking.append(self._tick)
 
     def __len__(self) -> int:
@@ -221,7 +221,7 @@ class IdempotentCalls:
         """Drop the answers for a worker that has died or left, within LOOK_EVERY."""
         self._dead.append(member.incarnation)
 
-    def _on_settled(self, sender: Identity, settled: Settled) -> None:
+    def _on_settled(self, sender: Identity, settled: AnswerAcknowledged) -> None:
         with self._lock:
             over = self._table.settled(sender.incarnation, settled.number)
         del over
@@ -244,7 +244,7 @@ def run_once(number: int, left: float, function: Callable[..., Any], /, *args: A
     calls, caller = current.here().attached(IdempotentCalls), call.caller.identity.incarnation
     outcome, is_first = calls.enter(caller, number, left)
     if not is_first:
-        return Later(outcome, function)
+        return Deferred(outcome, function)
     tell = partial(calls.ended, caller, number, outcome)
     try:
         result = _called(function, args, kwargs)
@@ -255,7 +255,7 @@ def run_once(number: int, left: float, function: Callable[..., Any], /, *args: A
         awaited = _awaited(tell, result)
         setattr(awaited, "__qualname__", result.__qualname__)  # noqa: B010  # not known to types
         return awaited
-    future = result.future if type(result) is Later else None
+    future = result.future if type(result) is Deferred else None
     if hasattr(function, ASYNC_MARK):
         future = its_future(function, result)
     if future is None:
@@ -265,7 +265,7 @@ def run_once(number: int, left: float, function: Callable[..., Any], /, *args: A
         future.add_done_callback(partial(_pass_on, tell))
     else:
         tell(None, future)
-    return Later(outcome, function)
+    return Deferred(outcome, function)
 
 
 setattr(run_once, OWN_ARGUMENTS, 3)

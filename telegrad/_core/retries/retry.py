@@ -22,14 +22,14 @@ from telegrad._core import checks
 from telegrad._core.agent.agent import Agent
 from telegrad._core.agent.fanout import EachCall
 from telegrad._core.agent.pending_call import PendingCall
-from telegrad._core.calls.call_context import InTurn, Share
+from telegrad._core.calls.call_context import DerivedTimeout, NestedCall
 from telegrad._core.calls.call_names import known_as, user_name
 from telegrad._core.calls.cancelling import Served, serving
 from telegrad._core.calls.deadlines import limit_of
 from telegrad._core.calls.futures import Future, Outcome, Signal
 from telegrad._core.pickling.exceptions import fresh
 from telegrad._core.progress import Wait
-from telegrad._core.retries.idempotency import IdempotentCalls, Settled, run_once
+from telegrad._core.retries.idempotency import AnswerAcknowledged, IdempotentCalls, run_once
 from telegrad._core.retries.retry_queue import Failure, RetryPolicy, RetryQueue, backoff, classify, should_retry
 from telegrad._core.worker import current
 from telegrad._core.worker.caller_context import CallerContext
@@ -194,7 +194,7 @@ class RetriedCall:
     def again(self) -> None:
         """Make another attempt; call this on a thread that may run user code."""
         try:
-            left = Share.of(self.left(), f"the {self.timeout:g} s of this call") if self.timeout else 0.0
+            left = DerivedTimeout.of(self.left(), f"the {self.timeout:g} s of this call") if self.timeout else 0.0
             self._context.run(self._make, left)
         except BaseException as error:
             self.set_exception(error)
@@ -285,7 +285,7 @@ class RetriedCall:
         if self.request.number and self._last is not None:
             who = self._last.peer.identity
             with contextlib.suppress(TelegradError):
-                settled = Settled(self.request.number)
+                settled = AnswerAcknowledged(self.request.number)
                 self._retries.agent.notify(who.name, settled, who.incarnation, patient=True)
 
     # Interfaces: outcome of an attempt, call of the own outcome, nested call of a parent
@@ -305,7 +305,7 @@ class RetriedCall:
         return f"{user_name(self.request.asked)} on worker {self.to!r}"
 
     @property
-    def in_turn(self) -> InTurn | None:
+    def in_turn(self) -> NestedCall | None:
         call = self.call
         return None if call is None else call.in_turn
 

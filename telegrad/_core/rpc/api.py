@@ -14,7 +14,7 @@ from telegrad._core.membership.members import WorkerInfo, info
 from telegrad._core.retries import retry
 from telegrad._core.rpc.conversion import convert
 from telegrad._core.rpc.references import RRef
-from telegrad._core.rpc.restorable import Restore, check_restore, with_recipe
+from telegrad._core.rpc.restorable import Restore, check_restore, make_restorable
 from telegrad._core.streams.streams import WINDOW, Stream
 from telegrad._core.worker import current
 from telegrad._core.worker.prepared_call import Call
@@ -180,7 +180,7 @@ def remote(
         made = _once_there(lambda to, left: make(to, call, left), to, call, timeout, wait_for_worker)
     else:
         made = make(to, call, timeout)
-    return made if restore is False else with_recipe(made, func, args, kwargs, restore)
+    return made if restore is False else make_restorable(made, func, args, kwargs, restore)
 
 
 @not_compiled

@@ -104,7 +104,7 @@ def _check_callable(function: Any) -> None:
 
 def _shown(value: Any) -> str:
     """Return a value for a message: as it is if that is short, otherwise its type."""
-    text = "" if isinstance(value, Tensor) else checks.shown(value)
+    text = "" if isinstance(value, Tensor) else checks.short_repr(value)
     kind = type(value).__qualname__
     return f"{text} ({kind})" if 0 < len(text) <= 40 else f"a {kind}"
 

@@ -19,7 +19,7 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 
-def together(
+def call_all(
     shares: Mapping[str, S],
     call: Callable[[str, S], Future[T]],
     doing: str = "",

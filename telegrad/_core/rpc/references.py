@@ -16,14 +16,23 @@ from telegrad._core.calls.deadlines import DEFAULT, check_timeout, limit_of
 from telegrad._core.calls.futures import Future
 from telegrad._core.membership.members import Identity, WorkerInfo
 from telegrad._core.pickling.reducers import REDUCERS, reduce_reference
-from telegrad._core.references.box import Box
+from telegrad._core.references.box import ValueSlot
 from telegrad._core.references.handle import Handle
 from telegrad._core.references.letters import number
 from telegrad._core.references.table import ReferenceTable
 from telegrad._core.rpc.operators import Operators, is_tensor_method
 from telegrad._core.streams.streams import MOST_WINDOW, WINDOW, Stream
 from telegrad._core.worker import current
-from telegrad._core.worker.values import Borrowed, call_method, created, fetch, methods, opened, when_full, with_values
+from telegrad._core.worker.values import (
+    RefPlaceholder,
+    call_method,
+    created,
+    fetch,
+    methods,
+    opened,
+    when_full,
+    with_values,
+)
 from telegrad.autograd.api import backward, check_root
 from telegrad.errors import CallTimeout, NotOwner, UsageError
 
@@ -63,7 +72,7 @@ class RRef(Operators, Generic[T]):
     def __init__(self, value: T, type_hint: Any = None) -> None:
         self._table = current.references()
         self._table.agent.streams.publish()
-        self._handle = self._table.own(Box.of(value))
+        self._handle = self._table.own(ValueSlot.of(value))
 
     @classmethod
     def _of_handle(cls, table: ReferenceTable, handle: Handle) -> Self:
@@ -176,7 +185,7 @@ class RRef(Operators, Generic[T]):
         if self._handle.box is not None:
             return when_full(self._handle.box)
         if self._table.made_here(self._handle):  # the creating call has therefore succeeded
-            return when_full(Box.of(None))
+            return when_full(ValueSlot.of(None))
         return self._table.agent.call_async(self._reach(), created, self._handle.id, None, keeps=self)
 
     _get_future = future
@@ -334,9 +343,9 @@ class RRef(Operators, Generic[T]):
         name = operands[1] if function is call_method else profiling.function_name(function)
         return self._make(self._reach(), name, with_values, args, kwargs, DEFAULT, held, function)
 
-    def _lent(self) -> Borrowed:
+    def _lent(self) -> RefPlaceholder:
         name, rank, incarnation = self._handle.owner
-        return Borrowed(self._handle.id, (name, rank, incarnation))
+        return RefPlaceholder(self._handle.id, (name, rank, incarnation))
 
     def __getattr__(self, name: str) -> Any:
         if is_tensor_method(name):

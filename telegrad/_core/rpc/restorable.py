@@ -17,13 +17,13 @@ from weakref import WeakValueDictionary
 from telegrad._core import checks
 from telegrad._core.agent.agent import Agent
 from telegrad._core.atfork import renewed
-from telegrad._core.calls.call_context import Share
+from telegrad._core.calls.call_context import DerivedTimeout
 from telegrad._core.calls.call_names import known_as
 from telegrad._core.calls.compiling import not_compiled
 from telegrad._core.calls.deadlines import DEFAULT, limit_of
 from telegrad._core.calls.futures import Future
 from telegrad._core.membership.members import Identity
-from telegrad._core.pickling.exceptions import is_from_afar
+from telegrad._core.pickling.exceptions import is_remote
 from telegrad._core.pickling.reducers import REDUCERS
 from telegrad._core.progress import Wait
 from telegrad._core.references.handle import Handle
@@ -32,7 +32,7 @@ from telegrad._core.retries.retry import ping
 from telegrad._core.rpc.conversion import convert
 from telegrad._core.rpc.references import RRef
 from telegrad._core.worker import current
-from telegrad._core.worker.values import Borrowed
+from telegrad._core.worker.values import RefPlaceholder
 from telegrad.autograd.engine.record import Inside
 from telegrad.errors import (
     CannotRestore,
@@ -64,7 +64,7 @@ _renewing = renewed(threading.Lock())  # guards the replacement of a lost handle
 Restore = bool | Callable[[Any], Any]
 
 
-class Trail(Protocol):
+class RecoveryStrategy(Protocol):
     """Finds a value again after a loss."""
 
     def check(self) -> None:
@@ -79,19 +79,19 @@ class Trail(Protocol):
     def wanted(self) -> str:
         """Return advice for the user."""
 
-    def travels(self) -> Trail:
+    def travels(self) -> RecoveryStrategy:
         """Return the trail of a copy on another worker."""
 
 
-class Lasting(RRef[T]):
+class RestorableRRef(RRef[T]):
     """A reference to a restorable value."""
 
     __slots__ = ("_trail",)
 
-    _trail: Trail
+    _trail: RecoveryStrategy
 
     @classmethod
-    def of(cls, reference: RRef[Any], trail: Trail) -> Lasting[Any]:
+    def of(cls, reference: RRef[Any], trail: RecoveryStrategy) -> RestorableRRef[Any]:
         made = cls._of_handle(reference._table, reference._handle)
         made._trail = trail
         return made
@@ -112,7 +112,7 @@ class Lasting(RRef[T]):
     def to_here(self, timeout: float = DEFAULT) -> T:
         def use(left: float) -> T:
             self._reach(left)  # the value may have been here, and have moved
-            return super(Lasting, self).to_here(left)
+            return super(RestorableRRef, self).to_here(left)
 
         return self._until_run(use, timeout)
 
@@ -132,7 +132,7 @@ class Lasting(RRef[T]):
                 if not self._has_not_run(error) or monotonic() >= until:
                     raise
                 self._renew(handle, self._left(until), error)
-            left = Share.of(self._left(until), f"the {limit:g} s of this call")
+            left = DerivedTimeout.of(self._left(until), f"the {limit:g} s of this call")
 
     def _left(self, until: float) -> float:
         return max(until - monotonic(), PAUSE) if until < inf else 0.0
@@ -140,12 +140,12 @@ class Lasting(RRef[T]):
     def _has_not_run(self, error: TelegradError) -> bool:
         """Return True if a call that failed with one of NOT_RUN has not run; False if its function raised that."""
         trail: Any = self._trail
-        return error.claim == trail if isinstance(error, ClaimLost) else not is_from_afar(error)
+        return error.claim == trail if isinstance(error, ClaimLost) else not is_remote(error)
 
     def _check(self) -> None:
         self._reach()
 
-    def _lent(self) -> Borrowed:
+    def _lent(self) -> RefPlaceholder:
         self._reach()
         return super()._lent()
 
@@ -167,10 +167,10 @@ class Lasting(RRef[T]):
         with _renewing:
             if self._handle is handle:  # otherwise another thread's handle is in use, and must not be dropped
                 self._handle = found._handle
-                self._trail = found._trail if isinstance(found, Lasting) else self._trail
+                self._trail = found._trail if isinstance(found, RestorableRRef) else self._trail
 
 
-def wait_for(agent: Agent, trail: Trail, limit: float, about: str, begun: float | None = None) -> RRef[Any]:
+def wait_for(agent: Agent, trail: RecoveryStrategy, limit: float, about: str, begun: float | None = None) -> RRef[Any]:
     """Return the reference that a trail finds, once it does. The limit counts from `begun` (monotonic), or from now.
 
     Raises:
@@ -203,7 +203,7 @@ def pause() -> None:
         sleep(PAUSE)
 
 
-def revive(reference: RRef[Any], timeout: float = DEFAULT) -> bool:
+def ensure_present(reference: RRef[Any], timeout: float = DEFAULT) -> bool:
     """Ensure that a value exists now; return True if it had to be found again.
 
     Raises:
@@ -218,7 +218,7 @@ def revive(reference: RRef[Any], timeout: float = DEFAULT) -> bool:
         lost: Exception = RRefLost(f"worker {owner.name!r} has no value for {reference!r} any more")
     except LOST as error:
         lost = error
-    if isinstance(reference, Lasting):
+    if isinstance(reference, RestorableRRef):
         reference._renew(handle, timeout, lost)
         return True
     if not isinstance(lost, RRefError):
@@ -236,7 +236,7 @@ def _holds(maker: str, number: int) -> bool:
 # Values that are recreated on a worker of the same name
 
 
-class Recipe(NamedTuple):
+class RecreateRecipe(NamedTuple):
     """How the creator of a reference recreates the value."""
 
     first: Id  # of the first value
@@ -259,7 +259,7 @@ class Recipe(NamedTuple):
     def wanted(self) -> str:
         return f"start worker {self.worker!r} again"
 
-    def travels(self) -> Trail:
+    def travels(self) -> RecoveryStrategy:
         return Copied(self.first, current.agent().me.identity)
 
 
@@ -285,7 +285,7 @@ class Copied(NamedTuple):
     def wanted(self) -> str:
         return f"worker {self.maker.name!r}, which has made it, must live and hold a reference, and its owner come back"
 
-    def travels(self) -> Trail:
+    def travels(self) -> RecoveryStrategy:
         return self
 
 
@@ -294,25 +294,26 @@ def check_restore(restore: Any) -> None:
     if not isinstance(restore, bool) and not callable(restore):
         raise InvalidArgument(
             "`restore` is a function that is called with the value once that was made anew, or True where nothing more "
-            f"is to be done, not {checks.shown(restore)}"
+            f"is to be done, not {checks.short_repr(restore)}"
         )
 
 
-def with_recipe(
+def make_restorable(
     reference: RRef[Any], make: Callable[..., Any], args: Any, kwargs: Any, restore: Restore
-) -> Lasting[Any]:
+) -> RestorableRRef[Any]:
     """Return the same reference with a recipe: when its owner returns, the same function recreates the value."""
-    recipe = Recipe(reference._handle.id, reference.owner_name(), make, args, kwargs, restore)
-    made = Lasting.of(reference, recipe)
-    current.here().attached(Kept).lasting[recipe.first] = made
+    recipe = RecreateRecipe(reference._handle.id, reference.owner_name(), make, args, kwargs, restore)
+    made = RestorableRRef.of(reference, recipe)
+    current.here().attached(RestorableValues).lasting[recipe.first] = made
     return made
 
 
-class Kept:
+class RestorableValues:
     """One worker's state of restorable values: as their creator, and as their owner."""
 
     def __init__(self, agent: Agent) -> None:
-        self.lasting: WeakValueDictionary[Id, Lasting[Any]] = WeakValueDictionary()  # with recipes, by their first ids
+        # those with recipes, by their first ids
+        self.lasting: WeakValueDictionary[Id, RestorableRRef[Any]] = WeakValueDictionary()
         self._lock = threading.Lock()  # guards _anew
         self._anew: dict[Id, Future[Id]] = {}  # the id of the recreated value, or a future id
 
@@ -347,7 +348,7 @@ class Kept:
                 del self._anew[first]
 
     def __repr__(self) -> str:
-        return f"<Kept: {len(self.lasting)} to make anew, {len(self._anew)} made anew>"
+        return f"<RestorableValues: {len(self.lasting)} to make anew, {len(self._anew)} made anew>"
 
 
 def _another(ref: Id) -> RRef[Any] | None:
@@ -367,7 +368,7 @@ def remake(first: Id, worker: str, make: Callable[..., Any], args: Any, kwargs: 
     there = _another(first)
     if there is not None:
         return there
-    return current.here().attached(Kept).value(first, lambda: _make_anew(make, args, kwargs, restore))
+    return current.here().attached(RestorableValues).value(first, lambda: _make_anew(make, args, kwargs, restore))
 
 
 def _make_anew(make: Callable[..., Any], args: Any, kwargs: Any, restore: Restore) -> RRef[Any]:
@@ -383,18 +384,18 @@ def _make_anew(make: Callable[..., Any], args: Any, kwargs: Any, restore: Restor
 @known_as("asking for a value that was made anew")
 def _found_again(maker: str, number: int, limit: float) -> RRef[Any]:
     """At the creator of the reference: return a reference to the value, recreated if necessary."""
-    lasting = current.here().attached(Kept).lasting.get((maker, number))
+    lasting = current.here().attached(RestorableValues).lasting.get((maker, number))
     if lasting is None:
         raise RRefLost("who made the value holds no reference to it any more")
-    revive(lasting, limit)
+    ensure_present(lasting, limit)
     return RRef._of_handle(lasting._table, lasting._handle)
 
 
-def _reduce(pickler: Any, reference: Lasting[Any]) -> Any:
+def _reduce(pickler: Any, reference: RestorableRRef[Any]) -> Any:
     with contextlib.suppress(TelegradError):  # sending a lost reference raises a better error
         reference._reach()
     plain: RRef[Any] = RRef._of_handle(reference._table, reference._handle)
-    return Lasting.of, (plain, reference._trail.travels())
+    return RestorableRRef.of, (plain, reference._trail.travels())
 
 
-REDUCERS[Lasting] = _reduce
+REDUCERS[RestorableRRef] = _reduce

@@ -70,14 +70,14 @@ _REASONS: dict[str, tuple[type[HandshakeError | PeerUnreachable], str]] = {
 }
 
 
-class Spoken(NamedTuple):
+class VersionRange(NamedTuple):
     """The protocol versions that a worker supports."""
 
     oldest: int
     newest: int
 
 
-PROTOCOL = Spoken(8, 8)  # two adjacent versions, from the second released one on
+PROTOCOL = VersionRange(8, 8)  # two adjacent versions, from the second released one on
 
 
 class Claim(NamedTuple):
@@ -103,7 +103,7 @@ ITSELF = StreamId()
 class _End:
     """The common part of both ends: splitting the stream into messages, and refusals."""
 
-    def __init__(self, mine: Claim, carrier: bytes, random: Random, spoken: Spoken) -> None:
+    def __init__(self, mine: Claim, carrier: bytes, random: Random, spoken: VersionRange) -> None:
         self.carrier = carrier  # must be final when the first message is received
         self.done = False
         self.peer: Claim | None = None
@@ -224,7 +224,7 @@ class Initiator(_End):
         stream_id: StreamId = ITSELF,
         attempt: int = 0,
         random: Random = secrets.token_bytes,
-        spoken: Spoken = PROTOCOL,
+        spoken: VersionRange = PROTOCOL,
     ) -> None:
         """`attempt` is the index of the key to use; the acceptor has refused the keys before it."""
         super().__init__(mine, carrier, random, spoken)
@@ -281,7 +281,7 @@ class Acceptor(_End):
         mine: Claim,
         carrier: bytes = TCP,
         random: Random = secrets.token_bytes,
-        spoken: Spoken = PROTOCOL,
+        spoken: VersionRange = PROTOCOL,
     ) -> None:
         super().__init__(mine, carrier, random, spoken)
         self._keys = keys

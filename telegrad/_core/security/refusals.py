@@ -23,7 +23,7 @@ class Refusals:
         self._since: dict[str, float] = {}  # begin of the period of a host
         self._count: Counter[str] = Counter()  # refusals in the period
 
-    def is_told(self, host: str, now: float) -> bool:
+    def should_log(self, host: str, now: float) -> bool:
         """Count a refused connection of a host; return True if it should be logged."""
         if host not in self._since and len(self._since) >= MOST_HOSTS:
             host = OTHERS

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from telegrad._core.calls.settings import Settings
-from telegrad._core.devices.device_maps import faults
+from telegrad._core.devices.device_maps import map_errors
 from telegrad._core.host import open_files
 from telegrad._core.joining.joining import join
 from telegrad._core.membership.dynamic import DynamicGroup
@@ -22,7 +22,7 @@ from telegrad._core.retries import retry
 from telegrad._core.rpc import stalls
 from telegrad._core.rpc.references import RRef
 from telegrad._core.stores.address import host_identity, own_address
-from telegrad._core.stores.stores import Meeting
+from telegrad._core.stores.stores import RendezvousStore
 from telegrad._core.streams import producer, streams
 from telegrad._core.worker import actors
 from telegrad._core.worker.options import TelegradOptions
@@ -33,7 +33,7 @@ from telegrad.errors import DeviceError
 
 def start(
     name: str | None,
-    meet: Callable[[float], Meeting],
+    meet: Callable[[float], RendezvousStore],
     options: TelegradOptions,
     entered: Callable[[Worker], None],
     kind: type[RRef[Any]] = RRef,
@@ -58,7 +58,7 @@ def start(
 def _join(
     name: str,
     role: str,
-    meet: Callable[[float], Meeting],
+    meet: Callable[[float], RendezvousStore],
     options: TelegradOptions,
     entered: Callable[[Worker], None],
     kind: type[RRef[Any]],
@@ -111,7 +111,7 @@ def _check(me: Member, directory: Members | DynamicGroup) -> None:
     """Raise DeviceError if a device map cannot work; in a dynamic group, maps to other workers are checked later."""
     members = directory if isinstance(directory, Members) else [me]
     group = {member.name: member.devices for member in members}
-    fault = next(iter(faults(group, whole=isinstance(directory, Members))), None)
+    fault = next(iter(map_errors(group, whole=isinstance(directory, Members))), None)
     if fault is not None:
         raise DeviceError(fault)
 

@@ -14,12 +14,12 @@ from math import inf
 from time import sleep
 from typing import Any, NamedTuple
 
-from telegrad._core.joining.forming import Coming
-from telegrad._core.joining.held_directory import HeldDirectory
+from telegrad._core.joining.forming import JoinRequest
+from telegrad._core.joining.held_directory import DirectoryLease
 from telegrad._core.joining.joining import is_alive, ttl_of
 from telegrad._core.joining.launched import find_place
 from telegrad._core.joining.quorum import Before, Limits
-from telegrad._core.joining.turning import Turning
+from telegrad._core.joining.turning import GenerationMonitor
 from telegrad._core.membership.generation_steps import FINISH, HERE, LEAVING, SERVING, STAY
 from telegrad._core.rpc.references import RRef
 from telegrad._core.start.cluster import start
@@ -58,7 +58,7 @@ class Elastic:
         launched = options.init_method.startswith("env:") and LAUNCHED in os.environ
         place, self._rank = find_place(options.init_method, rank)
         self._keys = find_keys(options.key)
-        self._held = None if launched else HeldDirectory(place, self._keys, ttl_of(options.silence))
+        self._held = None if launched else DirectoryLease(place, self._keys, ttl_of(options.silence))
         self._worker: Worker | None = None  # in the latest generation of this process
         self._has_joined = False  # init_rpc was called, and no step has started since
         self._turning = threading.Lock()  # held by the thread that moves to the next generation, or requests it
@@ -71,7 +71,7 @@ class Elastic:
     def begin(self, before: Before = FIRST, timeout: float | None = None) -> Worker:
         """Join the next generation; `before` is the previous one of this process."""
         limit = self.timeout if timeout is None else timeout
-        coming = Coming(self._held, self._keys, self._limits, before, self._rank, limit)
+        coming = JoinRequest(self._held, self._keys, self._limits, before, self._rank, limit)
         try:
             worker = start(self._name, coming.meet, self.options, current.enter, self._kind, self._role)
         except BaseException:
@@ -85,8 +85,8 @@ class Elastic:
         self.turning_of(worker).begin(self._held, self._limits.most, is_alive, worker.membership.greet)
         return worker
 
-    def turning_of(self, worker: Worker) -> Turning:
-        """Return the `Turning` of a worker, which tracks changes of its generation."""
+    def turning_of(self, worker: Worker) -> GenerationMonitor:
+        """Return the `GenerationMonitor` of a worker, which tracks changes of its generation."""
         assert worker.turning is not None, "it is in no elastic group"
         return worker.turning
 

@@ -22,7 +22,7 @@ from telegrad._core.rpc.functions import must_finish
 from telegrad._core.rpc.references import RRef
 from telegrad._core.start.cluster import start
 from telegrad._core.start.elastic import Elastic, limits_of
-from telegrad._core.stores.stores import Meeting
+from telegrad._core.stores.stores import RendezvousStore
 from telegrad._core.stores.supervised import own_name
 from telegrad._core.threads import Exclusive
 from telegrad._core.worker import current
@@ -85,7 +85,9 @@ def init_rpc(
         >>> rpc.shutdown()
     """
     if backend is not None and not isinstance(backend, BackendType):
-        raise UsageError(f"backend must be a BackendType, such as BackendType.TENSORPIPE, not {checks.shown(backend)}")
+        raise UsageError(
+            f"backend must be a BackendType, such as BackendType.TENSORPIPE, not {checks.short_repr(backend)}"
+        )
     options = _options(rpc_backend_options)
     if name is not None:
         check_name(name)
@@ -109,7 +111,7 @@ def init_rpc(
 def enter_group(
     name: str | None,
     options: TelegradOptions,
-    meet: Callable[[float], Meeting],
+    meet: Callable[[float], RendezvousStore],
     kind: type[RRef[Any]] = RRef,
     role: str = "",
 ) -> None:
@@ -124,7 +126,7 @@ def _enter(begin: Callable[[], Worker], options: TelegradOptions) -> None:
     install()
     main_program.check_not_imported("init_rpc")
     what = "this worker could not join", RendezvousError
-    with _lock, out_of_memory.explained(*what), open_files.explained(*what):
+    with _lock, out_of_memory.explained(*what), open_files.translate_error(*what):
         check_free()
         current.ended_by = None
         current.worker = begin()
@@ -163,7 +165,7 @@ def _options(given: RpcBackendOptions | None) -> TelegradOptions:
     kind = type(given)
     hint = f" of the type {kind.__module__}.{kind.__qualname__}" if kind.__name__.endswith("Options") else ""
     options = "telegrad.rpc.TelegradOptions(...), or telegrad.rpc.TensorPipeRpcBackendOptions(...)"
-    raise InvalidArgument(f"rpc_backend_options must be {options}, not {checks.shown(given)}{hint}")
+    raise InvalidArgument(f"rpc_backend_options must be {options}, not {checks.short_repr(given)}{hint}")
 
 
 @not_compiled

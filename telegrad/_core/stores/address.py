@@ -13,7 +13,7 @@ import uuid
 from time import monotonic, sleep
 from typing import Any
 
-from telegrad._core.progress import Wait, attended
+from telegrad._core.progress import Wait, report_in_background
 from telegrad.errors import UsageError
 
 ADDRESS_VARIABLE = "TELEGRAD_ADDRESS"
@@ -118,7 +118,7 @@ def await_name(host: str, timeout: float) -> None:
         return check_resolves(host)
     until = monotonic() + timeout
     text = f"the name {host!r} is not known yet; is the pod of rank 0 running, behind a headless Service?"
-    with attended(Wait("init_rpc", lambda: text, lambda: ["rank 0"], host)) as wait:
+    with report_in_background(Wait("init_rpc", lambda: text, lambda: ["rank 0"], host)) as wait:
         while True:
             try:
                 return check_resolves(host)

@@ -17,7 +17,7 @@ REFUSED = "telegrad/refused"  # a hint: the number of workers refused because of
 GONE = "gone"  # returned instead of the mark if no store answers
 
 
-class Board:
+class KeyValueStore:
     """The keys of a store under a prefix. Polls, because torch's own waits cannot be interrupted."""
 
     def __init__(self, store: SealedStore, prefix: str = "") -> None:
@@ -106,7 +106,7 @@ class Board:
 
     def wait(self, key: str, until: float, meanwhile: Callable[[], None] = lambda: None, waiting: int = 1) -> str:
         """Poll until the key has a value, or return "" at `until`. `waiting`: the number of workers that poll."""
-        for _ in looks(until, waiting):
+        for _ in poll_intervals(until, waiting):
             found = self.read(key)
             if found:
                 return found
@@ -114,18 +114,18 @@ class Board:
         return ""
 
     def __repr__(self) -> str:
-        return f"<Board {self._prefix or 'without a prefix'}, {self._store!r}>"
+        return f"<KeyValueStore {self._prefix or 'without a prefix'}, {self._store!r}>"
 
 
-def mark_of(store: SealedStore) -> str:
+def read_server_mark(store: SealedStore) -> str:
     """Return the mark set by the worker that serves the store, or "" if no worker does."""
     try:
-        return Board(store).read(SERVED)
+        return KeyValueStore(store).read(SERVED)
     except StoreLost:  # it was removed at this moment
         return GONE
 
 
-def looks(until: float, waiting: int = 1) -> Iterator[float]:
+def poll_intervals(until: float, waiting: int = 1) -> Iterator[float]:
     """Pace the polling of a store, fast at first; yield the seconds left, at least once.
 
     With many waiting workers, each polls more rarely: otherwise they would keep the store and all processors busy.

@@ -26,13 +26,13 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from telegrad._core.directory.client import EmbeddedDirectory
-from telegrad._core.directory.keeper import Keeper
+from telegrad._core.directory.keeper import ServerProcess
 from telegrad._core.directory.protocol import Directory, DirectoryLost
 from telegrad._core.host.private_files import open_regular, private_folder, reason, replacing
 from telegrad._core.progress import Wait
 from telegrad._core.security.keyring import Keyring
 from telegrad._core.stores.address import answers, host_identity, knock, listening_address
-from telegrad._core.stores.board import Board, looks, mark_of, short
+from telegrad._core.stores.board import KeyValueStore, poll_intervals, read_server_mark, short
 from telegrad._core.stores.sealed_store import SealedStore
 from telegrad._core.threads import Background
 from telegrad.errors import HandshakeError, StoreUnreachable, UsageError
@@ -73,7 +73,7 @@ class Pointer(NamedTuple):
         return f"{self.host}:{self.port}"
 
 
-class Keeping:
+class DirectoryMonitor:
     """Monitors and restarts the process of a directory until `leave`: its own process or an existing one."""
 
     def __init__(self, keys: Keyring, host: str, before: Pointer | None = None, watches: bool = False) -> None:
@@ -93,7 +93,7 @@ class Keeping:
         self._keys = keys
         self._host = listening_address(host)
         self._over = threading.Event()
-        self._keeper: Keeper | None = None
+        self._keeper: ServerProcess | None = None
         if before is None or not (watches or _probe(before, keys)[0]):
             self._keeper = self._started(before)
         if self._keeper is not None:
@@ -120,19 +120,19 @@ class Keeping:
         self._over.set()
         self._thread.join(END)
 
-    def _started(self, before: Pointer | None) -> Keeper | None:
+    def _started(self, before: Pointer | None) -> ServerProcess | None:
         """Start the process; with the file of an earlier one if its port is free, because members connect there.
 
         Return None if the earlier one is running again or is stopped: then it has its port.
         """
         if before is not None and os.path.exists(before.path):
             with contextlib.suppress(OSError):
-                return Keeper(self._keys, self._host, before.port, before.path)
+                return ServerProcess(self._keys, self._host, before.port, before.path)
             _, has_gone = _probe(before, self._keys)
             if not has_gone:
                 return None
         try:
-            return Keeper(self._keys, self._host)
+            return ServerProcess(self._keys, self._host)
         except OSError as error:
             raise StoreUnreachable(f"the group's directory cannot be served at {self._host}: {short(error)}") from error
 
@@ -142,10 +142,10 @@ class Keeping:
                 if self._keeper is not None:
                     self._keeper.restart_if_ended()
                 elif knock(self.pointer.address, KNOCK) is False and os.path.exists(self.pointer.path):
-                    self._keeper = Keeper(self._keys, self._host, self.pointer.port, self.pointer.path)
+                    self._keeper = ServerProcess(self._keys, self._host, self.pointer.port, self.pointer.path)
 
     def __repr__(self) -> str:
-        return f"<Keeping of the directory at {self.pointer}>"
+        return f"<DirectoryMonitor of the directory at {self.pointer}>"
 
 
 def connect(pointer: Pointer, keys: Keyring, patience: float = PATIENCE) -> Directory:
@@ -157,7 +157,7 @@ class Found(NamedTuple):
     """The directory of a group."""
 
     directory: Directory
-    keeping: Keeping | None = None  # if this worker has started it
+    keeping: DirectoryMonitor | None = None  # if this worker has started it
     launched: bool = False  # started by a launcher instead of a worker
     pointer: Pointer | None = None  # by which it was found
 
@@ -179,8 +179,8 @@ def find_directory(
         StoreUnreachable: there is none in time.
         StoreLost: the store is gone.
     """
-    board = Board(store)
-    for _ in looks(until):
+    board = KeyValueStore(store)
+    for _ in poll_intervals(until):
         text = board.read(POINTER)
         pointer = Pointer.from_json(text) if text else None
         directory, is_gone = _open(pointer, store.keys) if pointer is not None else (None, True)
@@ -190,7 +190,7 @@ def find_directory(
         if pointer is None and before is not None:
             is_gone = any(_probe(before, store.keys))  # else it is stopped, or another worker restarts it
         if is_gone and _may_start(pointer, store, port is not None):
-            keeping = Keeping(store.keys, address, before)
+            keeping = DirectoryMonitor(store.keys, address, before)
             try:
                 if write_pointer(store, keeping.pointer, text):
                     if port is not None:
@@ -213,14 +213,14 @@ def find_directory(
 def write_pointer(store: SealedStore, pointer: Pointer, before: str = "") -> bool:
     """Write the pointer if the current one is `before`; return False otherwise."""
     text = pointer.to_json()
-    return Board(store).swap(POINTER, before, text) == text
+    return KeyValueStore(store).swap(POINTER, before, text) == text
 
 
 def _may_start(pointer: Pointer | None, store: SealedStore, serves: bool) -> bool:
     """Return True if this worker must start or restart the directory."""
     if pointer is not None:
         return pointer.machine == host_identity() and not pointer.launched
-    return serves or not mark_of(store)  # no worker serves a store without a mark, so any may be the first
+    return serves or not read_server_mark(store)  # no worker serves a store without a mark, so any may be the first
 
 
 def _probe(pointer: Pointer, keys: Keyring) -> tuple[bool, bool]:
@@ -310,14 +310,14 @@ def _read_note(path: str) -> Pointer:
         return Pointer.from_json(file.read())
 
 
-def withdraw(store: SealedStore, others: Callable[[], bool]) -> None:
+def remove_pointer(store: SealedStore, others: Callable[[], bool]) -> None:
     """Remove the pointer from a store that outlives the group, such as a file, unless there are other members.
 
     Otherwise workers of later runs, on other hosts, would wait for a directory that has ended. The last member removes
     the pointer, and then checks if another has joined; a joined worker restores a missing pointer. So one of them sees
     the other.
     """
-    board = Board(store)
+    board = KeyValueStore(store)
     text = board.read(POINTER)
     if text and board.swap(POINTER, text, "") == "" and others():
         board.swap(POINTER, "", text)

@@ -20,7 +20,7 @@ PATIENCE = 1.0  # seconds for the thread to end
 log = logging.getLogger("telegrad")
 
 
-class Renewal:
+class SealRenewal:
     """A thread that renews one store or directory."""
 
     def __init__(self, renew: Callable[[], None]) -> None:
@@ -45,4 +45,4 @@ class Renewal:
                 return
 
     def __repr__(self) -> str:
-        return f"<Renewal by {self._renew!r}{', closed' * self._over.is_set()}>"
+        return f"<SealRenewal by {self._renew!r}{', closed' * self._over.is_set()}>"

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from telegrad._core.directory.protocol import Directory
 from telegrad._core.host.private_files import resolved
-from telegrad._core.progress import Wait, attended
+from telegrad._core.progress import Wait, report_in_background
 from telegrad._core.security.keyring import Keyring
 from telegrad._core.stores.address import await_name, check_resolves, means_loopback
 from telegrad._core.stores.board import (
@@ -34,15 +34,15 @@ from telegrad._core.stores.board import (
     OVER,
     REFUSED,
     SERVED,
-    Board,
-    looks,
-    mark_of,
+    KeyValueStore,
+    poll_intervals,
+    read_server_mark,
     short,
 )
 from telegrad._core.stores.file_store import FileStore
 from telegrad._core.stores.sealed_directory import SealedDirectory
 from telegrad._core.stores.sealed_store import SealedStore
-from telegrad._core.stores.supervised import is_kept, place
+from telegrad._core.stores.supervised import is_supervised, place
 from telegrad._core.stores.tcp_store import PROBE, listens, meet_tcp, serve_tcp
 from telegrad._core.stores.urls import Spot, is_here, split, spot_of
 from telegrad.errors import (
@@ -71,7 +71,7 @@ ENGINE_PATIENCE = 10.0  # seconds for an operation of an engine
 Place = tuple[str | None, int | None]  # the host and port that serve a store; None if unknown
 
 
-class Meeting(NamedTuple):
+class RendezvousStore(NamedTuple):
     """An open store, and the parameters from its URL or the environment."""
 
     store: SealedStore
@@ -106,7 +106,7 @@ class Meeting(NamedTuple):
         return self.file or spot(self.host or "", self.port)
 
 
-def open_store(init_method: str, rank: int, world_size: int | None, keys: Keyring, timeout: float) -> Meeting:
+def open_store(init_method: str, rank: int, world_size: int | None, keys: Keyring, timeout: float) -> RendezvousStore:
     """Open or serve the store that `init_method` names; its values are sealed with these keys.
 
     Raises:
@@ -134,11 +134,11 @@ def open_store(init_method: str, rank: int, world_size: int | None, keys: Keyrin
         return _tcp(spot_of(url), rank, sized, timeout, keys)
     if url.scheme == "file":
         store = SealedStore(_file(init_method), keys)
-        return Meeting(store, None, rank, sized, file=init_method.partition("?")[0])
+        return RendezvousStore(store, None, rank, sized, file=init_method.partition("?")[0])
     return _registered(init_method, rank, sized, timeout, keys)
 
 
-def _on_engine(url: str, engine: str, rank: int, size: int | None, keys: Keyring, timeout: float) -> Meeting:
+def _on_engine(url: str, engine: str, rank: int, size: int | None, keys: Keyring, timeout: float) -> RendezvousStore:
     """Open a dynamic or elastic group whose directory is a server of etcd or Redis."""
     if size is not None:
         raise UsageError(
@@ -153,7 +153,7 @@ def _on_engine(url: str, engine: str, rank: int, size: int | None, keys: Keyring
 
     name = f"{engine} at {url.rpartition('@')[2].rpartition('//')[2]}"  # without a password
     store = SealedStore(dist.HashStore(), keys)
-    return Meeting(store, _far_host(split(url)), rank, None, file=name, directory=connect)
+    return RendezvousStore(store, _far_host(split(url)), rank, None, file=name, directory=connect)
 
 
 def _far_host(url: SplitResult) -> str | None:
@@ -178,7 +178,7 @@ def check_rank(rank: int, size: int | None) -> None:
         raise UsageError(f"rank {rank} is not within a group of {size}: ranks go from 0 to {size - 1}")
 
 
-def _from_env(rank: int, size: int | None, timeout: float, keys: Keyring) -> Meeting:
+def _from_env(rank: int, size: int | None, timeout: float, keys: Keyring) -> RendezvousStore:
     host = os.environ.get("MASTER_ADDR")
     if not host:
         raise UsageError(
@@ -187,10 +187,10 @@ def _from_env(rank: int, size: int | None, timeout: float, keys: Keyring) -> Mee
         )
     port = _from_environment("MASTER_PORT", "a free port (1 to 65535) on the host of rank 0; set it on all workers")
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun serves it, and for all attempts
-        return Meeting(join_store(host, port, keys, timeout, lasting=True), host, rank, size)
-    if is_kept(host, port, os.environ):
+        return RendezvousStore(join_store(host, port, keys, timeout, lasting=True), host, rank, size)
+    if is_supervised(host, port, os.environ):
         store = join_store(host, port, keys, timeout, lasting=True, marked=True)
-        return Meeting(store, host, rank, size, port)
+        return RendezvousStore(store, host, rank, size, port)
     return _tcp((host, port), rank, size, timeout, keys)
 
 
@@ -216,7 +216,7 @@ def _file(init_method: str) -> Any:
         raise StoreUnreachable(f"the file {path!r} cannot serve as a store: {short(error)}") from error
 
 
-def _registered(init_method: str, rank: int, size: int | None, timeout: float, keys: Keyring) -> Meeting:
+def _registered(init_method: str, rank: int, size: int | None, timeout: float, keys: Keyring) -> RendezvousStore:
     """Open the store of a URL scheme that a program has registered in torch."""
     patience = datetime.timedelta(seconds=timeout)
     try:
@@ -226,10 +226,10 @@ def _registered(init_method: str, rank: int, size: int | None, timeout: float, k
             f"init_method {init_method!r} cannot be used: {short(error)}. Use env://, tcp://HOST:PORT or "
             "file:///PATH; for a dynamic group also etcd://HOST:PORT/PREFIX or redis://HOST:PORT/DB"
         ) from error
-    return Meeting(SealedStore(store, keys), None, rank, found if found >= 0 else None)
+    return RendezvousStore(SealedStore(store, keys), None, rank, found if found >= 0 else None)
 
 
-def _tcp(place: Spot, rank: int, size: int | None, timeout: float, keys: Keyring) -> Meeting:
+def _tcp(place: Spot, rank: int, size: int | None, timeout: float, keys: Keyring) -> RendezvousStore:
     host, port = place
     await_name(host, timeout)
     if size is None:
@@ -238,7 +238,7 @@ def _tcp(place: Spot, rank: int, size: int | None, timeout: float, keys: Keyring
         store, serves = _serve_or_share(place, rank, keys, timeout)
     else:
         store, serves = join_store(host, port, keys, timeout), False
-    return Meeting(store, host, rank, size, port, serves)
+    return RendezvousStore(store, host, rank, size, port, serves)
 
 
 def open_dynamic(place: Spot, rank: int, keys: Keyring, timeout: float) -> tuple[SealedStore, bool]:
@@ -258,7 +258,7 @@ def _serve_or_share(place: Spot, rank: int, keys: Keyring, timeout: float) -> tu
     text = f"port {place[1]}, where this worker should serve the store, is still in use"
     with Wait("init_rpc", lambda: text, place=spot(*place)) as wait:
         marked = monotonic() + MARKED
-        for left in looks(monotonic() + min(GOING, timeout)):
+        for left in poll_intervals(monotonic() + min(GOING, timeout)):
             wait.look()
             try:
                 return serve(*place, keys), True
@@ -284,7 +284,7 @@ def serve(host: str, port: int, keys: Keyring) -> SealedStore:
     """
     try:
         store = SealedStore(serve_tcp(host, port, shared=True)[0], keys)
-        Board(store).write(SERVED, OPEN)
+        KeyValueStore(store).write(SERVED, OPEN)
     except (OSError, RuntimeError) as error:
         if isinstance(error, TelegradError):
             raise
@@ -304,7 +304,7 @@ def join_store(
     """Wait for a store that another process serves, and connect to it. `marked`: its server sets a mark."""
     place = spot(host, port)
     text = f"nobody serves the store at {place}; is the worker of rank 0 running?"
-    with attended(Wait("init_rpc", lambda: text, lambda: ["rank 0"], place)) as wait:
+    with report_in_background(Wait("init_rpc", lambda: text, lambda: ["rank 0"], place)) as wait:
         return find_store(host, port, keys, timeout, lasting, wait.look, marked)
 
 
@@ -323,7 +323,7 @@ def find_store(
     """
     until = monotonic() + timeout
     site = _Site((host, port), keys)
-    for left in looks(until):
+    for left in poll_intervals(until):
         meanwhile()
         mark = site.look(min(left, FAR_PROBE), min(left, max(TAKEN, timeout - left)))
         if site.store is not None and (mark != OVER or lasting) and (mark or not marked):
@@ -381,10 +381,10 @@ class _Site:
         if self.store is None:
             return GONE
         try:
-            return mark_of(self.store)
+            return read_server_mark(self.store)
         except StoreUntrusted as error:
             if self.refused is None:
-                Board(self.store).add_hint(REFUSED)
+                KeyValueStore(self.store).add_hint(REFUSED)
             self._refuse(error)
             return GONE
 

@@ -31,7 +31,7 @@ def variables(name: str, role: str, restarts: int, host: str, port: int) -> dict
     }
 
 
-def is_kept(host: str, port: int | str, environment: Mapping[str, str]) -> bool:
+def is_supervised(host: str, port: int | str, environment: Mapping[str, str]) -> bool:
     """Return True if a process that is not a worker serves the store at that address."""
     return environment.get(STORE) == place(host, port)
 

@@ -1,7 +1,7 @@
 """Flow control of streams: how far a function may run ahead of its reader, and what is sent when. Without I/O.
 
-    callee    Supply    items that were yielded and not sent; waiting pulls; whether the function may continue
-    reader    Intake    items that arrived and were not taken; when to notify the callee of taken items
+    callee    SendWindow       items that were yielded and not sent; waiting pulls; whether the function may continue
+    reader    ReceiveWindow    items that arrived and were not taken; when to notify the callee of taken items
 
 The function continues while less than `window` of its items, and less than `most` bytes of them, were yielded and, as
 far as the callee knows, not taken. A pull requests all available items. Pulls have numbers and are answered in this
@@ -33,7 +33,7 @@ class Answer(NamedTuple):
     over: bool
 
 
-class Supply(Generic[W]):
+class SendWindow(Generic[W]):
     """The items that a function has yielded for its reader. `W` is the type of pulls."""
 
     def __init__(self, window: int, most: int) -> None:
@@ -122,10 +122,10 @@ class Supply(Generic[W]):
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else "over" if self._over else "open"
-        return f"<Supply: {self._yielded} yielded, {self._taken} taken, {len(self._pulls)} pulls wait, {state}>"
+        return f"<SendWindow: {self._yielded} yielded, {self._taken} taken, {len(self._pulls)} pulls wait, {state}>"
 
 
-class Intake:
+class ReceiveWindow:
     """The items that have arrived at the reader."""
 
     def __init__(self, window: int, most: int) -> None:
@@ -182,4 +182,4 @@ class Intake:
         return not self._items
 
     def __repr__(self) -> str:
-        return f"<Intake: {len(self._items)} items, {self.taken} taken{', over' if self.over else ''}>"
+        return f"<ReceiveWindow: {len(self._items)} items, {self.taken} taken{', over' if self.over else ''}>"

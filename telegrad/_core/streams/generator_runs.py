@@ -10,18 +10,18 @@ from weakref import finalize
 import torch
 
 from telegrad._core.agent.agent import Agent
-from telegrad._core.agent.server import Later
-from telegrad._core.calls.awaiting import happening
+from telegrad._core.agent.server import Deferred
+from telegrad._core.calls.awaiting import completion_of
 from telegrad._core.calls.call_names import user_name
-from telegrad._core.pickling.exceptions import kept
+from telegrad._core.pickling.exceptions import without_frames
 from telegrad._core.streams.items import NOTHING_TO_CHECK, Counts, packed
 from telegrad._core.streams.producer import Ended, Feed, current_call, reader
 from telegrad._core.worker import current
-from telegrad._core.worker.actors import Step, steps_of
+from telegrad._core.worker.actors import GeneratorTurn, steps_of
 from telegrad._core.worker.values import Method, opened
 from telegrad.errors import UsageError
 
-Steps = Callable[[], Step] | None  # creates the turn of each step, if the function is an actor's method
+Steps = Callable[[], GeneratorTurn] | None  # creates the turn of each step, if the function is an actor's method
 
 
 class Producer:
@@ -60,7 +60,7 @@ class Producer:
                 feed.end()
                 if feed.drained.done():
                     raise
-                return _once_drained(feed, name, Ended(), kept(error))
+                return _once_drained(feed, name, Ended(), without_frames(error))
             driven = self._drive(agent, feed, steps, made, name)
             driven.__qualname__ = name
             # Not at the end of the coroutine: a coroutine that is cancelled before it starts runs no code.
@@ -108,9 +108,9 @@ class Producer:
         try:
             await self._drive_to_end(agent, feed, steps, made, name)
         except Exception:
-            await happening(feed.drained)
+            await completion_of(feed.drained)
             raise
-        await happening(feed.drained)
+        await completion_of(feed.drained)
 
     async def _drive_to_end(self, agent: Agent, feed: Feed, steps: Steps, made: Any, name: str) -> None:
         counts = NOTHING_TO_CHECK
@@ -123,7 +123,7 @@ class Producer:
             try:
                 while True:
                     while (room := feed.room()) is not None:
-                        await happening(room)
+                        await completion_of(room)
                     if feed.closed:
                         return
                     try:
@@ -160,7 +160,7 @@ def _once_drained(feed: Feed, name: str, ended: Ended, error: BaseException | No
             ended.set_result()
 
     feed.drained.add_done_callback(tell)
-    return Later(ended, name)
+    return Deferred(ended, name)
 
 
 def _end_with_call(feed: Feed) -> None:
@@ -195,7 +195,7 @@ async def _awaited_in_turn(steps: Steps, act: Callable[[], Any]) -> Any:
     if steps is None:
         return await act()
     step = steps()
-    await happening(step.begins)
+    await completion_of(step.begins)
     with step.taken():
         return await act()
 
@@ -214,7 +214,7 @@ def _iterator(made: Any, name: str) -> Iterator[Any]:
     try:
         return iter(made)
     except TypeError:
-        kind = "a future" if isinstance(made, torch._C.Future | Later) else repr(type(made).__qualname__)
+        kind = "a future" if isinstance(made, torch._C.Future | Deferred) else repr(type(made).__qualname__)
         raise UsageError(
             f"{name} returned {kind}, and a stream needs items: let it `yield` them, or return a list or an iterator. "
             "For one value use rpc_sync, rpc_async or remote"

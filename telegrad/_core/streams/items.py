@@ -21,7 +21,7 @@ LARGE = 1 << 16  # bytes from which a tensor's memory is not kept only to detect
 _ATOMS = frozenset({int, float, bool, str, bytes, complex, type(None)})
 
 
-class Parcel(NamedTuple):
+class EncodedItem(NamedTuple):
     """An item that is no atom."""
 
     body: bytes
@@ -64,7 +64,7 @@ def packed(item: Any, same_program: bool) -> tuple[Any, int, Counts]:
         [(_counter(each), each._version, _shape(each)) for each in tensors[:whole] if not each.is_inference()]
     )
     memory = [each.clone() for each in tensors[whole:]]  # buffers of arrays, which have no version counters
-    return Parcel(body, [*tensors[:whole], *memory], references, weight), weight, counts
+    return EncodedItem(body, [*tensors[:whole], *memory], references, weight), weight, counts
 
 
 def _counter(tensor: Tensor) -> Tensor:
@@ -91,12 +91,12 @@ def unpacked(item: Any) -> Any:
     Raises:
         CannotDecode: it cannot be rebuilt here.
     """
-    return decode(item.body, item.tensors, item.references) if type(item) is Parcel else item
+    return decode(item.body, item.tensors, item.references) if type(item) is EncodedItem else item
 
 
 def weight_of(item: Any) -> int:
     """Return the approximate size of an item in bytes."""
-    if type(item) is Parcel:
+    if type(item) is EncodedItem:
         return item.weight
     kind = type(item)
     if kind is int:

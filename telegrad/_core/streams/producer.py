@@ -21,13 +21,13 @@ from weakref import WeakValueDictionary
 
 from telegrad._core.agent.agent import Agent
 from telegrad._core.agent.incoming import Incoming
-from telegrad._core.agent.server import Later
+from telegrad._core.agent.server import Deferred
 from telegrad._core.calls.call_names import known_as
 from telegrad._core.calls.cancelling import serving
 from telegrad._core.calls.futures import Signal
 from telegrad._core.membership.members import Identity
 from telegrad._core.reactor.scheduler import WorkQueue
-from telegrad._core.streams.flow_control import Answer, Supply
+from telegrad._core.streams.flow_control import Answer, SendWindow
 from telegrad._core.worker import current
 from telegrad._core.worker.worker import Worker
 from telegrad.errors import LimitReached
@@ -176,7 +176,7 @@ class Feed:
         self._fed = False  # a call runs the function, or has run it
         self._reader = reader
         self._lock = reader.lock  # guards the supply and all below; some fields of the supply are read without it
-        self._supply: Supply[Pull] = Supply(1, MOST_BYTES)
+        self._supply: SendWindow[Pull] = SendWindow(1, MOST_BYTES)
         self._unsent = 0  # pulls that the server does not know so far
         self.on_end: Any = None  # called when a function on the event loop has ended
         self.drained = Signal()  # set once all pulls are answered, and one answer has reported the end
@@ -300,14 +300,14 @@ def _nothing() -> None:
 
 
 @known_as("the next items of a stream")
-def pull(number: int, index: int, taken: int) -> Later:
+def pull(number: int, index: int, taken: int) -> Deferred:
     """Answer once items are available, with all of them and whether they are the last."""
     call = current_call()
     feed = reader().feed(number)
     call.stop = feed.close
     if call.cancelled:  # perhaps before there was anything to stop
         feed.close()
-    return Later(feed.pull(index, taken, call.caller.queue), pull)
+    return Deferred(feed.pull(index, taken, call.caller.queue), pull)
 
 
 def serve(worker: Worker) -> None:

@@ -25,7 +25,7 @@ import torch
 from telegrad._core import checks
 from telegrad._core.agent.agent import Agent
 from telegrad._core.agent.pending_call import PendingCall
-from telegrad._core.calls.awaiting import happening
+from telegrad._core.calls.awaiting import completion_of
 from telegrad._core.calls.call_names import user_name
 from telegrad._core.calls.compiling import not_compiled
 from telegrad._core.calls.deadlines import limit_of
@@ -33,7 +33,7 @@ from telegrad._core.calls.futures import Future, Signal
 from telegrad._core.interrupts import raised_by_handler
 from telegrad._core.membership.members import Identity
 from telegrad._core.pickling.exceptions import fresh
-from telegrad._core.streams.flow_control import Intake
+from telegrad._core.streams.flow_control import ReceiveWindow
 from telegrad._core.streams.generator_runs import Producer
 from telegrad._core.streams.items import unpacked, weight_of
 from telegrad._core.streams.producer import MOST_BYTES, Taken, pull
@@ -114,7 +114,7 @@ class Stream(Generic[T]):
         self._name = user_name(asked)
         self._timeout = limit_of(timeout, agent.timeout)
         self._lock = threading.Lock()  # guards the intake and the pulls
-        self._intake = Intake(window, MOST_BYTES)
+        self._intake = ReceiveWindow(window, MOST_BYTES)
         self._pulls: deque[_Pull] = deque()  # in flight, or answered and not processed
         self._number = next(opened.numbers)
         self._done: Future[Any] = Future()  # of the call that runs the function
@@ -266,7 +266,7 @@ class Stream(Generic[T]):
     async def _happening(self, awaited: Signal | Future[Any]) -> None:
         # Not asyncio.wait_for: up to Python 3.11 it loses a cancellation that arrives as the awaited future completes.
         with self._waiting():
-            await asyncio.wait((happening(awaited),), timeout=self._timeout or None)
+            await asyncio.wait((completion_of(awaited),), timeout=self._timeout or None)
         if not awaited.done():
             raise self._too_late()
 

@@ -25,7 +25,7 @@ def part(link: Ends, reason: PeerError, how: str) -> None:
     link.close(reason)
 
 
-def parted(peer: str, how: str) -> ShutDown:
+def departed_error(peer: str, how: str) -> ShutDown:
     """Return the error for calls to a worker that announced its departure; `how` says how it left."""
     uncertain = "calls in flight to it may or may not have run"
     if how == MOVED:
@@ -53,7 +53,8 @@ def broken(peer: str, error: Exception, why: str) -> PeerLost:
         return lost(peer, why)
     return PeerLost(
         f"this process has no {lacks} left for what worker {peer!r} sent, and has closed the connection to it: "
-        f"{open_files.said(cause) or type(cause).__name__}; calls in flight to that worker may or may not have run"
+        f"{open_files.error_text(cause) or type(cause).__name__}; calls in flight to that worker may or may not "
+        "have run"
     )
 
 

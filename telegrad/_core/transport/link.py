@@ -16,15 +16,15 @@ from functools import partial
 
 from telegrad._core.memory import fd_passing
 from telegrad._core.memory.blobs import Chunk, Incoming, MemorySources, Outgoing, Prepared
-from telegrad._core.memory.lanes import NO_LANES, Lanes
+from telegrad._core.memory.lanes import NO_LANES, ExtraStreams
 from telegrad._core.pickling.exceptions import fresh
 from telegrad._core.security.records import RECORD, RecordWriter
 from telegrad._core.sockets import NOT_NOW, shut
 from telegrad._core.transport.connect import Channel
-from telegrad._core.transport.endings import broken, lost, parted
+from telegrad._core.transport.endings import broken, departed_error, lost
 from telegrad._core.transport.poller import Poller
 from telegrad._core.transport.process_state import process_at
-from telegrad._core.transport.reading import Reading
+from telegrad._core.transport.reading import ReadRight
 from telegrad._core.transport.waker import Waker, is_readable, wait_readable
 from telegrad._core.transport.writer import Writer
 from telegrad._core.wire.frames import FrameReader
@@ -71,7 +71,7 @@ class Link:
         sock.setblocking(False)
         self.peer = peer
         self.prompt = prompt
-        self.reading = Reading(threading.Lock(), lambda read: poller.watch(self, read=read), expected, self._finish)
+        self.reading = ReadRight(threading.Lock(), lambda read: poller.watch(self, read=read), expected, self._finish)
         self.closed: PeerError | None = None
         self.received = 0  # bytes received over the socket; for the reader thread
         self._sock = sock
@@ -101,8 +101,8 @@ class Link:
         self._writer = Writer(sock, self._tls_lock, stores.staging, watch, self._resume, records)
         self._outbox = self._writer.outbox
 
-    def _make_lanes(self, sends: bool, widen: Callable[[Link, bool], None] | None) -> Lanes:
-        return Lanes(sends, self._broke, partial(widen, self, sends) if widen is not None else None)
+    def _make_lanes(self, sends: bool, widen: Callable[[Link, bool], None] | None) -> ExtraStreams:
+        return ExtraStreams(sends, self._broke, partial(widen, self, sends) if widen is not None else None)
 
     @property
     def taken(self) -> int:
@@ -369,7 +369,7 @@ class Link:
         except Exception as error:
             self.close(broken(self.peer, error, f"it sent what is no frame ({error})"))
         if self._over is not None:
-            self.close(parted(self.peer, self._over))
+            self.close(departed_error(self.peer, self._over))
 
     def _open(self, number: int, handle: bytes) -> None:
         """Open a block of an accelerator that the peer will lend."""

@@ -15,7 +15,7 @@ from functools import partial
 from time import monotonic
 
 from telegrad._core.addresses import family_of
-from telegrad._core.host.open_files import said
+from telegrad._core.host.open_files import error_text
 from telegrad._core.security.handshake import (
     LONGEST,
     OTHER_USER,
@@ -76,24 +76,24 @@ class Listener:
         self._tls = server_context(tls) if tls is not None else None
         self.digest = own_digest(tls) if tls is not None else b""  # of this worker's certificate
         self._lock = threading.Lock()  # guards _strangers, and that the poller watches them
-        self._strangers: dict[_Stranger, None] = {}  # oldest first
+        self._strangers: dict[_Handshake, None] = {}  # oldest first
         self._refusals = Refusals()  # guarded by _lock, like _foreign
         self._foreign: deque[int] = deque(maxlen=MOST_FOREIGN)  # processes of other users that were refused
         self.patience = patience
         self.most_strangers = most_strangers
         self._serves: tuple[Keyring, Claim] | None = None  # the group's keys, and this worker's claim
         self._shut = False  # no descriptor is free for new connections
-        self._doors: list[_Door] = []
+        self._doors: list[_ListeningSocket] = []
         self.unix = ""
         if HAS_UNIX and transport != "tcp" and tls is None:
             self.unix = f"telegrad-{os.getpid()}-{secrets.token_hex(8)}"  # insight finds the process by this name
             door = socket.socket(socket.AF_UNIX)
             door.bind(unix_address(self.unix))
-            self._doors.append(_Door(door, self, True))
+            self._doors.append(_ListeningSocket(door, self, True))
         door = socket.socket(family_of(address))
         door.bind((address, 0))
         self.tcp: tuple[str, int] = (address, door.getsockname()[1])
-        self._doors.append(_Door(door, self, False))
+        self._doors.append(_ListeningSocket(door, self, False))
         for each in self._doors:
             each.sock.setblocking(False)
             each.sock.listen(BACKLOG)
@@ -118,7 +118,7 @@ class Listener:
             if self._tls is not None:
                 sock = self._tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
         end = Acceptor(*self._serves, UNIX if shared else TCP)
-        stranger = _Stranger(sock, self, end, origin)
+        stranger = _Handshake(sock, self, end, origin)
         with self._lock:
             crowded = len(self._strangers) >= self.most_strangers
             waiting = list(self._strangers) if crowded else []
@@ -135,7 +135,7 @@ class Listener:
             is_new = process not in self._foreign
             if is_new:
                 self._foreign.append(process)
-            is_told = is_new and self._refusals.is_told(HERE, monotonic())
+            is_told = is_new and self._refusals.should_log(HERE, monotonic())
         if is_told:
             log.warning(
                 "telegrad: connections from process %d of this host are refused: it is that of %s; workers of other "
@@ -147,14 +147,14 @@ class Listener:
             sock.send(refusal(OTHER_USER))
         sock.close()
 
-    def known(self, stranger: _Stranger) -> None:
+    def known(self, stranger: _Handshake) -> None:
         """Pass on a connection that has completed its handshake."""
         end = stranger.end
         assert end.peer is not None
         if self._dismiss(stranger):
             self._accepted(Channel.behind(stranger.sock, end), end.peer, end.stream_id)
 
-    def turn_away(self, stranger: _Stranger, why: Exception) -> None:
+    def turn_away(self, stranger: _Handshake, why: Exception) -> None:
         """Refuse a connection: log one line and close it."""
         if not self._dismiss(stranger):
             return
@@ -162,7 +162,7 @@ class Listener:
             log.debug("telegrad: a connection from %s was refused: %s", stranger.origin, why)
         else:
             with self._lock:
-                is_told = self._refusals.is_told(host_of(stranger.origin), monotonic())
+                is_told = self._refusals.should_log(host_of(stranger.origin), monotonic())
             if is_told:
                 log.warning("telegrad: a connection from %s was refused: %s", stranger.origin, why)
         with contextlib.suppress(OSError, ValueError):
@@ -170,7 +170,7 @@ class Listener:
                 stranger.part()
         stranger.sock.close()
 
-    def _dismiss(self, stranger: _Stranger) -> bool:
+    def _dismiss(self, stranger: _Handshake) -> bool:
         """Remove a connection from the handshakes; return False if another thread has removed it."""
         with self._lock:
             if stranger not in self._strangers:
@@ -207,7 +207,7 @@ class Listener:
             strangers = list(self._strangers)
         self.abandon([stranger for stranger in strangers if self._dismiss(stranger)])
 
-    def abandon(self, strangers: Iterable[_Stranger] = ()) -> None:
+    def abandon(self, strangers: Iterable[_Handshake] = ()) -> None:
         """Only close the descriptors."""
         for sock in [door.sock for door in self._doors] + [each.sock for each in strangers or self._strangers]:
             sock.close()
@@ -220,7 +220,7 @@ class _Looked(ProtocolViolation):
         super().__init__("it closed the connection before it said a word")
 
 
-class _Door:
+class _ListeningSocket:
     """A listening socket."""
 
     prompt = False
@@ -240,7 +240,7 @@ class _Door:
             return False
         except OSError as error:
             if self.sock.fileno() >= 0:
-                log.warning("telegrad: a connection could not be accepted: %s", said(error))
+                log.warning("telegrad: a connection could not be accepted: %s", error_text(error))
                 self._listener.shut()  # as a rule no descriptor is free: an immediate retry would fail again
             return False
         try:
@@ -253,7 +253,7 @@ class _Door:
         """Do nothing: a listening socket sends nothing."""
 
 
-class _Stranger:
+class _Handshake:
     """A connection in its handshake."""
 
     prompt = False

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from telegrad._core.devices.device_streams import copied
 from telegrad._core.pickling.exceptions import fresh
 from telegrad._core.wire.messages import Message
-from telegrad._core.wire.tensors import Bound
+from telegrad._core.wire.tensors import DeviceBlob
 from telegrad.errors import PeerError, PeerLost
 
 
@@ -38,7 +38,7 @@ class LoopEnd:
         """Deliver a message now. `later` is ignored: there is no outbox."""
         if self.closed is not None:
             raise fresh(self.closed)
-        blobs = [copied(blob) if isinstance(blob, Bound) else blob.clone() for blob in message.blobs]
+        blobs = [copied(blob) if isinstance(blob, DeviceBlob) else blob.clone() for blob in message.blobs]
         arrived = Message(message.kind, message.id, message.flags, message.head, message.meta, message.body, blobs)
         self._arrive(self._other, [arrived])
         return True

@@ -27,7 +27,7 @@ class Owner(Enum):
     LANE = "a lane"
 
 
-class Reading:
+class ReadRight:
     """The right to read one connection."""
 
     def __init__(
@@ -131,4 +131,4 @@ class Reading:
             self._arm(False)
 
     def __repr__(self) -> str:
-        return f"<Reading: {self.owner.value}{', at it' * self._at_it}{', ended' * self._ended}>"
+        return f"<ReadRight: {self.owner.value}{', at it' * self._at_it}{', ended' * self._ended}>"

@@ -36,9 +36,9 @@ ANSWERS = frozenset((RESULT, FAILURE, REFUSAL))
 # Flags of a CALL: the autograd modes of the caller, which the function runs in as in a local call.
 NO_GRAD = 1
 INFERENCE = 2
-SCENE = 16  # the body is followed by further call context, before the parts below
+HAS_CALL_CONTEXT = 16  # the body is followed by further call context, before the parts below
 # Flag of a NOTICE: no thread waits for it, so messages received with it are processed first.
-PATIENT = 1
+LOW_PRIORITY = 1
 # Flags of any frame: the body is followed by data of the layers above, each part with its size, first that of the
 # graph.
 HAS_REFERENCES = 4

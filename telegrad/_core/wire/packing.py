@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from telegrad._core.wire.strides import contiguous_strides, distinct, extent, repeats
-from telegrad._core.wire.tensors import CONJ, GRAD, HOST, NAMES, NEG, Blob, Bound, Memory, Spec, keep_for, nothing
+from telegrad._core.wire.tensors import CONJ, GRAD, HOST, NAMES, NEG, Blob, DeviceBlob, Memory, Spec, keep_for, nothing
 from telegrad.errors import CannotEncode, CodecError, DeviceError
 
 SMALL = 4096  # smaller tensors are part of the description
@@ -44,7 +44,7 @@ _COMPRESSED = {
 }
 
 
-class Place(Protocol):
+class DeviceMapping(Protocol):
     """Map a device of this worker to the receiver's accelerator for its tensors, or to HOST."""
 
     keeps_host: bool  # tensors of the host arrive on the host
@@ -70,7 +70,7 @@ class OnHost:
 _on_host = OnHost()
 
 
-def pack(tensors: Sequence[Tensor], place: Place = _on_host, fixed: int = 0) -> tuple[bytes, list[Blob]]:
+def pack(tensors: Sequence[Tensor], place: DeviceMapping = _on_host, fixed: int = 0) -> tuple[bytes, list[Blob]]:
     """Return a description of `tensors`, and the blobs to send with it. The last `fixed` tensors stay on the host.
 
     Raises:
@@ -159,7 +159,7 @@ def any_overlap(spans: Sequence[tuple[int, ...]]) -> bool:
 class _Leaves:
     """The leaves of some tensors, and the target device of each."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: DeviceMapping) -> None:
         self.tensors: list[Tensor] = []
         self.targets: list[int] = []
         self.place = place
@@ -191,7 +191,7 @@ class _Leaves:
         return len(self.tensors) - 1
 
 
-def _pack_any(tensors: Sequence[Tensor], place: Place, fixed: int) -> tuple[bytes, list[Blob]]:
+def _pack_any(tensors: Sequence[Tensor], place: DeviceMapping, fixed: int) -> tuple[bytes, list[Blob]]:
     leaves = _Leaves(place)
     last = len(tensors) - fixed
     plans = [leaves.take(tensor, number >= last) for number, tensor in enumerate(tensors)]
@@ -225,7 +225,7 @@ def _carry(leaf: Tensor, address: int, size: int, blobs: list[Blob], target: int
         return ctypes.string_at(address, size)
     _check_memory(leaf, size)
     blob = _bytes_of(leaf.untyped_storage(), int(leaf.storage_offset()) * leaf.itemsize, size)
-    blobs.append(blob if on_host else Bound(blob, target))
+    blobs.append(blob if on_host else DeviceBlob(blob, target))
     return len(blobs) - 1
 
 
@@ -304,7 +304,7 @@ def _join(
             shared.append(ctypes.string_at(blob.data_ptr(), blob.numel()))
             carried = ~(len(shared) - 1)
         else:
-            blobs.append(blob if on_host else Bound(blob, target))
+            blobs.append(blob if on_host else DeviceBlob(blob, target))
             carried = len(blobs) - 1
         for number in members:
             parts[number] = carried, (leaves[number].data_ptr() - base - first) // leaves[number].itemsize

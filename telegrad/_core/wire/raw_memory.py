@@ -61,7 +61,7 @@ _remember = _function("Py_IncRef", None, ctypes.py_object)
 _advise = getattr(ctypes.CDLL(None), "madvise", None) if hasattr(mmap, "MADV_HUGEPAGE") else None
 
 
-class Turns:
+class GilYielder:
     """Release the GIL regularly during long work in Python."""
 
     __slots__ = ("_since",)
@@ -157,7 +157,7 @@ def of_text(text: str) -> Tensor:
     if text.isascii():
         size = ctypes.c_ssize_t()
         return at_address(_utf8_of(text, ctypes.byref(size)), len(text), text)
-    turns, encoded = Turns(), bytearray()
+    turns, encoded = GilYielder(), bytearray()
     for start in range(0, len(text), PIECE):
         encoded += text[start : start + PIECE].encode("utf-8", "surrogatepass")
         turns.give_way()
@@ -196,7 +196,7 @@ def _is_ascii(encoded: Tensor) -> bool:
 
 
 def _decode_into(made: ctypes.c_void_p, encoded: Tensor) -> None:
-    turns, view = Turns(), memory(encoded)
+    turns, view = GilYielder(), memory(encoded)
     start, size = 0, len(view)
     while start < size:
         end = min(start + PIECE, size)

@@ -42,7 +42,7 @@ Spec = tuple[Any, ...]
 Memory = int | bytes
 
 
-class Bound(NamedTuple):
+class DeviceBlob(NamedTuple):
     """A blob that is on an accelerator, or is to arrive on one."""
 
     blob: Tensor
@@ -57,7 +57,7 @@ class Bound(NamedTuple):
         return self.blob.numel()
 
 
-Blob = Tensor | Bound
+Blob = Tensor | DeviceBlob
 
 
 def memory(blob: Tensor) -> memoryview:

@@ -18,9 +18,9 @@ from telegrad._core import checks
 from telegrad._core.agent.agent import Agent
 from telegrad._core.agent.incoming import Incoming
 from telegrad._core.atfork import in_child, renewed
-from telegrad._core.calls.call_context import Hops, Scene, Turn, entered, hops
+from telegrad._core.calls.call_context import ActorLock, CallContext, Hops, entered, hops
 from telegrad._core.calls.futures import Signal
-from telegrad._core.references.box import Box
+from telegrad._core.references.box import ValueSlot
 from telegrad._core.references.letters import Id
 from telegrad._core.references.table import ReferenceTable
 from telegrad._core.worker.batching import Batched
@@ -69,7 +69,7 @@ def actor(cls: C) -> C:
     """
     if not isinstance(cls, type):
         raise UsageError(
-            f"cls: @rpc.actor marks a class, not {checks.shown(cls)}: write it above `class {type(cls).__name__}:`"
+            f"cls: @rpc.actor marks a class, not {checks.short_repr(cls)}: write it above `class {type(cls).__name__}:`"
         )
     try:
         setattr(cls, _MARK, _mark())
@@ -97,7 +97,7 @@ def _mark() -> _Mark:
     return _Mark()
 
 
-def steps_of(agent: Agent, value: Any, stream: Hashable, method: str) -> Callable[[], Step] | None:
+def steps_of(agent: Agent, value: Any, stream: Hashable, method: str) -> Callable[[], GeneratorTurn] | None:
     """Return a function that creates the turns for a stream of a method; None if the value is no actor."""
     if not hasattr(type(value), _MARK):
         return None
@@ -115,14 +115,14 @@ def serve(agent: Agent, references: ReferenceTable) -> None:
             made.arm()
 
 
-class Step:
+class GeneratorTurn:
     """The part of a generator method up to its next item. It takes turns like a call, but waits on its own thread."""
 
     def __init__(self, stream: Hashable, method: str) -> None:
         self.key = stream
         self.method = method
         self.hops: Hops = hops()
-        self.scene: Scene | None = None
+        self.scene: CallContext | None = None
         self.on_end: Callable[[], None] = lambda: None
         self.begins = Signal()  # done when the step may run, or fails if it is refused
 
@@ -142,15 +142,15 @@ class _Queue:
 
     def __init__(self, value: Any) -> None:
         self.value = value  # keeps the id in use
-        self.turn: Turn | None = None  # turn of the running method
+        self.turn: ActorLock | None = None  # turn of the running method
         self.method = ""
-        self._waiting: dict[Hashable, deque[Incoming | Step]] = {}  # by caller; the next caller comes first
+        self._waiting: dict[Hashable, deque[Incoming | GeneratorTurn]] = {}  # by caller; the next caller comes first
 
-    def add(self, arrival: Incoming | Step) -> None:
-        caller = arrival.key if isinstance(arrival, Step) else arrival.caller.identity
+    def add(self, arrival: Incoming | GeneratorTurn) -> None:
+        caller = arrival.key if isinstance(arrival, GeneratorTurn) else arrival.caller.identity
         self._waiting.setdefault(caller, deque()).append(arrival)
 
-    def next(self) -> Incoming | Step | None:
+    def next(self) -> Incoming | GeneratorTurn | None:
         """Remove and return the first call of the caller that has waited longest."""
         caller = next(iter(self._waiting), None)
         if caller is None:
@@ -161,9 +161,9 @@ class _Queue:
             self._waiting[caller] = calls
         return arrival
 
-    def take_for(self, hop: tuple[str, int]) -> list[Incoming | Step]:
+    def take_for(self, hop: tuple[str, int]) -> list[Incoming | GeneratorTurn]:
         """Remove and return the calls that were made for a hop."""
-        found: list[Incoming | Step] = []
+        found: list[Incoming | GeneratorTurn] = []
         for caller, calls in list(self._waiting.items()):
             found += [each for each in calls if hop in each.hops]
             kept = deque(each for each in calls if hop not in each.hops)
@@ -208,7 +208,7 @@ class Actors:
             return True  # and fails
         return not self._waits_for_value((maker, number), box, arrival) and self._may_run(box.value, arrival)
 
-    def _waits_for_value(self, ref: Id, box: Box, arrival: Incoming) -> bool:
+    def _waits_for_value(self, ref: Id, box: ValueSlot, arrival: Incoming) -> bool:
         with self._lock:
             coming = self._coming.get(ref)
             first = coming is None
@@ -228,9 +228,9 @@ class Actors:
         with self._lock:
             return self._enqueue(value, arrival)
 
-    def step(self, value: Any, stream: Hashable, method: str) -> Step:
+    def step(self, value: Any, stream: Hashable, method: str) -> GeneratorTurn:
         """Return the next step of a stream of an actor's method."""
-        step = Step(stream, method)
+        step = GeneratorTurn(stream, method)
         try:
             with self._lock:
                 begins = self._enqueue(value, step)
@@ -243,7 +243,7 @@ class Actors:
 
     # With the lock held
 
-    def _enqueue(self, value: Any, arrival: Incoming | Step) -> bool:
+    def _enqueue(self, value: Any, arrival: Incoming | GeneratorTurn) -> bool:
         queue = self._queues.get(id(value))
         if queue is None:
             queue = self._queues[id(value)] = _Queue(value)
@@ -254,16 +254,16 @@ class Actors:
         queue.add(arrival)
         return False
 
-    def _begin(self, queue: _Queue, arrival: Incoming | Step) -> None:
+    def _begin(self, queue: _Queue, arrival: Incoming | GeneratorTurn) -> None:
         key = f"{self.agent.incarnation}:{next(self._numbers)}"
-        queue.turn = Turn(key, lambda turn, hop: self._refuse(queue, turn, hop))
+        queue.turn = ActorLock(key, lambda turn, hop: self._refuse(queue, turn, hop))
         queue.method = _name_of(arrival)
-        arrival.scene = Scene(arrival.hops, queue.turn)
+        arrival.scene = CallContext(arrival.hops, queue.turn)
         arrival.on_end = lambda: self._end(queue)
 
     # Events
 
-    def _has_come(self, ref: Id, box: Box) -> None:
+    def _has_come(self, ref: Id, box: ValueSlot) -> None:
         """Admit the calls that wait for a value, which was made or failed, before calls that arrive later."""
         while (arrival := self._next_coming(ref)) is not None:
             try:
@@ -289,18 +289,18 @@ class Actors:
                 del self._queues[id(queue.value)]
                 return
             self._begin(queue, arrival)
-        if isinstance(arrival, Step):
+        if isinstance(arrival, GeneratorTurn):
             arrival.begins.set_result()
         else:
             self._server.perform(arrival)
 
-    def _refuse(self, queue: _Queue, turn: Turn, hop: tuple[str, int]) -> None:
+    def _refuse(self, queue: _Queue, turn: ActorLock, hop: tuple[str, int]) -> None:
         """A method starts to wait for a hop: refuse queued calls made for this hop, which would deadlock."""
         with self._lock:
             still = queue.turn is turn  # otherwise leftovers of the method wait, such as a callback
             refused = [(each, _deadlock(queue, each)) for each in queue.take_for(hop)] if still else []
         for arrival, error in refused:
-            if isinstance(arrival, Step):
+            if isinstance(arrival, GeneratorTurn):
                 arrival.begins.set_exception(error)
             else:
                 self._server.refuse(arrival, error)
@@ -311,15 +311,15 @@ def _takes_turns(value: Any, arrival: Incoming) -> bool:
     return hasattr(kind, _MARK) and not isinstance(getattr(kind, _name_of(arrival), None), Batched)
 
 
-def _name_of(arrival: Incoming | Step) -> str:
-    if isinstance(arrival, Step):
+def _name_of(arrival: Incoming | GeneratorTurn) -> str:
+    if isinstance(arrival, GeneratorTurn):
         return arrival.method
     function = arrival.function
     assert isinstance(function, Method)
     return function.__name__
 
 
-def _deadlock(queue: _Queue, arrival: Incoming | Step) -> UsageError:
+def _deadlock(queue: _Queue, arrival: Incoming | GeneratorTurn) -> UsageError:
     kind = type(queue.value).__qualname__
     return UsageError(
         f"{kind}.{queue.method} waits for a call that calls {kind}.{_name_of(arrival)} of the same object, and an "

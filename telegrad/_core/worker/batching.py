@@ -10,7 +10,7 @@ from contextvars import Context
 from typing import Any
 
 from telegrad._core import checks
-from telegrad._core.pickling.exceptions import kept
+from telegrad._core.pickling.exceptions import without_frames
 from telegrad.errors import UsageError
 
 _MAINS = ("__main__", "__mp_main__")
@@ -89,7 +89,7 @@ class Batched:
         except BaseException as error:
             for result in waiting:
                 if not result.done():
-                    result.set_exception(kept(error))  # each raises its own copy
+                    result.set_exception(without_frames(error))  # each raises its own copy
             if not isinstance(error, Exception):
                 raise
         else:
@@ -138,7 +138,7 @@ def batch(max_size: int, max_wait: float) -> Callable[[Function], Batched]:
 
     def decorate(function: Function) -> Batched:
         if not inspect.iscoroutinefunction(function):
-            raise UsageError(f"{checks.shown(function)} cannot run in batches: make it an `async def`")
+            raise UsageError(f"{checks.short_repr(function)} cannot run in batches: make it an `async def`")
         if any(each.kind is each.KEYWORD_ONLY for each in inspect.signature(function).parameters.values()):
             raise UsageError(f"{function!r} cannot run in batches: it has arguments that can only be given by name")
         return Batched(function, max_size, max_wait)

@@ -240,18 +240,22 @@ class TensorPipeRpcBackendOptions(TelegradOptions):
 
 def _tls(given: Any) -> TlsFiles:
     if not isinstance(given, tuple) or len(given) != len(TlsFiles._fields):
-        checks.wrong("tls", "rpc.TlsFiles(certificate, private_key, authority)", given)
+        checks.raise_invalid("tls", "rpc.TlsFiles(certificate, private_key, authority)", given)
     return TlsFiles(*(checks.path(f"tls: {name}", each) for name, each in zip(TlsFiles._fields, given, strict=True)))
 
 
 def as_device(device: int | str | torch.device) -> torch.device:
     """Convert a device as users give it; an index means an accelerator."""
     if isinstance(device, bool) or not isinstance(device, int | str | torch.device):
-        checks.wrong("a device", "the index of an accelerator, a name such as 'cuda:0', or a torch.device", device)
+        checks.raise_invalid(
+            "a device", "the index of an accelerator, a name such as 'cuda:0', or a torch.device", device
+        )
     try:
         named = device_streams.device(device) if isinstance(device, int) else torch.device(device)
     except (RuntimeError, OverflowError, ValueError):
-        checks.wrong("a device", "the index of an accelerator, a name such as 'cuda:0', or a torch.device", device)
+        checks.raise_invalid(
+            "a device", "the index of an accelerator, a name such as 'cuda:0', or a torch.device", device
+        )
     return named if named.type == "cpu" or named.index is not None else torch.device(named.type, 0)
 
 

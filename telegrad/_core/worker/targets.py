@@ -32,27 +32,27 @@ def named(to: Any, parameter: str = "to") -> str | int:
     if isinstance(to, WorkerInfo):
         to = to.name
     if isinstance(to, str):
-        return to if to else checks.wrong(parameter, WHAT, to)
+        return to if to else checks.raise_invalid(parameter, WHAT, to)
     if isinstance(to, bool) or not hasattr(type(to), "__index__") or hasattr(to, "ndim"):
-        checks.wrong(parameter, WHAT, to)
+        checks.raise_invalid(parameter, WHAT, to)
     return operator.index(to)
 
 
 def several(workers: Any, parameter: str) -> list[str | int]:
     """Return the names and ranks of a list of workers."""
     if isinstance(workers, WorkerInfo):
-        checks.wrong(parameter, "a list of workers", workers)
+        checks.raise_invalid(parameter, "a list of workers", workers)
     return [target(worker, parameter) for worker in checks.several(parameter, workers, "a list of workers")]
 
 
 def _agreeing(info: WorkerInfo, parameter: str) -> str:
     name = info.name
     if not isinstance(name, str):
-        checks.wrong(parameter, WHAT, info)
+        checks.raise_invalid(parameter, WHAT, info)
     rank = current.agent().identify(name).id
     if rank != info.id:
         raise UnknownWorker(
-            f"{parameter} is {checks.shown(info)}, but worker {checks.shown(name)} has rank {rank} in this group: take "
-            "its WorkerInfo anew, from rpc.get_worker_info or rpc.workers"
+            f"{parameter} is {checks.short_repr(info)}, but worker {checks.short_repr(name)} has rank {rank} "
+            "in this group: take its WorkerInfo anew, from rpc.get_worker_info or rpc.workers"
         )
     return name

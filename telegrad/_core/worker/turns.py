@@ -10,7 +10,7 @@ from telegrad._core.calls.futures import Signal
 from telegrad._core.worker import current
 
 
-class Turns:
+class FifoLock:
     """Admits one thread at a time, in order of arrival. A waiting thread releases its slot to other calls."""
 
     def __init__(self) -> None:

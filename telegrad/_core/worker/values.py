@@ -14,13 +14,13 @@ from torch.nn import Module
 
 from telegrad._core.agent.agent import Agent
 from telegrad._core.agent.answers import its_future
-from telegrad._core.agent.server import ASYNC_MARK, Later
+from telegrad._core.agent.server import ASYNC_MARK, Deferred
 from telegrad._core.calls.call_names import OWN_ARGUMENTS, RUNS, known_as, runs_as, user_name
 from telegrad._core.calls.cancelling import MUST_FINISH, finishes
 from telegrad._core.calls.futures import Future, Signal
 from telegrad._core.membership.members import Identity
 from telegrad._core.pickling.main_modules import warn_of_rebound
-from telegrad._core.references.box import Box
+from telegrad._core.references.box import ValueSlot
 from telegrad._core.references.letters import Id
 from telegrad._core.references.table import ReferenceTable
 from telegrad._core.worker import current
@@ -28,7 +28,7 @@ from telegrad.autograd.api import check_root
 from telegrad.errors import ClaimLost
 
 
-class Borrowed(NamedTuple):
+class RefPlaceholder(NamedTuple):
     """A placeholder for a reference whose value is needed."""
 
     id: Id
@@ -39,16 +39,16 @@ class Borrowed(NamedTuple):
 def fetch(maker: str, number: int) -> Any:
     """Return the value of a reference that this worker owns."""
     box = current.references().box((maker, number))
-    return box.open() if box.full else Later(box.opening(), fetch)
+    return box.open() if box.full else Deferred(box.opening(), fetch)
 
 
 @known_as("future() of a reference")
 def created(maker: str, number: int) -> Any:
     """Return None once the value of a reference that this worker owns exists."""
-    return Later(when_full(current.references().box((maker, number))), created)
+    return Deferred(when_full(current.references().box((maker, number))), created)
 
 
-def when_full(box: Box) -> Future[None]:
+def when_full(box: ValueSlot) -> Future[None]:
     """Return a future that completes with None once the box is full, or fails with its error."""
     future: Future[None] = Future()
 
@@ -157,19 +157,19 @@ def with_values(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> A
     """Call `function` with the values of borrowed references, each fetched directly from its owner."""
     agent = current.agent()
     here = agent.me.identity
-    wanted = [each for each in (*args, *kwargs.values()) if type(each) is Borrowed]
+    wanted = [each for each in (*args, *kwargs.values()) if type(each) is RefPlaceholder]
     far = [each for each in wanted if each.owner != here]
     coming = {each: agent.call_async(Identity(*each.owner), fetch, each.id, None) for each in far}
     values = {each: opened(current.references().box(each.id), agent) for each in wanted if each.owner == here}
     values |= {each: future.wait() for each, future in coming.items()}
     return _finish(
         function,
-        tuple(values[each] if type(each) is Borrowed else each for each in args),
-        {name: values[each] if type(each) is Borrowed else each for name, each in kwargs.items()},
+        tuple(values[each] if type(each) is RefPlaceholder else each for each in args),
+        {name: values[each] if type(each) is RefPlaceholder else each for name, each in kwargs.items()},
     )
 
 
-def opened(box: Box, agent: Agent, timeout: float = 0) -> Any:
+def opened(box: ValueSlot, agent: Agent, timeout: float = 0) -> Any:
     """Return the value in a box of this agent's worker, once it is full.
 
     Raises:
@@ -235,4 +235,4 @@ def _method_name(value: Any, method: str) -> str:
 def _finish(function: Any, args: Any, kwargs: Any) -> Any:
     """Call a function as the server does for direct calls."""
     result = function(*args, **kwargs)
-    return Later(its_future(function, result), function) if hasattr(function, ASYNC_MARK) else result
+    return Deferred(its_future(function, result), function) if hasattr(function, ASYNC_MARK) else result

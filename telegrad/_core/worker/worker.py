@@ -16,7 +16,7 @@ from telegrad._core.calls.futures import Future
 from telegrad._core.calls.settings import Settings
 from telegrad._core.interrupts import uninterrupted
 from telegrad._core.joining.joining import Joined
-from telegrad._core.joining.turning import Turning
+from telegrad._core.joining.turning import GenerationMonitor
 from telegrad._core.membership.dynamic import HAS_LEFT, DynamicGroup
 from telegrad._core.membership.leaving import Leaving, LeavingTogether
 from telegrad._core.membership.members import Member, Members
@@ -62,7 +62,7 @@ class Worker:
         self.before_end: list[Callable[[float], None]] = []
         self.at_declared_lost: Callable[[PeerLost], None] = lambda _: None  # called once it has ended
         self.group_ends = False  # the group ends with this worker: its program has started the others
-        self.turning: Turning | None = None  # of an elastic group
+        self.turning: GenerationMonitor | None = None  # of an elastic group
         self.elastic: Any = None  # the same: an `elastic.Elastic`, which creates its next generations
         self._lock = threading.Lock()  # guards changes of _attached
         self._attached: dict[Callable[[Agent], Any], Any] = {}
@@ -94,7 +94,7 @@ class Worker:
         self.membership.gone += self.at_gone
         self.membership.on_declared_lost = self._declared_lost
         if generation is not None:
-            self.turning = Turning(self.agent, self.me, generation)
+            self.turning = GenerationMonitor(self.agent, self.me, generation)
             self.membership.gone.append(self.turning.note)
             self.membership.none_joins = "who comes waits for the next generation: rpc.rendezvous_again() lets it in"
             self.membership.answered.append(self.turning.remind)

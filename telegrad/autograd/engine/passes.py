@@ -92,7 +92,7 @@ class Mark(NamedTuple):
     sends: Sequence[int]
 
 
-class Bury(NamedTuple):
+class DeclareDead(NamedTuple):
     """Sends that were not marked will receive nothing."""
 
     spec: PassSpec
@@ -124,7 +124,7 @@ class Abandon(NamedTuple):
     spec: PassSpec
 
 
-Task = Start | Shipment | Mark | Bury
+Task = Start | Shipment | Mark | DeclareDead
 
 
 class LeftOut(Exception):
@@ -188,7 +188,7 @@ class Driver:
         starved = [worker for worker, last in self._last.items() if last.starved]
         if self.state == MARKING:
             self.state = BURYING
-            return [self._ask(worker, Bury) for worker in sorted(self.workers)]
+            return [self._ask(worker, DeclareDead) for worker in sorted(self.workers)]
         if self.spec.fast:
             waiting = {worker: last.waiting for worker, last in self._last.items() if last.waiting}
             if waiting or starved:
@@ -304,7 +304,7 @@ class Participant:
             elif isinstance(task, Mark):
                 for worker, sends in self._runner.mark(task.sends).items():
                     letters.append((worker, Mark(self.spec, self._ledger.key(worker), sends)))
-            elif isinstance(task, Bury):
+            elif isinstance(task, DeclareDead):
                 self._runner.bury()
         if arrived:
             self._runner.arrive(arrived)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from telegrad._core.start.life import enter_group
 from telegrad._core.stores.group_keys import find_keys
 from telegrad._core.stores.sealed_store import SealedStore
-from telegrad._core.stores.stores import Meeting
+from telegrad._core.stores.stores import RendezvousStore
 from telegrad._core.worker import current
 from telegrad.compat.missing import missing_from
 from telegrad.compat.rpc.agent import TensorPipeAgent
@@ -88,7 +88,7 @@ def _join_group(
     rank: int,
     world_size: int | None,
     rpc_backend_options: RpcBackendOptions,
-    met: Meeting | None = None,
+    met: RendezvousStore | None = None,
 ) -> TensorPipeAgent:
     """`met` has more details of the store, if Telegrad opened it."""
     if not isinstance(rpc_backend_options, TensorPipeRpcBackendOptions):
@@ -98,7 +98,7 @@ def _join_group(
     if store is None:
         raise UsageError("a store is needed for the workers to meet")
     if met is None:
-        met = Meeting(SealedStore(store, find_keys(rpc_backend_options.key)), None, rank, world_size)
+        met = RendezvousStore(SealedStore(store, find_keys(rpc_backend_options.key)), None, rank, world_size)
     meeting = met
     enter_group(name, rpc_backend_options, lambda timeout: meeting, RRef)
     assert current.worker is not None

@@ -276,7 +276,7 @@ def _roots(here: str, roots: Root | Sequence[Root]) -> tuple[list[Root], dict[st
     by_worker: dict[str, list[Root]] = {}
     for root in roots if isinstance(roots, (list, tuple)) else [roots]:
         if not isinstance(root, (Tensor, RRef)):
-            raise UsageError(f"roots are tensors or references to such, not {checks.shown(root)}")
+            raise UsageError(f"roots are tensors or references to such, not {checks.short_repr(root)}")
         by_worker.setdefault(root.owner_name() if isinstance(root, RRef) else here, []).append(root)
     return by_worker.pop(here, []), by_worker
 

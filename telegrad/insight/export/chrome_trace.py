@@ -18,6 +18,8 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from telegrad.ext.events import (
+    BACKWARD_PASS,
+    BACKWARD_TASKS,
     CALLED,
     CONNECTED,
     FREED,
@@ -26,11 +28,9 @@ from telegrad.ext.events import (
     LOST,
     MADE,
     NOTED,
-    PASSED,
     RAN,
     STAGED,
     STEPPED,
-    TOOK_PART,
     Event,
 )
 from telegrad.insight.export import clock_offsets
@@ -44,8 +44,8 @@ VALUES = ("Concrete Inputs",)  # values of the program that torch's profiler rec
 KINDS = {
     CALLED: ("calls made", "{function} → {to}", "to number function bytes failure"),
     RAN: ("calls run", "{function}", "caller number function failure"),
-    PASSED: ("passes", "backward", "context number failure"),
-    TOOK_PART: ("passes", "part in the pass of {driver}", "context driver number"),
+    BACKWARD_PASS: ("passes", "backward", "context number failure"),
+    BACKWARD_TASKS: ("passes", "part in the pass of {driver}", "context driver number"),
     STAGED: ("pipeline stages", "{kind} {stage}, micro-batch {microbatch}", "batch kind stage microbatch"),
     STEPPED: ("optimizer steps", "{optimizer}", "context optimizer"),
     CONNECTED: ("connections", "connected to {to}", "to how"),
@@ -57,7 +57,14 @@ KINDS = {
     NOTED: ("extensions", "{title}", "title text"),
 }
 OTHERS = ("others", "", "")  # for kinds that a newer worker may record
-LASTING = (CALLED, RAN, PASSED, TOOK_PART, STAGED, STEPPED)  # always slices, however short; the others may be instants
+LASTING = (
+    CALLED,
+    RAN,
+    BACKWARD_PASS,
+    BACKWARD_TASKS,
+    STAGED,
+    STEPPED,
+)  # always slices, however short; the others may be instants
 FROM_END = ("answer", "step", "activation", "gradient", "its gradient")  # arrows that start at the end of a slice
 TO_END = ("answer",)
 
@@ -193,8 +200,8 @@ def _of_calls(events: Mapping[str, Sequence[Written]]) -> Iterator[Arrow]:
 
 def _of_passes(events: Mapping[str, Sequence[Written]]) -> Iterator[Arrow]:
     """Yield arrows from a pass to the first part of each worker in it, and to the steps with its gradients."""
-    passes = _by(events, PASSED, "context", "number")
-    for (_, driver, context, number), parts in _by(events, TOOK_PART, "driver", "context", "number").items():
+    passes = _by(events, BACKWARD_PASS, "context", "number")
+    for (_, driver, context, number), parts in _by(events, BACKWARD_TASKS, "driver", "context", "number").items():
         for passed in passes.get((driver, context, number), ()):
             yield "pass", passed, parts[0]
     for (_, context), steps in _by(events, STEPPED, "context").items():

@@ -13,7 +13,7 @@ from itertools import accumulate
 from operator import itemgetter
 from typing import Any
 
-from telegrad.ext.events import CALLED, CONNECTED, FREED, LOST, MADE, PASSED, RAN, STAGED, STEPPED, Event
+from telegrad.ext.events import BACKWARD_PASS, CALLED, CONNECTED, FREED, LOST, MADE, RAN, STAGED, STEPPED, Event
 from telegrad.ext.processes import renewed
 
 OTHER = "other"
@@ -30,7 +30,7 @@ KINDS: dict[str, tuple[tuple[str, ...], Any]] = {
     LOST: (("peer",), itemgetter(0, 3)),
     MADE: (("peer",), itemgetter(0, 3)),
     FREED: ((), itemgetter(slice(0, 1))),
-    PASSED: (("outcome",), itemgetter(0, 5)),
+    BACKWARD_PASS: (("outcome",), itemgetter(0, 5)),
     STAGED: (("stage", "action"), itemgetter(0, 5, 4)),
     STEPPED: (("optimizer",), itemgetter(0, 4)),
 }

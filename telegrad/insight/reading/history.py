@@ -12,8 +12,8 @@ from itertools import islice, pairwise, takewhile
 from typing import NamedTuple
 
 from telegrad.ext.events import CALLED, RAN, Event
-from telegrad.insight.reading.source import Sight, Source
-from telegrad.reporting.account import Account, counts
+from telegrad.insight.reading.source import GroupSnapshot, Source
+from telegrad.reporting.account import WorkerState, counts
 
 Events = Mapping[str, Sequence[Event]]  # by worker
 
@@ -77,9 +77,9 @@ class GroupHistory:
     def __init__(self) -> None:
         self.epoch = 0.0
         self.now = 0.0  # the time of the latest query
-        self.before: Sight | None = None
-        self.sight = Sight((), {})
-        self.last: dict[str, Account] = {}  # the latest state of each worker, including silent ones
+        self.before: GroupSnapshot | None = None
+        self.sight = GroupSnapshot((), {})
+        self.last: dict[str, WorkerState] = {}  # the latest state of each worker, including silent ones
         self.memory: dict[str, deque[Memory]] = defaultdict(lambda: deque(maxlen=LOOKS))
         self.trouble = ""  # why the latest query failed; "" if it did not
         self._events: dict[str, dict[str, deque[Event]]] = defaultdict(lambda: defaultdict(lambda: deque(maxlen=KEPT)))
@@ -94,7 +94,7 @@ class GroupHistory:
         except Exception as error:
             self.trouble = f"{type(error).__name__}: {error}"
 
-    def add(self, sight: Sight) -> dict[str, float]:
+    def add(self, sight: GroupSnapshot) -> dict[str, float]:
         """Add a snapshot; return the times after which events are wanted, by worker, on the worker's clock."""
         if sight.accounts:
             self.epoch = self.epoch or sight.accounts[0]["time"]
@@ -179,7 +179,7 @@ class GroupHistory:
         gone = {name: why for account in self.sight.accounts for name, why in account["gone"].items()}
         return {name: why for name, why in gone.items() if name not in known}
 
-    def _pairs(self) -> Iterator[tuple[Account, Account, float]]:
+    def _pairs(self) -> Iterator[tuple[WorkerState, WorkerState, float]]:
         """Yield the previous and the current state of each process, and the seconds between them."""
         told = self.before.accounts if self.before else ()
         known = {(account["worker"], account["host"], account["pid"]): account for account in told}
@@ -223,7 +223,7 @@ def _grown(old: int, new: int) -> int:
     return max(0, new - old)
 
 
-def _edges(account: Account) -> dict[tuple[str, str], int]:
+def _edges(account: WorkerState) -> dict[tuple[str, str], int]:
     """Return the bytes that a worker counted, by sender and receiver."""
     name = account["worker"]
     out = {(name, other): count for other, count in account["bytes_out"].items()}

@@ -8,17 +8,17 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from telegrad.errors import UsageError
-from telegrad.ext.events import CALLED, PASSED, RAN, STAGED, STEPPED, TOOK_PART, Event
+from telegrad.ext.events import BACKWARD_PASS, BACKWARD_TASKS, CALLED, RAN, STAGED, STEPPED, Event
 from telegrad.insight.reading import tables
 from telegrad.insight.reading.history import BOUNDS, Events, GroupHistory, Rate, functions, percentile
-from telegrad.reporting.account import QUEUED, Account, counts
+from telegrad.reporting.account import QUEUED, WorkerState, counts
 
 PARTS = 300  # calls shorter than one such part of the span may be merged
 FUNCTIONS = 60  # maximum number of functions
 ROWS = 3  # rows of simultaneous calls in a worker's lane
 
 SHARES = ("optimizer", "backward", "forward", "waits", "calls")  # categories of time, in order of precedence
-_SHARE = {STEPPED: "optimizer", PASSED: "backward", TOOK_PART: "backward", CALLED: "waits", RAN: "calls"}
+_SHARE = {STEPPED: "optimizer", BACKWARD_PASS: "backward", BACKWARD_TASKS: "backward", CALLED: "waits", RAN: "calls"}
 # Categories of pipeline actions.
 _ACTION = {"forward": "forward", "backward": "backward", "input": "backward", "weights": "backward"}
 _SAME = (
@@ -146,7 +146,7 @@ def training(events: Events, begun: float, ended: float, parts: int = 30) -> dic
             spans.append((start, end, _ACTION.get(event[4], "") if kind == STAGED else _SHARE.get(kind, "")))
             if kind == STEPPED:
                 steps[event[3]] = max(end, steps.get(event[3], end))
-            elif kind == PASSED:
+            elif kind == BACKWARD_PASS:
                 passes.append(end - start)
         if spans:
             spent[worker] = spend([span for span in spans if span[2]], begun, ended)
@@ -177,7 +177,7 @@ def spend(spans: Iterable[tuple[float, float, str]], begun: float, ended: float)
     return dict(zip(SHARES, spent, strict=True))
 
 
-def _with_going(events: Events, accounts: Sequence[Account], epoch: float) -> Events:
+def _with_going(events: Events, accounts: Sequence[WorkerState], epoch: float) -> Events:
     """Return the events and the unfinished calls, which get an infinite end."""
     found = {account["worker"]: list[Event]() for account in accounts}
     found |= {name: list(own) for name, own in events.items()}
@@ -216,7 +216,7 @@ def _are_short(before: Span, span: Span, least: float) -> bool:
     return short and span.ended - span.begun < least and span.begun - before.ended < least
 
 
-def _worker(account: Account, rate: Rate) -> dict[str, Any]:
+def _worker(account: WorkerState, rate: Rate) -> dict[str, Any]:
     return {
         **{key: account[key] for key in _SAME},  # type: ignore[literal-required]
         "calls_out": counts(account["calls_out"], lambda call: call["to"]).total(),

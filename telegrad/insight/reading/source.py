@@ -6,20 +6,20 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from telegrad.ext.events import Event
-from telegrad.reporting.account import Account
+from telegrad.reporting.account import WorkerState
 
 
-class Sight(NamedTuple):
+class GroupSnapshot(NamedTuple):
     """A snapshot of a group."""
 
-    accounts: Sequence[Account]
+    accounts: Sequence[WorkerState]
     silent: Mapping[str, str]  # workers that did not answer, and the known reasons
 
 
 class Source(Protocol):
     """Queries one group, from inside or outside of it. Its methods may be called from any thread."""
 
-    def look(self) -> Sight:
+    def look(self) -> GroupSnapshot:
         """Query all workers. Block until all have answered, for a few seconds at most."""
 
     def events(self, after: Mapping[str, float]) -> dict[str, list[Event]]:

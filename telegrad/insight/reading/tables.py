@@ -12,7 +12,7 @@ from telegrad.errors import UsageError
 from telegrad.ext.events import CALLED
 from telegrad.ext.texts import safe
 from telegrad.insight.reading.history import GroupHistory, functions
-from telegrad.reporting.account import MEMBER, QUEUED, RUNNING, Account, Line, Thread, counts
+from telegrad.reporting.account import MEMBER, QUEUED, RUNNING, Line, Thread, WorkerState, counts
 
 SILENT, GONE = "silent", "gone"  # phases of workers without a state report
 WINDOW = 10.0  # seconds over which the statistics of functions are taken
@@ -158,7 +158,7 @@ def of_worker(history: GroupHistory, name: str, stacks: bool = False) -> tuple[s
     return "\n".join(told), [*_calls(account), _threads(account), _peers(history, account), _passes(account)]
 
 
-def _calls(account: Account) -> list[Table]:
+def _calls(account: WorkerState) -> list[Table]:
     threads = {thread["number"]: thread for thread in account["threads"]}
 
     def standing(call: Any) -> tuple[str | None, str | None, str]:
@@ -176,7 +176,7 @@ def _calls(account: Account) -> list[Table]:
     return [Table("Calls out", CALLS_OUT, out), Table("Calls in", CALLS_IN, come)]
 
 
-def _threads(account: Account) -> Table:
+def _threads(account: WorkerState) -> Table:
     asleep = {True: "yes", False: "no", None: None}
     rows = [
         Row((thread["name"], doing(account, thread) or None, _place(thread["at"]), asleep[thread["asleep"]]))
@@ -185,7 +185,7 @@ def _threads(account: Account) -> Table:
     return Table("Threads", THREADS, rows)
 
 
-def doing(account: Account, thread: Thread) -> str:
+def doing(account: WorkerState, thread: Thread) -> str:
     """Return the call that a thread runs, and what it waits for."""
     number = thread["number"]
     runs = [
@@ -203,7 +203,7 @@ def doing(account: Account, thread: Thread) -> str:
     return ", ".join(runs + waits)
 
 
-def _peers(history: GroupHistory, account: Account) -> Table:
+def _peers(history: GroupHistory, account: WorkerState) -> Table:
     me, lost = account["worker"], history.lost()
     rates: dict[str, list[float]] = defaultdict(lambda: [0, 0])
     for flow in history.flows():
@@ -219,7 +219,7 @@ def _peers(history: GroupHistory, account: Account) -> Table:
     return Table("Bytes", PEERS, rows)
 
 
-def _passes(account: Account) -> Table:
+def _passes(account: WorkerState) -> Table:
     rows = [
         Row((each["age"], str(each["context"]), each["number"], ", ".join(each["owing"]) or None))
         for each in account["passes"]

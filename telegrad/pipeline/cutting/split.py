@@ -50,7 +50,7 @@ def split_model(
         UsageError: the model cannot be cut this way, or not at all.
     """
     if not isinstance(model, nn.Module):
-        checks.wrong("model", "a module", model)
+        checks.raise_invalid("model", "a module", model)
     if at is not None:
         at = [checks.text("at", name, _AT) for name in checks.several("at", at, _AT)]
     if balance is not None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from telegrad.weights.transfer.messages import FetchFrom, Outgoing, Party
+from telegrad.weights.transfer.messages import EndpointAddress, FetchFrom, Outgoing
 
 MAX_REPORTS = 2  # a source with this many reports is no longer used
 
@@ -21,16 +21,16 @@ MAX_REPORTS = 2  # a source with this many reports is no longer used
 class RelayChain:
     """The sources of the subscribers of one publisher."""
 
-    def __init__(self, publisher: Party, host: str) -> None:
+    def __init__(self, publisher: EndpointAddress, host: str) -> None:
         self._publisher = publisher
         self._host = host
-        self._hosts: dict[str, list[Party]] = {}
-        self._host_of: dict[Party, str] = {}
-        self._reported: dict[Party, Counter[Party]] = {}  # by reader: reports per source
-        self._told: dict[Party, tuple[Party, bool]] = {}  # by reader: its current source
+        self._hosts: dict[str, list[EndpointAddress]] = {}
+        self._host_of: dict[EndpointAddress, str] = {}
+        self._reported: dict[EndpointAddress, Counter[EndpointAddress]] = {}  # by reader: reports per source
+        self._told: dict[EndpointAddress, tuple[EndpointAddress, bool]] = {}  # by reader: its current source
         self._count = 0  # number of messages
 
-    def __contains__(self, party: Party) -> bool:
+    def __contains__(self, party: EndpointAddress) -> bool:
         return party in self._host_of
 
     @property
@@ -38,7 +38,7 @@ class RelayChain:
         """True if a subscriber is on another host."""
         return bool(self._hosts.keys() - {self._host})
 
-    def add(self, party: Party, host: str) -> Outgoing:
+    def add(self, party: EndpointAddress, host: str) -> Outgoing:
         """Add a subscriber, or send its source to one that joins again."""
         if party not in self:
             self._host_of[party] = host
@@ -46,7 +46,7 @@ class RelayChain:
         self._told.pop(party, None)
         return self._changes()
 
-    def remove(self, party: Party) -> Outgoing:
+    def remove(self, party: EndpointAddress) -> Outgoing:
         host = self._host_of.pop(party, None)
         if host is None:
             return []
@@ -59,14 +59,14 @@ class RelayChain:
             del reports[party]
         return self._changes()
 
-    def report_source(self, party: Party, source: Party) -> Outgoing:
+    def report_source(self, party: EndpointAddress, source: EndpointAddress) -> Outgoing:
         """Count a report that `party` gets no data from `source`. Send it a source, which makes it try again."""
         if self._told.get(party, (None,))[0] == source:
             self._reported.setdefault(party, Counter())[source] += 1
         self._told.pop(party, None)
         return self._changes()
 
-    def mark_working(self, party: Party) -> None:
+    def mark_working(self, party: EndpointAddress) -> None:
         """Reset the reports of a subscriber that has received a version."""
         self._reported.pop(party, None)
 
@@ -80,13 +80,13 @@ class RelayChain:
                 out.append((party, FetchFrom(self._count, *route)))
         return out
 
-    def _route(self, party: Party) -> tuple[Party, bool]:
+    def _route(self, party: EndpointAddress) -> tuple[EndpointAddress, bool]:
         host = self._host_of[party]
         reports = self._reported.get(party, Counter())
         source = next((source for source in self._above(party) if reports[source] < MAX_REPORTS), self._publisher)
         return source, self._host_of.get(source, self._host) == host
 
-    def _above(self, party: Party) -> Iterator[Party]:
+    def _above(self, party: EndpointAddress) -> Iterator[EndpointAddress]:
         """Yield the sources of a subscriber, the nearest first."""
         host = self._host_of[party]
         if host == self._host:

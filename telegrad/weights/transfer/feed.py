@@ -9,11 +9,11 @@ from telegrad.weights.transfer.messages import (
     Alive,
     Available,
     Closed,
+    EndpointAddress,
     Finished,
     JoinAgain,
     Leave,
     Outgoing,
-    Party,
     PieceRequest,
     Progress,
     SourceFailed,
@@ -25,16 +25,16 @@ from telegrad.weights.transfer.version_store import VersionStore
 PATIENCE = 10  # ticks for which versions are kept for a lost subscriber that reads every one
 
 
-class Feed:
+class PublisherProtocol:
     """The versions of one publisher, numbered from 1."""
 
-    def __init__(self, me: Party, host: str, keep: int) -> None:
+    def __init__(self, me: EndpointAddress, host: str, keep: int) -> None:
         """`keep`: the maximum number of versions for subscribers that read every one."""
         self.store = VersionStore(keeps_all=True)
-        self.taken: dict[Party, int] = {}  # by subscriber: the last version that its user has read
-        self._every: set[Party] = set()  # subscribers that read every version
+        self.taken: dict[EndpointAddress, int] = {}  # by subscriber: the last version that its user has read
+        self._every: set[EndpointAddress] = set()  # subscribers that read every version
         # lost subscribers of `_every`: their last version, and ticks since
-        self._absent: dict[Party, tuple[int, int]] = {}
+        self._absent: dict[EndpointAddress, tuple[int, int]] = {}
         self._chain = RelayChain(me, host)
         self._keep = keep
 
@@ -49,7 +49,7 @@ class Feed:
         out = self.store.put(number, info)
         return out + self._announce(number)
 
-    def receive(self, sender: Party, message: Any) -> Outgoing:
+    def receive(self, sender: EndpointAddress, message: Any) -> Outgoing:
         if sender not in self.taken:
             return [(sender, JoinAgain())] if not isinstance(message, Leave) else []
         if isinstance(message, Alive):
@@ -69,7 +69,7 @@ class Feed:
         assert isinstance(message, Finished), message
         return self.store.finish(sender, message.number)
 
-    def join(self, party: Party, host: str, taken: int, every: bool) -> Outgoing:
+    def join(self, party: EndpointAddress, host: str, taken: int, every: bool) -> Outgoing:
         """Add a subscriber, new or joining again."""
         self._set_progress(party, taken, every)
         self._absent.pop(party, None)
@@ -93,15 +93,15 @@ class Feed:
     def close(self) -> Outgoing:
         return [(party, Closed()) for party in self.taken]
 
-    def behind(self, number: int) -> list[Party]:
+    def behind(self, number: int) -> list[EndpointAddress]:
         """Return the subscribers whose users have read neither that version nor a later one."""
         return [party for party, taken in self.taken.items() if taken < number]
 
-    def _set_progress(self, party: Party, taken: int, every: bool) -> None:
+    def _set_progress(self, party: EndpointAddress, taken: int, every: bool) -> None:
         self.taken[party] = taken
         (self._every.add if every else self._every.discard)(party)
 
-    def _remove(self, party: Party) -> Outgoing:
+    def _remove(self, party: EndpointAddress) -> Outgoing:
         del self.taken[party]
         self._every.discard(party)
         return self.store.forget(party) + self._chain.remove(party) + self._announce(self.store.newest)

@@ -13,12 +13,12 @@ from typing import Any
 from telegrad.weights.transfer.messages import (
     Alive,
     Available,
+    EndpointAddress,
     FetchFrom,
     Finished,
     JoinAgain,
     Leave,
     Outgoing,
-    Party,
     Piece,
     PieceRequest,
     Progress,
@@ -35,14 +35,14 @@ WINDOW = 4  # pieces requested at a time
 PATIENCE = 10  # ticks without an answer after which the source is reported
 
 
-class Fetcher:
+class SubscriberProtocol:
     """The state machine of one subscriber."""
 
-    def __init__(self, publisher: Party | None = None) -> None:
+    def __init__(self, publisher: EndpointAddress | None = None) -> None:
         """`publisher` must be set before the first message is processed."""
         self.publisher = publisher
         self.store = VersionStore(keeps_all=False)
-        self.source: Party | None = None
+        self.source: EndpointAddress | None = None
         self.whole = True  # True if the source shares its memory
         self._route = 0  # the number of the last FetchFrom
         self._request: VersionRequest | None = None  # for the user, if versions are shared whole
@@ -58,7 +58,7 @@ class Fetcher:
         """True if a request for the user is pending at the source."""
         return self._request is not None
 
-    def receive(self, sender: Party, message: Any) -> Outgoing:
+    def receive(self, sender: EndpointAddress, message: Any) -> Outgoing:
         """Process a message of a reader, of the source or of the publisher."""
         if isinstance(message, VersionRequest):
             return self.store.request_version(sender, message)
@@ -137,7 +137,7 @@ class Fetcher:
         number = self._number or (self._request.least if self._request is not None else 0)
         return [(self.source, Finished(number))] if self.source is not None and number else []
 
-    def _report(self, source: Party) -> Outgoing:
+    def _report(self, source: EndpointAddress) -> Outgoing:
         """Report the source, unless it is the publisher."""
         if self.publisher is None or source != self.source or source == self.publisher:
             return []
@@ -175,7 +175,7 @@ class Fetcher:
             self._request = None
         return out + self._pursue()
 
-    def _opened(self, sender: Party, opened: VersionOpened) -> Outgoing:
+    def _opened(self, sender: EndpointAddress, opened: VersionOpened) -> Outgoing:
         if sender != self.source or opened.number != self._number:
             return []
         info = self._described(opened.info)
@@ -189,7 +189,7 @@ class Fetcher:
         out = self.store.add_piece(message.number, message.piece)
         return out + self._request_pieces() if message.number == self._number else out
 
-    def _refused(self, sender: Party, refused: Refused) -> Outgoing:
+    def _refused(self, sender: EndpointAddress, refused: Refused) -> Outgoing:
         out = self.store.set_available(refused.newest, refused.oldest)
         if sender == self.source:
             if self._request is not None and refused.least == self._request.least:

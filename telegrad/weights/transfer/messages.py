@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 
-class Party(NamedTuple):
+class EndpointAddress(NamedTuple):
     """The address of a publisher (negative number) or a subscriber. The number is unique on its worker."""
 
     worker: str
@@ -55,7 +55,7 @@ class Progress(NamedTuple):
 class SourceFailed(NamedTuple):
     """The subscriber gets no data from that source."""
 
-    source: Party
+    source: EndpointAddress
 
 
 # From a publisher to its subscribers
@@ -72,7 +72,7 @@ class FetchFrom(NamedTuple):
     """The source to fetch from. Of several such messages, the one with the highest number is valid."""
 
     number: int
-    source: Party
+    source: EndpointAddress
     whole: bool  # True: the source is on the same host and shares its memory; False: pieces are fetched, and forwarded
 
 
@@ -148,4 +148,4 @@ class JoinAgain(NamedTuple):
     """The sender has dropped the receiver, since a connection broke. The receiver must repeat its requests."""
 
 
-Outgoing = list[tuple[Party, Any]]  # messages and their recipients
+Outgoing = list[tuple[EndpointAddress, Any]]  # messages and their recipients

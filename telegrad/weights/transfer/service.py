@@ -19,7 +19,7 @@ from telegrad.ext.calls import Agent
 from telegrad.ext.processes import forks
 from telegrad.ext.workers import Identity
 from telegrad.weights.transfer.deltas import DeltaCache
-from telegrad.weights.transfer.messages import JoinAgain, Leave, Outgoing, Party, Piece, WholeVersion
+from telegrad.weights.transfer.messages import EndpointAddress, JoinAgain, Leave, Outgoing, Piece, WholeVersion
 from telegrad.weights.transfer.version_store import VersionStore
 
 TICK = 1.0  # seconds after which unanswered requests are repeated
@@ -37,7 +37,7 @@ class Envelope(NamedTuple):
 class Machine(Protocol):
     store: VersionStore
 
-    def receive(self, sender: Party, message: Any) -> Outgoing: ...
+    def receive(self, sender: EndpointAddress, message: Any) -> Outgoing: ...
 
     def lost(self, incarnation: str) -> Outgoing: ...
 
@@ -45,7 +45,7 @@ class Machine(Protocol):
 class Endpoint:
     """A publisher or subscriber on this worker."""
 
-    def __init__(self, service: WeightsService, me: Party, machine: Machine) -> None:
+    def __init__(self, service: WeightsService, me: EndpointAddress, machine: Machine) -> None:
         self.me = me
         self.changed = threading.Condition()  # guards the machine, and all fields below
         self.memory: dict[int, Tensor] = {}  # by version number
@@ -68,7 +68,7 @@ class Endpoint:
         for to, message, tensors in parcels:
             self._service.send(self, to, message, tensors)
 
-    def take(self, sender: Party, message: Any, tensors: Sequence[Tensor]) -> None:
+    def take(self, sender: EndpointAddress, message: Any, tensors: Sequence[Tensor]) -> None:
         """Process a message."""
         self.update(lambda: self._machine.receive(sender, message))
         self.wake_waiters()
@@ -126,10 +126,10 @@ class WeightsService:
     def __repr__(self) -> str:
         return f"<WeightsService: {len(self._endpoints)} endpoints>"
 
-    def party(self, publishes: bool) -> Party:
+    def party(self, publishes: bool) -> EndpointAddress:
         """Return the address of a new endpoint of this worker."""
         number = next(self._publishers if publishes else self._subscribers)
-        return Party(self.agent.name, self.agent.incarnation, number)
+        return EndpointAddress(self.agent.name, self.agent.incarnation, number)
 
     def add(self, endpoint: Endpoint, name: str = "") -> None:
         """Deliver messages to an endpoint from now on. A publisher is registered under its name.
@@ -161,10 +161,10 @@ class WeightsService:
         if not forks.is_inherited(self):
             self.agent.later(lambda _: endpoint.close(), None)
 
-    def send(self, endpoint: Endpoint, to: Party, message: Any, tensors: Sequence[Tensor] = ()) -> None:
+    def send(self, endpoint: Endpoint, to: EndpointAddress, message: Any, tensors: Sequence[Tensor] = ()) -> None:
         self._send(to, Envelope(to.number, endpoint.me.number, message, tensors))
 
-    def _send(self, to: Party, envelope: Envelope) -> None:
+    def _send(self, to: EndpointAddress, envelope: Envelope) -> None:
         agent = self.agent
         if to.incarnation == agent.incarnation:
             agent.later(lambda envelope: self._deliver(agent.name, agent.incarnation, envelope), envelope)
@@ -176,7 +176,7 @@ class WeightsService:
         self._deliver(sender.name, sender.incarnation, envelope)
 
     def _deliver(self, worker: str, incarnation: str, envelope: Envelope) -> None:
-        sender = Party(worker, incarnation, envelope.sender)
+        sender = EndpointAddress(worker, incarnation, envelope.sender)
         endpoint = self._endpoints.get(envelope.to)
         if endpoint is not None:
             endpoint.take(sender, envelope.message, envelope.tensors)

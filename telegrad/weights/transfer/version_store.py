@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from telegrad.weights.transfer.messages import (
+    EndpointAddress,
     Outgoing,
-    Party,
     Piece,
     PieceRequest,
     Refused,
@@ -35,9 +35,11 @@ class VersionStore:
         self.info: dict[int, VersionInfo] = {}
         self._lent: set[int] = set()  # lent to this endpoint, for its user only
         self._missing: dict[int, set[int]] = {}  # pieces of incomplete versions
-        self._requests: dict[Party, VersionRequest] = {}  # requests that cannot be answered yet
-        self._awaited: dict[tuple[int, int], list[tuple[Party, int]]] = {}  # by version and piece: readers and bases
-        self._reads: dict[Party, int] = {}  # the version whose pieces each reader fetches
+        self._requests: dict[EndpointAddress, VersionRequest] = {}  # requests that cannot be answered yet
+        self._awaited: dict[
+            tuple[int, int], list[tuple[EndpointAddress, int]]
+        ] = {}  # by version and piece: readers and bases
+        self._reads: dict[EndpointAddress, int] = {}  # the version whose pieces each reader fetches
 
     def is_complete(self, number: int) -> bool:
         return number in self.info and number not in self._missing
@@ -106,12 +108,12 @@ class VersionStore:
 
     # Readers
 
-    def request_version(self, reader: Party, request: VersionRequest) -> Outgoing:
+    def request_version(self, reader: EndpointAddress, request: VersionRequest) -> Outgoing:
         self._end_read(reader)
         self._requests[reader] = request
         return self._settle()
 
-    def request_piece(self, reader: Party, request: PieceRequest) -> Outgoing:
+    def request_piece(self, reader: EndpointAddress, request: PieceRequest) -> Outgoing:
         number, piece, base = request
         if self._reads.get(reader) != number:
             return []  # sent before the reader knew that this version was dropped
@@ -120,7 +122,7 @@ class VersionStore:
             return []
         return [(reader, Piece(number, piece, base))]
 
-    def finish(self, reader: Party, number: int) -> Outgoing:
+    def finish(self, reader: EndpointAddress, number: int) -> Outgoing:
         """Drop a reader's requests for that version."""
         if self._reads.get(reader) == number:
             self._end_read(reader)
@@ -129,16 +131,16 @@ class VersionStore:
             del self._requests[reader]
         return self._settle()
 
-    def readers(self) -> set[Party]:
+    def readers(self) -> set[EndpointAddress]:
         """Return the readers that wait for a version, or fetch its pieces."""
         return self._requests.keys() | self._reads.keys()
 
-    def forget(self, reader: Party) -> Outgoing:
+    def forget(self, reader: EndpointAddress) -> Outgoing:
         self._requests.pop(reader, None)
         self._end_read(reader)
         return self._settle()
 
-    def _end_read(self, reader: Party) -> None:
+    def _end_read(self, reader: EndpointAddress) -> None:
         if self._reads.pop(reader, None) is not None:
             rest = {place: [each for each in waiting if each[0] != reader] for place, waiting in self._awaited.items()}
             self._awaited = {place: waiting for place, waiting in rest.items() if waiting}
@@ -153,7 +155,9 @@ class VersionStore:
         self._lent &= self.info.keys()
         return out
 
-    def _answers(self, reader: Party, request: VersionRequest) -> Iterator[WholeVersion | VersionOpened | Refused]:
+    def _answers(
+        self, reader: EndpointAddress, request: VersionRequest
+    ) -> Iterator[WholeVersion | VersionOpened | Refused]:
         number = request.least if request.exact else self.newest_complete()
         is_here = number >= request.least and number in self.info and number not in self._lent
         if is_here and (self.is_complete(number) or not request.whole):
