@@ -40,10 +40,10 @@ def _mark(where: Any, name: str, *labels: str) -> None:
 
 def mark_all(worker: str) -> None:
     """Set the marks of this process."""
-    from telegrad._core.agent import agent, answers, server
+    from telegrad._core.agent import agent, answers, call_server
     from telegrad._core.calls import attachments
     from telegrad._core.transport.link import Link
-    from telegrad.autograd import contexts, parts
+    from telegrad.autograd import contexts, pass_parts
     from telegrad.autograd.engine import engine, record
 
     for where, name, *texts in (
@@ -51,11 +51,11 @@ def mark_all(worker: str) -> None:
         (Link, "send", "writes a frame", "has written"),
         (agent, "encode", "encodes the call"),
         (attachments.Layers, "take_tensors", "takes tensors out of a message"),
-        (server.Server, "_run", "begins the call"),
+        (call_server.Server, "_run", "begins the call"),
         (answers.Answers, "made_of", "has run the function"),
         (record, "receive", "gives tensors a history", "has given"),
         (engine, "run_backward", "enters torch's engine", "leaves torch's engine"),
-        (parts.LocalParts, "_work", "begins its part of the pass", "has ended it"),
+        (pass_parts.LocalParts, "_work", "begins its part of the pass", "has ended it"),
         (contexts.Contexts, "release", "releases the context", "has released it"),
     ):
         _mark(where, name, *(f"{worker} {text}" for text in texts))

@@ -33,7 +33,7 @@ MODULES = (
     "telegrad.compat",
 )
 EXTENSIONS = "telegrad.ext"  # for its modules, the names alone: their signatures are those of the core
-HANDED_OUT = (("telegrad.launch.local", "LocalGroup"), ("telegrad._core.rpc.references", "Proxy"))  # imported by nobody
+HANDED_OUT = (("telegrad.launch.local", "LocalGroup"), ("telegrad._core.rpc.rref", "Proxy"))  # imported by nobody
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 

@@ -248,7 +248,7 @@ LEFT_OUT = {
     "telegrad.weights.Box", "telegrad.weights.Shard", "telegrad.weights.Version", "telegrad.insight.GradientGraph",
     "telegrad.launch.local.LocalGroup", "telegrad.launch.local.LocalGroup.ended",
     "telegrad.launch.local.LocalGroup.__exit__",
-    "telegrad._core.rpc.references.Proxy", "telegrad._core.rpc.references.Proxy.__call__", "telegrad.rpc.RRef.__call__",
+    "telegrad._core.rpc.rref.Proxy", "telegrad._core.rpc.rref.Proxy.__call__", "telegrad.rpc.RRef.__call__",
     "telegrad.rpc.Future",
     "telegrad.nn.RemoteModule.parameters", "telegrad.nn.RemoteModule.buffers",  # which are refused as a whole
     "telegrad.nn.RemoteModule.register_buffer", "telegrad.nn.RemoteModule.register_parameter",

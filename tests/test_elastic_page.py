@@ -13,9 +13,9 @@ import pytest
 
 import telegrad
 from telegrad._core.joining.generation_keys import look
-from telegrad._core.stores.board import KeyValueStore
 from telegrad._core.stores.find_directory import POINTER, Pointer, connect
 from telegrad._core.stores.group_keys import user_keys
+from telegrad._core.stores.key_value_store import KeyValueStore
 from telegrad._core.stores.stores import open_store
 from tests.cluster import PATIENCE, wait_until
 

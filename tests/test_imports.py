@@ -73,18 +73,18 @@ PURE = [
     "_core/devices/device_maps.py",
     "_core/security/handshake.py",
     "_core/security/noise.py",
-    "_core/security/records.py",
+    "_core/security/encrypted_records.py",
     "_core/transport/reading.py",
     "_core/transport/silence.py",
     "_core/security/refusals.py",
-    "_core/directory/protocol.py",
+    "_core/directory/directory.py",
     "_core/directory/requests.py",
     "_core/directory/channel.py",
     "directories/redis_settings.py",
     "directories/etcd_messages.py",
     "_core/membership/members.py",
     "_core/joining/launchers.py",
-    "_core/joining/attendance.py",
+    "_core/joining/arrivals.py",
     "_core/membership/shutdown_barrier.py",
     "_core/stores/supervised.py",
     "_core/joining/quorum.py",
@@ -94,19 +94,19 @@ PURE = [
     "_core/reactor/scheduler.py",
     "_core/streams/flow_control.py",
     "_core/retries/retry_queue.py",
-    "_core/references/letters.py",
-    "_core/references/records.py",
-    "_core/references/protocol.py",
+    "_core/references/control_messages.py",
+    "_core/references/ownership_records.py",
+    "_core/references/reference_protocol.py",
     "_core/references/delivery.py",
     "autograd/engine/schedule.py",
     "autograd/engine/passes.py",
     "groups/selection.py",
     "pipeline/pipeline_schedule.py",
-    "weights/transfer/messages.py",
+    "weights/transfer/weight_messages.py",
     "weights/transfer/version_store.py",
     "weights/transfer/chain.py",
-    "weights/transfer/feed.py",
-    "weights/transfer/fetcher.py",
+    "weights/transfer/publisher_protocol.py",
+    "weights/transfer/subscriber_protocol.py",
     "weights/shards.py",
     "insight/finding.py",
     "insight/wait_graph.py",
@@ -262,7 +262,7 @@ def test_the_checks_find_what_is_wrong() -> None:
     assert past_the_interface("rpc", inside) == []
     assert impurities("def f():\n    import torch.nn") == {"torch"}
     assert in_circles({"a": {"b"}, "b": {"c", "d"}, "c": {"a"}, "d": set(), "e": {"a"}}) == {"a", "b", "c"}
-    assert leads_to("telegrad.rpc.RRef") == {"telegrad._core.rpc.references"}
+    assert leads_to("telegrad.rpc.RRef") == {"telegrad._core.rpc.rref"}
     assert (
         leads_to("telegrad._core.worker.current.agent")
         == leads_to("telegrad._core.worker.current")

@@ -128,7 +128,7 @@ def test_no_other_file_of_the_package_makes_files() -> None:
 READ_ELSEWHERE = {  # what the kernel tells, the package's own files, a file that the command line names
     *(
         "directories/on_redis.py",
-        "_core/directory/table.py",
+        "_core/directory/lease_table.py",
         "_core/stores/address.py",
         "_core/host/host_memory.py",
         "insight/collect.py",
@@ -136,7 +136,7 @@ READ_ELSEWHERE = {  # what the kernel tells, the package's own files, a file tha
         "insight/web.py",
     ),
     *("supervision/run_command.py", "_core/memory/heap.py", "_core/transport/process_state.py"),
-    *("reporting/desk.py", "reporting/observer.py", "reporting/stacks.py"),
+    *("reporting/debug_server.py", "reporting/observer.py", "reporting/stacks.py"),
 }
 
 

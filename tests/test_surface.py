@@ -48,7 +48,7 @@ def test_the_source_exports_what_the_module_has(module: str) -> None:
     ("module", "before", "after"),
     [
         ("telegrad._core.start.life", "def stop_serving() -> None", "def stop_serving(name: str) -> None"),
-        ("telegrad._core.rpc.api", "def rpc_sync(\n    to: str | int", "def rpc_sync(\n    to: int"),
+        ("telegrad._core.rpc.remote_calls", "def rpc_sync(\n    to: str | int", "def rpc_sync(\n    to: int"),
         ("telegrad._core.start.life", "graceful: bool = True", "graceful: bool = False"),
     ],
 )

@@ -30,7 +30,7 @@ from telegrad.autograd.engine import guard
 from telegrad.autograd.engine.captures import Capture
 from telegrad.autograd.engine.passes import ENDED, Abandon, Driver, Failed, LeftOut, PassSpec, Report, Task
 from telegrad.autograd.engine.record import AutogradContext, entered_id, read_id
-from telegrad.autograd.parts import LocalParts, OpenRoots
+from telegrad.autograd.pass_parts import LocalParts, OpenRoots
 from telegrad.errors import CallTimeout, ContextEnded, PeerError, PeerLost, TelegradError, UnusedSends, UsageError
 
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from telegrad._core import checks
 from telegrad._core.calls.compiling import not_compiled
 from telegrad._core.calls.futures import Signal
-from telegrad.autograd.api import check_context_id, conductor
 from telegrad.autograd.engine.captures import Capture
+from telegrad.autograd.entry_points import check_context_id, conductor
 from telegrad.errors import UsageError
 
 

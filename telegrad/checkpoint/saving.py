@@ -13,8 +13,8 @@ from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, S
 from torch.distributed.checkpoint.storage import WriteResult
 
 from telegrad.checkpoint.background import BackgroundSaves
-from telegrad.checkpoint.copies import Copies, HostMemoryPool
 from telegrad.checkpoint.folders import Files, Path, discard, keep_newest, tidy
+from telegrad.checkpoint.host_copies import Copies, HostMemoryPool
 from telegrad.checkpoint.state import NO_LIMIT, Share, folder_of, packed, pickled, shares_of
 from telegrad.ext.arguments import checks
 from telegrad.ext.calls import Future, StepCounter, call_all

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from telegrad._core.host.live_objects import instances
 from telegrad._core.worker import current
-from telegrad.autograd import api
+from telegrad.autograd import entry_points
 from telegrad.autograd.engine.edges import edge_of
 from telegrad.autograd.engine.record import OWNER_SHIFT, AutogradContext, RecvNode, Send, entered_id
 from telegrad.compat.missing import missing_from
@@ -46,7 +46,7 @@ def _run_backward(context_id: int, roots: list[Tensor], retain_graph: bool) -> N
         if isinstance(root, Tensor) and root.requires_grad and root.numel() == 1 and root.grad_fn is None:
             raise AutogradError("root does not have a valid gradient function: it is a leaf, nothing was computed")
     try:
-        api.backward(context_id, roots, retain_graph)
+        entry_points.backward(context_id, roots, retain_graph)
     except TelegradError:
         raise
     except Exception as error:
@@ -64,7 +64,7 @@ def _where(error: Exception) -> int:
 
 
 def _find_gradients(context_id: int) -> dict[Tensor, Tensor]:
-    return api.get_gradients(context_id)
+    return entry_points.get_gradients(context_id)
 
 
 def dist_backward(context_id: int, roots: list[Tensor], retain_graph: bool = False) -> None:
@@ -125,7 +125,7 @@ class SendFunction:
 
 def _new_context() -> DistAutogradContext:
     """Enter a new context on this thread, until `_release_context`."""
-    entering = api.context()
+    entering = entry_points.context()
     made = _retrieve_context(entering.__enter__())
     made._entered = entering
     return made

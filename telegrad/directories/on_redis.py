@@ -87,7 +87,7 @@ def connect(url: str, patience: float = 10.0) -> RedisDirectory:
 
 
 class RedisDirectory:
-    """A client of a directory on a Redis server. `telegrad/_core/directory/protocol.py` documents its methods."""
+    """A client of a directory on a Redis server. `telegrad/_core/directory/directory.py` documents its methods."""
 
     def __init__(self, url: str, group: str, patience: float = 10.0) -> None:
         """Connect and check the server.

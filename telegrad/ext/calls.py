@@ -2,10 +2,10 @@
 
 from telegrad._core.agent import inspection
 from telegrad._core.agent.agent import Agent
+from telegrad._core.agent.call_server import ASYNC_MARK, Deferred
 from telegrad._core.agent.fanout import EachCall
 from telegrad._core.agent.incoming import Incoming
 from telegrad._core.agent.pending_call import PendingCall
-from telegrad._core.agent.server import ASYNC_MARK, Deferred
 from telegrad._core.calls import call_context, futures, profiling
 from telegrad._core.calls.awaiting import completion_of
 from telegrad._core.calls.call_context import NestedCall
@@ -17,15 +17,15 @@ from telegrad._core.calls.profiling import Event
 from telegrad._core.retries import retry
 from telegrad._core.retries.retry import await_workers, wait_or_cancel
 from telegrad._core.retries.retry_queue import RetryPolicy
-from telegrad._core.rpc.api import remote, rpc_async, rpc_sync
 from telegrad._core.rpc.conversion import convert
 from telegrad._core.rpc.joint_calls import call_all, summary
+from telegrad._core.rpc.remote_calls import remote, rpc_async, rpc_sync
 from telegrad._core.rpc.stalls import StepCounter
 from telegrad._core.streams.producer import current_call
 from telegrad._core.worker.caller_context import CallerContext
+from telegrad._core.worker.fifo_lock import FifoLock
 from telegrad._core.worker.prepared_call import Call
 from telegrad._core.worker.targets import target
-from telegrad._core.worker.turns import FifoLock
 
 __all__ = [
     "ASYNC_MARK",

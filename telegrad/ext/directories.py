@@ -1,7 +1,7 @@
 """The protocol that a directory engine implements, and the functions for its clients."""
 
 from telegrad._core.directory.client import EmbeddedDirectory
-from telegrad._core.directory.protocol import (
+from telegrad._core.directory.directory import (
     ABSENT,
     Compacted,
     DirectoryLost,

@@ -1,14 +1,14 @@
 """Records of a forward pass, and parts of a backward pass that an extension runs itself."""
 
-from telegrad.autograd.api import FusedStep, Step, check_context_id, check_root, check_step
 from telegrad.autograd.conductor import Conductor
-from telegrad.autograd.engine import replicas, sharded
+from telegrad.autograd.engine import replicas, sharded_gradients
 from telegrad.autograd.engine.edges import edge_of, run_backward
 from telegrad.autograd.engine.engine import KINDS, UNSHARED
 from telegrad.autograd.engine.gradients import Gradients
 from telegrad.autograd.engine.node_calls import is_function
 from telegrad.autograd.engine.record import AutogradContext, Inside, Origin, RecvNode, Send, entered_id
 from telegrad.autograd.engine.schedule import PLAIN
+from telegrad.autograd.entry_points import FusedStep, Step, check_context_id, check_root, check_step
 
 __all__ = [
     "KINDS",
@@ -31,5 +31,5 @@ __all__ = [
     "is_function",
     "replicas",
     "run_backward",
-    "sharded",
+    "sharded_gradients",
 ]

@@ -1,7 +1,7 @@
 """How a worker starts: stores of torch, joining, entering a group."""
 
-from telegrad._core.joining import joining
-from telegrad._core.joining.joining import shows_life, ttl_of
+from telegrad._core.joining import join
+from telegrad._core.joining.join import shows_life, ttl_of
 from telegrad._core.start.life import check_free, enter_group
 from telegrad._core.stores import stores
 from telegrad._core.stores.stores import RendezvousStore
@@ -11,7 +11,7 @@ __all__ = [
     "RendezvousStore",
     "check_free",
     "enter_group",
-    "joining",
+    "join",
     "reach_tcp",
     "serve_on",
     "serve_tcp",

@@ -9,7 +9,7 @@ from telegrad.errors import InvalidArgument, UnknownWorker, UsageError
 from telegrad.ext.arguments import checks
 from telegrad.ext.calls import DEFAULT, RetryPolicy, check_timeout, convert, not_compiled, retry, target
 from telegrad.ext.workers import View, WorkerInfo, current, listed
-from telegrad.groups import group_calls, meetings, reduction, ref_group
+from telegrad.groups import collectives, group_calls, reduction, ref_group
 from telegrad.groups.group_calls import GroupFuture
 from telegrad.groups.ref_group import RefGroup
 from telegrad.groups.selection import ALL, FILTER, MINUS, NAMED, PLUS, ROLE, SLICE, Selection
@@ -404,7 +404,7 @@ class Group:
             CallTimeout: some workers did not arrive in time; the message names them.
             PeerLost: a worker died, or left, before it arrived.
         """
-        meetings.meet("barrier", self, name, None, timeout)
+        collectives.meet("barrier", self, name, None, timeout)
 
     @not_compiled
     def all_reduce(
@@ -423,4 +423,4 @@ class Group:
         Returns:
             The combined value, on each worker.
         """
-        return meetings.meet("all_reduce", self, name, value, timeout, meetings.add if op is None else op)
+        return collectives.meet("all_reduce", self, name, value, timeout, collectives.add if op is None else op)

@@ -15,7 +15,7 @@ from telegrad.ext.arguments import checks
 from telegrad.ext.calls import DEFAULT, limit_of
 from telegrad.ext.starting import reach_tcp, serve_tcp
 from telegrad.ext.workers import current
-from telegrad.groups import meetings
+from telegrad.groups import collectives
 from telegrad.groups.group import Group
 
 LONGEST = 1800.0  # seconds, if the caller sets no limit: torch requires one
@@ -45,7 +45,7 @@ def process_group(group: Group, backend: str = "gloo", timeout: float = DEFAULT)
         address = worker.me.tcp[0]
         store, port = serve_tcp(address, 0)
         brings = address, port, secrets.token_hex(8)
-    met = meetings.meet("process_group", group, backend, brings, timeout)
+    met = collectives.meet("process_group", group, backend, brings, timeout)
     names = [name for name, _ in met]
     place = met[0][1]
     if place is None:

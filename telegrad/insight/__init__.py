@@ -77,7 +77,7 @@ def dump() -> pathlib.Path | None:
         >>> file = telegrad.insight.dump()
     """
     from telegrad.ext.workers import current
-    from telegrad.reporting.witness import introspection_of
+    from telegrad.reporting.introspection import introspection_of
 
     return introspection_of(current.here()).dump()
 

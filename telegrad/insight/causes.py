@@ -40,7 +40,7 @@ from telegrad.insight.wait_graph import (
     WaitGraph,
     lock_of,
 )
-from telegrad.reporting.account import LEAVING, MEETINGS, QUEUED, RUNNING, Thread, counts
+from telegrad.reporting.worker_state import LEAVING, MEETINGS, QUEUED, RUNNING, Thread, counts
 
 LULL = 60.0  # seconds that a worker may be idle and still counts as busy
 

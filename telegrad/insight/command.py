@@ -22,7 +22,7 @@ from telegrad.errors import UsageError
 from telegrad.ext.processes import loopback
 from telegrad.insight.reading.source import Source
 from telegrad.insight.seen_groups import DumpFiles, HostGroup, groups_here
-from telegrad.reporting.desk import HAS_DEBUG_SERVERS
+from telegrad.reporting.debug_server import HAS_DEBUG_SERVERS
 
 LONGEST = 20.0  # seconds, after which no further group is queried
 NONE_HERE = 2  # the exit code if there is no worker

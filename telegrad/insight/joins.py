@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from telegrad.insight.finding import NOTE, WEIGHTS, Finding
 from telegrad.insight.phrases import lines_of, seconds, several, stacks
 from telegrad.insight.wait_graph import WaitGraph
-from telegrad.reporting.account import JOINING, Wait, WorkerState
+from telegrad.reporting.worker_state import JOINING, Wait, WorkerState
 
 _STORE = re.compile(r"the store at (\S+?),")
 

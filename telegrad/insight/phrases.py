@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from math import isinf
 
 from telegrad.insight.wait_graph import CALL, GATHER, PASS, SLOTS, THREAD, WORK, GroupIndex, Node, is_innermost, lock_of
-from telegrad.reporting.account import QUEUED, Line, Thread
+from telegrad.reporting.worker_state import QUEUED, Line, Thread
 
 FEW = 4  # waits or names that are listed individually
 INDENT = "    "  # of a source line below the sentence about it

@@ -16,8 +16,8 @@ from telegrad.ext.processes import loopback
 from telegrad.ext.workers import current
 from telegrad.insight.export.event_counters import EventCounters
 from telegrad.insight.export.serving import BoundedServer
-from telegrad.reporting.account import JOINING, LEAVING, MEMBER, QUEUED, RUNNING, UNFINISHED, WorkerState, counts
-from telegrad.reporting.witness import introspection_of
+from telegrad.reporting.introspection import introspection_of
+from telegrad.reporting.worker_state import JOINING, LEAVING, MEMBER, QUEUED, RUNNING, UNFINISHED, WorkerState, counts
 from telegrad.version import VERSION
 
 try:

@@ -16,7 +16,7 @@ from telegrad.insight.joins import generations, joining, unanswered
 from telegrad.insight.phrases import INDENT, doing, lasting, plural, seconds, several
 from telegrad.insight.reading.source import GroupSnapshot
 from telegrad.insight.wait_graph import Node, WaitGraph
-from telegrad.reporting.account import JOINING, LEAVING, QUEUED, RUNNING, WorkerState, counts
+from telegrad.reporting.worker_state import JOINING, LEAVING, QUEUED, RUNNING, WorkerState, counts
 
 LONG = 1.0  # seconds from which a wait counts as long
 COLUMNS = 100

@@ -16,14 +16,14 @@ from telegrad.ext.texts import safe
 from telegrad.insight.phrases import several
 from telegrad.insight.reading.process_report import inspect
 from telegrad.insight.reading.source import GroupSnapshot
-from telegrad.reporting import desk
-from telegrad.reporting.account import WorkerState
+from telegrad.reporting import debug_server
+from telegrad.reporting.debug_server import DebugAddress, ask_all
 from telegrad.reporting.decoding import ACCOUNT, DUMP, FILE, GROUP, GROUP_EVENTS, Malformed, decode
-from telegrad.reporting.desk import DebugAddress, ask_all
 from telegrad.reporting.dump import LARGEST
+from telegrad.reporting.worker_state import WorkerState
 
 if TYPE_CHECKING:
-    from telegrad.reporting.witness import Introspection
+    from telegrad.reporting.introspection import Introspection
 
 AT_ONCE = 32  # silent processes that are inspected concurrently
 MOST_LOOKED_AT = 256  # silent processes that are inspected, which takes half a second for each
@@ -44,7 +44,7 @@ class OwnGroup:
         if not silent:
             return GroupSnapshot(accounts, silent)
         # A member's Unix socket has its process in its name: "telegrad-PID-...".
-        places = {(place.worker, f"telegrad-{place.pid}"): place for place in desk.places()}
+        places = {(place.worker, f"telegrad-{place.pid}"): place for place in debug_server.places()}
         processes = ((member.name, member.unix.rpartition("-")[0]) for member in self._witness.observer.members())
         here = {known[0]: places[known] for known in processes if known[0] in silent and known in places}
         return _sight(accounts, silent | _states(here), here)
@@ -60,7 +60,7 @@ def own_group() -> OwnGroup:
         NotInitialized: this process is in no group.
     """
     from telegrad.ext.workers import current  # not at the top: the commands inspect without torch
-    from telegrad.reporting.witness import introspection_of
+    from telegrad.reporting.introspection import introspection_of
 
     return OwnGroup(introspection_of(current.here()))
 
@@ -155,7 +155,7 @@ def groups_here() -> dict[str, HostGroup]:
 
     Root gets those of all users. A worker is assigned only to a group of its own user.
     """
-    told = ask_all(desk.places(), ACCOUNT, None, SOON)
+    told = ask_all(debug_server.places(), ACCOUNT, None, SOON)
     found: dict[tuple[int, str], list[DebugAddress]] = {}
     known: dict[tuple[int, str], list[Any]] = {}  # answers of the other workers
     silent: list[DebugAddress] = []

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from telegrad.insight.reading.source import GroupSnapshot
-from telegrad.reporting.account import (
+from telegrad.reporting.worker_state import (
     LEAVING,
     MEETINGS,
     MEMBER,

@@ -9,14 +9,14 @@ from torch import Tensor, nn
 
 from telegrad._core import checks
 from telegrad._core.modules.module_tree import RemotePart, parameters_of
-from telegrad._core.rpc.api import rpc_async
 from telegrad._core.rpc.joint_calls import call_all
-from telegrad._core.rpc.references import RRef
+from telegrad._core.rpc.remote_calls import rpc_async
+from telegrad._core.rpc.rref import RRef
 from telegrad._core.worker import current
 from telegrad.errors import UsageError
-from telegrad.optim.local import LocalOptimizer
 from telegrad.optim.norms import check_norms, limited, norm_of, scale
 from telegrad.optim.optimizer import DistributedOptimizer
+from telegrad.optim.owner_optimizer import LocalOptimizer
 
 
 def clip_grad_norm_(

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from telegrad._core.atfork import in_child, renewed
-from telegrad._core.worker.turns import FifoLock
+from telegrad._core.worker.fifo_lock import FifoLock
 
 _lock = renewed(threading.Lock())  # guards _guards
 _guards: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # by parameter

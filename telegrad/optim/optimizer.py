@@ -20,16 +20,24 @@ from telegrad._core.calls.futures import Future
 from telegrad._core.hints import hint
 from telegrad._core.modules.module_tree import Model, RemotePart, branches
 from telegrad._core.modules.remote_module import RemoteModule
-from telegrad._core.rpc.api import rpc_async
 from telegrad._core.rpc.joint_calls import call_all
-from telegrad._core.rpc.references import RRef
+from telegrad._core.rpc.remote_calls import rpc_async
 from telegrad._core.rpc.restorable import ensure_present
+from telegrad._core.rpc.rref import RRef
 from telegrad._core.worker import current
 from telegrad.autograd.engine.record import Inside
 from telegrad.errors import ContextEnded, InvalidArgument, TelegradError, UsageError
-from telegrad.optim.local import Hyperparameters, LocalOptimizer, agreed, ask, changed, check_maker, hyperparameters
+from telegrad.optim.fused_step import Clipped, Done, StepRide, Whole, has_hooks_before, may_ride
 from telegrad.optim.norms import check_norms
-from telegrad.optim.riding import Clipped, Done, StepRide, Whole, has_hooks_before, may_ride
+from telegrad.optim.owner_optimizer import (
+    Hyperparameters,
+    LocalOptimizer,
+    agreed,
+    ask,
+    changed,
+    check_maker,
+    hyperparameters,
+)
 from telegrad.optim.untraced import import_tracer, may_import
 
 if TYPE_CHECKING:

@@ -20,7 +20,17 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from telegrad.ext.graphs import KINDS, PLAIN, UNSHARED, Gradients, edge_of, is_function, replicas, run_backward, sharded
+from telegrad.ext.graphs import (
+    KINDS,
+    PLAIN,
+    UNSHARED,
+    Gradients,
+    edge_of,
+    is_function,
+    replicas,
+    run_backward,
+    sharded_gradients,
+)
 
 Node = Any
 
@@ -92,7 +102,7 @@ def _find_leaves(starts: Iterable[Node], inlet: Node | None) -> _Graph:
     leaves: list[Node] = []
     nodes: list[Node] = []
     is_plain = True
-    averaged = replicas.replicated() | sharded.unsharded_ids(sharded.sharded_modules())
+    averaged = replicas.replicated() | sharded_gradients.unsharded_ids(sharded_gradients.sharded_modules())
     seen = {None, inlet}
     stack = [(node, False) for node in starts]
     while stack:

@@ -2,7 +2,7 @@
 
 An answer comes from another process, which may run another version or not be a worker at all; a file may be damaged. So
 all answers pass through `decode`, which checks their form and sizes and sanitizes their texts. Code that uses the
-result can rely on the types in `reporting/account.py`, and print each text.
+result can rely on the types in `reporting/worker_state.py`, and print each text.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, Union
 
 from telegrad.ext.events import Event, events
 from telegrad.ext.texts import safe
-from telegrad.reporting.account import WorkerState
+from telegrad.reporting.worker_state import WorkerState
 
 ACCOUNT, GROUP, EVENTS, GROUP_EVENTS, DUMP = "account", "group", "events", "group events", "dump"  # topics
 CALL = "call"
@@ -138,7 +138,7 @@ _PLAIN: dict[Any, _Check] = {str: _text, int: _integer, float: _number, bool: _t
 
 
 def _check_for(kind: Any) -> _Check:
-    """Return the check for a type of `reporting/account.py`."""
+    """Return the check for a type of `reporting/worker_state.py`."""
     if kind in _PLAIN:
         return _PLAIN[kind]
     origin, inner = typing.get_origin(kind), typing.get_args(kind)

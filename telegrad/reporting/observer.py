@@ -18,7 +18,9 @@ from telegrad.ext.references import ReferenceTable
 from telegrad.ext.texts import progress
 from telegrad.ext.workers import Member
 from telegrad.reporting import stacks
-from telegrad.reporting.account import (
+from telegrad.reporting.recorder import recorder
+from telegrad.reporting.waits import wait_of, wait_on
+from telegrad.reporting.worker_state import (
     JOINING,
     MEETINGS,
     MEMBER,
@@ -33,8 +35,6 @@ from telegrad.reporting.account import (
     WorkerState,
     listed,
 )
-from telegrad.reporting.recorder import recorder
-from telegrad.reporting.waits import wait_of, wait_on
 
 PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
 

@@ -10,11 +10,11 @@ from typing import Any
 from telegrad.ext.calls import PendingCall, futures
 from telegrad.ext.graphs import Conductor
 from telegrad.ext.references import SlotFilled
-from telegrad.ext.starting import joining, stores
+from telegrad.ext.starting import join, stores
 from telegrad.ext.texts import progress
 from telegrad.ext.workers import Leaving, Membership
-from telegrad.reporting.account import MEETINGS, Wait
 from telegrad.reporting.stacks import is_library
+from telegrad.reporting.worker_state import MEETINGS, Wait
 
 Missing = Callable[[], list[str]]
 Names = dict[str, Any]
@@ -89,7 +89,7 @@ def _future(names: Names, _: Missing) -> Wait | None:
 
 
 _WAITS: dict[CodeType, Callable[[Names, Missing], Wait | None]] = {
-    joining.join.__code__: _joining,
+    join.join.__code__: _joining,
     stores.join_store.__code__: _meeting,
     Membership.wait_for.__code__: _gathering,
     Leaving.wait.__code__: _parting,

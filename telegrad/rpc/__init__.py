@@ -10,7 +10,8 @@ with gc_paused():
     from telegrad._core.calls.cancelling import cancelled
     from telegrad._core.calls.futures import Future
     from telegrad._core.membership.members import WorkerInfo
-    from telegrad._core.rpc.api import (
+    from telegrad._core.rpc.presence import on_join, on_leave, on_lost, wait_for_workers, workers
+    from telegrad._core.rpc.remote_calls import (
         UNSET_RPC_TIMEOUT,
         _rref_context_get_debug_info,
         debug_info,
@@ -20,8 +21,7 @@ with gc_paused():
         rpc_stream,
         rpc_sync,
     )
-    from telegrad._core.rpc.presence import on_join, on_leave, on_lost, wait_for_workers, workers
-    from telegrad._core.rpc.references import RRef
+    from telegrad._core.rpc.rref import RRef
     from telegrad._core.security.tls import TlsFiles
     from telegrad._core.start.elastic import Generation
     from telegrad._core.start.generations import generation, rendezvous_again
@@ -38,7 +38,7 @@ with gc_paused():
     from telegrad.groups.group_calls import GroupFuture
     from telegrad.groups.ref_group import RefGroup
     from telegrad.publishing.published import lookup, publish
-    from telegrad.reporting import witness as _witness  # noqa: F401 - registers itself, for `telegrad why`
+    from telegrad.reporting import introspection as _witness  # noqa: F401 - registers itself, for `telegrad why`
     from telegrad.rpc import functions
 
 PyRRef = RRef  # its name in the documentation of torch.distributed.rpc

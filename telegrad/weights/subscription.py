@@ -13,8 +13,9 @@ from telegrad.ext.calls import known_as
 from telegrad.ext.workers import Identity, current, listed
 from telegrad.weights.publisher import PublisherEndpoint
 from telegrad.weights.transfer.deltas import Delta, apply_deltas
-from telegrad.weights.transfer.fetcher import SubscriberProtocol
-from telegrad.weights.transfer.messages import (
+from telegrad.weights.transfer.subscriber_protocol import SubscriberProtocol
+from telegrad.weights.transfer.tree_layout import Layout
+from telegrad.weights.transfer.weight_messages import (
     Closed,
     EndpointAddress,
     JoinAgain,
@@ -23,9 +24,8 @@ from telegrad.weights.transfer.messages import (
     VersionOpened,
     WholeVersion,
 )
-from telegrad.weights.transfer.service import TICK, Endpoint, WeightsService
-from telegrad.weights.transfer.tree_layout import Layout
-from telegrad.weights.version import Version
+from telegrad.weights.transfer.weight_service import TICK, Endpoint, WeightsService
+from telegrad.weights.weight_version import Version
 
 MARGIN = 5.0  # seconds added to a call's timeout beyond the wait on the callee
 

@@ -13,7 +13,7 @@ import pytest
 from telegrad import rpc
 from telegrad._core.worker import current
 from telegrad._core.worker.worker import Worker
-from telegrad.reporting.witness import introspection_of
+from telegrad.reporting.introspection import introspection_of
 from tests.cluster import agents, wait_until
 
 _alive: list[weakref.ref[Any]] = []

@@ -12,7 +12,7 @@ import pytest
 from telegrad.autograd.engine.passes import DeclareDead, PassSpec
 from telegrad.autograd.engine.record import AutogradContext
 from telegrad.autograd.mailbox import Mailbox
-from telegrad.autograd.parts import LocalParts
+from telegrad.autograd.pass_parts import LocalParts
 
 SPEC = PassSpec(1, "driver", 1, False, False, False, ("driver",))
 TASK, OTHER = DeclareDead(SPEC, ("", 1)), DeclareDead(SPEC, ("", 2))

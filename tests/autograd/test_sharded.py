@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from telegrad import autograd
-from telegrad.autograd.engine.sharded import ShardedPart
+from telegrad.autograd.engine.sharded_gradients import ShardedPart
 from telegrad.nn import Pipeline, RemoteModule
 from telegrad.optim import DistributedOptimizer
 from telegrad.rpc import RRef

@@ -9,7 +9,7 @@ import torch
 
 import telegrad.rpc as rpc
 from telegrad import errors
-from telegrad._core.memory import lanes
+from telegrad._core.memory import extra_streams
 from telegrad._core.start import cluster
 from telegrad.weights import publisher
 from tests.chaos import functions, leaks
@@ -35,7 +35,7 @@ def join(rank: int, count: int, port: int, transport: str, timeout: float, proxy
     _board = Board(board, count)
     torch.set_num_threads(1)
     leaks.keep_briefly()
-    lanes.STRIPE_FROM = STRIPE_FROM
+    extra_streams.STRIPE_FROM = STRIPE_FROM
     publisher.PIECE = PIECE
     if transport == "tcp":  # as workers of several hosts have it
         cluster.host_identity = lambda: f"host{rank % HOSTS}"  # type: ignore[attr-defined]

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from telegrad._core.directory.protocol import (
+from telegrad._core.directory.directory import (
     ABSENT,
     KEY_BYTES,
     VALUE_BYTES,

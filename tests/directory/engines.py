@@ -10,11 +10,11 @@ import threading
 import time
 from collections.abc import Callable
 
-from telegrad._core.directory import server
+from telegrad._core.directory import directory_server
 from telegrad._core.directory.client import EmbeddedDirectory, EmbeddedSession
-from telegrad._core.directory.keeper import ServerProcess
-from telegrad._core.directory.server import Server
-from telegrad._core.directory.table import DEFAULT, Limits
+from telegrad._core.directory.directory_server import Server
+from telegrad._core.directory.lease_table import DEFAULT, Limits
+from telegrad._core.directory.server_process import ServerProcess
 from telegrad._core.security.keyring import Keyring
 from telegrad._core.sockets import shut
 from tests.cluster import KEYS
@@ -64,7 +64,7 @@ class ThreadEngine:
     ttl, slack, survives = 0.3, 0.3, False
 
     def __init__(self, keys: Keyring = KEYS, limits: Limits = DEFAULT) -> None:
-        listener = socket.create_server(("127.0.0.1", 0), backlog=server.BACKLOG)
+        listener = socket.create_server(("127.0.0.1", 0), backlog=directory_server.BACKLOG)
         self.address: tuple[str, int] = listener.getsockname()
         self.server = Server(listener, keys, limits=limits)
         self.limits = limits

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from telegrad._core.directory.protocol import ABSENT, Directory, DirectoryLost, Event
+from telegrad._core.directory.directory import ABSENT, Directory, DirectoryLost, Event
 from tests.directory.harness import (
     LONG,
     PATIENCE,

@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 
 import pytest
 
-from telegrad._core.directory.protocol import Directory, DirectoryLost, Entry, Event, LeaseLost, Swap
+from telegrad._core.directory.directory import Directory, DirectoryLost, Entry, Event, LeaseLost, Swap
 from telegrad.errors import NotInitialized
 
 SOON = 1.0  # seconds in which an idle engine answers on a busy machine

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from telegrad._core.directory.table import Limits
+from telegrad._core.directory.lease_table import Limits
 from tests.directory.contract import Contract
 from tests.directory.engines import ProcessEngine, ThreadEngine
 from tests.directory.faults import Faults

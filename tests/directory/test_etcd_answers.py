@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from telegrad._core.directory.protocol import DirectoryLost, DirectoryRefused, Entry, Lease, LeaseLost, Swap
+from telegrad._core.directory.directory import DirectoryLost, DirectoryRefused, Entry, Lease, LeaseLost, Swap
 from telegrad.errors import StoreUntrusted
 from tests.directory.conftest import Connect
 from tests.directory.harness import LONG, SOON, assert_refused_in_a_child

@@ -18,7 +18,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from telegrad._core.directory.protocol import DirectoryLost, DirectoryRefused, DirectoryReset, Event
+from telegrad._core.directory.directory import DirectoryLost, DirectoryRefused, DirectoryReset, Event
 from telegrad.directories import etcd
 from telegrad.directories.etcd import EtcdDirectory
 from tests.directory.conftest import Connect

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from telegrad._core.directory.protocol import DirectoryRefused, Listing, Swap
+from telegrad._core.directory.directory import DirectoryRefused, Listing, Swap
 from telegrad.directories import etcd, etcd_messages
 from telegrad.directories.etcd_messages import (
     Continuity,

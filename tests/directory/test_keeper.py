@@ -15,9 +15,9 @@ from collections.abc import Iterator
 import pytest
 
 from telegrad._core.directory.client import EmbeddedDirectory
-from telegrad._core.directory.keeper import ServerProcess
-from telegrad._core.directory.protocol import DirectoryLost, DirectoryReset, LeaseLost
-from telegrad._core.directory.table import remove
+from telegrad._core.directory.directory import DirectoryLost, DirectoryReset, LeaseLost
+from telegrad._core.directory.lease_table import remove
+from telegrad._core.directory.server_process import ServerProcess
 from tests.cluster import KEYS
 from tests.directory.engines import until
 from tests.directory.harness import PATIENCE, is_gone, wait_for, written
@@ -186,7 +186,7 @@ def test_a_killed_server_is_started_by_another_keeper_with_what_it_knew(keeper: 
 
 PROGRAM = """
 import os, sys, time
-from telegrad._core.directory.keeper import Keeper
+from telegrad._core.directory.server_process import Keeper
 from telegrad._core.security.keyring import Keyring
 keeper = Keeper(Keyring([b"tgk1-" + 43 * b"A"]))
 if not os.fork():  # a child that holds the pipe, too

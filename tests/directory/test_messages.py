@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from telegrad._core.directory.channel import Channel
-from telegrad._core.directory.protocol import KEY_BYTES, VALUE_BYTES, Entry, Event
+from telegrad._core.directory.directory import KEY_BYTES, VALUE_BYTES, Entry, Event
 from telegrad._core.directory.requests import (
     LONGEST_REQUEST,
     Reply,
@@ -18,8 +18,8 @@ from telegrad._core.directory.requests import (
     write_reply,
     write_request,
 )
+from telegrad._core.security.encrypted_records import RECORD
 from telegrad._core.security.noise import TAG, Ciphers, CipherState, DecryptionFailed
-from telegrad._core.security.records import RECORD
 from telegrad.errors import ProtocolViolation
 
 NUMBERS = st.integers(0, 2**32 - 1)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from telegrad._core.directory.protocol import (
+from telegrad._core.directory.directory import (
     KEY_BYTES,
     LONGEST_TTL,
     SHORTEST_TTL,

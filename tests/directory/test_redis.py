@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from telegrad._core.directory.protocol import (
+from telegrad._core.directory.directory import (
     ABSENT,
     Compacted,
     DirectoryLost,

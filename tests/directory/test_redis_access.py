@@ -13,7 +13,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from telegrad._core.directory.protocol import DirectoryLost, DirectoryRefused
+from telegrad._core.directory.directory import DirectoryLost, DirectoryRefused
 from telegrad.directories.on_redis import RedisDirectory
 from telegrad.directories.redis_settings import RIGHTS
 from telegrad.errors import UsageError

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from telegrad._core.directory.protocol import Entry, Event
+from telegrad._core.directory.directory import Entry, Event
 from telegrad.directories.redis_replies import Changes, Malformed, Reply, read_reply
 
 ENTRY = Entry("a", b"of a value\n", 7, 5, 2)

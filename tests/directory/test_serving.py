@@ -10,12 +10,12 @@ from collections.abc import Iterator
 
 import pytest
 
+from telegrad._core.directory import directory_server
 from telegrad._core.directory import requests as messages
-from telegrad._core.directory import server
 from telegrad._core.directory.client import EmbeddedDirectory, EmbeddedSession
-from telegrad._core.directory.protocol import Directory, DirectoryLost, LeaseLost
+from telegrad._core.directory.directory import Directory, DirectoryLost, LeaseLost
+from telegrad._core.directory.directory_server import QUEUED, Server
 from telegrad._core.directory.requests import Reply, Request, write_request
-from telegrad._core.directory.server import QUEUED, Server
 from telegrad._core.directory.sessions import KEPT
 from telegrad._core.security.keyring import Keyring, open_ring
 from telegrad.errors import AuthenticationFailed, InvalidArgument, UsageError
@@ -132,7 +132,7 @@ def test_a_request_that_is_none_ends_its_connection_alone(thread: ThreadEngine) 
 def test_the_oldest_of_many_connections_of_one_client_ends(
     thread: ThreadEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "MOST_OF_ONE", 4)
+    monkeypatch.setattr(directory_server, "MOST_OF_ONE", 4)
     client = thread.client()
     sessions = [thread.session(client) for _ in range(5)]
     assert is_closed(sessions[0])
@@ -197,7 +197,7 @@ def test_what_is_done_where_a_reply_was_lost(thread: ThreadEngine, monkeypatch: 
     client.list("")
 
     def lose_reply() -> None:
-        def drop(connection: server._Connection) -> None:
+        def drop(connection: directory_server._Connection) -> None:
             monkeypatch.undo()
             thread.server._drop(connection)
 
@@ -344,7 +344,7 @@ def test_keys_are_replaced() -> None:
     "said", [b"", b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\x00\x05hello", b"\x00\x00", b"\xff" * 5000]
 )
 def test_a_stranger_is_sent_away(thread: ThreadEngine, monkeypatch: pytest.MonkeyPatch, said: bytes) -> None:
-    monkeypatch.setattr(server, "INTRODUCTION", 0.2)
+    monkeypatch.setattr(directory_server, "INTRODUCTION", 0.2)
     with socket.create_connection(thread.address, PATIENCE) as sock:
         sock.sendall(said)
         with contextlib.suppress(ConnectionResetError):
@@ -354,7 +354,7 @@ def test_a_stranger_is_sent_away(thread: ThreadEngine, monkeypatch: pytest.Monke
 
 
 def test_many_strangers_do_not_keep_a_client_out(thread: ThreadEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "MOST_STRANGERS", 8)
+    monkeypatch.setattr(directory_server, "MOST_STRANGERS", 8)
     strangers = [socket.create_connection(thread.address) for _ in range(20)]
     thread.client().list("")
     until(lambda: thread.connections() == 8)

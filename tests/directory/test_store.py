@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from telegrad._core.directory import table
-from telegrad._core.directory.table import Limits, Table, remove
+from telegrad._core.directory import lease_table as table
+from telegrad._core.directory.lease_table import Limits, Table, remove
 from telegrad.errors import UsageError
 
 

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
-from telegrad._core.directory.protocol import ABSENT, Compacted, Event, LeaseLost, Swap
-from telegrad._core.directory.table import OVERHEAD, Limits, Table
+from telegrad._core.directory.directory import ABSENT, Compacted, Event, LeaseLost, Swap
+from telegrad._core.directory.lease_table import OVERHEAD, Limits, Table
 from telegrad.errors import LimitReached
 from tests.directory.naive import Naive
 

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from telegrad._core.directory import requests
-from telegrad._core.directory.protocol import ABSENT, Compacted, Events
+from telegrad._core.directory.directory import ABSENT, Compacted, Events
+from telegrad._core.directory.directory_service import Service
+from telegrad._core.directory.lease_table import Limits, Table
 from telegrad._core.directory.requests import Request, read_reply, write_request
-from telegrad._core.directory.service import Service
-from telegrad._core.directory.table import Limits, Table
 from telegrad._core.directory.watches import EACH, LONGEST_GATHERING, MOST_WATCHES, Watches
 from telegrad.errors import LimitReached, ProtocolViolation
 

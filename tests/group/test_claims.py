@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from telegrad._core.directory.protocol import Directory, DirectoryLost, LeaseLost
+from telegrad._core.directory.directory import Directory, DirectoryLost, LeaseLost
 from telegrad._core.membership.dynamic import DynamicGroup
 from telegrad._core.membership.members import Member
 from telegrad._core.membership.registry import Claim, Claimed, Registry

@@ -18,9 +18,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from telegrad._core.membership import membership
-from telegrad._core.membership.doubts import AGAIN, PATIENCE, PROBE_DELAYS, Suspect
 from telegrad._core.membership.membership import Membership
 from telegrad._core.membership.registry import MemberJoined, Registered
+from telegrad._core.membership.suspects import AGAIN, PATIENCE, PROBE_DELAYS, Suspect
 from telegrad.errors import PeerLost
 from tests import cluster
 from tests.cluster import agents

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from telegrad import errors
-from telegrad._core.directory.protocol import DirectoryLost, DirectoryRefused, DirectoryReset
+from telegrad._core.directory.directory import DirectoryLost, DirectoryRefused, DirectoryReset
 from telegrad._core.membership.dynamic import DynamicGroup
 from telegrad._core.membership.members import Member
 from telegrad._core.membership.registry import EXPIRED, LEFT, LOST, Change, Ended, MemberGone, MemberJoined

@@ -12,7 +12,7 @@ import pytest
 
 import telegrad.rpc as rpc
 from telegrad import errors
-from telegrad._core.joining import forming
+from telegrad._core.joining import form_generations
 from telegrad._core.worker import current
 from telegrad._core.worker.options import TelegradOptions
 from tests.cluster import PATIENCE, free_port, opened, processes, run_all, wait_until
@@ -171,7 +171,7 @@ def test_workers_go_on_without_the_server_and_meet_again(server: Server) -> None
 def again(url: str, name: str, count: int) -> tuple[int, list[str], list[str]]:
     """Join an elastic group, unless this worker is in it, and wait until it has so many workers."""
     if current.worker is None:
-        forming.LAST_CALL = 0.3
+        form_generations.LAST_CALL = 0.3
         options = TelegradOptions(init_method=url, rpc_timeout=PATIENCE)
         rpc.init_rpc(name, min_workers=1, max_workers=3, rpc_backend_options=options)
     while rpc.rendezvous_again().size != count:

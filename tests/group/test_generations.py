@@ -11,11 +11,11 @@ import pytest
 import torch.distributed as dist
 
 from telegrad import errors
-from telegrad._core.directory.protocol import ABSENT, DirectoryLost, Swap
-from telegrad._core.joining import forming
-from telegrad._core.joining.forming import JoinRequest
+from telegrad._core.directory.directory import ABSENT, DirectoryLost, Swap
+from telegrad._core.joining import form_generations
+from telegrad._core.joining.directory_lease import DirectoryLease
+from telegrad._core.joining.form_generations import JoinRequest
 from telegrad._core.joining.generation_keys import COME, GENERATION, arrivals_in, end, is_wanted, lives_in, look
-from telegrad._core.joining.held_directory import DirectoryLease
 from telegrad._core.joining.quorum import Arrival, Before, Formed, Limits
 from telegrad._core.membership.members import Member
 from telegrad._core.stores.find_directory import Found
@@ -108,7 +108,7 @@ def test_all_who_come_form_the_first_one(place: Place) -> None:
 
 
 def test_the_last_call(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forming, "LAST_CALL", 0.2)
+    monkeypatch.setattr(form_generations, "LAST_CALL", 0.2)
     coming = [place.come(name, Limits(2)) for name in "ab"]
     assert [sorted(names(future.result(WAIT))) for future in coming] == [["a", "b"]] * 2
 

@@ -10,14 +10,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from telegrad._core.directory.keeper import ServerProcess
-from telegrad._core.directory.protocol import DirectoryLost
+from telegrad._core.directory.directory import DirectoryLost
+from telegrad._core.directory.server_process import ServerProcess
+from telegrad._core.joining.directory_lease import DirectoryLease
 from telegrad._core.joining.generation_keys import COME, GENERATION, look
-from telegrad._core.joining.held_directory import DirectoryLease
 from telegrad._core.joining.quorum import Arrival, Formed
 from telegrad._core.membership.members import Member
-from telegrad._core.stores.board import KeyValueStore
 from telegrad._core.stores.find_directory import POINTER, Found, Pointer, connect, find_directory
+from telegrad._core.stores.key_value_store import KeyValueStore
 from telegrad._core.stores.stores import RendezvousStore, join_store
 from telegrad._core.stores.urls import is_here
 from tests.cluster import KEYS, PATIENCE, free_port, opened, wait_until

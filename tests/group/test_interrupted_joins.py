@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from telegrad._core.directory.client import EmbeddedDirectory
-from telegrad._core.joining import joining
+from telegrad._core.joining import join
 from telegrad._core.start import cluster
 from telegrad._core.stores import find_directory
 from telegrad._core.stores.stores import open_store
@@ -40,8 +40,8 @@ def interrupt(*_: Any) -> None:
     [
         pytest.param(find_directory, "write_pointer", 0, id="directory-started"),
         pytest.param(EmbeddedDirectory, "list", 1, id="directory-found"),
-        pytest.param(joining, "mark_of", 0, id="first-joined"),
-        pytest.param(joining, "mark_of", 1, id="joined"),
+        pytest.param(join, "mark_of", 0, id="first-joined"),
+        pytest.param(join, "mark_of", 1, id="joined"),
         pytest.param(cluster, "_check", 1, id="checked"),
     ],
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from telegrad._core.directory.protocol import ABSENT, DirectoryLost, Lease, LeaseLost, Swap
+from telegrad._core.directory.directory import ABSENT, DirectoryLost, Lease, LeaseLost, Swap
 from telegrad._core.membership.dynamic import DynamicGroup
 from telegrad._core.membership.members import Member
 from telegrad._core.membership.registry import LOST, Change, Ended, LifeOver, MemberGone, Registry

@@ -17,7 +17,7 @@ import pytest
 
 import telegrad.rpc as rpc
 from telegrad import errors
-from telegrad._core.directory.protocol import Lease
+from telegrad._core.directory.directory import Lease
 from telegrad._core.joining import on_ray
 from telegrad._core.joining.launched import open_meeting
 from telegrad._core.start.life import init_rpc

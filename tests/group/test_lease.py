@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from telegrad._core.directory.protocol import CLOCK_DRIFT, DirectoryLost, Events, Lease, LeaseLost, check_ttl
-from telegrad._core.joining.joining import ttl_of
+from telegrad._core.directory.directory import CLOCK_DRIFT, DirectoryLost, Events, Lease, LeaseLost, check_ttl
+from telegrad._core.joining.join import ttl_of
 from telegrad._core.membership.dynamic import DynamicGroup
 from telegrad._core.membership.members import Member
 from telegrad._core.membership.registry import LOST, Change, MemberGone

@@ -7,7 +7,7 @@ import queue
 
 import pytest
 
-from telegrad._core.directory.protocol import DirectoryLost
+from telegrad._core.directory.directory import DirectoryLost
 from telegrad._core.membership.registry import LEFT, LOST, MemberJoined, Registered
 from telegrad._core.worker.worker import Worker
 from telegrad.errors import PeerError, PeerLost, PeerSilent

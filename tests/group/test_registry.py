@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from telegrad._core.directory.protocol import Directory, Lease
+from telegrad._core.directory.directory import Directory, Lease
 from telegrad._core.membership.members import Member
 from telegrad._core.membership.registry import (
     EXPIRED,

@@ -17,16 +17,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from telegrad import errors
-from telegrad._core.directory.protocol import Directory
-from telegrad._core.joining.forming import JoinRequest
-from telegrad._core.joining.held_directory import DirectoryLease
+from telegrad._core.directory.directory import Directory
+from telegrad._core.joining.directory_lease import DirectoryLease
+from telegrad._core.joining.form_generations import JoinRequest
 from telegrad._core.joining.quorum import Before, Limits
 from telegrad._core.security.keyring import Keyring, new_key, read_keys
 from telegrad._core.start.cluster import start
 from telegrad._core.stores import sealed_store
-from telegrad._core.stores.board import OPEN, SERVED, KeyValueStore
 from telegrad._core.stores.file_store import FileStore
 from telegrad._core.stores.key_renewal import SealRenewal
+from telegrad._core.stores.key_value_store import OPEN, SERVED, KeyValueStore
 from telegrad._core.stores.sealed_store import SealedStore, Sealer
 from telegrad._core.stores.stores import RendezvousStore, join_store, open_store
 from telegrad._core.worker import current

@@ -8,7 +8,7 @@ import pathlib
 import pytest
 
 from telegrad import errors
-from telegrad._core.directory.protocol import Directory, Event
+from telegrad._core.directory.directory import Directory, Event
 from telegrad._core.security.keyring import Keyring, new_key, read_keys
 from telegrad._core.stores import sealed_directory
 from telegrad._core.stores.sealed_directory import SealedDirectory

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from telegrad import errors
 from telegrad._core.security.keyring import Keyring, new_key
-from telegrad._core.stores.board import KeyValueStore
+from telegrad._core.stores.key_value_store import KeyValueStore
 from telegrad._core.stores.sealed_store import Sealer
 from tests.cluster import KEYS, sealed
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from telegrad.reporting.account import MEMBER, RUNNING, CallIn, CallOut, PassOut, Thread, Wait, WorkerState
+from telegrad.reporting.worker_state import MEMBER, RUNNING, CallIn, CallOut, PassOut, Thread, Wait, WorkerState
 
 
 def made_up() -> WorkerState:

@@ -9,7 +9,7 @@ from benchmarks.schedule_simulation import simulate
 from telegrad._core.events import BACKWARD_PASS, BACKWARD_TASKS, CALLED, RAN, STAGED, STEPPED, Event
 from telegrad.insight.reading.source import GroupSnapshot
 from telegrad.pipeline.pipeline_schedule import plan
-from telegrad.reporting.account import MEMBER, RUNNING, WorkerState
+from telegrad.reporting.worker_state import MEMBER, RUNNING, WorkerState
 
 WORKERS = ["trainer", "stage1", "stage2", "stage3"]
 DAY = 1_790_000_000.0  # the time of day at which their clocks show START

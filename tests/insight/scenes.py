@@ -5,7 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from telegrad.insight.reading.source import GroupSnapshot
-from telegrad.reporting.account import LEAVING, MEMBER, QUEUED, RUNNING, UNFINISHED, Line, Thread, Wait, WorkerState
+from telegrad.reporting.worker_state import (
+    LEAVING,
+    MEMBER,
+    QUEUED,
+    RUNNING,
+    UNFINISHED,
+    Line,
+    Thread,
+    Wait,
+    WorkerState,
+)
 
 FOLDER = "/home/ann/project"
 

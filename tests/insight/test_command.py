@@ -19,12 +19,14 @@ from telegrad._core.worker import current
 from telegrad.errors import UsageError
 from telegrad.insight import command
 from telegrad.insight.seen_groups import HostGroup, groups_here
-from telegrad.reporting import desk, dump
-from telegrad.reporting.desk import DebugAddress
+from telegrad.reporting import debug_server, dump
+from telegrad.reporting.debug_server import DebugAddress
 from telegrad.rpc import rpc_sync, shutdown
 from tests.cluster import PATIENCE, Process, group
 
-pytestmark = pytest.mark.skipif(not desk.HAS_DEBUG_SERVERS, reason="groups cannot be looked at from outside here")
+pytestmark = pytest.mark.skipif(
+    not debug_server.HAS_DEBUG_SERVERS, reason="groups cannot be looked at from outside here"
+)
 COMMAND = [sys.executable, "-m", "telegrad"]
 
 

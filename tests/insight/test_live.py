@@ -26,7 +26,7 @@ from telegrad.insight.reading.snapshot import detail, gantt, lanes, snapshot, sp
 from telegrad.insight.reading.source import GroupSnapshot
 from telegrad.insight.reading.tables import Columns, Row, Table, amount, count, duration, lines, of_group, texts
 from telegrad.insight.top import View
-from telegrad.reporting.account import RUNNING
+from telegrad.reporting.worker_state import RUNNING
 from tests.insight.group import DAY, START, WORKERS, Group, account
 
 

@@ -11,7 +11,7 @@ from telegrad.rpc import remote, rpc_async, rpc_sync
 from tests.cluster import Process
 from tests.insight.test_prometheus import scrape
 
-pytest.importorskip("telegrad.reporting.witness")
+pytest.importorskip("telegrad.reporting.introspection")
 
 _served: list[Served] = []
 

@@ -12,7 +12,7 @@ from telegrad.insight.finding import Finding, status
 from telegrad.insight.phrases import seconds
 from telegrad.insight.reading.source import GroupSnapshot
 from telegrad.insight.report import Report
-from telegrad.reporting.account import JOINING, LEAVING, WorkerState
+from telegrad.reporting.worker_state import JOINING, LEAVING, WorkerState
 from tests.insight.scenes import QUEUED, UNFINISHED, Scene, wait
 
 

@@ -16,14 +16,16 @@ from telegrad.insight.finding import NOTE, Finding
 from telegrad.insight.reading.source import GroupSnapshot
 from telegrad.insight.report import Report
 from telegrad.insight.seen_groups import HostGroup
-from telegrad.reporting import desk
+from telegrad.reporting import debug_server
 from tests.cluster import PATIENCE, Process, free_port, processes
 from tests.insight.hangs import HANGS, Hang, Stage, work
 
 LONG = 0.3  # seconds: shorter than for people, so that the tests are, too
 WITHIN = 2.0  # seconds
 
-pytestmark = pytest.mark.skipif(not desk.HAS_DEBUG_SERVERS, reason="workers can be asked from outside on Linux only")
+pytestmark = pytest.mark.skipif(
+    not debug_server.HAS_DEBUG_SERVERS, reason="workers can be asked from outside on Linux only"
+)
 
 
 @contextmanager
@@ -65,7 +67,7 @@ def explained(group: list[Process], hang: Hang) -> tuple[Report, str, float]:
 
 def inspect(group: list[Process]) -> GroupSnapshot:
     pids = {process.pid for process in group}
-    return HostGroup(place for place in desk.places() if place.pid in pids).look()
+    return HostGroup(place for place in debug_server.places() if place.pid in pids).look()
 
 
 def expected_status(hang: Hang) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 
 import telegrad.rpc as rpc
-from telegrad._core.directory.protocol import ABSENT, DirectoryLost, Entry, LeaseLost
+from telegrad._core.directory.directory import ABSENT, DirectoryLost, Entry, LeaseLost
 from telegrad._core.membership.dynamic import DynamicGroup
 from telegrad._core.worker import current
 from telegrad.errors import TelegradError

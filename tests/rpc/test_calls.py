@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from telegrad import errors
-from telegrad._core.rpc import api, functions
+from telegrad._core.rpc import functions, remote_calls
 from telegrad._core.worker.worker import Worker
 from telegrad.rpc import Future
 from tests.cluster import agents
@@ -33,18 +33,18 @@ def fail(kind: type[BaseException], *args: Any) -> NoReturn:
 
 
 def who() -> str:
-    return api.get_worker_info().name
+    return remote_calls.get_worker_info().name
 
 
 def relay(path: list[str], function: Callable[..., Any], *args: Any) -> str:
     """Call on along `path`."""
     if not path:
         return function(*args)
-    return api.rpc_sync(path[0], relay, (path[1:], function, *args))
+    return remote_calls.rpc_sync(path[0], relay, (path[1:], function, *args))
 
 
 def fan_out(to: str, count: int) -> int:
-    return sum(future.wait() for future in [api.rpc_async(to, operator.add, (i, 1)) for i in range(count)])
+    return sum(future.wait() for future in [remote_calls.rpc_async(to, operator.add, (i, 1)) for i in range(count)])
 
 
 class Counter:
@@ -69,23 +69,23 @@ class Counter:
     @staticmethod
     @functions.async_execution
     def static_async(to: str, x: torch.Tensor, y: int, z: int) -> Future[Any]:
-        return api.rpc_async(to, torch.add, args=(x, y)).then(lambda future: future.wait() + z)
+        return remote_calls.rpc_async(to, torch.add, args=(x, y)).then(lambda future: future.wait() + z)
 
     @classmethod
     @functions.async_execution
     def class_async(cls, to: str, x: torch.Tensor, y: int, z: int) -> torch.futures.Future[Any]:
         out: torch.futures.Future[Any] = torch.futures.Future()
-        api.rpc_async(to, torch.add, args=(x, y)).then(lambda future: out.set_result(future.wait() + z))
+        remote_calls.rpc_async(to, torch.add, args=(x, y)).then(lambda future: out.set_result(future.wait() + z))
         return out
 
     @functions.async_execution
     def bound_async(self, to: str, x: torch.Tensor, y: int, z: int) -> Future[Any]:
-        return api.rpc_async(to, torch.add, args=(x, y)).then(lambda future: future.wait() + z + self.value)
+        return remote_calls.rpc_async(to, torch.add, args=(x, y)).then(lambda future: future.wait() + z + self.value)
 
 
 @functions.async_execution
 def async_add(to: str, x: torch.Tensor, y: int, z: int) -> Future[Any]:
-    return api.rpc_async(to, torch.add, args=(x, y)).then(lambda future: future.wait() + z)
+    return remote_calls.rpc_async(to, torch.add, args=(x, y)).then(lambda future: future.wait() + z)
 
 
 @functions.async_execution
@@ -106,7 +106,7 @@ async def coroutine_add(x: int, y: int) -> Any:
 
 
 async def coroutine_calls(to: str, x: int, y: int) -> Any:
-    return await api.rpc_async(to, operator.add, (x, y))
+    return await remote_calls.rpc_async(to, operator.add, (x, y))
 
 
 async def coroutine_fails() -> NoReturn:
@@ -144,7 +144,7 @@ def test_by_name_and_rank(pair: list[Worker], to: int | str) -> None:
 
 def test_by_worker_info(pair: list[Worker]) -> None:
     def ask() -> str:
-        return api.rpc_sync(api.get_worker_info("w1"), who)
+        return remote_calls.rpc_sync(remote_calls.get_worker_info("w1"), who)
 
     assert pair[0].agent.call("w0", ask, (), {}) == "w1"
 
@@ -238,7 +238,7 @@ def test_many_nested_calls_in_flight(threads: int) -> None:
 
 def fan_out_unseen(to: str, count: int) -> int:
     """Waits inside of torch, where nobody can see it."""
-    futures: list[torch.futures.Future[int]] = [api.rpc_async(to, fan_out, ("w1", 1)) for _ in range(count)]
+    futures: list[torch.futures.Future[int]] = [remote_calls.rpc_async(to, fan_out, ("w1", 1)) for _ in range(count)]
     return sum(torch.futures.wait_all(futures))
 
 

@@ -16,7 +16,7 @@ import torch
 
 import telegrad.rpc as rpc
 from telegrad import autograd, errors
-from telegrad._core.joining import forming
+from telegrad._core.joining import form_generations
 from telegrad._core.worker.options import TelegradOptions
 from tests.cluster import PATIENCE, Process, free_port, processes
 
@@ -38,7 +38,7 @@ def options(place: str, timeout: float = PATIENCE) -> TelegradOptions:
 
 
 def join(place: str, name: str, least: int = 1, most: int | None = None, timeout: float = PATIENCE) -> Any:
-    forming.LAST_CALL = 0.3
+    form_generations.LAST_CALL = 0.3
     rpc.init_rpc(name, min_workers=least, max_workers=most, rpc_backend_options=options(place, timeout))
     return rpc.generation()
 

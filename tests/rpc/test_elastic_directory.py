@@ -18,8 +18,8 @@ import pytest
 import telegrad.rpc as rpc
 from telegrad import errors
 from telegrad._core.directory.client import EmbeddedDirectory
-from telegrad._core.directory.protocol import Swap
-from telegrad._core.joining import forming, held_directory
+from telegrad._core.directory.directory import Swap
+from telegrad._core.joining import directory_lease, form_generations
 from telegrad._core.joining.generation_keys import COME, GENERATION
 from telegrad._core.worker import current
 from telegrad._core.worker.options import TelegradOptions
@@ -40,7 +40,7 @@ def kill_directory() -> None:
                 os.kill(keeping._keeper.pid, signal.SIGKILL)
 
 
-holders: list[held_directory.DirectoryLease] = []  # of this process
+holders: list[directory_lease.DirectoryLease] = []  # of this process
 
 
 def work(place: str, name: str, folder: str, fatal: int = 0, kills: str = "") -> int:
@@ -49,10 +49,10 @@ def work(place: str, name: str, folder: str, fatal: int = 0, kills: str = "") ->
     `fatal`: the generation as whose decider this worker dies at once. `kills`: "with" has the directory die with it,
     "often" kills the directory three times.
     """
-    forming.LAST_CALL = 0.3
-    hold, swap = held_directory.DirectoryLease.hold, EmbeddedDirectory.swap
+    form_generations.LAST_CALL = 0.3
+    hold, swap = directory_lease.DirectoryLease.hold, EmbeddedDirectory.swap
 
-    def note(self: held_directory.DirectoryLease, *arguments: Any) -> None:
+    def note(self: directory_lease.DirectoryLease, *arguments: Any) -> None:
         hold(self, *arguments)
         holders.append(self)
 
@@ -66,7 +66,7 @@ def work(place: str, name: str, folder: str, fatal: int = 0, kills: str = "") ->
             os.kill(os.getpid(), signal.SIGKILL)
         return found
 
-    setattr(held_directory.DirectoryLease, "hold", note)  # noqa: B010 - a method, to which mypy lets nobody assign
+    setattr(directory_lease.DirectoryLease, "hold", note)  # noqa: B010 - a method, to which mypy lets nobody assign
     setattr(EmbeddedDirectory, "swap", die)  # noqa: B010
     if kills == "often":
         threading.Thread(target=kill_often, daemon=True).start()

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 import telegrad.rpc as rpc
-from telegrad._core.joining import forming
+from telegrad._core.joining import form_generations
 from telegrad._core.worker.options import TelegradOptions
 from tests.cluster import PATIENCE, free_port, processes
 from tests.rpc import test_elastic
@@ -23,7 +23,7 @@ def train_with_silence(place: str, name: str, folder: str, least: int) -> object
     """Make steps in a group that waits for other workers for far longer than this test does."""
 
     def join(place: str, name: str, least: int, most: int) -> None:
-        forming.LAST_CALL = 0.3
+        form_generations.LAST_CALL = 0.3
         options = TelegradOptions(init_method=place, rpc_timeout=10 * PATIENCE, silence=SILENCE, heartbeat=SILENCE)
         rank = int(name.removeprefix("w"))
         rpc.init_rpc(name, rank=rank, min_workers=least, max_workers=most, rpc_backend_options=options)

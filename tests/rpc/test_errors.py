@@ -121,7 +121,7 @@ def test_only_the_users_lines_are_told(function: Callable[..., Any]) -> None:
 
 def test_the_debug_variable_keeps_the_lines_of_the_internals(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TELEGRAD_DEBUG", "1")
-    assert "telegrad/_core/agent/server.py" in told_by(nested, 0)
+    assert "telegrad/_core/agent/call_server.py" in told_by(nested, 0)
 
 
 def test_the_users_function_and_the_worker_are_named() -> None:

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from telegrad._core.membership import leaving as parting
-from telegrad._core.membership.doubts import Suspect
 from telegrad._core.membership.leaving import LeavingTogether
 from telegrad._core.membership.membership import Greeting
 from telegrad._core.membership.shutdown_barrier import Ask, Entered, Leave, Message, Quiet
+from telegrad._core.membership.suspects import Suspect
 from telegrad._core.progress import FIRST
 from telegrad._core.worker.worker import Worker
 from telegrad.errors import PeerError, PeerLost, PeerUnreachable, ShutDown

@@ -26,8 +26,8 @@ from telegrad._core.membership.members import Identity
 from telegrad._core.worker import current
 from telegrad._core.worker.options import TelegradOptions
 from telegrad._core.worker.worker import Worker
-from telegrad.groups import meetings
-from telegrad.groups.meetings import Arrival, CollectiveManager
+from telegrad.groups import collectives
+from telegrad.groups.collectives import Arrival, CollectiveManager
 from tests.cluster import PATIENCE, agents, group, processes, run_all, wait_until
 
 come: list[str] = []
@@ -216,7 +216,7 @@ def test_meetings_in_any_order_of_events(seed: int) -> None:
 
 
 def test_a_worker_that_gives_up_is_not_named_before_those_that_never_came() -> None:
-    meeting = meetings.Collective(["a", "b", "c"])
+    meeting = collectives.Collective(["a", "b", "c"])
     meeting.withdrew.add("a")
     assert meeting.missing == ["b", "c"]
     meeting.withdrew |= {"b", "c"}
@@ -249,7 +249,7 @@ def test_who_dies_before_it_came_is_named(victim: int) -> None:
 
 
 def meet_a_stopped_worker() -> tuple[str, str]:
-    meetings.PATIENCE = 0.2
+    collectives.PATIENCE = 0.2
     try:
         rpc.group().barrier("stopped", timeout=1.0)
     except Exception as error:

@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from telegrad._core.agent.connections import Connections
-from telegrad._core.memory import lanes
-from telegrad._core.memory.lanes import LANES
+from telegrad._core.memory import extra_streams
+from telegrad._core.memory.extra_streams import LANES
 from telegrad._core.sockets import tune_tcp
 from telegrad._core.transport import connect, listener
 from telegrad._core.transport.connect import Target
@@ -55,7 +55,7 @@ def note(number: int, *_: object) -> None:
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lanes, "STRIPE_FROM", LARGE)
+    monkeypatch.setattr(extra_streams, "STRIPE_FROM", LARGE)
     order.clear()
 
 
@@ -220,7 +220,7 @@ def test_where_each_stream_is_slow_four_are_four_times_as_fast(monkeypatch: pyte
 def talk(rank: int, size: int) -> int:
     from telegrad import rpc
 
-    lanes.STRIPE_FROM = LARGE
+    extra_streams.STRIPE_FROM = LARGE
     to = f"worker{1 - rank}"
     for _ in range(30):
         assert rpc.rpc_sync(to, total, (make(size),)) == total(make(size))

@@ -13,7 +13,7 @@ import telegrad.rpc as rpc
 from telegrad import autograd
 from telegrad._core.memory.blobs import SHARE_FROM
 from telegrad._core.memory.warm_memory import SHARING
-from telegrad._core.references import table as table_module
+from telegrad._core.references import reference_table as table_module
 from telegrad._core.security.handshake import StreamId
 from telegrad._core.transport.connect import Target
 from telegrad._core.transport.listener import MOST_CONNECTIONS

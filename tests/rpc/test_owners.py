@@ -18,8 +18,8 @@ import pytest
 
 import telegrad.rpc as rpc
 from telegrad import errors
-from telegrad._core.directory.protocol import DirectoryLost
-from telegrad._core.joining import forming
+from telegrad._core.directory.directory import DirectoryLost
+from telegrad._core.joining import form_generations
 from telegrad._core.membership.dynamic import DynamicGroup
 from telegrad._core.membership.registry import Claim, Registry
 from telegrad._core.security.keyring import Keyring
@@ -77,7 +77,7 @@ def offers_of(worker: Worker) -> Publications:
 
 
 def take_part(name: str, url: str, kind: str, silence: float = 10.0) -> None:
-    forming.LAST_CALL = 0.3
+    form_generations.LAST_CALL = 0.3
     options = rpc.TelegradOptions(init_method=url, rpc_timeout=PATIENCE, silence=silence)
     size: dict[str, Any] = {"fixed": {"world_size": 3}, "dynamic": {}, "elastic": {"min_workers": 3, "max_workers": 3}}
     rank = -1 if kind == "elastic" else int(name[-1])
@@ -205,7 +205,7 @@ def test_the_next_generation_of_an_elastic_group_publishes_anew(tmp_path: pathli
 
 
 def join_elastic(name: str, url: str) -> None:
-    forming.LAST_CALL = 0.5
+    form_generations.LAST_CALL = 0.5
     options = rpc.TelegradOptions(init_method=url, rpc_timeout=PATIENCE)
     rpc.init_rpc(name, min_workers=2, max_workers=3, rpc_backend_options=options)
     rpc.rendezvous_again()

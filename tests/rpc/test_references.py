@@ -20,7 +20,7 @@ import telegrad.rpc as rpc
 from telegrad import errors
 from telegrad._core.pickling.function_names import name_of, resolve
 from telegrad._core.worker import current
-from telegrad._core.worker.values import methods
+from telegrad._core.worker.value_access import methods
 from tests.cluster import PATIENCE, Process, agents, run_all
 
 KINDS = "owners shared_owners forks users pending_users pending_forks pending_deletes pending_creations pending_letters"

@@ -9,7 +9,7 @@ import pytest
 
 import telegrad.rpc as rpc
 from telegrad import errors
-from telegrad._core.directory.protocol import DirectoryRefused
+from telegrad._core.directory.directory import DirectoryRefused
 from telegrad._core.membership.dynamic import DynamicGroup
 from telegrad.publishing import registration as registering
 from tests.cluster import wait_until

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from telegrad._core.rpc import api
+from telegrad._core.rpc import remote_calls
 from telegrad._core.worker import current
 from telegrad.errors import TelegradError
 from tests.cluster import PATIENCE, agents
@@ -29,11 +29,11 @@ def test_calls_end_and_slots_are_free(function: Callable[[str], Any]) -> None:
     with agents(2, num_worker_threads=2) as (worker, _):
         current.enter(worker)
         for name in KINDS:
-            futures = [api.rpc_async("w1", function, (name,), timeout=PATIENCE) for _ in range(3)]
-            made = api.remote("w1", function, (name,), timeout=PATIENCE)
+            futures = [remote_calls.rpc_async("w1", function, (name,), timeout=PATIENCE) for _ in range(3)]
+            made = remote_calls.remote("w1", function, (name,), timeout=PATIENCE)
             for wait in (*[future.wait for future in futures], made.to_here):
                 with pytest.raises(Exception, match="w1") as raised:
                     wait()
                 assert not isinstance(raised.value, TelegradError) or "timeout" not in str(raised.value)
-        assert api.rpc_sync("w1", pow, (2, 3), timeout=PATIENCE) == 8
+        assert remote_calls.rpc_sync("w1", pow, (2, 3), timeout=PATIENCE) == 8
         current.enter(None)

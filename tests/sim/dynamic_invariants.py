@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, NoReturn
 
-from telegrad._core.directory.protocol import CLOCK_DRIFT, Entry
+from telegrad._core.directory.directory import CLOCK_DRIFT, Entry
 from telegrad._core.membership.registry import MEMBERS, Ended, _departure
 
 if TYPE_CHECKING:

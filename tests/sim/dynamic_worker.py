@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from telegrad._core.directory.protocol import DirectoryLost, LeaseLost
+from telegrad._core.directory.directory import DirectoryLost, LeaseLost
 from telegrad._core.membership.members import Identity, Member
 from telegrad._core.membership.membership import Membership
 from telegrad._core.membership.registry import Change, Claim, Ended, LifeOver

@@ -31,7 +31,7 @@ from collections.abc import Collection, Iterable, Iterator
 
 import pytest
 
-from telegrad._core.directory.protocol import ABSENT, Entry, Lease
+from telegrad._core.directory.directory import ABSENT, Entry, Lease
 from telegrad._core.membership.dynamic import DynamicGroup
 from telegrad._core.membership.members import Member
 from telegrad._core.membership.registry import (

@@ -8,8 +8,8 @@ from functools import partial
 
 import pytest
 
-from telegrad._core.directory.protocol import ABSENT, Events, Lease, Listing, Swap
-from telegrad._core.directory.table import Table
+from telegrad._core.directory.directory import ABSENT, Events, Lease, Listing, Swap
+from telegrad._core.directory.lease_table import Table
 from telegrad._core.membership.dynamic import DynamicGroup
 from telegrad._core.membership.members import Member
 from telegrad._core.membership.registry import NEAR, Registry

@@ -22,9 +22,9 @@ from typing import Any
 
 import pytest
 
-from telegrad.weights.transfer.feed import PATIENCE, PublisherProtocol
-from telegrad.weights.transfer.fetcher import SubscriberProtocol
-from telegrad.weights.transfer.messages import (
+from telegrad.weights.transfer.publisher_protocol import PATIENCE, PublisherProtocol
+from telegrad.weights.transfer.subscriber_protocol import SubscriberProtocol
+from telegrad.weights.transfer.weight_messages import (
     Closed,
     EndpointAddress,
     JoinAgain,

@@ -10,8 +10,8 @@ import socket
 import time
 from collections.abc import Callable
 
+from telegrad._core.security.encrypted_records import LONGEST, RECORD, RecordReader, RecordWriter
 from telegrad._core.security.handshake import Initiator
-from telegrad._core.security.records import LONGEST, RECORD, RecordReader, RecordWriter
 from telegrad._core.worker.worker import Worker
 from tests.cluster import PATIENCE
 

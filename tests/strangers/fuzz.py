@@ -19,7 +19,7 @@ INSTRUMENTED = [
     "telegrad._core.wire.frames",
     "telegrad._core.wire.messages",
     "telegrad._core.security.handshake",
-    "telegrad._core.security.records",
+    "telegrad._core.security.encrypted_records",
     "telegrad._core.stores.sealed_store",
     "telegrad._core.stores.file_store",
     "telegrad._core.wire.unpacking",

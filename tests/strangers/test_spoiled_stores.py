@@ -17,8 +17,8 @@ from telegrad import errors
 from telegrad._core.joining import rendezvous
 from telegrad._core.joining.rendezvous import Roster, join_static
 from telegrad._core.membership.members import Member
-from telegrad._core.stores.board import KeyValueStore
 from telegrad._core.stores.find_directory import POINTER, find_directory
+from telegrad._core.stores.key_value_store import KeyValueStore
 from telegrad._core.stores.sealed_directory import SealedDirectory
 from telegrad._core.worker import current
 from telegrad._core.worker.options import TelegradOptions

@@ -65,7 +65,7 @@ def test_it_is_started_again_and_workers_that_come_back_find_their_group(
     servers = [
         int(path.parent.name)
         for path in pathlib.Path("/proc").glob("[0-9]*/cmdline")
-        if b"telegrad._core.directory.server" in path.read_bytes() and parent_of(path.parent) == keeper
+        if b"telegrad._core.directory.directory_server" in path.read_bytes() and parent_of(path.parent) == keeper
     ]
     os.kill(keeper, signal.SIGKILL)
     for server in servers if with_server else ():

@@ -21,10 +21,10 @@ from telegrad._core.devices.device_streams import Streams
 from telegrad._core.devices.staging import Staging
 from telegrad._core.memory.blobs import MemorySources
 from telegrad._core.memory.warm_memory import ReceiveBufferPool
+from telegrad._core.security.encrypted_records import RECORD, RecordWriter
 from telegrad._core.security.handshake import Acceptor, Claim, Initiator
 from telegrad._core.security.keyring import Keyring
 from telegrad._core.security.noise import Ciphers, CipherState
-from telegrad._core.security.records import RECORD, RecordWriter
 from telegrad._core.transport.connect import Target, connect
 from telegrad._core.transport.encrypted_link import EncryptedLink
 from telegrad._core.transport.poller import Poller

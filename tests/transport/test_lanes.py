@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from telegrad._core.memory.lanes import LANES, READY, STRIPE_FROM, ExtraStreams
+from telegrad._core.memory.extra_streams import LANES, READY, STRIPE_FROM, ExtraStreams
 from telegrad.errors import ProtocolViolation
 from tests.cluster import PATIENCE, wait_until
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from telegrad._core.security.encrypted_records import JOINED, LONGEST, OVERHEAD, RECORD, RecordReader, RecordWriter
 from telegrad._core.security.noise import KEY, TAG, CipherState, DecryptionFailed
-from telegrad._core.security.records import JOINED, LONGEST, OVERHEAD, RECORD, RecordReader, RecordWriter
 from telegrad._core.wire.frames import SCRATCH
 from telegrad.errors import ProtocolViolation
 

@@ -17,8 +17,8 @@ import pytest
 from telegrad._core.devices.device_streams import Streams
 from telegrad._core.devices.staging import Staging
 from telegrad._core.memory.blobs import Chunk
+from telegrad._core.security.encrypted_records import JOINED, RECORD, RecordReader, RecordWriter
 from telegrad._core.security.noise import KEY, CipherState
-from telegrad._core.security.records import JOINED, RECORD, RecordReader, RecordWriter
 from telegrad._core.transport.writer import MOST_BUFFERS, Writer
 
 SECRET = bytes(KEY)

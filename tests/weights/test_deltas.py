@@ -13,7 +13,7 @@ from torch import Tensor
 from telegrad._core.worker.worker import Worker
 from telegrad.errors import DeltaRefused, UsageError
 from telegrad.weights import Publisher, Subscriber, publisher
-from telegrad.weights.transfer import service
+from telegrad.weights.transfer import weight_service
 from telegrad.weights.transfer.deltas import (
     MAX_SKIPPED,
     PLANES,
@@ -27,8 +27,8 @@ from telegrad.weights.transfer.deltas import (
     apply_deltas,
     encode,
 )
-from telegrad.weights.transfer.messages import Piece, VersionInfo
 from telegrad.weights.transfer.tree_layout import Layout, Snapshots
+from telegrad.weights.transfer.weight_messages import Piece, VersionInfo
 from tests.weights.test_weights import eventually, on, on_hosts
 
 SEED = os.environ.get("TELEGRAD_SEED")
@@ -242,14 +242,14 @@ def test_the_last_versions_are_kept() -> None:
 def sent(monkeypatch: pytest.MonkeyPatch) -> Sent:
     """What leaves for other hosts."""
     seen: Sent = []
-    send = service.WeightsService.send
+    send = weight_service.WeightsService.send
 
     def watched(self: Any, endpoint: Any, to: Any, message: Any, tensors: Any = ()) -> None:
         if isinstance(message, Piece):
             seen.append((message.base, sum(tensor.nbytes for tensor in tensors)))
         send(self, endpoint, to, message, tensors)
 
-    monkeypatch.setattr(service.WeightsService, "send", watched)
+    monkeypatch.setattr(weight_service.WeightsService, "send", watched)
     return seen
 
 

@@ -15,7 +15,7 @@ from telegrad._core.worker.worker import Worker
 from telegrad.errors import CallTimeout, InvalidArgument, UsageError
 from telegrad.nn import RemoteModule
 from telegrad.weights import Box, Shard, ShardedPublisher, ShardedSubscriber
-from telegrad.weights.sharded import _described
+from telegrad.weights.sharded_publisher import _described
 from tests.cluster import PATIENCE, agents
 from tests.weights.test_weights import on, on_hosts
 from tests.weights.trees import published

@@ -20,9 +20,9 @@ from telegrad._core.worker.worker import Worker
 from telegrad.errors import CannotEncode, InvalidArgument
 from telegrad.weights import Shard, ShardedPublisher, ShardedSubscriber
 from telegrad.weights.transfer.deltas import DeltaEncoder, apply_deltas
-from telegrad.weights.transfer.messages import VersionInfo
 from telegrad.weights.transfer.rounding import named
 from telegrad.weights.transfer.tree_layout import Layout, Snapshots, bare
+from telegrad.weights.transfer.weight_messages import VersionInfo
 from tests.weights.test_tied import Language
 from tests.weights.test_weights import on, on_hosts, speaking_for
 from tests.weights.trees import Maker, assert_equal, assert_shared_alike, bits, filled, published

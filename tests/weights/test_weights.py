@@ -24,8 +24,8 @@ from telegrad.nn import Pipeline, RemoteModule
 from telegrad.weights import Publisher, Subscriber, Version
 from telegrad.weights import publisher as publishing
 from telegrad.weights.subscription import SubscriberEndpoint
-from telegrad.weights.transfer.messages import EndpointAddress, PieceRequest
 from telegrad.weights.transfer.tree_layout import Snapshots
+from telegrad.weights.transfer.weight_messages import EndpointAddress, PieceRequest
 from tests.cluster import PATIENCE, agents, in_threads
 
 

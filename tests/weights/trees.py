@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from telegrad._core.wire.strides import distinct, extent, repeats
 from telegrad.weights.transfer.rounding import Rounding, named
 from telegrad.weights.transfer.tree_layout import Layout, Snapshots, bare
-from telegrad.weights.version import Version
+from telegrad.weights.weight_version import Version
 
 TYPES = [
     *(torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.complex64),

@@ -25,14 +25,14 @@ from telegrad.insight.reading.source import GroupSnapshot
 from telegrad.insight.report import Report
 from telegrad.insight.seen_groups import groups_here
 from telegrad.insight.top import View
-from telegrad.reporting import desk
+from telegrad.reporting import debug_server
+from telegrad.reporting.debug_server import DebugAddress, DebugServer, ask_all, places
 from telegrad.reporting.decoding import ACCOUNT, DUMP, EVENTS, GROUP, Malformed, decode
-from telegrad.reporting.desk import DebugAddress, DebugServer, ask_all, places
 from telegrad.reporting.observer import Observer
 from tests.cluster import PATIENCE
 from tests.other_user import NOBODY, as_nobody, is_root
 
-pytestmark = pytest.mark.skipif(not desk.HAS_DEBUG_SERVERS, reason="there are no such sockets here")
+pytestmark = pytest.mark.skipif(not debug_server.HAS_DEBUG_SERVERS, reason="there are no such sockets here")
 ME, OTHER = os.geteuid() if hasattr(os, "geteuid") else 0, 4711
 Talk = Callable[[socket.socket], object]
 
@@ -66,7 +66,9 @@ def is_silent(sock: socket.socket) -> None:
 @contextlib.contextmanager
 def worker(talk: Talk, name: str = "w9", user: int = ME, number: int = 0) -> Iterator[tuple[DebugAddress, list[bytes]]]:
     """A socket that this user has named like a worker of `user`, and what was asked there."""
-    place = DebugAddress(f"{desk.PREFIX}/{user}/{os.getpid()}/-1/{number:x}f/{name}", os.getpid(), -1, name, user)
+    place = DebugAddress(
+        f"{debug_server.PREFIX}/{user}/{os.getpid()}/-1/{number:x}f/{name}", os.getpid(), -1, name, user
+    )
     heard: list[bytes] = []
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(f"\0{place.address}")
@@ -128,7 +130,7 @@ def test_a_socket_that_changes_hands_is_not_asked(monkeypatch: pytest.MonkeyPatc
 
 def test_a_socket_of_another_user_whose_queue_is_full_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     as_user(monkeypatch, OTHER)
-    address = f"\0{desk.PREFIX}/{OTHER}/{os.getpid()}/-1/0/w9"
+    address = f"\0{debug_server.PREFIX}/{OTHER}/{os.getpid()}/-1/0/w9"
     with socket.socket(socket.AF_UNIX) as listening, contextlib.ExitStack() as stack:
         listening.bind(address)
         listening.listen(0)
@@ -139,7 +141,7 @@ def test_a_socket_of_another_user_whose_queue_is_full_is_passed_over(monkeypatch
 def test_a_worker_whose_queue_is_full_is_found_and_asked() -> None:
     queue = contextlib.ExitStack()
     with socket.socket(socket.AF_UNIX) as listening, queue:
-        address = f"{desk.PREFIX}/{ME}/{os.getpid()}/-1/0/full"
+        address = f"{debug_server.PREFIX}/{ME}/{os.getpid()}/-1/0/full"
         listening.bind(f"\0{address}")
         listening.listen(0)
         fill(f"\0{address}", queue)
@@ -168,9 +170,9 @@ def fill(address: str, stack: contextlib.ExitStack) -> None:
 
 
 def test_names_of_any_bytes_harm_nobody() -> None:
-    own = f"{desk.PREFIX}/{ME}/{os.getpid()}/-1/0"
+    own = f"{debug_server.PREFIX}/{ME}/{os.getpid()}/-1/0"
     odd = [b"\xff\xfe", b"\nforged", f"{own}/\x1b[31m".encode(), f"{own}/a\nb".encode(), f"{own}x/b/c/d".encode()]
-    odd += [f"{desk.PREFIX}/{ME}/{'9' * 50}/-1/0/w".encode(), f"{desk.PREFIX}/{ME}/x/y/z/w".encode()]
+    odd += [f"{debug_server.PREFIX}/{ME}/{'9' * 50}/-1/0/w".encode(), f"{debug_server.PREFIX}/{ME}/x/y/z/w".encode()]
     with contextlib.ExitStack() as stack:
         for name in odd:
             sock = stack.enter_context(socket.socket(socket.AF_UNIX))
@@ -190,7 +192,7 @@ def test_root_finds_the_workers_of_all_users_under_their_own_names_only(monkeypa
         socks = []
         for user in (NOBODY, 0, OTHER):
             sock = socket.socket(socket.AF_UNIX)
-            sock.bind(f"\0{desk.PREFIX}/{user}/{os.getpid()}/-1/0/of{user}")
+            sock.bind(f"\0{debug_server.PREFIX}/{user}/{os.getpid()}/-1/0/of{user}")
             sock.listen()
             socks.append(sock)
         if not os.fork():  # which has the sockets, and goes on
@@ -270,20 +272,20 @@ def test_what_no_worker_tells_is_refused(line: bytes, why: str) -> None:
 
 def test_a_malformed_answer_is_told_with_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
     with worker(answers(b"[]\n")) as (place, _):
-        monkeypatch.setattr(desk, "places", lambda: [place])
+        monkeypatch.setattr(debug_server, "places", lambda: [place])
         (group,) = groups_here().values()
         text = Report(group.look()).text()
     assert f"process {os.getpid()} answers what no worker tells" in " ".join(text.split())
 
 
 def test_answers_are_limited_in_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(desk, "LARGEST", 1 << 20)
+    monkeypatch.setattr(debug_server, "LARGEST", 1 << 20)
     with worker(floods) as (place, _):
         (told,) = ask_all([place], ACCOUNT, None, 30.0).values()
     assert "answers more than 1 MiB" in str(told)
     text = json.dumps("x" * (1 << 20)).encode() + b"\n"
-    monkeypatch.setattr(desk, "OF_A_GROUP", 3 << 20)
-    monkeypatch.setattr(desk, "LARGEST", 2 << 20)
+    monkeypatch.setattr(debug_server, "OF_A_GROUP", 3 << 20)
+    monkeypatch.setattr(debug_server, "LARGEST", 2 << 20)
     with contextlib.ExitStack() as stack:
         asked = [stack.enter_context(worker(answers(text), number=number))[0] for number in range(6)]
         told = list(ask_all(asked, DUMP, None, 30.0).values())
@@ -303,7 +305,7 @@ def test_all_answers_together_have_one_limit_of_time() -> None:
 
 
 def test_more_workers_than_there_are_descriptors_are_asked_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(desk, "AT_ONCE", 2)
+    monkeypatch.setattr(debug_server, "AT_ONCE", 2)
     with contextlib.ExitStack() as stack:
         asked = [stack.enter_context(worker(answers(b'"x"\n'), number=number))[0] for number in range(9)]
         assert ask_all(asked, DUMP, None, 30.0) == dict.fromkeys(asked, "x")
@@ -442,7 +444,12 @@ def test_why_while_another_user_pretends_to_be_workers() -> None:
             os.setgid(NOBODY)
             os.setuid(NOBODY)
             sends = json.dumps(account(worker="EVIL")).encode() + b"\n", b"[" * (1 << 20), b" "
-            squat([(f"\0{desk.PREFIX}/0/{os.getpid()}/-1/{number:x}f/EVIL", each) for number, each in enumerate(sends)])
+            squat(
+                [
+                    (f"\0{debug_server.PREFIX}/0/{os.getpid()}/-1/{number:x}f/EVIL", each)
+                    for number, each in enumerate(sends)
+                ]
+            )
             os.write(write, b"x")
             threading.Event().wait(PATIENCE)
         finally:

@@ -26,10 +26,10 @@ from telegrad._core.worker.worker import Worker
 from telegrad.errors import CallTimeout, UsageError
 from telegrad.insight.reading.process_report import inspect
 from telegrad.insight.seen_groups import DumpFiles, HostGroup, OwnGroup, groups_here
-from telegrad.reporting import desk, dump
-from telegrad.reporting.account import MEMBER, MOST_ALIKE, QUEUED, RUNNING, UNFINISHED, WorkerState, counts
-from telegrad.reporting.desk import DebugAddress
-from telegrad.reporting.witness import Introspection, introspection_of
+from telegrad.reporting import debug_server, dump
+from telegrad.reporting.debug_server import DebugAddress
+from telegrad.reporting.introspection import Introspection, introspection_of
+from telegrad.reporting.worker_state import MEMBER, MOST_ALIKE, QUEUED, RUNNING, UNFINISHED, WorkerState, counts
 from tests.cluster import PATIENCE, Process, agents, free_port, group, in_threads, init, processes, wait_until
 from tests.strangers.door import eventually
 
@@ -231,7 +231,7 @@ def listen() -> None:
     """Nothing more."""
 
 
-@pytest.mark.skipif(not desk.HAS_DEBUG_SERVERS, reason="there are no desks here")
+@pytest.mark.skipif(not debug_server.HAS_DEBUG_SERVERS, reason="there are no desks here")
 def test_a_group_is_found_from_outside_and_those_that_do_not_answer_are_looked_at() -> None:
     with group(3) as members:
         pids = {member.name: member.pid for member in members}
@@ -266,17 +266,17 @@ def test_what_has_ended_is_said_to_have(workers: list[Process]) -> None:
     assert inspect(1 << 22, -1).state == "its process has ended"
 
 
-@pytest.mark.skipif(not desk.HAS_DEBUG_SERVERS, reason="there are no desks here")
+@pytest.mark.skipif(not debug_server.HAS_DEBUG_SERVERS, reason="there are no desks here")
 def test_a_worker_that_gets_its_name_as_it_joins_is_found_at_any_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[set[str]] = []
-    close = desk.DebugServer.close
+    close = debug_server.DebugServer.close
 
-    def look_and_close(one: desk.DebugServer) -> None:
-        found.append({place.worker for place in desk.places() if place.pid == os.getpid()})
+    def look_and_close(one: debug_server.DebugServer) -> None:
+        found.append({place.worker for place in debug_server.places() if place.pid == os.getpid()})
         close(one)
-        found.append({place.worker for place in desk.places() if place.pid == os.getpid()})
+        found.append({place.worker for place in debug_server.places() if place.pid == os.getpid()})
 
-    monkeypatch.setattr(desk.DebugServer, "close", look_and_close)
+    monkeypatch.setattr(debug_server.DebugServer, "close", look_and_close)
     witness = Introspection("someone")
     member = SimpleNamespace(name="someone-7", id=7)
     worker: Any = SimpleNamespace(me=member, membership=SimpleNamespace(present=list))
@@ -287,11 +287,11 @@ def test_a_worker_that_gets_its_name_as_it_joins_is_found_at_any_moment(monkeypa
 
 
 def test_others_of_the_host_are_not_answered(pair: list[Worker]) -> None:
-    place = next(each for each in desk.places() if each.pid == os.getpid() and each.worker == "w1")
-    assert desk.ask(place, "account")["worker"] == "w1"
-    assert desk.ask(place, "nothing of the kind") is None
+    place = next(each for each in debug_server.places() if each.pid == os.getpid() and each.worker == "w1")
+    assert debug_server.ask(place, "account")["worker"] == "w1"
+    assert debug_server.ask(place, "nothing of the kind") is None
     with pytest.raises(ConnectionRefusedError):
-        desk.ask(DebugAddress(place.address + "x", 0, -1, "", os.geteuid()), "account")
+        debug_server.ask(DebugAddress(place.address + "x", 0, -1, "", os.geteuid()), "account")
 
 
 # To files
@@ -416,7 +416,7 @@ def test_what_cannot_be_written_is_said_once(
         assert introspection_of(pair[0]).dump() is None
     (record,) = caplog.records
     assert "what worker 'w0' was at could not be written (TELEGRAD_DUMPS): [Errno 20]" in record.getMessage()
-    assert "could not be written" in introspection_of(pair[0])._answer(desk.DUMP, None)
+    assert "could not be written" in introspection_of(pair[0])._answer(debug_server.DUMP, None)
 
 
 def test_a_dump_without_descriptors_says_what_to_do(

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from telegrad._core.agent.call_server import Server
 from telegrad._core.agent.connections import Connections, Directory
 from telegrad._core.agent.fanout import EachCall, Fanout
 from telegrad._core.agent.incoming import CallScheduler
@@ -22,7 +23,6 @@ from telegrad._core.agent.notices import Handlers, notice_to
 from telegrad._core.agent.outgoing import attach, encoded
 from telegrad._core.agent.peer import Peer
 from telegrad._core.agent.pending_call import PendingCall
-from telegrad._core.agent.server import Server
 from telegrad._core.calls.attachments import GraphContext, Layers
 from telegrad._core.calls.call_names import user_name
 from telegrad._core.calls.cancelling import serving

@@ -24,11 +24,11 @@ from telegrad._core.devices.device_streams import Streams
 from telegrad._core.devices.routes import DeviceRoutes, for_calls, for_gradients
 from telegrad._core.devices.staging import Staging
 from telegrad._core.host import open_files
-from telegrad._core.membership.doubts import remember
 from telegrad._core.membership.members import Identity, Member
+from telegrad._core.membership.suspects import remember
 from telegrad._core.memory.blobs import MemorySources
+from telegrad._core.memory.extra_streams import LANES
 from telegrad._core.memory.heap import Heap
-from telegrad._core.memory.lanes import LANES
 from telegrad._core.memory.warm_memory import ReceiveBufferPool, SharedBlockPool
 from telegrad._core.pickling.exceptions import fresh
 from telegrad._core.reactor.lazy_link import AnyLink
@@ -38,8 +38,8 @@ from telegrad._core.security.handshake import Claim, StreamId
 from telegrad._core.security.keyring import Keyring
 from telegrad._core.threads import Thread, results
 from telegrad._core.transport.connect import Channel, Target, connect
+from telegrad._core.transport.connection_errors import lost, part
 from telegrad._core.transport.encrypted_link import EncryptedLink
-from telegrad._core.transport.endings import lost, part
 from telegrad._core.transport.link import Link
 from telegrad._core.transport.listener import MOST_CONNECTIONS, Listener
 from telegrad._core.transport.loopback import LoopEnd

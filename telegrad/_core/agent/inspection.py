@@ -11,10 +11,10 @@ from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 from telegrad._core.agent.agent import Agent
+from telegrad._core.agent.call_server import Server
 from telegrad._core.agent.incoming import Caller, Incoming
 from telegrad._core.agent.peer import Peer
 from telegrad._core.agent.pending_call import PendingCall
-from telegrad._core.agent.server import Server
 from telegrad._core.calls import futures
 from telegrad._core.reactor.scheduler import Work
 

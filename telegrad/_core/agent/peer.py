@@ -27,7 +27,7 @@ from telegrad._core.pickling.exceptions import fresh
 from telegrad._core.reactor.lazy_link import AnyLink, LazyLink
 from telegrad._core.reactor.reactor import Reactor
 from telegrad._core.reactor.scheduler import Work
-from telegrad._core.transport.endings import part
+from telegrad._core.transport.connection_errors import part
 from telegrad._core.transport.link import Link
 from telegrad._core.wire.messages import ANSWERS, HAS_REFERENCES, Message, unexpected
 from telegrad.errors import CallCancelled, CallTimeout, PeerError

@@ -13,8 +13,8 @@ import struct
 # Otherwise imported at the first connection, by many forked processes that connect at the same moment.
 from cryptography.hazmat.backends.openssl import backend as _backend  # noqa: F401
 
+from telegrad._core.security.encrypted_records import LONGEST, RECORD, RecordWriter
 from telegrad._core.security.noise import TAG, Ciphers
-from telegrad._core.security.records import LONGEST, RECORD, RecordWriter
 from telegrad.errors import ProtocolViolation
 
 INCARNATION = "directory"  # of directories in handshakes; workers have others

@@ -15,7 +15,7 @@ from time import monotonic
 from telegrad._core.addresses import bracketed
 from telegrad._core.directory import requests
 from telegrad._core.directory.channel import INCARNATION, Channel, name_of
-from telegrad._core.directory.protocol import (
+from telegrad._core.directory.directory import (
     ABSENT,
     Compacted,
     DirectoryReset,
@@ -148,7 +148,7 @@ class EmbeddedSession:
 
 
 class EmbeddedDirectory:
-    """A `Directory` that `server.py` serves. `protocol.py` documents its methods."""
+    """A `Directory` that `directory_server.py` serves. `directory.py` documents its methods."""
 
     def __init__(self, address: tuple[str, int], keys: Keyring, patience: float = PATIENCE, path: str = "") -> None:
         """Initialise. The first operation connects.

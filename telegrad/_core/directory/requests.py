@@ -14,7 +14,7 @@ import struct
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from telegrad._core.directory.protocol import KEY_BYTES, VALUE_BYTES, Entry, Event, Events
+from telegrad._core.directory.directory import KEY_BYTES, VALUE_BYTES, Entry, Event, Events
 from telegrad.errors import InvalidArgument, ProtocolViolation
 
 GRANT, RENEW, REVOKE, SWAP, LIST, WATCH = range(1, 7)  # operations

@@ -19,7 +19,7 @@ from time import monotonic
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from telegrad._core import forks
-from telegrad._core.directory.protocol import DirectoryLost
+from telegrad._core.directory.directory import DirectoryLost
 from telegrad._core.threads import LONGEST_WAIT
 from telegrad.errors import TelegradError
 

@@ -13,9 +13,9 @@ import heapq
 from typing import NamedTuple
 
 from telegrad._core.directory import requests
-from telegrad._core.directory.protocol import Compacted
+from telegrad._core.directory.directory import Compacted
+from telegrad._core.directory.lease_table import Table
 from telegrad._core.directory.requests import write_changes, write_reply
-from telegrad._core.directory.table import Table
 from telegrad.errors import LimitReached
 
 EACH = 1e-3  # seconds: a notification takes a third of that, on the processors of watchers that share a host

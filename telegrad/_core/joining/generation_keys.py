@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from telegrad._core.directory.protocol import ABSENT, Directory
+from telegrad._core.directory.directory import ABSENT, Directory
 from telegrad._core.joining.quorum import NONE, Arrival, Formed
 from telegrad._core.membership.members import Member
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from telegrad._core.directory.protocol import DirectoryLost
+from telegrad._core.directory.directory import DirectoryLost
 from telegrad._core.host.private_files import create_once, state_folder
 from telegrad._core.membership.registry import Registry
 from telegrad._core.security.keyring import Keyring, new_key

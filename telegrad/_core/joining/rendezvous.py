@@ -23,10 +23,10 @@ from collections.abc import Callable, Sequence
 from time import monotonic, time
 from typing import NamedTuple
 
-from telegrad._core.joining.attendance import ArrivalTable
+from telegrad._core.joining.arrivals import ArrivalTable
 from telegrad._core.membership.members import Member, Members, named
 from telegrad._core.progress import Times, Wait
-from telegrad._core.stores.board import OVER, REFUSED, SERVED, KeyValueStore
+from telegrad._core.stores.key_value_store import OVER, REFUSED, SERVED, KeyValueStore
 from telegrad._core.stores.sealed_store import SealedStore
 from telegrad.errors import (
     AuthenticationFailed,

@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable
 from time import monotonic
 
-from telegrad._core.directory.protocol import (
+from telegrad._core.directory.directory import (
     CLOCK_DRIFT,
     Compacted,
     Directory,

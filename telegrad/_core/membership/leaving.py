@@ -10,9 +10,8 @@ from functools import partial
 from math import inf
 from time import monotonic
 
-from telegrad._core.membership.doubts import is_broken
 from telegrad._core.membership.members import Identity, Member, Members, listed
-from telegrad._core.membership.post import MessageSender
+from telegrad._core.membership.message_sender import MessageSender
 from telegrad._core.membership.shutdown_barrier import (
     DONE,
     WAITING,
@@ -27,6 +26,7 @@ from telegrad._core.membership.shutdown_barrier import (
     ShutdownBarrier,
     Who,
 )
+from telegrad._core.membership.suspects import is_broken
 from telegrad._core.progress import Wait
 from telegrad.errors import CallTimeout, LeftEarly, PeerError, PeerLost, PeerSilent, ShutDown
 

@@ -21,7 +21,6 @@ from time import monotonic
 from typing import Any, NamedTuple
 
 from telegrad._core.membership.callbacks import CallbackThread
-from telegrad._core.membership.doubts import Probes, Suspect, is_broken, remember
 from telegrad._core.membership.dynamic import UNUSABLE, DynamicGroup
 from telegrad._core.membership.members import (
     Identity,
@@ -33,8 +32,9 @@ from telegrad._core.membership.members import (
     info,
     missing_names,
 )
-from telegrad._core.membership.post import MessageSender
+from telegrad._core.membership.message_sender import MessageSender
 from telegrad._core.membership.registry import LEFT, LOST, Change, MemberGone, MemberJoined
+from telegrad._core.membership.suspects import Probes, Suspect, is_broken, remember
 from telegrad._core.progress import Wait
 from telegrad._core.threads import Background, results
 from telegrad.errors import CallTimeout, LeftEarly, PeerError, PeerLost, PeerSilent, ShutDown, TelegradError

@@ -29,7 +29,7 @@ from collections.abc import Callable, Collection
 from time import monotonic
 from typing import Any, NamedTuple
 
-from telegrad._core.directory.protocol import ABSENT, Compacted, Directory, Entry, Lease, LeaseLost
+from telegrad._core.directory.directory import ABSENT, Compacted, Directory, Entry, Lease, LeaseLost
 from telegrad._core.membership.members import Member
 from telegrad.errors import RendezvousError, WorkerTaken
 

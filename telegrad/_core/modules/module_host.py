@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from telegrad._core.calls.call_names import known_as, runs_as
-from telegrad._core.rpc.references import RRef
+from telegrad._core.rpc.rref import RRef
 
 
 @known_as("RemoteModule()")

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from telegrad._core.calls.call_names import known_as
 from telegrad._core.calls.deadlines import DEFAULT
 from telegrad._core.modules.remote_module import RemoteModule, without_remote_state
-from telegrad._core.rpc.api import rpc_async
 from telegrad._core.rpc.joint_calls import call_all
-from telegrad._core.rpc.references import RRef
+from telegrad._core.rpc.remote_calls import rpc_async
 from telegrad._core.rpc.restorable import ensure_present
+from telegrad._core.rpc.rref import RRef
 from telegrad.errors import UsageError
 
 T = TypeVar("T")

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from telegrad._core.devices.device_streams import set_apart
 from telegrad._core.reactor.reactor import Reactor
 from telegrad._core.threads import run_in_thread
-from telegrad._core.transport.endings import part
+from telegrad._core.transport.connection_errors import part
 from telegrad._core.transport.link import Link
 from telegrad._core.transport.loopback import LoopEnd
 from telegrad._core.wire.messages import CANCEL, HAS_REFERENCES, Message

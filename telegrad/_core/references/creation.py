@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 from telegrad._core.calls.futures import Future
 from telegrad._core.calls.unretrieved import UnretrievedError
 from telegrad._core.pickling.exceptions import fresh
-from telegrad._core.references.box import ValueSlot
-from telegrad._core.references.letters import Id
+from telegrad._core.references.control_messages import Id
+from telegrad._core.references.value_slot import ValueSlot
 from telegrad.errors import CallCancelled, CallTimeout, PeerError
 
 

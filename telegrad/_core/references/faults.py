@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from telegrad._core.references.control_messages import number
 from telegrad._core.references.handle import Handle
-from telegrad._core.references.letters import number
-from telegrad._core.references.protocol import OWNER_DIED
+from telegrad._core.references.reference_protocol import OWNER_DIED
 from telegrad.errors import OwnerLost, RRefError, RRefLost
 
 DELETED = "deleted"  # fault of a handle that the program has released

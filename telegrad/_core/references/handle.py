@@ -6,8 +6,8 @@ from queue import SimpleQueue
 from typing import Any
 
 from telegrad._core.membership.members import Identity
-from telegrad._core.references.box import ValueSlot
-from telegrad._core.references.letters import Id, number
+from telegrad._core.references.control_messages import Id, number
+from telegrad._core.references.value_slot import ValueSlot
 
 
 class Handle:

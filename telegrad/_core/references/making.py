@@ -9,11 +9,11 @@ from typing import Any
 from telegrad._core.agent.agent import Agent
 from telegrad._core.agent.fanout import EachCall
 from telegrad._core.membership.members import Identity
-from telegrad._core.references.box import ValueSlot
+from telegrad._core.references.control_messages import Id, key_of
 from telegrad._core.references.creation import Creation, tell_user
 from telegrad._core.references.handle import Handle
-from telegrad._core.references.letters import Id, key_of
-from telegrad._core.references.protocol import References
+from telegrad._core.references.reference_protocol import References
+from telegrad._core.references.value_slot import ValueSlot
 from telegrad._core.threads import Background
 from telegrad.errors import PeerError
 

@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from telegrad._core import checks
-from telegrad._core.rpc.references import RRef
+from telegrad._core.rpc.rref import RRef
 from telegrad._core.worker.prepared_call import Call
-from telegrad._core.worker.values import with_values
+from telegrad._core.worker.value_access import with_values
 from telegrad.errors import InvalidArgument
 
 _REFERENCE, _VALUE = "reference", "value"

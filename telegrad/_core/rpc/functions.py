@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from telegrad._core import checks
-from telegrad._core.agent.server import ASYNC_MARK
+from telegrad._core.agent.call_server import ASYNC_MARK
 from telegrad._core.calls.cancelling import finishing
 from telegrad._core.pickling.blame import names_in
 from telegrad._core.pickling.function_names import home_of_script

@@ -13,7 +13,7 @@ from time import monotonic
 from typing import Any
 
 from telegrad._core.calls.futures import Future
-from telegrad._core.rpc.api import rpc_async
+from telegrad._core.rpc.remote_calls import rpc_async
 from telegrad._core.transport.silence import Silence
 from telegrad._core.worker import current
 from telegrad._core.worker.worker import Worker

@@ -15,18 +15,18 @@ import torch
 from telegrad._core.calls.settings import Settings
 from telegrad._core.devices.device_maps import map_errors
 from telegrad._core.host import open_files
-from telegrad._core.joining.joining import join
+from telegrad._core.joining.join import join
 from telegrad._core.membership.dynamic import DynamicGroup
 from telegrad._core.membership.members import Member, Members, check_name, check_role
 from telegrad._core.retries import retry
 from telegrad._core.rpc import stalls
-from telegrad._core.rpc.references import RRef
+from telegrad._core.rpc.rref import RRef
 from telegrad._core.stores.address import host_identity, own_address
 from telegrad._core.stores.stores import RendezvousStore
 from telegrad._core.streams import producer, streams
 from telegrad._core.worker import actors
 from telegrad._core.worker.options import TelegradOptions
-from telegrad._core.worker.values import open_roots
+from telegrad._core.worker.value_access import open_roots
 from telegrad._core.worker.worker import Worker, WorkerExtensions
 from telegrad.errors import DeviceError
 

@@ -14,14 +14,14 @@ from math import inf
 from time import sleep
 from typing import Any, NamedTuple
 
-from telegrad._core.joining.forming import JoinRequest
-from telegrad._core.joining.held_directory import DirectoryLease
-from telegrad._core.joining.joining import is_alive, ttl_of
+from telegrad._core.joining.directory_lease import DirectoryLease
+from telegrad._core.joining.form_generations import JoinRequest
+from telegrad._core.joining.generation_monitor import GenerationMonitor
+from telegrad._core.joining.join import is_alive, ttl_of
 from telegrad._core.joining.launched import find_place
 from telegrad._core.joining.quorum import Before, Limits
-from telegrad._core.joining.turning import GenerationMonitor
 from telegrad._core.membership.generation_steps import FINISH, HERE, LEAVING, SERVING, STAY
-from telegrad._core.rpc.references import RRef
+from telegrad._core.rpc.rref import RRef
 from telegrad._core.start.cluster import start
 from telegrad._core.stores.group_keys import find_keys
 from telegrad._core.wire.messages import MOVED

@@ -19,7 +19,7 @@ from telegrad._core.joining.launched import open_meeting
 from telegrad._core.membership.members import WorkerInfo, check_name, check_role
 from telegrad._core.pickling import main_program
 from telegrad._core.rpc.functions import must_finish
-from telegrad._core.rpc.references import RRef
+from telegrad._core.rpc.rref import RRef
 from telegrad._core.start.cluster import start
 from telegrad._core.start.elastic import Elastic, limits_of
 from telegrad._core.stores.stores import RendezvousStore

@@ -1,8 +1,8 @@
 """How the members of a dynamic or elastic group find their directory.
 
 The store of such a group has one value, POINTER: the address of the group's directory. The first worker that is
-permitted to starts the directory in its own process (`_core/directory/keeper.py`), and writes the address there. All
-others read it, and do not need the store afterwards.
+permitted to starts the directory in its own process (`_core/directory/server_process.py`), and writes the address
+there. All others read it, and do not need the store afterwards.
 
 The directory's process outlives the worker that started it: it ends once no member holds a lease. If it is killed, that
 worker restarts it on the same port, with its state. If that worker and its store are gone, members continue to use the
@@ -26,13 +26,13 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from telegrad._core.directory.client import EmbeddedDirectory
-from telegrad._core.directory.keeper import ServerProcess
-from telegrad._core.directory.protocol import Directory, DirectoryLost
+from telegrad._core.directory.directory import Directory, DirectoryLost
+from telegrad._core.directory.server_process import ServerProcess
 from telegrad._core.host.private_files import open_regular, private_folder, reason, replacing
 from telegrad._core.progress import Wait
 from telegrad._core.security.keyring import Keyring
 from telegrad._core.stores.address import answers, host_identity, knock, listening_address
-from telegrad._core.stores.board import KeyValueStore, poll_intervals, read_server_mark, short
+from telegrad._core.stores.key_value_store import KeyValueStore, poll_intervals, read_server_mark, short
 from telegrad._core.stores.sealed_store import SealedStore
 from telegrad._core.threads import Background
 from telegrad.errors import HandshakeError, StoreUnreachable, UsageError

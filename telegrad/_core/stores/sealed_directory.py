@@ -11,7 +11,7 @@ import logging
 import secrets
 from time import monotonic
 
-from telegrad._core.directory.protocol import (
+from telegrad._core.directory.directory import (
     ABSENT,
     Directory,
     DirectoryLost,

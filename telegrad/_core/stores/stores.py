@@ -23,12 +23,13 @@ from urllib.parse import SplitResult, parse_qs
 
 import torch.distributed as dist
 
-from telegrad._core.directory.protocol import Directory
+from telegrad._core.directory.directory import Directory
 from telegrad._core.host.private_files import resolved
 from telegrad._core.progress import Wait, report_in_background
 from telegrad._core.security.keyring import Keyring
 from telegrad._core.stores.address import await_name, check_resolves, means_loopback
-from telegrad._core.stores.board import (
+from telegrad._core.stores.file_store import FileStore
+from telegrad._core.stores.key_value_store import (
     GONE,
     OPEN,
     OVER,
@@ -39,7 +40,6 @@ from telegrad._core.stores.board import (
     read_server_mark,
     short,
 )
-from telegrad._core.stores.file_store import FileStore
 from telegrad._core.stores.sealed_directory import SealedDirectory
 from telegrad._core.stores.sealed_store import SealedStore
 from telegrad._core.stores.supervised import is_supervised, place

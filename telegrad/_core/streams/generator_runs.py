@@ -10,7 +10,7 @@ from weakref import finalize
 import torch
 
 from telegrad._core.agent.agent import Agent
-from telegrad._core.agent.server import Deferred
+from telegrad._core.agent.call_server import Deferred
 from telegrad._core.calls.awaiting import completion_of
 from telegrad._core.calls.call_names import user_name
 from telegrad._core.pickling.exceptions import without_frames
@@ -18,7 +18,7 @@ from telegrad._core.streams.items import NOTHING_TO_CHECK, Counts, packed
 from telegrad._core.streams.producer import Ended, Feed, current_call, reader
 from telegrad._core.worker import current
 from telegrad._core.worker.actors import GeneratorTurn, steps_of
-from telegrad._core.worker.values import Method, opened
+from telegrad._core.worker.value_access import Method, opened
 from telegrad.errors import UsageError
 
 Steps = Callable[[], GeneratorTurn] | None  # creates the turn of each step, if the function is an actor's method

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 from telegrad._core.agent.agent import Agent
+from telegrad._core.agent.call_server import Deferred
 from telegrad._core.agent.incoming import Incoming
-from telegrad._core.agent.server import Deferred
 from telegrad._core.calls.call_names import known_as
 from telegrad._core.calls.cancelling import serving
 from telegrad._core.calls.futures import Signal

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from telegrad._core.security.encrypted_records import RecordReader, RecordWriter, not_authentic
 from telegrad._core.security.noise import Ciphers, DecryptionFailed
-from telegrad._core.security.records import RecordReader, RecordWriter, not_authentic
-from telegrad._core.transport.endings import lost
+from telegrad._core.transport.connection_errors import lost
 from telegrad._core.transport.link import Link
 from telegrad.errors import ProtocolViolation
 

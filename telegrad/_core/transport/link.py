@@ -16,12 +16,12 @@ from functools import partial
 
 from telegrad._core.memory import fd_passing
 from telegrad._core.memory.blobs import Chunk, Incoming, MemorySources, Outgoing, Prepared
-from telegrad._core.memory.lanes import NO_LANES, ExtraStreams
+from telegrad._core.memory.extra_streams import NO_LANES, ExtraStreams
 from telegrad._core.pickling.exceptions import fresh
-from telegrad._core.security.records import RECORD, RecordWriter
+from telegrad._core.security.encrypted_records import RECORD, RecordWriter
 from telegrad._core.sockets import NOT_NOW, shut
 from telegrad._core.transport.connect import Channel
-from telegrad._core.transport.endings import broken, departed_error, lost
+from telegrad._core.transport.connection_errors import broken, departed_error, lost
 from telegrad._core.transport.poller import Poller
 from telegrad._core.transport.process_state import process_at
 from telegrad._core.transport.reading import ReadRight

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 
 from telegrad._core.devices.staging import StagedCopy, Staging
 from telegrad._core.memory.blobs import Chunk
-from telegrad._core.security.records import JOINED, RecordWriter
+from telegrad._core.security.encrypted_records import JOINED, RecordWriter
 from telegrad._core.sockets import NOT_NOW, shut
 
 BUFFERS_AT_ONCE = 32

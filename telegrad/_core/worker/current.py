@@ -7,9 +7,9 @@ import threading
 
 from telegrad._core import forks
 from telegrad._core.agent.agent import Agent
-from telegrad._core.references.table import ReferenceTable
+from telegrad._core.references.reference_table import ReferenceTable
 from telegrad._core.worker.worker import Worker, made
-from telegrad.autograd import api
+from telegrad.autograd import entry_points
 from telegrad.autograd.conductor import Conductor
 from telegrad.errors import NotInitialized, PeerLost, StoreUntrusted
 
@@ -105,4 +105,4 @@ def forget() -> None:
     _here.__dict__.clear()
 
 
-api.speak_for(conductor)
+entry_points.speak_for(conductor)

@@ -18,7 +18,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from telegrad._core.calls import profiling
 from telegrad._core.devices.device_streams import Streams
 from telegrad._core.membership.members import Identity
-from telegrad.autograd.engine import guard, node_calls, replicas, sharded
+from telegrad.autograd.engine import guard, node_calls, replicas, sharded_gradients
 from telegrad.autograd.engine.captures import Capture, CaptureKinds, CheckpointNode
 from telegrad.autograd.engine.edges import device_of, edge_of, run_backward
 from telegrad.autograd.engine.gradients import total
@@ -92,8 +92,10 @@ class EngineRunner:
         self._capture = capture
         self._seeds = list(map(torch.ones_like, roots)) if capture is None else capture.seeds
         self._replicated = set() if spec.captures else replicas.replicated()
-        modules = [] if spec.captures or spec.create else sharded.sharded_modules()  # else `guard` refuses the modules
-        self._unsharded = sharded.unsharded_ids(modules)
+        modules = (
+            [] if spec.captures or spec.create else sharded_gradients.sharded_modules()
+        )  # else `guard` refuses the modules
+        self._unsharded = sharded_gradients.unsharded_ids(modules)
         self._averaged = self._replicated | self._unsharded  # the ids of leaves whose gradients all ranks average
         self._sends = context.sends
         # The edges at which the gradients of each entry come in.
@@ -108,7 +110,7 @@ class EngineRunner:
         kinds: Kinds = {**KINDS, LeafNode: partial(_kind_of_leaf, averaged=self._averaged)} if self._averaged else KINDS
         kinds = self._capture_kinds or kinds
         nodes = {entry: self._nodes(entry) for entry in self._edges}
-        self._sharded = sharded.ShardedPart(modules, nodes)
+        self._sharded = sharded_gradients.ShardedPart(modules, nodes)
         self._schedule = GraphSchedule(nodes, kinds)
         self._marked: set[int] = set()  # sends that can still receive
         self._buried = False  # only marked sends may still receive, on all workers

@@ -20,8 +20,8 @@ from telegrad._core.calls.compiling import not_compiled
 from telegrad._core.calls.futures import Future
 from telegrad._core.membership.members import WorkerInfo
 from telegrad._core.progress import Wait
-from telegrad._core.rpc import api, references
-from telegrad._core.rpc.api import _rref_context_get_debug_info  # noqa: F401
+from telegrad._core.rpc import remote_calls, rref
+from telegrad._core.rpc.remote_calls import _rref_context_get_debug_info  # noqa: F401
 from telegrad._core.start import life
 from telegrad._core.worker import current
 from telegrad.compat.missing import missing_from
@@ -55,7 +55,7 @@ PING = 1.0  # seconds between checks that the awaited workers are alive
 LEAK_CHECK = 20.0  # seconds to wait for the release of the last references
 
 F = TypeVar("F", bound=Callable[..., Any])
-PyRRef = references.RRef  # the type of every reference, including those made by the native API
+PyRRef = rref.RRef  # the type of every reference, including those made by the native API
 
 logger = logging.getLogger("telegrad")
 
@@ -121,7 +121,7 @@ def _wait_all() -> Iterator[None]:
 
 
 def get_worker_info(worker_name: str | None = None) -> WorkerInfo:
-    return api.get_worker_info(worker_name)
+    return remote_calls.get_worker_info(worker_name)
 
 
 def _to_worker_info(to: str | int | WorkerInfo) -> WorkerInfo:
@@ -141,7 +141,7 @@ def method_factory(method_name: str, docstring: str | None) -> Callable[..., Any
     return method
 
 
-new_method = method_factory("to_here", references.RRef.to_here.__doc__)  # public in torch: the last method made there
+new_method = method_factory("to_here", rref.RRef.to_here.__doc__)  # public in torch: the last method made there
 
 
 # The agent

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 
-from telegrad._core.rpc.api import UNSET_RPC_TIMEOUT
+from telegrad._core.rpc.remote_calls import UNSET_RPC_TIMEOUT
 from telegrad._core.worker import options
 from telegrad.compat.missing import missing_from
 

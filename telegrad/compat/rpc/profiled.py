@@ -12,10 +12,10 @@ from telegrad._core.calls import profiling
 from telegrad._core.calls.compiling import not_compiled
 from telegrad._core.calls.futures import Future
 from telegrad._core.membership.members import WorkerInfo
-from telegrad._core.rpc import api
-from telegrad._core.rpc.api import UNSET_RPC_TIMEOUT
+from telegrad._core.rpc import remote_calls
 from telegrad._core.rpc.conversion import convert
-from telegrad._core.rpc.references import RRef
+from telegrad._core.rpc.remote_calls import UNSET_RPC_TIMEOUT
+from telegrad._core.rpc.rref import RRef
 from telegrad._core.worker.prepared_call import Call
 from telegrad.compat import profiler
 from telegrad.compat.profiler import Session, fetch_report, profile_and_run
@@ -33,11 +33,13 @@ def rpc_sync(
     call = _call(to, func, args, kwargs)
     session = profiler.session()
     if session is not None:
-        return _profiled("sync", to, call, session, lambda seen: api.call_async(to, seen, timeout, CallFuture)).wait()
+        return _profiled(
+            "sync", to, call, session, lambda seen: remote_calls.call_async(to, seen, timeout, CallFuture)
+        ).wait()
     try:
         if profiling.wanted():
-            return profiling.called(_event("sync", to, func), api.call_sync, to, call, timeout)
-        return api.call_sync(to, call, timeout)
+            return profiling.called(_event("sync", to, func), remote_calls.call_sync, to, call, timeout)
+        return remote_calls.call_sync(to, call, timeout)
     except (TypeError, torch.jit.Error) as error:
         if translated(error) is error:
             raise
@@ -51,10 +53,12 @@ def rpc_async(
     call = _call(to, func, args, kwargs)
     session = profiler.session()
     if session is not None:
-        return _profiled("async", to, call, session, lambda seen: api.call_async(to, seen, timeout, CallFuture))
+        return _profiled(
+            "async", to, call, session, lambda seen: remote_calls.call_async(to, seen, timeout, CallFuture)
+        )
     if profiling.wanted():
-        return profiling.called_async(_event("async", to, func), api.call_async, to, call, timeout, CallFuture)
-    return api.call_async(to, call, timeout, CallFuture)
+        return profiling.called_async(_event("async", to, func), remote_calls.call_async, to, call, timeout, CallFuture)
+    return remote_calls.call_async(to, call, timeout, CallFuture)
 
 
 @not_compiled
@@ -64,13 +68,13 @@ def remote(
     call = _call(to, func, args, kwargs)
     session = profiler.session()
     if session is None and profiling.wanted():
-        return profiling.called_creation(_event("remote", to, func), api.create, to, call, timeout)
+        return profiling.called_creation(_event("remote", to, func), remote_calls.create, to, call, timeout)
     if session is None:
-        return api.create(to, call, timeout)
+        return remote_calls.create(to, call, timeout)
     made: list[RRef[Any]] = []
 
     def create(seen: Call) -> Future[Any]:
-        made.append(api.create(to, seen, timeout))
+        made.append(remote_calls.create(to, seen, timeout))
         return made[0].future()
 
     made_and_seen = _profiled("remote", to, call, session, create)
@@ -80,7 +84,7 @@ def remote(
 
 def _event(kind: str, to: To, function: Any) -> profiling.Event:
     """Return an event of `torch.profiler`, renamed because torch's tests require that no name contains `async`."""
-    event = api.event_of(kind, to, function)
+    event = remote_calls.event_of(kind, to, function)
     return event._replace(name=event.name.replace(f"rpc_{kind}", _EVENTS[kind], 1))
 
 
@@ -112,7 +116,7 @@ def _check_arguments(function: torch.jit.ScriptFunction[Any, Any], args: Any, kw
 
 def _profiled(kind: str, to: To, call: Call, session: Session, begin: Callable[[Call], Future[Any]]) -> Future[Any]:
     """Return a future that is done once the call is, and `session` has the callee's events."""
-    name = api.event_of(kind, to, call.function).name
+    name = remote_calls.event_of(kind, to, call.function).name
     token = secrets.token_hex(8)
     args = (token, session.options, call.function, *(call.args or ()))
     began = session.now()
@@ -121,7 +125,7 @@ def _profiled(kind: str, to: To, call: Call, session: Session, begin: Callable[[
 
     def fetch(_: Any) -> None:
         try:
-            api.call_async(to, Call(fetch_report, (token,), None), UNSET_RPC_TIMEOUT).add_done_callback(finish)
+            remote_calls.call_async(to, Call(fetch_report, (token,), None), UNSET_RPC_TIMEOUT).add_done_callback(finish)
         except TelegradError:  # the callee has gone, and the call itself fails
             finish(None)
 

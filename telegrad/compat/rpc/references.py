@@ -13,12 +13,12 @@ from telegrad._core.calls.deadlines import DEFAULT
 from telegrad._core.calls.futures import Future
 from telegrad._core.host.live_objects import instances
 from telegrad._core.pickling.reducers import REDUCERS
+from telegrad._core.references.control_messages import Id
 from telegrad._core.references.faults import DELETED
-from telegrad._core.references.letters import Id
-from telegrad._core.rpc import references
-from telegrad._core.rpc.references import Proxy
+from telegrad._core.rpc import rref as references
+from telegrad._core.rpc.rref import Proxy
 from telegrad._core.worker import current
-from telegrad._core.worker.values import opened
+from telegrad._core.worker.value_access import opened
 from telegrad.compat.rpc import profiled
 from telegrad.errors import NotInitialized, NotOwner, RRefError, TelegradError, UsageError
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from telegrad._core.rpc.api import UNSET_RPC_TIMEOUT
-from telegrad._core.rpc.references import Proxy
+from telegrad._core.rpc.remote_calls import UNSET_RPC_TIMEOUT
+from telegrad._core.rpc.rref import Proxy
 from telegrad.compat.missing import missing_from
 from telegrad.compat.rpc import api
 from telegrad.compat.rpc.api import rpc_async  # noqa: F401 - public in torch's module

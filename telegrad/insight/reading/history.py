@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from telegrad.ext.events import CALLED, RAN, Event
 from telegrad.insight.reading.source import GroupSnapshot, Source
-from telegrad.reporting.account import WorkerState, counts
+from telegrad.reporting.worker_state import WorkerState, counts
 
 Events = Mapping[str, Sequence[Event]]  # by worker
 

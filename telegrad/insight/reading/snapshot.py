@@ -11,7 +11,7 @@ from telegrad.errors import UsageError
 from telegrad.ext.events import BACKWARD_PASS, BACKWARD_TASKS, CALLED, RAN, STAGED, STEPPED, Event
 from telegrad.insight.reading import tables
 from telegrad.insight.reading.history import BOUNDS, Events, GroupHistory, Rate, functions, percentile
-from telegrad.reporting.account import QUEUED, WorkerState, counts
+from telegrad.reporting.worker_state import QUEUED, WorkerState, counts
 
 PARTS = 300  # calls shorter than one such part of the span may be merged
 FUNCTIONS = 60  # maximum number of functions

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from telegrad.ext.events import Event
-from telegrad.reporting.account import WorkerState
+from telegrad.reporting.worker_state import WorkerState
 
 
 class GroupSnapshot(NamedTuple):

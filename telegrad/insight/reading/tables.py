@@ -12,7 +12,7 @@ from telegrad.errors import UsageError
 from telegrad.ext.events import CALLED
 from telegrad.ext.texts import safe
 from telegrad.insight.reading.history import GroupHistory, functions
-from telegrad.reporting.account import MEMBER, QUEUED, RUNNING, Line, Thread, WorkerState, counts
+from telegrad.reporting.worker_state import MEMBER, QUEUED, RUNNING, Line, Thread, WorkerState, counts
 
 SILENT, GONE = "silent", "gone"  # phases of workers without a state report
 WINDOW = 10.0  # seconds over which the statistics of functions are taken

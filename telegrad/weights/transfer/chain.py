@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from telegrad.weights.transfer.messages import EndpointAddress, FetchFrom, Outgoing
+from telegrad.weights.transfer.weight_messages import EndpointAddress, FetchFrom, Outgoing
 
 MAX_REPORTS = 2  # a source with this many reports is no longer used
 

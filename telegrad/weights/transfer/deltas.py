@@ -25,8 +25,8 @@ from torch import Tensor
 
 from telegrad.errors import DeltaRefused
 from telegrad.ext.values import memory
-from telegrad.weights.transfer.messages import VersionInfo
 from telegrad.weights.transfer.tree_layout import Layout
+from telegrad.weights.transfer.weight_messages import VersionInfo
 
 Deltas = Literal["off", "fast", "small"]
 Row = Tensor  # one dimension of integers with the bits of the elements

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from telegrad.weights.transfer.messages import (
+from telegrad.weights.transfer.weight_messages import (
     EndpointAddress,
     Outgoing,
     Piece,

@@ -28,7 +28,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from telegrad._core.directory.protocol import ABSENT, Compacted, Entry, Event, Events, LeaseLost, Listing, Swap
+from telegrad._core.directory.directory import ABSENT, Compacted, Entry, Event, Events, LeaseLost, Listing, Swap
 from telegrad.errors import LimitReached, UsageError
 
 OVERHEAD = 200  # assumed bytes of a key or a change in addition to its text

@@ -18,10 +18,10 @@ from torch.optim.optimizer import Optimizer, _global_optimizer_pre_hooks
 from telegrad._core.calls.futures import Future
 from telegrad._core.pickling.exceptions import rebuild
 from telegrad._core.rpc.joint_calls import call_all
-from telegrad._core.rpc.references import RRef
-from telegrad.autograd.api import look_at_step
-from telegrad.optim.local import Changes, LocalOptimizer, ask
+from telegrad._core.rpc.rref import RRef
+from telegrad.autograd.entry_points import look_at_step
 from telegrad.optim.norms import limited
+from telegrad.optim.owner_optimizer import Changes, LocalOptimizer, ask
 
 PLAIN = (int, float, bool, str, type(None))  # types of hyperparameters that a pass can carry, and tuples of them
 

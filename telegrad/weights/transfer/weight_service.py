@@ -19,8 +19,8 @@ from telegrad.ext.calls import Agent
 from telegrad.ext.processes import forks
 from telegrad.ext.workers import Identity
 from telegrad.weights.transfer.deltas import DeltaCache
-from telegrad.weights.transfer.messages import EndpointAddress, JoinAgain, Leave, Outgoing, Piece, WholeVersion
 from telegrad.weights.transfer.version_store import VersionStore
+from telegrad.weights.transfer.weight_messages import EndpointAddress, JoinAgain, Leave, Outgoing, Piece, WholeVersion
 
 TICK = 1.0  # seconds after which unanswered requests are repeated
 

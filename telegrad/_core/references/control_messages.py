@@ -1,4 +1,4 @@
-"""Control messages of the reference protocol; protocol.py defines when they are sent."""
+"""Control messages of the reference protocol; reference_protocol.py defines when they are sent."""
 
 from __future__ import annotations
 

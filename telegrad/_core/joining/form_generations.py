@@ -13,9 +13,9 @@ from math import inf
 from time import monotonic, sleep
 from typing import NamedTuple
 
-from telegrad._core.directory.protocol import ABSENT, Compacted, Directory, DirectoryLost, DirectoryReset, LeaseLost
+from telegrad._core.directory.directory import ABSENT, Compacted, Directory, DirectoryLost, DirectoryReset, LeaseLost
+from telegrad._core.joining.directory_lease import DirectoryLease
 from telegrad._core.joining.generation_keys import COME, GENERATION, PREFIX, ElasticState, IsAlive, look
-from telegrad._core.joining.held_directory import DirectoryLease
 from telegrad._core.joining.quorum import Arrival, Before, Formed, Limits, Quorum
 from telegrad._core.membership.members import Member
 from telegrad._core.membership.registry import Registry

@@ -29,7 +29,7 @@ from telegrad.weights.subscriber import Subscriber
 from telegrad.weights.transfer.deltas import Deltas
 from telegrad.weights.transfer.rounding import Rounding
 from telegrad.weights.transfer.tree_layout import place_of
-from telegrad.weights.version import Version
+from telegrad.weights.weight_version import Version
 
 KEEP = 4  # versions kept per owner: a reader that takes longer than this many publications may find none complete
 PARTS = ".parts"  # suffix of the names under which owners publish

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from telegrad._core.directory import requests
-from telegrad._core.directory.protocol import Compacted, Event, LeaseLost, check_key, check_ttl, check_value
+from telegrad._core.directory.directory import Compacted, Event, LeaseLost, check_key, check_ttl, check_value
+from telegrad._core.directory.lease_table import Table
 from telegrad._core.directory.requests import Request, write_changes, write_reply
-from telegrad._core.directory.table import Table
 from telegrad._core.directory.watches import Replies, Watches
 from telegrad.errors import InvalidArgument, LimitReached
 

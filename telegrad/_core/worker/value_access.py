@@ -14,17 +14,17 @@ from torch.nn import Module
 
 from telegrad._core.agent.agent import Agent
 from telegrad._core.agent.answers import its_future
-from telegrad._core.agent.server import ASYNC_MARK, Deferred
+from telegrad._core.agent.call_server import ASYNC_MARK, Deferred
 from telegrad._core.calls.call_names import OWN_ARGUMENTS, RUNS, known_as, runs_as, user_name
 from telegrad._core.calls.cancelling import MUST_FINISH, finishes
 from telegrad._core.calls.futures import Future, Signal
 from telegrad._core.membership.members import Identity
 from telegrad._core.pickling.main_modules import warn_of_rebound
-from telegrad._core.references.box import ValueSlot
-from telegrad._core.references.letters import Id
-from telegrad._core.references.table import ReferenceTable
+from telegrad._core.references.control_messages import Id
+from telegrad._core.references.reference_table import ReferenceTable
+from telegrad._core.references.value_slot import ValueSlot
 from telegrad._core.worker import current
-from telegrad.autograd.api import check_root
+from telegrad.autograd.entry_points import check_root
 from telegrad.errors import ClaimLost
 
 

@@ -20,8 +20,8 @@ from queue import SimpleQueue
 from typing import Any
 
 from telegrad._core.atfork import renewed
+from telegrad._core.security.encrypted_records import RECORD, RecordReader, RecordWriter, not_authentic
 from telegrad._core.security.noise import Ciphers, DecryptionFailed
-from telegrad._core.security.records import RECORD, RecordReader, RecordWriter, not_authentic
 from telegrad._core.sockets import shut
 from telegrad._core.threads import Thread
 from telegrad.errors import ProtocolViolation

@@ -2,7 +2,7 @@
 
 The keeper owns the listening socket, and passes it to each process that it starts. Therefore the address stays the
 same, and clients that connect while no server runs wait in the socket's queue. The directory's state is in a file
-(`table.py`).
+(`lease_table.py`).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import sys
 from time import monotonic
 
 from telegrad._core.addresses import family_of
-from telegrad._core.directory.server import BACKLOG
-from telegrad._core.directory.table import DEFAULT, LOG, Limits, remove
+from telegrad._core.directory.directory_server import BACKLOG
+from telegrad._core.directory.lease_table import DEFAULT, LOG, Limits, remove
 from telegrad._core.host.private_files import open_regular, private_folder, replacing
 from telegrad._core.processes import SAFE_PATH, describe_exit, new_session_options
 from telegrad._core.security.keyring import Keyring
@@ -127,7 +127,7 @@ class ServerProcess:
         # output. Its output pipe carries the reason of its end, because a log on a full disk would be empty.
         with replacing(self.path + LOG) as output:
             process = subprocess.Popen(
-                [sys.executable, *SAFE_PATH, "-m", "telegrad._core.directory.server", "0"],
+                [sys.executable, *SAFE_PATH, "-m", "telegrad._core.directory.directory_server", "0"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=output,

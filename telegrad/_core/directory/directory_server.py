@@ -4,9 +4,9 @@ One thread and one selector serve all clients. One iteration of the loop reads r
 each client in turn, commits their changes, and only then sends: each fact in a reply is in the file. A client that
 sends faster than others, or does not read its replies, waits; it takes neither memory nor time from the others.
 
-`python -m telegrad._core.directory.server FD` serves the directory that the pipe FD describes (`keeper.py`). When the
-keeper ends, that pipe is closed. The server then runs until no lease is left, and removes the file. A server that
-cannot use its file writes the reason to its output and ends.
+`python -m telegrad._core.directory.directory_server FD` serves the directory that the pipe FD describes
+(`server_process.py`). When that process ends, the pipe is closed. The server then runs until no lease is left, and
+removes the file. A server that cannot use its file writes the reason to its output and ends.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from time import monotonic
 from typing import NamedTuple
 
 from telegrad._core.directory.channel import INCARNATION, Channel, name_of
+from telegrad._core.directory.directory_service import Service
+from telegrad._core.directory.lease_table import DEFAULT, Limits, Table, remove
 from telegrad._core.directory.requests import LONGEST_REQUEST
-from telegrad._core.directory.service import Service
-from telegrad._core.directory.table import DEFAULT, Limits, Table, remove
 from telegrad._core.security.handshake import Acceptor, Claim
 from telegrad._core.security.keyring import Keyring
 from telegrad._core.security.noise import DecryptionFailed

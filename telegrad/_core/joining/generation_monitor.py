@@ -16,8 +16,8 @@ from functools import partial
 from math import inf
 from time import monotonic
 
+from telegrad._core.joining.directory_lease import DirectoryLease
 from telegrad._core.joining.generation_keys import IsAlive, arrivals_in, gone_on, is_wanted
-from telegrad._core.joining.held_directory import DirectoryLease
 from telegrad._core.joining.quorum import Before, Formed
 from telegrad._core.membership.generation_steps import (
     FINISH,
@@ -31,7 +31,7 @@ from telegrad._core.membership.generation_steps import (
     Stay,
 )
 from telegrad._core.membership.members import Identity, Member, listed
-from telegrad._core.membership.post import MessageSender
+from telegrad._core.membership.message_sender import MessageSender
 from telegrad._core.progress import Wait
 from telegrad._core.threads import Background
 from telegrad.errors import PeerError, PeerLost, RendezvousError

@@ -9,14 +9,14 @@ from __future__ import annotations
 import contextlib
 import threading
 
-from telegrad._core.directory.protocol import Directory, DirectoryLost, Lease, LeaseLost
+from telegrad._core.directory.directory import Directory, DirectoryLost, Lease, LeaseLost
 from telegrad._core.joining.generation_keys import COME, end
 from telegrad._core.joining.quorum import Formed
 from telegrad._core.membership.dynamic import PATIENCE, RENEWALS
 from telegrad._core.security.keyring import Keyring
 from telegrad._core.stores.address import host_identity
-from telegrad._core.stores.board import GONE, read_server_mark
 from telegrad._core.stores.find_directory import DirectoryMonitor, Found, note, remove_pointer, write_pointer
+from telegrad._core.stores.key_value_store import GONE, read_server_mark
 from telegrad._core.stores.stores import RendezvousStore, open_dynamic, open_store
 from telegrad._core.stores.urls import is_here
 from telegrad._core.threads import LONGEST_WAIT, Background, run_in_thread

@@ -13,8 +13,8 @@ from telegrad._core.calls.futures import Future
 from telegrad._core.membership.members import WorkerInfo, info
 from telegrad._core.retries import retry
 from telegrad._core.rpc.conversion import convert
-from telegrad._core.rpc.references import RRef
 from telegrad._core.rpc.restorable import Restore, check_restore, make_restorable
+from telegrad._core.rpc.rref import RRef
 from telegrad._core.streams.streams import WINDOW, Stream
 from telegrad._core.worker import current
 from telegrad._core.worker.prepared_call import Call

@@ -10,13 +10,13 @@ from typing import Any
 from telegrad.ext.events import Event
 from telegrad.ext.workers import Worker, WorkerExtension, register
 from telegrad.reporting import dump
-from telegrad.reporting.account import LEAVING, WorkerState
+from telegrad.reporting.debug_server import DebugServer
 from telegrad.reporting.decoding import ACCOUNT, CALL, DUMP, EVENTS, GROUP, GROUP_EVENTS, checked
-from telegrad.reporting.desk import DebugServer
 from telegrad.reporting.dump import Dumper, Signalled
-from telegrad.reporting.inquiry import StateQueries
 from telegrad.reporting.observer import Observer, Parts
 from telegrad.reporting.recorder import recorder
+from telegrad.reporting.state_queries import StateQueries
+from telegrad.reporting.worker_state import LEAVING, WorkerState
 
 
 class Introspection(WorkerExtension):

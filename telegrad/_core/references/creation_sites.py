@@ -7,7 +7,7 @@ import sys
 
 from telegrad._core.importing import PACKAGE
 from telegrad._core.pickling.remote_text import debugging
-from telegrad._core.references.letters import Id
+from telegrad._core.references.control_messages import Id
 
 SHOWN = 20  # maximal number of places to log
 

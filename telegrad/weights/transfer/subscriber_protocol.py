@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from telegrad.weights.transfer.messages import (
+from telegrad.weights.transfer.version_store import VersionStore
+from telegrad.weights.transfer.weight_messages import (
     Alive,
     Available,
     EndpointAddress,
@@ -29,7 +30,6 @@ from telegrad.weights.transfer.messages import (
     VersionRequest,
     WholeVersion,
 )
-from telegrad.weights.transfer.version_store import VersionStore
 
 WINDOW = 4  # pieces requested at a time
 PATIENCE = 10  # ticks without an answer after which the source is reported

@@ -18,7 +18,7 @@ from telegrad._core.calls.futures import Future
 from telegrad._core.modules.module_host import on_host
 from telegrad._core.modules.module_tree import RemotePart, parameters_of
 from telegrad._core.rpc.functions import must_finish
-from telegrad._core.rpc.references import RRef
+from telegrad._core.rpc.rref import RRef
 from telegrad._core.worker import current
 from telegrad.autograd.engine.gradients import Gradients, total
 from telegrad.autograd.engine.record import AutogradContext

@@ -23,15 +23,15 @@ from telegrad._core.calls.attachments import Attachments
 from telegrad._core.calls.futures import Future
 from telegrad._core.membership.members import Identity
 from telegrad._core.pickling.exceptions import describe, fresh
-from telegrad._core.references.box import ValueSlot
+from telegrad._core.references.control_messages import ControlMessage, Id, key_of, number
 from telegrad._core.references.creation import Creation, ResultSlot, failed, tell_user
+from telegrad._core.references.creation_sites import Origins
 from telegrad._core.references.delivery import Batch, ReliableDelivery
 from telegrad._core.references.faults import DELETED, error_for
 from telegrad._core.references.handle import Handle
-from telegrad._core.references.letters import ControlMessage, Id, key_of, number
 from telegrad._core.references.making import CREATE, CREATED, Maker
-from telegrad._core.references.origins import Origins
-from telegrad._core.references.protocol import OWNER_DIED, References
+from telegrad._core.references.reference_protocol import OWNER_DIED, References
+from telegrad._core.references.value_slot import ValueSlot
 from telegrad._core.threads import LONGEST_WAIT, Background
 from telegrad.errors import (
     GenerationOver,

@@ -1,4 +1,4 @@
-"""The state that one worker keeps of one reference; protocol.py maintains these records.
+"""The state that one worker keeps of one reference; reference_protocol.py maintains these records.
 
 No data classes: creating one at import takes longer than creating a thousand records.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-from telegrad._core.references.letters import Id
+from telegrad._core.references.control_messages import Id
 
 K = TypeVar("K")
 V = TypeVar("V")

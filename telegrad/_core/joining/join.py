@@ -6,7 +6,7 @@ from collections.abc import Callable
 from time import monotonic
 from typing import NamedTuple, TypeVar
 
-from telegrad._core.directory.protocol import (
+from telegrad._core.directory.directory import (
     LONGEST_TTL,
     SHORTEST_TTL,
     Directory,
@@ -14,9 +14,9 @@ from telegrad._core.directory.protocol import (
     DirectoryReset,
     LeaseLost,
 )
-from telegrad._core.joining.forming import JoinRequest
+from telegrad._core.joining.directory_lease import DirectoryLease
+from telegrad._core.joining.form_generations import JoinRequest
 from telegrad._core.joining.generation_keys import lives_in
-from telegrad._core.joining.held_directory import DirectoryLease
 from telegrad._core.joining.quorum import Formed
 from telegrad._core.joining.rendezvous import Roster, StoreOver, fixed_group_lives, join_static, mixed
 from telegrad._core.membership.dynamic import DynamicGroup
@@ -25,9 +25,9 @@ from telegrad._core.membership.registry import Registry
 from telegrad._core.progress import Wait
 from telegrad._core.security.keyring import Keyring
 from telegrad._core.stores.address import answers, knock
-from telegrad._core.stores.board import KeyValueStore, read_server_mark
 from telegrad._core.stores.find_directory import POINTER, Found, Pointer, connect, find_directory, write_pointer
 from telegrad._core.stores.key_renewal import SealRenewal
+from telegrad._core.stores.key_value_store import KeyValueStore, read_server_mark
 from telegrad._core.stores.sealed_directory import SealedDirectory
 from telegrad._core.stores.sealed_store import SealedStore
 from telegrad._core.stores.stores import LONGEST, RendezvousStore, join_store, open_dynamic

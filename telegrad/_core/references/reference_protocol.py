@@ -37,7 +37,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from telegrad._core.references.letters import (
+from telegrad._core.references.control_messages import (
     ASK,
     CONFIRM,
     CONFIRMED,
@@ -52,7 +52,7 @@ from telegrad._core.references.letters import (
     ControlMessage,
     Id,
 )
-from telegrad._core.references.records import Holders, Owned, Share, remember
+from telegrad._core.references.ownership_records import Holders, Owned, Share, remember
 
 # Faults: why a reference cannot be used.
 OWNER_DIED, VALUE_GONE, CAME_LATE = "owner died", "value gone", "came late"

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from telegrad.weights.transfer.chain import RelayChain
-from telegrad.weights.transfer.messages import (
+from telegrad.weights.transfer.version_store import VersionStore
+from telegrad.weights.transfer.weight_messages import (
     Alive,
     Available,
     Closed,
@@ -20,7 +21,6 @@ from telegrad.weights.transfer.messages import (
     VersionInfo,
     VersionRequest,
 )
-from telegrad.weights.transfer.version_store import VersionStore
 
 PATIENCE = 10  # ticks for which versions are kept for a lost subscriber that reads every one
 
