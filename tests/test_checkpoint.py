@@ -126,9 +126,7 @@ def test_training_goes_on_on_other_workers(saved: Saved, places: list[str], monk
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_torch_itself_can_read_it(
-    saved: Saved,
-) -> None:
+def test_torch_itself_can_read_it(saved: Saved) -> None:
     path, copied, _, _ = saved
     whole = Whole()
     dcp.load({"model": whole}, checkpoint_id=path, no_dist=True)

@@ -204,10 +204,7 @@ def test_logs_of_a_run_are_in_a_folder_that_it_has_made(
 
 @pytest.mark.parametrize(
     "start",
-    [
-        ["{program}"],
-        ["-P", "-m", "telegrad", "run", "--role", "a", "--", sys.executable, "{other}"],
-    ],
+    [["{program}"], ["-P", "-m", "telegrad", "run", "--role", "a", "--", sys.executable, "{other}"]],
     ids=["local", "run"],
 )
 def test_modules_in_the_current_folder_are_not_imported(

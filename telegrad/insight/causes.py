@@ -28,18 +28,7 @@ from telegrad.insight.phrases import (
     waiting,
     who,
 )
-from telegrad.insight.wait_graph import (
-    CALL,
-    GATHER,
-    SLOTS,
-    THREAD,
-    WORK,
-    WORKER,
-    Edge,
-    Node,
-    WaitGraph,
-    lock_of,
-)
+from telegrad.insight.wait_graph import CALL, GATHER, SLOTS, THREAD, WORK, WORKER, Edge, Node, WaitGraph, lock_of
 from telegrad.reporting.worker_state import LEAVING, MEETINGS, QUEUED, RUNNING, Thread, counts
 
 LULL = 60.0  # seconds that a worker may be idle and still counts as busy

@@ -103,9 +103,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--min-workers", type=int, help="an elastic group: how many workers it has at least")
     parser.add_argument("--max-workers", type=int, help="an elastic group: how many it has at most")
     parser.add_argument(
-        "--master",
-        metavar="HOST:PORT",
-        help="where rank 0 serves the store; else MASTER_ADDR and MASTER_PORT",
+        "--master", metavar="HOST:PORT", help="where rank 0 serves the store; else MASTER_ADDR and MASTER_PORT"
     )
     parser.add_argument(
         "--init-method", metavar="URL", help="another place to meet, such as file:///PATH or etcd://HOST:2379"
@@ -114,10 +112,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--threads", type=int, default=16, help="calls that run at once (16)")
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds per call, and to meet the others (60)")
     parser.add_argument(
-        "--require",
-        metavar="NAME",
-        action="append",
-        help="end when that worker of a dynamic group dies; repeatable",
+        "--require", metavar="NAME", action="append", help="end when that worker of a dynamic group dies; repeatable"
     )
     parser.add_argument("--with-parent", action="store_true", help="end when the standard input does")
     parser.add_argument("--key-from-parent", action="store_true", help=argparse.SUPPRESS)  # the first line of the input

@@ -16,7 +16,7 @@ from telegrad._core.worker import current
 from telegrad.errors import UsageError
 from telegrad.optim.norms import check_norms, limited, norm_of, scale
 from telegrad.optim.optimizer import DistributedOptimizer
-from telegrad.optim.owner_optimizer import LocalOptimizer
+from telegrad.optim.owner import LocalOptimizer
 
 
 def clip_grad_norm_(

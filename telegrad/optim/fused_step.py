@@ -21,7 +21,7 @@ from telegrad._core.rpc.joint_calls import call_all
 from telegrad._core.rpc.rref import RRef
 from telegrad.autograd.entry_points import look_at_step
 from telegrad.optim.norms import limited
-from telegrad.optim.owner_optimizer import Changes, LocalOptimizer, ask
+from telegrad.optim.owner import Changes, LocalOptimizer, ask
 
 PLAIN = (int, float, bool, str, type(None))  # types of hyperparameters that a pass can carry, and tuples of them
 

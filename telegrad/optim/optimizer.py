@@ -29,15 +29,7 @@ from telegrad.autograd.engine.record import Inside
 from telegrad.errors import ContextEnded, InvalidArgument, TelegradError, UsageError
 from telegrad.optim.fused_step import Clipped, Done, StepRide, Whole, has_hooks_before, may_ride
 from telegrad.optim.norms import check_norms
-from telegrad.optim.owner_optimizer import (
-    Hyperparameters,
-    LocalOptimizer,
-    agreed,
-    ask,
-    changed,
-    check_maker,
-    hyperparameters,
-)
+from telegrad.optim.owner import Hyperparameters, LocalOptimizer, agreed, ask, changed, check_maker, hyperparameters
 from telegrad.optim.untraced import import_tracer, may_import
 
 if TYPE_CHECKING:
@@ -102,12 +94,7 @@ class DistributedOptimizer(Optimizer):
 
     @classmethod
     def for_module(
-        cls,
-        optimizer_class: Callable[..., Optimizer],
-        module: Model,
-        *args: Any,
-        hogwild: bool = False,
-        **kwargs: Any,
+        cls, optimizer_class: Callable[..., Optimizer], module: Model, *args: Any, hogwild: bool = False, **kwargs: Any
     ) -> Self:
         """Create an optimizer for all parameters of a model, on this and other workers.
 

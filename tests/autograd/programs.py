@@ -341,8 +341,7 @@ def run_on_workers(seed: int) -> Outcome:
         ]
     assert all(leaf.grad is None for place in places for leaf in place.leaves), "something is in .grad"
     return Outcome(
-        places,
-        [{leaf: each for leaf, each in gradient.items() if each is not None} for gradient in gradients],
+        places, [{leaf: each for leaf, each in gradient.items() if each is not None} for gradient in gradients]
     )
 
 

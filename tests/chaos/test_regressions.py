@@ -252,10 +252,7 @@ def test_a_lead_for_which_there_was_no_thread(no_more_threads: list[str]) -> Non
 
 
 def fails_once(
-    monkeypatch: pytest.MonkeyPatch,
-    where: object,
-    name: str,
-    when: Callable[..., bool] = lambda *_: True,
+    monkeypatch: pytest.MonkeyPatch, where: object, name: str, when: Callable[..., bool] = lambda *_: True
 ) -> list[bool]:
     """Have a function find no memory, the next time that its arguments are such; a list of how often it did."""
     function = getattr(where, name)

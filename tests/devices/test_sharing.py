@@ -55,8 +55,7 @@ class Storage:
 def test_what_one_process_exports_another_opens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "cuda", Gpu(["first", "second"]))
     block: Any = SimpleNamespace(
-        device=torch.device("cuda:1"),
-        untyped_storage=lambda: SimpleNamespace(_share_cuda_=lambda: (1, *SHARED)),
+        device=torch.device("cuda:1"), untyped_storage=lambda: SimpleNamespace(_share_cuda_=lambda: (1, *SHARED))
     )
     events: Any = [SimpleNamespace(ipc_handle=lambda name=name: name) for name in (b"filled", b"emptied")]
     exported = device_sharing.Cuda().export(block, events)

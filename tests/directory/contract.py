@@ -27,18 +27,7 @@ from telegrad._core.directory.directory import (
     Swap,
 )
 from telegrad.errors import InvalidArgument
-from tests.directory.harness import (
-    LONG,
-    PATIENCE,
-    SOON,
-    Engine,
-    Fixtures,
-    Make,
-    is_gone,
-    read,
-    wait_for,
-    written,
-)
+from tests.directory.harness import LONG, PATIENCE, SOON, Engine, Fixtures, Make, is_gone, read, wait_for, written
 
 
 class Contract(Fixtures):

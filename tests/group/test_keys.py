@@ -134,12 +134,7 @@ def test_a_file_of_two_keys_is_no_key() -> None:
 
 @hypothesis.given(st.binary(min_size=16, max_size=48))
 def test_keys_that_programs_make_are_keys(data: bytes) -> None:
-    made = [
-        base64.b64encode(data),
-        base64.urlsafe_b64encode(data),
-        data.hex().encode(),
-        new_key(),
-    ]
+    made = [base64.b64encode(data), base64.urlsafe_b64encode(data), data.hex().encode(), new_key()]
     for key in (*made, *(each.rstrip(b"=") for each in made)):
         assert check_key(key, "it") == key
 

@@ -16,12 +16,7 @@ from tests.cluster import KEYS
 from tests.directory.harness import written
 from tests.directory.naive import NaiveEngine
 
-FORGED = {
-    "unsealed": b"value",
-    "of another program": b"\xff\xfe",
-    "sealed with another key": b"",
-    "moved": b"",
-}
+FORGED = {"unsealed": b"value", "of another program": b"\xff\xfe", "sealed with another key": b"", "moved": b""}
 
 
 @pytest.fixture

@@ -159,9 +159,7 @@ def test_open_mpi_with_a_program_for_each_role(tmp_path: pathlib.Path) -> None:
 
 def test_mpich(tmp_path: pathlib.Path) -> None:
     mpiexec = needs("mpiexec.hydra")
-    check_greetings(
-        output_of([mpiexec, "-n", "2", sys.executable, HELLO], tmp_path, MASTER_PORT=str(free_port())),
-    )
+    check_greetings(output_of([mpiexec, "-n", "2", sys.executable, HELLO], tmp_path, MASTER_PORT=str(free_port())))
 
 
 def with_shims() -> str:

@@ -224,5 +224,5 @@ torch.set_float32_matmul_precision("medium")
 torch.backends.cuda.enable_flash_sdp(False)
 """,
         "`rpc.group().rpc_sync(torch.set_default_dtype, (torch.float64,))`",
-    ),
+    )
 ]

@@ -113,7 +113,7 @@ for kind in (Zero, PostLocal):
     backward(layer(x).sum())
     optimizer.step()
     found.append(layer.state_dict())
-""",
+"""
 }
 
 TENSORS = {
@@ -124,5 +124,5 @@ mesh = init_device_mesh("cpu", (1,))
 d = distribute_tensor(torch.ones(3, 3), mesh, [Shard(0)])
 r = call(echo, d)
 found = [type(r).__name__, r.to_local(), str(r.placements), str(call(echo, mesh))]
-""",
+"""
 }

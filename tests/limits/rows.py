@@ -22,14 +22,7 @@ from tests.limits import (
 )
 from tests.limits.page import page
 
-LIMITS = [
-    *training.LIMITS,
-    *features.LIMITS,
-    *pipelines.LIMITS,
-    *cutting.LIMITS,
-    *values.LIMITS,
-    *sent.LIMITS,
-]
+LIMITS = [*training.LIMITS, *features.LIMITS, *pipelines.LIMITS, *cutting.LIMITS, *values.LIMITS, *sent.LIMITS]
 RIGHT = {
     "Autograd": {**right_autograd.RIGHT, **right_graphs.RIGHT},
     "Modules": {**right_modules.RIGHT, **right_made.RIGHT, **right_distributed.MODULES},

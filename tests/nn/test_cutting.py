@@ -318,12 +318,7 @@ def hooked() -> nn.Module:
 REFUSED: dict[str, tuple[Callable[[], Any], int, dict[str, Any], str]] = {
     "no module": (lambda: [linear()], 1, {}, "model must be a module"),
     "both": (sequence, 2, {"at": ["2"], "balance": [2, 3]}, "by `at` or by `balance`, not by both"),
-    "a name": (
-        sequence,
-        2,
-        {"at": "2"},
-        "at must be a list of the names of modules, not '2'",
-    ),
+    "a name": (sequence, 2, {"at": "2"}, "at must be a list of the names of modules, not '2'"),
     "too few names": (sequence, 3, {"at": ["2"]}, "for 3 workers 2, not 1"),
     "an unknown name": (Layers, 2, {"at": ["layer.1"]}, r"no module 'layer.1' with .* There are 'layers'"),
     "an unknown part": (Layers, 2, {"at": ["layers.9"]}, "There are 'layers.0', 'layers.1', 'layers.2', 'layers.3'"),

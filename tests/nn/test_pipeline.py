@@ -149,10 +149,7 @@ def fails(outputs: torch.Tensor, targets: torch.Tensor) -> NoReturn:
 def test_an_error_is_raised_with_its_worker_and_the_next_step_works() -> None:
     pipeline = Pipeline([make_stage(0), RemoteModule("w1", make_stage, (1,)), RemoteModule("w2", make_stage, (2,))])
     inputs, targets = batch()
-    with (
-        pytest.raises(ArithmeticError, match=r"no loss today[\s\S]*On worker 'w2'"),
-        autograd.context() as context,
-    ):
+    with pytest.raises(ArithmeticError, match=r"no loss today[\s\S]*On worker 'w2'"), autograd.context() as context:
         pipeline.forward_backward(context, inputs, targets, fails)
     with autograd.context() as context:
         pipeline.forward_backward(context, inputs, targets, mse_loss)

@@ -168,11 +168,7 @@ def test_by_worker_info(pair: list[Worker]) -> None:
     ],
 )
 def test_what_can_be_called(
-    pair: list[Worker],
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    result: object,
+    pair: list[Worker], function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: object
 ) -> None:
     assert pair[0].agent.call("w1", function, args, kwargs) == result
     assert pair[0].agent.call_async("w1", function, args, kwargs).wait() == result

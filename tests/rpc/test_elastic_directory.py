@@ -71,10 +71,7 @@ def work(place: str, name: str, folder: str, fatal: int = 0, kills: str = "") ->
     if kills == "often":
         threading.Thread(target=kill_often, daemon=True).start()
     rpc.init_rpc(
-        name,
-        min_workers=2,
-        max_workers=3,
-        rpc_backend_options=TelegradOptions(init_method=place, rpc_timeout=PATIENCE),
+        name, min_workers=2, max_workers=3, rpc_backend_options=TelegradOptions(init_method=place, rpc_timeout=PATIENCE)
     )
     path, number, step, over = pathlib.Path(folder), 0, 0, False
     while not over:

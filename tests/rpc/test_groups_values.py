@@ -110,22 +110,14 @@ untyped: Any = rpc.group
         (lambda: untyped(["w1", "w9"]), errors.UnknownWorker, "no worker is named 'w9'"),
         (lambda: untyped(["w1", 1]), errors.InvalidArgument, "worker 'w1' is in the group twice"),
         (lambda: untyped([]), errors.InvalidArgument, "needs at least one"),
-        (
-            lambda: untyped(3),
-            errors.InvalidArgument,
-            "for one worker: group([worker]), not 3",
-        ),
+        (lambda: untyped(3), errors.InvalidArgument, "for one worker: group([worker]), not 3"),
         (
             lambda: untyped(rpc.WorkerInfo("w1", 1)),
             errors.InvalidArgument,
             "for one worker: group([worker]), not WorkerInfo",
         ),
         (lambda: untyped("actor")[9], IndexError, "has 4 workers now, and none at 9"),
-        (
-            lambda: untyped("actor")["w1"],
-            errors.InvalidArgument,
-            "must be the place of a worker, or a slice, not 'w1'",
-        ),
+        (lambda: untyped("actor")["w1"], errors.InvalidArgument, "must be the place of a worker, or a slice, not 'w1'"),
         (lambda: untyped("actor").filter("w1"), errors.InvalidArgument, "a function of a worker, not 'w1'"),
         (lambda: untyped("actor").without("w9"), errors.UnknownWorker, "no worker is named 'w9'"),
         (

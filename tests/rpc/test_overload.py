@@ -82,8 +82,7 @@ def open_when_full(caller: Worker, full: int) -> None:
 def test_calls_wait_for_room(pair: tuple[Worker, Worker], to: str) -> None:
     caller = pair[0]
     found, _ = in_threads(
-        lambda: crowd(caller, lambda number: rpc_async(to, hold, (number,))),
-        lambda: open_when_full(caller, FEW),
+        lambda: crowd(caller, lambda number: rpc_async(to, hold, (number,))), lambda: open_when_full(caller, FEW)
     )
     assert found == list(range(MANY))
     assert sorted(arrived) == list(range(MANY))
@@ -104,8 +103,7 @@ def test_tensors_wait_for_room(pair: tuple[Worker, Worker]) -> None:
     x = torch.zeros(1 << 16)
     limit(caller.agent, most_calls=MANY, most_bytes=10 * x.nbytes)
     found, _ = in_threads(
-        lambda: crowd(caller, lambda number: rpc_async("w1", hold, (number, x))),
-        lambda: open_when_full(caller, 10),
+        lambda: crowd(caller, lambda number: rpc_async("w1", hold, (number, x))), lambda: open_when_full(caller, 10)
     )
     assert found == list(range(MANY))
 

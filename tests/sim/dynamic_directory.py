@@ -6,16 +6,7 @@ from collections.abc import Callable
 from math import inf
 from typing import TYPE_CHECKING, Any
 
-from telegrad._core.directory.directory import (
-    ABSENT,
-    Compacted,
-    DirectoryLost,
-    Events,
-    Lease,
-    LeaseLost,
-    Listing,
-    Swap,
-)
+from telegrad._core.directory.directory import ABSENT, Compacted, DirectoryLost, Events, Lease, LeaseLost, Listing, Swap
 from telegrad._core.directory.lease_table import Limits, Table
 from telegrad._core.membership.registry import _departure
 

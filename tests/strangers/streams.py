@@ -103,9 +103,7 @@ def read(stream: bytes, cuts: Sequence[int]) -> tuple[list[Plain], bool]:
     return plain(found), False
 
 
-def plain(
-    found: list[Message],
-) -> list[Plain]:
+def plain(found: list[Message]) -> list[Plain]:
     return [
         (f.kind, f.flags, f.id, f.head, f.meta, bytes(f.body), [b if type(b) is tuple else bytes(b) for b in f.blobs])
         for f in found

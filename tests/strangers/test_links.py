@@ -106,10 +106,7 @@ def test_a_call_without_memory_for_its_tensors_is_handed_on() -> None:
 
 @pytest.mark.parametrize(
     "stream",
-    [
-        encode(Message(NOTICE), ENTRY.pack(IN_STREAM, BEYOND, HOST)),
-        PREFIX.pack(CALL, 0, 0, 0, 0, BEYOND, 1),
-    ],
+    [encode(Message(NOTICE), ENTRY.pack(IN_STREAM, BEYOND, HOST)), PREFIX.pack(CALL, 0, 0, 0, 0, BEYOND, 1)],
     ids=["control message", "body"],
 )
 def test_memory_that_is_short_closes_the_link_where_no_call_can_fail_instead(stream: bytes) -> None:

@@ -15,24 +15,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.twin.calls import (
-    RRef,
-    async_execution,
-    remote_in,
-    rpc_async_in,
-    rpc_sync_in,
-    stream_in,
-)
+from tests.twin.calls import RRef, async_execution, remote_in, rpc_async_in, rpc_sync_in, stream_in
 from tests.twin.kept import Checkpoint, Publisher, Subscriber
 from tests.twin.piping import Pipeline
-from tests.twin.training import (
-    RemoteModule,
-    backward_in,
-    clip_in,
-    context_in,
-    gradients_in,
-    optimizer_in,
-)
+from tests.twin.training import RemoteModule, backward_in, clip_in, context_in, gradients_in, optimizer_in
 from tests.twin.world import World, random_state, restore_random_state
 
 

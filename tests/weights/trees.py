@@ -123,7 +123,7 @@ def _alias(_: random.Random, tensor: Tensor) -> Tensor:
 
 
 VIEWS: list[Callable[[random.Random, Tensor], Tensor]] = [
-    *(_rows, _columns, _element, _turned, _expanded, _windows, _as_bytes, _conjugate, _part, _alias),
+    *(_rows, _columns, _element, _turned, _expanded, _windows, _as_bytes, _conjugate, _part, _alias)
 ]
 
 

@@ -24,12 +24,7 @@ pytestmark = pytest.mark.timeout(PATIENT)
 
 def start(folder: pathlib.Path, *command: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, *command],
-        cwd=folder,
-        env=LACKING,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
+        [sys.executable, *command], cwd=folder, env=LACKING, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
 
 

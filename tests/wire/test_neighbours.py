@@ -68,12 +68,7 @@ def test_an_older_store_is_understood(version: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "read"),
-    [
-        ("member", Member.from_json),
-        ("arrival", Arrival.from_json),
-        ("formed", Formed.from_json),
-    ],
+    ("kind", "read"), [("member", Member.from_json), ("arrival", Arrival.from_json), ("formed", Formed.from_json)]
 )
 def test_what_a_later_version_adds_to_an_entry_is_left_alone(kind: str, read: Callable[[str], object]) -> None:
     entry = recording.entries()[kind]

@@ -114,9 +114,7 @@ class Connections:
         self._cut: dict[str, PeerError] = {}  # the most recent incarnations of workers that are out of the group
         self._warned: set[str] = set()  # incarnations of workers whose loss was logged, or that left in order
         self._health = Health(
-            settings.silence,
-            settings.heartbeat,
-            lambda link, why: reactor.submit(Work(link.close, why)),
+            settings.silence, settings.heartbeat, lambda link, why: reactor.submit(Work(link.close, why))
         )
         self.closed = False
         self._over: PeerError | None = None  # why calls can no longer be made; stored with `closed`

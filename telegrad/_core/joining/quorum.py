@@ -89,11 +89,7 @@ class Quorum:
     """The workers that have come, as one of them sees it."""
 
     def __init__(
-        self,
-        limits: Limits,
-        running: Formed = NONE,
-        arrivals: Sequence[Arrival] = (),
-        dead: Collection[str] = (),
+        self, limits: Limits, running: Formed = NONE, arrivals: Sequence[Arrival] = (), dead: Collection[str] = ()
     ) -> None:
         """`running` is the last generation that has formed; `arrivals` are in the order in which the workers came.
 

@@ -87,11 +87,7 @@ class Membership:
     """The members that this worker knows."""
 
     def __init__(
-        self,
-        post: MessageSender,
-        me: Member,
-        directory: Members | DynamicGroup,
-        entered: Callable[[], None],
+        self, post: MessageSender, me: Member, directory: Members | DynamicGroup, entered: Callable[[], None]
     ) -> None:
         """`entered` is called first on the thread that calls users' callbacks."""
         self._post = post

@@ -35,12 +35,7 @@ from telegrad._core.worker import current
 from telegrad._core.worker.caller_context import CallerContext
 from telegrad._core.worker.prepared_call import Call
 from telegrad._core.worker.worker import Worker
-from telegrad.errors import (
-    CallCancelled,
-    CallTimeout,
-    ShutDown,
-    TelegradError,
-)
+from telegrad.errors import CallCancelled, CallTimeout, ShutDown, TelegradError
 
 by_default = False  # True if calls of a worker in this process wait by default; set once
 

@@ -51,7 +51,7 @@ def start(
     try:
         return _join(name or "", role, meet, options, entered, kind, extensions)
     except BaseException:
-        extensions.close()
+        extensions.each(lambda extension: extension.close())
         raise
 
 
@@ -77,7 +77,7 @@ def _join(
         streams.serve(worker)
         stalls.serve(worker)
         me = worker.agent.describe(meeting.rank, host_identity())._replace(name=name, role=role)
-        extensions.on_start(worker, meeting.rank, meeting.world_size, meeting.where)
+        extensions.each(lambda each: each.on_start(worker, meeting.rank, meeting.world_size, meeting.where))
         joined = join(meeting, me, options.silence, timeout)
         try:
             _check(joined.me, joined.directory)

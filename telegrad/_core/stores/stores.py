@@ -45,13 +45,7 @@ from telegrad._core.stores.sealed_store import SealedStore
 from telegrad._core.stores.supervised import is_supervised, place
 from telegrad._core.stores.tcp_store import PROBE, listens, meet_tcp, serve_tcp
 from telegrad._core.stores.urls import Spot, is_here, split, spot_of
-from telegrad.errors import (
-    StorePortTaken,
-    StoreUnreachable,
-    StoreUntrusted,
-    TelegradError,
-    UsageError,
-)
+from telegrad.errors import StorePortTaken, StoreUnreachable, StoreUntrusted, TelegradError, UsageError
 
 LONGEST = 1800.0  # seconds, if a caller sets no limit
 FAR_PROBE = 5.0  # seconds for a connection to be accepted, if there is time

@@ -25,13 +25,7 @@ from telegrad._core.security.tls import (
 from telegrad._core.sockets import HAS_UNIX, tune_tcp, tune_unix, unix_address
 from telegrad._core.transport.process_state import Stops, process_at, stopped, stranger_at
 from telegrad._core.transport.silence import Silence
-from telegrad.errors import (
-    AuthenticationFailed,
-    HandshakeError,
-    PeerSilent,
-    PeerUnreachable,
-    UsageError,
-)
+from telegrad.errors import AuthenticationFailed, HandshakeError, PeerSilent, PeerUnreachable, UsageError
 
 FULL = 0.01  # seconds until a retry if the queue of a Unix socket is full: the kernel does not report room in it
 
@@ -61,13 +55,7 @@ class Channel(NamedTuple):
 
 
 def connect(
-    target: Target,
-    keys: Keyring,
-    mine: Claim,
-    tls: TlsFiles | None,
-    transport: str,
-    timeout: float,
-    silence: float,
+    target: Target, keys: Keyring, mine: Claim, tls: TlsFiles | None, transport: str, timeout: float, silence: float
 ) -> Channel:
     """Connect and perform the handshake.
 

@@ -105,7 +105,7 @@ class Worker:
         if renewal is not None:
             renewal.begin()
             self.at_end.append(renewal.close)
-        self.extensions.on_join(self)
+        self.extensions.each(lambda extension: extension.on_join(self))
 
     def shutdown(
         self, graceful: bool, timeout: float, require: bool | Collection[str | int] = (), serving: bool = False
@@ -123,7 +123,7 @@ class Worker:
                 for act in self.before_end:
                     act(timeout)
                 if not serving:
-                    self.extensions.on_leave(self)
+                    self.extensions.each(lambda extension: extension.on_leave(self))
                 self.parting.wait(timeout, serving)
                 how = ""
         finally:
@@ -182,7 +182,7 @@ class Worker:
                 self.directory.leave(in_order)
         finally:
             self.agent.close(reason, how if self.parting.together else "")
-            self.extensions.close()
+            self.extensions.each(lambda extension: extension.close())
 
     def _declared_lost(self) -> None:
         """Stop this worker: the group continues without it, and may have given its name to another worker."""
@@ -198,7 +198,7 @@ class Worker:
     def abandon(self) -> None:
         """In a forked child: close the descriptors, and let each use of this worker raise NotInitialized."""
         self.agent.abandon()
-        self.extensions.abandon()
+        self.extensions.each(lambda extension: extension.abandon())
         for attached in self._attached.values():
             forks.disable(attached)
         for part in (self.agent, self.conductor, self.references, self):
@@ -254,7 +254,7 @@ class WorkerExtensions:
             for kind in _registered:
                 self._all.append(kind(name))
         except BaseException:
-            self.close()
+            self.each(lambda extension: extension.close())
             raise
 
     def of_kind(self, kind: type[E]) -> E:
@@ -268,22 +268,6 @@ class WorkerExtensions:
                 return each
         raise LookupError(f"{kind.__name__} is no extension of this worker; register it before init_rpc")
 
-    def on_start(self, worker: Worker, rank: int, size: int | None, place: str) -> None:
-        for each in self._all:
-            each.on_start(worker, rank, size, place)
-
-    def on_join(self, worker: Worker) -> None:
-        for each in self._all:
-            each.on_join(worker)
-
-    def on_leave(self, worker: Worker) -> None:
-        for each in self._all:
-            each.on_leave(worker)
-
-    def close(self) -> None:
-        for each in self._all:
-            each.close()
-
-    def abandon(self) -> None:
-        for each in self._all:
-            each.abandon()
+    def each(self, act: Callable[[WorkerExtension], None]) -> None:
+        for extension in self._all:
+            act(extension)

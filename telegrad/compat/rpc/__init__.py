@@ -56,12 +56,7 @@ from telegrad.compat.rpc.backend_registry import (
 )
 from telegrad.compat.rpc.server_process_global_profiler import _server_process_global_profile
 from telegrad.errors import UsageError
-from telegrad.rpc import (
-    RpcBackendOptions,
-    TensorPipeRpcBackendOptions,
-    WorkerInfo,
-    _rref_context_get_debug_info,
-)
+from telegrad.rpc import RpcBackendOptions, TensorPipeRpcBackendOptions, WorkerInfo, _rref_context_get_debug_info
 
 _TensorPipeRpcBackendOptionsBase = TensorPipeRpcBackendOptions
 _is_tensorpipe_available = True

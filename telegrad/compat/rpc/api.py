@@ -29,12 +29,7 @@ from telegrad.compat.rpc import profiled
 from telegrad.compat.rpc.agent import RpcAgent, TensorPipeAgent
 from telegrad.compat.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
 from telegrad.compat.rpc.gathering import AllGatherStates, Rounds
-from telegrad.compat.rpc.internal import (  # noqa: F401 - programs look for them here
-    PythonUDF,
-    RPCExecMode,
-    _build_rpc_profiling_key,
-    _internal_rpc_pickler,
-)
+from telegrad.compat.rpc.internal import PythonUDF, RPCExecMode, _build_rpc_profiling_key, _internal_rpc_pickler  # noqa: F401 - programs look for them here
 from telegrad.compat.rpc.profiled import remote, rpc_sync
 from telegrad.compat.rpc.references import RRef, _rref_typeof_on_owner, delete_users  # noqa: F401
 from telegrad.errors import CallTimeout, PeerError, PeerLost, RRefError, UsageError

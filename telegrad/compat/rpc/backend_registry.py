@@ -65,10 +65,7 @@ def register_backend(
 
 
 def construct_rpc_backend_options(
-    backend: Any,
-    rpc_timeout: float = DEFAULT_RPC_TIMEOUT_SEC,
-    init_method: str = DEFAULT_INIT_METHOD,
-    **kwargs: Any,
+    backend: Any, rpc_timeout: float = DEFAULT_RPC_TIMEOUT_SEC, init_method: str = DEFAULT_INIT_METHOD, **kwargs: Any
 ) -> Any:
     return backend.value.construct_rpc_backend_options_handler(rpc_timeout, init_method, **kwargs)
 

@@ -29,12 +29,7 @@ SCHEDULERS = [
     "LinearLR({})",
 ]
 
-MODULES = [
-    "nn.Linear, (3, 3)",
-    "nn.LayerNorm, (3,)",
-    "nn.Bilinear, (3, 3, 3)",
-    "nn.GRUCell, (3, 3)",
-]
+MODULES = ["nn.Linear, (3, 3)", "nn.LayerNorm, (3,)", "nn.Bilinear, (3, 3, 3)", "nn.GRUCell, (3, 3)"]
 
 
 def layer(m: Maker) -> str:
