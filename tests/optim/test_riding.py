@@ -31,7 +31,7 @@ from tests.optim.test_optimizer import Fails, Model, Squared, data, linear, loss
 
 pytestmark = pytest.mark.usefixtures("here")
 
-OF_PASSES = ("Start", "PackedShipment", "Report", "Mark", "Bury")
+OF_PASSES = ("Start", "PackedShipment", "Report", "Mark", "DeclareDead")
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from telegrad._core.membership.generation_steps import (
     Impatient,
     Letter,
     Move,
-    Report,
+    StepReport,
 )
 
 SEEDS = [int(os.environ["TELEGRAD_SEED"])] if "TELEGRAD_SEED" in os.environ else range(2000)
@@ -205,7 +205,7 @@ def test_who_waits_for_nobody_any_more() -> None:
     """The leader does not even answer one who is impatient."""
     machine = GenerationBarrier(1, [0, 1, 2])
     assert machine.give_up() == [], "it is within a step"
-    assert machine.stand(HERE) == [(0, Report(HERE, 0, False))]
+    assert machine.stand(HERE) == [(0, StepReport(HERE, 0, False))]
     assert machine.give_up() == [(0, Impatient())]
     machine.move_alone()
     assert (machine.told, machine.without, machine.stand(HERE)) == (MOVE, (), [])
@@ -215,11 +215,11 @@ def test_who_waits_for_nobody_any_more() -> None:
 
 def test_who_leads_goes_on_without_those_who_do_not_come() -> None:
     leader = GenerationBarrier(0, [0, 1, 2])
-    assert leader.receive(1, Report(HERE, 0, False)) == []
+    assert leader.receive(1, StepReport(HERE, 0, False)) == []
     assert leader.missing == {0, 2}
     leader.stand(HERE)
     assert leader.give_up() == [(1, Move((2,)))]
-    assert leader.receive(2, Report(HERE, 0, False)) == [(2, Move((2,)))]
+    assert leader.receive(2, StepReport(HERE, 0, False)) == [(2, Move((2,)))]
 
 
 @pytest.mark.nightly
@@ -260,14 +260,14 @@ class Hasty(GenerationBarrier):
 class Forgetful(GenerationBarrier):
     """The leader takes what was said again for the next step."""
 
-    def _on_standing(self, sender: int, message: Report) -> list[Letter]:
+    def _on_standing(self, sender: int, message: StepReport) -> list[Letter]:
         return super()._on_standing(sender, message._replace(step=self._led))
 
 
 class Silent(GenerationBarrier):
     """Who comes late is not told that the others have gone."""
 
-    def _on_standing(self, sender: int, message: Report) -> list[Letter]:
+    def _on_standing(self, sender: int, message: StepReport) -> list[Letter]:
         return [each for each in super()._on_standing(sender, message) if not isinstance(each[1], Move)]
 
 

@@ -27,8 +27,8 @@ from telegrad._core.membership.generation_steps import (
     Letter,
     Message,
     Move,
-    Report,
     Stay,
+    StepReport,
 )
 from telegrad._core.membership.members import Identity, Member, listed
 from telegrad._core.membership.message_sender import MessageSender
@@ -63,7 +63,7 @@ class GenerationMonitor:
         self._gone: queue.SimpleQueue[Member | None] = queue.SimpleQueue()  # None: check, or end
         self._closed = False  # set once
         self._thread = Background("telegrad-generation", self._main)
-        for message in (Report, Stay, Move, Finish, Impatient):
+        for message in (StepReport, Stay, Move, Finish, Impatient):
             post.on(message, self._on_message)
         post.lost.append(self._on_lost)
 

@@ -9,7 +9,7 @@ The living worker with the smallest rank leads. All workers report their state t
 A worker without a report is within a step, and the leader waits for it. After all reports, the leader answers:
 
     worker                      leader
-      | -- Standing(how, step) -> |
+      | -- StepReport(how, step) > |
       | <----------- Stay(step) - |     nothing has changed: continue with the next step
       | <----------------- Move - |     to the next generation: a worker has died, leaves, or wants to join
       | <--------------- Finish - |     to all: the others leave, and serving workers have no more work
@@ -18,8 +18,8 @@ Serving workers wait without an answer as long as nothing changes. A worker that
 report to the next leader. A generation that has lost a worker never continues.
 
 A removed worker may be alive: it was stopped or unreachable. The others do not wait for it, not even in the directory,
-and answer its Standing with Move: it joins the next generation by itself. After the end of a connection, a follower
-reports again, and the leader sends its own state. A follower answers that with its own Standing, and a worker that has
+and answer its StepReport with Move: it joins the next generation by itself. After the end of a connection, a follower
+reports again, and the leader sends its own state. A follower answers that with its own StepReport, and a worker that has
 removed the leader answers with Move.
 """
 
@@ -32,7 +32,7 @@ HERE, SERVING, LEAVING = "HERE", "SERVING", "LEAVING"
 STAY, MOVE, FINISH = "STAY", "MOVE", "FINISH"
 
 
-class Report(NamedTuple):
+class StepReport(NamedTuple):
     """The state of the sender; `step` counts its steps in this generation."""
 
     how: str  # "" within a step, if the leader asks
@@ -60,7 +60,7 @@ class Impatient(NamedTuple):
     """The sender, between two steps, no longer waits for workers within one."""
 
 
-Message = Report | Stay | Move | Finish | Impatient
+Message = StepReport | Stay | Move | Finish | Impatient
 Letter = tuple[int, Message]  # the receiver and the message
 
 
@@ -116,12 +116,12 @@ class GenerationBarrier:
         asked = [(other, self._standing()) for other in sorted(self._unsure & self.missing)]
         return asked + self._conclude()
 
-    def _standing(self) -> Report:
-        return Report(self._how, self._step, self.broken)
+    def _standing(self) -> StepReport:
+        return StepReport(self._how, self._step, self.broken)
 
     def receive(self, sender: int, message: Message) -> list[Letter]:
         """Process a message."""
-        if isinstance(message, Report):
+        if isinstance(message, StepReport):
             return self._on_standing(sender, message)
         if sender not in self.alive:
             return []
@@ -139,7 +139,7 @@ class GenerationBarrier:
             self.told = FINISH
         return []
 
-    def _on_standing(self, sender: int, message: Report) -> list[Letter]:
+    def _on_standing(self, sender: int, message: StepReport) -> list[Letter]:
         if self.told == FINISH and message.how != HERE:
             return [(sender, Finish())]
         if self.told == MOVE or sender not in self.alive:
