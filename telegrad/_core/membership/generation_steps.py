@@ -19,8 +19,8 @@ report to the next leader. A generation that has lost a worker never continues.
 
 A removed worker may be alive: it was stopped or unreachable. The others do not wait for it, not even in the directory,
 and answer its StepReport with Move: it joins the next generation by itself. After the end of a connection, a follower
-reports again, and the leader sends its own state. A follower answers that with its own StepReport, and a worker that has
-removed the leader answers with Move.
+reports again, and the leader sends its own state. A follower answers that with its own StepReport, and a worker that
+has removed the leader answers with Move.
 """
 
 from __future__ import annotations
