@@ -133,7 +133,7 @@ class World:
             connect_to=lambda _: self.connect(),
             peer_lost=lambda *_: self.lose(),
         )
-        with patch.object(peer, "new_lock", lambda: Lock(self.step)):
+        with patch.object(peer, "Lock", lambda: Lock(self.step)):
             self.peer = peer.Peer(Member("w1", 1, "", "", "", "", ("", 0)), None, False, host)  # type: ignore[arg-type]
 
     # The scheduler

@@ -8,9 +8,9 @@ or an answer has come.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable
 from functools import partial
+from threading import Condition, Lock
 from time import monotonic
 from typing import Protocol
 
@@ -21,7 +21,6 @@ from telegrad._core.calls.attachments import Layers
 from telegrad._core.calls.settings import Settings
 from telegrad._core.devices.routes import DeviceRoutes
 from telegrad._core.interrupts import Resumed, raised_by_handler, releases_before_handler
-from telegrad._core.locks import guarded, new_lock
 from telegrad._core.membership.members import Identity, Member
 from telegrad._core.pickling.exceptions import fresh
 from telegrad._core.reactor.lazy_link import AnyLink, LazyLink
@@ -62,12 +61,11 @@ class Peer:
         self.places = places
         self.is_near = is_near
         self.reactor = host.reactor
-        self.lock = new_lock()  # guards `calls`, `connection`, `_waiting`; decides which thread completes a call
-        table: CallTable[PendingCall] = CallTable(host.settings.most_calls, host.settings.most_bytes)
-        self.calls = guarded(table, self.lock, ("begun", "in_flight", "is_full", "next_due"))
+        self.lock = Lock()  # guards `calls`, `connection`, `_waiting`; decides which thread completes a call
+        self.calls: CallTable[PendingCall] = CallTable(host.settings.most_calls, host.settings.most_bytes)
         self.connection = LazyLink(self, partial(host.connect_to, self), host.reactor, self.lock)
         self.host = host
-        self._capacity = threading.Condition(self.lock)  # notified when fewer calls are in flight
+        self._capacity = Condition(self.lock)  # notified when fewer calls are in flight
         self._waiting = 0  # threads that wait for capacity
 
     @property

@@ -21,10 +21,10 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
+from threading import Lock
 from time import perf_counter
 
 from telegrad._core.host.open_files import report_closed
-from telegrad._core.locks import guarded, new_lock
 from telegrad._core.reactor.leader_threads import LeaderThreads, ReactorThread
 from telegrad._core.reactor.scheduler import Scheduler, Work, WorkQueue
 from telegrad._core.reactor.spinning import SOON, Spin
@@ -45,10 +45,8 @@ class Reactor:
         """`entered` is the first function called on each new thread; `timer` calls `watch`."""
         self._most_waiting = most_waiting
         self._timer = timer
-        self._lock = new_lock()
-        self._scheduler: Scheduler = guarded(
-            Scheduler(slots), self._lock, ("ready", "waiting", "held_up", "busy", "count")
-        )
+        self._lock = Lock()
+        self._scheduler = Scheduler(slots)
         self._submitted: deque[tuple[Work, WorkQueue | None]] = deque()  # not yet added to the scheduler
         self.calls = WorkQueue()  # for works that need a slot but have no caller
         self._polling = Polling(self._scheduler, self._submitted)
