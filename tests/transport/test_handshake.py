@@ -402,7 +402,7 @@ def test_noise_is_refused_and_never_kept(pieces: list[bytes]) -> None:
         try:
             for piece in pieces:
                 end.receive(piece)
-                assert len(end._buffer) <= LONGEST + 2 + len(piece)
+                assert len(end.leftover) <= LONGEST + 2 + len(piece)
         except HandshakeError:
             pass
         assert not end.done
