@@ -140,7 +140,7 @@ class World:
 
     def run(self) -> None:
         with (
-            patch.object(lazy_link, "run_beside", self.run_beside),
+            patch.object(lazy_link, "run_in_thread", self.run_beside),
             patch.object(lazy_link, "set_apart", set_apart),
             patch.object(instruments, "note", self.note_end),
             patch.object(instruments, "alarm", lambda _: None),

@@ -110,7 +110,6 @@ class DeviceBlock:
         self.number = number
         self.capacity = capacity
         self.device = index
-        self.idle_since = 0.0
         self._sharer = shares
         self._used = False
         with torch.inference_mode(False):
