@@ -30,7 +30,6 @@ def renewed(lock: L) -> L:
 
 
 def is_renewed(lock: object) -> bool:
-    """Return True if `renewed` was called with this lock."""
     return lock in _locks
 
 

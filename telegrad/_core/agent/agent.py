@@ -160,17 +160,14 @@ class Agent:
 
     @property
     def served(self) -> int:
-        """Approximate number of calls that have started to run here."""
         return self._server.served
 
     @property
     def keys(self) -> Keyring:
-        """The keys of the group."""
         return self._connections.joined.keys
 
     @property
     def started(self) -> int:
-        """The number of calls that this worker has begun."""
         return self._connections.begun
 
     # Calls
@@ -382,7 +379,6 @@ class Agent:
     # The group
 
     def find(self, to: str | int) -> Member:
-        """Return the member of that name or rank."""
         return self._connections.joined.directory.find(to)
 
     def warn_lost(self, who: Identity, why: str) -> None:
@@ -402,15 +398,12 @@ class Agent:
         return self._connections.peer(to).identity
 
     def is_connected(self, to: Identity) -> bool:
-        """Return True if this worker has a connection to that one."""
         return self._connections.peer(to).link is not None
 
     def shares_program(self, to: str) -> bool:
-        """Return True if that worker runs the same main program."""
         return self._connections.peer(to).member.program == self.program != ""
 
     def maps_devices_to(self, name: str) -> bool:
-        """Return True if this worker has a device map for that one."""
         return bool(self.settings.devices.maps.get(name))
 
     # Control messages of the layers above

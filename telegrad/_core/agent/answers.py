@@ -115,7 +115,6 @@ class Answers:
         self.send(call, self._failure(call, body))
 
     def _failure(self, call: Incoming, body: bytes) -> Message:
-        """Return the response of a failed call; `body` describes the error."""
         flags = 0
         if call.destination is not None:
             call.destination.fail(body)

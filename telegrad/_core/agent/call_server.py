@@ -294,7 +294,6 @@ class Server:
         self._answers.fail(call, error, name)
 
     def _open(self, call: Incoming) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-        """Return the function and the arguments of a call."""
         message, attachments = call.message, call.attachments
         call.context, tensors = self._layers.take_tensors(message, call.caller.identity, self.name)
         body = split(message.body)[0] if message.flags & HAS_CALL_CONTEXT else message.body
@@ -316,7 +315,6 @@ class Server:
     # Ordered calls
 
     def name_is(self, name: str) -> None:
-        """Set the worker's name, which may be assigned when it joins."""
         self.name = self._answers.name = name
 
     def _heeds(self, name: bytes) -> bool:
@@ -428,7 +426,6 @@ class Server:
         self.going_on.discard(call)
 
     def on_loop(self) -> bool:
-        """Return True if this thread runs the `async def` functions that other workers call."""
         return self._loop.runs_here()
 
     def close(self) -> None:

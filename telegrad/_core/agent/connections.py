@@ -134,7 +134,6 @@ class Connections:
 
     @property
     def joined(self) -> _Joined:
-        """The group of this worker."""
         assert self._joined is not None, "it has not joined one yet"
         return self._joined
 
@@ -147,18 +146,15 @@ class Connections:
 
     @property
     def outstanding(self) -> bool:
-        """Return True if a call to another worker is unanswered."""
         return any(peer.calls.in_flight for peer in list(self._peers.values()))
 
     @property
     def begun(self) -> int:
-        """The number of calls begun by this worker."""
         return sum(peer.calls.begun for peer in list(self._peers.values()))
 
     # Outgoing
 
     def peer(self, to: str | int | Identity) -> Peer:
-        """Return the peer for calls to a worker."""
         if isinstance(to, Identity):
             try:
                 return self.of_life(to.name, to.incarnation)
@@ -215,7 +211,6 @@ class Connections:
         return DeviceRoutes(for_calls(member.name, map_), for_gradients(map_, theirs.maps.get(self._me.name, {})))
 
     def connect_to(self, peer: Peer) -> AnyLink:
-        """Make a connection for the calls to a worker."""
         member = peer.member
         if member.incarnation == self._me.incarnation:
             return self._loop(peer)
@@ -327,7 +322,6 @@ class Connections:
             link.reading.watch()
 
     def _join(self, channel: Channel, claim: Claim, stream_id: StreamId) -> None:
-        """Add a further stream to its connection."""
         with self._lock:
             wanted = claim.incarnation, stream_id.connection
             link = next((link for link, connection in self._accepted.items() if connection == wanted), None)
@@ -337,7 +331,6 @@ class Connections:
             link.join(stream_id.lane < 0, channel)
 
     def accepted_from(self, names: Iterable[str]) -> list[Link]:
-        """Return the connections that these workers have made."""
         wanted = set(names)
         if not wanted:
             return []
@@ -421,7 +414,6 @@ class Connections:
         self.listener.close()  # last: a worker that connects before it has read its BYE gets another one
 
     def release_memory(self) -> None:
-        """Release the memory once nothing uses it."""
         self._pool.close()
         self.staging.close()
 

@@ -81,12 +81,10 @@ class Incoming(Served):
 
     @property
     def destination(self) -> Destination | None:
-        """The place for the value, if that stays on this worker."""
         return self.attachments.destination if self.attachments is not None else None
 
     @property
     def callers_scene(self) -> bytes | memoryview:
-        """The serialised scene of the caller."""
         return split(self.message.body)[1] if self.message.flags & HAS_CALL_CONTEXT else b""
 
     def setting(self) -> AbstractContextManager[None]:
@@ -114,7 +112,6 @@ class Incoming(Served):
 
     @property
     def hops(self) -> Hops:
-        """The actor hops for which this call was made."""
         scene = self.callers_scene
         return hops_of(scene) if scene else ()
 

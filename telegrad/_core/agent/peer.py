@@ -220,7 +220,6 @@ class Peer:
         call.notify_waiter()
 
     def fail(self, calls: Iterable[PendingCall], error: Exception) -> None:
-        """Fail those of the calls that are in flight."""
         with self.lock:
             failed = [call for call in calls if self._pop(call.id) is not None]
         for call in failed:
@@ -230,7 +229,6 @@ class Peer:
     # The connection
 
     def lost(self, reason: PeerError) -> None:
-        """Notify the layers above that messages may have been lost."""
         self.host.peer_lost(self.identity, reason)
 
     def link_closed(self, link: AnyLink, reason: PeerError) -> None:

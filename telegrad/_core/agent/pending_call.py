@@ -119,7 +119,6 @@ class PendingCall:
         return f"{user_name(self.label)} on worker {self.peer.name!r}"
 
     def limit(self, timeout: float) -> None:
-        """Change the timeout, before the call begins."""
         self.timeout = timeout
         self.deadline = monotonic() + timeout if timeout else inf
 
@@ -262,7 +261,6 @@ class PendingCall:
         )
 
     def event(self, failure: str) -> events.Event:
-        """Return the event for the end of the call."""
         if not failure and self.answer is not None and self.answer.kind == FAILURE:
             failure = RAISED
         name = noted_name(self.label)

@@ -18,8 +18,6 @@ _CANCELLING: dict[type, type] = {  # replacements that asyncio recognises as can
 
 
 class Awaited(Protocol):
-    """An object that completes once."""
-
     def add_done_callback(self, callback: Callable[[Any], None]) -> object: ...
 
 

@@ -117,7 +117,6 @@ def _leave() -> None:
 
 
 def matters() -> bool:
-    """Return True if this thread may have context to send."""
     return _entered or profiling.follower is not None or _is_autocast_on()
 
 
@@ -197,12 +196,10 @@ def _under_autocast(description: bytes) -> Iterator[None]:
 
 
 def _autocast_kinds() -> list[str]:
-    """Return the device types of this worker that support autocast."""
     return [kind for kind in ("cpu", streams.kind()) if kind]
 
 
 def _autocast_types() -> dict[str, str]:
-    """Return the dtypes of this thread's enabled autocast modes by device type."""
     return {
         kind: NAMES[torch.get_autocast_dtype(kind)] for kind in _autocast_kinds() if torch.is_autocast_enabled(kind)
     }
@@ -224,7 +221,6 @@ def holding(description: bytes | memoryview, came: float) -> Iterator[None]:
 
 
 def _limit(came: float, left: float, whose: str) -> tuple[float, str]:
-    """Return the deadline and the name of its origin."""
     global limits
     limits = True
     return came + left, whose
@@ -238,7 +234,6 @@ def unlimited() -> AbstractContextManager[None]:
 
 @contextmanager
 def entered(scene: CallContext | None) -> Iterator[None]:
-    """Run the block in that scene."""
     if scene is None:
         yield
         return
@@ -252,19 +247,16 @@ def entered(scene: CallContext | None) -> Iterator[None]:
 
 
 def baggage() -> dict[str, str]:
-    """Return the baggage of the call that this thread's code serves."""
     here = _current.get()
     return here.baggage or {} if here is not None else {}
 
 
 def hops() -> Hops:
-    """Return the hops for which this thread's code runs."""
     here = _current.get()
     return here.hops if here is not None else ()
 
 
 def hops_of(description: bytes | memoryview) -> Hops:
-    """Return the hops for which a call was made."""
     hops: Hops = pickle.loads(description)[2]
     return hops
 

@@ -92,7 +92,6 @@ class Served:
             call.cancel(self._reason)
 
     def ended(self, call: Nested) -> None:
-        """Remove a nested call that has ended."""
         if self.nested is not None:
             self.nested.discard(call)
 
@@ -133,7 +132,6 @@ def cancelled() -> bool:
 
 
 def finishes(function: Any, args: Any) -> bool:
-    """Return True if a function must not be cancelled."""
     mark = getattr(function, MUST_FINISH, False)
     return bool(mark(*args) if callable(mark) else mark)
 

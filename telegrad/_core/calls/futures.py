@@ -56,8 +56,6 @@ class Helper(Protocol):
 
 
 class Cancels(Protocol):
-    """An object that can be cancelled."""
-
     def cancel(self) -> bool: ...
 
 
@@ -162,7 +160,6 @@ class Future(torch.futures.Future[T]):
             failure.seen = True
 
     def _another(self) -> Future[Any]:
-        """Return a new future for `then`."""
         return type(self)()
 
     @not_compiled

@@ -20,8 +20,6 @@ T = TypeVar("T")
 
 
 class Event(NamedTuple):
-    """A call that is made."""
-
     name: str  # as the profiler shows it
     function: Any  # the function that the user called, or its name
     here: str

@@ -81,7 +81,6 @@ class Cuda:
 
 
 def _card(index: int) -> str:
-    """Return the UUID of a GPU, whatever its number in this process."""
     return str(torch.cuda.get_device_properties(index).uuid)
 
 

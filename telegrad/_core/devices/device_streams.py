@@ -50,7 +50,6 @@ def count() -> int:
 
 
 def device(index: int) -> torch.device:
-    """Return the accelerator with that number."""
     return torch.device(kind() or "cuda", index)
 
 
@@ -67,7 +66,6 @@ class Streams:
         self._defaults: dict[int, torch.Stream] = {}
 
     def use(self, index: int) -> None:
-        """Let calls use that device from now on."""
         with self._lock:
             if index not in self.used:
                 self._defaults[index] = _default_stream(index)
@@ -138,7 +136,6 @@ class Streams:
                 keep_for(value, _accelerator.current_stream(value.device))
 
     def current(self) -> list[torch.Stream]:
-        """Return the current streams of this thread."""
         return [_accelerator.current_stream(index) for index in self.used]
 
     def follow(self, streams: Iterable[torch.Stream]) -> None:

@@ -42,7 +42,6 @@ def _number(device: str) -> int:
 
 
 def for_calls(to: str, map_: Mapping[str, str]) -> DeviceMapping:
-    """Return the target devices of arguments."""
     return DeviceRoute(
         map_,
         "a tensor on {device} cannot be sent to worker "

@@ -78,8 +78,6 @@ class StagedCopy:
 
 
 class Staging:
-    """The staged copies of one worker."""
-
     def __init__(self, streams: Streams) -> None:
         self.streams = streams
         self._pinned = Pinned()
@@ -157,7 +155,6 @@ class Staging:
             at += count
 
     def put(self, blob: Tensor, index: int) -> Arrived:
-        """Copy bytes of the host to an accelerator."""
         self.streams.use(index)
         stream = self.streams.arrivals(index)
         with on(stream), torch.inference_mode(False), torch.no_grad():

@@ -147,7 +147,6 @@ class Outgoing:
         return Chunk(self._lanes.carry(whole, streamed) if striped else whole, (), streamed)
 
     def _offer(self, index: int) -> Iterator[Chunk]:
-        """Offer the first block of a device."""
         self._shares_devices = False
         try:
             block = self._pool.take_on(index, 1) if self._pool is not None else None

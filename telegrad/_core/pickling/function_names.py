@@ -149,7 +149,6 @@ def _find_name(function: Any) -> str | None:
 
 
 def home_of_script(function: torch.jit.ScriptFunction[Any, Any]) -> tuple[str, str]:
-    """Return the module that defines a script function, and its name there."""
     *modules, last = _MANGLED.sub("", function.qualified_name).removeprefix("__torch__.").split(".")
     return ".".join(modules) or MAIN, last
 
@@ -164,7 +163,6 @@ def _modules_of(function: Any) -> tuple[str, ...]:
 
 
 def _verified(function: Any, module_name: str, path: str) -> str | None:
-    """Return the name, if it leads to this very object."""
     if module_name == SPAWNED_MAIN:
         module_name = MAIN
     while module_name not in sys.modules and "." in module_name:  # a namespace created by an extension module

@@ -229,7 +229,6 @@ _own: MainNamespace | None = None
 
 
 def own_scope() -> MainNamespace:
-    """Return the scope of the main program of this process."""
     global _own, _key
     names = names_of_main()
     if _own is None or _own.names is not names or _own.program.serves_torch != programs.serves_torch:

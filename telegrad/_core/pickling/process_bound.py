@@ -56,7 +56,6 @@ def _refuse(pickler: Any, obj: Any) -> Any:
 
 
 def _stream(name: str) -> Any:
-    """Return the standard stream of the process where this runs."""
     return getattr(sys, name)
 
 

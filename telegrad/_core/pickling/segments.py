@@ -185,8 +185,6 @@ def _joined(run: list[bytes | Tensor], size: int) -> Tensor:
 
 
 class SegmentReader:
-    """The input file of an unpickler."""
-
     def __init__(self, body: memoryview, places: Sequence[int], blobs: Sequence[Tensor]) -> None:
         """`places`: for each segment its number of bytes in the body, or ~number of its blob."""
         self._segments: list[memoryview] = []

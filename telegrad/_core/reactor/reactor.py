@@ -163,12 +163,10 @@ class Reactor:
 
     @property
     def is_behind(self) -> bool:
-        """Return True if more works are ready than allowed."""
         return len(self._scheduler.ready) >= self._most_waiting
 
     @property
     def idle(self) -> bool:
-        """Return True if no call runs or is queued."""
         scheduler = self._scheduler
         return not (self._submitted or scheduler.busy or scheduler.ready or scheduler.waiting or scheduler.held_up)
 

@@ -71,8 +71,6 @@ _REASONS: dict[str, tuple[type[HandshakeError | PeerUnreachable], str]] = {
 
 
 class VersionRange(NamedTuple):
-    """The protocol versions that a worker supports."""
-
     oldest: int
     newest: int
 
@@ -230,7 +228,6 @@ class Initiator(_End):
         return self._has_more and self.refusal == UNKNOWN_KEY
 
     def start(self) -> bytes:
-        """Return the first bytes to send."""
         return self._greet(_HELLO)
 
     def _take(self, kind: bytes, body: bytes) -> bytes:
@@ -257,8 +254,6 @@ class Initiator(_End):
 
 
 class Acceptor(_End):
-    """The end that accepted the connection."""
-
     def __init__(
         self,
         keys: Keyring,

@@ -118,8 +118,6 @@ class CipherState:
 
 
 class Ciphers(NamedTuple):
-    """The cipher states of both directions of a connection."""
-
     sending: CipherState
     receiving: CipherState
 

@@ -83,12 +83,10 @@ def own_digest(files: TlsFiles) -> bytes:
 
 
 def peer_digest(sock: ssl.SSLSocket) -> bytes:
-    """Return the hash of the certificate that the other end presented."""
     return hashlib.sha256(sock.getpeercert(binary_form=True) or b"").digest()
 
 
 def is_one_sided(error: ssl.SSLError) -> bool:
-    """Return True if the other end replied that it does not use TLS."""
     return "INAPPROPRIATE_FALLBACK" in (error.reason or "")
 
 

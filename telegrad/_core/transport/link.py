@@ -111,12 +111,10 @@ class Link:
 
     @property
     def written(self) -> int:
-        """The number of bytes written to the socket."""
         return self._writer.written
 
     @property
     def is_sending(self) -> bool:
-        """Return True if the socket has not accepted all data yet."""
         return self._writer.is_busy
 
     @property
@@ -246,12 +244,10 @@ class Link:
                     self._flush()
 
     def ask(self) -> None:
-        """Ask the peer for a sign of life."""
         with contextlib.suppress(PeerError):  # the connection has ended, and this was reported
             self.send(Message(PULSE, 1))
 
     def has_unread(self) -> bool:
-        """Return True if received data has not been read yet."""
         return is_readable(self._sock)
 
     def retire(self, numbers: list[int]) -> None:

@@ -148,7 +148,6 @@ class Listener:
         sock.close()
 
     def known(self, stranger: _Handshake) -> None:
-        """Pass on a connection that has completed its handshake."""
         end = stranger.end
         assert end.peer is not None
         if self._dismiss(stranger):
@@ -181,7 +180,6 @@ class Listener:
             return True
 
     def shut(self) -> None:
-        """Leave new connections in the kernel's queue until the next tick."""
         self._shut = True
         for door in self._doors:
             self._poller.forget(door)
@@ -221,8 +219,6 @@ class _Looked(ProtocolViolation):
 
 
 class _ListeningSocket:
-    """A listening socket."""
-
     prompt = False
 
     def __init__(self, sock: socket.socket, listener: Listener, shared: bool) -> None:

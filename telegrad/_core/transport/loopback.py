@@ -50,7 +50,6 @@ class LoopEnd:
         """Do nothing: no memory is lent."""
 
     def when_drained(self, act: Callable[[], None]) -> None:
-        """Call `act` now: nothing is queued."""
         act()
 
     def close(self, reason: PeerError) -> None:

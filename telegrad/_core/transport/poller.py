@@ -127,7 +127,6 @@ class Poller:
                 self.wake()
 
     def reads(self, source: Source) -> bool:
-        """Return True if the poller waits until this source is readable."""
         with self._lock:
             return bool(self._interest.get(source, (0, 0))[1] & READ)
 
@@ -147,7 +146,6 @@ class Poller:
         return ready
 
     def wake(self) -> None:
-        """Make the waiting thread return."""
         with contextlib.suppress(OSError):  # full: it has been woken; closed: it has returned
             self._waker.send(b"\0")
 

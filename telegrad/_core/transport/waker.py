@@ -44,7 +44,6 @@ class Waker:
 
 
 def is_readable(sock: socket.socket) -> bool:
-    """Return True if a socket is readable now."""
     try:
         return bool(select.select([sock], [], [], 0)[0])
     except (OSError, ValueError):  # it has ended, or its number is too high for `select`

@@ -53,7 +53,6 @@ class Writer:
 
     @property
     def is_busy(self) -> bool:
-        """Return True if data is queued."""
         return bool(self.outbox) or (self._records is not None and bool(self._records.unsent))
 
     def flush(self) -> None:
@@ -75,7 +74,6 @@ class Writer:
             self._watch(waits)
 
     def clear(self) -> None:
-        """Drop the queued data."""
         self.outbox.clear()
         if self._records is not None:
             self._records.clear()

@@ -87,7 +87,6 @@ class Unreceived(NamedTuple):
 
 
 def unknown(kind: int) -> str:
-    """Return the text of an error about a frame whose kind is not expected."""
     name = KINDS[kind] if kind < len(KINDS) else ""
     if name:
         return f"a frame of the kind {name}, which does not belong there"
@@ -121,7 +120,6 @@ def split(body: bytes | memoryview) -> tuple[bytes | memoryview, bytes | memoryv
 
 
 def encode(message: Message, table: bytes = b"") -> bytes:
-    """Return a whole frame except the memory of its blobs, for a single write."""
     head, meta, body = message.head, message.meta, message.body
     blobs = len(table) // ENTRY.size if table else 0
     prefix = PREFIX.pack(message.kind, message.flags, len(head), len(meta), blobs, len(body), message.id)
@@ -129,7 +127,6 @@ def encode(message: Message, table: bytes = b"") -> bytes:
 
 
 def pack_numbers(numbers: list[int]) -> bytes:
-    """Return the body of a RELEASE or RETIRE."""
     return struct.pack(f"<{len(numbers)}Q", *numbers)
 
 

@@ -257,7 +257,6 @@ def _carry_strided(leaf: Tensor, blobs: list[Blob], target: int) -> tuple[Memory
 
 
 def extent_of(leaf: Tensor) -> int:
-    """Return the number of bytes from the first element to the end of the last one."""
     return extent(leaf.shape, leaf.stride()) * leaf.itemsize
 
 

@@ -115,7 +115,6 @@ def fresh(size: int) -> Tensor:
 
 
 def copied(view: memoryview) -> Tensor:
-    """Return a copy of the memory of a contiguous buffer."""
     made = fresh(view.nbytes)
     copy(made.data_ptr(), address_of(view), view.nbytes)
     return made
