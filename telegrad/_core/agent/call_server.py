@@ -146,7 +146,7 @@ class Server:
                 continue
             head = message.head
             short = head and self._short.get(head)
-            if (not short or self.orders) and self._heeds(head):
+            if (not short or self.orders) and self.doorkeeper is not None and self.doorkeeper.heeds(head):
                 caller.ordered.append(come)
                 work = Work(self._run_in_order, caller, not self._short_in_order.get(head), size)
                 self._reactor.submit(work, caller.queue)
@@ -316,9 +316,6 @@ class Server:
 
     def name_is(self, name: str) -> None:
         self.name = self._answers.name = name
-
-    def _heeds(self, name: bytes) -> bool:
-        return self.doorkeeper is not None and self.doorkeeper.heeds(name)
 
     def _run_in_order(self, caller: Caller) -> None:
         if not caller.opening.acquire(blocking=False):

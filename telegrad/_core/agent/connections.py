@@ -12,6 +12,7 @@ from time import perf_counter
 from typing import Any, NamedTuple, Protocol
 
 from telegrad._core import events, forks
+from telegrad._core.agent.call_server import Server
 from telegrad._core.agent.health import Health
 from telegrad._core.agent.incoming import Caller
 from telegrad._core.agent.peer import Peer
@@ -43,7 +44,6 @@ from telegrad._core.transport.encrypted_link import EncryptedLink
 from telegrad._core.transport.link import Link
 from telegrad._core.transport.listener import MOST_CONNECTIONS, Listener
 from telegrad._core.transport.loopback import LoopEnd
-from telegrad._core.wire.messages import Message
 from telegrad.errors import DeviceError, LeftEarly, PeerError, PeerLost, PeerUnreachable, ShutDown, UnknownWorker
 
 CONNECT_WITHIN = 10.0  # seconds, and as many for the handshake
@@ -55,16 +55,6 @@ class Directory(Protocol):
     """Lists the members of the group."""
 
     def find(self, to: str | int) -> Member: ...
-
-
-class Service(Protocol):
-    """Serves the callers."""
-
-    def on_messages(self, caller: Caller, link: AnyLink, messages: Iterable[Message]) -> None:
-        """Handle messages that have arrived."""
-
-    def lost(self, caller: Caller) -> None:
-        """Handle the end of a caller's connection."""
 
 
 class _Joined(NamedTuple):
@@ -86,7 +76,7 @@ class Connections:
         reactor: Reactor,
         layers: Layers,
         streams: Streams,
-        service: Service,
+        service: Server,
         complete: Callable[[PendingCall], None],
         wake_at: Callable[[float, bool], None],
     ) -> None:
@@ -136,10 +126,6 @@ class Connections:
     def joined(self) -> _Joined:
         assert self._joined is not None, "it has not joined one yet"
         return self._joined
-
-    @property
-    def _me(self) -> Member:
-        return self.joined.me
 
     def __repr__(self) -> str:
         return f"<Connections: {list(self._peers.values())!r}, and {len(self._accepted)} from others>"
@@ -191,33 +177,30 @@ class Connections:
     def _peer_of(self, member: Member) -> Peer:
         with self._lock:
             if self.closed:
-                raise fresh(self._over or ShutDown(f"worker {self._me.name!r} shut down"))
+                raise fresh(self._over or ShutDown(f"worker {self.joined.me.name!r} shut down"))
             peer = self._peers.get(member.incarnation)
             if peer is None:
-                peer = Peer(member, self._places(member), self._is_near(member), self)
-                self._peers[member.incarnation] = peer
+                me = self.joined.me
+                ways = member.unix and self.listener.unix and self.settings.transport != "tcp"
+                is_near = bool(ways) and member.host == me.host and member.incarnation != me.incarnation
+                peer = self._peers[member.incarnation] = Peer(member, self._places(member), is_near, self)
         return peer
 
-    def _is_near(self, member: Member) -> bool:
-        """Return True if memory can probably be lent to the worker, before a connection shows it."""
-        ways = member.unix and self.listener.unix and self.settings.transport != "tcp"
-        return bool(ways) and member.host == self._me.host and member.incarnation != self._me.incarnation
-
     def _places(self, member: Member) -> DeviceRoutes:
-        mine, theirs = self._me.devices, member.devices
-        for fault in map_errors({self._me.name: mine, member.name: theirs}, whole=False):
+        mine, theirs = self.joined.me.devices, member.devices
+        for fault in map_errors({self.joined.me.name: mine, member.name: theirs}, whole=False):
             raise DeviceError(fault)
         map_ = mine.maps.get(member.name, {})
-        return DeviceRoutes(for_calls(member.name, map_), for_gradients(map_, theirs.maps.get(self._me.name, {})))
+        return DeviceRoutes(for_calls(member.name, map_), for_gradients(map_, theirs.maps.get(self.joined.me.name, {})))
 
     def connect_to(self, peer: Peer) -> AnyLink:
         member = peer.member
-        if member.incarnation == self._me.incarnation:
+        if member.incarnation == self.joined.me.incarnation:
             return self._loop(peer)
         target = Target(
             member.name,
             member.incarnation,
-            member.unix if member.host == self._me.host else "",
+            member.unix if member.host == self.joined.me.host else "",
             member.tcp,
             StreamId(secrets.token_hex(8)),
         )
@@ -269,12 +252,12 @@ class Connections:
         return Link(*given, **options) if channel.ciphers is None else EncryptedLink(channel.ciphers, *given, **options)
 
     def _claim_to(self, name: str) -> Claim:
-        return self.joined.claim._replace(map=tuple(self._me.devices.maps.get(name, {}).items()))
+        return self.joined.claim._replace(map=tuple(self.joined.me.devices.maps.get(name, {}).items()))
 
     def _loop(self, peer: Peer) -> LoopEnd:
-        caller = Caller(self._me.identity, self._me.program != "", self._claim_to(self._me.name).map)
+        caller = Caller(self.joined.me.identity, self.joined.me.program != "", self._claim_to(self.joined.me.name).map)
         arrive = partial(self._service.on_messages, caller)
-        return LoopEnd(self._me.name, arrive, peer.on_messages, peer.link_closed)
+        return LoopEnd(self.joined.me.name, arrive, peer.on_messages, peer.link_closed)
 
     def peer_lost(self, who: Identity, reason: PeerError) -> None:
         self._forget_names(lambda incarnation: incarnation != who.incarnation)  # another worker may now have its name
@@ -301,7 +284,7 @@ class Connections:
             self._join(channel, claim, stream_id)
             return
         who = Identity(claim.name, claim.id, claim.incarnation)
-        caller = Caller(who, claim.program == self._me.program != "", claim.map)
+        caller = Caller(who, claim.program == self.joined.me.program != "", claim.map)
         link = self._link(
             channel,
             claim.name,

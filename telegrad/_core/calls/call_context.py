@@ -208,6 +208,7 @@ def _autocast_types() -> dict[str, str]:
 @contextmanager
 def holding(description: bytes | memoryview, came: float) -> Iterator[None]:
     """Apply the caller's context in the block; `came` is the call's arrival time. Skip autocast of absent devices."""
+    global limits
     types, cached, hops, baggage, *time = pickle.loads(description)
     with ExitStack() as stack:
         for kind, name in types.items():
@@ -215,15 +216,12 @@ def holding(description: bytes | memoryview, came: float) -> Iterator[None]:
                 stack.enter_context(torch.autocast(kind, DTYPES[name], cache_enabled=cached))
         if hops or baggage or time:
             here = _current.get()
-            limit = _limit(came, *time) if time else ()
-            stack.enter_context(entered(CallContext(hops, here and here.turn, baggage, *limit)))
+            scene = CallContext(hops, here and here.turn, baggage)
+            if time:
+                limits = True
+                scene = scene._replace(until=came + time[0], whose=time[1])
+            stack.enter_context(entered(scene))
         yield
-
-
-def _limit(came: float, left: float, whose: str) -> tuple[float, str]:
-    global limits
-    limits = True
-    return came + left, whose
 
 
 def unlimited() -> AbstractContextManager[None]:

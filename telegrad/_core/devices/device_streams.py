@@ -68,7 +68,8 @@ class Streams:
     def use(self, index: int) -> None:
         with self._lock:
             if index not in self.used:
-                self._defaults[index] = _default_stream(index)
+                kind = _accelerator.current_stream(index).device_type
+                self._defaults[index] = torch.Stream(stream_id=0, device_index=index, device_type=kind)
                 self._begin(device(index))
                 self.used = (*self.used, index)
 
@@ -182,15 +183,14 @@ def on(*streams: torch.Stream) -> Iterator[list[torch.Stream]]:
 
 def wait_for_arrivals(blobs: Iterable[Any]) -> Sequence[Tensor]:
     """Return the blobs for use by this thread, whose current streams wait for blobs that are still arriving."""
-    return [_settled(blob) if type(blob) is Arrived else blob for blob in blobs]
-
-
-def _settled(arrived: Arrived) -> Tensor:
-    if arrived.event is not None:
-        current = _accelerator.current_stream(arrived.blob.device)
-        current.wait_event(arrived.event)
-        arrived.blob.record_stream(current)
-    return arrived.blob
+    settled: list[Tensor] = []
+    for blob in blobs:
+        if type(blob) is Arrived and blob.event is not None:
+            current = _accelerator.current_stream(blob.blob.device)
+            current.wait_event(blob.event)
+            blob.blob.record_stream(current)
+        settled.append(blob.blob if type(blob) is Arrived else blob)
+    return settled
 
 
 def set_apart(blobs: Sequence[Blob]) -> Sequence[Blob]:
@@ -213,8 +213,3 @@ def copied(bound: DeviceBlob) -> Tensor | Arrived:
             return bound.blob.to("cpu", copy=True)
         made = bound.blob.to(device(bound.device), copy=True, non_blocking=not bound.blob.is_cpu)
         return Arrived(made, _accelerator.current_stream(bound.device).record_event())
-
-
-def _default_stream(index: int) -> torch.Stream:
-    current = _accelerator.current_stream(index)
-    return torch.Stream(stream_id=0, device_index=index, device_type=current.device_type)

@@ -18,7 +18,7 @@ class DeviceRoute:
 
     def __init__(self, table: Mapping[str, str], advice: str, otherwise: int | None = None) -> None:
         """Map devices missing in `table` to `otherwise`; if that is None, they raise DeviceError with `advice`."""
-        self._places = {here: _number(there) for here, there in table.items()}
+        self._places = {here: HOST if there == "cpu" else torch.device(there).index for here, there in table.items()}
         self._advice = advice
         self._otherwise = otherwise
         self.keeps_host = self._places.get("cpu", HOST) == HOST
@@ -35,10 +35,6 @@ class DeviceRoutes(NamedTuple):
 
     calls: DeviceMapping
     gradients: DeviceMapping
-
-
-def _number(device: str) -> int:
-    return HOST if device == "cpu" else torch.device(device).index
 
 
 def for_calls(to: str, map_: Mapping[str, str]) -> DeviceMapping:

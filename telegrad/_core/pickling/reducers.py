@@ -27,9 +27,6 @@ from telegrad.errors import CannotEncode
 REBUILDERS = __name__  # the module where the unpickler finds FROM_SLOTS
 
 
-_NOTHING: dict[str, Any] = {}
-
-
 class Pickler(Protocol):
     """Interface of the pickler for reducers."""
 
@@ -100,11 +97,7 @@ def _refuse_history(kind: type[Tensor]) -> NoReturn:
     )
 
 
-def _nothing_recorded() -> bool:
-    return False
-
-
-_records: Callable[[], bool] = _nothing_recorded
+_records: Callable[[], bool] = bool  # returns False
 
 
 def ask_whether_recorded(records: Callable[[], bool]) -> None:
@@ -167,10 +160,6 @@ def _reduce_storage(pickler: Pickler, storage: torch.UntypedStorage) -> Any:
 
 def _storage(tensors: Sequence[Tensor], number: int) -> torch.UntypedStorage:
     return tensors[number].untyped_storage()
-
-
-def _reduce_typed_storage(pickler: Pickler, storage: torch.TypedStorage) -> Any:
-    return _typed_storage, (storage._untyped_storage, storage.dtype)
 
 
 def _typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.TypedStorage:
@@ -281,16 +270,9 @@ def _compile_pickled(source: bytes, compiler: bytes) -> Any:
     return pickle.loads(compiler)(pickle.loads(source))
 
 
-def _reduce_operator(pickler: Pickler, operator: Any) -> Any:
-    return resolve, (name_of(operator, pickler.same_program),)
-
-
-def _reduce_script_function(pickler: Pickler, function: Any) -> Any:
-    name = name_of(function, pickler.same_program)
-    return (resolve, (name,)) if name is not None else _reduce_script(pickler, function)
-
-
 def _reduce_script(pickler: Pickler, obj: Any) -> Any:
+    if isinstance(obj, torch.jit.ScriptFunction) and (name := name_of(obj, pickler.same_program)) is not None:
+        return resolve, (name,)
     if _records() and any(tensor.requires_grad for tensor in getattr(obj, "parameters", list)()):
         raise CannotEncode(
             "a module of torch.jit whose parameters require gradients cannot be sent in an autograd context: their "
@@ -310,14 +292,14 @@ def _load_script(data: bytes) -> Any:
 REDUCERS: dict[type, Reducer] = {
     Tensor: _reduce_tensor,
     torch.UntypedStorage: _reduce_storage,
-    torch.TypedStorage: _reduce_typed_storage,
+    torch.TypedStorage: lambda _, storage: (_typed_storage, (storage._untyped_storage, storage.dtype)),
     FunctionType: _reduce_function,
     BuiltinFunctionType: _reduce_named,
     type: _reduce_named,
     _lru_cache_wrapper: _reduce_named,
-    torch._ops.OpOverload: _reduce_operator,
-    torch._ops.OpOverloadPacket: _reduce_operator,
-    torch.jit.ScriptFunction: _reduce_script_function,
+    torch._ops.OpOverload: lambda pickler, operator: (resolve, (name_of(operator, pickler.same_program),)),
+    torch._ops.OpOverloadPacket: lambda pickler, operator: (resolve, (name_of(operator, pickler.same_program),)),
+    torch.jit.ScriptFunction: _reduce_script,
     torch.jit.ScriptModule: _reduce_script,
     array: _reduce_elements,
     io.BytesIO: _reduce_file,
@@ -351,7 +333,7 @@ def reduce(pickler: Any, obj: Any) -> Any:
             break
     else:
         reduced = NotImplemented
-        for value in getattr(obj, "__dict__", _NOTHING).values() if type(obj) is not ModuleType else ():
+        for value in getattr(obj, "__dict__", {}).values() if type(obj) is not ModuleType else ():
             if type(value) is str and len(value) >= OWN_FROM:
                 pickler.expect_texts()
     if reduced is NotImplemented:
