@@ -11,7 +11,7 @@ import itertools
 import socket
 import ssl
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import partial
 
 from telegrad._core.memory import fd_passing
@@ -30,6 +30,7 @@ from telegrad._core.transport.writer import Writer
 from telegrad._core.wire.frames import FrameReader
 from telegrad._core.wire.messages import (
     BYE,
+    LEND,
     OPENED,
     PULSE,
     RELEASE,
@@ -89,7 +90,7 @@ class Link:
         self._incoming = Incoming(stores, self.lanes_in)
         self._maps = self._incoming.maps
         # While the frame reader awaits lanes, the reading thread has nothing to read and must call `stop_reading`.
-        self.reader = FrameReader(self._incoming.allocate, self._incoming.attach, self._open, self.lanes_in.is_idle)
+        self.reader = FrameReader(self._incoming.allocate, self._incoming.attach, self._control, self.lanes_in.is_idle)
         self._recv_into = self._recv_tls if self._tls else sock.recv_into
         self._buffer: Callable[..., memoryview] = self.reader.buffer  # memory for the next bytes from the socket
         self._arrived: Callable[[int], None] = self._take  # called with the number of bytes received there
@@ -361,38 +362,34 @@ class Link:
     def _take(self, count: int, data: bytes | None = None) -> None:
         """Process the frames that these bytes complete. After an invalid frame, close the connection."""
         try:
-            self._on_messages(self, self._wanted(count, data))
+            self._on_messages(self, self.reader.advance(count, data))
         except Exception as error:
             self.close(broken(self.peer, error, f"it sent what is no frame ({error})"))
         if self._over is not None:
             self.close(departed_error(self.peer, self._over))
 
-    def _open(self, number: int, handle: bytes) -> None:
-        """Open a block of an accelerator that the peer will lend."""
-        said = self._incoming.open(number, handle)
-        if said is not None:
-            self.send(Message(OPENED, number, body=said.encode()))
-
-    def _wanted(self, count: int, data: bytes | None) -> Iterator[Message]:
-        """Process this connection's own frames and yield all others."""
-        for frame in self.reader.advance(count, data):
-            if frame.kind < RELEASE:
-                yield frame
-            elif frame.kind == RELEASE:
-                with self._lock:
-                    numbers = self._outgoing.returned(unpack_numbers(frame.body))
-                self._outgoing.reclaim(numbers)
-            elif frame.kind == RETIRE:
-                self._maps.retire(unpack_numbers(frame.body))
-            elif frame.kind == OPENED:
-                with self._lock:
-                    self._outgoing.opened(bytes(frame.body).decode())
-            elif frame.kind == BYE:
-                self._over = bytes(frame.body).decode()
-            elif frame.kind != PULSE:
-                yield frame
-            elif frame.id and not self.is_congested:  # a congested peer gets other frames anyway
-                self.send(Message(PULSE))
+    def _control(self, frame: Message) -> bool:
+        """Process a frame of the connection itself; return False for any other frame."""
+        if frame.kind == RELEASE:
+            with self._lock:
+                numbers = self._outgoing.returned(unpack_numbers(frame.body))
+            self._outgoing.reclaim(numbers)
+        elif frame.kind == RETIRE:
+            self._maps.retire(unpack_numbers(frame.body))
+        elif frame.kind == LEND:  # the next frame may use this block of an accelerator
+            said = self._incoming.open(frame.id, bytes(frame.body))
+            if said is not None:
+                self.send(Message(OPENED, frame.id, body=said.encode()))
+        elif frame.kind == OPENED:
+            with self._lock:
+                self._outgoing.opened(bytes(frame.body).decode())
+        elif frame.kind == BYE:
+            self._over = bytes(frame.body).decode()
+        elif frame.kind != PULSE:
+            return False
+        elif frame.id and not self.is_congested:  # a congested peer gets other frames anyway
+            self.send(Message(PULSE))
+        return True
 
     # Closing
 
