@@ -21,7 +21,7 @@ from contextvars import ContextVar
 from math import inf
 from time import monotonic
 from types import coroutine
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -85,14 +85,6 @@ class CallContext(NamedTuple):
     whose: str = ""  # name of the deadline's origin
 
 
-class Described(Protocol):
-    """A call with a description."""
-
-    @property
-    def described(self) -> str:
-        """The function that was called, and the worker."""
-
-
 class DerivedTimeout(float):
     """A call's timeout that is bounded by the time left of another call."""
 
@@ -120,7 +112,7 @@ def matters() -> bool:
     return _entered or profiling.follower is not None or _is_autocast_on()
 
 
-def remaining_timeout(limit: float, call: Described) -> float:
+def remaining_timeout(limit: float, call: Any) -> float:
     """Return the timeout of a call that starts here and has the timeout `limit` (0 for none).
 
     Raises:

@@ -30,7 +30,7 @@ FINISHING: set[CodeType] = set()  # code of coroutines that must not be cancelle
 _lock = renewed(threading.Lock())  # guards the creation of `Served.nested`
 
 
-class Nested(call_context.Described, Protocol):
+class Nested(Protocol):
     """A call that this worker makes."""
 
     done: bool
@@ -40,6 +40,9 @@ class Nested(call_context.Described, Protocol):
     def limit(self, timeout: float) -> None: ...
 
     def cancel(self, why: str = "") -> bool: ...
+
+    @property
+    def described(self) -> str: ...
 
 
 class Served:

@@ -138,24 +138,6 @@ class SegmentWriter:
         return parts, places, blobs
 
 
-class OnePiece(SegmentWriter):
-    """A file whose `write` is a C function: built-in types are pickled without a switch of threads."""
-
-    __slots__ = ("write",)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.may_repeat = False
-        self.write: Any = self._segments.append
-
-    def settle(self) -> None:
-        """Convert the written data after the end of the pickle."""
-        for place, data in enumerate(self._segments):
-            if isinstance(data, bytearray):
-                self._segments[place] = bytes(data)
-        self._size = sum(map(len, self._segments))
-
-
 def _announces_text(data: bytes) -> bool:
     """Return True if the frame in `data` is followed by the header of a large text."""
     start = 2 if data[:1] == pickle.PROTO else 0

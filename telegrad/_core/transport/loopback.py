@@ -43,12 +43,6 @@ class LoopEnd:
         self._arrive(self._other, [arrived])
         return True
 
-    def release(self) -> None:
-        """Do nothing: no memory is lent."""
-
-    def retire(self, numbers: list[int]) -> None:
-        """Do nothing: no memory is lent."""
-
     def when_drained(self, act: Callable[[], None]) -> None:
         act()
 

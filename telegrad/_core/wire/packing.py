@@ -13,7 +13,7 @@ from __future__ import annotations
 import ctypes
 import io
 import pickle
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from typing import Any, Protocol
 
@@ -53,21 +53,28 @@ class DeviceMapping(Protocol):
         """Return the receiver's device, or raise DeviceError if tensors of `device` cannot be sent."""
 
 
-class OnHost:
-    """The default without a device map: only tensors of the CPU can be sent."""
+class DeviceRoute:
+    """Target devices for one direction between two workers."""
 
-    keeps_host = True
+    def __init__(self, table: Mapping[str, str], advice: str, otherwise: int | None = None) -> None:
+        """Map devices missing in `table` to `otherwise`; if that is None, they raise DeviceError with `advice`."""
+        self._places = {here: HOST if there == "cpu" else torch.device(there).index for here, there in table.items()}
+        self._advice = advice
+        self._otherwise = otherwise
+        self.keeps_host = self._places.get("cpu", HOST) == HOST
 
     def __call__(self, device: torch.device) -> int:
-        if device.type != "cpu":
-            raise DeviceError(
-                f"a tensor on {device} cannot be sent: move it to the CPU first (tensor.cpu()), "
-                "and to the device you want on the other worker"
-            )
-        return HOST
+        place = self._places.get(str(device), HOST if device.type == "cpu" else self._otherwise)
+        if place is None:
+            raise DeviceError(self._advice.format(device=device))
+        return place
 
 
-_on_host = OnHost()
+_on_host = DeviceRoute(
+    {},
+    "a tensor on {device} cannot be sent: move it to the CPU first (tensor.cpu()), and to the device you want on the "
+    "other worker",
+)
 
 
 def pack(tensors: Sequence[Tensor], place: DeviceMapping = _on_host, fixed: int = 0) -> tuple[bytes, list[Blob]]:
