@@ -55,7 +55,6 @@ class Times:
         self._log = FIRST
 
     def left(self, now: float) -> float:
-        """Return the seconds until the next report."""
         return max(0.0, self.begun + min(self._line, self._log) - now)
 
     def due(self, now: float) -> tuple[bool, bool]:
@@ -100,11 +99,9 @@ class Wait:
 
     @property
     def left(self) -> float:
-        """Return the seconds until the next call of `look`."""
         return self._times.left(monotonic())
 
     def look(self) -> None:
-        """Report the wait, if it is time."""
         now = monotonic()
         with self._lock:
             line, logs = self._times.due(now)
@@ -167,8 +164,6 @@ def clear_line() -> None:
 
 
 class _Line:
-    """The progress line of this process."""
-
     def __init__(self) -> None:
         # Guards _of and the output. Reentrant, since a finalizer that logs may run while it is held.
         self._lock = renewed(threading.RLock())
@@ -230,7 +225,6 @@ def _in_foreground() -> bool:
 
 
 def format_duration(seconds: float) -> str:
-    """Return a duration as text for people."""
     whole = int(seconds)
     if whole < 60:
         return f"{whole} s"

@@ -334,7 +334,6 @@ class Server:
             self._perform(call)
 
     def _admit(self, call: Incoming) -> bool:
-        """Open a call; return True if it shall run now."""
         assert self.doorkeeper is not None
         try:
             call.opened(self._open(call))

@@ -58,8 +58,6 @@ class Directory(Protocol):
 
 
 class _Joined(NamedTuple):
-    """The group, as seen by one of its workers."""
-
     me: Member
     keys: Keyring
     directory: Directory
@@ -340,7 +338,6 @@ class Connections:
             link.close(reason)
 
     def tell_lost(self, who: Identity, reason: PeerError) -> None:
-        """Report the end of a connection, or a failed attempt to connect."""
         if not self.closed:
             if (note := events.note) is not None:
                 note((events.LOST, now := perf_counter(), now, who.name, str(reason)))

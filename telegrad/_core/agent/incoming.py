@@ -93,12 +93,10 @@ class Incoming(Served):
         return setting(flags, self.callers_scene, self.context, self.came if flags & HAS_CALL_CONTEXT else 0.0)
 
     def opened(self, opened: Opened) -> None:
-        """Store the function and the arguments of an ordered call until it runs."""
         self.function, self.args, self.kwargs = opened
         self.scene = self.on_end = None
 
     def take(self) -> Opened:
-        """Return and clear the function and the arguments."""
         opened = self.function, self.args, self.kwargs
         del self.function, self.args, self.kwargs
         if self.cancelled:
@@ -106,7 +104,6 @@ class Incoming(Served):
         return opened
 
     def take_end(self) -> Callable[[], None] | None:
-        """Return and clear the end callback of an ordered call."""
         on_end, self.on_end = self.on_end, None
         return on_end
 

@@ -186,7 +186,6 @@ class Peer:
     # Ends of calls
 
     def on_messages(self, _: AnyLink, messages: Iterable[Message]) -> None:
-        """Process the answers that a link brings."""
         for message in messages:
             if message.kind not in ANSWERS:
                 raise unexpected(message.kind)

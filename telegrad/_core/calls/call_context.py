@@ -76,8 +76,6 @@ class NestedCall(NamedTuple):
 
 
 class CallContext(NamedTuple):
-    """The context in which code runs."""
-
     hops: Hops = ()  # the calls of actors for which this code runs
     turn: ActorLock | None = None  # the actor's turn that this code holds
     baggage: dict[str, str] | None = None

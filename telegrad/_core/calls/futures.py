@@ -235,7 +235,6 @@ class Future(torch.futures.Future[T]):
             raise error
 
     def _until_done(self) -> Generator[Any, None, None]:
-        """Yield to the event loop until this is done; cancel the call if asyncio cancels the wait."""
         in_turn = getattr(self.call, "in_turn", None)
         waiter = completion_of(self)
         try:

@@ -117,7 +117,6 @@ def called_creation(event: Event, call: Callable[..., T], *args: Any) -> T:
 
 
 def recorded(name: str, act: Callable[..., T], *args: Any) -> T:
-    """Return the value of `act(*args)`, recorded as one event."""
     with record_function(name):
         return act(*args)
 

@@ -138,8 +138,6 @@ class DeviceBlock:
 
 
 class OpenBlock(NamedTuple):
-    """A block of another worker, opened here."""
-
     memory: Tensor
     events: tuple[Any, Any]
 

@@ -54,8 +54,6 @@ def device(index: int) -> torch.device:
 
 
 class Streams:
-    """The streams of one worker."""
-
     def __init__(self, begin: Callable[[torch.device], None] = lambda _: None) -> None:
         """`begin` is called with each device at its first use."""
         self.used: tuple[int, ...] = ()  # the devices that calls can touch

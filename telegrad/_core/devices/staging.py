@@ -42,7 +42,6 @@ class StagedCopy:
         self._copy()
 
     def _copy(self) -> None:
-        """Start copies while pieces are available."""
         total = self._blob.numel()
         while self._copied < total and len(self._pieces) < AHEAD:
             piece = self._pinned.take(total - self._copied)

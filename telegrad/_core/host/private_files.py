@@ -87,7 +87,6 @@ class Folder:
         return found if stat.S_ISREG(found.st_mode) and _is_own(found) else None
 
     def remove(self, name: str) -> None:
-        """Remove a file; ignore errors."""
         with contextlib.suppress(OSError):
             os.unlink(self._name(name), **self._in())
 

@@ -55,8 +55,6 @@ def size_class(size: int) -> int:
 
 
 class _Lease(weakref.ref[memoryview]):
-    """A weak reference to the buffer of a lent tensor."""
-
     __slots__ = ("token",)
     token: Any
 

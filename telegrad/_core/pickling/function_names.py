@@ -108,7 +108,6 @@ def _imported(module_name: str) -> ModuleType | None:
 
 
 def not_found(module_name: str, path: str, error: BaseException) -> FunctionNotFound:
-    """Return the error that names what is missing, with advice."""
     file = getattr(sys.modules.get(module_name), "__file__", None)
     if module_name == MAIN:
         advice = "define it at the top level of the main program, outside of `if __name__ == '__main__'`"

@@ -28,8 +28,6 @@ REBUILDERS = __name__  # the module where the unpickler finds FROM_SLOTS
 
 
 class Pickler(Protocol):
-    """Interface of the pickler for reducers."""
-
     same_program: bool
     tensors: list[Tensor]
     references: list[Any]

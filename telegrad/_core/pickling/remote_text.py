@@ -149,8 +149,6 @@ def short(name: str) -> str:
 
 
 class _Room:
-    """The remaining numbers of exceptions and of characters."""
-
     def __init__(self) -> None:
         self.exceptions, self.characters = MOST_TOLD, MOST_ROOM
 

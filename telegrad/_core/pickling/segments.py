@@ -79,8 +79,6 @@ def expect_texts(pickler: Any) -> None:
 
 
 class SegmentWriter:
-    """The output file of a pickler."""
-
     __slots__ = ("_segments", "_size", "_turns", "may_repeat")
 
     def __init__(self) -> None:

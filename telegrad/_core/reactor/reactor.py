@@ -120,7 +120,6 @@ class Reactor:
             self.send_unsent()
 
     def send_unsent(self) -> None:
-        """Send all outboxes that were left for later."""
         while self._unsent:
             try:
                 source = self._unsent.pop()

@@ -79,8 +79,6 @@ PROTOCOL = VersionRange(8, 8)  # two adjacent versions, from the second released
 
 
 class Claim(NamedTuple):
-    """The identity that a worker claims."""
-
     name: str
     id: int
     incarnation: str

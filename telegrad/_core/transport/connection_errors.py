@@ -51,7 +51,6 @@ def broken(peer: str, error: Exception, why: str) -> PeerLost:
 
 
 def lost(peer: str, why: str) -> PeerLost:
-    """Return the error if the connection ended without a BYE message."""
     return PeerLost(
         f"worker {peer!r} was lost: {why}; calls in flight to it may or may not have run. "
         "If that worker still lives, the next call connects anew"

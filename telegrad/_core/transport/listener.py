@@ -154,7 +154,6 @@ class Listener:
             self._accepted(Channel.behind(stranger.sock, end), end.peer, end.stream_id)
 
     def turn_away(self, stranger: _Handshake, why: Exception) -> None:
-        """Refuse a connection: log one line and close it."""
         if not self._dismiss(stranger):
             return
         if isinstance(why, (_Looked, ConnectionResetError, BrokenPipeError)):  # the other end has closed it

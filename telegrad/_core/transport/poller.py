@@ -15,8 +15,6 @@ AT_ONCE = 64  # events returned by one call of epoll
 
 
 class Source(Protocol):
-    """An object that can be polled."""
-
     prompt: bool  # poll again at once: more data is likely to arrive soon
 
     def fileno(self) -> int: ...

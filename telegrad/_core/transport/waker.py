@@ -22,7 +22,6 @@ class Waker:
         self._woken = False  # set after the byte was sent
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable once the waker is woken."""
         return self._ear.fileno()
 
     def wake(self) -> None:
@@ -32,7 +31,6 @@ class Waker:
         self._woken = True
 
     def rest(self) -> None:
-        """Reset the waker after the thread has returned."""
         if self._woken:
             self._woken = False
             with contextlib.suppress(BlockingIOError):

@@ -165,7 +165,6 @@ class FrameReader:
         return False
 
     def _compact(self) -> None:
-        """Move the unread bytes to the start of the scratch buffer."""
         unread = self.end - self._start
         if unread and (self._start or self._source is not self._scratch):
             self._scratch[:unread] = bytes(self._source[self._start : self.end])

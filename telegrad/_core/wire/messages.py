@@ -80,7 +80,6 @@ class Unreceived(NamedTuple):
     nbytes: int = 0
 
     def error(self, receiver: str, sender: str) -> CannotDecode:
-        """Return the error for the call that the blob belongs to."""
         return CannotDecode(
             f"worker {receiver!r} has no memory for {self.size:,} bytes that worker {sender!r} sent ({self.why})"
         )
@@ -94,7 +93,6 @@ def unknown(kind: int) -> str:
 
 
 def unexpected(kind: int) -> ProtocolViolation:
-    """Return the error for a message whose kind is not expected."""
     return ProtocolViolation(unknown(kind))
 
 
@@ -102,7 +100,6 @@ _SIZE = struct.Struct("<I")
 
 
 def append(body: bytes, attachments: bytes) -> bytes:
-    """Return a body followed by data for the layers above."""
     return b"".join((body, attachments, _SIZE.pack(len(attachments))))
 
 
