@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import io
 import pickle
+import sys
+import tempfile
 import weakref
 from array import array
 from collections.abc import Callable, Sequence
 from functools import _lru_cache_wrapper, lru_cache
+from multiprocessing.connection import _ConnectionBase
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any, NoReturn, Protocol
 
 import torch
+import torch.fx
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -286,6 +290,54 @@ def _load_script(data: bytes) -> Any:
     return torch.jit.load(io.BytesIO(data))  # type: ignore[no-untyped-call]
 
 
+# Objects bound to this process, such as open files, connections and views of memory, are not sent. Pickling refuses
+# most of them, and copies the others: cloudpickle converts a text file to a `StringIO`. A `multiprocessing` connection
+# arrives as a descriptor number, which is another file at the receiver and is closed with the connection. A memoryview
+# would arrive as bytes, without its format and shape.
+
+
+_FILE = "Send its path and open it there, or send what it holds, as file.read() gives it"
+_ADVICE: dict[type, str] = {
+    io.TextIOWrapper: _FILE,
+    io.BufferedReader: _FILE,
+    io.BufferedWriter: _FILE,
+    io.BufferedRandom: _FILE,
+    io.BufferedRWPair: _FILE,
+    io.FileIO: _FILE,
+    tempfile._TemporaryFileWrapper: _FILE,
+    tempfile.SpooledTemporaryFile: _FILE,
+    tempfile.TemporaryDirectory: "Send its path, which is its `name`",
+    torch.fx.Proxy: "It stands for a value while torch.fx traces: trace what runs on one worker, and call the result",
+    memoryview: "Send bytes(view), or the object that it is a view of",
+    _ConnectionBase: "Send the values themselves by calls: a worker's rpc_sync, or rpc_stream for many",
+}
+_OWN_WAY = {"__reduce__", "__reduce_ex__", "__getstate__"}  # methods by which a subclass defines its own pickling
+
+
+class BoundToProcess(TypeError):
+    """Raised for an object that cannot be sent; `advice` says what to send instead."""
+
+    def __init__(self, advice: str) -> None:
+        super().__init__("it belongs to this process, and to no other")
+        self.advice = advice
+
+
+def _refuse(pickler: Any, obj: Any) -> Any:
+    for name in ("stdout", "stderr"):
+        if obj is getattr(sys, name):
+            return _stream, (name,)
+    for kind in type(obj).__mro__:
+        if kind in _ADVICE:
+            raise BoundToProcess(_ADVICE[kind])
+        if _OWN_WAY & vars(kind).keys():
+            break
+    return NotImplemented
+
+
+def _stream(name: str) -> Any:
+    return getattr(sys, name)
+
+
 # Looked up along the MRO of the type.
 REDUCERS: dict[type, Reducer] = {
     Tensor: _reduce_tensor,
@@ -301,6 +353,7 @@ REDUCERS: dict[type, Reducer] = {
     torch.jit.ScriptModule: _reduce_script,
     array: _reduce_elements,
     io.BytesIO: _reduce_file,
+    **dict.fromkeys(_ADVICE, _refuse),
 }
 
 # The unpickler passes these the tensors, or the references, of the value before their own arguments.
