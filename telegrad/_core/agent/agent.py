@@ -322,7 +322,9 @@ class Agent:
         if answer.kind != RESULT:
             refusal = answer.kind == REFUSAL
             raise refused(pending.peer.name, answer.head) if refusal else rebuild(bytes(answer.body))
-        _, tensors = self.layers.take_tensors(answer, pending.peer.identity, self.name)
+        tensors: Sequence[Tensor] = ()
+        if answer.meta or answer.flags:
+            _, tensors = self.layers.take_tensors(answer, pending.peer.identity, self.name)
         return decode(answer.body, tensors, attachments.references if attachments is not None else ())
 
     def wrap_calls(self, wrap: Callable[[Callable[..., Any]], Callable[..., Any]] | None) -> None:

@@ -295,8 +295,11 @@ class Server:
 
     def _open(self, call: Incoming) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
         message, attachments = call.message, call.attachments
-        call.context, tensors = self._layers.take_tensors(message, call.caller.identity, self.name)
-        body = split(message.body)[0] if message.flags & HAS_CALL_CONTEXT else message.body
+        body = message.body
+        tensors: Sequence[Tensor] = ()
+        if message.meta or message.flags:
+            call.context, tensors = self._layers.take_tensors(message, call.caller.identity, self.name)
+            body = split(message.body)[0] if message.flags & HAS_CALL_CONTEXT else message.body
         value = decode(body, tensors, attachments.references if attachments is not None else ())
         message.blobs = ()  # the tensors keep the memory that they need
         if attachments is not None:

@@ -150,7 +150,8 @@ class PendingCall:
     @waiting_loop
     def _wait(self) -> bool:
         peer = self.peer
-        peer.reactor.send_unsent()
+        if peer.reactor.unsent:
+            peer.reactor.send_unsent()
         while not self.done:
             if (remaining := self.deadline - monotonic()) <= 0:
                 return False

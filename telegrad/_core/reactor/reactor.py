@@ -53,7 +53,7 @@ class Reactor:
         self.poller = self._polling.poller
         self._threads = LeaderThreads(self._lock, entered, self._lead, self.poller.close)
         self.on_worker = self._threads.is_member
-        self._unsent: set[Source] = set()  # sources with answers that are sent at the end of the batch
+        self.unsent: set[Source] = set()  # sources with answers that are sent at the end of the batch
 
     def __repr__(self) -> str:
         state = "closed" if self._threads.closed else f"{len(self._threads)} threads"
@@ -114,15 +114,15 @@ class Reactor:
 
     def sent_later(self, source: Source) -> None:
         """Send the outbox of `source` soon, by the leader or by the next tick."""
-        self._unsent.add(source)
+        self.unsent.add(source)
         runner = self._threads.here()
         if runner is not None and self._threads.leader is not runner:  # this thread has lost the lead
             self.send_unsent()
 
     def send_unsent(self) -> None:
-        while self._unsent:
+        while self.unsent:
             try:
-                source = self._unsent.pop()
+                source = self.unsent.pop()
             except KeyError:  # two threads emptied the set at once
                 return
             source.on_writable()
@@ -214,7 +214,7 @@ class Reactor:
         """Poll connections and run works in turn while this thread leads."""
         threads = self._threads
         while threads.leader is runner and not threads.closed:
-            if self._unsent:
+            if self.unsent:
                 self.send_unsent()
             try:
                 self._polling.poll()
