@@ -16,18 +16,7 @@ from time import monotonic
 
 from telegrad._core.addresses import family_of
 from telegrad._core.host.open_files import error_text
-from telegrad._core.security.handshake import (
-    LONGEST,
-    OTHER_USER,
-    TCP,
-    TLS,
-    UNIX,
-    Acceptor,
-    Claim,
-    StreamId,
-    is_hello,
-    refusal,
-)
+from telegrad._core.security import handshake
 from telegrad._core.security.keyring import Keyring
 from telegrad._core.security.refusals import Refusals, host_of, to_give_way
 from telegrad._core.security.tls import TlsFiles, own_digest, peer_digest, server_context
@@ -44,7 +33,7 @@ HERE = "this host"
 BACKLOG = 512
 MOST_CONNECTIONS = 4  # of one worker, which needs one, not counting lanes; above it, its oldest is closed
 
-Accepted = Callable[[Channel, Claim, StreamId], None]
+Accepted = Callable[[Channel, handshake.Claim, handshake.StreamId], None]
 
 log = logging.getLogger("telegrad")
 
@@ -81,7 +70,7 @@ class Listener:
         self._foreign: deque[int] = deque(maxlen=MOST_FOREIGN)  # processes of other users that were refused
         self.patience = patience
         self.most_strangers = most_strangers
-        self._serves: tuple[Keyring, Claim] | None = None  # the group's keys, and this worker's claim
+        self._serves: tuple[Keyring, handshake.Claim] | None = None  # the group's keys, and this worker's claim
         self._shut = False  # no descriptor is free for new connections
         self._doors: list[_ListeningSocket] = []
         self.unix = ""
@@ -98,7 +87,7 @@ class Listener:
             each.sock.setblocking(False)
             each.sock.listen(BACKLOG)
 
-    def serve(self, keys: Keyring, mine: Claim) -> None:
+    def serve(self, keys: Keyring, mine: handshake.Claim) -> None:
         """Accept connections that prove to hold one of `keys`. Earlier ones have waited in the kernel's queue."""
         self._serves = keys, mine
         for door in self._doors:
@@ -117,7 +106,7 @@ class Listener:
             tune_tcp(sock, self._silence)
             if self._tls is not None:
                 sock = self._tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
-        end = Acceptor(*self._serves, UNIX if shared else TCP)
+        end = handshake.Acceptor(*self._serves, handshake.UNIX if shared else handshake.TCP)
         stranger = _Handshake(sock, self, end, origin)
         with self._lock:
             crowded = len(self._strangers) >= self.most_strangers
@@ -144,7 +133,7 @@ class Listener:
                 user,
             )
         with contextlib.suppress(OSError):
-            sock.send(refusal(OTHER_USER))
+            sock.send(handshake.refusal(handshake.OTHER_USER))
         sock.close()
 
     def known(self, stranger: _Handshake) -> None:
@@ -253,7 +242,7 @@ class _Handshake:
 
     prompt = False
 
-    def __init__(self, sock: socket.socket, listener: Listener, end: Acceptor, origin: str) -> None:
+    def __init__(self, sock: socket.socket, listener: Listener, end: handshake.Acceptor, origin: str) -> None:
         self.sock = sock
         self.end = end
         self.since = monotonic()
@@ -274,7 +263,7 @@ class _Handshake:
                 assert isinstance(self.sock, ssl.SSLSocket)
                 self._check_uses_tls()
                 self.sock.do_handshake()
-                self.end.carrier = TLS + peer_digest(self.sock) + self._listener.digest
+                self.end.carrier = handshake.TLS + peer_digest(self.sock) + self._listener.digest
                 self._tls_done = True
             data = self.sock.recv(4096)
             if not data:
@@ -297,8 +286,8 @@ class _Handshake:
 
     def _check_uses_tls(self) -> None:
         """Raise AuthenticationFailed if the other end is a worker that does not use TLS."""
-        if is_hello(socket.socket.recv(self.sock, LONGEST, socket.MSG_PEEK)):
-            socket.socket.recv(self.sock, LONGEST)  # else closing the socket would discard the answer
+        if handshake.is_hello(socket.socket.recv(self.sock, handshake.LONGEST, socket.MSG_PEEK)):
+            socket.socket.recv(self.sock, handshake.LONGEST)  # else closing the socket would discard the answer
             raise self.end.refuse_without_tls()
 
     def part(self) -> None:
