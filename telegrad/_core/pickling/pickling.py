@@ -288,7 +288,7 @@ def _dump(
     except LargeText:
         return _dump(kind, value, same_program, True)
     if at_once:
-        file.write(whole.getvalue())
+        file = SegmentWriter(whole.getvalue())
     body = file.whole()
     if body is None or pickler.texts is not None:
         return _cut(pickler, file, buffers)

@@ -71,10 +71,11 @@ def expect_texts(pickler: Any) -> None:
 class SegmentWriter:
     __slots__ = ("_segments", "_size", "_turns", "may_repeat")
 
-    def __init__(self) -> None:
+    def __init__(self, data: bytes = b"") -> None:
+        """`data` is what was written already."""
         self.may_repeat = True  # no foreign code has run yet, so the value can be pickled again
-        self._segments: list[bytes | Tensor] = []
-        self._size = 0
+        self._segments: list[bytes | Tensor] = [data] if data else []
+        self._size = len(data)
         self._turns: raw_memory.GilYielder | None = None
 
     def write(self, data: Any) -> None:
