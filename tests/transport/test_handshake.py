@@ -24,7 +24,7 @@ from telegrad._core.security.handshake import (
 )
 from telegrad._core.security.keyring import Keyring, open_ring
 from telegrad._core.security.tls import HANDSHAKE
-from telegrad.errors import AuthenticationFailed, HandshakeError, PeerUnreachable, VersionMismatch
+from telegrad.errors import AuthenticationFailed, HandshakeError, PeerUnreachable
 
 KEY, NEXT, LAST = (Keyring([name]) for name in (b"the key of the group", b"the next key", b"the last key"))
 A = Claim("a", 0, "incarnation of a", "program")
@@ -204,17 +204,6 @@ def test_neighbouring_versions_speak_the_older_one(spoken_a: VersionRange, spoke
         converse(a, b)
         assert (a.peer, b.peer) == (B, A)
         assert a.version == b.version == agreed
-
-
-@pytest.mark.parametrize("newer_asks", [True, False])
-def test_versions_that_are_too_far_apart_are_told_to_both(newer_asks: bool) -> None:
-    older, newer = VersionRange(7, 7), VersionRange(8, 9)
-    a = Initiator(KEY, A, B.incarnation, spoken=newer if newer_asks else older)
-    b = Acceptor(KEY, B, spoken=older if newer_asks else newer)
-    with pytest.raises(VersionMismatch, match=r"version 7 .* none before 8"):
-        converse(a, b)
-    with pytest.raises(VersionMismatch, match="same telegrad"):
-        (b if newer_asks else a).receive((a if newer_asks else b).parting)
 
 
 def test_today_s_worker_speaks_to_the_one_before_and_the_next() -> None:
