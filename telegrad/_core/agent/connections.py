@@ -40,7 +40,6 @@ from telegrad._core.security.keyring import Keyring
 from telegrad._core.threads import Thread, results
 from telegrad._core.transport.connect import Channel, Target, connect
 from telegrad._core.transport.connection_errors import lost, part
-from telegrad._core.transport.encrypted_link import EncryptedLink
 from telegrad._core.transport.link import Link
 from telegrad._core.transport.listener import MOST_CONNECTIONS, Listener
 from telegrad._core.transport.loopback import LoopEnd
@@ -246,8 +245,8 @@ class Connections:
 
     def _link(self, channel: Channel, peer: str, *args: Any, **options: Any) -> Link:
         stores = MemorySources(self._arena, self._pool if channel.shared else None, self.staging)
-        given = channel.sock, peer, self.reactor.poller, stores, *args
-        return Link(*given, **options) if channel.ciphers is None else EncryptedLink(channel.ciphers, *given, **options)
+        options["ciphers"] = channel.ciphers
+        return Link(channel.sock, peer, self.reactor.poller, stores, *args, **options)
 
     def _claim_to(self, name: str) -> Claim:
         return self.joined.claim._replace(map=tuple(self.joined.me.devices.maps.get(name, {}).items()))
@@ -283,13 +282,14 @@ class Connections:
             return
         who = Identity(claim.name, claim.id, claim.incarnation)
         caller = Caller(who, claim.program == self.joined.me.program != "", claim.map)
-        link = self._link(
-            channel,
-            claim.name,
-            partial(self._service.on_messages, caller),
-            lambda link, reason: self._caller_gone(link, caller, reason),
-            prompt=True,
-        )
+
+        def gone(link: Link, reason: PeerError) -> None:
+            with self._lock:
+                self._accepted.pop(link, None)
+            self._service.lost(caller)
+            self.tell_lost(who, reason)
+
+        link = self._link(channel, claim.name, partial(self._service.on_messages, caller), gone, prompt=True)
         with self._lock:
             closed, left = self.closed, self._left
             same = [link for link, (life, _) in self._accepted.items() if life == who.incarnation]
@@ -317,12 +317,6 @@ class Connections:
             return []
         with self._lock:
             return [link for link in self._accepted if link.peer in wanted]
-
-    def _caller_gone(self, link: Link, caller: Caller, reason: PeerError) -> None:
-        with self._lock:
-            self._accepted.pop(link, None)
-        self._service.lost(caller)
-        self.tell_lost(caller.identity, reason)
 
     # Both directions
 

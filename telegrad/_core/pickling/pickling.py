@@ -162,7 +162,7 @@ def _extent_of(value: Any) -> int:
     if kind in _STRINGS:
         return _SMALL if len(value) < OWN_FROM else _BIG
     if len(value) > MANY:
-        return _BIG if all(map(_ATOMS.issuperset, map(_types_of, _pieces(value)))) else _OTHER
+        return _BIG if all(_ATOMS.issuperset(map(type, piece)) for piece in _pieces(value)) else _OTHER
     if kind is not dict:
         return _extent_of_all(value)
     return _extent_of_all(value.values()) if _ATOMS.issuperset(map(type, value)) else _OTHER
@@ -182,10 +182,6 @@ def _extent_of_all(values: Collection[Any]) -> int:
         elif kind not in _NUMBERS:
             return _OTHER
     return _SMALL if size < OWN_FROM else _BIG
-
-
-def _types_of(values: Iterable[Any]) -> set[type]:
-    return set(map(type, values))
 
 
 def _pieces(container: Any) -> Iterator[list[Any]]:
