@@ -188,12 +188,7 @@ class Agent:
         peer = self._connections.peer(to)
         limit = self.timeout if timeout is DEFAULT else limit_of(timeout, self.timeout)
         pending = PendingCall(peer, function if asked is None else asked, limit)
-        parent = serving.get()
-        if parent is not None:
-            parent.admit(pending)
-        peer.call(pending, self._message(peer, pending, function, args, kwargs))
-        if parent is not None:
-            parent.hold(pending)
+        self._begin(peer, pending, function, args, kwargs)
         try:
             if not pending.wait():
                 raise peer.timeout_error(pending)
@@ -238,13 +233,7 @@ class Agent:
             peer.wait_for_capacity()
         limit = self.timeout if timeout is DEFAULT else limit_of(timeout, self.timeout)
         pending = PendingCall(peer, function if asked is None else asked, limit, outcome, keeps)
-        parent = serving.get()
-        if parent is not None:
-            parent.admit(pending)
-        outcome.call = pending
-        peer.call(pending, self._message(peer, pending, function, args, kwargs, creation))
-        if parent is not None:
-            parent.hold(pending)
+        self._begin(peer, pending, function, args, kwargs, creation)
         if not outcome.quick:
             peer.connection.read_in_background()
 
@@ -295,10 +284,15 @@ class Agent:
         else:
             outcome.set_result(value)
 
-    def _message(
+    def _begin(
         self, peer: Peer, pending: PendingCall, function: Any, args: Any, kwargs: Any, creation: Any = None
-    ) -> Message:
-        """Return the message of a call, and set the call's weight."""
+    ) -> None:
+        """Send a call."""
+        parent = serving.get()
+        if parent is not None:
+            parent.admit(pending)
+        if pending.outcome is not None:
+            pending.outcome.call = pending
         name, arguments = encoded(function, args, kwargs, peer.member.program == self.program != "")
         body, tensors, references, buffers = arguments
         message = Message(CALL, 0, 0, name)
@@ -309,7 +303,9 @@ class Agent:
                 pending.weight = sum(blob.nbytes for blob in blobs)
                 pending.underway = MutationCheck(tensors[: len(tensors) - buffers], pending.outcome is None)
         attach(self.layers, message, body, pending, function, tensors, references, creation)
-        return message
+        peer.call(pending, message)
+        if parent is not None:
+            parent.hold(pending)
 
     def _open(self, pending: PendingCall) -> Any:
         """Return the value of a call that is done, or raise its error."""

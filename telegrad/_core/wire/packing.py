@@ -276,8 +276,23 @@ def _find_shared(leaves: _Leaves, blobs: list[Blob], shared: list[bytes]) -> dic
             by_target.setdefault(leaves.targets[number], []).append((address, address + size, number))
     parts: dict[int, tuple[Memory, int]] = {}
     for target, spans in by_target.items():
-        if any_overlap(spans):
-            parts |= _join(spans, leaves.tensors, target, blobs, shared)
+        for start, end, members in joined(spans) if any_overlap(spans) else ():
+            storage = _holder(start, end, [leaves.tensors[number] for number in members]) if len(members) > 1 else None
+            if storage is None:
+                continue
+            base = storage.data_ptr()
+            first = (start - base) // ALIGNED * ALIGNED
+            blob = _bytes_of(storage, first, end - base - first)
+            on_host = blob.is_cpu and target == HOST
+            if blob.numel() < SMALL and on_host:
+                shared.append(ctypes.string_at(blob.data_ptr(), blob.numel()))
+                carried = ~(len(shared) - 1)
+            else:
+                blobs.append(blob if on_host else DeviceBlob(blob, target))
+                carried = len(blobs) - 1
+            for number in members:
+                leaf = leaves.tensors[number]
+                parts[number] = carried, (leaf.data_ptr() - base - first) // leaf.itemsize
     return parts
 
 
@@ -292,29 +307,6 @@ def joined(spans: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, list[i
         else:
             groups.append((start, end, [number]))
     return groups
-
-
-def _join(
-    spans: list[tuple[int, int, int]], leaves: list[Tensor], target: int, blobs: list[Blob], shared: list[bytes]
-) -> dict[int, tuple[Memory, int]]:
-    parts: dict[int, tuple[Memory, int]] = {}
-    for start, end, members in joined(spans):
-        storage = _holder(start, end, [leaves[number] for number in members]) if len(members) > 1 else None
-        if storage is None:
-            continue
-        base = storage.data_ptr()
-        first = (start - base) // ALIGNED * ALIGNED
-        blob = _bytes_of(storage, first, end - base - first)
-        on_host = blob.is_cpu and target == HOST
-        if blob.numel() < SMALL and on_host:
-            shared.append(ctypes.string_at(blob.data_ptr(), blob.numel()))
-            carried = ~(len(shared) - 1)
-        else:
-            blobs.append(blob if on_host else DeviceBlob(blob, target))
-            carried = len(blobs) - 1
-        for number in members:
-            parts[number] = carried, (leaves[number].data_ptr() - base - first) // leaves[number].itemsize
-    return parts
 
 
 def _holder(start: int, end: int, members: list[Tensor]) -> torch.UntypedStorage | None:
