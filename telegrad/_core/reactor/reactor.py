@@ -24,7 +24,6 @@ from collections.abc import Callable, Collection, Iterator
 from threading import Lock
 from time import perf_counter
 
-from telegrad._core.host.open_files import report_closed
 from telegrad._core.reactor.leader_threads import LeaderThreads, ReactorThread
 from telegrad._core.reactor.scheduler import Scheduler, Work, WorkQueue
 from telegrad._core.reactor.spinning import SOON, Spin
@@ -219,7 +218,14 @@ class Reactor:
             try:
                 self._polling.poll()
             except OSError as error:
-                threads.closed = threads.closed or report_closed(error)
+                if not threads.closed:
+                    log.critical(
+                        "telegrad: something in this process has closed descriptors that belong to its worker (%s): "
+                        "the worker reads no connection any more. Functions may close only what they have opened "
+                        "(os.closerange closes all): start the worker anew",
+                        error,
+                    )
+                threads.closed = True
             until = perf_counter() + TURN
             with self._lock:
                 self._add_submitted()
