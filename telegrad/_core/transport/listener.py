@@ -42,15 +42,7 @@ class Listener:
     """The listening sockets of a worker: TCP, and a Unix socket where available and without TLS."""
 
     def __init__(
-        self,
-        address: str,
-        tls: TlsFiles | None,
-        transport: str,
-        silence: float,
-        poller: Poller,
-        accepted: Accepted,
-        patience: float = PATIENCE,
-        most_strangers: int = MOST_STRANGERS,
+        self, address: str, tls: TlsFiles | None, transport: str, silence: float, poller: Poller, accepted: Accepted
     ) -> None:
         """Listen. No connection is accepted before `serve`.
 
@@ -68,8 +60,7 @@ class Listener:
         self._strangers: dict[_Handshake, None] = {}  # oldest first
         self._refusals = Refusals()  # guarded by _lock, like _foreign
         self._foreign: deque[int] = deque(maxlen=MOST_FOREIGN)  # processes of other users that were refused
-        self.patience = patience
-        self.most_strangers = most_strangers
+        self.patience, self.most_strangers = PATIENCE, MOST_STRANGERS
         self._serves: tuple[Keyring, handshake.Claim] | None = None  # the group's keys, and this worker's claim
         self._shut = False  # no descriptor is free for new connections
         self._doors: list[_ListeningSocket] = []
