@@ -47,7 +47,6 @@ from telegrad._core.wire.messages import (
     REFUSAL,
     Message,
     split,
-    unexpected,
     unknown,
 )
 from telegrad.errors import CallCancelled, PeerError, ProtocolViolation
@@ -182,7 +181,7 @@ class Server:
             ProtocolViolation: it is no request; the connection must end, since the message has no known meaning.
         """
         if message.kind < len(KINDS) or not message.id:
-            raise unexpected(message.kind)
+            raise ProtocolViolation(unknown(message.kind))
         log.warning("telegrad: worker %r sent %s", caller.name, unknown(message.kind))
         link.send(Message(REFUSAL, message.id, head=unknown(message.kind).encode()))
 

@@ -28,8 +28,8 @@ from telegrad._core.reactor.reactor import Reactor
 from telegrad._core.reactor.scheduler import Work
 from telegrad._core.transport.connection_errors import part
 from telegrad._core.transport.link import Link
-from telegrad._core.wire.messages import ANSWERS, HAS_REFERENCES, Message, unexpected
-from telegrad.errors import CallCancelled, CallTimeout, PeerError
+from telegrad._core.wire.messages import ANSWERS, HAS_REFERENCES, Message, unknown
+from telegrad.errors import CallCancelled, CallTimeout, PeerError, ProtocolViolation
 
 CAPACITY_LOOK = 0.1  # seconds between two checks for capacity, since some changes of it are not notified
 BATCH = 16  # if more calls are in flight, the next ones are sent in batches of this size
@@ -188,7 +188,7 @@ class Peer:
     def on_messages(self, _: AnyLink, messages: Iterable[Message]) -> None:
         for message in messages:
             if message.kind not in ANSWERS:
-                raise unexpected(message.kind)
+                raise ProtocolViolation(unknown(message.kind))
             attachments = None
             if message.flags & HAS_REFERENCES:  # even if the call has ended
                 attachments = self.host.layers.take_attachments(message, self.identity)

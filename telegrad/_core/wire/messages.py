@@ -92,10 +92,6 @@ def unknown(kind: int) -> str:
     return f"a frame of kind {kind}, which this version does not know: install the same telegrad on all workers"
 
 
-def unexpected(kind: int) -> ProtocolViolation:
-    return ProtocolViolation(unknown(kind))
-
-
 _SIZE = struct.Struct("<I")
 
 
