@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tests import accelerator
 from tests.accelerator.apart import apart
@@ -498,35 +498,6 @@ def test_a_backward_pass_crosses_devices() -> None:
     (weight.exp().cpu() * 2).sum().backward()
     assert weight.grad.device == torch.device(DEVICE)
     assert accelerator.violations() == []
-
-
-@apart
-def test_sparse_tensors_are_pairs_of_dense_ones() -> None:
-    indices, values = torch.tensor([[0, 2, 0]]), torch.tensor([1.0, 2.0, 3.0])
-    with torch.sparse.check_sparse_tensor_invariants():
-        tensor = torch.sparse_coo_tensor(indices.to("sim:1"), values.to("sim:1"), (4,))
-    assert tensor._values().device == tensor.device == torch.device("sim:1")
-    assert tensor.coalesce().values().tolist() == [4.0, 2.0]
-    assert tensor.to(DEVICE).cpu().to_dense().tolist() == (tensor * 1).to_dense().tolist() == [4.0, 0.0, 2.0, 0.0]
-    table = nn.Embedding(4, 2, sparse=True).to(DEVICE)
-    before = table.weight.detach().cpu()
-    for _ in range(2):
-        table(torch.tensor([1, 1, 3], device=DEVICE)).sum().backward()
-    torch.optim.SGD(table.parameters(), lr=1.0).step()
-    assert table.weight.grad.is_sparse
-    torch.testing.assert_close(
-        before - table.weight.detach().cpu(), torch.tensor([0.0, 4.0, 0.0, 2.0])[:, None].expand(4, 2)
-    )
-    assert accelerator.violations() == []
-    grown = settled(1.0, 2.0, 3.0) * 1
-    unordered = torch.sparse_coo_tensor(indices.to(DEVICE), grown, (4,), check_invariants=False)
-    grown.add_(1)
-    side = torch.Stream(device=DEVICE)
-    with side:
-        kept = unordered.to_dense()
-    assert "aten::_to_dense on stream" in accelerator.violations()[0]
-    side.synchronize()
-    del kept
 
 
 # ---- devices, threads and processes

@@ -273,10 +273,7 @@ def resumed(flags: int, scene: bytes | memoryview, context: GraphContext | None)
     """Apply `setting` on a thread that continues a call after the call's function has returned."""
     with setting(flags, scene, context):
         carried, follower = baggage(), profiling.follower
-        if carried and follower is not None:
-            with follower.resumed(carried):
-                yield
-        else:
+        with follower.resumed(carried) if carried and follower is not None else nullcontext():
             yield
 
 

@@ -166,18 +166,16 @@ def finishing(function: F) -> F:
 @contextmanager
 def _apart() -> Iterator[None]:
     """Run the block as if it served no call: without cancellation or deadline."""
-    call = serving.get()
-    if call is None:
-        with call_context.unlimited():
-            yield
-        return
-    stop, call.stop = call.stop, None
-    serving.set(None)
+    call, stop = serving.get(), None
+    if call is not None:
+        stop, call.stop = call.stop, None
+        serving.set(None)
     try:
         with call_context.unlimited():
             yield
     finally:
-        serving.set(call)
-        call.stop = stop
-        if stop is not None and call.cancelled:
-            stop()
+        if call is not None:
+            serving.set(call)
+            call.stop = stop
+            if stop is not None and call.cancelled:
+                stop()
