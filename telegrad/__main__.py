@@ -49,9 +49,12 @@ def main() -> None:
         program.run_module(arguments[1])
     elif first.startswith("-"):
         sys.exit(f"python -m telegrad: there is no option {first}; see python -m telegrad --help")
-    elif not os.path.exists(first) and (meant := _command_like(first)):
-        sys.exit(f"python -m telegrad: there is no program {first!r}, and no command{meant}")
     else:
+        if not os.path.exists(first):
+            from telegrad._core.hints import did_you_mean
+
+            if meant := did_you_mean(first, COMMANDS):
+                sys.exit(f"python -m telegrad: there is no program {first!r}, and no command{meant}")
         from telegrad.compat import program
 
         _serve_torchs_name()
@@ -79,12 +82,6 @@ def _run_command(name: str, arguments: list[str]) -> int:
     from telegrad.insight import command
 
     return command.main(arguments)
-
-
-def _command_like(word: str) -> str:
-    from telegrad._core.hints import did_you_mean
-
-    return did_you_mean(word, COMMANDS)
 
 
 def _serve_torchs_name() -> None:

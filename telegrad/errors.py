@@ -1,132 +1,8 @@
-"""Every exception that Telegrad raises.
-
-TelegradError (RuntimeError)
-├── UsageError                 the program asked for something impossible
-│   ├── NotInitialized         `init_rpc` was not called yet, or `shutdown` already was
-│   ├── AlreadyInitialized     `init_rpc` was called twice without `shutdown` between
-│   ├── InvalidName            a worker name with forbidden characters
-│   ├── UnknownWorker          no worker has that name or rank
-│   ├── UnknownPublisher       the worker publishes no weights under that name
-│   ├── NotOwner               the value of a reference was requested on another worker than its owner
-│   ├── InvalidArgument (TypeError, ValueError) an argument has the wrong type or is out of range
-│   └── DeviceError (ValueError) a wrong device map, or a tensor on a device that is in none
-├── RendezvousError            the group could not be formed
-│   ├── StoreUnreachable       nothing answers at the store's address
-│   ├── StoreLost              the store ended before this worker had joined
-│   ├── StorePortTaken         another program listens on the store's port
-│   ├── WorkerTaken            a name or a rank is used twice
-│   ├── GroupIncomplete        not all workers joined in time
-│   ├── DirectoryLost          the directory of a dynamic group does not answer
-│   ├── DirectoryRefused       etcd or Redis cannot hold the directory, or refuses this worker
-│   ├── DirectoryReset         the directory lost data it had stored: start a new group
-│   ├── LeaseLost              a worker renewed its lease in the directory too late
-│   └── GroupEnded             the elastic group that a worker waited to join has ended
-├── PeerError                  the other worker, or the connection to it, failed
-│   ├── PeerLost (ConnectionError) the worker died, or its connection broke
-│   │   ├── PeerSilent         its process does not run: it was stopped, or does not answer heartbeats
-│   │   └── PublisherLost      the publisher of weights is gone or was closed
-│   ├── PeerUnreachable (ConnectionError) no connection could be made
-│   │   └── PeerStopped (PeerSilent) because its process is stopped
-│   ├── HandshakeError (ConnectionError) the other end is not the expected worker
-│   │   ├── AuthenticationFailed
-│   │   │   └── StoreUntrusted (RendezvousError) the store holds a value written without this worker's key
-│   │   ├── VersionMismatch
-│   │   └── ProtocolViolation
-│   └── ShutDown               the call was ended by a shutdown
-│       ├── LeftEarly          the other worker did not wait for the rest of its group
-│       └── GenerationOver     the call or reference belongs to an ended generation of an elastic group
-├── CallTimeout (TimeoutError) no response within the call's timeout
-├── LimitReached               a worker refused a request: its limit for one peer is reached
-├── AnswerLost                 an idempotent call may have run, and its result is no longer kept
-├── CallCancelled              the call, or the call that made it, was cancelled
-├── CodecError                 a value could not be sent
-│   ├── CannotEncode (TypeError) an argument or a result cannot be pickled
-│   ├── CannotDecode           a value arrived, but cannot be rebuilt there
-│   │   └── DeltaRefused       a delta of weights is damaged, or was computed from other values
-│   └── FunctionNotFound       the callee has no function of that name
-├── RRefError                  a remote reference cannot be used
-│   ├── OwnerLost (PeerLost)   its owner died or left, and the value is lost
-│   │   ├── CannotRestore      the value was made without `restore`
-│   │   └── ClaimLost          it was published, and its owner may have lost the ownership
-│   ├── RRefLost               its value was never made, or the reference arrived too late
-│   └── NotPublished           no worker publishes a value under that name, or none did in time
-├── AutogradError              a backward pass across workers could not run
-│   ├── ContextEnded           no context has that id, or it has ended
-│   │   └── ContextLost        a worker declared the context's owner lost, and deleted its part
-│   └── UnusedSends            a fast pass in which something that was sent took no part
-├── CheckpointFailed           a checkpoint written in the background was not completed
-├── WorkersFailed              several workers failed at one operation
-│   └── GroupError             some workers failed at a call to a group; the other results are on it
-└── RemoteError                a remote exception whose own type cannot be rebuilt here
-
-TelegradWarning (UserWarning)  the program continues, but probably not as intended
-"""
+"""Every exception that Telegrad raises. Their tree is on the page of the reference, `docs/reference/errors.rst`."""
 
 from __future__ import annotations
 
 from typing import Any
-
-__all__ = [
-    "AlreadyInitialized",
-    "AnswerLost",
-    "AuthenticationFailed",
-    "AutogradError",
-    "CallCancelled",
-    "CallTimeout",
-    "CannotDecode",
-    "CannotEncode",
-    "CannotRestore",
-    "CheckpointFailed",
-    "ClaimLost",
-    "CodecError",
-    "ContextEnded",
-    "ContextLost",
-    "DeltaRefused",
-    "DeviceError",
-    "DirectoryLost",
-    "DirectoryRefused",
-    "DirectoryReset",
-    "FunctionNotFound",
-    "GenerationOver",
-    "GroupEnded",
-    "GroupError",
-    "GroupIncomplete",
-    "HandshakeError",
-    "InvalidArgument",
-    "InvalidName",
-    "LeaseLost",
-    "LeftEarly",
-    "LimitReached",
-    "NotInitialized",
-    "NotOwner",
-    "NotPublished",
-    "OwnerLost",
-    "PeerError",
-    "PeerLost",
-    "PeerSilent",
-    "PeerStopped",
-    "PeerUnreachable",
-    "ProtocolViolation",
-    "PublisherLost",
-    "RRefError",
-    "RRefLost",
-    "RemoteError",
-    "RendezvousError",
-    "ShutDown",
-    "StoreLost",
-    "StorePortTaken",
-    "StoreUnreachable",
-    "StoreUntrusted",
-    "TelegradError",
-    "TelegradWarning",
-    "UnknownPublisher",
-    "UnknownWorker",
-    "UnusedSends",
-    "UsageError",
-    "VersionMismatch",
-    "WorkerTaken",
-    "WorkersFailed",
-]
 
 
 class TelegradError(RuntimeError):
@@ -388,3 +264,10 @@ class RemoteError(TelegradError):
 
 class TelegradWarning(UserWarning):
     """The program continues, but probably not as intended; given once per line of the program."""
+
+
+__all__ = sorted(
+    name
+    for name, kind in globals().items()
+    if isinstance(kind, type) and issubclass(kind, TelegradError | TelegradWarning)
+)

@@ -26,6 +26,7 @@ from telegrad._core.stores.stores import RendezvousStore, open_store
 from telegrad._core.worker import current
 from telegrad._core.worker.options import TelegradOptions
 from telegrad._core.worker.worker import Worker
+from tests import locks  # noqa: F401 - checks what locks guard
 
 PATIENCE = 30.0  # seconds after which a test is taken to hang
 KILL = 9  # as Windows has no name for it

@@ -139,8 +139,11 @@ def extension_modules() -> list[str]:
 
 
 def exported(module: str) -> list[str]:
-    """The `__all__` of a module."""
-    names: list[str] = ast.literal_eval(_assigned(module, "__all__"))
+    """The `__all__` of a module; where that is computed, its classes."""
+    try:
+        names: list[str] = ast.literal_eval(_assigned(module, "__all__"))
+    except ValueError:
+        names = sorted(node.name for node in _statements(_tree(module)) if isinstance(node, ast.ClassDef))
     return names
 
 

@@ -1,4 +1,4 @@
-"""Every exception is exported, in the tree atop its file, and in the table of the docs."""
+"""Every exception is exported, in the tree of the reference, and in the table of the docs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import telegrad
 from telegrad import errors
 
 CLASSES = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, Exception)]
-TABLE = pathlib.Path(telegrad.__file__).parents[1].joinpath("docs", "rpc.md").read_text().partition("## Errors")[2]
+DOCS = pathlib.Path(telegrad.__file__).parents[1] / "docs"
+TABLE = DOCS.joinpath("rpc.md").read_text().partition("## Errors")[2]
 
 
 def parents(tree: str) -> dict[str, str | None]:
@@ -30,18 +31,16 @@ def parents(tree: str) -> dict[str, str | None]:
 
 @pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
 def test_each_exception_is_exported_and_documented(kind: type[Exception]) -> None:
-    assert kind.__name__ in errors.__all__
     assert kind.__doc__
     assert f"`{kind.__name__}`" in TABLE
 
 
 def test_the_tree_is_that_of_the_classes() -> None:
-    tree = parents(errors.__doc__)
+    tree = parents(DOCS.joinpath("reference", "errors.rst").read_text().partition("none\n")[2])
     assert set(tree) == {kind.__name__ for kind in CLASSES}
     for name, parent in tree.items():
         assert parent is None or parent in {base.__name__ for base in getattr(errors, name).__bases__}
 
 
-def test_all_is_sorted_and_complete() -> None:
-    assert errors.__all__ == sorted(errors.__all__)
-    assert set(errors.__all__) == {kind.__name__ for kind in CLASSES}
+def test_all_is_complete() -> None:
+    assert errors.__all__ == sorted(kind.__name__ for kind in CLASSES)

@@ -213,7 +213,7 @@ PRELUDE = """
 import os, sys, logging
 os.open(os.ttyname(0), os.O_RDWR)  # its terminal from now on
 from telegrad._core import progress
-from telegrad._core.progress import Wait, attended
+from telegrad._core.progress import Wait, report_in_background
 now = [0.0]
 def look(wait, at):
     now[0] = at
@@ -371,7 +371,7 @@ def test_a_thread_keeps_the_line_for_who_cannot_look() -> None:
     screen = Screen()
     program = """
 progress.LINE = 0.01
-with attended(Wait("telegrad.local", lambda: "for Godot")):
+with report_in_background(Wait("telegrad.local", lambda: "for Godot")):
     sys.stdin.readline()
 print("done")
 """

@@ -23,7 +23,6 @@ from tests.cluster import PATIENCE, Process, free_port, processes
 ROOT = f"{pathlib.Path(telegrad.__file__).parent}/"
 MANY = 20
 UNRELATED = {"_core/reactor/timer.py", "_core/agent/agent.py:<lambda>"}  # begin what runs now and then
-LOCKS = "_core/locks.py"  # which are those of `threading` where they are not checked
 
 Step = tuple[int, bool, str, str]  # thread, whether it is a call, file, function
 steps: list[Step] = []
@@ -39,8 +38,7 @@ class Length(NamedTuple):
 def note(frame: FrameType, event: str, _: object) -> None:
     if event in ("call", "return") and traced.is_set() and frame.f_code.co_filename.startswith(ROOT):
         file = frame.f_code.co_filename.removeprefix(ROOT)
-        if file != LOCKS:
-            steps.append((threading.get_ident(), event == "call", file, frame.f_code.co_name))
+        steps.append((threading.get_ident(), event == "call", file, frame.f_code.co_name))
 
 
 def join(rank: int, port: int) -> None:

@@ -6,7 +6,6 @@ import socket
 
 
 def family_of(address: str) -> socket.AddressFamily:
-    """Return the family of an IP address."""
     return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 

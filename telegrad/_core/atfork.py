@@ -29,11 +29,6 @@ def renewed(lock: L) -> L:
     return lock
 
 
-def is_renewed(lock: object) -> bool:
-    """Return True if `renewed` was called with this lock."""
-    return lock in _locks
-
-
 def in_child(act: F) -> F:
     """Mark a function that each forked child calls at once, on the thread that forked, in the order of the marks."""
     if hasattr(os, "register_at_fork"):

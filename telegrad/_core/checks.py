@@ -53,7 +53,6 @@ _short = _Short()
 
 
 def short_repr(value: object) -> str:
-    """Return a value as text for a message, shortened."""
     text = _short.repr(value)
     return text if len(text) <= 2 * SHOWN else f"{text[: 2 * SHOWN]}..."
 
@@ -74,7 +73,6 @@ def seconds(name: str, value: Any, zero: str = FOR_EVER, hint: str = "", least: 
 
 
 def count(name: str, value: Any, least: int = 1, most: int = 1 << 62, what: str = "a whole number") -> int:
-    """Return a number of something, from `least` to `most`."""
     if isinstance(value, bool) or not hasattr(type(value), "__index__") or hasattr(value, "ndim"):
         raise_invalid(name, f"{what}, {least} or more", value)
     number = operator.index(value)
@@ -84,7 +82,6 @@ def count(name: str, value: Any, least: int = 1, most: int = 1 << 62, what: str 
 
 
 def number(name: str, value: Any, least: float) -> float:
-    """Return a real number that is at least `least`; infinity is allowed."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not value >= least:
         raise_invalid(name, f"a number, {least:g} or more", value)
     try:
@@ -94,7 +91,6 @@ def number(name: str, value: Any, least: float) -> float:
 
 
 def port(name: str, value: Any) -> int:
-    """Return a port number; 0 means a free port."""
     return count(name, value, 0, 65535, "the number of a port")
 
 
@@ -126,21 +122,18 @@ def is_path(value: Any) -> bool:
 
 
 def path(name: str, value: Any) -> Any:
-    """Return a path unchanged."""
     if not is_path(value):
         raise_invalid(name, "the path of a file or folder, a str or a pathlib.Path", value)
     return value
 
 
 def one_of(name: str, value: Any, choices: Collection[Any]) -> Any:
-    """Return `value` if it is one of the choices."""
     if not isinstance(value, str) or value not in choices:
         raise_invalid(name, f"one of {', '.join(map(repr, choices))}", value)
     return value
 
 
 def function(name: str, value: Any, what: str = "a function") -> Callable[..., Any]:
-    """Return `value` if it can be called."""
     if not callable(value):
         raise_invalid(name, what, value)
     found: Callable[..., Any] = value

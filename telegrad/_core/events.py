@@ -51,7 +51,6 @@ def add(listener: Listener) -> None:
 
 
 def remove(listener: Listener) -> None:
-    """Stop calling a listener."""
     with _lock:
         if listener in _listeners:
             _listeners.remove(listener)

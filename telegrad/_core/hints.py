@@ -17,8 +17,6 @@ _said: set[tuple[str, Line]] = set()
 
 
 class Line(NamedTuple):
-    """A line of the user's program."""
-
     file: str
     number: int
     module: str

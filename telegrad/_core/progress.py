@@ -55,7 +55,6 @@ class Times:
         self._log = FIRST
 
     def left(self, now: float) -> float:
-        """Return the seconds until the next report."""
         return max(0.0, self.begun + min(self._line, self._log) - now)
 
     def due(self, now: float) -> tuple[bool, bool]:
@@ -100,11 +99,9 @@ class Wait:
 
     @property
     def left(self) -> float:
-        """Return the seconds until the next call of `look`."""
         return self._times.left(monotonic())
 
     def look(self) -> None:
-        """Report the wait, if it is time."""
         now = monotonic()
         with self._lock:
             line, logs = self._times.due(now)
@@ -167,8 +164,6 @@ def clear_line() -> None:
 
 
 class _Line:
-    """The progress line of this process."""
-
     def __init__(self) -> None:
         # Guards _of and the output. Reentrant, since a finalizer that logs may run while it is held.
         self._lock = renewed(threading.RLock())
@@ -178,10 +173,11 @@ class _Line:
         """Show `text` below the cursor; return False if the terminal is not usable."""
         if not (log.isEnabledFor(logging.WARNING) and _in_foreground()):
             return False
-        columns = os.get_terminal_size(sys.stderr.fileno()).columns or COLUMNS
+        width = (os.get_terminal_size(sys.stderr.fileno()).columns or COLUMNS) - 1
+        text = text if len(text) <= width else text[: max(0, width - 3)] + "..."
         with self._lock:
             self._of = wait
-            _write(f"{_REST}{_ROW_BELOW}{_SAVE}{_DOWN}{_cut(text, columns - 1)}{_REST}{_RESTORE}")
+            _write(f"{_REST}{_ROW_BELOW}{_SAVE}{_DOWN}{text}{_REST}{_RESTORE}")
         return True
 
     def clear(self, wait: Wait | None = None) -> None:
@@ -201,10 +197,6 @@ def _write(codes: str) -> None:
     with contextlib.suppress(OSError, ValueError):  # the terminal has disconnected, or stderr was closed
         sys.stderr.write(codes)
         sys.stderr.flush()
-
-
-def _cut(text: str, width: int) -> str:
-    return text if len(text) <= width else text[: max(0, width - 3)] + "..."
 
 
 def _a_person_waits() -> bool:
@@ -230,7 +222,6 @@ def _in_foreground() -> bool:
 
 
 def format_duration(seconds: float) -> str:
-    """Return a duration as text for people."""
     whole = int(seconds)
     if whole < 60:
         return f"{whole} s"
@@ -239,16 +230,16 @@ def format_duration(seconds: float) -> str:
     return f"{whole // 3600} h {whole // 60 % 60} min"
 
 
-def _before_a_record(_: logging.LogRecord) -> bool:
-    clear_line()
-    return True
-
-
 @in_child
 def _forget_after_fork() -> None:
     """Remove the parent's waits in a forked child."""
     _line._of = None
     _under_way.clear()
+
+
+def _before_a_record(_: logging.LogRecord) -> bool:
+    clear_line()
+    return True
 
 
 log.addFilter(_before_a_record)

@@ -120,7 +120,6 @@ class Background:
 
     @property
     def begun(self) -> bool:
-        """Return True if `want` has started the thread."""
         return self._thread is not None
 
     def want(self) -> None:

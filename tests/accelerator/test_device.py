@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import os
-import pickle
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.nn import functional
+from torch import Tensor
 
 from tests import accelerator
 from tests.accelerator.apart import apart
@@ -48,130 +45,7 @@ def pending(*values: float) -> Tensor:
     return settled(*values) * 1
 
 
-# ---- the generic interface
-
-
-@apart
-def test_the_generic_interface_finds_the_device() -> None:
-    assert torch.accelerator.current_accelerator() == torch.device("sim")
-    assert torch.accelerator.is_available()
-    assert torch.accelerator.device_count() == 2
-    assert torch.accelerator.current_device_index() == 0
-    torch.accelerator.set_device_index(1)
-    assert torch.empty(1, device="sim").device == torch.device("sim:1")
-    assert current("sim:1") == torch.accelerator.current_stream()
-    with torch.accelerator.device_index(0):
-        assert torch.empty(1, device="sim").device == torch.device(DEVICE)
-    assert torch.get_device_module("sim").current_device() == 1
-    with pytest.raises(RuntimeError, match="invalid device index"):
-        torch.empty(1, device="sim:2")
-
-
-@apart
-def test_streams_are_entered_and_left() -> None:
-    default = current()
-    side = torch.Stream(device=DEVICE)
-    assert side != default
-    assert side != torch.Stream(device=DEVICE)
-    with side:
-        assert current() == side
-    assert current() == default
-    torch.accelerator.set_stream(side)
-    assert current() == side
-    seen: list[torch.Stream] = []
-    thread = threading.Thread(target=lambda: seen.append(current()))
-    thread.start()
-    thread.join()
-    assert seen == [default]
-
-
-@apart
-def test_events_take_time() -> None:
-    first, second = (torch.Event(DEVICE, enable_timing=True) for _ in range(2))
-    first.record()
-    second.record()
-    torch.accelerator.synchronize()
-    assert first.elapsed_time(second) >= 0
-
-
 # ---- tensors
-
-
-@apart
-def test_tensors_go_there_and_back() -> None:
-    values = torch.randn(3, 4)
-    for sent in (
-        values,
-        values.t(),
-        values[:, ::2],
-        values[0, 0],
-        torch.empty(0, 3),
-        values.to(torch.complex64).conj(),
-    ):
-        there = sent.to(DEVICE)
-        assert there.device == torch.device(DEVICE)
-        assert torch.equal(there.cpu(), sent)
-        assert torch.equal(there.to("sim:1").cpu(), sent)
-    assert torch.equal(values.to(DEVICE, torch.float64).cpu(), values.double())
-    assert torch.equal(values.to(DEVICE).to("cpu", torch.float16), values.half())
-    assert values.to(DEVICE)[1, 2].item() == values[1, 2].item()
-    rotated = torch.view_as_complex(torch.randn(3, 2, device=DEVICE)).conj()
-    assert torch.equal(rotated.cpu(), rotated.resolve_conj().cpu())
-    assert torch.equal(pickle.loads(pickle.dumps(values.to("sim:1"))).cpu(), values)
-    with torch.autocast("sim", torch.bfloat16):
-        assert (values.to(DEVICE) @ values.t().to(DEVICE)).dtype == torch.float32
-    assert "device='sim:0'" in repr(values.to(DEVICE))
-    assert not accelerator.violations()
-
-
-@apart
-def test_views_share_memory() -> None:
-    whole = torch.zeros(4, 4, device=DEVICE)
-    whole.view(16)[3:5] = 1
-    whole.t()[0].add_(2)
-    whole.unfold(0, 2, 2)[1].mul_(3)
-    torch.as_strided(whole, (2,), (5,), 10).fill_(7)
-    whole.unsqueeze(0).expand(2, 4, 4)
-    expected = torch.zeros(4, 4)
-    expected.view(16)[3:5] = 1
-    expected.t()[0].add_(2)
-    expected.unfold(0, 2, 2)[1].mul_(3)
-    torch.as_strided(expected, (2,), (5,), 10).fill_(7)
-    assert torch.equal(whole.cpu(), expected)
-    assert whole.data_ptr() == whole.view(16).data_ptr() == whole.untyped_storage().data_ptr()
-
-
-@apart
-def test_storages_can_be_shared_and_resized() -> None:
-    source = settled(1.0, 2.0, 3.0, 4.0)
-    other = torch.empty(0, device=DEVICE).set_(source.untyped_storage(), 1, (2,), (2,))
-    assert other.tolist() == [2.0, 4.0]
-    other.fill_(9)
-    assert source.tolist() == [1.0, 9.0, 3.0, 9.0]
-    source.resize_(6)
-    assert source[:4].tolist() == [1.0, 9.0, 3.0, 9.0]
-    source.untyped_storage().resize_(0)
-    assert source.untyped_storage().nbytes() == 0
-    typed = torch.empty(0, dtype=torch.float64, device=DEVICE).set_(other.untyped_storage())
-    assert typed.device == other.device
-    assert torch.empty(0, device=DEVICE).set_(other).is_set_to(other)  # type: ignore[call-overload]
-
-
-@apart
-def test_operations_write_to_the_tensors_given() -> None:
-    out = torch.empty(0, device=DEVICE)
-    assert torch.add(settled(1.0, 2.0), 1, out=out) is out
-    assert out.tolist() == [2.0, 3.0]
-    torch.cumsum(settled(1.0, 2.0, 3.0), 0, out=out)
-    assert out.tolist() == [1.0, 3.0, 6.0]
-    out[out > 2] = 0
-    assert out.tolist() == [1.0, 0.0, 0.0]
-    first, second = settled(1.0), settled(2.0)
-    torch._foreach_add_([first, second], 1)
-    assert torch.cat([first, second]).tolist() == [2.0, 3.0]
-    assert torch.arange(3, device=DEVICE).tolist() == [0, 1, 2]
-    assert torch.randperm(3, device=DEVICE).sort()[0].tolist() == [0, 1, 2]
-    assert not accelerator.violations()
 
 
 @apart
@@ -495,23 +369,6 @@ def test_a_wait_for_another_stream_delivers_nothing() -> None:
     assert here.view(torch.uint8).tolist() == [0xCD] * 8
 
 
-@apart
-def test_one_pinned_buffer_can_relay() -> None:
-    relay = pinned(5.0, 6.0, 7.0, 8.0)
-    relay[:2].copy_(settled(1.0, 2.0), non_blocking=True)
-    there = torch.empty(2, device="sim:0").copy_(relay[:2], non_blocking=True)
-    assert (there + 1)._is_view() is False
-    relay[2:].copy_(there, non_blocking=True)
-    assert relay[2:].view(torch.uint8).tolist() == [0xCD] * 8
-    torch.accelerator.synchronize()
-    assert relay.tolist() == [1.0, 2.0, 1.0, 2.0]
-    relay[:2].copy_(there, non_blocking=True)
-    side = torch.Stream(device=DEVICE)
-    with side:
-        relay[:2].copy_(settled(3.0, 4.0), non_blocking=True)
-    assert "writes memory written by aten::copy_" in accelerator.violations()[0]
-
-
 # ---- queries and counters
 
 
@@ -600,43 +457,6 @@ def test_callbacks_run_on_streams_of_their_own() -> None:
 # ---- autograd
 
 
-def network() -> nn.Module:
-    torch.manual_seed(3)
-    return nn.Sequential(
-        nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(27, 4)
-    )
-
-
-def train(device: str, optimizer: type[torch.optim.Optimizer], **settings: Any) -> list[float]:
-    model = network().to(device)
-    step = optimizer(model.parameters(), lr=0.05, **settings)  # type: ignore[call-arg]
-    torch.manual_seed(4)
-    losses = []
-    for _ in range(3):
-        images, labels = torch.randn(5, 2, 8, 8).to(device), torch.randint(4, (5,)).to(device)
-        step.zero_grad()
-        loss = functional.cross_entropy(model(images), labels)
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        step.step()
-        losses.append(loss.item())
-    return losses
-
-
-@pytest.mark.parametrize("on_a_stream", [False, True])
-@pytest.mark.parametrize("foreach", [False, True, None])
-@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam])
-@apart
-def test_training_gives_the_hosts_numbers(
-    optimizer: type[torch.optim.Optimizer], foreach: bool | None, on_a_stream: bool
-) -> None:
-    expected = train("cpu", optimizer, foreach=foreach)
-    with torch.Stream(device=DEVICE) if on_a_stream else current():
-        found = train(DEVICE, optimizer, foreach=foreach)
-    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected))
-    assert accelerator.violations() == []
-
-
 @apart
 def test_gradients_follow_the_streams_of_the_forward_pass() -> None:
     weight = settled(1.0, 2.0).requires_grad_()
@@ -678,51 +498,6 @@ def test_a_backward_pass_crosses_devices() -> None:
     (weight.exp().cpu() * 2).sum().backward()
     assert weight.grad.device == torch.device(DEVICE)
     assert accelerator.violations() == []
-
-
-@apart
-def test_embeddings_and_recurrent_networks_run() -> None:
-    torch.manual_seed(5)
-    table, layer = nn.Embedding(10, 6), nn.LSTM(6, 7, batch_first=True)
-    words = torch.randint(10, (2, 5))
-    expected = layer(table(words))[0]
-    expected.pow(2).mean().backward()
-    gradient = table.weight.grad.clone()
-    table.to(DEVICE).zero_grad()
-    found = layer.to(DEVICE)(table(words.to(DEVICE)))[0]
-    functional.mse_loss(found, torch.zeros_like(found)).backward()
-    torch.testing.assert_close(found.cpu(), expected)
-    torch.testing.assert_close(table.weight.grad.cpu(), gradient)
-    assert accelerator.violations() == []
-
-
-@apart
-def test_sparse_tensors_are_pairs_of_dense_ones() -> None:
-    indices, values = torch.tensor([[0, 2, 0]]), torch.tensor([1.0, 2.0, 3.0])
-    with torch.sparse.check_sparse_tensor_invariants():
-        tensor = torch.sparse_coo_tensor(indices.to("sim:1"), values.to("sim:1"), (4,))
-    assert tensor._values().device == tensor.device == torch.device("sim:1")
-    assert tensor.coalesce().values().tolist() == [4.0, 2.0]
-    assert tensor.to(DEVICE).cpu().to_dense().tolist() == (tensor * 1).to_dense().tolist() == [4.0, 0.0, 2.0, 0.0]
-    table = nn.Embedding(4, 2, sparse=True).to(DEVICE)
-    before = table.weight.detach().cpu()
-    for _ in range(2):
-        table(torch.tensor([1, 1, 3], device=DEVICE)).sum().backward()
-    torch.optim.SGD(table.parameters(), lr=1.0).step()
-    assert table.weight.grad.is_sparse
-    torch.testing.assert_close(
-        before - table.weight.detach().cpu(), torch.tensor([0.0, 4.0, 0.0, 2.0])[:, None].expand(4, 2)
-    )
-    assert accelerator.violations() == []
-    grown = settled(1.0, 2.0, 3.0) * 1
-    unordered = torch.sparse_coo_tensor(indices.to(DEVICE), grown, (4,), check_invariants=False)
-    grown.add_(1)
-    side = torch.Stream(device=DEVICE)
-    with side:
-        kept = unordered.to_dense()
-    assert "aten::_to_dense on stream" in accelerator.violations()[0]
-    side.synchronize()
-    del kept
 
 
 # ---- devices, threads and processes

@@ -108,7 +108,7 @@ def test_several_of_one_host_have_one_copy_and_one_alone_has_its_own() -> None:
         futures = call_each(agent, total, tensor)
         assert len(pool._common) == 1
         assert values(futures) == [LARGE] * 3
-        assert not any(shelf for (kind, *_), shelf in pool._free.items() if kind.__name__ == "Block")
+        assert not any(each for (_, _, is_common), each in pool._shelf._unused.items() if not is_common)
         ready = agent.memory.common(tensor.nbytes).view(torch.float32)
         ready.fill_(2)
         before = len(pool._common)

@@ -40,6 +40,8 @@ class FakeLink(Link):
     def is_sending(self) -> bool:
         return self.left > 0
 
+    is_congested = is_sending
+
     def __repr__(self) -> str:
         return f"<FakeLink: {'held' * self.is_held}>"
 

@@ -15,10 +15,10 @@ import pytest
 
 from telegrad._core.agent.incoming import Caller
 from telegrad._core.calls.cancelling import cancelled
-from telegrad._core.locks import CheckedLock
 from telegrad._core.worker.worker import Worker
 from telegrad.errors import CallCancelled, LeftEarly, PeerError, PeerLost
 from tests.cluster import PATIENCE, agents, in_threads, wait_until
+from tests.locks import CheckedLock
 
 SEEDS = 3
 CALLS = 60  # of each thread

@@ -27,7 +27,7 @@ def test_an_agent_and_its_parts_tell_their_state(pair: list[Worker]) -> None:
         r"<Scheduler: 0 of 16 slots busy, 0 works wait for one>>>",
         told,
     )
-    assert re.fullmatch(r"<Link to 'w1': 0 to send; <Reading: (nobody|the leader)>>", repr(link))
+    assert re.fullmatch(r"<Link to 'w1': 0 to send; <ReadRight: (nobody|the leader)>>", repr(link))
 
 
 @pytest.mark.parametrize(

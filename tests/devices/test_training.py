@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.optim import lr_scheduler
-from torch.profiler import ProfilerActivity, profile
 
 import telegrad.autograd as autograd
 import telegrad.checkpoint as checkpoint
@@ -382,22 +381,3 @@ def test_backward_from_a_reference(kind: str) -> None:
         leaf = torch.arange(3.0, device=here, requires_grad=True)
         rpc.RRef(product(leaf)).backward()
         assert leaf.grad.tolist() == [0.0, 2.0, 4.0]
-
-
-@on_devices
-def test_profiled_calls_and_passes(kind: str) -> None:
-    here, _ = places(kind)
-    with group(kind):
-        x = torch.ones(3, device=here, requires_grad=True)
-        with profile(activities=[ProfilerActivity.CPU]) as seen:
-            for _ in range(2):
-                with autograd.context() as context:
-                    one, other = rpc.rpc_async("w1", torch.mul, (x, 2)), rpc.remote("w1", product, (x,))
-                    loss = rpc.rpc_sync("w1", torch.add, (one.wait().sum(), other.to_here()))
-                    autograd.backward(context, [loss])
-                    assert autograd.get_gradients(context)[x].tolist() == [4.0] * 3
-        names = {event.name for event in seen.events()}
-        calls = {"rpc_async#aten::mul", "rpc_sync#aten::add", "rpc_remote#product"}
-        assert {f"{name}(w0 -> w1)" for name in calls} <= names
-        assert "torch::distributed::autograd::backward" in names
-        assert "torch::distributed::autograd::SendRpcBackward" in names

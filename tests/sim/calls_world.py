@@ -133,14 +133,14 @@ class World:
             connect_to=lambda _: self.connect(),
             peer_lost=lambda *_: self.lose(),
         )
-        with patch.object(peer, "new_lock", lambda: Lock(self.step)):
+        with patch.object(peer, "Lock", lambda: Lock(self.step)):
             self.peer = peer.Peer(Member("w1", 1, "", "", "", "", ("", 0)), None, False, host)  # type: ignore[arg-type]
 
     # The scheduler
 
     def run(self) -> None:
         with (
-            patch.object(lazy_link, "run_beside", self.run_beside),
+            patch.object(lazy_link, "run_in_thread", self.run_beside),
             patch.object(lazy_link, "set_apart", set_apart),
             patch.object(instruments, "note", self.note_end),
             patch.object(instruments, "alarm", lambda _: None),

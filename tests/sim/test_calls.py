@@ -166,10 +166,10 @@ def test_control_messages_wait_where_no_thread_can_be_started(world: World) -> N
     call.message = Message(CALL, 0, 0, b"0 1")
     world.calls.append(call)
     world.notices[b"0 0"] = False
-    with patch.object(lazy_link, "run_beside", side_effect=RuntimeError("no thread")):
+    with patch.object(lazy_link, "run_in_thread", side_effect=RuntimeError("no thread")):
         world.peer.notify(Message(NOTICE, 0, 0, b"0 0"), False)
     assert not world.losses
-    with patch.object(lazy_link, "run_beside", lambda _, run: run()):
+    with patch.object(lazy_link, "run_in_thread", lambda _, run: run()):
         world.peer.call(call, call.message)
     assert world.notices[b"0 0"]
     assert list(world.links[0].served) == [call.id]

@@ -89,7 +89,7 @@ def read(stream: bytes, cuts: Sequence[int]) -> tuple[list[Plain], bool]:
 
     found: list[Message] = []
     at = turn = 0
-    reader = FrameReader(allocate, attach, lambda *_: None)
+    reader = FrameReader(allocate, attach, lambda frame: frame.kind == LEND)
     while at < len(stream):
         buffer = reader.buffer()
         count = min(len(buffer), cuts[turn % len(cuts)], len(stream) - at)

@@ -26,7 +26,7 @@ from telegrad._core.security.handshake import Acceptor, Claim, Initiator
 from telegrad._core.security.keyring import Keyring
 from telegrad._core.security.noise import Ciphers, CipherState
 from telegrad._core.transport.connect import Target, connect
-from telegrad._core.transport.encrypted_link import EncryptedLink
+from telegrad._core.transport.link import Link
 from telegrad._core.transport.poller import Poller
 from telegrad._core.wire.messages import CALL, REFUSAL, RESULT, Message, encode
 from telegrad._core.worker.worker import Worker
@@ -68,8 +68,7 @@ class End:
         ours, self.theirs = socket.socketpair()
         self.theirs.setblocking(False)
         self._poller = Poller()
-        self.link = EncryptedLink(
-            ciphers,
+        self.link = Link(
             ours,
             "w1",
             self._poller,
@@ -77,6 +76,7 @@ class End:
             lambda _, found: self.frames.extend(found),
             lambda *_: None,
             prompt=False,
+            ciphers=ciphers,
         )
 
     def said(self) -> bytes:

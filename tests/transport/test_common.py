@@ -192,7 +192,7 @@ def test_many_receivers_that_write_do_no_harm(way: str) -> None:
         assert float(tensor.sum()) == count
         pool = agent._connections._pool
         assert bool(pool._common) is (way == "unix")
-        assert not pool._free  # nothing was copied into others
+        assert not pool._shelf._unused  # nothing was copied into others
         wait_until(lambda: pool.lent == 0)
 
 
@@ -203,7 +203,7 @@ def test_answers_lend_it_too_and_small_ones_are_plain() -> None:
         _kept["answer"] = answer
         assert torch.equal(workers[0].agent.call("w1", _kept.get, ("answer",), None), answer)
         pool = workers[1].agent._connections._pool
-        assert not pool._free
+        assert not pool._shelf._unused
         small = workers[1].agent.memory.common(1024)
         assert small.numel() == 1024
         assert len(pool._common) == 1
@@ -232,7 +232,7 @@ def test_a_first_message_that_waits_for_its_connection_lends_it() -> None:
         tensor.fill_(1)
         futures = [agent.call_async(f"w{rank}", total, (tensor,), None) for rank in (1, 2)]
         assert [future.wait() for future in futures] == [MB, MB]
-        assert not agent._connections._pool._free
+        assert not agent._connections._pool._shelf._unused
 
 
 def test_a_receiver_that_is_killed_spoils_it_and_leaves_the_others_alone() -> None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import struct
 from collections.abc import Callable
-from unittest.mock import patch
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from telegrad._core.security.handshake import (
@@ -26,7 +24,7 @@ from telegrad._core.security.handshake import (
 )
 from telegrad._core.security.keyring import Keyring, open_ring
 from telegrad._core.security.tls import HANDSHAKE
-from telegrad.errors import AuthenticationFailed, HandshakeError, PeerUnreachable, ProtocolViolation, VersionMismatch
+from telegrad.errors import AuthenticationFailed, HandshakeError, PeerUnreachable
 
 KEY, NEXT, LAST = (Keyring([name]) for name in (b"the key of the group", b"the next key", b"the last key"))
 A = Claim("a", 0, "incarnation of a", "program")
@@ -208,17 +206,6 @@ def test_neighbouring_versions_speak_the_older_one(spoken_a: VersionRange, spoke
         assert a.version == b.version == agreed
 
 
-@pytest.mark.parametrize("newer_asks", [True, False])
-def test_versions_that_are_too_far_apart_are_told_to_both(newer_asks: bool) -> None:
-    older, newer = VersionRange(7, 7), VersionRange(8, 9)
-    a = Initiator(KEY, A, B.incarnation, spoken=newer if newer_asks else older)
-    b = Acceptor(KEY, B, spoken=older if newer_asks else newer)
-    with pytest.raises(VersionMismatch, match=r"version 7 .* none before 8"):
-        converse(a, b)
-    with pytest.raises(VersionMismatch, match="same telegrad"):
-        (b if newer_asks else a).receive((a if newer_asks else b).parting)
-
-
 def test_today_s_worker_speaks_to_the_one_before_and_the_next() -> None:
     for other in (PROTOCOL.oldest, PROTOCOL.newest, PROTOCOL.newest + 1):
         a = Initiator(KEY, A, B.incarnation)
@@ -233,19 +220,6 @@ def test_the_worker_that_was_wanted_has_gone() -> None:
         converse(a, b)
     with pytest.raises(PeerUnreachable, match="restarted"):
         b.receive(a.parting)
-
-
-def test_a_recording_is_worthless() -> None:
-    said_a, said_b = converse(*ends())
-    b = Acceptor(KEY, B)  # other random bytes this time
-    with pytest.raises(AuthenticationFailed):
-        b.receive(said_a)
-    assert b.peer is None
-    a = Initiator(KEY, A, B.incarnation)
-    a.start()
-    with pytest.raises(AuthenticationFailed):
-        a.receive(said_b)
-    assert a.peer is None
 
 
 def test_a_first_message_that_is_replayed_to_the_same_random_bytes_is_worthless_too() -> None:
@@ -279,28 +253,6 @@ def test_one_bit_that_was_altered_is_not_put_down_to_the_keys_alone() -> None:
         b.receive(said[0])
         with pytest.raises(AuthenticationFailed, match="altered on the way"):
             b.receive(bytes(altered))
-
-
-def test_a_reflection_is_worthless() -> None:
-    a = Initiator(KEY, A, B.incarnation)
-    with pytest.raises(ProtocolViolation):
-        a.receive(a.start())
-    for step in (2, 4):
-        a, b = ends()
-        said = [a.start()]
-        for end in (b, a, b, a)[:step]:
-            said.append(end.receive(said[-1]))
-        awaited = bytes([said[-1][2] + 1])
-        with pytest.raises(AuthenticationFailed):
-            a.receive(said[-1][:2] + awaited + said[-1][3:])  # its own, sent back
-
-
-def test_a_mirror_that_calls_itself_the_acceptor_proves_nothing() -> None:
-    """Its greeting holds the initiator's own random bytes, its answer is the initiator's own."""
-    a = Initiator(KEY, A, B.incarnation)
-    first = a.receive(a.start().replace(b"H", b"C", 1))
-    with pytest.raises(AuthenticationFailed):
-        a.receive(first[:2] + b"2" + first[3:])
 
 
 def test_who_holds_the_key_and_is_another_worker_is_told_so() -> None:
@@ -346,21 +298,6 @@ def test_no_flipped_bit_passes(hearer: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "said",
-    ["", "{}", "5", "[]", '["a", 1]', '["a", "one", "b", "c"]', "\ufffd", "[" * 1500],
-    ids=lambda said: said[:9] or "empty",
-)
-def test_a_key_holder_that_claims_nonsense_is_refused(said: str) -> None:
-    a, b = ends()
-    second = b.receive(a.receive(b.receive(a.start())))
-    with patch.object(json, "dumps", lambda fields: said):
-        claim = a.receive(second)
-    with pytest.raises(ProtocolViolation, match="no claim"):
-        b.receive(claim)
-    assert not b.done
-
-
-@pytest.mark.parametrize(
     "garbage", [b"GET / HTTP/1.1\r\n", bytes.fromhex("160301"), struct.pack("<I", 2**31), b"\0\0\0", b"SSH-2.0-x"]
 )
 def test_strangers_are_known_by_their_first_bytes(garbage: bytes) -> None:
@@ -379,30 +316,3 @@ def test_tls_on_one_side_only_is_told_to_both_ends() -> None:
     assert ONE_SIDED in str(error)
     with pytest.raises(AuthenticationFailed, match=ONE_SIDED):
         Acceptor(KEY, B).receive(HANDSHAKE + b"\x01\x02")
-
-
-def test_what_no_message_can_be_is_refused_by_its_length() -> None:
-    for size in (0, LONGEST + 1, 2**16 - 1):
-        with pytest.raises(ProtocolViolation):
-            Acceptor(KEY, B).receive(size.to_bytes(2, "little"))
-
-
-@pytest.mark.parametrize("reason", [b"key", b"nothing known", b"\xff", b""], ids=repr)
-def test_any_refusal_ends_it(reason: bytes) -> None:
-    for end in ends():
-        with pytest.raises(HandshakeError, match="refused"):
-            end.receive((1 + len(reason)).to_bytes(2, "little") + b"R" + reason)
-        assert not end.done
-
-
-@settings(max_examples=300)
-@given(st.lists(st.binary(min_size=1, max_size=200), max_size=40))
-def test_noise_is_refused_and_never_kept(pieces: list[bytes]) -> None:
-    for end in ends():
-        try:
-            for piece in pieces:
-                end.receive(piece)
-                assert len(end._buffer) <= LONGEST + 2 + len(piece)
-        except HandshakeError:
-            pass
-        assert not end.done

@@ -37,9 +37,20 @@ def world() -> World:
     return made
 
 
-def test_a_process_that_does_not_grow_is_left_alone(world: World) -> None:
-    assert world.look(200 * MB + GROWN) == 0
-    assert world.look(200 * MB) == 0
+@pytest.mark.parametrize(
+    ("used", "looks"),
+    [
+        (200, [(200 * MB + GROWN, 0), (200 * MB, 0)]),
+        (200, [(201 * MB + GROWN, 1), (190 * MB + GROWN, 1), (201 * MB + GROWN, 2)]),  # what is left counts from there
+        (4000, [(4000 * MB, 1), (4000 * MB, 1)]),
+        (200, [(300 * MB, 0), (299 * MB, 1), (200 * MB, 1), (200 * MB, 1)]),  # it rests, and gives back less, too
+        (200, [(100 * MB, 0), (101 * MB + GROWN, 1)]),  # the least size counts
+    ],
+    ids=["no growth", "growth", "growth in use", "rest", "least"],
+)
+def test_a_process_that_has_grown_is_trimmed(world: World, used: int, looks: list[tuple[int, int]]) -> None:
+    world.used = used * MB
+    assert [world.look(size) for size, _ in looks] == [trims for _, trims in looks]
 
 
 def test_a_size_that_cannot_be_read_is_looked_at_later() -> None:
@@ -61,31 +72,6 @@ def test_a_size_that_cannot_be_read_is_looked_at_later() -> None:
     for now in (LOOK, 2 * LOOK, 3 * LOOK):
         heap.tick(now)
     assert trims == [1]
-
-
-def test_growth_is_trimmed_and_counts_anew_from_there(world: World) -> None:
-    assert world.look(201 * MB + GROWN) == 1
-    assert world.size == 200 * MB
-    assert world.look(190 * MB + GROWN) == 1
-    assert world.look(201 * MB + GROWN) == 2
-
-
-def test_growth_that_is_in_use_is_not_trimmed_again(world: World) -> None:
-    world.used = 4000 * MB
-    assert world.look(4000 * MB) == 1
-    assert world.look(4000 * MB) == 1
-
-
-def test_a_process_that_rests_gives_back_less_too(world: World) -> None:
-    assert world.look(300 * MB) == 0
-    assert world.look(299 * MB) == 1
-    assert world.look(200 * MB) == 1
-    assert world.look(200 * MB) == 1
-
-
-def test_the_least_size_counts(world: World) -> None:
-    world.look(100 * MB)
-    assert world.look(101 * MB + GROWN) == 1
 
 
 def test_it_looks_seldom(world: World) -> None:

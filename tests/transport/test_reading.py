@@ -33,34 +33,6 @@ def test_a_waiter_leaves_it_to_the_leader_where_more_is_expected(expects: bool, 
     assert connection.armed == [True] * expects
 
 
-def test_a_waiter_takes_it_from_a_leader_who_does_not_read() -> None:
-    connection = Connection()
-    connection.reading.watch()
-    connection.reading.watch()
-    assert connection.reading.begin()
-    assert not connection.reading.begin()  # a second leader
-    assert not connection.reading.take()
-    connection.reading.give_back()
-    assert connection.reading.take()
-    assert connection.armed == [True, False]
-
-
-@pytest.mark.parametrize("leads", [True, False])
-def test_a_lane_goes_on_where_its_part_is_awaited(leads: bool) -> None:
-    connection = Connection(expects=True)
-    if leads:
-        connection.reading.watch()
-        assert connection.reading.begin()
-    else:
-        assert connection.reading.take()
-    connection.reading.pass_on()
-    assert connection.reading.owner is Owner.LANE
-    assert not connection.reading.take()
-    assert not connection.reading.begin()
-    connection.reading.give_back()
-    assert connection.armed == [True, False, True][not leads and 2 :]
-
-
 @pytest.mark.parametrize("owner", Owner)
 def test_who_reads_finishes_and_else_who_ends_it(owner: Owner) -> None:
     connection = Connection()
@@ -81,11 +53,3 @@ def test_who_reads_finishes_and_else_who_ends_it(owner: Owner) -> None:
     reading.watch()
     assert reading.owner is Owner.NOBODY
     assert connection.armed in ([], [True, False])
-
-
-def test_its_state_can_be_seen() -> None:
-    connection = Connection()
-    connection.reading.watch()
-    connection.reading.begin()
-    connection.reading.end()
-    assert repr(connection.reading) == "<Reading: the leader, at it, ended>"

@@ -72,7 +72,7 @@ def test_memory_is_kept_until_it_was_read(seed: int, encrypted: bool) -> None:
         writer.outbox.extend(map(chunk, contents))
         reading.start()
         while writer.is_busy:
-            writer.flush()
+            writer.flush(is_writable=True)
         reading.join(30)
     assert found == [b"".join(contents)]
 

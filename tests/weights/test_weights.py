@@ -301,7 +301,7 @@ def _lent(worker: Worker) -> int:
     pool = connections._pool
     with pool._lock:
         pool._collect()
-        return len(pool._loans) + len(pool._common)
+        return pool.lent + len(pool._common)
 
 
 def test_swapped_in_place_and_what_is_written_there_is_ones_own() -> None:

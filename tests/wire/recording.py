@@ -251,7 +251,7 @@ def messages(stream: bytes) -> list[Message]:
     def refuse(*_: object) -> Any:
         raise AssertionError("over TCP nothing is lent")
 
-    reader, at = FrameReader(allocate, refuse, refuse), 0
+    reader, at = FrameReader(allocate, refuse, lambda _: False), 0
     found: list[Message] = []
     while at < len(stream):
         buffer = reader.buffer()

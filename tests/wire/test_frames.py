@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from telegrad._core.wire.frames import SCRATCH, FrameReader
-from telegrad._core.wire.messages import CALL, ENTRY, IN_STREAM, LEND, Message, encode, pack_numbers, unpack_numbers
+from telegrad._core.wire.messages import CALL, ENTRY, IN_STREAM, Message, encode, pack_numbers, unpack_numbers
 from tests.strangers.streams import cut
 
 MANY = 2000
@@ -70,7 +70,7 @@ large = sizes.map(lambda size: (b"0123456789abcdef" * (size // 16 + 1))[:size])
 blobs = st.one_of(large, st.tuples(st.integers(1, 9), st.integers(0, 99), st.integers(-1, 2)))
 frames = st.builds(
     Message,
-    st.integers(1, 255).filter(lambda kind: kind != LEND),
+    st.integers(1, 255),
     st.integers(0, 2**64 - 1),
     st.integers(0, 255),
     small,

@@ -160,17 +160,14 @@ class Agent:
 
     @property
     def served(self) -> int:
-        """Approximate number of calls that have started to run here."""
         return self._server.served
 
     @property
     def keys(self) -> Keyring:
-        """The keys of the group."""
         return self._connections.joined.keys
 
     @property
     def started(self) -> int:
-        """The number of calls that this worker has begun."""
         return self._connections.begun
 
     # Calls
@@ -191,12 +188,7 @@ class Agent:
         peer = self._connections.peer(to)
         limit = self.timeout if timeout is DEFAULT else limit_of(timeout, self.timeout)
         pending = PendingCall(peer, function if asked is None else asked, limit)
-        parent = serving.get()
-        if parent is not None:
-            parent.admit(pending)
-        peer.call(pending, self._message(peer, pending, function, args, kwargs))
-        if parent is not None:
-            parent.hold(pending)
+        self._begin(peer, pending, function, args, kwargs)
         try:
             if not pending.wait():
                 raise peer.timeout_error(pending)
@@ -241,13 +233,7 @@ class Agent:
             peer.wait_for_capacity()
         limit = self.timeout if timeout is DEFAULT else limit_of(timeout, self.timeout)
         pending = PendingCall(peer, function if asked is None else asked, limit, outcome, keeps)
-        parent = serving.get()
-        if parent is not None:
-            parent.admit(pending)
-        outcome.call = pending
-        peer.call(pending, self._message(peer, pending, function, args, kwargs, creation))
-        if parent is not None:
-            parent.hold(pending)
+        self._begin(peer, pending, function, args, kwargs, creation)
         if not outcome.quick:
             peer.connection.read_in_background()
 
@@ -298,10 +284,15 @@ class Agent:
         else:
             outcome.set_result(value)
 
-    def _message(
+    def _begin(
         self, peer: Peer, pending: PendingCall, function: Any, args: Any, kwargs: Any, creation: Any = None
-    ) -> Message:
-        """Return the message of a call, and set the call's weight."""
+    ) -> None:
+        """Send a call."""
+        parent = serving.get()
+        if parent is not None:
+            parent.admit(pending)
+        if pending.outcome is not None:
+            pending.outcome.call = pending
         name, arguments = encoded(function, args, kwargs, peer.member.program == self.program != "")
         body, tensors, references, buffers = arguments
         message = Message(CALL, 0, 0, name)
@@ -312,7 +303,9 @@ class Agent:
                 pending.weight = sum(blob.nbytes for blob in blobs)
                 pending.underway = MutationCheck(tensors[: len(tensors) - buffers], pending.outcome is None)
         attach(self.layers, message, body, pending, function, tensors, references, creation)
-        return message
+        peer.call(pending, message)
+        if parent is not None:
+            parent.hold(pending)
 
     def _open(self, pending: PendingCall) -> Any:
         """Return the value of a call that is done, or raise its error."""
@@ -325,7 +318,9 @@ class Agent:
         if answer.kind != RESULT:
             refusal = answer.kind == REFUSAL
             raise refused(pending.peer.name, answer.head) if refusal else rebuild(bytes(answer.body))
-        _, tensors = self.layers.take_tensors(answer, pending.peer.identity, self.name)
+        tensors: Sequence[Tensor] = ()
+        if answer.meta or answer.flags:
+            _, tensors = self.layers.take_tensors(answer, pending.peer.identity, self.name)
         return decode(answer.body, tensors, attachments.references if attachments is not None else ())
 
     def wrap_calls(self, wrap: Callable[[Callable[..., Any]], Callable[..., Any]] | None) -> None:
@@ -382,7 +377,6 @@ class Agent:
     # The group
 
     def find(self, to: str | int) -> Member:
-        """Return the member of that name or rank."""
         return self._connections.joined.directory.find(to)
 
     def warn_lost(self, who: Identity, why: str) -> None:
@@ -402,15 +396,12 @@ class Agent:
         return self._connections.peer(to).identity
 
     def is_connected(self, to: Identity) -> bool:
-        """Return True if this worker has a connection to that one."""
         return self._connections.peer(to).link is not None
 
     def shares_program(self, to: str) -> bool:
-        """Return True if that worker runs the same main program."""
         return self._connections.peer(to).member.program == self.program != ""
 
     def maps_devices_to(self, name: str) -> bool:
-        """Return True if this worker has a device map for that one."""
         return bool(self.settings.devices.maps.get(name))
 
     # Control messages of the layers above

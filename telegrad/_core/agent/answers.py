@@ -86,10 +86,13 @@ class Answers:
                 flags |= HAS_REFERENCES
                 body = append(body, self._layers.references.pack(references, caller.identity, None))
         except BaseException as error:
-            error, name = _about_result(error), call.name or user_name(function)
-            self._note_failure(call, error, name)
+            name, cause = call.name or user_name(function), error
+            if isinstance(error, CannotEncode):
+                cause = CannotEncode(f"the function returned, but its result cannot be sent: {error}")
+                cause.__cause__ = error.__cause__
+            self._note_failure(call, cause, name)
             self._streams.publish()
-            return self._failure(call, describe(error, self.name, name))
+            return self._failure(call, describe(cause, self.name, name))
         return Message(RESULT, asked.id, flags, b"", meta, body, _handed_over(blobs) if blobs else ())
 
     def fail(self, call: Incoming, error: BaseException, name: str) -> None:
@@ -99,7 +102,8 @@ class Answers:
             if call.destination is None:
                 self.send(call, Message(FAILURE, call.message.id))
                 return
-            error = CallCancelled(f"{call.described} was cancelled, so there is no value") if _is_end(error) else error
+            if isinstance(error, CallCancelled | CancelledError):  # the normal end of a cancelled function
+                error = CallCancelled(f"{call.described} was cancelled, so there is no value")
         name = name or bytes(call.message.head).decode().replace(":", ".")
         if not call.cancelled:
             self._note_failure(call, error, name)
@@ -115,7 +119,6 @@ class Answers:
         self.send(call, self._failure(call, body))
 
     def _failure(self, call: Incoming, body: bytes) -> Message:
-        """Return the response of a failed call; `body` describes the error."""
         flags = 0
         if call.destination is not None:
             call.destination.fail(body)
@@ -181,16 +184,3 @@ def its_future(function: Any, result: Any) -> Any:
         "Functions decorated with @rpc.async_function must return a torch.futures.Future object, but "
         f"{name} returned {type(result).__name__}"
     )
-
-
-def _is_end(error: BaseException) -> bool:
-    """Return True if an error is the normal end of a cancelled function."""
-    return isinstance(error, CallCancelled | CancelledError)
-
-
-def _about_result(error: BaseException) -> BaseException:
-    if isinstance(error, CannotEncode):
-        said = CannotEncode(f"the function returned, but its result cannot be sent: {error}")
-        said.__cause__ = error.__cause__
-        return said
-    return error

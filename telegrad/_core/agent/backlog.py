@@ -125,8 +125,9 @@ class BackPressure:
                     upcoming = min(upcoming, due)
                 continue
             upcoming = min(upcoming, now + STALLED_AFTER)
-            with contextlib.suppress(PeerError):
-                stopped.link.send(Message(PULSE))
+            if not stopped.link.is_congested:  # a congested peer gets other frames anyway
+                with contextlib.suppress(PeerError):
+                    stopped.link.send(Message(PULSE))
             if stopped.stalls((len(caller.calls), len(caller.queue), len(caller.control)), now):
                 stopped.link.reading.hold(False)  # until `check`
         return upcoming

@@ -47,7 +47,6 @@ from telegrad._core.wire.messages import (
     REFUSAL,
     Message,
     split,
-    unexpected,
     unknown,
 )
 from telegrad.errors import CallCancelled, PeerError, ProtocolViolation
@@ -146,7 +145,7 @@ class Server:
                 continue
             head = message.head
             short = head and self._short.get(head)
-            if (not short or self.orders) and self._heeds(head):
+            if (not short or self.orders) and self.doorkeeper is not None and self.doorkeeper.heeds(head):
                 caller.ordered.append(come)
                 work = Work(self._run_in_order, caller, not self._short_in_order.get(head), size)
                 self._reactor.submit(work, caller.queue)
@@ -182,7 +181,7 @@ class Server:
             ProtocolViolation: it is no request; the connection must end, since the message has no known meaning.
         """
         if message.kind < len(KINDS) or not message.id:
-            raise unexpected(message.kind)
+            raise ProtocolViolation(unknown(message.kind))
         log.warning("telegrad: worker %r sent %s", caller.name, unknown(message.kind))
         link.send(Message(REFUSAL, message.id, head=unknown(message.kind).encode()))
 
@@ -294,10 +293,12 @@ class Server:
         self._answers.fail(call, error, name)
 
     def _open(self, call: Incoming) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-        """Return the function and the arguments of a call."""
         message, attachments = call.message, call.attachments
-        call.context, tensors = self._layers.take_tensors(message, call.caller.identity, self.name)
-        body = split(message.body)[0] if message.flags & HAS_CALL_CONTEXT else message.body
+        body = message.body
+        tensors: Sequence[Tensor] = ()
+        if message.meta or message.flags:
+            call.context, tensors = self._layers.take_tensors(message, call.caller.identity, self.name)
+            body = split(message.body)[0] if message.flags & HAS_CALL_CONTEXT else message.body
         value = decode(body, tensors, attachments.references if attachments is not None else ())
         message.blobs = ()  # the tensors keep the memory that they need
         if attachments is not None:
@@ -316,11 +317,7 @@ class Server:
     # Ordered calls
 
     def name_is(self, name: str) -> None:
-        """Set the worker's name, which may be assigned when it joins."""
         self.name = self._answers.name = name
-
-    def _heeds(self, name: bytes) -> bool:
-        return self.doorkeeper is not None and self.doorkeeper.heeds(name)
 
     def _run_in_order(self, caller: Caller) -> None:
         if not caller.opening.acquire(blocking=False):
@@ -339,7 +336,6 @@ class Server:
             self._perform(call)
 
     def _admit(self, call: Incoming) -> bool:
-        """Open a call; return True if it shall run now."""
         assert self.doorkeeper is not None
         try:
             call.opened(self._open(call))
@@ -428,7 +424,6 @@ class Server:
         self.going_on.discard(call)
 
     def on_loop(self) -> bool:
-        """Return True if this thread runs the `async def` functions that other workers call."""
         return self._loop.runs_here()
 
     def close(self) -> None:

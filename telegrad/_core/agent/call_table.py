@@ -52,7 +52,6 @@ class CallTable(Generic[C]):
         return call
 
     def pop_all(self, matches: Callable[[C], bool] = lambda _: True) -> list[C]:
-        """Remove the calls that match, and return them."""
         found = [call for call in self.in_flight.values() if matches(call)]
         for call in found:
             self.pop(call.id)
@@ -69,7 +68,6 @@ class CallTable(Generic[C]):
 
     @property
     def is_full(self) -> bool:
-        """Return True if too much is in flight to add a call."""
         return len(self.in_flight) >= self._most_calls or self._weight >= self._most_bytes
 
     def __repr__(self) -> str:

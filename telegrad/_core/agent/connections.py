@@ -12,6 +12,7 @@ from time import perf_counter
 from typing import Any, NamedTuple, Protocol
 
 from telegrad._core import events, forks
+from telegrad._core.agent.call_server import Server
 from telegrad._core.agent.health import Health
 from telegrad._core.agent.incoming import Caller
 from telegrad._core.agent.peer import Peer
@@ -39,11 +40,9 @@ from telegrad._core.security.keyring import Keyring
 from telegrad._core.threads import Thread, results
 from telegrad._core.transport.connect import Channel, Target, connect
 from telegrad._core.transport.connection_errors import lost, part
-from telegrad._core.transport.encrypted_link import EncryptedLink
 from telegrad._core.transport.link import Link
 from telegrad._core.transport.listener import MOST_CONNECTIONS, Listener
 from telegrad._core.transport.loopback import LoopEnd
-from telegrad._core.wire.messages import Message
 from telegrad.errors import DeviceError, LeftEarly, PeerError, PeerLost, PeerUnreachable, ShutDown, UnknownWorker
 
 CONNECT_WITHIN = 10.0  # seconds, and as many for the handshake
@@ -57,19 +56,7 @@ class Directory(Protocol):
     def find(self, to: str | int) -> Member: ...
 
 
-class Service(Protocol):
-    """Serves the callers."""
-
-    def on_messages(self, caller: Caller, link: AnyLink, messages: Iterable[Message]) -> None:
-        """Handle messages that have arrived."""
-
-    def lost(self, caller: Caller) -> None:
-        """Handle the end of a caller's connection."""
-
-
 class _Joined(NamedTuple):
-    """The group, as seen by one of its workers."""
-
     me: Member
     keys: Keyring
     directory: Directory
@@ -86,7 +73,7 @@ class Connections:
         reactor: Reactor,
         layers: Layers,
         streams: Streams,
-        service: Service,
+        service: Server,
         complete: Callable[[PendingCall], None],
         wake_at: Callable[[float, bool], None],
     ) -> None:
@@ -134,31 +121,23 @@ class Connections:
 
     @property
     def joined(self) -> _Joined:
-        """The group of this worker."""
         assert self._joined is not None, "it has not joined one yet"
         return self._joined
-
-    @property
-    def _me(self) -> Member:
-        return self.joined.me
 
     def __repr__(self) -> str:
         return f"<Connections: {list(self._peers.values())!r}, and {len(self._accepted)} from others>"
 
     @property
     def outstanding(self) -> bool:
-        """Return True if a call to another worker is unanswered."""
         return any(peer.calls.in_flight for peer in list(self._peers.values()))
 
     @property
     def begun(self) -> int:
-        """The number of calls begun by this worker."""
         return sum(peer.calls.begun for peer in list(self._peers.values()))
 
     # Outgoing
 
     def peer(self, to: str | int | Identity) -> Peer:
-        """Return the peer for calls to a worker."""
         if isinstance(to, Identity):
             try:
                 return self.of_life(to.name, to.incarnation)
@@ -195,34 +174,30 @@ class Connections:
     def _peer_of(self, member: Member) -> Peer:
         with self._lock:
             if self.closed:
-                raise fresh(self._over or ShutDown(f"worker {self._me.name!r} shut down"))
+                raise fresh(self._over or ShutDown(f"worker {self.joined.me.name!r} shut down"))
             peer = self._peers.get(member.incarnation)
             if peer is None:
-                peer = Peer(member, self._places(member), self._is_near(member), self)
-                self._peers[member.incarnation] = peer
+                me = self.joined.me
+                ways = member.unix and self.listener.unix and self.settings.transport != "tcp"
+                is_near = bool(ways) and member.host == me.host and member.incarnation != me.incarnation
+                peer = self._peers[member.incarnation] = Peer(member, self._places(member), is_near, self)
         return peer
 
-    def _is_near(self, member: Member) -> bool:
-        """Return True if memory can probably be lent to the worker, before a connection shows it."""
-        ways = member.unix and self.listener.unix and self.settings.transport != "tcp"
-        return bool(ways) and member.host == self._me.host and member.incarnation != self._me.incarnation
-
     def _places(self, member: Member) -> DeviceRoutes:
-        mine, theirs = self._me.devices, member.devices
-        for fault in map_errors({self._me.name: mine, member.name: theirs}, whole=False):
+        mine, theirs = self.joined.me.devices, member.devices
+        for fault in map_errors({self.joined.me.name: mine, member.name: theirs}, whole=False):
             raise DeviceError(fault)
         map_ = mine.maps.get(member.name, {})
-        return DeviceRoutes(for_calls(member.name, map_), for_gradients(map_, theirs.maps.get(self._me.name, {})))
+        return DeviceRoutes(for_calls(member.name, map_), for_gradients(map_, theirs.maps.get(self.joined.me.name, {})))
 
     def connect_to(self, peer: Peer) -> AnyLink:
-        """Make a connection for the calls to a worker."""
         member = peer.member
-        if member.incarnation == self._me.incarnation:
+        if member.incarnation == self.joined.me.incarnation:
             return self._loop(peer)
         target = Target(
             member.name,
             member.incarnation,
-            member.unix if member.host == self._me.host else "",
+            member.unix if member.host == self.joined.me.host else "",
             member.tcp,
             StreamId(secrets.token_hex(8)),
         )
@@ -270,16 +245,16 @@ class Connections:
 
     def _link(self, channel: Channel, peer: str, *args: Any, **options: Any) -> Link:
         stores = MemorySources(self._arena, self._pool if channel.shared else None, self.staging)
-        given = channel.sock, peer, self.reactor.poller, stores, *args
-        return Link(*given, **options) if channel.ciphers is None else EncryptedLink(channel.ciphers, *given, **options)
+        options["ciphers"] = channel.ciphers
+        return Link(channel.sock, peer, self.reactor.poller, stores, *args, **options)
 
     def _claim_to(self, name: str) -> Claim:
-        return self.joined.claim._replace(map=tuple(self._me.devices.maps.get(name, {}).items()))
+        return self.joined.claim._replace(map=tuple(self.joined.me.devices.maps.get(name, {}).items()))
 
     def _loop(self, peer: Peer) -> LoopEnd:
-        caller = Caller(self._me.identity, self._me.program != "", self._claim_to(self._me.name).map)
+        caller = Caller(self.joined.me.identity, self.joined.me.program != "", self._claim_to(self.joined.me.name).map)
         arrive = partial(self._service.on_messages, caller)
-        return LoopEnd(self._me.name, arrive, peer.on_messages, peer.link_closed)
+        return LoopEnd(self.joined.me.name, arrive, peer.on_messages, peer.link_closed)
 
     def peer_lost(self, who: Identity, reason: PeerError) -> None:
         self._forget_names(lambda incarnation: incarnation != who.incarnation)  # another worker may now have its name
@@ -306,14 +281,15 @@ class Connections:
             self._join(channel, claim, stream_id)
             return
         who = Identity(claim.name, claim.id, claim.incarnation)
-        caller = Caller(who, claim.program == self._me.program != "", claim.map)
-        link = self._link(
-            channel,
-            claim.name,
-            partial(self._service.on_messages, caller),
-            lambda link, reason: self._caller_gone(link, caller, reason),
-            prompt=True,
-        )
+        caller = Caller(who, claim.program == self.joined.me.program != "", claim.map)
+
+        def gone(link: Link, reason: PeerError) -> None:
+            with self._lock:
+                self._accepted.pop(link, None)
+            self._service.lost(caller)
+            self.tell_lost(who, reason)
+
+        link = self._link(channel, claim.name, partial(self._service.on_messages, caller), gone, prompt=True)
         with self._lock:
             closed, left = self.closed, self._left
             same = [link for link, (life, _) in self._accepted.items() if life == who.incarnation]
@@ -327,7 +303,6 @@ class Connections:
             link.reading.watch()
 
     def _join(self, channel: Channel, claim: Claim, stream_id: StreamId) -> None:
-        """Add a further stream to its connection."""
         with self._lock:
             wanted = claim.incarnation, stream_id.connection
             link = next((link for link, connection in self._accepted.items() if connection == wanted), None)
@@ -337,18 +312,11 @@ class Connections:
             link.join(stream_id.lane < 0, channel)
 
     def accepted_from(self, names: Iterable[str]) -> list[Link]:
-        """Return the connections that these workers have made."""
         wanted = set(names)
         if not wanted:
             return []
         with self._lock:
             return [link for link in self._accepted if link.peer in wanted]
-
-    def _caller_gone(self, link: Link, caller: Caller, reason: PeerError) -> None:
-        with self._lock:
-            self._accepted.pop(link, None)
-        self._service.lost(caller)
-        self.tell_lost(caller.identity, reason)
 
     # Both directions
 
@@ -364,7 +332,6 @@ class Connections:
             link.close(reason)
 
     def tell_lost(self, who: Identity, reason: PeerError) -> None:
-        """Report the end of a connection, or a failed attempt to connect."""
         if not self.closed:
             if (note := events.note) is not None:
                 note((events.LOST, now := perf_counter(), now, who.name, str(reason)))
@@ -421,7 +388,6 @@ class Connections:
         self.listener.close()  # last: a worker that connects before it has read its BYE gets another one
 
     def release_memory(self) -> None:
-        """Release the memory once nothing uses it."""
         self._pool.close()
         self.staging.close()
 

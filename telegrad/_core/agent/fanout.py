@@ -39,8 +39,6 @@ COMMON_FROM = 1 << 25  # smaller blobs are copied for each worker: page faults o
 
 
 class EachCall(NamedTuple):
-    """One of the calls."""
-
     outcome: Outcome
     to: str | int | Identity
     keeps: Any = None  # stays alive until the call is done
@@ -49,8 +47,6 @@ class EachCall(NamedTuple):
 
 @dataclass(slots=True)
 class _Packed:
-    """The tensors of a call."""
-
     meta: bytes = b""
     blobs: Sequence[Blob] = ()
     weight: int = 0
@@ -212,7 +208,6 @@ class Fanout:
 
 
 def _tell(each: EachCall, asked: Any, error: Exception) -> None:
-    """Report a call that could not be made."""
     each.outcome.call = None
     each.outcome.about = f"{user_name(asked)} on worker {getattr(each.to, 'name', each.to)!r}"
     each.outcome.set_exception(error.with_traceback(None))

@@ -57,16 +57,16 @@ class Health:
         self._look_at_itself(now)
         if now < self._next:
             return self._next
-        self._watched = {link: self._watched.get(link) or self._watch(link) for link in links}
+        self._watched = {
+            link: self._watched.get(link) or _Watched(link, self._silence if link.process else 0.0, self._heartbeat)
+            for link in links
+        }
         for link, watched in self._watched.items():
             if watched.due <= now and (why := watched.look(now)):
                 self._end(link, PeerSilent(f"worker {link.peer!r} is silent: {why}"))
         soonest = Silence(min(self._silence or inf, self._heartbeat or inf)).pause  # for links that are added meanwhile
         self._next = min([now + soonest, *(watched.due for watched in self._watched.values())])
         return self._next
-
-    def _watch(self, link: Link) -> _Watched:
-        return _Watched(link, self._silence if link.process else 0.0, self._heartbeat)
 
     def _look_at_itself(self, now: float) -> None:
         """Log a warning if this worker has been stopped, as other workers may have declared it lost.

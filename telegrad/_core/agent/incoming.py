@@ -81,12 +81,10 @@ class Incoming(Served):
 
     @property
     def destination(self) -> Destination | None:
-        """The place for the value, if that stays on this worker."""
         return self.attachments.destination if self.attachments is not None else None
 
     @property
     def callers_scene(self) -> bytes | memoryview:
-        """The serialised scene of the caller."""
         return split(self.message.body)[1] if self.message.flags & HAS_CALL_CONTEXT else b""
 
     def setting(self) -> AbstractContextManager[None]:
@@ -95,12 +93,10 @@ class Incoming(Served):
         return setting(flags, self.callers_scene, self.context, self.came if flags & HAS_CALL_CONTEXT else 0.0)
 
     def opened(self, opened: Opened) -> None:
-        """Store the function and the arguments of an ordered call until it runs."""
         self.function, self.args, self.kwargs = opened
         self.scene = self.on_end = None
 
     def take(self) -> Opened:
-        """Return and clear the function and the arguments."""
         opened = self.function, self.args, self.kwargs
         del self.function, self.args, self.kwargs
         if self.cancelled:
@@ -108,13 +104,11 @@ class Incoming(Served):
         return opened
 
     def take_end(self) -> Callable[[], None] | None:
-        """Return and clear the end callback of an ordered call."""
         on_end, self.on_end = self.on_end, None
         return on_end
 
     @property
     def hops(self) -> Hops:
-        """The actor hops for which this call was made."""
         scene = self.callers_scene
         return hops_of(scene) if scene else ()
 

@@ -20,8 +20,6 @@ from telegrad._core.reactor.scheduler import Work
 
 
 class Traffic(NamedTuple):
-    """Bytes to and from each worker, over the current connections."""
-
     sent: dict[str, int]
     received: dict[str, int]
 
@@ -54,13 +52,11 @@ def calls_queued(agent: Agent) -> list[Incoming]:
 
 
 def slots(agent: Agent) -> tuple[int, int]:
-    """Return the number of slots, and of those in use."""
     counted = agent._reactor._scheduler
     return counted.count, counted.busy
 
 
 def traffic(agent: Agent) -> Traffic:
-    """Return the traffic per worker."""
     connections = agent._connections
     links: list[Any] = [peer.link for peer in list(connections._peers.values())]
     links += list(connections._accepted.copy())
@@ -73,7 +69,6 @@ def traffic(agent: Agent) -> Traffic:
 
 
 def shared(agent: Agent) -> int:
-    """Return the bytes of shared memory that the agent has created."""
     return sum(agent._connections._pool._bytes.values())
 
 

@@ -37,7 +37,6 @@ class Handlers:
         self._of[message.__name__] = message, handler
 
     def take(self, sender: Identity, message: tuple[Any, ...], tensors: Sequence[Tensor]) -> None:
-        """Call the handler for a control message."""
         kind, *fields = message
         if tensors:
             fields[-1] = tensors

@@ -8,9 +8,9 @@ or an answer has come.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable
 from functools import partial
+from threading import Condition, Lock
 from time import monotonic
 from typing import Protocol
 
@@ -21,7 +21,6 @@ from telegrad._core.calls.attachments import Layers
 from telegrad._core.calls.settings import Settings
 from telegrad._core.devices.routes import DeviceRoutes
 from telegrad._core.interrupts import Resumed, raised_by_handler, releases_before_handler
-from telegrad._core.locks import guarded, new_lock
 from telegrad._core.membership.members import Identity, Member
 from telegrad._core.pickling.exceptions import fresh
 from telegrad._core.reactor.lazy_link import AnyLink, LazyLink
@@ -29,8 +28,8 @@ from telegrad._core.reactor.reactor import Reactor
 from telegrad._core.reactor.scheduler import Work
 from telegrad._core.transport.connection_errors import part
 from telegrad._core.transport.link import Link
-from telegrad._core.wire.messages import ANSWERS, HAS_REFERENCES, Message, unexpected
-from telegrad.errors import CallCancelled, CallTimeout, PeerError
+from telegrad._core.wire.messages import ANSWERS, HAS_REFERENCES, Message, unknown
+from telegrad.errors import CallCancelled, CallTimeout, PeerError, ProtocolViolation
 
 CAPACITY_LOOK = 0.1  # seconds between two checks for capacity, since some changes of it are not notified
 BATCH = 16  # if more calls are in flight, the next ones are sent in batches of this size
@@ -62,12 +61,11 @@ class Peer:
         self.places = places
         self.is_near = is_near
         self.reactor = host.reactor
-        self.lock = new_lock()  # guards `calls`, `connection`, `_waiting`; decides which thread completes a call
-        table: CallTable[PendingCall] = CallTable(host.settings.most_calls, host.settings.most_bytes)
-        self.calls = guarded(table, self.lock, ("begun", "in_flight", "is_full", "next_due"))
+        self.lock = Lock()  # guards `calls`, `connection`, `_waiting`; decides which thread completes a call
+        self.calls: CallTable[PendingCall] = CallTable(host.settings.most_calls, host.settings.most_bytes)
         self.connection = LazyLink(self, partial(host.connect_to, self), host.reactor, self.lock)
         self.host = host
-        self._capacity = threading.Condition(self.lock)  # notified when fewer calls are in flight
+        self._capacity = Condition(self.lock)  # notified when fewer calls are in flight
         self._waiting = 0  # threads that wait for capacity
 
     @property
@@ -188,10 +186,9 @@ class Peer:
     # Ends of calls
 
     def on_messages(self, _: AnyLink, messages: Iterable[Message]) -> None:
-        """Process the answers that a link brings."""
         for message in messages:
             if message.kind not in ANSWERS:
-                raise unexpected(message.kind)
+                raise ProtocolViolation(unknown(message.kind))
             attachments = None
             if message.flags & HAS_REFERENCES:  # even if the call has ended
                 attachments = self.host.layers.take_attachments(message, self.identity)
@@ -222,7 +219,6 @@ class Peer:
         call.notify_waiter()
 
     def fail(self, calls: Iterable[PendingCall], error: Exception) -> None:
-        """Fail those of the calls that are in flight."""
         with self.lock:
             failed = [call for call in calls if self._pop(call.id) is not None]
         for call in failed:
@@ -232,7 +228,6 @@ class Peer:
     # The connection
 
     def lost(self, reason: PeerError) -> None:
-        """Notify the layers above that messages may have been lost."""
         self.host.peer_lost(self.identity, reason)
 
     def link_closed(self, link: AnyLink, reason: PeerError) -> None:

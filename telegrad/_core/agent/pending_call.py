@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable
 from math import inf
 from time import monotonic, perf_counter
-from typing import Any, Protocol
+from typing import Any
 
 from telegrad._core import events
 from telegrad._core.calls.attachments import Attachments
@@ -22,9 +21,7 @@ from telegrad._core.calls.futures import Future, Outcome, wait_for
 from telegrad._core.calls.in_flight_tensors import MutationCheck
 from telegrad._core.events import CALLED
 from telegrad._core.interrupts import Resumed, releases_before_handler, waiting_loop
-from telegrad._core.membership.members import Identity
-from telegrad._core.reactor.lazy_link import AnyLink, LazyLink
-from telegrad._core.reactor.reactor import Reactor
+from telegrad._core.reactor.lazy_link import AnyLink
 from telegrad._core.reactor.spinning import SOON, Spin
 from telegrad._core.threads import LONGEST_WAIT
 from telegrad._core.transport.link import Link
@@ -34,27 +31,6 @@ from telegrad.errors import CallTimeout, PeerError, PeerLost
 
 RAISED, GAVE_UP = "raised", "gave up"  # results of a call: its function raised; its caller was interrupted
 _UNWATCHED = contextlib.nullcontext()
-
-
-class CallerHost(Protocol):
-    @property
-    def complete(self) -> Callable[[PendingCall], None]:
-        """Completes the outcome of a call."""
-
-
-class Caller(Protocol):
-    """The calling side, as its calls see it."""
-
-    identity: Identity
-    name: str
-    reactor: Reactor
-    connection: LazyLink
-    lock: Any
-
-    @property
-    def host(self) -> CallerHost: ...
-
-    def cancel(self, call: PendingCall, why: str) -> bool: ...
 
 
 def give_back_read(local: dict[str, Any]) -> bool:
@@ -85,9 +61,9 @@ class PendingCall:
     )
 
     def __init__(
-        self, peer: Caller, label: Any, timeout: float, outcome: Outcome | None = None, keep_alive: Any = None
+        self, peer: Any, label: Any, timeout: float, outcome: Outcome | None = None, keep_alive: Any = None
     ) -> None:
-        """`label` is what the user has called, for errors.
+        """`peer` is the `Peer` that is called, `label` is what the user has called, for errors.
 
         An asynchronous call has an `outcome`, and `keep_alive` lives as long as the call.
         """
@@ -119,7 +95,6 @@ class PendingCall:
         return f"{user_name(self.label)} on worker {self.peer.name!r}"
 
     def limit(self, timeout: float) -> None:
-        """Change the timeout, before the call begins."""
         self.timeout = timeout
         self.deadline = monotonic() + timeout if timeout else inf
 
@@ -151,7 +126,8 @@ class PendingCall:
     @waiting_loop
     def _wait(self) -> bool:
         peer = self.peer
-        peer.reactor.send_unsent()
+        if peer.reactor.unsent:
+            peer.reactor.send_unsent()
         while not self.done:
             if (remaining := self.deadline - monotonic()) <= 0:
                 return False
@@ -224,7 +200,7 @@ class PendingCall:
 
     def cancel(self, why: str = "") -> bool:
         """Cancel the call and notify the callee; return False if the call has already ended."""
-        return self.peer.cancel(self, why)
+        return bool(self.peer.cancel(self, why))
 
     def send_cancel(self) -> None:
         """Notify the callee that the call has ended, if it was sent."""
@@ -262,7 +238,6 @@ class PendingCall:
         )
 
     def event(self, failure: str) -> events.Event:
-        """Return the event for the end of the call."""
         if not failure and self.answer is not None and self.answer.kind == FAILURE:
             failure = RAISED
         name = noted_name(self.label)

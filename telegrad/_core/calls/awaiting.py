@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from telegrad._core.pickling.exceptions import ORIGINAL
 from telegrad._core.pickling.remote_text import remote_traceback_of
@@ -17,19 +17,13 @@ _CANCELLING: dict[type, type] = {  # replacements that asyncio recognises as can
 }
 
 
-class Awaited(Protocol):
-    """An object that completes once."""
-
-    def add_done_callback(self, callback: Callable[[Any], None]) -> object: ...
-
-
 def run_on(loop: asyncio.AbstractEventLoop, callback: Callable[[], object]) -> None:
     """Schedule `callback` on the loop, from any thread. Do nothing if the loop is closed."""
     with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(callback)
 
 
-def completion_of(awaited: Awaited) -> asyncio.Future[None]:
+def completion_of(awaited: Any) -> asyncio.Future[None]:
     """Return a future of the running loop that completes when `awaited` does."""
     loop = asyncio.get_running_loop()
     waiter: asyncio.Future[None] = loop.create_future()

@@ -21,7 +21,7 @@ from contextvars import ContextVar
 from math import inf
 from time import monotonic
 from types import coroutine
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -76,21 +76,11 @@ class NestedCall(NamedTuple):
 
 
 class CallContext(NamedTuple):
-    """The context in which code runs."""
-
     hops: Hops = ()  # the calls of actors for which this code runs
     turn: ActorLock | None = None  # the actor's turn that this code holds
     baggage: dict[str, str] | None = None
     until: float = inf  # deadline, on this worker's `monotonic` clock
     whose: str = ""  # name of the deadline's origin
-
-
-class Described(Protocol):
-    """A call with a description."""
-
-    @property
-    def described(self) -> str:
-        """The function that was called, and the worker."""
 
 
 class DerivedTimeout(float):
@@ -117,11 +107,10 @@ def _leave() -> None:
 
 
 def matters() -> bool:
-    """Return True if this thread may have context to send."""
     return _entered or profiling.follower is not None or _is_autocast_on()
 
 
-def remaining_timeout(limit: float, call: Described) -> float:
+def remaining_timeout(limit: float, call: Any) -> float:
     """Return the timeout of a call that starts here and has the timeout `limit` (0 for none).
 
     Raises:
@@ -197,12 +186,10 @@ def _under_autocast(description: bytes) -> Iterator[None]:
 
 
 def _autocast_kinds() -> list[str]:
-    """Return the device types of this worker that support autocast."""
     return [kind for kind in ("cpu", streams.kind()) if kind]
 
 
 def _autocast_types() -> dict[str, str]:
-    """Return the dtypes of this thread's enabled autocast modes by device type."""
     return {
         kind: NAMES[torch.get_autocast_dtype(kind)] for kind in _autocast_kinds() if torch.is_autocast_enabled(kind)
     }
@@ -211,6 +198,7 @@ def _autocast_types() -> dict[str, str]:
 @contextmanager
 def holding(description: bytes | memoryview, came: float) -> Iterator[None]:
     """Apply the caller's context in the block; `came` is the call's arrival time. Skip autocast of absent devices."""
+    global limits
     types, cached, hops, baggage, *time = pickle.loads(description)
     with ExitStack() as stack:
         for kind, name in types.items():
@@ -218,16 +206,12 @@ def holding(description: bytes | memoryview, came: float) -> Iterator[None]:
                 stack.enter_context(torch.autocast(kind, DTYPES[name], cache_enabled=cached))
         if hops or baggage or time:
             here = _current.get()
-            limit = _limit(came, *time) if time else ()
-            stack.enter_context(entered(CallContext(hops, here and here.turn, baggage, *limit)))
+            scene = CallContext(hops, here and here.turn, baggage)
+            if time:
+                limits = True
+                scene = scene._replace(until=came + time[0], whose=time[1])
+            stack.enter_context(entered(scene))
         yield
-
-
-def _limit(came: float, left: float, whose: str) -> tuple[float, str]:
-    """Return the deadline and the name of its origin."""
-    global limits
-    limits = True
-    return came + left, whose
 
 
 def unlimited() -> AbstractContextManager[None]:
@@ -238,7 +222,6 @@ def unlimited() -> AbstractContextManager[None]:
 
 @contextmanager
 def entered(scene: CallContext | None) -> Iterator[None]:
-    """Run the block in that scene."""
     if scene is None:
         yield
         return
@@ -252,19 +235,16 @@ def entered(scene: CallContext | None) -> Iterator[None]:
 
 
 def baggage() -> dict[str, str]:
-    """Return the baggage of the call that this thread's code serves."""
     here = _current.get()
     return here.baggage or {} if here is not None else {}
 
 
 def hops() -> Hops:
-    """Return the hops for which this thread's code runs."""
     here = _current.get()
     return here.hops if here is not None else ()
 
 
 def hops_of(description: bytes | memoryview) -> Hops:
-    """Return the hops for which a call was made."""
     hops: Hops = pickle.loads(description)[2]
     return hops
 
@@ -293,10 +273,7 @@ def resumed(flags: int, scene: bytes | memoryview, context: GraphContext | None)
     """Apply `setting` on a thread that continues a call after the call's function has returned."""
     with setting(flags, scene, context):
         carried, follower = baggage(), profiling.follower
-        if carried and follower is not None:
-            with follower.resumed(carried):
-                yield
-        else:
+        with follower.resumed(carried) if carried and follower is not None else nullcontext():
             yield
 
 

@@ -21,7 +21,6 @@ _names: dict[Any, str] = {}  # of importable functions whose arguments do not af
 
 
 def known_as(name: str) -> Callable[[F], F]:
-    """Mark a function of this package with the name that users know."""
 
     def mark(function: F) -> F:
         setattr(function, _KNOWN_AS, name)

@@ -30,7 +30,7 @@ FINISHING: set[CodeType] = set()  # code of coroutines that must not be cancelle
 _lock = renewed(threading.Lock())  # guards the creation of `Served.nested`
 
 
-class Nested(call_context.Described, Protocol):
+class Nested(Protocol):
     """A call that this worker makes."""
 
     done: bool
@@ -40,6 +40,9 @@ class Nested(call_context.Described, Protocol):
     def limit(self, timeout: float) -> None: ...
 
     def cancel(self, why: str = "") -> bool: ...
+
+    @property
+    def described(self) -> str: ...
 
 
 class Served:
@@ -92,7 +95,6 @@ class Served:
             call.cancel(self._reason)
 
     def ended(self, call: Nested) -> None:
-        """Remove a nested call that has ended."""
         if self.nested is not None:
             self.nested.discard(call)
 
@@ -133,7 +135,6 @@ def cancelled() -> bool:
 
 
 def finishes(function: Any, args: Any) -> bool:
-    """Return True if a function must not be cancelled."""
     mark = getattr(function, MUST_FINISH, False)
     return bool(mark(*args) if callable(mark) else mark)
 
@@ -165,18 +166,16 @@ def finishing(function: F) -> F:
 @contextmanager
 def _apart() -> Iterator[None]:
     """Run the block as if it served no call: without cancellation or deadline."""
-    call = serving.get()
-    if call is None:
-        with call_context.unlimited():
-            yield
-        return
-    stop, call.stop = call.stop, None
-    serving.set(None)
+    call, stop = serving.get(), None
+    if call is not None:
+        stop, call.stop = call.stop, None
+        serving.set(None)
     try:
         with call_context.unlimited():
             yield
     finally:
-        serving.set(call)
-        call.stop = stop
-        if stop is not None and call.cancelled:
-            stop()
+        if call is not None:
+            serving.set(call)
+            call.stop = stop
+            if stop is not None and call.cancelled:
+                stop()

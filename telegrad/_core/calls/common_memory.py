@@ -10,8 +10,6 @@ from telegrad._core.memory.warm_memory import SharedBlockPool
 
 
 class SharedBuffers:
-    """The shared memory of one worker."""
-
     def __init__(self, pool: SharedBlockPool, is_shared: bool) -> None:
         """`is_shared`: other workers of this host can map memory of this worker."""
         self._pool = pool

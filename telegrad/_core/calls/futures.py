@@ -56,8 +56,6 @@ class Helper(Protocol):
 
 
 class Cancels(Protocol):
-    """An object that can be cancelled."""
-
     def cancel(self) -> bool: ...
 
 
@@ -162,7 +160,6 @@ class Future(torch.futures.Future[T]):
             failure.seen = True
 
     def _another(self) -> Future[Any]:
-        """Return a new future for `then`."""
         return type(self)()
 
     @not_compiled
@@ -238,7 +235,6 @@ class Future(torch.futures.Future[T]):
             raise error
 
     def _until_done(self) -> Generator[Any, None, None]:
-        """Yield to the event loop until this is done; cancel the call if asyncio cancels the wait."""
         in_turn = getattr(self.call, "in_turn", None)
         waiter = completion_of(self)
         try:

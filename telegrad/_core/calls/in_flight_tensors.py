@@ -31,7 +31,6 @@ class MutationCheck:
         self._counters = [_counter_of(each) for each in tensors if _is_watched(each)]
 
     def check(self, asked: Any, worker: str) -> None:
-        """Warn if a tensor was changed while the call was in flight."""
         shape = next((shape for counter, before, shape in self._counters if counter._version != before), None)
         if shape is not None:
             hint(

@@ -20,8 +20,6 @@ T = TypeVar("T")
 
 
 class Event(NamedTuple):
-    """A call that is made."""
-
     name: str  # as the profiler shows it
     function: Any  # the function that the user called, or its name
     here: str
@@ -119,7 +117,6 @@ def called_creation(event: Event, call: Callable[..., T], *args: Any) -> T:
 
 
 def recorded(name: str, act: Callable[..., T], *args: Any) -> T:
-    """Return the value of `act(*args)`, recorded as one event."""
     with record_function(name):
         return act(*args)
 

@@ -43,7 +43,6 @@ class UnretrievedError:
         raise fresh(error)
 
     def _note(self) -> bool:
-        """Record the failure; return True if no similar one was seen lately."""
         now, key = monotonic(), (self.kind, self._about.partition(" on worker ")[0])
         before = _seen.get(key, -QUIET)
         if len(_seen) >= REMEMBERED:

@@ -27,7 +27,6 @@ class Devices(NamedTuple):
 
 
 def turned(map_: Mapping[str, str]) -> dict[str, str]:
-    """Return the inverse map."""
     return {target: source for source, target in map_.items()}
 
 

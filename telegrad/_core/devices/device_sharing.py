@@ -81,7 +81,6 @@ class Cuda:
 
 
 def _card(index: int) -> str:
-    """Return the UUID of a GPU, whatever its number in this process."""
     return str(torch.cuda.get_device_properties(index).uuid)
 
 
@@ -110,7 +109,6 @@ class DeviceBlock:
         self.number = number
         self.capacity = capacity
         self.device = index
-        self.idle_since = 0.0
         self._sharer = shares
         self._used = False
         with torch.inference_mode(False):
@@ -140,8 +138,6 @@ class DeviceBlock:
 
 
 class OpenBlock(NamedTuple):
-    """A block of another worker, opened here."""
-
     memory: Tensor
     events: tuple[Any, Any]
 

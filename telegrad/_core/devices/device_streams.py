@@ -50,13 +50,10 @@ def count() -> int:
 
 
 def device(index: int) -> torch.device:
-    """Return the accelerator with that number."""
     return torch.device(kind() or "cuda", index)
 
 
 class Streams:
-    """The streams of one worker."""
-
     def __init__(self, begin: Callable[[torch.device], None] = lambda _: None) -> None:
         """`begin` is called with each device at its first use."""
         self.used: tuple[int, ...] = ()  # the devices that calls can touch
@@ -67,10 +64,10 @@ class Streams:
         self._defaults: dict[int, torch.Stream] = {}
 
     def use(self, index: int) -> None:
-        """Let calls use that device from now on."""
         with self._lock:
             if index not in self.used:
-                self._defaults[index] = _default_stream(index)
+                kind = _accelerator.current_stream(index).device_type
+                self._defaults[index] = torch.Stream(stream_id=0, device_index=index, device_type=kind)
                 self._begin(device(index))
                 self.used = (*self.used, index)
 
@@ -138,7 +135,6 @@ class Streams:
                 keep_for(value, _accelerator.current_stream(value.device))
 
     def current(self) -> list[torch.Stream]:
-        """Return the current streams of this thread."""
         return [_accelerator.current_stream(index) for index in self.used]
 
     def follow(self, streams: Iterable[torch.Stream]) -> None:
@@ -185,15 +181,14 @@ def on(*streams: torch.Stream) -> Iterator[list[torch.Stream]]:
 
 def wait_for_arrivals(blobs: Iterable[Any]) -> Sequence[Tensor]:
     """Return the blobs for use by this thread, whose current streams wait for blobs that are still arriving."""
-    return [_settled(blob) if type(blob) is Arrived else blob for blob in blobs]
-
-
-def _settled(arrived: Arrived) -> Tensor:
-    if arrived.event is not None:
-        current = _accelerator.current_stream(arrived.blob.device)
-        current.wait_event(arrived.event)
-        arrived.blob.record_stream(current)
-    return arrived.blob
+    settled: list[Tensor] = []
+    for blob in blobs:
+        if type(blob) is Arrived and blob.event is not None:
+            current = _accelerator.current_stream(blob.blob.device)
+            current.wait_event(blob.event)
+            blob.blob.record_stream(current)
+        settled.append(blob.blob if type(blob) is Arrived else blob)
+    return settled
 
 
 def set_apart(blobs: Sequence[Blob]) -> Sequence[Blob]:
@@ -216,8 +211,3 @@ def copied(bound: DeviceBlob) -> Tensor | Arrived:
             return bound.blob.to("cpu", copy=True)
         made = bound.blob.to(device(bound.device), copy=True, non_blocking=not bound.blob.is_cpu)
         return Arrived(made, _accelerator.current_stream(bound.device).record_event())
-
-
-def _default_stream(index: int) -> torch.Stream:
-    current = _accelerator.current_stream(index)
-    return torch.Stream(stream_id=0, device_index=index, device_type=current.device_type)

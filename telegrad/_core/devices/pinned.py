@@ -58,8 +58,6 @@ class _Shelf:
 
 
 class Pinned:
-    """The pinned memory of one worker."""
-
     def __init__(self) -> None:
         self._small = _Shelf(SMALL_PIECE, MOST_SMALL)
         self._large = _Shelf(PIECE, MOST)

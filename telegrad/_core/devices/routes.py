@@ -5,29 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-import torch
-
 from telegrad._core.devices.device_maps import turned
-from telegrad._core.wire.packing import DeviceMapping
+from telegrad._core.wire.packing import DeviceMapping, DeviceRoute
 from telegrad._core.wire.tensors import HOST
-from telegrad.errors import DeviceError
-
-
-class DeviceRoute:
-    """Target devices for one direction between two workers."""
-
-    def __init__(self, table: Mapping[str, str], advice: str, otherwise: int | None = None) -> None:
-        """Map devices missing in `table` to `otherwise`; if that is None, they raise DeviceError with `advice`."""
-        self._places = {here: _number(there) for here, there in table.items()}
-        self._advice = advice
-        self._otherwise = otherwise
-        self.keeps_host = self._places.get("cpu", HOST) == HOST
-
-    def __call__(self, device: torch.device) -> int:
-        place = self._places.get(str(device), HOST if device.type == "cpu" else self._otherwise)
-        if place is None:
-            raise DeviceError(self._advice.format(device=device))
-        return place
 
 
 class DeviceRoutes(NamedTuple):
@@ -37,12 +17,7 @@ class DeviceRoutes(NamedTuple):
     gradients: DeviceMapping
 
 
-def _number(device: str) -> int:
-    return HOST if device == "cpu" else torch.device(device).index
-
-
 def for_calls(to: str, map_: Mapping[str, str]) -> DeviceMapping:
-    """Return the target devices of arguments."""
     return DeviceRoute(
         map_,
         "a tensor on {device} cannot be sent to worker "

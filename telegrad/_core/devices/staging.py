@@ -42,7 +42,6 @@ class StagedCopy:
         self._copy()
 
     def _copy(self) -> None:
-        """Start copies while pieces are available."""
         total = self._blob.numel()
         while self._copied < total and len(self._pieces) < AHEAD:
             piece = self._pinned.take(total - self._copied)
@@ -78,8 +77,6 @@ class StagedCopy:
 
 
 class Staging:
-    """The staged copies of one worker."""
-
     def __init__(self, streams: Streams) -> None:
         self.streams = streams
         self._pinned = Pinned()
@@ -157,7 +154,6 @@ class Staging:
             at += count
 
     def put(self, blob: Tensor, index: int) -> Arrived:
-        """Copy bytes of the host to an accelerator."""
         self.streams.use(index)
         stream = self.streams.arrivals(index)
         with on(stream), torch.inference_mode(False), torch.no_grad():

@@ -16,7 +16,6 @@ UNKNOWN = 8 << 30  # bytes assumed if the system reports no size
 
 
 def usable() -> int:
-    """Return the largest number of bytes that this process may use."""
     return min([_of_machine(), *_limits()])
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 from collections.abc import Iterator
 from errno import EMFILE, ENFILE
@@ -19,8 +18,6 @@ TO_JOIN = 16  # descriptors to join and for the first call that shares memory: 8
 PER_WORKER = 2  # at least so many more for each other worker that it calls and is called by
 MOST_LENT = 4096  # memory files of one worker at most
 FOLDER = "/proc/self/fd"
-
-log = logging.getLogger("telegrad")
 
 
 def is_out(error: BaseException | None) -> bool:
@@ -40,17 +37,6 @@ def error_text(error: BaseException) -> str:
         f"its program, {PER_WORKER} for each other worker on its host and 8 for each on another one: allow more by "
         "`ulimit -n 4096` before the program starts"
     )
-
-
-def report_closed(error: OSError) -> bool:
-    """Log that other code has closed descriptors of a worker; return True."""
-    log.critical(
-        "telegrad: something in this process has closed descriptors that belong to its worker (%s): the worker reads "
-        "no connection any more. Functions may close only what they have opened (os.closerange closes all): start the "
-        "worker anew",
-        error,
-    )
-    return True
 
 
 @contextlib.contextmanager

@@ -76,7 +76,6 @@ class Folder:
         return os.fdopen(os.open(self._name(name), _CREATE, PRIVATE_FILE, **self._in()), "wb")
 
     def names(self) -> list[str]:
-        """Return the names of all entries of the folder."""
         return os.listdir(self.path if self._descriptor is None else self._descriptor)
 
     def own_file(self, name: str) -> os.stat_result | None:
@@ -88,7 +87,6 @@ class Folder:
         return found if stat.S_ISREG(found.st_mode) and _is_own(found) else None
 
     def remove(self, name: str) -> None:
-        """Remove a file; ignore errors."""
         with contextlib.suppress(OSError):
             os.unlink(self._name(name), **self._in())
 

@@ -101,7 +101,6 @@ def _others(found: os.stat_result, place: int | str, bits: int) -> str:
 
 
 def _group_bits(found: os.stat_result, place: int | str) -> int:
-    """Return the permissions of the group of a file."""
     listed = [permissions for tag, permissions, _ in _access_list(place) if tag == _OWNING_GROUP]
     return listed[0] if listed else found.st_mode >> 3 & 0o7
 

@@ -14,7 +14,7 @@ sender offers a block. Tensors are sent in the stream until the other end has op
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -92,8 +92,7 @@ class Outgoing:
         block = pool.take(size)
         if block is None:
             return Prepared(size, HOST, None, blob)
-        self._fill(block, lambda: block.fill(blob))
-        return Prepared(size, HOST, block, None)
+        return self._filled(block, blob, HOST)
 
     def passes_descriptor(self, prepared: Prepared) -> bool:
         """Return True if a descriptor must be sent; also for a block that a concurrent message passes."""
@@ -108,24 +107,28 @@ class Outgoing:
         block = self._pool.take_on(blob.device.index, size) if self._pool is not None and shares and size else None
         if block is None:
             return Prepared(size, bound.device, None, self._staging.depart(bound) if size else None)
-        self._fill(block, lambda: block.fill(bound))
-        return Prepared(size, bound.device, block, None)
+        return self._filled(block, bound, bound.device)
 
-    def _fill(self, block: Block | DeviceBlock, fill: Callable[[], None]) -> None:
+    def _filled(self, block: Any, blob: Blob, device: int) -> Prepared:
         try:
-            fill()
+            block.fill(blob)
         except BaseException:
             self.reclaim([block.number])
             raise
+        return Prepared(blob.numel(), device, block, None)
 
     def commit(self, prepared: list[Prepared]) -> tuple[bytes, list[int], list[Chunk], list[Chunk | StagedCopy]]:
         """Return the table of a frame, its descriptors, and the chunks to send before and after it."""
-        table, fds, before, behind = b"", [], [], []
+        table, fds, before = b"", [], []
+        behind: list[Chunk | StagedCopy] = []
         for size, device, block, streamed in prepared:
             striped = device == HOST and block is None and self._lanes.serve(size)
             table += ENTRY.pack(STRIPED if striped else IN_STREAM if block is None else block.number, size, device)
-            if size and streamed is not None:
-                behind.append(self._stream(streamed, striped))
+            if isinstance(streamed, StagedCopy):
+                behind.append(streamed)
+            elif size and streamed is not None:
+                whole = memory(streamed)
+                behind.append(Chunk(self._lanes.carry(whole, streamed) if striped else whole, (), streamed))
             if block is not None:
                 self._lent.add(block.number)
                 if isinstance(block, Loan):
@@ -140,14 +143,7 @@ class Outgoing:
                 before.extend(self._offer(streamed.source))
         return table, fds, before, behind
 
-    def _stream(self, streamed: Tensor | StagedCopy, striped: bool) -> Chunk | StagedCopy:
-        if isinstance(streamed, StagedCopy):
-            return streamed
-        whole = memory(streamed)
-        return Chunk(self._lanes.carry(whole, streamed) if striped else whole, (), streamed)
-
     def _offer(self, index: int) -> Iterator[Chunk]:
-        """Offer the first block of a device."""
         self._shares_devices = False
         try:
             block = self._pool.take_on(index, 1) if self._pool is not None else None

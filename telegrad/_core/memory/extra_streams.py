@@ -133,7 +133,6 @@ class ExtraStreams:
             return True
 
     def is_idle(self) -> bool:
-        """Return True if no stripe is in transit."""
         return not self._under_way
 
     def _run(self, stream: _Stream, stripes: _Stripes) -> None:
@@ -213,7 +212,6 @@ class _Stream:
             stripe = stripe[self._receive(stripe) :]
 
     def _receive(self, buffer: memoryview) -> int:
-        """Read the next bytes into `buffer` and return their number."""
         count = min(len(buffer), len(self._heard))
         if count:
             buffer[:count] = self._heard[:count]

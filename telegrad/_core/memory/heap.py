@@ -29,7 +29,6 @@ def trimmer() -> Callable[[int], int] | None:
 
 
 def own_bytes() -> int:
-    """Return the number of private bytes of this process: without files and shared memory."""
     with open("/proc/self/statm") as file:
         _, resident, shared, *_ = file.read().split()
     return (int(resident) - int(shared)) * os.sysconf("SC_PAGESIZE")

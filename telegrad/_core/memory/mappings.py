@@ -21,8 +21,6 @@ from telegrad.errors import ProtocolViolation
 
 
 class SharedMaps:
-    """Maps the blocks that one peer lends over one connection."""
-
     def __init__(self, streams: Streams) -> None:
         self.arrived: deque[int] = deque()  # descriptors received over the socket, not yet mapped
         self.released: deque[int] = deque()  # blocks no longer used here; the peer must be notified

@@ -23,8 +23,9 @@ import os
 import threading
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from math import inf
 from time import monotonic
 from typing import Any, TypeVar
 
@@ -33,7 +34,7 @@ from torch import Tensor
 
 from telegrad._core.devices.device_sharing import DeviceBlock, sharer
 from telegrad._core.host import open_files
-from telegrad._core.memory.blocks import Block, CommonBlock, Loan
+from telegrad._core.memory.blocks import Block, Loan
 from telegrad._core.wire.messages import COMMON
 from telegrad._core.wire.tensors import HOST, memory
 
@@ -54,8 +55,6 @@ def size_class(size: int) -> int:
 
 
 class _Lease(weakref.ref[memoryview]):
-    """A weak reference to the buffer of a lent tensor."""
-
     __slots__ = ("token",)
     token: Any
 
@@ -80,19 +79,43 @@ class Lender:
         self._ended(lease.token)
 
 
+class _Shelf:
+    """Unused memory by kind, of which the newest is used first, and the oldest is freed first."""
+
+    def __init__(self) -> None:
+        self._unused: dict[Any, deque[tuple[float, Any]]] = {}
+
+    def put(self, kind: Any, memory: Any) -> None:
+        self._unused.setdefault(kind, deque()).append((monotonic(), memory))
+
+    def take(self, kind: Any) -> Any:
+        """Return memory of a kind, or None if there is none."""
+        unused = self._unused.get(kind)
+        return unused.pop()[1] if unused else None
+
+    def evict(self, before: float, fits: Callable[[Any], bool] = lambda _: True) -> Iterator[Any]:
+        """Remove one by one the kinds of memory that fit and were not used since `before`, the oldest first."""
+        while True:
+            heads = (unused for unused in self._unused.values() if unused and fits(unused[0][1]))
+            oldest = min(heads, key=lambda unused: unused[0][0], default=None)
+            if oldest is None or oldest[0][0] > before:
+                return
+            yield oldest.popleft()[1]
+
+
 class ReceiveBufferPool:
     """Private memory for received data."""
 
     def __init__(self, limit: int) -> None:
         self._limit = min(limit, MOST_KEPT)
-        self._lock = threading.Lock()  # guards _free and _kept
-        self._free: dict[int, list[tuple[float, memoryview]]] = {}
+        self._lock = threading.Lock()  # guards _shelf and _kept
+        self._shelf = _Shelf()
         self._kept = 0
         self._ended: deque[memoryview] = deque()
         self._lender = Lender(self._ended.append)
 
     def allocate(self, size: int) -> tuple[Tensor, memoryview]:
-        """Return a tensor of `size` bytes and its memory, which the arena reuses when the tensor dies."""
+        """Return a tensor of `size` bytes and its memory, which the pool reuses when the tensor dies."""
         if size < WARM_FROM:
             with torch.inference_mode(False):
                 tensor = torch.empty(size, dtype=torch.uint8)
@@ -100,28 +123,24 @@ class ReceiveBufferPool:
         capacity = size_class(size)
         with self._lock:
             self._collect()
-            shelf = self._free.get(capacity)
-            if shelf:
-                base = shelf.pop()[1]
-                self._kept -= capacity
-            else:
+            base = self._shelf.take(capacity)
+            if base is None:
                 base = _anonymous(capacity)
+            else:
+                self._kept -= capacity
         return self._lender.lend(base, size, base), base[:size]
 
     def trim(self, now: float) -> None:
         """Free memory that was not used for KEEP seconds."""
         with self._lock:
             self._collect()
-            for capacity, shelf in self._free.items():
-                kept = [entry for entry in shelf if now - entry[0] < KEEP]
-                self._kept -= capacity * (len(shelf) - len(kept))
-                shelf[:] = kept
+            self._kept -= sum(map(len, self._shelf.evict(now - KEEP)))
 
     def _collect(self) -> None:
         while self._ended:
             base = self._ended.popleft()
             if self._kept + len(base) <= self._limit:
-                self._free.setdefault(len(base), []).append((monotonic(), base))
+                self._shelf.put(len(base), base)
                 self._kept += len(base)
 
 
@@ -133,8 +152,8 @@ def _anonymous(capacity: int) -> memoryview:
     return memoryview(region)
 
 
-AnyBlock = Block | CommonBlock | DeviceBlock
-B = TypeVar("B", Block, CommonBlock, DeviceBlock)
+AnyBlock = Block | DeviceBlock
+B = TypeVar("B", Block, DeviceBlock)
 
 
 class SharedBlockPool:
@@ -142,48 +161,44 @@ class SharedBlockPool:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit if SHARING else 0
-        self._lock = threading.Lock()  # guards all below; `_lent`, `_loans` and `_common` are also read without it
+        self._lock = threading.Lock()  # guards all below; `_lent` and `_common` are also read without it
         self._made = 0  # the last number given to a block or loan
         self._warned = False  # that the limit was reached
         self._bytes: Counter[int] = Counter()  # by device
         self.most_files, self._files = open_files.to_lend(), 0  # memory files of the host
-        self._free: dict[tuple[type[AnyBlock], int, int], list[AnyBlock]] = {}  # by kind, device and capacity
-        self._lent: dict[int, Block | DeviceBlock] = {}
-        self._common: dict[int, CommonBlock] = {}  # in use, by address
-        self._loans: dict[int, CommonBlock] = {}  # current loans, by number
-        self._ended: deque[CommonBlock] = deque()  # their tensor in this process has died
+        self._shelf = _Shelf()
+        self._lent: dict[int, AnyBlock] = {}  # by number of the block, or of the loan of a common block
+        self._common: dict[int, Block] = {}  # in use, by address
+        # Common blocks whose tensor in this process has died, and ended loans to this worker itself.
+        self._ended: deque[Block | int] = deque()
         self._lender = Lender(self._ended.append)
-        self._unviewed: deque[int] = deque()  # ended loans to this worker itself
-        self._views = Lender(self._unviewed.append)
         self._dropped: list[int] = []  # the peers that mapped them must be notified
 
     def take(self, size: int) -> Block | None:
         """Return a memory file of at least `size` bytes, or None if the limit is reached or there is no memory."""
-        with self._lock:
-            block = self._take(Block, HOST, size_class(size), self._limit, Block)
-            if block is not None:
-                self._lent[block.number] = block
-            return block
+        return self._take_to_lend(HOST, size_class(size), self._limit, Block)
 
     def take_on(self, device: int, size: int) -> DeviceBlock | None:
         """Return a block of an accelerator, or None if it cannot share, its limit is reached or it has no memory."""
         shares = sharer()
-        if shares is None or not self._limit or len(self._lent) >= MOST_LENT:
+        if shares is None or not self._limit or sum(number < COMMON for number in self._lent.copy()) >= MOST_LENT:
             return None
         capacity, make = size_class(max(size, LEAST_ON_DEVICE)), partial(DeviceBlock, index=device)
+        return self._take_to_lend(device, capacity, shares.limit(device), make)
+
+    def _take_to_lend(self, device: int, capacity: int, limit: int, make: Callable[[int, int], B]) -> B | None:
         with self._lock:
-            block = self._take(DeviceBlock, device, capacity, shares.limit(device), make)
+            block = self._take((device, capacity, False), limit, make)
             if block is not None:
                 self._lent[block.number] = block
             return block
 
-    def _take(self, kind: type[B], device: int, capacity: int, limit: int, make: Callable[[int, int], B]) -> B | None:
-        shelf = self._free.get((kind, device, capacity))
-        if shelf:
-            block = shelf.pop()
-            assert isinstance(block, kind)
-            return block
+    def _take(self, kind: tuple[int, int, bool], limit: int, make: Callable[[int, int], B]) -> B | None:
+        unused: B | None = self._shelf.take(kind)
+        if unused is not None:
+            return unused
         self._collect()
+        device, capacity, _ = kind
         if not self._make_room(device, capacity, limit):
             return None
         self._made += 1
@@ -195,24 +210,29 @@ class SharedBlockPool:
         self._files += device == HOST
         return block
 
+    def _make_room(self, device: int, capacity: int, limit: int) -> bool:
+        """Drop unused blocks of a device until another one fits; return False if none will."""
+        unused = self._shelf.evict(inf, lambda block: block.device == device)
+        while capacity <= limit:
+            if self._bytes[device] + capacity <= limit and (device != HOST or self._files < self.most_files):
+                return True
+            block = next(unused, None)
+            if block is None:
+                break
+            self._retire(block)
+        return False
+
     def give_back(self, numbers: Iterable[int]) -> None:
         """Take back blocks that their receivers no longer use."""
         with self._lock:
             for number in numbers:
-                if number & COMMON:
-                    self._end_loan(number)
-                elif (block := self._lent.pop(number, None)) is not None:
-                    self._keep(block)
+                self._end_loan(number)
 
     def abandon(self, numbers: Iterable[int]) -> None:
         """Give up blocks whose receiver can no longer say when it is done; their memory is not reused."""
         with self._lock:
             for number in numbers:
-                if number & COMMON:
-                    self._end_loan(number, spoiled=True)
-                elif (block := self._lent.pop(number, None)) is not None:
-                    self._dropped.append(number)  # other peers may have mapped it before
-                    self._drop(block)
+                self._end_loan(number, spoiled=True)
 
     # Common blocks
 
@@ -221,7 +241,7 @@ class SharedBlockPool:
         capacity = size_class(size)
         with self._lock:
             self._collect()
-            block = self._take(CommonBlock, HOST, capacity, self._limit, CommonBlock)
+            block = self._take((HOST, capacity, True), self._limit, partial(Block, is_common=True))
             if block is not None:
                 block.is_used = True
                 self._common[block.address] = block
@@ -247,7 +267,7 @@ class SharedBlockPool:
                 return None
             self._made += 1
             loan = Loan(COMMON | self._made, block)
-            self._loans[loan.number] = block
+            self._lent[loan.number] = block
             block.loans += 1
             return loan
 
@@ -257,35 +277,42 @@ class SharedBlockPool:
         if loan is None:
             return blob.clone()
         base = memoryview(mmap.mmap(loan.block.fd, loan.block.capacity, access=mmap.ACCESS_COPY))
-        return self._views.lend(base, blob.numel(), loan.number)
+        return self._lender.lend(base, blob.numel(), loan.number)
 
     def is_common(self, blob: Tensor) -> bool:
         """Return True if `blob` lies at the beginning of a common block."""
         return blob.data_ptr() in self._common
 
     def _end_loan(self, number: int, spoiled: bool = False) -> None:
-        block = self._loans.pop(number, None)
-        if block is not None:
+        block = self._lent.pop(number, None)
+        if block is None:
+            return
+        if isinstance(block, Block) and block.is_common:
             block.loans -= 1
             block.spoiled |= spoiled
             self._let_go(block)
+        elif spoiled:
+            self._retire(block)  # other peers may have mapped it before
+        else:
+            self._shelf.put((block.device, block.capacity, False), block)
 
     def _collect(self) -> None:
         while self._ended:
-            block = self._ended.popleft()
-            block.is_used = False
-            self._let_go(block)
-        while self._unviewed:
-            self._end_loan(self._unviewed.popleft())
+            ended = self._ended.popleft()
+            if isinstance(ended, Block):
+                ended.is_used = False
+                self._let_go(ended)
+            else:
+                self._end_loan(ended)
 
-    def _let_go(self, block: CommonBlock) -> None:
+    def _let_go(self, block: Block) -> None:
         """Make a common block without users free, or drop it if a peer may still read it."""
         if block.is_used or block.loans or self._common.pop(block.address, None) is None:
             return
         if block.spoiled:
             self._drop(block)
         else:
-            self._keep(block)
+            self._shelf.put((HOST, block.capacity, True), block)
 
     # The end of blocks
 
@@ -293,44 +320,25 @@ class SharedBlockPool:
         """Drop the blocks that were not used for KEEP seconds; return all numbers dropped since the last call."""
         with self._lock:
             self._collect()
-            for block in self._idle():
-                if now - block.idle_since >= KEEP:
-                    self._evict(block)
+            for block in self._shelf.evict(now - KEEP):
+                self._retire(block)
             dropped, self._dropped = self._dropped, []
             return dropped
 
     def close(self) -> None:
         with self._lock:
-            for block in [*self._lent.values(), *self._common.values(), *self._idle()]:
+            for block in {*self._lent.values(), *self._common.values(), *self._shelf.evict(inf)}:
                 self._drop(block)
-            for table in (self._lent, self._common, self._loans, self._free):
-                table.clear()
+            self._lent.clear()
+            self._common.clear()
             self._limit = 0
 
     @property
     def lent(self) -> int:
-        return len(self._lent) + len(self._loans)
+        return len(self._lent)
 
-    def _idle(self) -> list[AnyBlock]:
-        return sorted((b for shelf in self._free.values() for b in shelf), key=lambda b: b.idle_since)
-
-    def _make_room(self, device: int, capacity: int, limit: int) -> bool:
-        for block in () if capacity > limit or self._has_room(device, capacity, limit) else self._idle():
-            if block.device == device:
-                self._evict(block)
-                if self._has_room(device, capacity, limit):
-                    break
-        return self._has_room(device, capacity, limit)
-
-    def _has_room(self, device: int, capacity: int, limit: int) -> bool:
-        return self._bytes[device] + capacity <= limit and (device != HOST or self._files < self.most_files)
-
-    def _keep(self, block: AnyBlock) -> None:
-        block.idle_since = monotonic()
-        self._free.setdefault((type(block), block.device, block.capacity), []).append(block)
-
-    def _evict(self, block: AnyBlock) -> None:
-        self._free[type(block), block.device, block.capacity].remove(block)
+    def _retire(self, block: AnyBlock) -> None:
+        """Drop a block, and tell the peers that may have mapped it."""
         self._dropped.append(block.number)
         self._drop(block)
 

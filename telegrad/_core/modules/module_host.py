@@ -66,7 +66,6 @@ def run_on_device(module: RRef[nn.Module], device: str, has_map: bool, args: Any
 
 
 def moved(device: str | torch.device, value: Any) -> Any:
-    """Return a value with its tensors moved to a device."""
     return tree_map_only(Tensor, lambda tensor: tensor.to(device), value)
 
 

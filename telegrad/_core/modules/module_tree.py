@@ -147,7 +147,6 @@ def _references_in(value: Any, path: str) -> Iterator[RemotePart]:
 
 
 def joined(prefix: str, name: str) -> str:
-    """Return the name of a part of a part."""
     return f"{prefix}.{name}" if prefix and name else prefix or name
 
 

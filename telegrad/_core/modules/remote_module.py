@@ -251,7 +251,6 @@ class RemoteModule(nn.Module):
         self._have("zero_grad", set_to_none)
 
     def _have(self, method: str, *args: Any) -> Self:
-        """Call a method of the module on its worker."""
         rpc_sync(self.on, module_host.call, (self.module_rref, method, args))
         return self
 
@@ -394,7 +393,6 @@ REDUCERS[RemoteModule] = _reduce
 
 
 def _signature_of(module_cls: Any) -> inspect.Signature | None:
-    """Return the signature of `forward`, if `module_cls` is a class with one."""
     try:
         signature = inspect.signature(module_cls.forward)
     except (AttributeError, TypeError, ValueError):
@@ -403,7 +401,6 @@ def _signature_of(module_cls: Any) -> inspect.Signature | None:
 
 
 def _check_maker(module_cls: Any, args: Any, kwargs: Any) -> None:
-    """Raise UsageError if these arguments cannot create a module."""
     if isinstance(module_cls, nn.Module):
         raise UsageError(
             "RemoteModule takes what makes the module there, not a module: write RemoteModule(place, "

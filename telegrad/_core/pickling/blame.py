@@ -9,7 +9,7 @@ from typing import Any
 
 from telegrad._core.pickling.function_names import name_of
 from telegrad._core.pickling.main_program import GUARD
-from telegrad._core.pickling.process_bound import BoundToProcess
+from telegrad._core.pickling.reducers import BoundToProcess
 from telegrad._core.pickling.remote_text import first_line
 from telegrad.errors import CannotEncode, UsageError
 

@@ -5,7 +5,6 @@ Imported only when needed, which is rare: cloudpickle would make each start slow
 
 from __future__ import annotations
 
-import copyreg
 import functools
 import importlib
 import io
@@ -57,8 +56,19 @@ _set_class = cloudpickle.cloudpickle._class_setstate
 _REDUCE_CODE = cloudpickle.Pickler.dispatch_table[CodeType]
 
 
+class _Reducers(ChainMap[type, Any]):
+    def __missing__(self, kind: type) -> Any:
+        """Send a module of a type of its own by its name.
+
+        cloudpickle includes each module that code seems to name, such as torch.ops for an attribute `ops`.
+        """
+        if issubclass(kind, ModuleType):
+            return lambda module: (importlib.import_module, (module.__name__,))
+        raise KeyError(kind)
+
+
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    dispatch_table: ClassVar = ChainMap({CodeType: _reduce_code}, cloudpickle.Pickler.dispatch_table)
+    dispatch_table: ClassVar = _Reducers({CodeType: _reduce_code}, cloudpickle.Pickler.dispatch_table)
 
 
 def _reduce_cached(pickler: Any, cached: Any) -> Any:
@@ -169,16 +179,6 @@ def _set(obj: Any, told: tuple[main_modules.MainNamespace, str, int, list[main_m
             (_set_function if isinstance(obj, FunctionType) else _set_class)(obj, state)
         scope.has_state(path, version)
     scope.fill(items)
-
-
-def _module(module: ModuleType) -> Any:
-    return importlib.import_module, (module.__name__,)
-
-
-# cloudpickle includes each module that code seems to name, such as torch.ops for an attribute `ops`.
-for _kind in {type(module) for module in list(sys.modules.values())} - {ModuleType}:
-    if issubclass(_kind, ModuleType):
-        copyreg.pickle(_kind, _module)
 
 
 def dump_by_value(obj: Any) -> bytes:

@@ -100,7 +100,6 @@ def rebuild(data: bytes | memoryview) -> BaseException:
 
 
 def is_remote(error: BaseException) -> bool:
-    """Return True for an exception that another worker raised and that was rebuilt here."""
     return REMOTE_TRACEBACK in vars(error) or (len(error.args) == 1 and isinstance(error.args[0], Text))
 
 

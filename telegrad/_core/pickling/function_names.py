@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import re
 import sys
@@ -108,7 +109,6 @@ def _imported(module_name: str) -> ModuleType | None:
 
 
 def not_found(module_name: str, path: str, error: BaseException) -> FunctionNotFound:
-    """Return the error that names what is missing, with advice."""
     file = getattr(sys.modules.get(module_name), "__file__", None)
     if module_name == MAIN:
         advice = "define it at the top level of the main program, outside of `if __name__ == '__main__'`"
@@ -149,7 +149,6 @@ def _find_name(function: Any) -> str | None:
 
 
 def home_of_script(function: torch.jit.ScriptFunction[Any, Any]) -> tuple[str, str]:
-    """Return the module that defines a script function, and its name there."""
     *modules, last = _MANGLED.sub("", function.qualified_name).removeprefix("__torch__.").split(".")
     return ".".join(modules) or MAIN, last
 
@@ -164,7 +163,6 @@ def _modules_of(function: Any) -> tuple[str, ...]:
 
 
 def _verified(function: Any, module_name: str, path: str) -> str | None:
-    """Return the name, if it leads to this very object."""
     if module_name == SPAWNED_MAIN:
         module_name = MAIN
     while module_name not in sys.modules and "." in module_name:  # a namespace created by an extension module
@@ -189,19 +187,12 @@ def _other_global(function: Any, module_name: str) -> str | None:
     return None
 
 
-_program: str | None = None
-
-
+@functools.cache
 def program() -> str:
     """Return a fingerprint of the main program; "" if other processes cannot have the same (a notebook, a prompt)."""
-    global _program
-    if _program is None:
-        path = getattr(sys.modules.get(MAIN), "__file__", None)
-        try:
-            with open_regular(path) as file:  # type: ignore[arg-type]
-                content = file.read()
-        except (OSError, TypeError):
-            _program = ""
-        else:
-            _program = fingerprint(path, content)  # type: ignore[arg-type]
-    return _program
+    path: Any = getattr(sys.modules.get(MAIN), "__file__", None)
+    try:
+        with open_regular(path) as file:
+            return fingerprint(path, file.read())
+    except (OSError, TypeError):
+        return ""

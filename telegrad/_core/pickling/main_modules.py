@@ -159,9 +159,9 @@ class MainNamespace:
         return True
 
 
-_lock = renewed(threading.Lock())  # guards _scopes and _making
+_lock = renewed(threading.Lock())  # guards _making
 _scopes: dict[str, MainNamespace] = {}  # by the program's key
-_making: dict[str, threading.Event] = {}  # by the key of a program that a thread is importing
+_making: dict[str, threading.Lock] = {}  # by the program's key: held while a thread imports the program
 _sent = SentGlobals()
 _trial = threading.local()
 _key = ""  # key of a main program without a file; created once, under _lock
@@ -184,25 +184,18 @@ def scope_of(*parts: Any) -> MainNamespace:
     own = own_scope()
     if key == own.program.key:
         return own
-    while (scope := _scopes.get(key)) is None:
-        with _lock:
-            event = _making.get(key)
-            mine = event is None
-            if event is None:
-                event = _making[key] = threading.Event()
-        if not mine:
-            if not event.wait(LONGEST_IMPORT):
-                raise CannotDecode(f"another thread has been importing {program.path} for {LONGEST_IMPORT:g} s")
-            continue
-        try:
-            scope = _new_scope(program)
-            with _lock:
-                return _scopes.setdefault(key, scope)
-        finally:
-            with _lock:
-                del _making[key]
-            event.set()
-    return scope
+    if (scope := _scopes.get(key)) is not None:
+        return scope
+    with _lock:
+        making = _making.setdefault(key, threading.Lock())
+    if not making.acquire(timeout=LONGEST_IMPORT):
+        raise CannotDecode(f"another thread has been importing {program.path} for {LONGEST_IMPORT:g} s")
+    try:
+        if key not in _scopes:
+            _scopes[key] = _new_scope(program)
+        return _scopes[key]
+    finally:
+        making.release()
 
 
 def _new_scope(program: Program) -> MainNamespace:
@@ -229,7 +222,6 @@ _own: MainNamespace | None = None
 
 
 def own_scope() -> MainNamespace:
-    """Return the scope of the main program of this process."""
     global _own, _key
     names = names_of_main()
     if _own is None or _own.names is not names or _own.program.serves_torch != programs.serves_torch:

@@ -34,7 +34,6 @@ from telegrad._core.pickling.reducers import FROM_REFERENCES, FROM_SLOTS, REBUIL
 from telegrad._core.pickling.segments import (
     OWN_FROM,
     LargeText,
-    OnePiece,
     SegmentReader,
     SegmentWriter,
     Texts,
@@ -163,7 +162,7 @@ def _extent_of(value: Any) -> int:
     if kind in _STRINGS:
         return _SMALL if len(value) < OWN_FROM else _BIG
     if len(value) > MANY:
-        return _BIG if all(map(_ATOMS.issuperset, map(_types_of, _pieces(value)))) else _OTHER
+        return _BIG if all(_ATOMS.issuperset(map(type, piece)) for piece in _pieces(value)) else _OTHER
     if kind is not dict:
         return _extent_of_all(value)
     return _extent_of_all(value.values()) if _ATOMS.issuperset(map(type, value)) else _OTHER
@@ -183,10 +182,6 @@ def _extent_of_all(values: Collection[Any]) -> int:
         elif kind not in _NUMBERS:
             return _OTHER
     return _SMALL if size < OWN_FROM else _BIG
-
-
-def _types_of(values: Iterable[Any]) -> set[type]:
-    return set(map(type, values))
 
 
 def _pieces(container: Any) -> Iterator[list[Any]]:
@@ -273,23 +268,23 @@ def _dump(
 
     `texts`: the value contains a large text. If pickling finds one without it, pickling starts again with `texts`.
     """
-    file = OnePiece() if at_once else SegmentWriter()
+    file, whole = SegmentWriter(), io.BytesIO()  # `whole` writes in C, without a switch of threads
     buffers: list[Tensor] = []
-    pickler = kind(file, 5, buffer_callback=partial(_keep, buffers))
+    pickler = kind(whole if at_once else file, 5, buffer_callback=partial(_keep, buffers))
     pickler.same_program = same_program
     pickler.tensors = []
     pickler.references = []
     pickler.plain = True
     pickler.file = file
+    file.may_repeat = not (texts or at_once)
     if texts:
-        file.may_repeat = False
         pickler.expect_texts()
     try:
         pickler.dump(value)
     except LargeText:
         return _dump(kind, value, same_program, True)
-    if isinstance(file, OnePiece):
-        file.settle()
+    if at_once:
+        file = SegmentWriter(whole.getvalue())
     body = file.whole()
     if body is None or pickler.texts is not None:
         return _cut(pickler, file, buffers)
@@ -402,17 +397,13 @@ class _CutUnpickler(_Unpickler):
 
 
 def _encode_again(value: Any, same_program: bool, texts: bool, error: Exception) -> Encoded:
-    """Pickle a value that the fast way could not pickle. Call this in an `except` block."""
+    """Pickle a value that the fast way could not pickle."""
     if raised_by_handler(error):
         raise error
     forks.exit_if_user_code_ended()
     if type(error) is RuntimeError:  # another thread changed a dict or a set between two frames of the pickle
         with contextlib.suppress(Exception):
             return _dump(_Pickler, value, same_program, texts, at_once=True)
-    return _encode_by_value(value, same_program)
-
-
-def _encode_by_value(value: Any, same_program: bool) -> Encoded:
     try:
         return _dump(_value_pickler(), value, same_program)
     except CodecError:

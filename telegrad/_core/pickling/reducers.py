@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import io
 import pickle
+import sys
+import tempfile
 import weakref
 from array import array
 from collections.abc import Callable, Sequence
 from functools import _lru_cache_wrapper, lru_cache
+from multiprocessing.connection import _ConnectionBase
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any, NoReturn, Protocol
 
 import torch
+import torch.fx
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -27,12 +31,7 @@ from telegrad.errors import CannotEncode
 REBUILDERS = __name__  # the module where the unpickler finds FROM_SLOTS
 
 
-_NOTHING: dict[str, Any] = {}
-
-
 class Pickler(Protocol):
-    """Interface of the pickler for reducers."""
-
     same_program: bool
     tensors: list[Tensor]
     references: list[Any]
@@ -100,11 +99,7 @@ def _refuse_history(kind: type[Tensor]) -> NoReturn:
     )
 
 
-def _nothing_recorded() -> bool:
-    return False
-
-
-_records: Callable[[], bool] = _nothing_recorded
+_records: Callable[[], bool] = bool  # returns False
 
 
 def ask_whether_recorded(records: Callable[[], bool]) -> None:
@@ -167,10 +162,6 @@ def _reduce_storage(pickler: Pickler, storage: torch.UntypedStorage) -> Any:
 
 def _storage(tensors: Sequence[Tensor], number: int) -> torch.UntypedStorage:
     return tensors[number].untyped_storage()
-
-
-def _reduce_typed_storage(pickler: Pickler, storage: torch.TypedStorage) -> Any:
-    return _typed_storage, (storage._untyped_storage, storage.dtype)
 
 
 def _typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.TypedStorage:
@@ -281,16 +272,9 @@ def _compile_pickled(source: bytes, compiler: bytes) -> Any:
     return pickle.loads(compiler)(pickle.loads(source))
 
 
-def _reduce_operator(pickler: Pickler, operator: Any) -> Any:
-    return resolve, (name_of(operator, pickler.same_program),)
-
-
-def _reduce_script_function(pickler: Pickler, function: Any) -> Any:
-    name = name_of(function, pickler.same_program)
-    return (resolve, (name,)) if name is not None else _reduce_script(pickler, function)
-
-
 def _reduce_script(pickler: Pickler, obj: Any) -> Any:
+    if isinstance(obj, torch.jit.ScriptFunction) and (name := name_of(obj, pickler.same_program)) is not None:
+        return resolve, (name,)
     if _records() and any(tensor.requires_grad for tensor in getattr(obj, "parameters", list)()):
         raise CannotEncode(
             "a module of torch.jit whose parameters require gradients cannot be sent in an autograd context: their "
@@ -306,21 +290,70 @@ def _load_script(data: bytes) -> Any:
     return torch.jit.load(io.BytesIO(data))  # type: ignore[no-untyped-call]
 
 
+# Objects bound to this process, such as open files, connections and views of memory, are not sent. Pickling refuses
+# most of them, and copies the others: cloudpickle converts a text file to a `StringIO`. A `multiprocessing` connection
+# arrives as a descriptor number, which is another file at the receiver and is closed with the connection. A memoryview
+# would arrive as bytes, without its format and shape.
+
+
+_FILE = "Send its path and open it there, or send what it holds, as file.read() gives it"
+_ADVICE: dict[type, str] = {
+    io.TextIOWrapper: _FILE,
+    io.BufferedReader: _FILE,
+    io.BufferedWriter: _FILE,
+    io.BufferedRandom: _FILE,
+    io.BufferedRWPair: _FILE,
+    io.FileIO: _FILE,
+    tempfile._TemporaryFileWrapper: _FILE,
+    tempfile.SpooledTemporaryFile: _FILE,
+    tempfile.TemporaryDirectory: "Send its path, which is its `name`",
+    torch.fx.Proxy: "It stands for a value while torch.fx traces: trace what runs on one worker, and call the result",
+    memoryview: "Send bytes(view), or the object that it is a view of",
+    _ConnectionBase: "Send the values themselves by calls: a worker's rpc_sync, or rpc_stream for many",
+}
+_OWN_WAY = {"__reduce__", "__reduce_ex__", "__getstate__"}  # methods by which a subclass defines its own pickling
+
+
+class BoundToProcess(TypeError):
+    """Raised for an object that cannot be sent; `advice` says what to send instead."""
+
+    def __init__(self, advice: str) -> None:
+        super().__init__("it belongs to this process, and to no other")
+        self.advice = advice
+
+
+def _refuse(pickler: Any, obj: Any) -> Any:
+    for name in ("stdout", "stderr"):
+        if obj is getattr(sys, name):
+            return _stream, (name,)
+    for kind in type(obj).__mro__:
+        if kind in _ADVICE:
+            raise BoundToProcess(_ADVICE[kind])
+        if _OWN_WAY & vars(kind).keys():
+            break
+    return NotImplemented
+
+
+def _stream(name: str) -> Any:
+    return getattr(sys, name)
+
+
 # Looked up along the MRO of the type.
 REDUCERS: dict[type, Reducer] = {
     Tensor: _reduce_tensor,
     torch.UntypedStorage: _reduce_storage,
-    torch.TypedStorage: _reduce_typed_storage,
+    torch.TypedStorage: lambda _, storage: (_typed_storage, (storage._untyped_storage, storage.dtype)),
     FunctionType: _reduce_function,
     BuiltinFunctionType: _reduce_named,
     type: _reduce_named,
     _lru_cache_wrapper: _reduce_named,
-    torch._ops.OpOverload: _reduce_operator,
-    torch._ops.OpOverloadPacket: _reduce_operator,
-    torch.jit.ScriptFunction: _reduce_script_function,
+    torch._ops.OpOverload: lambda pickler, operator: (resolve, (name_of(operator, pickler.same_program),)),
+    torch._ops.OpOverloadPacket: lambda pickler, operator: (resolve, (name_of(operator, pickler.same_program),)),
+    torch.jit.ScriptFunction: _reduce_script,
     torch.jit.ScriptModule: _reduce_script,
     array: _reduce_elements,
     io.BytesIO: _reduce_file,
+    **dict.fromkeys(_ADVICE, _refuse),
 }
 
 # The unpickler passes these the tensors, or the references, of the value before their own arguments.
@@ -351,7 +384,7 @@ def reduce(pickler: Any, obj: Any) -> Any:
             break
     else:
         reduced = NotImplemented
-        for value in getattr(obj, "__dict__", _NOTHING).values() if type(obj) is not ModuleType else ():
+        for value in getattr(obj, "__dict__", {}).values() if type(obj) is not ModuleType else ():
             if type(value) is str and len(value) >= OWN_FROM:
                 pickler.expect_texts()
     if reduced is NotImplemented:

@@ -134,7 +134,6 @@ def keep_lines(error: BaseException, traceback_: TracebackType | None) -> None:
 
 
 def own_notes(error: BaseException) -> list[str]:
-    """Return the notes that other code has added."""
     return [cut(note) if isinstance(note, str) else note for note in _notes(error) if type(note) is not Lines]
 
 
@@ -150,8 +149,6 @@ def short(name: str) -> str:
 
 
 class _Room:
-    """The remaining numbers of exceptions and of characters."""
-
     def __init__(self) -> None:
         self.exceptions, self.characters = MOST_TOLD, MOST_ROOM
 

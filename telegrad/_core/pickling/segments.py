@@ -20,17 +20,7 @@ from typing import Any
 
 from torch import Tensor
 
-from telegrad._core.wire.raw_memory import (
-    GilYielder,
-    address_of,
-    copied,
-    copy,
-    fill_new,
-    fresh,
-    is_intercepted,
-    of_buffer,
-    of_text,
-)
+from telegrad._core.wire import raw_memory
 from telegrad._core.wire.tensors import memory
 
 OWN_FROM = 1 << 18  # bytes, bytearrays and texts of this size are blobs; a frame has less than 1 << 17
@@ -59,7 +49,7 @@ class Texts:
         return number
 
     def blobs(self) -> list[Tensor]:
-        return [of_text(text) for text in self._found]
+        return [raw_memory.of_text(text) for text in self._found]
 
 
 class LargeText(Exception):
@@ -72,22 +62,21 @@ def expect_texts(pickler: Any) -> None:
     Raises:
         LargeText: the pickling must start again: since Python 3.13, `persistent_id` has no effect if set during it.
     """
-    if pickler.texts is None and not is_intercepted():
+    if pickler.texts is None and not raw_memory.is_intercepted():
         if pickler.file.may_repeat:
             raise LargeText
         pickler.persistent_id = pickler.texts = Texts()
 
 
 class SegmentWriter:
-    """The output file of a pickler."""
-
     __slots__ = ("_segments", "_size", "_turns", "may_repeat")
 
-    def __init__(self) -> None:
+    def __init__(self, data: bytes = b"") -> None:
+        """`data` is what was written already."""
         self.may_repeat = True  # no foreign code has run yet, so the value can be pickled again
-        self._segments: list[bytes | Tensor] = []
-        self._size = 0
-        self._turns: GilYielder | None = None
+        self._segments: list[bytes | Tensor] = [data] if data else []
+        self._size = len(data)
+        self._turns: raw_memory.GilYielder | None = None
 
     def write(self, data: Any) -> None:
         """Append a frame, the header of a large object, or the object itself.
@@ -97,20 +86,20 @@ class SegmentWriter:
         """
         if type(data) is bytes:
             self._size += len(data)
-            if data[-1] != _STOP and self.may_repeat and _announces_text(data) and not is_intercepted():
+            if data[-1] != _STOP and self.may_repeat and _announces_text(data) and not raw_memory.is_intercepted():
                 raise LargeText
         else:  # a bytearray, which may change before it is sent
-            data = bytes(data) if is_intercepted() else copied(memoryview(data))
+            data = bytes(data) if raw_memory.is_intercepted() else raw_memory.copied(memoryview(data))
             self._size += len(data)
         self._segments.append(data)
         if self._turns is not None:
             self._turns.give_way()
         elif self._size > LONGEST_RUN:
-            self._turns = GilYielder()
+            self._turns = raw_memory.GilYielder()
 
     def whole(self) -> bytes | None:
         """Return the pickle if it is small, or if no tensors can be created here."""
-        if self._size > LONGEST_RUN and not is_intercepted():
+        if self._size > LONGEST_RUN and not raw_memory.is_intercepted():
             return None
         if len(self._segments) == 1:
             return _bytes_of(self._segments[0])
@@ -138,24 +127,6 @@ class SegmentWriter:
         return parts, places, blobs
 
 
-class OnePiece(SegmentWriter):
-    """A file whose `write` is a C function: built-in types are pickled without a switch of threads."""
-
-    __slots__ = ("write",)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.may_repeat = False
-        self.write: Any = self._segments.append
-
-    def settle(self) -> None:
-        """Convert the written data after the end of the pickle."""
-        for place, data in enumerate(self._segments):
-            if isinstance(data, bytearray):
-                self._segments[place] = bytes(data)
-        self._size = sum(map(len, self._segments))
-
-
 def _announces_text(data: bytes) -> bool:
     """Return True if the frame in `data` is followed by the header of a large text."""
     start = 2 if data[:1] == pickle.PROTO else 0
@@ -170,23 +141,21 @@ def _bytes_of(data: bytes | Tensor) -> bytes:
 
 
 def _blob_of(data: bytes | Tensor) -> Tensor:
-    return of_buffer(memoryview(data)) if isinstance(data, bytes) else data
+    return raw_memory.of_buffer(memoryview(data)) if isinstance(data, bytes) else data
 
 
 def _joined(run: list[bytes | Tensor], size: int) -> Tensor:
-    turns, blob, at = GilYielder(), fresh(size), 0
+    turns, blob, at = raw_memory.GilYielder(), raw_memory.fresh(size), 0
     run.reverse()
     while run:  # each segment is freed after its copy
         data = _blob_of(run.pop())
-        copy(blob.data_ptr() + at, data.data_ptr(), data.numel())
+        raw_memory.copy(blob.data_ptr() + at, data.data_ptr(), data.numel())
         at += data.numel()
         turns.give_way()
     return blob
 
 
 class SegmentReader:
-    """The input file of an unpickler."""
-
     def __init__(self, body: memoryview, places: Sequence[int], blobs: Sequence[Tensor]) -> None:
         """`places`: for each segment its number of bytes in the body, or ~number of its blob."""
         self._segments: list[memoryview] = []
@@ -200,7 +169,7 @@ class SegmentReader:
                 start += place
         self._segments.reverse()
         self._at = 0  # position in the last segment
-        self._turns = GilYielder()
+        self._turns = raw_memory.GilYielder()
 
     def read(self, size: int) -> bytes:
         self._turns.give_way()
@@ -208,10 +177,10 @@ class SegmentReader:
         return bytes(data) if len(data) == size else bytes(data) + self.read(size - len(data))
 
     def readinto(self, room: memoryview) -> int:
-        target, size, at = address_of(room), len(room), 0
+        target, size, at = raw_memory.address_of(room), len(room), 0
         while at < size:
             data = self._next(size - at)
-            fill_new(target + at, address_of(data), len(data))
+            raw_memory.fill_new(target + at, raw_memory.address_of(data), len(data))
             at += len(data)
         return size
 

@@ -129,7 +129,6 @@ def text_of(error: BaseException) -> str:
 
 
 def _light(value: Any) -> Any:
-    """Return a value with the same text, or with a shortened one."""
     if isinstance(value, str):
         return cut(value)
     return brief(value) if is_large(value) else value

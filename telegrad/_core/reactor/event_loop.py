@@ -30,7 +30,6 @@ class EventLoop:
         self._running: set[Future[None]] = set()
 
     def run(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        """Start a coroutine on the loop."""
         with self._lock:
             if self._begun is None:
                 loop = asyncio.new_event_loop()
@@ -76,7 +75,6 @@ class EventLoop:
         return True
 
     def runs_here(self) -> bool:
-        """Return True if this thread runs the loop."""
         begun = self._begun
         try:
             return begun is not None and asyncio.get_running_loop() is begun[0]

@@ -69,7 +69,6 @@ def run_for(future: Any, links: Sequence[Link], reactor: Reactor) -> None:
 
 
 def _read(future: Any, links: Sequence[Link], own: deque[Work]) -> None:
-    """Read until work for this thread has arrived."""
     taken = [link for link in links if link.reading.take()]
     spin = Spin(perf_counter(), MOMENT, gives_way=True)
     try:

@@ -70,11 +70,9 @@ class LeaderThreads:
                 thread.join(0.2)
 
     def here(self) -> ReactorThread | None:
-        """Return this thread's record, or None on a foreign thread."""
         return getattr(self.local, "runner", None)
 
     def is_member(self) -> bool:
-        """Return True if this is a thread of the reactor."""
         return hasattr(self.local, "runner")
 
     def processor_time(self) -> float | None:

@@ -21,10 +21,9 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
+from threading import Lock
 from time import perf_counter
 
-from telegrad._core.host.open_files import report_closed
-from telegrad._core.locks import guarded, new_lock
 from telegrad._core.reactor.leader_threads import LeaderThreads, ReactorThread
 from telegrad._core.reactor.scheduler import Scheduler, Work, WorkQueue
 from telegrad._core.reactor.spinning import SOON, Spin
@@ -45,17 +44,15 @@ class Reactor:
         """`entered` is the first function called on each new thread; `timer` calls `watch`."""
         self._most_waiting = most_waiting
         self._timer = timer
-        self._lock = new_lock()
-        self._scheduler: Scheduler = guarded(
-            Scheduler(slots), self._lock, ("ready", "waiting", "held_up", "busy", "count")
-        )
+        self._lock = Lock()
+        self._scheduler = Scheduler(slots)
         self._submitted: deque[tuple[Work, WorkQueue | None]] = deque()  # not yet added to the scheduler
         self.calls = WorkQueue()  # for works that need a slot but have no caller
         self._polling = Polling(self._scheduler, self._submitted)
         self.poller = self._polling.poller
         self._threads = LeaderThreads(self._lock, entered, self._lead, self.poller.close)
         self.on_worker = self._threads.is_member
-        self._unsent: set[Source] = set()  # sources with answers that are sent at the end of the batch
+        self.unsent: set[Source] = set()  # sources with answers that are sent at the end of the batch
 
     def __repr__(self) -> str:
         state = "closed" if self._threads.closed else f"{len(self._threads)} threads"
@@ -116,16 +113,15 @@ class Reactor:
 
     def sent_later(self, source: Source) -> None:
         """Send the outbox of `source` soon, by the leader or by the next tick."""
-        self._unsent.add(source)
+        self.unsent.add(source)
         runner = self._threads.here()
         if runner is not None and self._threads.leader is not runner:  # this thread has lost the lead
             self.send_unsent()
 
     def send_unsent(self) -> None:
-        """Send all outboxes that were left for later."""
-        while self._unsent:
+        while self.unsent:
             try:
-                source = self._unsent.pop()
+                source = self.unsent.pop()
             except KeyError:  # two threads emptied the set at once
                 return
             source.on_writable()
@@ -165,12 +161,10 @@ class Reactor:
 
     @property
     def is_behind(self) -> bool:
-        """Return True if more works are ready than allowed."""
         return len(self._scheduler.ready) >= self._most_waiting
 
     @property
     def idle(self) -> bool:
-        """Return True if no call runs or is queued."""
         scheduler = self._scheduler
         return not (self._submitted or scheduler.busy or scheduler.ready or scheduler.waiting or scheduler.held_up)
 
@@ -219,12 +213,19 @@ class Reactor:
         """Poll connections and run works in turn while this thread leads."""
         threads = self._threads
         while threads.leader is runner and not threads.closed:
-            if self._unsent:
+            if self.unsent:
                 self.send_unsent()
             try:
                 self._polling.poll()
             except OSError as error:
-                threads.closed = threads.closed or report_closed(error)
+                if not threads.closed:
+                    log.critical(
+                        "telegrad: something in this process has closed descriptors that belong to its worker (%s): "
+                        "the worker reads no connection any more. Functions may close only what they have opened "
+                        "(os.closerange closes all): start the worker anew",
+                        error,
+                    )
+                threads.closed = True
             until = perf_counter() + TURN
             with self._lock:
                 self._add_submitted()

@@ -169,7 +169,6 @@ class RecordReader:
 
 
 def not_authentic(error: Exception) -> str:
-    """Return the text for users about a refused record."""
     if isinstance(error, DecryptionFailed):
         return "what came over the connection was not sent so by that worker: it was altered on the way"
     return f"it sent what is no record ({error})"

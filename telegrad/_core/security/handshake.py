@@ -32,7 +32,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from telegrad._core.security.keyring import Keyring
-from telegrad._core.security.noise import Ciphers, DecryptionFailed, InitiatorHandshake, ResponderHandshake
+from telegrad._core.security.noise import Ciphers, DecryptionFailed, NoiseHandshake
 from telegrad._core.security.tls import ALERT_NO_TLS, HANDSHAKE
 from telegrad.errors import AuthenticationFailed, HandshakeError, PeerUnreachable, ProtocolViolation, VersionMismatch
 
@@ -71,8 +71,6 @@ _REASONS: dict[str, tuple[type[HandshakeError | PeerUnreachable], str]] = {
 
 
 class VersionRange(NamedTuple):
-    """The protocol versions that a worker supports."""
-
     oldest: int
     newest: int
 
@@ -81,8 +79,6 @@ PROTOCOL = VersionRange(8, 8)  # two adjacent versions, from the second released
 
 
 class Claim(NamedTuple):
-    """The identity that a worker claims."""
-
     name: str
     id: int
     incarnation: str
@@ -103,7 +99,8 @@ ITSELF = StreamId()
 class _End:
     """The common part of both ends: splitting the stream into messages, and refusals."""
 
-    def __init__(self, mine: Claim, carrier: bytes, random: Random, spoken: VersionRange) -> None:
+    def __init__(self, mine: Claim, carrier: bytes, random: Random, spoken: VersionRange, awaits: bytes) -> None:
+        self._state = awaits  # the kind of the next message
         self.carrier = carrier  # must be final when the first message is received
         self.done = False
         self.peer: Claim | None = None
@@ -114,14 +111,9 @@ class _End:
         self._mine = mine
         self._random = random
         self._spoken = spoken
-        self._buffer = b""
+        self.leftover = b""  # received bytes that are not processed; when done, those after the handshake
         self._prologue = b"telegrad"
         self._ciphers: Ciphers | None = None
-
-    @property
-    def leftover(self) -> bytes:
-        """Bytes received after the handshake."""
-        return self._buffer
 
     def receive(self, data: bytes) -> bytes:
         """Process received bytes; return the bytes to send.
@@ -130,7 +122,7 @@ class _End:
             HandshakeError: the peer does not follow the protocol, or cannot be authenticated.
             PeerUnreachable: the peer is a worker of this group, but not the wanted one.
         """
-        self._buffer += data
+        self.leftover += data
         answer = b""
         while not self.done and (message := self._next()) is not None:
             try:
@@ -140,25 +132,22 @@ class _End:
         return answer
 
     def _next(self) -> bytes | None:
-        if len(self._buffer) < 2:
+        if len(self.leftover) < 2:
             return None
-        size = int.from_bytes(self._buffer[:2], "little")
+        size = int.from_bytes(self.leftover[:2], "little")
         if not 1 <= size <= LONGEST:
             raise self._refuse("stranger", "it sent what is no message of this protocol")
-        if self._buffer[:3] == HANDSHAKE + b"\x01":  # this protocol has no message kind 1
+        if self.leftover[:3] == HANDSHAKE + b"\x01":  # this protocol has no message kind 1
             self.parting = ALERT_NO_TLS
             raise AuthenticationFailed(ONE_SIDED)
-        if self._buffer[2:3] not in (self._awaits(), _REFUSAL, b""):
+        if self.leftover[2:3] not in (self._state, _REFUSAL, b""):
             raise self._refuse("stranger", "it sent what does not belong here")
-        if len(self._buffer) < 2 + size:
+        if len(self.leftover) < 2 + size:
             return None
-        message, self._buffer = self._buffer[2 : 2 + size], self._buffer[2 + size :]
+        message, self.leftover = self.leftover[2 : 2 + size], self.leftover[2 + size :]
         if message[:1] == _REFUSAL:
             raise self._refused(message[1:])
         return message
-
-    def _awaits(self) -> bytes:
-        raise NotImplementedError
 
     def _take(self, kind: bytes, body: bytes) -> bytes:
         raise NotImplementedError
@@ -186,11 +175,6 @@ class _End:
                 "version", f"it speaks version {newest} of the protocol, this worker none before {self._spoken.oldest}"
             )
         self._prologue += kind + body
-
-    def _finish(self) -> None:
-        """Publish the ciphers and end the handshake."""
-        self.ciphers = self._ciphers
-        self.done = True
 
     def _read_claim(self, text: bytes) -> tuple[Claim, list[object]]:
         """Return the authenticated claim, and the fields after it."""
@@ -227,14 +211,13 @@ class Initiator(_End):
         spoken: VersionRange = PROTOCOL,
     ) -> None:
         """`attempt` is the index of the key to use; the acceptor has refused the keys before it."""
-        super().__init__(mine, carrier, random, spoken)
+        super().__init__(mine, carrier, random, spoken, _REPLY)
         known = keys.derive(PURPOSE)
         self._key = known[min(attempt, len(known) - 1)]
         self._has_more = attempt + 1 < len(known)
         self._wanted = wanted
         self._stream_id = stream_id
-        self._state = _REPLY
-        self._noise: InitiatorHandshake | None = None
+        self._noise: NoiseHandshake | None = None
         self._acceptor: Claim | None = None  # claim of the acceptor until it has accepted
 
     @property
@@ -243,16 +226,12 @@ class Initiator(_End):
         return self._has_more and self.refusal == UNKNOWN_KEY
 
     def start(self) -> bytes:
-        """Return the first bytes to send."""
         return self._greet(_HELLO)
-
-    def _awaits(self) -> bytes:
-        return self._state
 
     def _take(self, kind: bytes, body: bytes) -> bytes:
         if kind == _REPLY:
             self._open(kind, body)
-            self._noise = InitiatorHandshake(self._key, self._prologue + self.carrier, self._random)
+            self._noise = NoiseHandshake(self._key, self._prologue + self.carrier, self._random)
             self._state = _SECOND
             return self._say(_FIRST, self._noise.write_first())
         if kind == _SECOND:
@@ -268,13 +247,11 @@ class Initiator(_End):
         assert self._ciphers is not None
         self._ciphers.receiving.decrypt(body)
         self.peer = self._acceptor
-        self._finish()
+        self.ciphers, self.done = self._ciphers, True
         return b""
 
 
 class Acceptor(_End):
-    """The end that accepted the connection."""
-
     def __init__(
         self,
         keys: Keyring,
@@ -283,13 +260,9 @@ class Acceptor(_End):
         random: Random = secrets.token_bytes,
         spoken: VersionRange = PROTOCOL,
     ) -> None:
-        super().__init__(mine, carrier, random, spoken)
+        super().__init__(mine, carrier, random, spoken, _HELLO)
         self._keys = keys
         self.stream_id = ITSELF
-        self._state = _HELLO
-
-    def _awaits(self) -> bytes:
-        return self._state
 
     def _take(self, kind: bytes, body: bytes) -> bytes:
         if kind == _HELLO:
@@ -303,17 +276,17 @@ class Acceptor(_End):
         assert self._ciphers is not None
         self._hear(self._ciphers.receiving.decrypt(body))
         accepted = self._say(_ACCEPTED, self._ciphers.sending.encrypt(b""))
-        self._finish()
+        self.ciphers, self.done = self._ciphers, True
         return accepted
 
     def refuse_without_tls(self) -> HandshakeError | PeerUnreachable:
         """Return the error for a peer that does not use TLS, while this end does."""
         return self._refuse(ONE_SIDED_TLS, ONE_SIDED)
 
-    def _meet(self, first: bytes) -> ResponderHandshake:
+    def _meet(self, first: bytes) -> NoiseHandshake:
         """Find the key that the initiator used."""
         for key in self._keys.derive(PURPOSE):
-            noise = ResponderHandshake(key, self._prologue + self.carrier, self._random)
+            noise = NoiseHandshake(key, self._prologue + self.carrier, self._random)
             try:
                 noise.read_first(first)
             except DecryptionFailed:

@@ -80,8 +80,6 @@ def check_key(key: object, source: str) -> bytes:
 
 
 class Keyring:
-    """The keys of one group in this process."""
-
     def __init__(self, keys: Sequence[bytes], path: str = "", is_open: bool = False, source: str = "") -> None:
         """`path` is the file of the keys, if any; it is read again after it has changed.
 

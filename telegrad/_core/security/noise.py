@@ -118,107 +118,31 @@ class CipherState:
 
 
 class Ciphers(NamedTuple):
-    """The cipher states of both directions of a connection."""
-
     sending: CipherState
     receiving: CipherState
 
 
-class _SymmetricState:
-    """The hash of the handshake transcript, and the key of the next payload."""
+class NoiseHandshake:
+    """One end: the initiator calls `write_first`, then `read_second`; the responder `read_first`, then `write_second`.
 
-    def __init__(self, prologue: bytes) -> None:
-        self.hash = self._chaining_key = NAME
-        self._cipher: CipherState | None = None
+    It keeps the hash of the transcript, and the key of the next payload.
+    """
+
+    def __init__(self, psk: bytes, prologue: bytes, random: Random = secrets.token_bytes) -> None:
+        if len(psk) != KEY:
+            raise ValueError(f"the shared secret has {len(psk)} bytes, not {KEY}")
+        self._random = random
+        self._private: X25519PrivateKey | None = None
+        self._theirs = b""
+        self.hash = NAME
         self._mix_hash(prologue)
-
-    def _mix_hash(self, data: bytes) -> None:
-        self.hash = hashlib.sha256(self.hash + data).digest()
-
-    def _mix_key(self, material: bytes) -> None:
-        self._chaining_key, key = _hkdf(self._chaining_key, material, 2)
-        self._cipher = CipherState(key)
-
-    def _mix_key_and_hash(self, material: bytes) -> None:
-        self._chaining_key, mixed, key = _hkdf(self._chaining_key, material, 3)
+        self._chaining_key, mixed, key = _hkdf(NAME, psk, 3)
         self._mix_hash(mixed)
         self._cipher = CipherState(key)
 
-    def _encrypt_and_hash(self, plaintext: bytes) -> bytes:
-        assert self._cipher is not None
-        ciphertext = self._cipher.encrypt(plaintext, self.hash)
-        self._mix_hash(ciphertext)
-        return ciphertext
-
-    def _decrypt_and_hash(self, ciphertext: bytes) -> bytes:
-        assert self._cipher is not None
-        plaintext = self._cipher.decrypt(ciphertext, self.hash)
-        self._mix_hash(ciphertext)
-        return plaintext
-
-    def _split(self) -> tuple[CipherState, CipherState]:
-        first, second = _hkdf(self._chaining_key, b"", 2)
-        return CipherState(first), CipherState(second)
-
-
-class _Handshake(_SymmetricState):
-    def __init__(self, psk: bytes, prologue: bytes, random: Random) -> None:
-        if len(psk) != KEY:
-            raise ValueError(f"the shared secret has {len(psk)} bytes, not {KEY}")
-        super().__init__(prologue)
-        self._random = random
-        self._mix_key_and_hash(psk)
-
-    def _mix_ephemeral(self, public: bytes) -> None:
-        self._mix_hash(public)
-        self._mix_key(public)  # required by patterns with psk only
-
-    def _make_ephemeral(self) -> tuple[X25519PrivateKey, bytes]:
-        private = X25519PrivateKey.from_private_bytes(self._random(KEY))
-        public = private.public_key().public_bytes_raw()
-        self._mix_ephemeral(public)
-        return private, public
-
-    def _mix_exchange(self, private: X25519PrivateKey, public: bytes) -> None:
-        try:
-            self._mix_key(private.exchange(X25519PublicKey.from_public_bytes(public)))
-        except ValueError:  # a public key of low order: the exchange would be 0 for any private key
-            raise DecryptionFailed from None
-
-
-class InitiatorHandshake(_Handshake):
-    """The initiator's handshake: `write_first`, then `read_second`."""
-
-    def __init__(self, psk: bytes, prologue: bytes, random: Random = secrets.token_bytes) -> None:
-        super().__init__(psk, prologue, random)
-        self._private: X25519PrivateKey | None = None
-
     def write_first(self, payload: bytes = b"") -> bytes:
         """Return the first message; its payload may be replayed."""
-        self._private, public = self._make_ephemeral()
-        return public + self._encrypt_and_hash(payload)
-
-    def read_second(self, message: bytes) -> tuple[bytes, Ciphers]:
-        """Return the payload of the second message, and the ciphers for all later messages.
-
-        Raises:
-            DecryptionFailed: it does not answer the first message.
-        """
-        assert self._private is not None
-        public = message[:KEY]
-        self._mix_ephemeral(public)
-        self._mix_exchange(self._private, public)
-        payload = self._decrypt_and_hash(message[KEY:])
-        here, there = self._split()
-        return payload, Ciphers(here, there)
-
-
-class ResponderHandshake(_Handshake):
-    """The responder's handshake: `read_first`, then `write_second`."""
-
-    def __init__(self, psk: bytes, prologue: bytes, random: Random = secrets.token_bytes) -> None:
-        super().__init__(psk, prologue, random)
-        self._theirs = b""
+        return self._make_ephemeral() + self._encrypt_and_hash(payload)
 
     def read_first(self, message: bytes) -> bytes:
         """Return the payload of the first message.
@@ -226,8 +150,7 @@ class ResponderHandshake(_Handshake):
         Raises:
             DecryptionFailed: the initiator has another secret, or another prologue, or the message was altered.
         """
-        self._theirs = message[:KEY]
-        self._mix_ephemeral(self._theirs)
+        self._read_ephemeral(message)
         return self._decrypt_and_hash(message[KEY:])
 
     def write_second(self, payload: bytes = b"") -> tuple[bytes, Ciphers]:
@@ -236,11 +159,59 @@ class ResponderHandshake(_Handshake):
         Raises:
             DecryptionFailed: the public key of the initiator is invalid.
         """
-        private, public = self._make_ephemeral()
-        self._mix_exchange(private, self._theirs)
+        public = self._make_ephemeral()
+        self._mix_exchange()
         message = public + self._encrypt_and_hash(payload)
-        there, here = self._split()
-        return message, Ciphers(here, there)
+        there, here = _hkdf(self._chaining_key, b"", 2)
+        return message, Ciphers(CipherState(here), CipherState(there))
+
+    def read_second(self, message: bytes) -> tuple[bytes, Ciphers]:
+        """Return the payload of the second message, and the ciphers for all later messages.
+
+        Raises:
+            DecryptionFailed: it does not answer the first message.
+        """
+        self._read_ephemeral(message)
+        self._mix_exchange()
+        payload = self._decrypt_and_hash(message[KEY:])
+        here, there = _hkdf(self._chaining_key, b"", 2)
+        return payload, Ciphers(CipherState(here), CipherState(there))
+
+    def _make_ephemeral(self) -> bytes:
+        self._private = X25519PrivateKey.from_private_bytes(self._random(KEY))
+        return self._mix_ephemeral(self._private.public_key().public_bytes_raw())
+
+    def _read_ephemeral(self, message: bytes) -> None:
+        self._theirs = self._mix_ephemeral(message[:KEY])
+
+    def _mix_ephemeral(self, public: bytes) -> bytes:
+        self._mix_hash(public)
+        self._mix_key(public)  # required by patterns with psk only
+        return public
+
+    def _mix_exchange(self) -> None:
+        assert self._private is not None
+        try:
+            self._mix_key(self._private.exchange(X25519PublicKey.from_public_bytes(self._theirs)))
+        except ValueError:  # a public key of low order: the exchange would be 0 for any private key
+            raise DecryptionFailed from None
+
+    def _mix_key(self, material: bytes) -> None:
+        self._chaining_key, key = _hkdf(self._chaining_key, material, 2)
+        self._cipher = CipherState(key)
+
+    def _mix_hash(self, data: bytes) -> None:
+        self.hash = hashlib.sha256(self.hash + data).digest()
+
+    def _encrypt_and_hash(self, plaintext: bytes) -> bytes:
+        ciphertext = self._cipher.encrypt(plaintext, self.hash)
+        self._mix_hash(ciphertext)
+        return ciphertext
+
+    def _decrypt_and_hash(self, ciphertext: bytes) -> bytes:
+        plaintext = self._cipher.decrypt(ciphertext, self.hash)
+        self._mix_hash(ciphertext)
+        return plaintext
 
 
 def _hkdf(chaining_key: bytes, material: bytes, outputs: int) -> list[bytes]:

@@ -17,8 +17,6 @@ def host_of(origin: str) -> str:
 
 
 class Refusals:
-    """Count the refused connections of each host."""
-
     def __init__(self) -> None:
         self._since: dict[str, float] = {}  # begin of the period of a host
         self._count: Counter[str] = Counter()  # refusals in the period

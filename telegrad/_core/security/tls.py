@@ -36,24 +36,6 @@ class TlsFiles(NamedTuple):
     authority: str
 
 
-def server_context(files: TlsFiles) -> ssl.SSLContext:
-    """Return the context for accepted connections.
-
-    Raises:
-        UsageError: a file is missing or is no certificate or key, or other users may read or write the key.
-    """
-    return _context(ssl.PROTOCOL_TLS_SERVER, files)
-
-
-def client_context(files: TlsFiles) -> ssl.SSLContext:
-    """Return the context for outgoing connections. Host names are not checked: the handshake authenticates the worker.
-
-    Raises:
-        UsageError: a file is missing or is no certificate or key, or other users may read or write the key.
-    """
-    return _context(ssl.PROTOCOL_TLS_CLIENT, files)
-
-
 def load_own(context: ssl.SSLContext, certificate: str, private_key: str) -> None:
     """Make a context present this certificate.
 
@@ -83,12 +65,10 @@ def own_digest(files: TlsFiles) -> bytes:
 
 
 def peer_digest(sock: ssl.SSLSocket) -> bytes:
-    """Return the hash of the certificate that the other end presented."""
     return hashlib.sha256(sock.getpeercert(binary_form=True) or b"").digest()
 
 
 def is_one_sided(error: ssl.SSLError) -> bool:
-    """Return True if the other end replied that it does not use TLS."""
     return "INAPPROPRIATE_FALLBACK" in (error.reason or "")
 
 
@@ -136,6 +116,11 @@ def _advice(why: str, whose: str) -> str:
 
 
 def _context(protocol: int, files: TlsFiles) -> ssl.SSLContext:
+    """Return a context that checks no host names: the handshake authenticates the worker.
+
+    Raises:
+        UsageError: a file is missing or is no certificate or key, or other users may read or write the key.
+    """
     context = ssl.SSLContext(protocol)
     context.check_hostname = False
     context.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -152,6 +137,11 @@ def _context(protocol: int, files: TlsFiles) -> ssl.SSLContext:
     except OSError as error:
         raise UsageError(f"the TLS authority {files.authority!r} cannot be used: {error}") from error
     return context
+
+
+server_context, client_context = (
+    partial(_context, each) for each in (ssl.PROTOCOL_TLS_SERVER, ssl.PROTOCOL_TLS_CLIENT)
+)
 
 
 def _refuse_passphrase(private_key: str) -> NoReturn:

@@ -50,7 +50,6 @@ class Channel(NamedTuple):
 
     @classmethod
     def behind(cls, sock: socket.socket, end: Initiator | Acceptor) -> Channel:
-        """Return the connection that this end of a handshake has made."""
         return cls(sock, end.carrier == UNIX, end.leftover, end.ciphers if end.carrier == TCP else None)
 
 
@@ -92,7 +91,6 @@ def connect(
 
 
 def _check_certificates(alert: ssl.SSLError | None, target: Target, tls: TlsFiles | None) -> None:
-    """Raise AuthenticationFailed if the alert says that a certificate was refused."""
     if alert is not None and tls is not None and (refused := refused_certificate(alert, target.name, tls)):
         raise AuthenticationFailed(f"{refused}; the call has not run") from alert
 

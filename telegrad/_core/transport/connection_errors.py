@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Protocol
+from typing import Any
 
 from telegrad._core.host import open_files, out_of_memory
 from telegrad._core.wire.messages import BYE, MOVED, OVER, Message
 from telegrad.errors import GenerationOver, LeftEarly, PeerError, PeerLost, ShutDown
 
 
-class Ends(Protocol):
-    """A connection that can be closed."""
-
-    def send(self, message: Message) -> bool: ...
-
-    def close(self, reason: PeerError) -> None: ...
-
-
-def part(link: Ends, reason: PeerError, how: str) -> None:
+def part(link: Any, reason: PeerError, how: str) -> None:
     """Close a connection and send the reason `how`. Without it, the other worker would declare this one lost."""
     with contextlib.suppress(PeerError):
         link.send(Message(BYE, body=how.encode()))
@@ -59,7 +51,6 @@ def broken(peer: str, error: Exception, why: str) -> PeerLost:
 
 
 def lost(peer: str, why: str) -> PeerLost:
-    """Return the error if the connection ended without a BYE message."""
     return PeerLost(
         f"worker {peer!r} was lost: {why}; calls in flight to it may or may not have run. "
         "If that worker still lives, the next call connects anew"

@@ -11,14 +11,15 @@ import itertools
 import socket
 import ssl
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import partial
 
 from telegrad._core.memory import fd_passing
 from telegrad._core.memory.blobs import Chunk, Incoming, MemorySources, Outgoing, Prepared
 from telegrad._core.memory.extra_streams import NO_LANES, ExtraStreams
 from telegrad._core.pickling.exceptions import fresh
-from telegrad._core.security.encrypted_records import RECORD, RecordWriter
+from telegrad._core.security.encrypted_records import RECORD, RecordReader, RecordWriter, not_authentic
+from telegrad._core.security.noise import Ciphers, DecryptionFailed
 from telegrad._core.sockets import NOT_NOW, shut
 from telegrad._core.transport.connect import Channel
 from telegrad._core.transport.connection_errors import broken, departed_error, lost
@@ -27,23 +28,13 @@ from telegrad._core.transport.process_state import process_at
 from telegrad._core.transport.reading import ReadRight
 from telegrad._core.transport.waker import Waker, is_readable, wait_readable
 from telegrad._core.transport.writer import Writer
+from telegrad._core.wire import messages
 from telegrad._core.wire.frames import FrameReader
-from telegrad._core.wire.messages import (
-    BYE,
-    OPENED,
-    PULSE,
-    RELEASE,
-    RETIRE,
-    Message,
-    encode,
-    pack_numbers,
-    unpack_numbers,
-)
+from telegrad._core.wire.messages import Message, encode, pack_numbers, unpack_numbers
 from telegrad.errors import PeerError, ProtocolViolation
 
 READ_AT_ONCE = 8  # reads per turn: a busy connection must not starve the others
-# bytes of small frames per turn, if the peer makes calls: a frame costs as much as a short call
-CALLS_AT_ONCE = 4 << 10
+CALLS_AT_ONCE = 4 << 10  # bytes of frames per turn, if the peer makes calls: a frame costs as much as a short call
 
 
 class Link:
@@ -60,13 +51,13 @@ class Link:
         prompt: bool,
         expected: Callable[[], object] = lambda: True,
         widen: Callable[[Link, bool], None] | None = None,
-        records: RecordWriter | None = None,
+        ciphers: Ciphers | None = None,
     ) -> None:
         """`on_messages` runs on the reading thread.
 
         `prompt`: the other end waits for responses, so its next frame follows soon. `expected` returns True if a
-        response is expected here. `widen` makes lanes, for sending if its second argument is True. `records` encrypts
-        sent data.
+        response is expected here. `widen` makes lanes, for sending if its second argument is True. With `ciphers`, all
+        data is sent in encrypted records.
         """
         sock.setblocking(False)
         self.peer = peer
@@ -84,25 +75,27 @@ class Link:
         self._on_closed = on_closed
         self._over: str | None = None  # set by BYE, the peer's last message: how it left
         self.lanes_in, self.lanes_out = (
-            NO_LANES if self._shares else self._make_lanes(sends, widen) for sends in (False, True)
+            NO_LANES if self._shares else ExtraStreams(sends, self._broke, widen and partial(widen, self, sends))
+            for sends in (False, True)
         )
         self._incoming = Incoming(stores, self.lanes_in)
         self._maps = self._incoming.maps
         # While the frame reader awaits lanes, the reading thread has nothing to read and must call `stop_reading`.
-        self.reader = FrameReader(self._incoming.allocate, self._incoming.attach, self._open, self.lanes_in.is_idle)
+        self.reader = FrameReader(self._incoming.allocate, self._incoming.attach, self._control, self.lanes_in.is_idle)
         self._recv_into = self._recv_tls if self._tls else sock.recv_into
         self._buffer: Callable[..., memoryview] = self.reader.buffer  # memory for the next bytes from the socket
         self._arrived: Callable[[int], None] = self._take  # called with the number of bytes received there
+        self._records: RecordWriter | None = None
+        if ciphers is not None:
+            records = RecordReader(ciphers.receiving)
+            self._buffer, self._arrived = records.buffer, partial(self._decrypt, records)
+            self._records = RecordWriter(ciphers.sending)
         self._lock = threading.Lock()  # guards all below, setting `closed`, and writing to the socket
         self.sent = 0  # bytes of messages and of their tensors
         self._outgoing = Outgoing(peer, stores, self.lanes_out)
-        self._records = records
         watch = lambda write: poller.watch(self, write=write)  # noqa: E731
-        self._writer = Writer(sock, self._tls_lock, stores.staging, watch, self._resume, records)
+        self._writer = Writer(sock, self._tls_lock, stores.staging, watch, self._resume, self._records)
         self._outbox = self._writer.outbox
-
-    def _make_lanes(self, sends: bool, widen: Callable[[Link, bool], None] | None) -> ExtraStreams:
-        return ExtraStreams(sends, self._broke, partial(widen, self, sends) if widen is not None else None)
 
     @property
     def taken(self) -> int:
@@ -111,12 +104,10 @@ class Link:
 
     @property
     def written(self) -> int:
-        """The number of bytes written to the socket."""
         return self._writer.written
 
     @property
     def is_sending(self) -> bool:
-        """Return True if the socket has not accepted all data yet."""
         return self._writer.is_busy
 
     @property
@@ -169,10 +160,10 @@ class Link:
                     try:
                         sent = self._sock.send(record)
                     except OSError:
-                        pass  # `_flush` gets the same error
+                        pass  # `flush` gets the same error
                     if sent < len(record):
                         records.keep(memoryview(record)[sent:])
-                        self._flush()
+                        self._writer.flush()
                     return sent == len(record)
             elif not (self._outbox or later or self._tls):
                 try:
@@ -181,10 +172,10 @@ class Link:
                         return True
                     data = data[sent:]
                 except OSError:
-                    pass  # `_flush` gets the same error
+                    pass  # `flush` gets the same error
             self._outbox.append(Chunk(data))
             if not later:
-                self._flush()
+                self._writer.flush()
         return False
 
     def _send_with_blobs(self, message: Message) -> None:
@@ -216,23 +207,19 @@ class Link:
             data = encode(message, table)
             self.sent += len(data) + sum(each.size for each in prepared)
             # Send descriptors above the limit of one write ahead: the receiver takes them in the order of the table.
-            while len(fds) > fd_passing.DESCRIPTORS_AT_ONCE:
-                self._outbox.append(Chunk(encode(Message(RELEASE)), tuple(fds[: fd_passing.DESCRIPTORS_AT_ONCE])))
-                del fds[: fd_passing.DESCRIPTORS_AT_ONCE]
+            most = fd_passing.DESCRIPTORS_AT_ONCE
+            while len(fds) > most:
+                self._outbox.append(Chunk(encode(Message(messages.RELEASE)), tuple(fds[:most])))
+                del fds[:most]
             self._outbox.append(Chunk(data, tuple(fds)))
             self._outbox.extend(behind)
-            self._flush()
-        self.lanes_out.make_wanted()
-
-    def _flush(self) -> None:
-        """Write the outbox unless the socket is full. Call it with the lock held."""
-        if not self._writer.waits:
             self._writer.flush()
+        self.lanes_out.make_wanted()
 
     def _queue_release(self) -> None:
         numbers = self._maps.take_released()
         try:
-            self._outbox.append(Chunk(encode(Message(RELEASE, body=pack_numbers(numbers)))))
+            self._outbox.append(Chunk(encode(Message(messages.RELEASE, body=pack_numbers(numbers)))))
         except MemoryError:
             self._maps.released.extend(numbers)
             raise
@@ -243,15 +230,13 @@ class Link:
             with self._lock:
                 if self.closed is None:
                     self._queue_release()
-                    self._flush()
+                    self._writer.flush()
 
     def ask(self) -> None:
-        """Ask the peer for a sign of life."""
         with contextlib.suppress(PeerError):  # the connection has ended, and this was reported
-            self.send(Message(PULSE, 1))
+            self.send(Message(messages.PULSE, 1))
 
     def has_unread(self) -> bool:
-        """Return True if received data has not been read yet."""
         return is_readable(self._sock)
 
     def retire(self, numbers: list[int]) -> None:
@@ -259,13 +244,13 @@ class Link:
         with self._lock:
             known = self._outgoing.forget(numbers)
             if known and self.closed is None:
-                self._outbox.append(Chunk(encode(Message(RETIRE, body=pack_numbers(known)))))
-                self._flush()
+                self._outbox.append(Chunk(encode(Message(messages.RETIRE, body=pack_numbers(known)))))
+                self._writer.flush()
 
     def on_writable(self) -> None:
         with self._lock:
             if self.closed is None:
-                self._writer.flush()
+                self._writer.flush(is_writable=True)
         self._tell_drained()
 
     def _resume(self) -> None:
@@ -365,38 +350,56 @@ class Link:
     def _take(self, count: int, data: bytes | None = None) -> None:
         """Process the frames that these bytes complete. After an invalid frame, close the connection."""
         try:
-            self._on_messages(self, self._wanted(count, data))
+            self._on_messages(self, self.reader.advance(count, data))
         except Exception as error:
             self.close(broken(self.peer, error, f"it sent what is no frame ({error})"))
         if self._over is not None:
             self.close(departed_error(self.peer, self._over))
 
-    def _open(self, number: int, handle: bytes) -> None:
-        """Open a block of an accelerator that the peer will lend."""
-        said = self._incoming.open(number, handle)
-        if said is not None:
-            self.send(Message(OPENED, number, body=said.encode()))
+    def _decrypt(self, records: RecordReader, count: int) -> None:
+        """Decrypt the complete records, each into its destination, and process the frames."""
+        reader = self.reader
+        if reader.awaits_lanes:
+            self._take(0)
+        while not (reader.awaits_lanes or self.closed is not None):
+            try:
+                if reader.is_in_part or reader.end:
+                    content = None
+                else:  # between frames: a small record needs no buffer
+                    content, count = records.decrypt(count), 0
+                size = len(content) if content else records.decrypt_into(reader.buffer(), count)
+            except (DecryptionFailed, ProtocolViolation) as error:
+                self.close(lost(self.peer, not_authentic(error)))
+                return
+            if not size:
+                return
+            self._take(size, content or None)
+            if not records.has_more:
+                return
+            count = 0
 
-    def _wanted(self, count: int, data: bytes | None) -> Iterator[Message]:
-        """Process this connection's own frames and yield all others."""
-        for frame in self.reader.advance(count, data):
-            if frame.kind < RELEASE:
-                yield frame
-            elif frame.kind == RELEASE:
-                with self._lock:
-                    numbers = self._outgoing.returned(unpack_numbers(frame.body))
-                self._outgoing.reclaim(numbers)
-            elif frame.kind == RETIRE:
-                self._maps.retire(unpack_numbers(frame.body))
-            elif frame.kind == OPENED:
-                with self._lock:
-                    self._outgoing.opened(bytes(frame.body).decode())
-            elif frame.kind == BYE:
-                self._over = bytes(frame.body).decode()
-            elif frame.kind != PULSE:
-                yield frame
-            elif frame.id and not self.is_congested:  # a congested peer gets other frames anyway
-                self.send(Message(PULSE))
+    def _control(self, frame: Message) -> bool:
+        """Process a frame of the connection itself; return False for any other frame."""
+        if frame.kind == messages.RELEASE:
+            with self._lock:
+                numbers = self._outgoing.returned(unpack_numbers(frame.body))
+            self._outgoing.reclaim(numbers)
+        elif frame.kind == messages.RETIRE:
+            self._maps.retire(unpack_numbers(frame.body))
+        elif frame.kind == messages.LEND:  # the next frame may use this block of an accelerator
+            said = self._incoming.open(frame.id, bytes(frame.body))
+            if said is not None:
+                self.send(Message(messages.OPENED, frame.id, body=said.encode()))
+        elif frame.kind == messages.OPENED:
+            with self._lock:
+                self._outgoing.opened(bytes(frame.body).decode())
+        elif frame.kind == messages.BYE:
+            self._over = bytes(frame.body).decode()
+        elif frame.kind != messages.PULSE:
+            return False
+        elif frame.id and not self.is_congested:  # a congested peer gets other frames anyway
+            self.send(Message(messages.PULSE))
+        return True
 
     # Closing
 
@@ -426,7 +429,6 @@ class Link:
         self._on_closed(self, reason)
 
     def join(self, sends: bool, channel: Channel) -> None:
-        """Add a further stream that the other end has created or accepted, too."""
         (self.lanes_out if sends else self.lanes_in).add(channel.sock, channel.leftover, channel.ciphers)
 
     def fail(self, error: BaseException) -> None:

@@ -16,18 +16,7 @@ from time import monotonic
 
 from telegrad._core.addresses import family_of
 from telegrad._core.host.open_files import error_text
-from telegrad._core.security.handshake import (
-    LONGEST,
-    OTHER_USER,
-    TCP,
-    TLS,
-    UNIX,
-    Acceptor,
-    Claim,
-    StreamId,
-    is_hello,
-    refusal,
-)
+from telegrad._core.security import handshake
 from telegrad._core.security.keyring import Keyring
 from telegrad._core.security.refusals import Refusals, host_of, to_give_way
 from telegrad._core.security.tls import TlsFiles, own_digest, peer_digest, server_context
@@ -44,7 +33,7 @@ HERE = "this host"
 BACKLOG = 512
 MOST_CONNECTIONS = 4  # of one worker, which needs one, not counting lanes; above it, its oldest is closed
 
-Accepted = Callable[[Channel, Claim, StreamId], None]
+Accepted = Callable[[Channel, handshake.Claim, handshake.StreamId], None]
 
 log = logging.getLogger("telegrad")
 
@@ -53,15 +42,7 @@ class Listener:
     """The listening sockets of a worker: TCP, and a Unix socket where available and without TLS."""
 
     def __init__(
-        self,
-        address: str,
-        tls: TlsFiles | None,
-        transport: str,
-        silence: float,
-        poller: Poller,
-        accepted: Accepted,
-        patience: float = PATIENCE,
-        most_strangers: int = MOST_STRANGERS,
+        self, address: str, tls: TlsFiles | None, transport: str, silence: float, poller: Poller, accepted: Accepted
     ) -> None:
         """Listen. No connection is accepted before `serve`.
 
@@ -79,9 +60,8 @@ class Listener:
         self._strangers: dict[_Handshake, None] = {}  # oldest first
         self._refusals = Refusals()  # guarded by _lock, like _foreign
         self._foreign: deque[int] = deque(maxlen=MOST_FOREIGN)  # processes of other users that were refused
-        self.patience = patience
-        self.most_strangers = most_strangers
-        self._serves: tuple[Keyring, Claim] | None = None  # the group's keys, and this worker's claim
+        self.patience, self.most_strangers = PATIENCE, MOST_STRANGERS
+        self._serves: tuple[Keyring, handshake.Claim] | None = None  # the group's keys, and this worker's claim
         self._shut = False  # no descriptor is free for new connections
         self._doors: list[_ListeningSocket] = []
         self.unix = ""
@@ -98,7 +78,7 @@ class Listener:
             each.sock.setblocking(False)
             each.sock.listen(BACKLOG)
 
-    def serve(self, keys: Keyring, mine: Claim) -> None:
+    def serve(self, keys: Keyring, mine: handshake.Claim) -> None:
         """Accept connections that prove to hold one of `keys`. Earlier ones have waited in the kernel's queue."""
         self._serves = keys, mine
         for door in self._doors:
@@ -117,7 +97,7 @@ class Listener:
             tune_tcp(sock, self._silence)
             if self._tls is not None:
                 sock = self._tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
-        end = Acceptor(*self._serves, UNIX if shared else TCP)
+        end = handshake.Acceptor(*self._serves, handshake.UNIX if shared else handshake.TCP)
         stranger = _Handshake(sock, self, end, origin)
         with self._lock:
             crowded = len(self._strangers) >= self.most_strangers
@@ -144,18 +124,16 @@ class Listener:
                 user,
             )
         with contextlib.suppress(OSError):
-            sock.send(refusal(OTHER_USER))
+            sock.send(handshake.refusal(handshake.OTHER_USER))
         sock.close()
 
     def known(self, stranger: _Handshake) -> None:
-        """Pass on a connection that has completed its handshake."""
         end = stranger.end
         assert end.peer is not None
         if self._dismiss(stranger):
             self._accepted(Channel.behind(stranger.sock, end), end.peer, end.stream_id)
 
     def turn_away(self, stranger: _Handshake, why: Exception) -> None:
-        """Refuse a connection: log one line and close it."""
         if not self._dismiss(stranger):
             return
         if isinstance(why, (_Looked, ConnectionResetError, BrokenPipeError)):  # the other end has closed it
@@ -181,7 +159,6 @@ class Listener:
             return True
 
     def shut(self) -> None:
-        """Leave new connections in the kernel's queue until the next tick."""
         self._shut = True
         for door in self._doors:
             self._poller.forget(door)
@@ -221,8 +198,6 @@ class _Looked(ProtocolViolation):
 
 
 class _ListeningSocket:
-    """A listening socket."""
-
     prompt = False
 
     def __init__(self, sock: socket.socket, listener: Listener, shared: bool) -> None:
@@ -258,7 +233,7 @@ class _Handshake:
 
     prompt = False
 
-    def __init__(self, sock: socket.socket, listener: Listener, end: Acceptor, origin: str) -> None:
+    def __init__(self, sock: socket.socket, listener: Listener, end: handshake.Acceptor, origin: str) -> None:
         self.sock = sock
         self.end = end
         self.since = monotonic()
@@ -279,7 +254,7 @@ class _Handshake:
                 assert isinstance(self.sock, ssl.SSLSocket)
                 self._check_uses_tls()
                 self.sock.do_handshake()
-                self.end.carrier = TLS + peer_digest(self.sock) + self._listener.digest
+                self.end.carrier = handshake.TLS + peer_digest(self.sock) + self._listener.digest
                 self._tls_done = True
             data = self.sock.recv(4096)
             if not data:
@@ -302,8 +277,8 @@ class _Handshake:
 
     def _check_uses_tls(self) -> None:
         """Raise AuthenticationFailed if the other end is a worker that does not use TLS."""
-        if is_hello(socket.socket.recv(self.sock, LONGEST, socket.MSG_PEEK)):
-            socket.socket.recv(self.sock, LONGEST)  # else closing the socket would discard the answer
+        if handshake.is_hello(socket.socket.recv(self.sock, handshake.LONGEST, socket.MSG_PEEK)):
+            socket.socket.recv(self.sock, handshake.LONGEST)  # else closing the socket would discard the answer
             raise self.end.refuse_without_tls()
 
     def part(self) -> None:

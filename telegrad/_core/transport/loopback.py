@@ -43,14 +43,7 @@ class LoopEnd:
         self._arrive(self._other, [arrived])
         return True
 
-    def release(self) -> None:
-        """Do nothing: no memory is lent."""
-
-    def retire(self, numbers: list[int]) -> None:
-        """Do nothing: no memory is lent."""
-
     def when_drained(self, act: Callable[[], None]) -> None:
-        """Call `act` now: nothing is queued."""
         act()
 
     def close(self, reason: PeerError) -> None:

@@ -15,8 +15,6 @@ AT_ONCE = 64  # events returned by one call of epoll
 
 
 class Source(Protocol):
-    """An object that can be polled."""
-
     prompt: bool  # poll again at once: more data is likely to arrive soon
 
     def fileno(self) -> int: ...
@@ -127,7 +125,6 @@ class Poller:
                 self.wake()
 
     def reads(self, source: Source) -> bool:
-        """Return True if the poller waits until this source is readable."""
         with self._lock:
             return bool(self._interest.get(source, (0, 0))[1] & READ)
 
@@ -147,7 +144,6 @@ class Poller:
         return ready
 
     def wake(self) -> None:
-        """Make the waiting thread return."""
         with contextlib.suppress(OSError):  # full: it has been woken; closed: it has returned
             self._waker.send(b"\0")
 

@@ -65,5 +65,4 @@ class Stops:
 
 
 def stopped(pid: int) -> str:
-    """Return the text for users about a stopped process."""
     return f"its process is stopped (SIGSTOP, or a debugger); kill -CONT {pid} has it go on"

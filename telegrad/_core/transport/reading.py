@@ -28,8 +28,6 @@ class Owner(Enum):
 
 
 class ReadRight:
-    """The right to read one connection."""
-
     def __init__(
         self,
         lock: AbstractContextManager[object],
@@ -78,7 +76,6 @@ class ReadRight:
             self.owner = Owner.LANE
 
     def give_back(self) -> None:
-        """Release the right to read."""
         with self._lock:
             ended = self._ended
             if ended:

@@ -36,7 +36,6 @@ class Silence:
 
     @property
     def pause(self) -> float:
-        """The seconds until the next check."""
         return self._limit * (WHILE_HEARD if self._quiet_since == inf else WHILE_QUIET)
 
     def __repr__(self) -> str:

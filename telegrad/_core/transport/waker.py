@@ -22,7 +22,6 @@ class Waker:
         self._woken = False  # set after the byte was sent
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable once the waker is woken."""
         return self._ear.fileno()
 
     def wake(self) -> None:
@@ -32,7 +31,6 @@ class Waker:
         self._woken = True
 
     def rest(self) -> None:
-        """Reset the waker after the thread has returned."""
         if self._woken:
             self._woken = False
             with contextlib.suppress(BlockingIOError):
@@ -44,7 +42,6 @@ class Waker:
 
 
 def is_readable(sock: socket.socket) -> bool:
-    """Return True if a socket is readable now."""
     try:
         return bool(select.select([sock], [], [], 0)[0])
     except (OSError, ValueError):  # it has ended, or its number is too high for `select`

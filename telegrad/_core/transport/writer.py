@@ -53,11 +53,12 @@ class Writer:
 
     @property
     def is_busy(self) -> bool:
-        """Return True if data is queued."""
         return bool(self.outbox) or (self._records is not None and bool(self._records.unsent))
 
-    def flush(self) -> None:
+    def flush(self, is_writable: bool = False) -> None:
         """Write as much as the socket accepts. The poller, or the thread that watches devices, continues later."""
+        if self.waits and not is_writable:
+            return
         records = self._records
         waits = False
         try:
@@ -75,7 +76,6 @@ class Writer:
             self._watch(waits)
 
     def clear(self) -> None:
-        """Drop the queued data."""
         self.outbox.clear()
         if self._records is not None:
             self._records.clear()
@@ -177,8 +177,7 @@ class Writer:
     def resume(self) -> None:
         """Continue after a piece has been copied or a device has failed."""
         self._watched = None
-        if not self.waits:
-            self.flush()
+        self.flush()
 
     def _write(self) -> int:
         first = self.outbox[0]

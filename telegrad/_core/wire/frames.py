@@ -10,7 +10,7 @@ import mmap
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from telegrad._core.wire.messages import CALL, ENTRY, IN_STREAM, LEND, PREFIX, RESULT, STRIPED, Message, Unreceived
+from telegrad._core.wire.messages import CALL, ENTRY, IN_STREAM, PREFIX, RELEASE, RESULT, STRIPED, Message, Unreceived
 from telegrad.errors import ProtocolViolation
 
 SCRATCH = 1 << 16
@@ -18,7 +18,7 @@ SCRATCH = 1 << 16
 # size, device, striped -> a blob, and the parts of its memory to fill, in order
 Allocate = Callable[[int, int, bool], tuple[Any, Iterator[memoryview]]]
 Attach = Callable[[int, int, int], Any]  # number of a lent block, size, device -> the blob in that block
-Lend = Callable[[int, bytes], None]  # number of an accelerator's block, handle to open it
+Control = Callable[[Message], object]  # process a frame of the connection itself; false for any other frame
 _PREFIX, _ENTRY = PREFIX.size, ENTRY.size
 
 
@@ -26,14 +26,14 @@ class FrameReader:
     """Read one direction of one connection. Not thread-safe: one reader at a time."""
 
     def __init__(
-        self, allocate: Allocate, attach: Attach, lend: Lend, arrived: Callable[[], bool] = lambda: True
+        self, allocate: Allocate, attach: Attach, control: Control, arrived: Callable[[], bool] = lambda: True
     ) -> None:
         """`arrived` returns True if the further streams of the connection have delivered all their stripes."""
         self.awaits_lanes = False  # True while a frame waits for further streams; there is no buffer to read into
         self._arrived = arrived
         self._allocate = allocate
         self._attach = attach
-        self._lend = lend
+        self._control = control
         self._scratch = memoryview(bytearray(SCRATCH))
         self._source: memoryview | bytes = self._scratch  # the data being split into frames
         self._start = self.end = 0  # the unread part of _source; between two calls `end` is 0 if nothing is unread
@@ -73,9 +73,7 @@ class FrameReader:
             self._target = None
             self.is_in_part = False
         while (frame := self._next()) is not None:
-            if frame.kind == LEND:  # the next frame may use this block
-                self._lend(frame.id, bytes(frame.body))
-            else:
+            if frame.kind < RELEASE or not self._control(frame):
                 yield frame
             if self._start == self.end:  # the usual case: no further data was received
                 self._source = self._scratch
@@ -86,44 +84,38 @@ class FrameReader:
     def _next(self) -> Message | None:
         if self._frame is not None:
             return self._receive_blobs()
-        if self._large is not None:
-            return self._parse(self._large, 0, PREFIX.unpack_from(self._large))
-        start = self._start
-        available = self.end - start
+        large, self._large = self._large, None
+        source, start = (self._source, self._start) if large is None else (large, 0)
+        available = self.end - start if large is None else len(large)
         if available < _PREFIX:
             return None
-        prefix = PREFIX.unpack_from(self._source, start)
-        _, _, head, meta, blobs, body, _ = prefix
-        size = _PREFIX + head + meta + blobs * _ENTRY + body
-        if available >= size:
-            self._start += size
-            return self._parse(self._source, start, prefix)
-        if size > SCRATCH:
-            self._large = self._reserve(size)
-            self._land(self._large)
-        return None
-
-    def _parse(self, source: memoryview | bytes, start: int, prefix: tuple[int, ...]) -> Message | None:
-        kind, flags, head, meta, blobs, body, id_ = prefix
+        kind, flags, head, meta, blobs, body, id_ = PREFIX.unpack_from(source, start)
         at_head = start + _PREFIX
         at_meta = at_head + head
         at_table = at_meta + meta
         at_body = at_table + blobs * _ENTRY
-        text = source[at_body : at_body + body]
+        end = at_body + body
+        if available < end - start:
+            if end - start > SCRATCH:
+                self._large = self._reserve(end - start)
+                self._land(self._large)
+            return None
+        if large is None:
+            self._start = end
         frame = Message(
             kind,
             id_,
             flags,
             bytes(source[at_head:at_meta]) if head else b"",
             bytes(source[at_meta:at_table]) if meta else b"",
-            text if source is self._large else bytes(text),
+            bytes(source[at_body:end]) if large is None else large[at_body:end],
         )
-        if blobs:
-            frame.blobs = self._blobs = []
-            self._entries = list(ENTRY.iter_unpack(bytes(source[at_table:at_body])))[::-1]
-            self._frame = frame
-        self._large = None
-        return self._receive_blobs() if blobs else frame
+        if not blobs:
+            return frame
+        frame.blobs = self._blobs = []
+        self._entries = list(ENTRY.iter_unpack(bytes(source[at_table:at_body])))[::-1]
+        self._frame = frame
+        return self._receive_blobs()
 
     def _receive_blobs(self) -> Message | None:
         frame = self._frame
@@ -173,7 +165,6 @@ class FrameReader:
         return False
 
     def _compact(self) -> None:
-        """Move the unread bytes to the start of the scratch buffer."""
         unread = self.end - self._start
         if unread and (self._start or self._source is not self._scratch):
             self._scratch[:unread] = bytes(self._source[self._start : self.end])

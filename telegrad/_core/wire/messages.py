@@ -80,30 +80,22 @@ class Unreceived(NamedTuple):
     nbytes: int = 0
 
     def error(self, receiver: str, sender: str) -> CannotDecode:
-        """Return the error for the call that the blob belongs to."""
         return CannotDecode(
             f"worker {receiver!r} has no memory for {self.size:,} bytes that worker {sender!r} sent ({self.why})"
         )
 
 
 def unknown(kind: int) -> str:
-    """Return the text of an error about a frame whose kind is not expected."""
     name = KINDS[kind] if kind < len(KINDS) else ""
     if name:
         return f"a frame of the kind {name}, which does not belong there"
     return f"a frame of kind {kind}, which this version does not know: install the same telegrad on all workers"
 
 
-def unexpected(kind: int) -> ProtocolViolation:
-    """Return the error for a message whose kind is not expected."""
-    return ProtocolViolation(unknown(kind))
-
-
 _SIZE = struct.Struct("<I")
 
 
 def append(body: bytes, attachments: bytes) -> bytes:
-    """Return a body followed by data for the layers above."""
     return b"".join((body, attachments, _SIZE.pack(len(attachments))))
 
 
@@ -121,7 +113,6 @@ def split(body: bytes | memoryview) -> tuple[bytes | memoryview, bytes | memoryv
 
 
 def encode(message: Message, table: bytes = b"") -> bytes:
-    """Return a whole frame except the memory of its blobs, for a single write."""
     head, meta, body = message.head, message.meta, message.body
     blobs = len(table) // ENTRY.size if table else 0
     prefix = PREFIX.pack(message.kind, message.flags, len(head), len(meta), blobs, len(body), message.id)
@@ -129,7 +120,6 @@ def encode(message: Message, table: bytes = b"") -> bytes:
 
 
 def pack_numbers(numbers: list[int]) -> bytes:
-    """Return the body of a RELEASE or RETIRE."""
     return struct.pack(f"<{len(numbers)}Q", *numbers)
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import ctypes
 import io
 import pickle
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from typing import Any, Protocol
 
@@ -53,21 +53,28 @@ class DeviceMapping(Protocol):
         """Return the receiver's device, or raise DeviceError if tensors of `device` cannot be sent."""
 
 
-class OnHost:
-    """The default without a device map: only tensors of the CPU can be sent."""
+class DeviceRoute:
+    """Target devices for one direction between two workers."""
 
-    keeps_host = True
+    def __init__(self, table: Mapping[str, str], advice: str, otherwise: int | None = None) -> None:
+        """Map devices missing in `table` to `otherwise`; if that is None, they raise DeviceError with `advice`."""
+        self._places = {here: HOST if there == "cpu" else torch.device(there).index for here, there in table.items()}
+        self._advice = advice
+        self._otherwise = otherwise
+        self.keeps_host = self._places.get("cpu", HOST) == HOST
 
     def __call__(self, device: torch.device) -> int:
-        if device.type != "cpu":
-            raise DeviceError(
-                f"a tensor on {device} cannot be sent: move it to the CPU first (tensor.cpu()), "
-                "and to the device you want on the other worker"
-            )
-        return HOST
+        place = self._places.get(str(device), HOST if device.type == "cpu" else self._otherwise)
+        if place is None:
+            raise DeviceError(self._advice.format(device=device))
+        return place
 
 
-_on_host = OnHost()
+_on_host = DeviceRoute(
+    {},
+    "a tensor on {device} cannot be sent: move it to the CPU first (tensor.cpu()), and to the device you want on the "
+    "other worker",
+)
 
 
 def pack(tensors: Sequence[Tensor], place: DeviceMapping = _on_host, fixed: int = 0) -> tuple[bytes, list[Blob]]:
@@ -257,7 +264,6 @@ def _carry_strided(leaf: Tensor, blobs: list[Blob], target: int) -> tuple[Memory
 
 
 def extent_of(leaf: Tensor) -> int:
-    """Return the number of bytes from the first element to the end of the last one."""
     return extent(leaf.shape, leaf.stride()) * leaf.itemsize
 
 
@@ -270,8 +276,23 @@ def _find_shared(leaves: _Leaves, blobs: list[Blob], shared: list[bytes]) -> dic
             by_target.setdefault(leaves.targets[number], []).append((address, address + size, number))
     parts: dict[int, tuple[Memory, int]] = {}
     for target, spans in by_target.items():
-        if any_overlap(spans):
-            parts |= _join(spans, leaves.tensors, target, blobs, shared)
+        for start, end, members in joined(spans) if any_overlap(spans) else ():
+            storage = _holder(start, end, [leaves.tensors[number] for number in members]) if len(members) > 1 else None
+            if storage is None:
+                continue
+            base = storage.data_ptr()
+            first = (start - base) // ALIGNED * ALIGNED
+            blob = _bytes_of(storage, first, end - base - first)
+            on_host = blob.is_cpu and target == HOST
+            if blob.numel() < SMALL and on_host:
+                shared.append(ctypes.string_at(blob.data_ptr(), blob.numel()))
+                carried = ~(len(shared) - 1)
+            else:
+                blobs.append(blob if on_host else DeviceBlob(blob, target))
+                carried = len(blobs) - 1
+            for number in members:
+                leaf = leaves.tensors[number]
+                parts[number] = carried, (leaf.data_ptr() - base - first) // leaf.itemsize
     return parts
 
 
@@ -286,29 +307,6 @@ def joined(spans: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, list[i
         else:
             groups.append((start, end, [number]))
     return groups
-
-
-def _join(
-    spans: list[tuple[int, int, int]], leaves: list[Tensor], target: int, blobs: list[Blob], shared: list[bytes]
-) -> dict[int, tuple[Memory, int]]:
-    parts: dict[int, tuple[Memory, int]] = {}
-    for start, end, members in joined(spans):
-        storage = _holder(start, end, [leaves[number] for number in members]) if len(members) > 1 else None
-        if storage is None:
-            continue
-        base = storage.data_ptr()
-        first = (start - base) // ALIGNED * ALIGNED
-        blob = _bytes_of(storage, first, end - base - first)
-        on_host = blob.is_cpu and target == HOST
-        if blob.numel() < SMALL and on_host:
-            shared.append(ctypes.string_at(blob.data_ptr(), blob.numel()))
-            carried = ~(len(shared) - 1)
-        else:
-            blobs.append(blob if on_host else DeviceBlob(blob, target))
-            carried = len(blobs) - 1
-        for number in members:
-            parts[number] = carried, (leaves[number].data_ptr() - base - first) // leaves[number].itemsize
-    return parts
 
 
 def _holder(start: int, end: int, members: list[Tensor]) -> torch.UntypedStorage | None:

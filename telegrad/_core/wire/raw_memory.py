@@ -20,7 +20,7 @@ from telegrad._core.wire.tensors import CPU, memory
 PIECE = 1 << 17  # bytes of text encoded or decoded at once: about 0.1 ms
 CHECKED = 1 << 23  # bytes checked at once, without the GIL
 HUGE_FROM = 1 << 22  # from this size on, huge pages take half the time of small ones to touch, and a tenth to free
-PARALLEL_FROM = 1 << 21  # as in `memory.blocks`: below this, waking torch's other threads costs more than they save
+PARALLEL_FROM = 1 << 21  # below this, waking torch's other threads costs more than they save
 TURN = 2e-3  # seconds of work after which this thread releases the GIL
 REST = 5e-5  # seconds: long enough for a waiting thread to wake, unlike sleep(0)
 
@@ -115,7 +115,6 @@ def fresh(size: int) -> Tensor:
 
 
 def copied(view: memoryview) -> Tensor:
-    """Return a copy of the memory of a contiguous buffer."""
     made = fresh(view.nbytes)
     copy(made.data_ptr(), address_of(view), view.nbytes)
     return made

@@ -18,7 +18,6 @@ def contiguous_strides(shape: Sequence[int]) -> Strides:
 
 
 def extent(shape: Sequence[int], strides: Strides) -> int:
-    """Return the number of elements from the first one to the end of the last one in memory."""
     return 1 + sum((n - 1) * step for n, step in zip(shape, strides, strict=True)) if prod(shape) else 0
 
 

@@ -88,7 +88,6 @@ def keep_for(tensor: Tensor, stream: torch.Stream) -> None:
 
 
 def _parts_of(tensor: Tensor) -> Iterable[Tensor]:
-    """Return the tensors that hold the memory of a tensor."""
     if tensor.layout is torch.strided:
         return (tensor,)
     if tensor.layout is torch.sparse_coo:

@@ -1,19 +1,15 @@
-"""Locks that assert in debug runs what they guard: with TELEGRAD_CHECK_LOCKS=1 in the environment.
-
-In other runs locks are those of `threading`, and guarded objects are used directly, without wrappers.
-"""
+"""Locks that know their holder, and assert what they guard, in all agents of the processes that run tests."""
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
-VARIABLE = "TELEGRAD_CHECK_LOCKS"
-CHECKED = os.environ.get(VARIABLE) == "1"
+from telegrad._core.agent import peer
+from telegrad._core.reactor import reactor
 
-T = TypeVar("T")
+_here = threading.local()  # .latest: the lock that this thread has made last
 
 
 class CheckedLock:
@@ -24,6 +20,7 @@ class CheckedLock:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._holder = 0  # ident of a thread; written by the holder only
+        _here.latest = self
 
     @property
     def held(self) -> bool:
@@ -60,7 +57,7 @@ class CheckedLock:
         return self.held
 
 
-class _Guarded:
+class Guarded:
     """Proxy of a guarded object; asserts at each use that the lock is held."""
 
     def __init__(self, thing: Any, lock: CheckedLock, peeks: tuple[str, ...]) -> None:
@@ -78,11 +75,20 @@ class _Guarded:
         return repr(self._thing)
 
 
-def new_lock() -> Any:
-    """Return a lock; in debug runs one that `guarded` can check."""
-    return CheckedLock() if CHECKED else threading.Lock()
+def _check(module: Any, name: str, *peeks: str) -> None:
+    """Check the lock that a constructor of a module makes, and the object of that class which it makes next.
+
+    The object may be used only with the lock held, except for the single atomic reads in `peeks`.
+    """
+    kind = getattr(module, name)
+    module.Lock = CheckedLock
+
+    def make(*args: Any) -> Any:
+        made = kind(*args)
+        return Guarded(made, _here.latest, peeks) if module.Lock is CheckedLock else made
+
+    setattr(module, name, make)
 
 
-def guarded(thing: T, lock: Any, peeks: tuple[str, ...] = ()) -> T:
-    """Return `thing`, which may be used only with the lock held, except for the single atomic reads in `peeks`."""
-    return _Guarded(thing, lock, peeks) if isinstance(lock, CheckedLock) else thing  # type: ignore[return-value]
+_check(reactor, "Scheduler", "ready", "waiting", "held_up", "busy", "count")
+_check(peer, "CallTable", "begun", "in_flight", "is_full", "next_due")
