@@ -198,8 +198,7 @@ class RRef(Operators, Generic[T]):
 
         Args:
             dist_autograd_ctx_id: the context, from `telegrad.autograd.context`. Without one, the graph and the value
-                must be
-                on this worker alone.
+                must be on this worker alone.
             retain_graph: keep the graph for another pass.
 
         Raises:
@@ -240,9 +239,6 @@ class RRef(Operators, Generic[T]):
     def rpc_async(self, timeout: float = DEFAULT) -> Proxy:
         """As `rpc_sync`, but return a future.
 
-        Args:
-            timeout: seconds; 0 for no limit. The default is in the options.
-
         Returns:
             A `Proxy`, whose methods return a `Future`.
         """
@@ -253,9 +249,6 @@ class RRef(Operators, Generic[T]):
     @not_compiled
     def remote(self, timeout: float = DEFAULT) -> Proxy:
         """As `rpc_sync`, but return a reference to the result, which stays at the owner.
-
-        Args:
-            timeout: seconds; 0 for no limit. The default is in the options.
 
         Returns:
             A `Proxy`, whose methods return an `RRef`.
