@@ -58,7 +58,7 @@ _NONE = object()
 class _Pull(Signal):
     """A pull in flight; processing its answer runs no user code."""
 
-    __slots__ = ("about", "answer", "behind", "call")
+    __slots__ = ("about", "behind", "call")
 
     quick = True
     about: str
@@ -67,11 +67,6 @@ class _Pull(Signal):
         super().__init__()
         self.behind = behind  # the call that runs the function, for `telegrad why`
         self.call: PendingCall | None = None
-        self.answer: list[Any] = []
-
-    def set_result(self, result: Any = None) -> None:
-        self.answer = result if result is not None else []
-        super().set_result()
 
 
 class Stream(Generic[T]):
@@ -217,8 +212,7 @@ class Stream(Generic[T]):
     def _take_in(self, answered: _Pull) -> None:
         """Process an answer, with the lock held."""
         try:
-            answered.wait()
-            over, *items = answered.answer
+            over, *items = answered.wait()
             self._intake.came(items, [*map(weight_of, items)], over)
         except Exception as error:
             if not (self._intake.over or hasattr(self._done, "failure")):  # else complete, or `_done` has the error
