@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -149,7 +149,8 @@ class TelegradOptions(RpcBackendOptions):
             DeviceError: a device would be sent to two. That no two are sent to one is checked when the workers connect.
         """
         checks.text("to", to, "the name of a worker")
-        pairs = as_devices(checks.mapping("device_map", device_map, _DEVICE_MAP))
+        given = checks.mapping("device_map", device_map, _DEVICE_MAP)
+        pairs = {as_device(here): as_device(there) for here, there in given.items()}
         known = self.device_maps.setdefault(to, {})
         for here, there in pairs.items():
             if known.setdefault(here, there) != there:
@@ -173,21 +174,17 @@ class TelegradOptions(RpcBackendOptions):
         Raises:
             DeviceError: this process has no accelerator of such a type.
         """
-        _check_own(self.devices, "devices")
-        for to, map_ in self.device_maps.items():
-            _check_own(map_, f"device_maps for {to}")
+        own = device_streams.kind()  # `device_maps.faults` checks the indexes
+        given = {"devices": self.devices} | {f"device_maps for {to}": [*map_] for to, map_ in self.device_maps.items()}
+        for name, device in ((name, each) for name, devices in given.items() for each in devices):
+            if own is not None and device.type not in ("cpu", own):
+                raise DeviceError(
+                    f"{name}: this process has no device {device}, its accelerators are of the type {own}"
+                )
         maps = {
             to: {str(here): str(there) for here, there in map_.items()} for to, map_ in self.device_maps.items() if map_
         }
         return Devices(device_streams.count(), maps, tuple(map(str, self.devices)))
-
-
-def _check_own(devices: Iterable[torch.device], name: str) -> None:
-    """Raise DeviceError for accelerators of a foreign type; `device_maps.faults` checks the indexes."""
-    own = device_streams.kind()
-    for device in devices:
-        if own is not None and device.type not in ("cpu", own):
-            raise DeviceError(f"{name}: this process has no device {device}, its accelerators are of the type {own}")
 
 
 class TensorPipeRpcBackendOptions(TelegradOptions):
@@ -246,18 +243,12 @@ def _tls(given: Any) -> TlsFiles:
 
 def as_device(device: int | str | torch.device) -> torch.device:
     """Convert a device as users give it; an index means an accelerator."""
-    if isinstance(device, bool) or not isinstance(device, int | str | torch.device):
-        checks.raise_invalid(
-            "a device", "the index of an accelerator, a name such as 'cuda:0', or a torch.device", device
-        )
     try:
+        if isinstance(device, bool) or not isinstance(device, int | str | torch.device):
+            raise ValueError
         named = device_streams.device(device) if isinstance(device, int) else torch.device(device)
     except (RuntimeError, OverflowError, ValueError):
         checks.raise_invalid(
             "a device", "the index of an accelerator, a name such as 'cuda:0', or a torch.device", device
         )
     return named if named.type == "cpu" or named.index is not None else torch.device(named.type, 0)
-
-
-def as_devices(device_map: DeviceMap) -> dict[torch.device, torch.device]:
-    return {as_device(here): as_device(there) for here, there in device_map.items()}
