@@ -113,11 +113,6 @@ class Request(NamedTuple):
     number: int  # of an idempotent call, by which the callee identifies it; otherwise 0
     begun: float  # on the `monotonic` clock
 
-    @property
-    def asked(self) -> Any:
-        """Return the function that the user called, or a text."""
-        return self.call.function if self.call.asked is None else self.call.asked
-
     def function_and_args(self, left: float) -> tuple[Any, Any]:
         """Return the function and arguments to send, with this much time left."""
         if not self.number:
@@ -205,7 +200,7 @@ class RetriedCall:
         function, args = self.request.function_and_args(left)
         try:
             self._retries.agent.call_for(
-                self, self.to, function, args, call.kwargs, left, call.keeps, asked=self.request.asked
+                self, self.to, function, args, call.kwargs, left, call.keeps, asked=self.request.call.users
             )
         except BaseException:
             self._last = None
@@ -297,7 +292,7 @@ class RetriedCall:
 
     @property
     def described(self) -> str:
-        return f"{user_name(self.request.asked)} on worker {self.to!r}"
+        return f"{user_name(self.request.call.users)} on worker {self.to!r}"
 
     @property
     def in_turn(self) -> NestedCall | None:
@@ -398,7 +393,7 @@ def begin_many(outcomes: Iterable[tuple[Outcome, str]], policy: RetryPolicy, cal
         first = made[0]
         function, args = first.request.function_and_args(first.timeout)
         own = [EachCall(each, each.to, call.keeps) for each in made]
-        current.agent().call_each(own, function, args, call.kwargs, first.timeout, first.request.asked)
+        current.agent().call_each(own, function, args, call.kwargs, first.timeout, first.request.call.users)
     except BaseException:
         for each in made:
             each.conclude()
@@ -435,7 +430,7 @@ def await_workers(policy: RetryPolicy | None, workers: list[str | int], call: Ca
     if policy is None:
         return timeout
     limit = limit_of(timeout, current.agent().timeout)
-    name = user_name(call.function if call.asked is None else call.asked)
+    name = user_name(call.users)
     for to in workers:
         future: Future[Any] = Future()
         (asking,) = _made([(future, to)], RetryPolicy(True, True), Call(ping, None, None, None, name), limit)

@@ -164,12 +164,9 @@ def _wish(annotation: Any) -> str:
     if annotation in (Any, object, None, type(None)) or isinstance(annotation, typing.TypeVar):
         return ""
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
-        return "" if any(_is_reference(arm) or not _wish(arm) for arm in _arms(annotation)) else _VALUE
+        arms = [arm for arm in typing.get_args(annotation) if arm is not type(None)]
+        return "" if any(_is_reference(arm) or not _wish(arm) for arm in arms) else _VALUE
     return _VALUE
-
-
-def _arms(union: Any) -> list[Any]:
-    return [arm for arm in typing.get_args(union) if arm is not type(None)]
 
 
 def _is_reference(annotation: Any) -> bool:

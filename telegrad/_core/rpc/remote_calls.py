@@ -201,10 +201,9 @@ def rpc_stream(
         [0, 1, 2]
     """
     call = convert(func, args, kwargs)
-    asked = call.function if call.asked is None else call.asked
 
     def make(to: str | int | WorkerInfo, _: float) -> Stream[Any]:
-        return Stream(target(to), *call[:3], timeout, window, call.keeps, asked)
+        return Stream(target(to), *call[:3], timeout, window, call.keeps, call.users)
 
     if wait_for_worker is not None or retry.by_default:
         return _once_there(make, to, call, timeout, wait_for_worker)
