@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pathlib
 import random
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,8 +18,9 @@ import torch
 import telegrad.rpc as rpc
 from telegrad import autograd, errors
 from telegrad._core.joining import form_generations
+from telegrad._core.worker import current
 from telegrad._core.worker.options import TelegradOptions
-from tests.cluster import PATIENCE, Process, free_port, processes
+from tests.cluster import PATIENCE, Process, free_port, processes, wait_until
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -75,6 +77,9 @@ def train(place: str, name: str, folder: str, least: int = 2, most: int = 4, pau
                     STATE = rpc.rpc_sync(now.survivors[0], state_here)
                 number = now.number
                 seen.append(now[:3])
+                lives = [member.incarnation for member in current.joined().membership.present()]
+                with open(FOLDER / f"log {name} {os.getpid()}", "a") as log:
+                    log.write(json.dumps([number, now.size, lives]) + "\n")
                 continue
             parts = [rpc.rpc_async(worker, part, (STATE["step"],)).wait() for worker in rpc.workers()]
             time.sleep(pause)
@@ -103,13 +108,6 @@ def told(folder: pathlib.Path, name: str) -> tuple[int, int]:
     path = folder / name
     step, size = path.read_text().split() if path.exists() else (0, 0)
     return int(step), int(size)
-
-
-def wait_until(seen: Callable[[], bool]) -> None:
-    until = time.monotonic() + PATIENCE
-    while not seen():
-        assert time.monotonic() < until
-        time.sleep(0.01)
 
 
 def wait_for_steps(folder: pathlib.Path, name: str, count: int, size: int = 0) -> None:
