@@ -320,10 +320,7 @@ class Publications:
         """Take over a value that has lost its owner. Called by the thread that watches the directory."""
         offer, claim = self._offers.get(name), self.registration.known_claim(name)
         if offer is not None and claim is not None and not claim.life:
-            self._agent.later(self._take_over_soon, offer)
-
-    def _take_over_soon(self, offer: Publication) -> None:
-        self._agent.run(self._take_over, offer, False)
+            self._agent.run(self._take_over, offer, False)
 
     def _lose_all(self, group: DynamicGroup) -> None:
         """Drop all values of an ended registration. With the next one, this worker may claim some of them again."""
@@ -333,7 +330,7 @@ class Publications:
                 if offer.owned is not None and offer.owned.group is group:
                     offer.lose()
         for offer in offers:
-            self._take_over_soon(offer)
+            self._agent.run(self._take_over, offer, False)
 
     def _withdraw(self, offer: Publication) -> None:
         """Stop publishing a value, which allows another worker to own it."""

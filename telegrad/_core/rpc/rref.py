@@ -110,10 +110,7 @@ class RRef(Operators, Generic[T]):
 
     @not_compiled
     def to_here(self, timeout: float = DEFAULT) -> T:
-        """Return the value itself on its owner, elsewhere a copy; wait until it exists.
-
-        Args:
-            timeout: seconds; 0 for no limit. The default is in the options.
+        """Return the value itself on its owner, elsewhere a copy; wait until it exists. Timeout as for `rpc.rpc_sync`.
 
         Returns:
             The value; its tensors are in memory of this worker.
@@ -223,10 +220,7 @@ class RRef(Operators, Generic[T]):
     @not_compiled
     def rpc_sync(self, timeout: float = DEFAULT) -> Proxy:
         """Return a proxy: `rref.rpc_sync().method(*args)` runs a method of the value at the owner and returns its
-        result.
-
-        Args:
-            timeout: seconds; 0 for no limit. The default is in the options.
+        result. The timeout is as for `rpc.rpc_sync`.
 
         Returns:
             A `Proxy`, whose every attribute is such a method.
