@@ -203,7 +203,7 @@ def rpc_stream(
     call = convert(func, args, kwargs)
 
     def make(to: str | int | WorkerInfo, _: float) -> Stream[Any]:
-        return Stream(target(to), *call[:3], timeout, window, call.keeps, call.users)
+        return Stream(target(to), call, timeout, window)
 
     if wait_for_worker is not None or retry.by_default:
         return _once_there(make, to, call, timeout, wait_for_worker)
