@@ -128,8 +128,6 @@ class Collective:
 
 
 class CollectiveManager:
-    """All meetings that one worker manages."""
-
     def __init__(self, agent: Agent) -> None:
         self._lock = threading.Lock()  # guards all fields below
         self._meetings: dict[Key, list[Collective]] = {}  # pending meetings, in the order in which they began

@@ -40,7 +40,6 @@ Key = Any  # a worker's name, or the number of an item
 def begin(
     version: int, workers: Sequence[WorkerInfo], call: Call, timeout: float, policy: RetryPolicy | None = None
 ) -> GroupFuture:
-    """Call each of these workers."""
     agent = current.agent()
     names = [worker.name for worker in workers]
     future = GroupFuture(agent, version, names, names, user_name(call.users))
@@ -63,7 +62,6 @@ def map_items(
     timeout: float,
     policy: RetryPolicy | None = None,
 ) -> GroupFuture:
-    """Call `function` with each item, on the next free worker."""
     names = [worker.name for worker in workers]
     calls = {number: convert(function, args, None) for number, args in enumerate(zipped(items))}
     future = MapFuture(
@@ -111,8 +109,6 @@ def begin_one(slot: ResultSlot, to: str, call: Call, timeout: float, policy: Ret
 
 
 class ResultSlot:
-    """The result of the call to one worker, or for one item."""
-
     __slots__ = ("about", "call", "error", "future", "is_gone", "key", "place", "value")
 
     quick = False
@@ -375,7 +371,6 @@ class _Calls:
         self._agent.wait_for(self._over)
 
     def cancel(self) -> bool:
-        """Cancel all pending calls."""
         calls = [slot.call for slot in self._slots]
         cancelled = [call.cancel() for call in calls if call is not None]
         return any(cancelled)

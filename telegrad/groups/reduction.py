@@ -29,7 +29,6 @@ Combined = tuple[list[Any], dict[str, bytes]]  # one value, or none if all faile
 
 
 def begin(version: int, workers: Sequence[WorkerInfo], call: Call, timeout: float, combine: Combine) -> GroupFuture:
-    """Call all workers along a tree."""
     checks.function("reduce", combine, "a function of two values, such as torch.add")
     agent = current.agent()
     limit = limit_of(timeout, agent.timeout)

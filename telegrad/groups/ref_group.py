@@ -253,7 +253,6 @@ class RefGroup:
 
 
 def _fetched(reference: RRef[Any], timeout: float) -> Future[Any]:
-    """Return a future of the value."""
     if reference.is_owner():
         return reference.future().then(lambda _: reference.local_value())
     owner = reference._reach(timeout)

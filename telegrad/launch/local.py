@@ -134,7 +134,6 @@ class LocalGroup:
             self._formed, self._store = True, None
 
     def ended(self, worker: _Worker, code: int) -> None:
-        """Handle the end of a worker's process."""
         if self._closed:
             return
         how = f"ended with {describe_exit(code)}"
@@ -212,8 +211,6 @@ class LocalGroup:
 
 
 class _Worker:
-    """A worker's process and its output."""
-
     @uninterrupted
     def __init__(self, name: str, options: list[str], group: LocalGroup) -> None:
         self.name = name

@@ -136,8 +136,6 @@ class PublishedTrail(NamedTuple):
 
 
 class Publication:
-    """A value that this worker publishes under a name."""
-
     def __init__(self, name: str, factory: Callable[[], Any]) -> None:
         self.name = name
         self.factory = factory
@@ -148,7 +146,6 @@ class Publication:
         self.again = False  # that thread must claim it once more afterwards
 
     def lose(self) -> Ownership | None:
-        """Forget the value; return the claim by which it was owned."""
         owned, self.owned, self.value = self.owned, None, None
         return owned
 
@@ -158,8 +155,6 @@ class Publication:
 
 
 class Publications:
-    """All values that one worker publishes."""
-
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
         self._worker = current.here()
@@ -265,7 +260,6 @@ class Publications:
         return is_new
 
     def _make(self, offer: Publication) -> None:
-        """Make the value that this worker owns."""
         owned = offer.owned
         if owned is None or not owned.holds:
             offer.again = True  # set by the thread that is busy with the offer
@@ -407,7 +401,6 @@ class Publications:
 
 
 def offers() -> Publications:
-    """Return the offers of this thread's worker."""
     return current.here().attached(Publications)
 
 

@@ -54,8 +54,6 @@ def _complete(done: Signal, function: Callable[..., Any], args: Any) -> None:
 
 
 class Registration:
-    """The registration of one worker."""
-
     def __init__(
         self,
         worker: Worker,

@@ -105,8 +105,6 @@ class Retries:
 
 
 class Request(NamedTuple):
-    """The arguments of a call."""
-
     to: str | int
     call: Call
     policy: RetryPolicy
@@ -401,14 +399,12 @@ def begin_many(outcomes: Iterable[tuple[Outcome, str]], policy: RetryPolicy, cal
 
 
 def call_async(policy: RetryPolicy, to: str | int, call: Call, timeout: float) -> Future[Any]:
-    """Start a call with a policy; return a future of its value."""
     future: Future[Any] = Future()
     begin(future, policy, to, call, timeout)
     return future
 
 
 def call_sync(policy: RetryPolicy, to: str | int, call: Call, timeout: float) -> Any:
-    """Make a call with a policy, and wait for its value."""
     return wait_or_cancel(call_async(policy, to, call, timeout))
 
 

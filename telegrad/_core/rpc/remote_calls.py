@@ -254,7 +254,6 @@ def create(to: str | int | WorkerInfo, call: Call, timeout: float) -> RRef[Any]:
 
 
 def event_of(kind: str, to: str | int | WorkerInfo, function: Any) -> profiling.Event:
-    """Return the event of a call."""
     agent, there = current.agent(), named(to)
     here, there = agent.name, there if isinstance(there, str) else agent.identify(there).name
     return profiling.Event(profiling.event_name(kind, function, here, there), function, here, there)

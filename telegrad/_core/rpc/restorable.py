@@ -81,8 +81,6 @@ class RecoveryStrategy(Protocol):
 
 
 class RestorableRRef(RRef[T]):
-    """A reference to a restorable value."""
-
     __slots__ = ("_trail",)
 
     _trail: RecoveryStrategy

@@ -86,7 +86,6 @@ class Elastic:
         return worker.turning
 
     def generation_of(self, worker: Worker) -> Generation:
-        """Return a worker's generation, for users."""
         formed = self.turning_of(worker).generation
         survivors = tuple(member.name for member in formed.members[: formed.survivors])
         return Generation(formed.number, worker.me.id, len(formed.members), survivors)
@@ -111,7 +110,6 @@ class Elastic:
             self._turning.release()
 
     def _renew(self, worker: Worker, timeout: float) -> Worker:
-        """Move to the next generation."""
         turning = self.turning_of(worker)
         try:
             before = turning.before()

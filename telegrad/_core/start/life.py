@@ -345,7 +345,6 @@ def _elastic(worker: Worker) -> Elastic:
 
 
 def _leave_at_exit() -> None:
-    """End the worker of a program that did not call `shutdown`."""
     if current.worker is not None:
         current.worker.end_with_the_program()
 

@@ -107,7 +107,6 @@ class Reader:
         )
 
     def end(self) -> None:
-        """Count a function that has ended."""
         with self.lock:
             self._running -= 1
 
@@ -291,7 +290,6 @@ def pull(number: int, index: int, taken: int) -> Deferred:
 
 
 def serve(worker: Worker) -> None:
-    """Enable streams on a worker, as their callee."""
     readers = worker.attached(Readers)
 
     def on_taken(sender: Identity, taken: Taken) -> None:

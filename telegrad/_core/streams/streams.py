@@ -168,7 +168,6 @@ class Stream(Generic[T]):
         return opened
 
     def _take(self) -> Any:
-        """Return the next item, if one is available."""
         with self._lock:
             intake = self._intake
             if intake.empty:

@@ -107,7 +107,6 @@ def steps_of(agent: Agent, value: Any, stream: Hashable, method: str) -> Callabl
 
 
 def serve(agent: Agent, references: ReferenceTable) -> None:
-    """Enable actors on a worker."""
     made = Actors(agent, references)
     with _lock:
         _all.add(made)
@@ -169,8 +168,6 @@ class _Queue:
 
 
 class Actors:
-    """The actors of one worker."""
-
     def __init__(self, agent: Agent, references: ReferenceTable) -> None:
         self.agent = agent
         self._references = references
@@ -274,7 +271,6 @@ class Actors:
                 self._server.refuse(arrival, fault)
 
     def _end(self, queue: _Queue) -> None:
-        """End a turn and start the next one."""
         with self._lock:
             queue.turn = None
             arrival = queue.next()

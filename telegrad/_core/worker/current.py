@@ -59,12 +59,10 @@ def joined() -> Worker:
 
 
 def references() -> ReferenceTable:
-    """Return the references of this thread's worker."""
     return here().references
 
 
 def conductor() -> Conductor:
-    """Return the conductor of this thread's backward passes."""
     return here().conductor
 
 
