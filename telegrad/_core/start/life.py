@@ -200,7 +200,7 @@ def shutdown(
         raise
     checks.flag("graceful", graceful)
     checks.seconds("timeout", timeout)
-    required = _names(require)
+    required = require if isinstance(require, bool) else several(require, "require")
     if graceful:
         check_may_wait(worker, "shutdown")
         if worker.elastic is not None:
@@ -220,10 +220,6 @@ def check_may_wait(worker: Worker, what: str) -> None:
             "all others have called it, too. rpc.shutdown(graceful=False) leaves at once, without the others; "
             "rpc.stop_serving() ends the rpc.serve() of a worker of a dynamic group"
         )
-
-
-def _names(workers: bool | Collection[str | int | WorkerInfo]) -> bool | list[str | int]:
-    return workers if isinstance(workers, bool) else several(workers, "require")
 
 
 def serve(require: bool | Collection[str | int | WorkerInfo] = ()) -> None:
@@ -248,7 +244,7 @@ def serve(require: bool | Collection[str | int | WorkerInfo] = ()) -> None:
         >>> rpc.serve()  # others would call it meanwhile; alone in its group, it ends at once
     """
     worker = current.joined()
-    required = _names(require)
+    required = require if isinstance(require, bool) else several(require, "require")
     check_may_wait(worker, "serve")
     try:
         if worker.elastic is not None:
