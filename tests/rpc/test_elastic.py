@@ -355,23 +355,6 @@ def test_one_may_leave_before_the_others(tcp: str, graceful: bool) -> None:
     assert all(sizes == [3] * 5 + [2] * 5 for sizes in found[:2])
 
 
-def in_vain(place: str) -> str:
-    join(place, "w", 1, 2)
-    try:
-        rpc.wait_for_workers(2)
-    except errors.PeerLost as error:
-        return str(error)
-    finally:
-        rpc.shutdown()
-    return ""
-
-
-def test_waiting_for_workers_says_what_lets_them_in(tcp: str) -> None:
-    with processes(1) as made:
-        said = made[0].run(in_vain, tcp)
-    assert said.endswith("not 2: w; who comes waits for the next generation: rpc.rendezvous_again() lets it in")
-
-
 def refused(place: str) -> list[str]:
     said = []
     wrong: list[dict[str, Any]] = [
@@ -420,20 +403,21 @@ def test_elastic_and_dynamic_groups_do_not_mix(tmp_path: pathlib.Path, first: bo
         assert "mixes" in made[1].run(mix, f"file://{tmp_path}/store", not first)
 
 
-def in_a_call(place: str) -> str:
-    join(place, "w", 1, 1)
-    try:
+def in_vain(place: str) -> tuple[str, str]:
+    join(place, "w", 1, 2)
+    with pytest.raises(errors.PeerLost) as alone:
+        rpc.wait_for_workers(2)
+    with pytest.raises(errors.UsageError) as called:
         rpc.rpc_sync("w", rpc.rendezvous_again)
-    except errors.UsageError as error:
-        return str(error)
-    finally:
-        rpc.shutdown()
-    return ""
+    rpc.shutdown()
+    return str(alone.value), str(called.value)
 
 
-def test_a_call_does_not_wait_for_itself(tcp: str) -> None:
+def test_waiting_says_what_lets_workers_in_and_a_call_does_not_wait_for_itself(tcp: str) -> None:
     with processes(1) as made:
-        assert "rpc.rendezvous_again() was called on worker 'w' by a remote call" in made[0].run(in_a_call, tcp)
+        alone, called = made[0].run(in_vain, tcp)
+    assert alone.endswith("not 2: w; who comes waits for the next generation: rpc.rendezvous_again() lets it in")
+    assert "rpc.rendezvous_again() was called on worker 'w' by a remote call" in called
 
 
 def chaos(place: str, folder: pathlib.Path, seed: int, kills: int) -> None:
