@@ -12,16 +12,13 @@ import threading
 from collections.abc import Callable
 from functools import reduce
 from time import monotonic
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from telegrad.errors import CallTimeout, PeerLost, TelegradError, UsageError
 from telegrad.ext.arguments import checks
 from telegrad.ext.calls import ASYNC_MARK, Agent, Future, current_call, limit_of, runs_as
 from telegrad.ext.texts import Wait
 from telegrad.ext.workers import Identity, WorkerInfo, current, listed
-
-if TYPE_CHECKING:
-    from telegrad.groups.group import Group
 
 ASK = 0.5  # seconds between questions to the first worker about missing workers
 PATIENCE = 5.0  # seconds to wait for an answer
@@ -32,7 +29,20 @@ Key = tuple[str, str, str]  # the called function, the description of the group,
 _numbers = itertools.count()  # numbers of this process's arrivals; `next` is atomic
 
 
-def meet(kind: str, group: Group, name: str, value: Any, timeout: float, op: Op | None = None) -> Any:
+class Members(Protocol):
+    """The part of a group that a meeting needs."""
+
+    @property
+    def description(self) -> str:
+        """Return the same text on all workers."""
+
+    @property
+    def names(self) -> list[str]: ...
+
+    def __contains__(self, worker: str) -> bool: ...
+
+
+def meet(kind: str, group: Members, name: str, value: Any, timeout: float, op: Op | None = None) -> Any:
     """Wait for all workers of the group. Return their names and values, or the values combined by `op` in that order.
 
     Raises:
@@ -223,7 +233,7 @@ def _absent(name: str, why: str) -> PeerLost:
     return PeerLost(f"worker {name!r}, which all wait for here, will not come: {why}")
 
 
-def arrive(key: Key, number: int, group: Group, value: Any, op: Op | None) -> Future[Any]:
+def arrive(key: Key, number: int, group: Members, value: Any, op: Op | None) -> Future[Any]:
     """Record that the caller has arrived. Return a future of the result."""
     here, arrival = current.here(), _arrival(number)
     name = arrival.worker.name
