@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import pathlib
 import tempfile
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -12,6 +14,9 @@ import torch
 from telegrad._core.worker import current
 from telegrad._core.worker.worker import Worker
 from tests.cluster import Process, agents, group
+
+if TYPE_CHECKING:
+    from tests.rpc.test_publishing import Crowd
 
 # torch's store looks up the name of whoever connects; a name server that does not answer shall not take 5 s each time.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
@@ -51,3 +56,20 @@ def here(five: list[Worker]) -> Iterator[None]:
     current.enter(five[0])
     yield
     current.enter(None)
+
+
+@pytest.fixture
+def crowd(tmp_path: pathlib.Path) -> Iterator[Crowd]:
+    """A dynamic group of `w0` to `w2` in this process; this thread speaks for `w0`."""
+    from tests.rpc.test_publishing import Crowd
+
+    made = Crowd(tmp_path)
+    try:
+        for rank, name in enumerate(["w0", "w1", "w2"]):
+            made.add(name, rank)
+        current.enter(made.workers["w0"])
+        yield made
+    finally:
+        current.enter(None)
+        for worker in made.workers.values():
+            worker.end("")

@@ -61,9 +61,9 @@ def meet(kind: str, group: Members, name: str, value: Any, timeout: float, op: O
     key, keeper, number = (kind, group.description, name), members[0], next(_numbers)
     missing: list[str] = []  # in the keeper's last answer
 
-    def ask(question: Callable[..., list[str] | None], patience: float) -> list[str] | None:
+    def ask(patience: float, withdraws: bool = False) -> list[str] | None:
         try:
-            said: list[str] | None = agent.call(keeper, question, (number,), None, patience)
+            said: list[str] | None = agent.call(keeper, who_is_missing, (number, withdraws), None, patience)
         except TelegradError:  # the keeper is lost, and then `met` fails, or it is stopped
             return None
         return said
@@ -78,11 +78,11 @@ def meet(kind: str, group: Members, name: str, value: Any, timeout: float, op: O
         with Wait(kind, text, lambda: missing, worker=agent.name) as wait:
             while not agent.wait_for(met, max(0.0, min(until - monotonic(), ASK))):
                 if (left := until - monotonic()) > 0:
-                    missing = ask(who_is_missing, min(left, PATIENCE)) or []
+                    missing = ask(min(left, PATIENCE)) or []
                     wait.look()
                     continue
                 patient_until = monotonic() + PATIENCE
-                late = ask(withdraw, PATIENCE)
+                late = ask(PATIENCE, withdraws=True)
                 if late is None:  # all arrived just now, or the keeper does not answer
                     if agent.wait_for(met, max(0.0, patient_until - monotonic())):
                         break
@@ -138,8 +138,6 @@ class Collective:
 
 
 class CollectiveManager:
-    """All meetings that one worker manages."""
-
     def __init__(self, agent: Agent) -> None:
         self._lock = threading.Lock()  # guards all fields below
         self._meetings: dict[Key, list[Collective]] = {}  # pending meetings, in the order in which they began
@@ -171,34 +169,24 @@ class CollectiveManager:
             _conclude(meeting, op)
         return met
 
-    def missing(self, arrival: Arrival) -> list[str] | None:
-        """Return the workers that an arrival waits for, or None if it no longer waits."""
+    def missing(self, arrival: Arrival, withdraws: bool = False) -> list[str] | None:
+        """Return the workers that an arrival waits for, or None if it no longer waits. Withdraw it if asked to."""
+        name = arrival.worker.name
         with self._lock:
-            found = self._find(arrival)
-            return None if found is None else found[1].missing
-
-    def withdraw(self, arrival: Arrival) -> list[str] | None:
-        """Withdraw an arrival, and return as `missing`."""
-        with self._lock:
-            found = self._find(arrival)
-            if found is None:
+            pending = ((key, meeting) for key, meetings in self._meetings.items() for meeting in meetings)
+            found = (each for each in pending if each[1].arrived.get(name, (None,))[0] == arrival)
+            key, meeting = next(found, (None, None))
+            if key is None or meeting is None:
                 return None
-            key, meeting = found
             missing = meeting.missing
-            *_, met = meeting.arrived.pop(arrival.worker.name)
-            meeting.withdrew.add(arrival.worker.name)
+            if not withdraws:
+                return missing
+            *_, met = meeting.arrived.pop(name)
+            meeting.withdrew.add(name)
             if not meeting.arrived:
                 self._end(key, meeting)
         met.set_result(None)  # no thread waits for it
         return missing
-
-    def _find(self, arrival: Arrival) -> tuple[Key, Collective] | None:
-        """Find the meeting of an arrival. The caller holds the lock."""
-        for key, meetings in self._meetings.items():
-            for meeting in meetings:
-                if meeting.arrived.get(arrival.worker.name, (None,))[0] == arrival:
-                    return key, meeting
-        return None
 
     def _end(self, key: Key, meeting: Collective) -> None:
         """Remove a meeting. The caller holds the lock."""
@@ -223,7 +211,7 @@ class _Place(NamedTuple):
     arrival: Arrival
 
     def cancel(self) -> bool:
-        return self.meetings.withdraw(self.arrival) is not None
+        return self.meetings.missing(self.arrival, withdraws=True) is not None
 
 
 def _conclude(meeting: Collective, op: Op | None) -> None:
@@ -262,12 +250,8 @@ def arrive(key: Key, number: int, group: Members, value: Any, op: Op | None) -> 
     return meetings.arrive(key, arrival, members, value, op)
 
 
-def who_is_missing(number: int) -> list[str] | None:
-    return current.here().attached(CollectiveManager).missing(_arrival(number))
-
-
-def withdraw(number: int) -> list[str] | None:
-    return current.here().attached(CollectiveManager).withdraw(_arrival(number))
+def who_is_missing(number: int, withdraws: bool) -> list[str] | None:
+    return current.here().attached(CollectiveManager).missing(_arrival(number), withdraws)
 
 
 def _arrival(number: int) -> Arrival:

@@ -359,9 +359,10 @@ class Group:
     def broadcast(self, value: Any, timeout: float = DEFAULT, *, wait_for_worker: bool | None = None) -> RefGroup:
         """Send a value to each worker, which keeps it, as `remote` does for a function that returns it.
 
+        The other arguments are as for `rpc.rpc_sync`.
+
         Args:
             value: any value that can be sent.
-            timeout: seconds; 0 for no limit, default: the timeout in the options.
 
         Returns:
             A `RefGroup` of the copies.
@@ -412,13 +413,11 @@ class Group:
     ) -> Any:
         """Combine one value of each worker into one. Each worker of the group must call this method.
 
-        One worker receives all values. Raises the errors of `barrier`.
+        One worker receives all values. The other arguments, and the errors, are as for `barrier`.
 
         Args:
             value: this worker's value.
             op: a function of two values; default: `torch.add`.
-            name: distinguishes reductions of several threads.
-            timeout: seconds; 0 for no limit, default: the timeout in the options.
 
         Returns:
             The combined value, on each worker.

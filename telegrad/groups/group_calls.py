@@ -7,7 +7,6 @@ import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from functools import partial
 from typing import Any
 
 from telegrad.errors import CallCancelled, GroupError, InvalidArgument, PeerError, RRefError, UnknownWorker
@@ -41,11 +40,9 @@ Key = Any  # a worker's name, or the number of an item
 def begin(
     version: int, workers: Sequence[WorkerInfo], call: Call, timeout: float, policy: RetryPolicy | None = None
 ) -> GroupFuture:
-    """Call each of these workers."""
     agent = current.agent()
     names = [worker.name for worker in workers]
-    asked = call.function if call.asked is None else call.asked
-    future = GroupFuture(agent, version, names, names, user_name(asked))
+    future = GroupFuture(agent, version, names, names, user_name(call.users))
     slots = future._slots
     if profiling.wanted():
         future._begin_each(lambda slot, _: begin_one(slot, slot.key, call, timeout, policy), GONE)
@@ -65,7 +62,6 @@ def map_items(
     timeout: float,
     policy: RetryPolicy | None = None,
 ) -> GroupFuture:
-    """Call `function` with each item, on the next free worker."""
     names = [worker.name for worker in workers]
     calls = {number: convert(function, args, None) for number, args in enumerate(zipped(items))}
     future = MapFuture(
@@ -97,25 +93,22 @@ def zipped(items: Sequence[Iterable[Any]]) -> list[tuple[Any, ...]]:
 def begin_one(slot: ResultSlot, to: str, call: Call, timeout: float, policy: RetryPolicy | None) -> None:
     """Make a single call, which is an event in profiles."""
     agent = current.agent()
-    if not profiling.wanted():
+
+    def begin(outcome: Any) -> Any:
         if policy is not None:
-            retry.begin(slot, policy, to, call, timeout)
+            retry.begin(outcome, policy, to, call, timeout)
         else:
-            agent.call_for(slot, to, call.function, call.args, call.kwargs, timeout, call.keeps, asked=call.asked)
+            agent.call_for(outcome, to, call.function, call.args, call.kwargs, timeout, call.keeps, asked=call.asked)
+        return outcome
+
+    if not profiling.wanted():
+        begin(slot)
         return
-    asked = call.function if call.asked is None else call.asked
-    event = profiling.Event(profiling.event_name("async", asked, agent.name, to), asked, agent.name, to)
-    own: Callable[[], Future[Any]]
-    if policy is not None:
-        own = partial(retry.call_async, policy, to, call, timeout)
-    else:
-        own = partial(agent.call_async, to, call.function, call.args, call.kwargs, timeout, call.keeps, call.asked)
-    slot.follow(profiling.called_async(event, own))
+    name = profiling.event_name("async", call.users, agent.name, to)
+    slot.follow(profiling.called_async(profiling.Event(name, call.users, agent.name, to), begin, Future()))
 
 
 class ResultSlot:
-    """The result of the call to one worker, or for one item."""
-
     __slots__ = ("about", "call", "error", "future", "is_gone", "key", "place", "value")
 
     quick = False
@@ -378,7 +371,6 @@ class _Calls:
         self._agent.wait_for(self._over)
 
     def cancel(self) -> bool:
-        """Cancel all pending calls."""
         calls = [slot.call for slot in self._slots]
         cancelled = [call.cancel() for call in calls if call is not None]
         return any(cancelled)

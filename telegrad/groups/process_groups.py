@@ -22,14 +22,7 @@ LONGEST = 1800.0  # seconds, if the caller sets no limit: torch requires one
 
 
 def process_group(group: Group, backend: str = "gloo", timeout: float = DEFAULT) -> dist.ProcessGroup:
-    """Make a process group of the workers of `group`.
-
-    Each of them must call this; their ranks are their indices in `group`.
-
-    No default process group is needed. `timeout` applies to the creation and to each of the collectives.
-
-    Raises the errors of `Group.barrier`.
-    """
+    """As `telegrad.process_group`."""
     if not isinstance(group, Group):
         raise InvalidArgument(
             f"process_group takes a group of workers, such as rpc.group('actor'), not {checks.short_repr(group)}"

@@ -29,15 +29,13 @@ Combined = tuple[list[Any], dict[str, bytes]]  # one value, or none if all faile
 
 
 def begin(version: int, workers: Sequence[WorkerInfo], call: Call, timeout: float, combine: Combine) -> GroupFuture:
-    """Call all workers along a tree."""
     checks.function("reduce", combine, "a function of two values, such as torch.add")
     agent = current.agent()
     limit = limit_of(timeout, agent.timeout)
-    asked = call.function if call.asked is None else call.asked
-    future = ReducedFuture(agent, version, [worker.name for worker in workers], user_name(asked))
+    future = ReducedFuture(agent, version, [worker.name for worker in workers], user_name(call.users))
     args = future.workers, call.function, call.args, call.kwargs, combine, limit
     root = EachCall(future._slots[0], future.workers[0], call.keeps)
-    agent.call_each([root], reduced, args, None, limit, asked)
+    agent.call_each([root], reduced, args, None, limit, call.users)
     return future
 
 

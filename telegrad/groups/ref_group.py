@@ -128,8 +128,7 @@ class RefGroup:
     def rpc_sync(self, timeout: float = DEFAULT) -> Proxy:
         """`refs.rpc_sync().method(*args)` runs a method of each value at its owner and waits.
 
-        Args:
-            timeout: seconds; 0 for no limit, default: the timeout in the options.
+        The timeout is as for `rpc.rpc_sync`.
 
         Returns:
             A `Proxy`, whose methods return the list of results.
@@ -164,8 +163,7 @@ class RefGroup:
     def to_here(self, timeout: float = DEFAULT) -> list[Any]:
         """Wait for all values. Return copies of them, or the values themselves if this worker owns them.
 
-        Args:
-            timeout: seconds; 0 for no limit, default: the timeout in the options.
+        The timeout is as for `rpc.rpc_sync`.
 
         Returns:
             The values, in the order of the references.
@@ -255,7 +253,6 @@ class RefGroup:
 
 
 def _fetched(reference: RRef[Any], timeout: float) -> Future[Any]:
-    """Return a future of the value."""
     if reference.is_owner():
         return reference.future().then(lambda _: reference.local_value())
     owner = reference._reach(timeout)

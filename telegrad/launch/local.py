@@ -63,24 +63,33 @@ class LocalGroup:
         of_environment()  # raise for an unusable key there, although this group makes its own key
         roles = _roles(workers, driver)
         programs.check_not_imported("telegrad.local")
-        _check_free()
+        if "telegrad._core.start.life" in sys.modules:  # else no group; torch is imported while the workers start
+            from telegrad.ext.starting import check_free
+
+            check_free()  # before anything is started
         self.names: list[str] = list(roles)
         self.driver = driver
         self._lock = threading.Lock()  # guards _called_off, _store and _formed
         self._called_off = ""
         self._store: Any = None
         self._formed = self._closed = False
-        self._key = new_key()
+        self.key = new_key()
         self._workers: list[_Worker] = []
         main = programs.find("")
         programs.hosts = main.guarded
-        with translate_error("telegrad.local", RendezvousError), _listen(loopback()) as listener:
+        host = loopback()
+        with (
+            translate_error("telegrad.local", RendezvousError),
+            socket.create_server((host, 0), family=family_of(host)) as listener,
+        ):
+            host, port = listener.getsockname()[:2]
+            options = ["--world-size", str(1 + len(roles)), "--master", f"{bracketed(host)}:{port}"]
+            options += ["--timeout", str(rpc_timeout), "--with-parent", "--key-from-parent"]
+            options += ["--main", programs.to_text(main)] if main.guarded else []
             try:
                 for rank, (name, role) in enumerate(roles.items(), 1):
-                    host, port = listener.getsockname()[:2]
-                    self._workers.append(
-                        _Worker(name, role, rank, self, f"{bracketed(host)}:{port}", rpc_timeout, self._key, main)
-                    )
+                    own = ["--role", role, "--rank", str(rank), *options]
+                    self._workers.append(_Worker(name, own, self))
                 self._join(listener, rpc_timeout)
             except BaseException:
                 self._end_workers()
@@ -106,7 +115,7 @@ class LocalGroup:
             from telegrad.ext.workers import current
 
         size = 1 + len(self.names)
-        store = SealedStore(serve_on(listener)[0], Keyring([self._key]))
+        store = SealedStore(serve_on(listener)[0], Keyring([self.key]))
         with self._lock:
             self._store = store
             if self._called_off:
@@ -125,7 +134,6 @@ class LocalGroup:
             self._formed, self._store = True, None
 
     def ended(self, worker: _Worker, code: int) -> None:
-        """Handle the end of a worker's process."""
         if self._closed:
             return
         how = f"ended with {describe_exit(code)}"
@@ -151,17 +159,14 @@ class LocalGroup:
             return
         self._closed = True
         atexit.unregister(self._at_exit)
-        try:
-            self._leave(graceful)
-        finally:
-            self._end_workers()
-
-    def _leave(self, graceful: bool) -> None:
         from telegrad import rpc
         from telegrad.ext.workers import current
 
-        if current.worker is not None and current.worker.me.name == self.driver:  # else the program has left itself
-            rpc.shutdown(graceful)
+        try:
+            if current.worker is not None and current.worker.me.name == self.driver:  # else the program has left itself
+                rpc.shutdown(graceful)
+        finally:
+            self._end_workers()
 
     @uninterrupted
     def _end_workers(self) -> None:
@@ -206,39 +211,12 @@ class LocalGroup:
 
 
 class _Worker:
-    """A worker's process and its output."""
-
     @uninterrupted
-    def __init__(
-        self,
-        name: str,
-        role: str,
-        rank: int,
-        group: LocalGroup,
-        master: str,
-        timeout: float,
-        key: bytes,
-        main: programs.Program,
-    ) -> None:
+    def __init__(self, name: str, options: list[str], group: LocalGroup) -> None:
         self.name = name
         self.last_lines: deque[str] = deque(maxlen=LAST_LINES)
-        own = [
-            "--role",
-            role,
-            "--rank",
-            str(rank),
-            "--world-size",
-            str(1 + len(group.names)),
-            "--master",
-            master,
-            "--timeout",
-            str(timeout),
-            "--with-parent",
-            "--key-from-parent",
-            *(["--main", programs.to_text(main)] if main.guarded else []),
-        ]
         self._process = subprocess.Popen(
-            [sys.executable, *SAFE_PATH, "-m", "telegrad", "worker", name, *own],
+            [sys.executable, *SAFE_PATH, "-m", "telegrad", "worker", name, *options],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -247,7 +225,7 @@ class _Worker:
         )
         with contextlib.suppress(OSError):  # it has ended at once; `_watch` reports it
             assert self._process.stdin is not None
-            self._process.stdin.write(key + b"\n")
+            self._process.stdin.write(group.key + b"\n")
             self._process.stdin.flush()
         self._pumps = [
             Thread(target=self._pump, args=(pipe, stream), name=f"telegrad-{name}-{stream}")
@@ -274,8 +252,9 @@ class _Worker:
             self._process.send_signal(signal.SIGCONT)
 
     def end(self, wait: Wait) -> None:
-        for ask in (_nothing, self._process.terminate, self._process.kill):
-            ask()
+        for ask in (None, self._process.terminate, self._process.kill):
+            if ask is not None:  # first the worker may end by itself
+                ask()
             if self._ends_within(GRACE, wait):
                 break
         for pump in self._pumps:
@@ -314,18 +293,6 @@ class _Worker:
         group.ended(self, code)
 
 
-def _listen(host: str) -> socket.socket:
-    return socket.create_server((host, 0), family=family_of(host))
-
-
-def _check_free() -> None:
-    """Raise AlreadyInitialized if this process is in a group, before anything is started."""
-    if "telegrad._core.start.life" in sys.modules:  # else no group; torch is imported while the workers start
-        from telegrad.ext.starting import check_free
-
-        check_free()
-
-
 def _wake_at_interrupts() -> None:
     """Make interrupts wake the event loop of a Jupyter kernel, which they do not do by default.
 
@@ -334,23 +301,24 @@ def _wake_at_interrupts() -> None:
     """
     if "ipykernel" in sys.modules:
         with contextlib.suppress(RuntimeError, NotImplementedError, AttributeError):  # no loop runs here; Windows
-            asyncio.get_running_loop().add_signal_handler(signal.SIGURG, _nothing)
+            asyncio.get_running_loop().add_signal_handler(signal.SIGURG, int)
 
 
 def _roles(workers: int | Sequence[str] | Mapping[str, int], driver: str) -> dict[str, str]:
     """Return the roles of the workers, by name."""
+    roles: dict[str, str] = {}
     if isinstance(workers, Mapping):
         for role, number in workers.items():
             check_role(role or " ")  # "" would mean workers without a role
             count(f"workers: the number of {role}", number, 1, MOST)
-        roles = {f"{role}{number}": role for role, several in workers.items() for number in range(several)}
-        names = [f"{role}{number}" for role, several in workers.items() for number in range(several)]
+        named = [(f"{role}{number}", role) for role, several in workers.items() for number in range(several)]
+        names, roles = [name for name, _ in named], dict(named)
     elif isinstance(workers, Sequence) and not isinstance(workers, str | bytes | bytearray):
-        names, roles = list(workers), {}
+        names = list(workers)
+    elif isinstance(workers, bool) or not isinstance(workers, int) or not 1 <= workers <= MOST:
+        raise_invalid("workers", _WORKERS, workers)
     else:
-        if isinstance(workers, bool) or not isinstance(workers, int) or not 1 <= workers <= MOST:
-            raise_invalid("workers", _WORKERS, workers)
-        names, roles = [f"worker{number}" for number in range(workers)], {}
+        names = [f"worker{number}" for number in range(workers)]
     if not 1 <= len(names) <= MOST:
         raise_invalid("workers", _WORKERS, workers)
     for name in (driver, *names):
@@ -364,7 +332,3 @@ def _environment(workers: int) -> dict[str, str]:
     """Return the workers' environment: they can import what this process can, and share its cores."""
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     return child_environment({**shared_cores(workers), **os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"})
-
-
-def _nothing() -> None:
-    """Do nothing; used where the worker is expected to end by itself."""

@@ -55,7 +55,7 @@ def main(arguments: list[str]) -> int:
         main_program.adopt(given.main, given.name)
     try:
         options = rpc.TelegradOptions(
-            init_method=_meeting_place(given),
+            init_method=given.init_method or (f"tcp://{given.master}" if given.master else "env://"),
             rpc_timeout=given.timeout,
             num_worker_threads=given.threads,
             address=given.address,
@@ -96,27 +96,23 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("name", nargs="?", help="the worker's name in its group; else made of its role and a number")
-    parser.add_argument("--role", default="", help="its role: workers of one role are a group of their own")
-    parser.add_argument("--rank", type=int, default=-1, help="its rank; else as the launcher says, or a free one")
-    parser.add_argument("--world-size", type=int, help="the group's size; else as the launcher says, or dynamic")
-    parser.add_argument("--min-workers", type=int, help="an elastic group: how many workers it has at least")
-    parser.add_argument("--max-workers", type=int, help="an elastic group: how many it has at most")
-    parser.add_argument(
-        "--master", metavar="HOST:PORT", help="where rank 0 serves the store; else MASTER_ADDR and MASTER_PORT"
-    )
-    parser.add_argument(
-        "--init-method", metavar="URL", help="another place to meet, such as file:///PATH or etcd://HOST:2379"
-    )
-    parser.add_argument("--address", help="the address of this host under which the others reach it")
-    parser.add_argument("--threads", type=int, default=16, help="calls that run at once (16)")
-    parser.add_argument("--timeout", type=float, default=60.0, help="seconds per call, and to meet the others (60)")
-    parser.add_argument(
-        "--require", metavar="NAME", action="append", help="end when that worker of a dynamic group dies; repeatable"
-    )
-    parser.add_argument("--with-parent", action="store_true", help="end when the standard input does")
-    parser.add_argument("--key-from-parent", action="store_true", help=argparse.SUPPRESS)  # the first line of the input
-    parser.add_argument("--main", help=argparse.SUPPRESS)  # the driver's program
+    add = parser.add_argument
+    add("name", nargs="?", help="the worker's name in its group; else made of its role and a number")
+    add("--role", default="", help="its role: workers of one role are a group of their own")
+    add("--rank", type=int, default=-1, help="its rank; else as the launcher says, or a free one")
+    add("--world-size", type=int, help="the group's size; else as the launcher says, or dynamic")
+    add("--min-workers", type=int, help="an elastic group: how many workers it has at least")
+    add("--max-workers", type=int, help="an elastic group: how many it has at most")
+    add("--master", metavar="HOST:PORT", help="where rank 0 serves the store; else MASTER_ADDR and MASTER_PORT")
+    add("--init-method", metavar="URL", help="another place to meet, such as file:///PATH or etcd://HOST:2379")
+    add("--address", help="the address of this host under which the others reach it")
+    add("--threads", type=int, default=16, help="calls that run at once (16)")
+    add("--timeout", type=float, default=60.0, help="seconds per call, and to meet the others (60)")
+    require = "end when that worker of a dynamic group dies; repeatable"
+    add("--require", metavar="NAME", action="append", help=require)
+    add("--with-parent", action="store_true", help="end when the standard input does")
+    add("--key-from-parent", action="store_true", help=argparse.SUPPRESS)  # the first line of the input
+    add("--main", help=argparse.SUPPRESS)  # the driver's program
     return parser
 
 
@@ -128,21 +124,14 @@ def _key_from_parent() -> bytes:
     return line
 
 
-def _meeting_place(given: argparse.Namespace) -> str:
-    if given.init_method:
-        return str(given.init_method)
-    return f"tcp://{given.master}" if given.master else "env://"
-
-
 def _end_with_parent() -> None:
     """End this process when the parent ends, which closes its end of the input pipe in any case."""
     while os.read(0, 1 << 10):  # not through sys.stdin, whose lock a thread must not hold when the interpreter exits
         pass
     _parent_ended.set()
-    if (
-        own := getattr(sys.modules.get("telegrad._core.worker.current"), "worker", None)
-    ) is not None:  # else it has not joined
-        own.parting.over()
+    worker = getattr(sys.modules.get("telegrad._core.worker.current"), "worker", None)
+    if worker is not None:  # else it has not joined
+        worker.parting.over()
     time.sleep(GRACE)
     os._exit(LOST)
 

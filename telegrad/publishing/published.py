@@ -35,7 +35,7 @@ from telegrad.ext.references import RestorableRRef, RRef, wait_for
 from telegrad.ext.texts import Wait
 from telegrad.ext.workers import PUBLISHED, UNUSABLE, DynamicGroup, current, listed
 from telegrad.publishing.ownership import OwnedBox, Ownership
-from telegrad.publishing.registration import PAUSE, ROUND, THREAD, Answer, Registration
+from telegrad.publishing.registration import PAUSE, ROUND, THREAD, Registration, on_thread
 
 LOOK = 0.25  # seconds between checks while waiting
 
@@ -128,29 +128,24 @@ class PublishedTrail(NamedTuple):
     def find(self, limit: float) -> RRef[Any]:
         return offers().find(self.name, limit)
 
-    def missing(self) -> list[str]:
-        return []
-
-    def wanted(self) -> str:
-        return f"have a worker publish {self.name!r} again"
+    def describe(self) -> tuple[list[str], str]:
+        return [], f"have a worker publish {self.name!r} again"
 
     def travels(self) -> PublishedTrail:
         return self
 
 
 class Publication:
-    """A value that this worker publishes under a name."""
-
     def __init__(self, name: str, factory: Callable[[], Any]) -> None:
         self.name = name
         self.factory = factory
         self.owned: Ownership | None = None  # set while this worker owns the value, as far as it knows
         self.value: RRef[Any] | None = None  # set once it is made
+        self.problem = ""  # why the directory has not told the owner so far
         self.is_busy = False  # a thread claims or makes the value
         self.again = False  # that thread must claim it once more afterwards
 
     def lose(self) -> Ownership | None:
-        """Forget the value; return the claim by which it was owned."""
         owned, self.owned, self.value = self.owned, None, None
         return owned
 
@@ -160,8 +155,6 @@ class Publication:
 
 
 class Publications:
-    """All values that one worker publishes."""
-
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
         self._worker = current.here()
@@ -205,12 +198,11 @@ class Publications:
             self._finish(offer)
 
     def _claim_in_time(self, offer: Publication) -> bool:
-        claimed = Answer()
-        claimed.find(self._claim, offer, claimed)
+        claimed = on_thread(self._claim, offer)
         until = monotonic() + (self._agent.timeout or inf)
 
         def text() -> str:
-            why = f": {claimed.problem}" if claimed.problem else ""
+            why = f": {offer.problem}" if offer.problem else ""
             return f"publish({offer.name!r}): the group's directory did not say yet which worker owns the value{why}"
 
         with Wait("publish", text, worker=self._worker.me.name) as wait:
@@ -220,7 +212,7 @@ class Publications:
                 wait.look()
         return bool(claimed.wait())
 
-    def _claim(self, offer: Publication, progress: Answer, stands_by: bool = False) -> bool:
+    def _claim(self, offer: Publication, stands_by: bool = False) -> bool:
         """Claim the value; return True if this worker has to make it. Block until the directory answers.
 
         Raises:
@@ -246,13 +238,13 @@ class Publications:
                 if owned.holds:
                     return is_new
             except (LeaseLost, DirectoryLost) as error:
-                progress.problem, unknown = str(error), isinstance(error, DirectoryLost)
+                offer.problem, unknown = str(error), isinstance(error, DirectoryLost)
             except (DirectoryRefused, StoreUntrusted) as error:
                 if not stands_by:
                     raise
-                if str(error) != progress.problem:
+                if str(error) != offer.problem:
                     log.warning("telegrad: the value %r cannot be claimed here yet: %s", offer.name, error)
-                progress.problem, unknown = str(error), True
+                offer.problem, unknown = str(error), True
             sleep(PAUSE)
         raise ShutDown(f"worker {self._worker.me.name!r} does not publish {offer.name!r} any more")
 
@@ -268,7 +260,6 @@ class Publications:
         return is_new
 
     def _make(self, offer: Publication) -> None:
-        """Make the value that this worker owns."""
         owned = offer.owned
         if owned is None or not owned.holds:
             offer.again = True  # set by the thread that is busy with the offer
@@ -309,7 +300,7 @@ class Publications:
             offer.is_busy = True
         try:
             with self._agent.waiting():
-                is_mine = self._claim(offer, Answer(), stands_by=True)
+                is_mine = self._claim(offer, stands_by=True)
             if is_mine:
                 self._make(offer)
         except BaseException:  # including errors of the factory
@@ -323,10 +314,7 @@ class Publications:
         """Take over a value that has lost its owner. Called by the thread that watches the directory."""
         offer, claim = self._offers.get(name), self.registration.known_claim(name)
         if offer is not None and claim is not None and not claim.life:
-            self._agent.later(self._take_over_soon, offer)
-
-    def _take_over_soon(self, offer: Publication) -> None:
-        self._agent.run(self._take_over, offer, False)
+            self._agent.run(self._take_over, offer, False)
 
     def _lose_all(self, group: DynamicGroup) -> None:
         """Drop all values of an ended registration. With the next one, this worker may claim some of them again."""
@@ -336,7 +324,7 @@ class Publications:
                 if offer.owned is not None and offer.owned.group is group:
                     offer.lose()
         for offer in offers:
-            self._take_over_soon(offer)
+            self._agent.run(self._take_over, offer, False)
 
     def _withdraw(self, offer: Publication) -> None:
         """Stop publishing a value, which allows another worker to own it."""
@@ -413,7 +401,6 @@ class Publications:
 
 
 def offers() -> Publications:
-    """Return the offers of this thread's worker."""
     return current.here().attached(Publications)
 
 

@@ -37,38 +37,23 @@ log = logging.getLogger("telegrad")
 Address = tuple[str, int]
 
 
-class Answer(Signal):
-    """A result that one thread computes for others."""
+def on_thread(function: Callable[..., Any], *args: Any) -> Signal:
+    """Call a function on another thread; return a signal of its result."""
+    done = Signal()
+    run_in_thread(THREAD, _complete, done, function, args)
+    return done
 
-    __slots__ = ("problem", "value")
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.value: Any = None  # stored before the signal is set
-        self.problem = ""  # why there is no result yet
-
-    def tell(self, value: Any) -> None:
-        self.value = value
-        self.set_result()
-
-    def wait(self) -> Any:
-        super().wait()
-        return self.value
-
-    def find(self, function: Callable[..., Any], *args: Any) -> None:
-        """Call a function on another thread; its result becomes this result."""
-        run_in_thread(THREAD, self._run, function, args)
-
-    def _run(self, function: Callable[..., Any], args: Any) -> None:
-        try:
-            self.tell(function(*args))
-        except Exception as error:
-            self.set_exception(error)
+def _complete(done: Signal, function: Callable[..., Any], args: Any) -> None:
+    try:
+        result = function(*args)
+    except Exception as error:
+        done.set_exception(error)
+    else:
+        done.set_result(result)
 
 
 class Registration:
-    """The registration of one worker."""
-
     def __init__(
         self,
         worker: Worker,
@@ -84,9 +69,11 @@ class Registration:
         """
         self._worker, self._agent = worker, worker.agent
         self._directory_of_group, self._on_claim, self._on_lost = directory_of_group, on_claim, on_lost
-        self._lock = threading.Lock()  # guards all fields below; _joining and _is_closed are also read without the lock
-        self._joining: Answer | None = None  # result: a DynamicGroup
-        self._address: Answer | None = None  # of the directory: host and port
+        self._lock = threading.Lock()  # guards all fields below; most are also read without the lock
+        self._joining: Signal | None = None  # the last attempt to register
+        self._problem = ""  # why it has not succeeded so far
+        self._group: DynamicGroup | None = None  # the registration
+        self._address: Signal | None = None  # of the directory: host and port
         self._keeping: DirectoryMonitor | None = None
         self._is_closed = False
         self._is_asking = False  # a thread asks whether the directory answers, or did just now
@@ -94,8 +81,8 @@ class Registration:
         self._refusal: DirectoryRefused | StoreUntrusted | None = None  # the last answer, if it was a refusal
         if isinstance(worker.directory, DynamicGroup):
             worker.directory.on_claim = on_claim
-            self._joining = Answer()
-            self._joining.tell(worker.directory)
+            self._group, self._joining = worker.directory, Signal()
+            self._joining.set_result(worker.directory)
         else:
             worker.at_end.append(self._close)
 
@@ -108,33 +95,33 @@ class Registration:
         """
         joining = self._begin()
         if not self._agent.wait_for(joining, limit or -1):
-            raise DirectoryLost(f"the directory of the group was not found within {limit:g} s: {joining.problem}")
+            raise DirectoryLost(f"the directory of the group was not found within {limit:g} s: {self._problem}")
         group: DynamicGroup = joining.wait()
         return group
 
     def known(self) -> DynamicGroup | None:
         """Return the registration if it exists, else None. Start to register if this was not tried before."""
-        found: DynamicGroup | None = (self._joining or self._begin()).value
-        return found
+        if self._joining is None:
+            self._begin()
+        return self._group
 
     def known_claim(self, name: str) -> Claim | None:
         """Return the claim on a published value, as far as this worker knows."""
         group = self.known()
         return group.claims.get(name) if group is not None else None
 
-    def address(self) -> Answer:
-        """Return the address of the directory, which rank 0 starts. The answer is None if it is not known here."""
-        starts = False
+    def address(self) -> Signal:
+        """Return the address of the directory, which rank 0 starts; its value is None if it is not known here."""
         with self._lock:
-            address = self._address
-            if address is None and self._worker.me.id == 0:
-                address = self._address = Answer()
-                starts = True
-        if address is None:
-            address = Answer()
-            address.tell(None)
+            address, starts = self._address, False
+            if address is None:
+                address, starts = Signal(), self._worker.me.id == 0
+                if starts:
+                    self._address = address
+                else:
+                    address.set_result()
         if starts:
-            address.find(self._start)
+            run_in_thread(THREAD, _complete, address, self._start, ())
         return address
 
     def declare_lost(self, worker: WorkerInfo, _: Exception) -> None:
@@ -179,22 +166,21 @@ class Registration:
 
     # The directory of a group that is not dynamic
 
-    def _begin(self) -> Answer:
+    def _begin(self) -> Signal:
         with self._lock:
-            joining, is_new = self._joining, False
-            if joining is None or (joining.done() and joining.value is None):
-                joining, is_new = Answer(), True
-                self._joining = joining
-        if is_new:
-            joining.find(self._join, joining)
+            joining = self._joining
+            if joining is not None and not (joining.done() and self._group is None):
+                return joining
+            joining = self._joining = Signal()
+        run_in_thread(THREAD, _complete, joining, self._join, ())
         return joining
 
-    def _join(self, joining: Answer) -> DynamicGroup:
+    def _join(self) -> DynamicGroup:
         while not (self._agent.closed or self._is_closed):
             try:
                 return self._joined(self._find())
             except (DirectoryLost, LeaseLost, LifeOver, HandshakeError) as error:
-                joining.problem = str(error)
+                self._problem = str(error)
             sleep(PAUSE)
         raise ShutDown(f"worker {self._worker.me.name!r} shut down")
 
@@ -210,9 +196,10 @@ class Registration:
             raise
         with self._lock:
             is_closed = self._is_closed or agent.closed
+            self._group = None if is_closed else group
             if self._address is None:
-                self._address = Answer()
-                self._address.tell(address)
+                self._address = Signal()
+                self._address.set_result(address)
         if is_closed:
             group.leave()
             raise ShutDown(f"worker {me.name!r} shut down")
@@ -227,9 +214,9 @@ class Registration:
             self._agent.wait_for(told)
             own: Address = told.wait()
             return own
-        with self._lock:
-            known: Address | None = self._address.value if self._address is not None else None
-        address = known or self._ask([keeper] if keeper is not None else members)
+        known = self._address  # of another worker, so it is done
+        address: Address | None = known.wait() if known is not None else None
+        address = address or self._ask([keeper] if keeper is not None else members)
         if address is not None:
             return address
         if keeper is not None:
@@ -281,8 +268,8 @@ class Registration:
     def _renew(self, group: DynamicGroup) -> None:
         """Register again after the registration has ended although this worker is alive."""
         with self._lock:
-            if self._joining is not None and self._joining.value is group:
-                self._joining = None
+            if self._group is group:
+                self._joining = self._group = None
             is_closed = self._is_closed
         group.leave()
         if not is_closed:
@@ -297,12 +284,12 @@ class Registration:
         """End the registration, because this worker leaves its group."""
         with self._lock:
             self._is_closed = True
-            joining, keeping = self._joining, self._keeping
-            self._joining = self._keeping = None
-        if joining is not None and joining.value is not None:
-            joining.value.leave()
+            group, keeping = self._group, self._keeping
+            self._joining = self._group = self._keeping = None
+        if group is not None:
+            group.leave()
         if keeping is not None:
             keeping.leave()
 
     def __repr__(self) -> str:
-        return f"<Registration of {self._worker.me.name!r}: {self._joining.value if self._joining else 'none'}>"
+        return f"<Registration of {self._worker.me.name!r}: {self._group or 'none'}>"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pathlib
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,27 +16,12 @@ import telegrad.autograd as autograd
 import telegrad.checkpoint as checkpoint
 import telegrad.rpc as rpc
 from telegrad import errors
-from telegrad._core.worker import current
 from telegrad.nn import Pipeline, RemoteModule
 from telegrad.optim import DistributedOptimizer
 from tests.rpc.test_publishing import Crowd
 from tests.test_checkpoint_values import Growing
 
 WIDTH = 4
-
-
-@pytest.fixture
-def crowd(tmp_path: pathlib.Path) -> Iterator[Crowd]:
-    made = Crowd(tmp_path)
-    try:
-        for rank, name in enumerate(["w0", "w1", "w2"]):
-            made.add(name, rank)
-        current.enter(made.workers["w0"])
-        yield made
-    finally:
-        current.enter(None)
-        for worker in made.workers.values():
-            worker.end("")
 
 
 class Layer(nn.Module):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pathlib
 import random
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,8 +18,9 @@ import torch
 import telegrad.rpc as rpc
 from telegrad import autograd, errors
 from telegrad._core.joining import form_generations
+from telegrad._core.worker import current
 from telegrad._core.worker.options import TelegradOptions
-from tests.cluster import PATIENCE, Process, free_port, processes
+from tests.cluster import PATIENCE, Process, free_port, processes, wait_until
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -75,6 +77,9 @@ def train(place: str, name: str, folder: str, least: int = 2, most: int = 4, pau
                     STATE = rpc.rpc_sync(now.survivors[0], state_here)
                 number = now.number
                 seen.append(now[:3])
+                lives = [member.incarnation for member in current.joined().membership.present()]
+                with open(FOLDER / f"log {name} {os.getpid()}", "a") as log:
+                    log.write(json.dumps([number, now.size, lives]) + "\n")
                 continue
             parts = [rpc.rpc_async(worker, part, (STATE["step"],)).wait() for worker in rpc.workers()]
             time.sleep(pause)
@@ -103,13 +108,6 @@ def told(folder: pathlib.Path, name: str) -> tuple[int, int]:
     path = folder / name
     step, size = path.read_text().split() if path.exists() else (0, 0)
     return int(step), int(size)
-
-
-def wait_until(seen: Callable[[], bool]) -> None:
-    until = time.monotonic() + PATIENCE
-    while not seen():
-        assert time.monotonic() < until
-        time.sleep(0.01)
 
 
 def wait_for_steps(folder: pathlib.Path, name: str, count: int, size: int = 0) -> None:
@@ -357,23 +355,6 @@ def test_one_may_leave_before_the_others(tcp: str, graceful: bool) -> None:
     assert all(sizes == [3] * 5 + [2] * 5 for sizes in found[:2])
 
 
-def in_vain(place: str) -> str:
-    join(place, "w", 1, 2)
-    try:
-        rpc.wait_for_workers(2)
-    except errors.PeerLost as error:
-        return str(error)
-    finally:
-        rpc.shutdown()
-    return ""
-
-
-def test_waiting_for_workers_says_what_lets_them_in(tcp: str) -> None:
-    with processes(1) as made:
-        said = made[0].run(in_vain, tcp)
-    assert said.endswith("not 2: w; who comes waits for the next generation: rpc.rendezvous_again() lets it in")
-
-
 def refused(place: str) -> list[str]:
     said = []
     wrong: list[dict[str, Any]] = [
@@ -422,20 +403,21 @@ def test_elastic_and_dynamic_groups_do_not_mix(tmp_path: pathlib.Path, first: bo
         assert "mixes" in made[1].run(mix, f"file://{tmp_path}/store", not first)
 
 
-def in_a_call(place: str) -> str:
-    join(place, "w", 1, 1)
-    try:
+def in_vain(place: str) -> tuple[str, str]:
+    join(place, "w", 1, 2)
+    with pytest.raises(errors.PeerLost) as alone:
+        rpc.wait_for_workers(2)
+    with pytest.raises(errors.UsageError) as called:
         rpc.rpc_sync("w", rpc.rendezvous_again)
-    except errors.UsageError as error:
-        return str(error)
-    finally:
-        rpc.shutdown()
-    return ""
+    rpc.shutdown()
+    return str(alone.value), str(called.value)
 
 
-def test_a_call_does_not_wait_for_itself(tcp: str) -> None:
+def test_waiting_says_what_lets_workers_in_and_a_call_does_not_wait_for_itself(tcp: str) -> None:
     with processes(1) as made:
-        assert "rpc.rendezvous_again() was called on worker 'w' by a remote call" in made[0].run(in_a_call, tcp)
+        alone, called = made[0].run(in_vain, tcp)
+    assert alone.endswith("not 2: w; who comes waits for the next generation: rpc.rendezvous_again() lets it in")
+    assert "rpc.rendezvous_again() was called on worker 'w' by a remote call" in called
 
 
 def chaos(place: str, folder: pathlib.Path, seed: int, kills: int) -> None:

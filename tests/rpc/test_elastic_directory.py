@@ -15,20 +15,14 @@ from typing import Any
 
 import pytest
 
-import telegrad.rpc as rpc
-from telegrad import errors
 from telegrad._core.directory.client import EmbeddedDirectory
 from telegrad._core.directory.directory import Swap
-from telegrad._core.joining import directory_lease, form_generations
+from telegrad._core.joining import directory_lease
 from telegrad._core.joining.generation_keys import COME, GENERATION
-from telegrad._core.worker import current
-from telegrad._core.worker.options import TelegradOptions
-from tests.cluster import PATIENCE, Process, free_port, processes, wait_until
+from tests.cluster import Process, processes, wait_until
+from tests.rpc.test_elastic import end, is_right, place, train
 
-
-@pytest.fixture(params=["tcp", pytest.param("file", marks=pytest.mark.nightly)])
-def place(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> str:
-    return f"tcp://127.0.0.1:{free_port()}" if request.param == "tcp" else f"file://{tmp_path}/store"
+__all__ = ["place"]  # a fixture
 
 
 def kill_directory() -> None:
@@ -43,13 +37,12 @@ def kill_directory() -> None:
 holders: list[directory_lease.DirectoryLease] = []  # of this process
 
 
-def work(place: str, name: str, folder: str, fatal: int = 0, kills: str = "") -> int:
-    """Make steps until `done` lies in the folder, and write down each generation; return the number of the last.
+def work(place: str, name: str, folder: str, fatal: int = 0, kills: str = "") -> dict[str, int]:
+    """Make steps as `train` does; return the last state.
 
     `fatal`: the generation as whose decider this worker dies at once. `kills`: "with" has the directory die with it,
     "often" kills the directory three times.
     """
-    form_generations.LAST_CALL = 0.3
     hold, swap = directory_lease.DirectoryLease.hold, EmbeddedDirectory.swap
 
     def note(self: directory_lease.DirectoryLease, *arguments: Any) -> None:
@@ -70,37 +63,14 @@ def work(place: str, name: str, folder: str, fatal: int = 0, kills: str = "") ->
     setattr(EmbeddedDirectory, "swap", die)  # noqa: B010
     if kills == "often":
         threading.Thread(target=kill_often, daemon=True).start()
-    rpc.init_rpc(
-        name, min_workers=2, max_workers=3, rpc_backend_options=TelegradOptions(init_method=place, rpc_timeout=PATIENCE)
-    )
-    path, number, step, over = pathlib.Path(folder), 0, 0, False
-    while not over:
-        with contextlib.suppress(errors.PeerError):
-            now = rpc.rendezvous_again()
-            if now.number != number:
-                number, step = now.number, 0
-                lives = [member.incarnation for member in current.joined().membership.present()]
-                with open(path / f"log {name} {os.getpid()}", "a") as log:
-                    log.write(json.dumps([number, now.size, lives]) + "\n")
-            step += 1
-            over = rpc.rpc_sync(0, is_over, (folder, number, step))
-            time.sleep(0.01)
-    rpc.shutdown()
-    return number
+    state: dict[str, int] = train(place, name, folder, 2, 3)[0]
+    return state
 
 
 def kill_often() -> None:
     for _ in range(3):  # and not without an end: on a busy host, it takes as long to start the process again
         time.sleep(random.uniform(0.3, 1.5))
         kill_directory()
-
-
-ENDS: dict[tuple[int, int], bool] = {}
-
-
-def is_over(folder: str, number: int, step: int) -> bool:
-    """Return True if the program is over behind that step of a generation: all ask the worker of rank 0."""
-    return ENDS.setdefault((number, step), (pathlib.Path(folder) / "done").exists())
 
 
 def told(folder: pathlib.Path) -> Iterator[tuple[int, int, list[str]]]:
@@ -124,9 +94,10 @@ def check(folder: pathlib.Path) -> None:
         known.update(lives)
 
 
-def end(folder: pathlib.Path, made: list[Process]) -> None:
-    (folder / "done").touch()
-    assert len({process.end() for process in made}) == 1
+def end_and_check(folder: pathlib.Path, made: list[Process]) -> None:
+    states = end(folder, made)
+    assert all(state == states[0] and is_right(state) for state in states)
+    check(folder)
 
 
 @pytest.mark.parametrize("kills", ["", "with"])
@@ -141,8 +112,7 @@ def test_one_that_keeps_all_dies_as_it_has_formed_a_generation(place: str, tmp_p
         wait_for(tmp_path, 2, 2)
         made[3].begin(work, place, "w3", str(tmp_path))
         wait_for(tmp_path, 3, 3)
-        end(tmp_path, made[1:])
-    check(tmp_path)
+        end_and_check(tmp_path, made[1:])
     assert {number for number, *_ in told(tmp_path)} == {1, 2, 3}
 
 
@@ -161,8 +131,7 @@ def test_one_that_keeps_all_dies_as_it_has_formed_a_later_generation(
         if made[0].join(0) is None:  # another has decided
             made[0].kill()
         wait_for(tmp_path, 3, 3)
-        end(tmp_path, made[1:])
-    check(tmp_path)
+        end_and_check(tmp_path, made[1:])
 
 
 @pytest.mark.timeout(150)
@@ -176,5 +145,4 @@ def test_the_directory_is_killed_again_and_again(place: str, tmp_path: pathlib.P
             made[number + 3].begin(work, place, f"w{number}", str(tmp_path), 0, "often")
             last = max(each[0] for each in told(tmp_path))
             wait_for(tmp_path, last + 1, 3)
-        end(tmp_path, made[3:])
-    check(tmp_path)
+        end_and_check(tmp_path, made[3:])

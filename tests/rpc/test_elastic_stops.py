@@ -11,9 +11,9 @@ import pytest
 import telegrad.rpc as rpc
 from telegrad._core.joining import form_generations
 from telegrad._core.worker.options import TelegradOptions
-from tests.cluster import PATIENCE, free_port, processes
+from tests.cluster import PATIENCE, free_port, processes, wait_until
 from tests.rpc import test_elastic
-from tests.rpc.test_elastic import end, is_right, train, wait_for_steps, wait_until
+from tests.rpc.test_elastic import end, is_right, train, wait_for_steps
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="sees in /proc that a process is stopped")
 SILENCE = 1.0

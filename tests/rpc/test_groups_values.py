@@ -67,8 +67,20 @@ def test_what_a_group_says_of_itself() -> None:
     actors = rpc.group("actor")
     assert repr(actors) == "<Group role 'actor': w1, w2, w3, w4>"
     assert repr(actors[:2]) == "<Group role 'actor' [:2]: w1, w2>"
-    assert repr(rpc.group(["w1", "w2"])) == "<Group w1, w2>"
+    assert repr(actors[::-2]) == "<Group role 'actor' [::-2]: w4, w2>"
+    assert repr(actors.filter(odd)) == f"<Group role 'actor' where {__name__}.odd: w1, w3>"
+    assert (
+        repr(actors - rpc.group(["w1"]) | rpc.group(["w5"])) == "<Group role 'actor' without w1 and w5: w2, w3, w4, w5>"
+    )
+    pair = rpc.group(["w1", "w2"])
+    assert repr(pair) == "<Group w1, w2>"
+    assert repr(pair.filter(odd)) == f"<Group w1, w2 where {__name__}.odd>"
+    assert (pair - pair).names == []
+    assert (pair | pair).names == ["w1", "w2"]
     assert actors.live
+    assert (pair | actors).live
+    assert (actors - pair).live
+    assert not (pair | pair)[:1].live
     assert actors.version == rpc.group("learner").version
     assert not actors.now().live
     assert actors.now().version == 0

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import pathlib
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -18,20 +16,6 @@ from telegrad._core.rpc.restorable import ensure_present
 from telegrad._core.worker import current
 from tests.cluster import PATIENCE, in_threads
 from tests.rpc.test_publishing import USES, Counter, Crowd, ended, keep, kept
-
-
-@pytest.fixture
-def crowd(tmp_path: pathlib.Path) -> Iterator[Crowd]:
-    made = Crowd(tmp_path)
-    try:
-        for rank, name in enumerate(["w0", "w1", "w2"]):
-            made.add(name, rank)
-        current.enter(made.workers["w0"])
-        yield made
-    finally:
-        current.enter(None)
-        for worker in made.workers.values():
-            worker.end("")
 
 
 def restart(crowd: Crowd, name: str) -> None:

@@ -16,7 +16,8 @@ from telegrad import errors
 from telegrad._core.retries import idempotency
 from telegrad._core.retries.idempotency import ENTRY, LONGEST, IdempotencyTable, IdempotentCalls, run_once, size_of
 from telegrad._core.worker import current
-from tests.rpc.test_returns import Stage, stage, wait_until
+from tests.cluster import wait_until
+from tests.rpc.test_returns import Stage, stage
 
 __all__ = ["stage"]
 

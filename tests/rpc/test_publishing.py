@@ -27,7 +27,7 @@ from telegrad._core.worker.options import TelegradOptions
 from telegrad._core.worker.worker import Worker
 from telegrad.publishing import registration
 from telegrad.publishing.published import Publications
-from tests.cluster import KEYS, PATIENCE, agents, processes, wait_until
+from tests.cluster import KEYS, PATIENCE, agents, wait_until
 from tests.directory.engines import Middleman
 
 
@@ -62,18 +62,6 @@ class Crowd:
 
         with ThreadPoolExecutor(1) as pool:
             return pool.submit(run).result(PATIENCE)
-
-
-@pytest.fixture
-def crowd(tmp_path: pathlib.Path) -> Iterator[Crowd]:
-    made = Crowd(tmp_path)
-    try:
-        for rank, name in enumerate(["w0", "w1", "w2"]):
-            made.add(name, rank)
-        yield made
-    finally:
-        for worker in made.workers.values():
-            worker.end("")
 
 
 class Counter:
@@ -395,39 +383,3 @@ def test_what_cannot_be_published(crowd: Crowd) -> None:
         crowd.on("w1", rpc.publish, "other", Counter())
     with pytest.raises(errors.InvalidArgument, match="name must be the name of a value"):
         crowd.on("w1", rpc.lookup, "")
-
-
-def take_part(name: str, url: str, start: int | None) -> None:
-    options = TelegradOptions(init_method=url, rpc_timeout=PATIENCE)
-    rpc.init_rpc(name, rank=int(name[-1]), rpc_backend_options=options)
-    if start is not None:
-        rpc.publish("counter", partial(Counter, start))
-
-
-found: list[rpc.RRef[Counter]] = []
-
-
-def find() -> int:
-    found[:] = [rpc.lookup("counter")]
-    return found[0].rpc_sync().add(1)
-
-
-def use_until_it_works() -> tuple[float, int]:
-    """How long that took, and what came of it."""
-    begun = time.monotonic()
-    while True:
-        with contextlib.suppress(errors.PeerError):  # of a call that was begun before the death was known
-            return time.monotonic() - begun, found[0].rpc_sync().add(1)
-
-
-def test_a_killed_owner_is_replaced_by_who_stands_by(tmp_path: pathlib.Path) -> None:
-    with processes(3) as (user, owner, spare):
-        url = f"file://{tmp_path}/store"
-        user.run(take_part, "w0", url, None)
-        owner.run(take_part, "w1", url, 10)
-        spare.run(take_part, "w2", url, 20)
-        assert user.run(find) == 11
-        owner.kill()
-        taken, value = user.run(use_until_it_works)
-    assert value == 21
-    assert taken < 2

@@ -46,6 +46,15 @@ def count(rank: int = 0) -> dict[str, int]:
     return rpc.debug_info()
 
 
+def on_worker0(program: Callable[[], None]) -> Callable[[list[Process]], None]:
+    """Make a test of a program, which runs on `worker0`."""
+
+    def test(workers: list[Process]) -> None:
+        workers[0].run(program)
+
+    return test
+
+
 # What runs on the workers
 
 
@@ -157,18 +166,16 @@ def test_everything_that_a_reference_tells(workers: list[Process], on: str) -> N
     workers[0].run(use_everything, on)
 
 
-def remote_to_self() -> None:
+@on_worker0
+def test_remote_to_self() -> None:
     ref = rpc.remote(here(), ones, (3,))
     assert ref.is_owner()
     assert ref.to_here().tolist() == [1, 1, 1]
     assert rpc.remote(here(), Counter).rpc_sync().add(2) == 2
 
 
-def test_remote_to_self(workers: list[Process]) -> None:
-    workers[0].run(remote_to_self)
-
-
-def targets() -> None:
+@on_worker0
+def test_whom_and_how() -> None:
     by_rank = rpc.remote(1, ones)
     by_info = rpc.remote(rpc.get_worker_info("worker1"), ones, kwargs={"size": 3}, timeout=PATIENCE)
     assert by_rank.owner_name() == by_info.owner_name() == "worker1"
@@ -177,10 +184,6 @@ def targets() -> None:
         rpc.remote("nobody", ones)
     with pytest.raises(errors.CannotEncode):
         rpc.remote("worker1", ones, (threading.Lock(),))
-
-
-def test_whom_and_how(workers: list[Process]) -> None:
-    workers[0].run(targets)
 
 
 def call_proxies(on: str) -> None:
@@ -209,27 +212,21 @@ def test_proxies(workers: list[Process], on: str) -> None:
     workers[0].run(call_proxies, on)
 
 
-def proxy_outlives_handle() -> None:
+@on_worker0
+def test_a_call_keeps_its_reference_alive() -> None:
     assert rpc.remote("worker1", Counter, (3,)).rpc_async().add(1).wait() == 4
     futures = [rpc.remote("worker1", Counter, (n,)).remote().add(1) for n in range(20)]
     assert [future.to_here() for future in futures] == list(range(1, 21))
 
 
-def test_a_call_keeps_its_reference_alive(workers: list[Process]) -> None:
-    workers[0].run(proxy_outlives_handle)
-
-
-def proxy_timeout() -> None:
+@on_worker0
+def test_proxy_timeouts() -> None:
     ref = rpc.remote("worker1", threading.Event)
     with pytest.raises(errors.CallTimeout):
         ref.rpc_sync(timeout=0.05).wait()
     with pytest.raises(errors.CallTimeout):
         ref.rpc_async(timeout=0.05).wait().wait()
     ref.rpc_sync().set()
-
-
-def test_proxy_timeouts(workers: list[Process]) -> None:
-    workers[0].run(proxy_timeout)
 
 
 class Odd:
@@ -242,13 +239,10 @@ class Odd:
         return "call_of"
 
 
-def call_odd_methods() -> None:
+@on_worker0
+def test_methods_of_any_name() -> None:
     ref = rpc.remote("worker1", Odd)
     assert [ref.rpc_sync().of(), ref.rpc_sync().call_of()] == ["of", "call_of"]
-
-
-def test_methods_of_any_name(workers: list[Process]) -> None:
-    workers[0].run(call_odd_methods)
 
 
 def test_each_method_is_known_by_a_name_of_its_own() -> None:
@@ -274,7 +268,8 @@ def test_to_use_a_reference_wakes_no_thread_of_its_owner(monkeypatch: pytest.Mon
 # The debug view
 
 
-def debug_view() -> None:
+@on_worker0
+def test_the_debug_view() -> None:
     local = rpc.RRef(1)
     own = rpc.RRef(2)
     rpc.rpc_sync("worker1", keep, ("x", own))
@@ -293,10 +288,6 @@ def debug_view() -> None:
     pending.future().wait()
     assert rpc.debug_info()["pending_creations"] == 0
     del local
-
-
-def test_the_debug_view(workers: list[Process]) -> None:
-    workers[0].run(debug_view)
 
 
 # Operators
@@ -365,18 +356,16 @@ def test_sharing(workers: list[Process], way: str, owner: str, to: str) -> None:
     workers[0].run(share, way, owner, to)
 
 
-def share_far() -> None:
+@on_worker0
+def test_from_worker_to_worker() -> None:
     for owner in ("worker0", "worker1", "worker3"):
         ref = make(owner)
         path = ("worker1", "worker2", "worker3", "worker0", "worker0", "worker1")
         assert rpc.rpc_sync("worker1", pass_on, (ref, *path)).tolist() == [1, 1]
 
 
-def test_from_worker_to_worker(workers: list[Process]) -> None:
-    workers[0].run(share_far)
-
-
-def returned() -> None:
+@on_worker0
+def test_as_a_return_value() -> None:
     assert rpc.rpc_sync("worker1", make_remote, ("worker2",)).to_here().tolist() == [1, 1]
     assert rpc.rpc_sync("worker1", make_remote, ("worker0",)).local_value().tolist() == [1, 1]
     assert rpc.rpc_sync("worker1", make_remote, ("worker1",)).owner_name() == "worker1"
@@ -389,11 +378,8 @@ def returned() -> None:
     assert boxes[1]["deep"][0].to_here().tolist() == [1, 1]
 
 
-def test_as_a_return_value(workers: list[Process]) -> None:
-    workers[0].run(returned)
-
-
-def kept_by_others() -> None:
+@on_worker0
+def test_the_value_lives_while_anybody_holds_it() -> None:
     ref = make("worker1")
     rpc.rpc_sync("worker2", keep, ("x", ref))
     rpc.rpc_sync("worker1", keep, ("x", ref))
@@ -406,11 +392,8 @@ def kept_by_others() -> None:
     rpc.rpc_sync("worker3", let_go, ("x",))
 
 
-def test_the_value_lives_while_anybody_holds_it(workers: list[Process]) -> None:
-    workers[0].run(kept_by_others)
-
-
-def mutate() -> None:
+@on_worker0
+def test_it_is_the_same_value_for_all() -> None:
     ref = rpc.RRef(Counter())
     rpc.rpc_sync("worker1", add_through, (ref, 5))
     assert ref.local_value().value == 5
@@ -420,11 +403,8 @@ def add_through(ref: rpc.RRef[Counter], amount: int) -> None:
     ref.rpc_sync().add(amount)
 
 
-def test_it_is_the_same_value_for_all(workers: list[Process]) -> None:
-    workers[0].run(mutate)
-
-
-def pickles() -> None:
+@on_worker0
+def test_pickled_otherwise() -> None:
     ref = rpc.RRef(1)
     for attempt in (lambda: pickle.dumps(ref), lambda: torch.save(ref, io.BytesIO())):
         with pytest.raises(errors.UsageError, match="to_here"):
@@ -440,10 +420,6 @@ def raise_with(ref: rpc.RRef[int]) -> None:
     raise ValueError("with a reference", ref)
 
 
-def test_pickled_otherwise(workers: list[Process]) -> None:
-    workers[0].run(pickles)
-
-
 # Failures
 
 
@@ -451,7 +427,8 @@ def fail() -> NoReturn:
     raise KeyError("why")
 
 
-def failing() -> None:
+@on_worker0
+def test_a_creation_that_fails() -> None:
     for on in ("worker0", "worker1"):
         ref = rpc.remote(on, fail)
         with pytest.raises(KeyError, match="why"):
@@ -466,11 +443,8 @@ def failing() -> None:
             rpc.rpc_sync("worker2", value_of, (ref,))
 
 
-def test_a_creation_that_fails(workers: list[Process]) -> None:
-    workers[0].run(failing)
-
-
-def failing_later() -> None:
+@on_worker0
+def test_a_creation_that_fails_after_it_was_shared() -> None:
     gate = rpc.remote("worker1", threading.Event)
     ref = rpc.remote("worker1", fail_after, (gate,))
     outcome = rpc.rpc_async("worker2", value_of, (ref,))
@@ -484,11 +458,8 @@ def fail_after(gate: rpc.RRef[threading.Event]) -> None:
     fail()
 
 
-def test_a_creation_that_fails_after_it_was_shared(workers: list[Process]) -> None:
-    workers[0].run(failing_later)
-
-
-def late() -> None:
+@on_worker0
+def test_a_creation_that_takes_too_long() -> None:
     gate = rpc.remote("worker1", threading.Event)
     ref = rpc.remote("worker1", ones_after, (gate,), timeout=0.05)
     with pytest.raises(errors.CallTimeout):
@@ -511,21 +482,14 @@ def ones_after(gate: rpc.RRef[threading.Event]) -> torch.Tensor:
     return ones()
 
 
-def test_a_creation_that_takes_too_long(workers: list[Process]) -> None:
-    workers[0].run(late)
-
-
-def shared_before_it_exists() -> None:
+@on_worker0
+def test_shared_before_the_value_exists() -> None:
     gate = rpc.remote("worker1", threading.Event)
     ref = rpc.remote("worker1", ones_after, (gate,))
     waiting = [rpc.rpc_async(to, value_of, (ref,)) for to in ("worker2", "worker3", "worker1", "worker0")]
     assert not any(future.done() for future in waiting)
     gate.rpc_sync().set()
     assert [future.wait().tolist() for future in waiting] == [[1, 1]] * 4
-
-
-def test_shared_before_the_value_exists(workers: list[Process]) -> None:
-    workers[0].run(shared_before_it_exists)
 
 
 # Many

@@ -27,7 +27,7 @@ from telegrad._core.stores.stores import open_store
 from telegrad._core.worker import current
 from telegrad._core.worker.options import TelegradOptions
 from telegrad._core.worker.worker import Worker
-from tests.cluster import KEYS, PATIENCE, agents
+from tests.cluster import KEYS, PATIENCE, agents, wait_until
 
 LATER = 0.3  # seconds after which somebody comes
 
@@ -59,13 +59,6 @@ class Stage:
             link._sock.shutdown(socket.SHUT_RDWR)
         worker.end("")
         wait_until(lambda: not any(is_open(other, worker) for other in self.all))
-
-
-def wait_until(over: Callable[[], bool]) -> None:
-    until = time.monotonic() + PATIENCE
-    while not over():
-        assert time.monotonic() < until
-        time.sleep(0.01)
 
 
 def is_open(caller: Worker, to: Worker) -> bool:

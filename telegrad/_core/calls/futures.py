@@ -275,20 +275,22 @@ def _uncovered(value: Any) -> Any:
 
 
 class Signal:
-    """An internal future without a value: completes once, or fails."""
+    """An internal future: completes once, or fails."""
 
-    __slots__ = ("_callbacks", "_error", "_happened", "_lock")
+    __slots__ = ("_callbacks", "_error", "_happened", "_lock", "_value")
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # guards _callbacks and changes of _happened; _happened is read without it
         self._happened = False
-        self._error: BaseException | None = None  # stored before _happened is set
+        self._value: Any = None  # stored before _happened is set, as is
+        self._error: BaseException | None = None
         self._callbacks: list[Callable[[Any], None]] = []
 
     def done(self) -> bool:
         return self._happened
 
-    def set_result(self, result: None = None) -> None:
+    def set_result(self, result: Any = None) -> None:
+        self._value = result
         with self._lock:
             self._happened = True
             callbacks, self._callbacks = self._callbacks, []
@@ -309,9 +311,10 @@ class Signal:
 
     @not_compiled
     def wait(self) -> Any:
-        """Raise the error, if the signal failed; the signal must be done."""
+        """Return the value, or raise the error; the signal must be done."""
         if self._error is not None:
             raise fresh(self._error)
+        return self._value
 
 
 def wait_for(future: torch.futures.Future[Any] | Signal, timeout: float = -1) -> bool:

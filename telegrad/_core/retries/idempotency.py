@@ -68,8 +68,6 @@ class Entry:
 
 
 class _Caller:
-    """The calls of one caller."""
-
     def __init__(self) -> None:
         self.entries: dict[int, Entry] = {}  # by number; ended calls are in the order of their ends
         self.kept = 0  # bytes
@@ -146,7 +144,6 @@ class IdempotencyTable:
         return self._take_out(caller, number) if entry.ended else None
 
     def expire(self, now: float) -> list[Entry]:
-        """Drop expired answers; return their entries."""
         over = []
         for caller in self._callers.values():
             late = [number for number, entry in caller.entries.items() if entry.ended and entry.until <= now]
@@ -169,8 +166,6 @@ class IdempotencyTable:
 
 
 class IdempotentCalls:
-    """The idempotent calls made to one worker."""
-
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
         self._lock = threading.Lock()  # guards the table

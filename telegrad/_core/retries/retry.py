@@ -105,18 +105,11 @@ class Retries:
 
 
 class Request(NamedTuple):
-    """The arguments of a call."""
-
     to: str | int
     call: Call
     policy: RetryPolicy
     number: int  # of an idempotent call, by which the callee identifies it; otherwise 0
     begun: float  # on the `monotonic` clock
-
-    @property
-    def asked(self) -> Any:
-        """Return the function that the user called, or a text."""
-        return self.call.function if self.call.asked is None else self.call.asked
 
     def function_and_args(self, left: float) -> tuple[Any, Any]:
         """Return the function and arguments to send, with this much time left."""
@@ -205,7 +198,7 @@ class RetriedCall:
         function, args = self.request.function_and_args(left)
         try:
             self._retries.agent.call_for(
-                self, self.to, function, args, call.kwargs, left, call.keeps, asked=self.request.asked
+                self, self.to, function, args, call.kwargs, left, call.keeps, asked=self.request.call.users
             )
         except BaseException:
             self._last = None
@@ -297,7 +290,7 @@ class RetriedCall:
 
     @property
     def described(self) -> str:
-        return f"{user_name(self.request.asked)} on worker {self.to!r}"
+        return f"{user_name(self.request.call.users)} on worker {self.to!r}"
 
     @property
     def in_turn(self) -> NestedCall | None:
@@ -398,7 +391,7 @@ def begin_many(outcomes: Iterable[tuple[Outcome, str]], policy: RetryPolicy, cal
         first = made[0]
         function, args = first.request.function_and_args(first.timeout)
         own = [EachCall(each, each.to, call.keeps) for each in made]
-        current.agent().call_each(own, function, args, call.kwargs, first.timeout, first.request.asked)
+        current.agent().call_each(own, function, args, call.kwargs, first.timeout, first.request.call.users)
     except BaseException:
         for each in made:
             each.conclude()
@@ -406,14 +399,12 @@ def begin_many(outcomes: Iterable[tuple[Outcome, str]], policy: RetryPolicy, cal
 
 
 def call_async(policy: RetryPolicy, to: str | int, call: Call, timeout: float) -> Future[Any]:
-    """Start a call with a policy; return a future of its value."""
     future: Future[Any] = Future()
     begin(future, policy, to, call, timeout)
     return future
 
 
 def call_sync(policy: RetryPolicy, to: str | int, call: Call, timeout: float) -> Any:
-    """Make a call with a policy, and wait for its value."""
     return wait_or_cancel(call_async(policy, to, call, timeout))
 
 
@@ -435,7 +426,7 @@ def await_workers(policy: RetryPolicy | None, workers: list[str | int], call: Ca
     if policy is None:
         return timeout
     limit = limit_of(timeout, current.agent().timeout)
-    name = user_name(call.function if call.asked is None else call.asked)
+    name = user_name(call.users)
     for to in workers:
         future: Future[Any] = Future()
         (asking,) = _made([(future, to)], RetryPolicy(True, True), Call(ping, None, None, None, name), limit)

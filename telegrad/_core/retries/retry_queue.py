@@ -55,8 +55,6 @@ def backoff(repeats: int) -> float:
 
 
 class Queued(Protocol):
-    """A call in the queue."""
-
     @property
     def to(self) -> str | int: ...
 
@@ -145,7 +143,6 @@ class RetryQueue(Generic[C]):
         return True
 
     def why(self, to: str | int) -> str:
-        """Return why a worker could not be called."""
         target = self._targets.get(to)
         return target.why if target is not None else ""
 
@@ -161,7 +158,6 @@ class RetryQueue(Generic[C]):
         return min([*times, *(call.until for call in waiting)], default=inf)
 
     def close(self) -> list[C]:
-        """Close the queue; return the calls that wait."""
         self._closed = True
         waiting = [call for target in self._targets.values() for call, at in target.calls.items() if at < inf]
         self._targets.clear()

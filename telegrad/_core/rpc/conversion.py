@@ -144,16 +144,12 @@ def _make_plan(function: Callable[..., Any], bound: bool) -> _Plan | None:
     except Exception as error:  # e.g. an annotation has a name that only type checkers know
         log.debug("telegrad: no conversion for %r: %s", function, error)
         return None
-    by_kind: dict[Any, list[tuple[str, str]]] = {}
-    for parameter in parameters:
-        by_kind.setdefault(parameter.kind, []).append((parameter.name, _wish(hints.get(parameter.name, Any))))
-    both = by_kind.get(inspect.Parameter.POSITIONAL_OR_KEYWORD, [])
-    positional = by_kind.get(inspect.Parameter.POSITIONAL_ONLY, []) + both
+    targets = [(each, _wish(hints.get(each.name, Any))) for each in parameters]
     plan = _Plan(
-        [target for _, target in positional],
-        next((target for _, target in by_kind.get(inspect.Parameter.VAR_POSITIONAL, [])), ""),
-        dict(both + by_kind.get(inspect.Parameter.KEYWORD_ONLY, [])),
-        next((target for _, target in by_kind.get(inspect.Parameter.VAR_KEYWORD, [])), ""),
+        [target for each, target in targets if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)],
+        next((target for each, target in targets if each.kind is each.VAR_POSITIONAL), ""),
+        {each.name: target for each, target in targets if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)},
+        next((target for each, target in targets if each.kind is each.VAR_KEYWORD), ""),
     )
     return plan if any((*plan.positional, plan.rest, *plan.named.values(), plan.others)) else None
 
@@ -164,12 +160,9 @@ def _wish(annotation: Any) -> str:
     if annotation in (Any, object, None, type(None)) or isinstance(annotation, typing.TypeVar):
         return ""
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
-        return "" if any(_is_reference(arm) or not _wish(arm) for arm in _arms(annotation)) else _VALUE
+        arms = [arm for arm in typing.get_args(annotation) if arm is not type(None)]
+        return "" if any(_is_reference(arm) or not _wish(arm) for arm in arms) else _VALUE
     return _VALUE
-
-
-def _arms(union: Any) -> list[Any]:
-    return [arm for arm in typing.get_args(union) if arm is not type(None)]
 
 
 def _is_reference(annotation: Any) -> bool:

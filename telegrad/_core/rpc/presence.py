@@ -16,9 +16,6 @@ _WANTED = "a number of workers, or a list of their names"
 def workers() -> list[WorkerInfo]:
     """Return the current workers of the group, including this one, by rank.
 
-    Raises:
-        NotInitialized: this process is in no group.
-
     Example:
         >>> [worker.name for worker in rpc.workers()]
         ['driver', 'worker0', 'worker1']
@@ -70,9 +67,6 @@ def on_join(callback: Callable[[WorkerInfo], Any]) -> None:
     Args:
         callback: a function of a `WorkerInfo`.
 
-    Raises:
-        NotInitialized: this process is in no group.
-
     Example:
         >>> import queue
         >>> there = queue.Queue()
@@ -87,13 +81,10 @@ def on_join(callback: Callable[[WorkerInfo], Any]) -> None:
 def on_leave(callback: Callable[[WorkerInfo, str], Any]) -> None:
     """Register `callback(worker, how)` for each worker that leaves: `how` is "left", or "lost" if it died.
 
-    Callbacks run on a separate thread, and may make remote calls. They end with the group.
+    The thread and the end of callbacks are as for `on_join`.
 
     Args:
         callback: a function of a `WorkerInfo` and a text.
-
-    Raises:
-        NotInitialized: this process is in no group.
 
     Example:
         >>> rpc.on_leave(lambda worker, how: print(f"{worker.name} has {how}"))
@@ -105,14 +96,10 @@ def on_leave(callback: Callable[[WorkerInfo, str], Any]) -> None:
 def on_lost(callback: Callable[[WorkerInfo, Exception], Any]) -> None:
     """Register `callback(worker, reason)` for each lost worker: it died, is silent, or left too early.
 
-    Callbacks of `on_leave` are called, too. Callbacks run on a separate thread, and may make remote calls. They end
-    with the group.
+    The thread and the end of callbacks are as for `on_join`. Callbacks of `on_leave` are called, too.
 
     Args:
         callback: a function of a `WorkerInfo` and of an exception, such as `PeerLost` or `PeerSilent`.
-
-    Raises:
-        NotInitialized: this process is in no group.
 
     Example:
         >>> rpc.on_lost(lambda worker, reason: print(f"{worker.name}: {reason}"))

@@ -51,8 +51,7 @@ def rpc_sync(
         wait_for_worker: wait, up to the timeout, while no worker of that name can be called. The default is in the
             options.
         idempotent: repeat the call if it may have run. A worker that has begun it gives the same answer again; a
-            restarted
-            worker runs it again.
+            restarted worker runs it again.
 
     Returns:
         The return value of the function, its tensors on this worker.
@@ -100,21 +99,12 @@ def rpc_async(
 ) -> Future[Any]:
     """Start `func(*args, **kwargs)` on the worker `to`; return a future of its value.
 
-    The tensors among the arguments must not be written to until the future is done.
-
-    Args:
-        to: the worker's name, its rank, or its `WorkerInfo`.
-        func: any function, class or builtin.
-        args: positional arguments, a tuple.
-        kwargs: arguments by name, a dict.
-        timeout: seconds until the future fails with `CallTimeout`; 0 for no limit. The default is in the options.
-        wait_for_worker: as for `rpc_sync`; this function does not block.
-        idempotent: as for `rpc_sync`.
+    The tensors among the arguments must not be written to until the future is done. The arguments are as for
+    `rpc_sync`; this function does not block.
 
     Returns:
         A `Future`: `wait()` returns the value or raises as `rpc_sync` does, `await` does so in asyncio, `cancel()`
-        cancels
-        the call.
+        cancels the call.
 
     Raises:
         InvalidArgument: the call makes no sense, and nothing was sent; likewise `UnknownWorker` and `CannotEncode`.
@@ -147,14 +137,9 @@ def remote(
     """Start `func(*args, **kwargs)` on the worker `to`, where its value stays; return a reference to the value.
 
     Do not wait for the function. If it fails, or does not end within `timeout`, uses of the reference raise the error.
+    The other arguments are as for `rpc_sync`. With `wait_for_worker`, block until a worker of that name can be called.
 
     Args:
-        to: the worker's name, its rank, or its `WorkerInfo`.
-        func: a class to make an object there, or any function.
-        args: positional arguments, a tuple.
-        kwargs: arguments by name, a dict.
-        timeout: seconds that the function may take; 0 for no limit. The default is in the options.
-        wait_for_worker: block, up to the timeout, until a worker of that name can be called.
         restore: recreate the value if its owner is lost. The next use then waits for a worker of the same name, creates
             the value there with the same call, and calls `restore(value)`, which can load a checkpoint, for example.
             With `True` the value stays as it was created.
@@ -196,16 +181,13 @@ def rpc_stream(
 ) -> Stream[Any]:
     """Start `func(*args, **kwargs)` on the worker `to`; return a `Stream` of the items that it yields.
 
-    The function runs at most `window` items and 64 MB ahead of its reader.
+    The function runs at most `window` items and 64 MB ahead of its reader. The other arguments are as for
+    `rpc_sync`. With `wait_for_worker`, block until a worker of that name can be called.
 
     Args:
-        to: the worker's name, its rank, or its `WorkerInfo`.
         func: a generator function, also an `async def`, or one that returns an iterable.
-        args: positional arguments, a tuple.
-        kwargs: arguments by name, a dict.
         timeout: seconds to wait for each item; 0 for no limit. The default is in the options.
         window: how many items the function may be ahead.
-        wait_for_worker: block, up to the timeout, until a worker of that name can be called.
 
     Returns:
         A `Stream`, to be read with `for` or `async for`.
@@ -219,10 +201,9 @@ def rpc_stream(
         [0, 1, 2]
     """
     call = convert(func, args, kwargs)
-    asked = call.function if call.asked is None else call.asked
 
     def make(to: str | int | WorkerInfo, _: float) -> Stream[Any]:
-        return Stream(target(to), *call[:3], timeout, window, call.keeps, asked)
+        return Stream(target(to), call, timeout, window)
 
     if wait_for_worker is not None or retry.by_default:
         return _once_there(make, to, call, timeout, wait_for_worker)
@@ -273,7 +254,6 @@ def create(to: str | int | WorkerInfo, call: Call, timeout: float) -> RRef[Any]:
 
 
 def event_of(kind: str, to: str | int | WorkerInfo, function: Any) -> profiling.Event:
-    """Return the event of a call."""
     agent, there = current.agent(), named(to)
     here, there = agent.name, there if isinstance(there, str) else agent.identify(there).name
     return profiling.Event(profiling.event_name(kind, function, here, there), function, here, there)

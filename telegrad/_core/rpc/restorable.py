@@ -73,19 +73,14 @@ class RecoveryStrategy(Protocol):
     def find(self, limit: float) -> RRef[Any]:
         """Return a reference to the value, recreated if necessary; raise one of NOT_YET if a retry may help."""
 
-    def missing(self) -> list[str]:
-        """Return the workers that are waited for."""
-
-    def wanted(self) -> str:
-        """Return advice for the user."""
+    def describe(self) -> tuple[list[str], str]:
+        """Return the workers that are waited for, and advice for the user."""
 
     def travels(self) -> RecoveryStrategy:
         """Return the trail of a copy on another worker."""
 
 
 class RestorableRRef(RRef[T]):
-    """A reference to a restorable value."""
-
     __slots__ = ("_trail",)
 
     _trail: RecoveryStrategy
@@ -162,7 +157,8 @@ class RestorableRRef(RRef[T]):
             kind = ClaimLost if isinstance(lost, ClaimLost) else OwnerLost
             raise kind(
                 f"{about} was lost with worker {self._handle.owner.name!r}, and did not come back within {limit:g} s: "
-                f"{self._trail.wanted()}, or give the call a longer timeout. The last try: {error.__cause__ or error}"
+                f"{self._trail.describe()[1]}, or give the call a longer timeout. The last try: "
+                f"{error.__cause__ or error}"
             ) from lost
         with _renewing:
             if self._handle is handle:  # otherwise another thread's handle is in use, and must not be dropped
@@ -183,7 +179,7 @@ def wait_for(agent: Agent, trail: RecoveryStrategy, limit: float, about: str, be
     def text() -> str:
         return f"{about} is not there: {why}"
 
-    with Wait("a value that comes back", text, trail.missing, worker=agent.name) as wait:
+    with Wait("a value that comes back", text, lambda: trail.describe()[0], worker=agent.name) as wait:
         while True:
             left = until - monotonic()
             try:
@@ -194,13 +190,8 @@ def wait_for(agent: Agent, trail: RecoveryStrategy, limit: float, about: str, be
             if agent.closed or left <= PAUSE:
                 raise NotPublished(f"{about} is not there after {limit:g} s: {why}") from why
             wait.look()
-            pause()
-
-
-def pause() -> None:
-    """Pause shortly; a thread that serves calls releases its slot meanwhile."""
-    with current.agent().waiting():
-        sleep(PAUSE)
+            with agent.waiting():
+                sleep(PAUSE)
 
 
 def ensure_present(reference: RRef[Any], timeout: float = DEFAULT) -> bool:
@@ -253,11 +244,8 @@ class RecreateRecipe(NamedTuple):
         found: RRef[Any] = current.agent().call(self.worker, remake, tuple(self), None, limit, self.make)
         return found
 
-    def missing(self) -> list[str]:
-        return [self.worker]
-
-    def wanted(self) -> str:
-        return f"start worker {self.worker!r} again"
+    def describe(self) -> tuple[list[str], str]:
+        return [self.worker], f"start worker {self.worker!r} again"
 
     def travels(self) -> RecoveryStrategy:
         return Copied(self.first, current.agent().me.identity)
@@ -279,11 +267,9 @@ class Copied(NamedTuple):
         found: RRef[Any] = agent.call(self.maker, _found_again, (*self.first, limit), None, limit)
         return found
 
-    def missing(self) -> list[str]:
-        return [self.maker.name]
-
-    def wanted(self) -> str:
-        return f"worker {self.maker.name!r}, which has made it, must live and hold a reference, and its owner come back"
+    def describe(self) -> tuple[list[str], str]:
+        name = self.maker.name
+        return [name], f"worker {name!r}, which has made it, must live and hold a reference, and its owner come back"
 
     def travels(self) -> RecoveryStrategy:
         return self
@@ -314,33 +300,28 @@ class RestorableValues:
     def __init__(self, agent: Agent) -> None:
         # those with recipes, by their first ids
         self.lasting: WeakValueDictionary[Id, RestorableRRef[Any]] = WeakValueDictionary()
-        self._lock = threading.Lock()  # guards _anew
+        self._lock = threading.Lock()  # guards removals from _anew; `setdefault` is atomic
         self._anew: dict[Id, Future[Id]] = {}  # the id of the recreated value, or a future id
 
     def value(self, first: Id, make: Callable[[], RRef[Any]]) -> RRef[Any]:
         """Return a recreated value. Create it once for all that ask."""
         while True:
-            with self._lock:
-                found = self._anew.get(first)
-                if found is None:
-                    coming = self._anew[first] = Future()
-            if found is None:
-                return self._made(first, coming, make)
+            coming: Future[Id] = Future()
+            found = self._anew.setdefault(first, coming)
+            if found is coming:
+                coming.heed()  # perhaps no other thread waits
+                try:
+                    made = make()
+                except BaseException as error:
+                    self._forget(first, coming)
+                    coming.set_exception(error)  # type: ignore[arg-type]
+                    raise
+                coming.set_result(made._handle.id)
+                return made
             known = _another(found.wait())
             if known is not None:
                 return known
             self._forget(first, found)  # its last reference had ended
-
-    def _made(self, first: Id, coming: Future[Id], make: Callable[[], RRef[Any]]) -> RRef[Any]:
-        coming.heed()  # perhaps no other thread waits
-        try:
-            made = make()
-        except BaseException as error:
-            self._forget(first, coming)
-            coming.set_exception(error)  # type: ignore[arg-type]
-            raise
-        coming.set_result(made._handle.id)
-        return made
 
     def _forget(self, first: Id, future: Future[Id]) -> None:
         with self._lock:

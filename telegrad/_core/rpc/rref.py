@@ -23,6 +23,7 @@ from telegrad._core.references.value_slot import ValueSlot
 from telegrad._core.rpc.operators import Operators, is_tensor_method
 from telegrad._core.streams.streams import MOST_WINDOW, WINDOW, Stream
 from telegrad._core.worker import current
+from telegrad._core.worker.prepared_call import Call
 from telegrad._core.worker.value_access import (
     RefPlaceholder,
     call_method,
@@ -110,10 +111,7 @@ class RRef(Operators, Generic[T]):
 
     @not_compiled
     def to_here(self, timeout: float = DEFAULT) -> T:
-        """Return the value itself on its owner, elsewhere a copy; wait until it exists.
-
-        Args:
-            timeout: seconds; 0 for no limit. The default is in the options.
+        """Return the value itself on its owner, elsewhere a copy; wait until it exists. Timeout as for `rpc.rpc_sync`.
 
         Returns:
             The value; its tensors are in memory of this worker.
@@ -198,8 +196,7 @@ class RRef(Operators, Generic[T]):
 
         Args:
             dist_autograd_ctx_id: the context, from `telegrad.autograd.context`. Without one, the graph and the value
-                must be
-                on this worker alone.
+                must be on this worker alone.
             retain_graph: keep the graph for another pass.
 
         Raises:
@@ -224,10 +221,7 @@ class RRef(Operators, Generic[T]):
     @not_compiled
     def rpc_sync(self, timeout: float = DEFAULT) -> Proxy:
         """Return a proxy: `rref.rpc_sync().method(*args)` runs a method of the value at the owner and returns its
-        result.
-
-        Args:
-            timeout: seconds; 0 for no limit. The default is in the options.
+        result. The timeout is as for `rpc.rpc_sync`.
 
         Returns:
             A `Proxy`, whose every attribute is such a method.
@@ -240,9 +234,6 @@ class RRef(Operators, Generic[T]):
     def rpc_async(self, timeout: float = DEFAULT) -> Proxy:
         """As `rpc_sync`, but return a future.
 
-        Args:
-            timeout: seconds; 0 for no limit. The default is in the options.
-
         Returns:
             A `Proxy`, whose methods return a `Future`.
         """
@@ -253,9 +244,6 @@ class RRef(Operators, Generic[T]):
     @not_compiled
     def remote(self, timeout: float = DEFAULT) -> Proxy:
         """As `rpc_sync`, but return a reference to the result, which stays at the owner.
-
-        Args:
-            timeout: seconds; 0 for no limit. The default is in the options.
 
         Returns:
             A `Proxy`, whose methods return an `RRef`.
@@ -299,30 +287,20 @@ class RRef(Operators, Generic[T]):
 
     @not_compiled
     def _stream(self, window: int, method: str, timeout: float, args: Any, kwargs: Any) -> Stream[Any]:
-        owner, function = self._reach(timeout), methods.of(method)
-        return Stream(owner, function, (*self._handle.id, *args), kwargs, timeout, window, self, function)
+        owner = self._reach(timeout)
+        return Stream(owner, Call(methods.of(method), (*self._handle.id, *args), kwargs, self), timeout, window)
 
     @not_compiled
     def _create(self, method: str, timeout: float, args: Any, kwargs: Any) -> RRef[Any]:
         owner = self._reach(timeout)
-        return self._make(owner, method, methods.of(method), (*self._handle.id, *args), kwargs, timeout, self)
+        return self._make(owner, method, Call(methods.of(method), (*self._handle.id, *args), kwargs, self), timeout)
 
-    def _make(
-        self,
-        owner: Identity,
-        name: str,
-        function: Any,
-        args: Any,
-        kwargs: Any,
-        timeout: float,
-        keeps: Any,
-        asked: Any = None,
-    ) -> RRef[Any]:
+    def _make(self, owner: Identity, name: str, call: Call, timeout: float) -> RRef[Any]:
         """Create another value at the owner; a profiler shows the call as `name`."""
         create = self._table.create
         if profiling.wanted():
             create = partial(profiling.called_creation, self._event("remote", name), create)
-        made: RRef[Any] = create(owner, function, args, kwargs, timeout, keeps, asked)
+        made: RRef[Any] = create(owner, call.function, call.args, call.kwargs, timeout, call.keeps, call.asked)
         return made
 
     def _event(self, kind: str, method: str, asked: Any = None) -> profiling.Event:
@@ -341,7 +319,7 @@ class RRef(Operators, Generic[T]):
         args = (function, *(each._lent() if isinstance(each, RRef) else each for each in operands))
         kwargs = {name: each._lent() if isinstance(each, RRef) else each for name, each in named.items()}
         name = operands[1] if function is call_method else profiling.function_name(function)
-        return self._make(self._reach(), name, with_values, args, kwargs, DEFAULT, held, function)
+        return self._make(self._reach(), name, Call(with_values, args, kwargs, held, function), DEFAULT)
 
     def _lent(self) -> RefPlaceholder:
         name, rank, incarnation = self._handle.owner

@@ -23,8 +23,6 @@ LONGEST = 3600.0  # seconds between two checks: locks have a maximal timeout
 
 
 class StepCounter:
-    """Counts the steps of one worker."""
-
     def __init__(self, _: Any) -> None:
         self.count = 0
 

@@ -7,6 +7,7 @@ The layers below get everything they need from here, and do not import this laye
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -47,64 +48,36 @@ def start(
     check_role(role)
     if name is not None:
         check_name(name)
-    extensions = WorkerExtensions(name or role)
-    try:
-        return _join(name or "", role, meet, options, entered, kind, extensions)
-    except BaseException:
-        extensions.each(lambda extension: extension.close())
-        raise
-
-
-def _join(
-    name: str,
-    role: str,
-    meet: Callable[[float], RendezvousStore],
-    options: TelegradOptions,
-    entered: Callable[[Worker], None],
-    kind: type[RRef[Any]],
-    extensions: WorkerExtensions,
-) -> Worker:
     timeout = options.rpc_timeout or float("inf")
-    open_files.check()
-    settings = _settings(options)
-    meeting = meet(timeout)
-    address = own_address(options.address, meeting.host)
-    worker = Worker(name or role, settings, address, entered, kind._of_handle, open_roots, extensions)
-    try:
+    with contextlib.ExitStack() as undo:  # on an error
+        extensions = WorkerExtensions(name or role)
+        undo.callback(extensions.each, lambda extension: extension.close())
+        open_files.check()
+        settings = _settings(options)
+        meeting = meet(timeout)
+        address = own_address(options.address, meeting.host)
+        worker = Worker(name or role, settings, address, entered, kind._of_handle, open_roots, extensions)
+        undo.callback(worker.agent.close)
         actors.serve(worker.agent, worker.references)
         producer.serve(worker)
         retry.serve(worker)
         streams.serve(worker)
         stalls.serve(worker)
-        me = worker.agent.describe(meeting.rank, host_identity())._replace(name=name, role=role)
+        me = worker.agent.describe(meeting.rank, host_identity())._replace(name=name or "", role=role)
         extensions.each(lambda each: each.on_start(worker, meeting.rank, meeting.world_size, meeting.where))
         joined = join(meeting, me, options.silence, timeout)
-        try:
-            _check(joined.me, joined.directory)
-            worker.join(joined, _devices_of(joined.me, joined.directory))
-        except BaseException:
-            if isinstance(joined.directory, DynamicGroup):
-                joined.directory.leave()
-            raise
-        return worker
-    except BaseException:
-        worker.agent.close()
-        raise
+        if isinstance(joined.directory, DynamicGroup):
+            undo.callback(joined.directory.leave)
+        _check(joined.me, joined.directory)
+        worker.join(joined, _devices_of(joined.me, joined.directory))
+        undo.pop_all()
+    return worker
 
 
 def _settings(options: TelegradOptions) -> Settings:
-    return Settings(
-        threads=options.num_worker_threads,
-        timeout=options.rpc_timeout,
-        transport=options.transport,
-        shared_memory=options.shared_memory,
-        silence=options.silence,
-        tls=options.tls,
-        devices=options.published(),
-        pass_deadlines=options.pass_deadlines,
-        heartbeat=options.heartbeat,
-        wait_for_worker=options.wait_for_worker,
-    )
+    own: dict[str, Any] = {name: getattr(options, name) for name in Settings._fields if hasattr(options, name)}
+    own["devices"] = options.published()
+    return Settings(threads=options.num_worker_threads, timeout=options.rpc_timeout, **own)
 
 
 def _check(me: Member, directory: Members | DynamicGroup) -> None:

@@ -63,14 +63,9 @@ class Elastic:
         self._has_joined = False  # init_rpc was called, and no step has started since
         self._turning = threading.Lock()  # held by the thread that moves to the next generation, or requests it
 
-    @property
-    def timeout(self) -> float:
-        """The seconds for a generation to form."""
-        return self.options.rpc_timeout or inf
-
-    def begin(self, before: Before = FIRST, timeout: float | None = None) -> Worker:
+    def begin(self, before: Before = FIRST, timeout: float = 0) -> Worker:
         """Join the next generation; `before` is the previous one of this process."""
-        limit = self.timeout if timeout is None else timeout
+        limit = timeout or self.options.rpc_timeout or inf
         coming = JoinRequest(self._held, self._keys, self._limits, before, self._rank, limit)
         try:
             worker = start(self._name, coming.meet, self.options, current.enter, self._kind, self._role)
@@ -91,7 +86,6 @@ class Elastic:
         return worker.turning
 
     def generation_of(self, worker: Worker) -> Generation:
-        """Return a worker's generation, for users."""
         formed = self.turning_of(worker).generation
         survivors = tuple(member.name for member in formed.members[: formed.survivors])
         return Generation(formed.number, worker.me.id, len(formed.members), survivors)
@@ -116,12 +110,11 @@ class Elastic:
             self._turning.release()
 
     def _renew(self, worker: Worker, timeout: float) -> Worker:
-        """Move to the next generation."""
-        number = self.turning_of(worker).generation.number
+        turning = self.turning_of(worker)
         try:
-            before = self.turning_of(worker).before()
+            before = turning.before()
             worker.membership.close()  # before the others leave this generation, which must not be reported
-            self.turning_of(worker).close()
+            turning.close()
             if self._held is None:
                 _await_end(timeout)
             made = self.begin(before, timeout or inf)
@@ -131,8 +124,8 @@ class Elastic:
             raise
         made.conductor.contexts.succeed(worker.conductor.contexts)
         current.replace(worker, made)
-        over = f"generation {number} of the group has ended; worker {made.me.name!r} is in generation"
-        ended = GenerationOver(f"{over} {self.generation_of(made).number} now: make it anew there")
+        over = f"generation {turning.generation.number} of the group has ended; worker {made.me.name!r} is in"
+        ended = GenerationOver(f"{over} generation {self.generation_of(made).number} now: make it anew there")
         worker.references.over = ended
         worker.end(MOVED, reason=ended)
         return made
@@ -150,7 +143,7 @@ class Elastic:
                 raise
             if told == FINISH:
                 return worker
-            worker = self._renew(worker, self.timeout)
+            worker = self._renew(worker, self.options.rpc_timeout)
 
     def leave(self, worker: Worker) -> None:
         """Announce that the worker leaves together with all others; any that have more to do continue without it."""

@@ -1,4 +1,4 @@
-"""The API for a worker's lifecycle in its group: `init_rpc`, `serve`, `shutdown`."""
+"""The API for a worker's lifecycle in its group: `init_rpc`, `serve`, `shutdown`, `rendezvous_again`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 from telegrad._core import checks
 from telegrad._core.atfork import in_child, renewed
 from telegrad._core.calls.compiling import not_compiled
+from telegrad._core.calls.deadlines import DEFAULT, check_timeout, limit_of
 from telegrad._core.host import open_files, out_of_memory
 from telegrad._core.interrupts import install
 from telegrad._core.joining.launched import open_meeting
@@ -21,7 +22,7 @@ from telegrad._core.pickling import main_program
 from telegrad._core.rpc.functions import must_finish
 from telegrad._core.rpc.rref import RRef
 from telegrad._core.start.cluster import start
-from telegrad._core.start.elastic import Elastic, limits_of
+from telegrad._core.start.elastic import Elastic, Generation, limits_of
 from telegrad._core.stores.stores import RendezvousStore
 from telegrad._core.stores.supervised import own_name
 from telegrad._core.threads import Exclusive
@@ -132,10 +133,10 @@ def _enter(begin: Callable[[], Worker], options: TelegradOptions) -> None:
         current.worker = begin()
         current.worker.at_declared_lost = partial(current.leave, current.worker)
     if options.dashboard is not None:
-        show(current.worker, options.dashboard)
+        _show(current.worker, options.dashboard)
 
 
-def show(worker: Worker, port: int) -> None:
+def _show(worker: Worker, port: int) -> None:
     """Show the group to browsers until this worker leaves. `telegrad.insight` is a layer above: import it late."""
     try:
         shown = importlib.import_module("telegrad.insight").dashboard(port=port)
@@ -176,8 +177,7 @@ def shutdown(
 
     Args:
         graceful: wait until every worker has called this and no call is in flight in the group. Otherwise leave at
-            once;
-            calls of others to this worker fail.
+            once; calls of others to this worker fail.
         timeout: seconds that this may take; 0 for no limit.
         require: workers whose death or early leaving raises an error in the end; `True` means all.
 
@@ -200,11 +200,11 @@ def shutdown(
         raise
     checks.flag("graceful", graceful)
     checks.seconds("timeout", timeout)
-    required = _names(require)
+    required = require if isinstance(require, bool) else several(require, "require")
     if graceful:
         check_may_wait(worker, "shutdown")
-    if graceful and worker.elastic is not None:
-        worker.elastic.leave(worker)
+        if worker.elastic is not None:
+            worker.elastic.leave(worker)
     try:
         worker.shutdown(graceful, timeout, required)
     finally:
@@ -220,10 +220,6 @@ def check_may_wait(worker: Worker, what: str) -> None:
             "all others have called it, too. rpc.shutdown(graceful=False) leaves at once, without the others; "
             "rpc.stop_serving() ends the rpc.serve() of a worker of a dynamic group"
         )
-
-
-def _names(workers: bool | Collection[str | int | WorkerInfo]) -> bool | list[str | int]:
-    return workers if isinstance(workers, bool) else several(workers, "require")
 
 
 def serve(require: bool | Collection[str | int | WorkerInfo] = ()) -> None:
@@ -248,7 +244,7 @@ def serve(require: bool | Collection[str | int | WorkerInfo] = ()) -> None:
         >>> rpc.serve()  # others would call it meanwhile; alone in its group, it ends at once
     """
     worker = current.joined()
-    required = _names(require)
+    required = require if isinstance(require, bool) else several(require, "require")
     check_may_wait(worker, "serve")
     try:
         if worker.elastic is not None:
@@ -274,8 +270,77 @@ def stop_serving() -> None:
     current.joined().stop_serving()
 
 
+# Elastic groups
+
+
+def rendezvous_again(timeout: float = DEFAULT) -> Generation:
+    """Let an elastic group change between two steps of its program: all workers call this before each step.
+
+    Return once all workers have called this, except those in `serve`. If no worker has died, left, or waits to join,
+    the generation and its objects stay as they are. Otherwise this worker is in the next generation, and may have
+    another rank there; calls, references and contexts of the last one end with `GenerationOver`.
+
+    The first call after `init_rpc` returns at once: the new worker is then at the same point as the others.
+
+    Args:
+        timeout: seconds until workers that have not called this are left out; then wait as long again for
+            `min_workers`. 0 for no limit. The default is in the options.
+
+    Returns:
+        The current `Generation` of this worker.
+
+    Raises:
+        NotInitialized: this process is in no group.
+        UsageError: the group is not elastic; a remote call, or a callback of one, calls this; or two threads do.
+        GroupIncomplete: too few workers came; this worker is in no group any more.
+
+    Example:
+        >>> rpc.init_rpc("trainer", min_workers=1)
+        >>> for step in range(2):
+        ...     generation = rpc.rendezvous_again()  # then the step, by its rank and size
+        >>> generation.rank, generation.size
+        (0, 1)
+        >>> rpc.shutdown()
+    """
+    worker = current.joined()
+    check_timeout(timeout)
+    check_may_wait(worker, "rendezvous_again")
+    elastic = _elastic(worker)
+    limit = limit_of(timeout, elastic.options.rpc_timeout)
+    made = elastic.again(worker, limit)
+    if made is not worker and elastic.options.dashboard is not None:
+        _show(made, elastic.options.dashboard)
+    return elastic.generation_of(made)
+
+
+def generation() -> Generation:
+    """Return the current generation of this worker's elastic group.
+
+    Raises:
+        NotInitialized: this process is in no group.
+        UsageError: the group is not elastic.
+
+    Example:
+        >>> rpc.init_rpc("trainer", min_workers=1)
+        >>> rpc.generation().size
+        1
+        >>> rpc.shutdown()
+    """
+    worker = current.joined()
+    return _elastic(worker).generation_of(worker)
+
+
+def _elastic(worker: Worker) -> Elastic:
+    elastic: Elastic | None = worker.elastic
+    if elastic is None:
+        raise UsageError(
+            f"worker {worker.agent.name!r} is in a group that has no generations: give min_workers or max_workers to "
+            "init_rpc, in place of world_size"
+        )
+    return elastic
+
+
 def _leave_at_exit() -> None:
-    """End the worker of a program that did not call `shutdown`."""
     if current.worker is not None:
         current.worker.end_with_the_program()
 

@@ -70,7 +70,6 @@ class SendWindow(Generic[W]):
     # Each of these returns the answers that are due
 
     def put(self, item: Any, weight: int) -> list[Answer]:
-        """Add an item that the function has yielded."""
         self._yielded += 1
         if self.closed:
             return []
@@ -81,7 +80,6 @@ class SendWindow(Generic[W]):
         return self._due()
 
     def end(self) -> list[Answer]:
-        """Record the end of the function."""
         self._over = True
         return self._due()
 

@@ -13,9 +13,10 @@ from telegrad._core.agent.agent import Agent
 from telegrad._core.agent.call_server import Deferred
 from telegrad._core.calls.awaiting import completion_of
 from telegrad._core.calls.call_names import user_name
+from telegrad._core.calls.futures import Signal
 from telegrad._core.pickling.exceptions import without_frames
 from telegrad._core.streams.items import NOTHING_TO_CHECK, Counts, packed
-from telegrad._core.streams.producer import Ended, Feed, current_call, reader
+from telegrad._core.streams.producer import Feed, current_call, reader
 from telegrad._core.worker import current
 from telegrad._core.worker.actors import GeneratorTurn, steps_of
 from telegrad._core.worker.value_access import Method, opened
@@ -55,12 +56,12 @@ class Producer:
                 made = _in_turn(steps, agent, self._function, *args, **kwargs)
                 iterator = None if isinstance(made, AsyncIterable | CoroutineType) else _iterator(made, name)
                 if iterator is not None:
-                    return _once_drained(feed, name, Ended(self._run(agent, feed, steps, iterator)))
+                    return _once_drained(feed, name, self._run(agent, feed, steps, iterator))
             except BaseException as error:
                 feed.end()
                 if feed.drained.done():
                     raise
-                return _once_drained(feed, name, Ended(), without_frames(error))
+                return _once_drained(feed, name, error=without_frames(error))
             driven = self._drive(agent, feed, steps, made, name)
             driven.__qualname__ = name
             # Not at the end of the coroutine: a coroutine that is cancelled before it starts runs no code.
@@ -148,18 +149,12 @@ class Producer:
         return counts
 
 
-def _once_drained(feed: Feed, name: str, ended: Ended, error: BaseException | None = None) -> Any:
+def _once_drained(feed: Feed, name: str, value: Any = None, error: BaseException | None = None) -> Any:
     """Return the result of a function, for an answer that is sent after the last item."""
     if error is None and feed.drained.done():
-        return ended.value
-
-    def tell(_: Any) -> None:
-        if error is not None:
-            ended.set_exception(error)
-        else:
-            ended.set_result()
-
-    feed.drained.add_done_callback(tell)
+        return value
+    ended = Signal()
+    feed.drained.add_done_callback(lambda _: ended.set_exception(error) if error else ended.set_result(value))
     return Deferred(ended, name)
 
 

@@ -47,11 +47,10 @@ class Taken(NamedTuple):
 class Pull(Signal):
     """A pull at the callee, waiting or answered."""
 
-    __slots__ = ("answer", "feed", "queue")
+    __slots__ = ("feed", "queue")
 
     def __init__(self, feed: Feed, queue: WorkQueue) -> None:
         super().__init__()
-        self.answer: list[Any] = []  # stored before the signal is set
         self.feed = feed
         self.queue = queue  # of the reader's connection
 
@@ -59,24 +58,6 @@ class Pull(Signal):
         """Let the server send the answer, now or once it exists."""
         super().add_done_callback(callback)
         self.feed.will_be_sent()
-
-    def wait(self) -> list[Any]:
-        super().wait()
-        return self.answer
-
-
-class Ended(Signal):
-    """Set once the last item was sent; contains the result of the function."""
-
-    __slots__ = ("value",)
-
-    def __init__(self, value: Any = None) -> None:
-        super().__init__()
-        self.value = value
-
-    def wait(self) -> Any:
-        super().wait()
-        return self.value
 
 
 class Room(Signal):
@@ -126,7 +107,6 @@ class Reader:
         )
 
     def end(self) -> None:
-        """Count a function that has ended."""
         with self.lock:
             self._running -= 1
 
@@ -238,15 +218,15 @@ class Feed:
             act = self._go_on()
         act()
 
-    def put(self, item: Any, weight: int) -> None:
-        self._act(self._supply.put, item, weight)
-
     def pull(self, number: int, taken: int, queue: WorkQueue) -> Pull:
         pull = Pull(self, queue)
         with self._lock:
             self._unsent += 1
         self._act(self._supply.pull, number, taken, pull)
         return pull
+
+    def put(self, item: Any, weight: int) -> None:
+        self._act(self._supply.put, item, weight)
 
     def will_be_sent(self) -> None:
         """Record that the server knows a pull, and has sent its answer or will."""
@@ -284,8 +264,7 @@ class Feed:
                 # One feed, which lets the next continue after its item: all at once would each yield one.
                 acts.append(next(iter(reader.waiting))._go_on())
         for to, items, over in answers:
-            to.answer = [over, *items]
-            to.set_result()
+            to.set_result([over, *items])
         for act in acts:
             act()
         if supply.is_drained:
@@ -311,7 +290,6 @@ def pull(number: int, index: int, taken: int) -> Deferred:
 
 
 def serve(worker: Worker) -> None:
-    """Enable streams on a worker, as their callee."""
     readers = worker.attached(Readers)
 
     def on_taken(sender: Identity, taken: Taken) -> None:

@@ -38,6 +38,7 @@ from telegrad._core.streams.generator_runs import Producer
 from telegrad._core.streams.items import unpacked, weight_of
 from telegrad._core.streams.producer import MOST_BYTES, Taken, pull
 from telegrad._core.worker import current
+from telegrad._core.worker.prepared_call import Call
 from telegrad.errors import CallTimeout, ShutDown, TelegradError, UsageError
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ _NONE = object()
 class _Pull(Signal):
     """A pull in flight; processing its answer runs no user code."""
 
-    __slots__ = ("about", "answer", "behind", "call")
+    __slots__ = ("about", "behind", "call")
 
     quick = True
     about: str
@@ -67,11 +68,6 @@ class _Pull(Signal):
         super().__init__()
         self.behind = behind  # the call that runs the function, for `telegrad why`
         self.call: PendingCall | None = None
-        self.answer: list[Any] = []
-
-    def set_result(self, result: Any = None) -> None:
-        self.answer = result if result is not None else []
-        super().set_result()
 
 
 class Stream(Generic[T]):
@@ -94,24 +90,14 @@ class Stream(Generic[T]):
 
     value: Any = None
 
-    def __init__(
-        self,
-        to: str | int | Identity,
-        function: Callable[..., Any],
-        args: Any,
-        kwargs: Any,
-        timeout: float,
-        window: int,
-        keeps: Any,
-        asked: Any,
-    ) -> None:
-        """Start the function. `keeps` lives until the function has ended; `asked` is the user's function."""
+    def __init__(self, to: str | int | Identity, made: Call, timeout: float, window: int) -> None:
+        """Start the function of a call."""
         checks.count("window", window, 1, MOST_WINDOW, "a number of items")
         here = current.here()
         agent, opened = here.agent, here.attached(OpenStreams)
         self._agent = agent
         self._owner = owner = agent.identify(to)
-        self._name = user_name(asked)
+        self._name = user_name(made.users)
         self._timeout = limit_of(timeout, agent.timeout)
         self._lock = threading.Lock()  # guards the intake and the pulls
         self._intake = ReceiveWindow(window, MOST_BYTES)
@@ -119,8 +105,8 @@ class Stream(Generic[T]):
         self._number = next(opened.numbers)
         self._done: Future[Any] = Future()  # of the call that runs the function
         self._done.heed()
-        producer = Producer(function, self._number, window, agent.shares_program(owner.name))
-        agent.call_for(self._done, owner, producer, args, kwargs, 0, keeps, asked=asked)
+        producer = Producer(made.function, self._number, window, agent.shares_program(owner.name))
+        agent.call_for(self._done, owner, producer, made.args, made.kwargs, 0, made.keeps, asked=made.users)
         self._ran: Any = self._done.call
         self._run_soon = here.references.for_finalisers()
         self._done.add_done_callback(partial(_cancel_if_failed, self._pulls, self._lock))
@@ -182,7 +168,6 @@ class Stream(Generic[T]):
         return opened
 
     def _take(self) -> Any:
-        """Return the next item, if one is available."""
         with self._lock:
             intake = self._intake
             if intake.empty:
@@ -217,8 +202,7 @@ class Stream(Generic[T]):
     def _take_in(self, answered: _Pull) -> None:
         """Process an answer, with the lock held."""
         try:
-            answered.wait()
-            over, *items = answered.answer
+            over, *items = answered.wait()
             self._intake.came(items, [*map(weight_of, items)], over)
         except Exception as error:
             if not (self._intake.over or hasattr(self._done, "failure")):  # else complete, or `_done` has the error

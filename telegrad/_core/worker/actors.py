@@ -107,7 +107,6 @@ def steps_of(agent: Agent, value: Any, stream: Hashable, method: str) -> Callabl
 
 
 def serve(agent: Agent, references: ReferenceTable) -> None:
-    """Enable actors on a worker."""
     made = Actors(agent, references)
     with _lock:
         _all.add(made)
@@ -152,31 +151,23 @@ class _Queue:
 
     def next(self) -> Incoming | GeneratorTurn | None:
         """Remove and return the first call of the caller that has waited longest."""
-        caller = next(iter(self._waiting), None)
-        if caller is None:
+        if not self._waiting:
             return None
+        caller = next(iter(self._waiting))
         calls = self._waiting.pop(caller)
-        arrival = calls.popleft()
-        if calls:
-            self._waiting[caller] = calls
-        return arrival
+        if len(calls) > 1:
+            self._waiting[caller] = calls  # as the last
+        return calls.popleft()
 
     def take_for(self, hop: tuple[str, int]) -> list[Incoming | GeneratorTurn]:
         """Remove and return the calls that were made for a hop."""
-        found: list[Incoming | GeneratorTurn] = []
-        for caller, calls in list(self._waiting.items()):
-            found += [each for each in calls if hop in each.hops]
-            kept = deque(each for each in calls if hop not in each.hops)
-            if kept:
-                self._waiting[caller] = kept
-            else:
-                del self._waiting[caller]
+        found = [each for calls in self._waiting.values() for each in calls if hop in each.hops]
+        left = ((caller, [each for each in calls if hop not in each.hops]) for caller, calls in self._waiting.items())
+        self._waiting = {caller: deque(calls) for caller, calls in left if calls}
         return found
 
 
 class Actors:
-    """The actors of one worker."""
-
     def __init__(self, agent: Agent, references: ReferenceTable) -> None:
         self.agent = agent
         self._references = references
@@ -223,7 +214,8 @@ class Actors:
 
     def _may_run(self, value: Any, arrival: Incoming) -> bool:
         """Return True if a call may run now; otherwise it is queued."""
-        if not _takes_turns(value, arrival):
+        kind = type(value)
+        if not hasattr(kind, _MARK) or isinstance(getattr(kind, _name_of(arrival), None), Batched):
             return True
         with self._lock:
             return self._enqueue(value, arrival)
@@ -265,23 +257,20 @@ class Actors:
 
     def _has_come(self, ref: Id, box: ValueSlot) -> None:
         """Admit the calls that wait for a value, which was made or failed, before calls that arrive later."""
-        while (arrival := self._next_coming(ref)) is not None:
+        while True:
+            with self._lock:
+                coming = self._coming[ref]
+                if not coming:
+                    del self._coming[ref]
+                    return
+                arrival = coming.popleft()
             try:
                 if self._may_run(box.value, arrival):
                     self._server.perform(arrival)
             except UsageError as fault:
                 self._server.refuse(arrival, fault)
 
-    def _next_coming(self, ref: Id) -> Incoming | None:
-        with self._lock:
-            coming = self._coming[ref]
-            if coming:
-                return coming.popleft()
-            del self._coming[ref]
-            return None
-
     def _end(self, queue: _Queue) -> None:
-        """End a turn and start the next one."""
         with self._lock:
             queue.turn = None
             arrival = queue.next()
@@ -304,11 +293,6 @@ class Actors:
                 arrival.begins.set_exception(error)
             else:
                 self._server.refuse(arrival, error)
-
-
-def _takes_turns(value: Any, arrival: Incoming) -> bool:
-    kind = type(value)
-    return hasattr(kind, _MARK) and not isinstance(getattr(kind, _name_of(arrival), None), Batched)
 
 
 def _name_of(arrival: Incoming | GeneratorTurn) -> str:

@@ -14,9 +14,7 @@ from telegrad.autograd.conductor import Conductor
 from telegrad.errors import NotInitialized, PeerLost, StoreUntrusted
 
 worker: Worker | None = None  # of this process; init_rpc stores it, one at a time; read without a lock
-ended_by: BaseException | None = (
-    None  # error that ended this process's membership in its last group, until shutdown or init_rpc
-)
+ended_by: BaseException | None = None  # error that ended the last membership, until shutdown or init_rpc
 _has_left = False  # this process was in a group before; reset in a forked child
 _here = threading.local()  # .worker: the worker whose thread this is, if a process has several
 
@@ -55,21 +53,16 @@ def joined() -> Worker:
                 "RPC has not been initialized: this process has left its group, by shutdown() or since that has ended. "
                 "Make calls before that; to join a group again, call init_rpc first"
             )
-        raise NotInitialized(f"RPC has not been initialized: this process is in no group, call init_rpc first{_hint()}")
+        hint = f". {forks.ADVICE}" if forks.depth or multiprocessing.parent_process() is not None else ""
+        raise NotInitialized(f"RPC has not been initialized: this process is in no group, call init_rpc first{hint}")
     return worker
 
 
-def _hint() -> str:
-    return f". {forks.ADVICE}" if forks.depth or multiprocessing.parent_process() is not None else ""
-
-
 def references() -> ReferenceTable:
-    """Return the references of this thread's worker."""
     return here().references
 
 
 def conductor() -> Conductor:
-    """Return the conductor of this thread's backward passes."""
     return here().conductor
 
 

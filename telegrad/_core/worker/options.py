@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -57,6 +57,33 @@ class RpcBackendOptions:
 class TelegradOptions(RpcBackendOptions):
     """Options for `init_rpc`: how this worker joins its group, and how data is sent.
 
+    Args:
+        num_worker_threads: how many calls run at once on this worker; calls that wait do not count.
+        rpc_timeout: seconds that a call may take if it has no timeout of its own; 0 for no limit.
+        init_method: where the workers meet: `env://`, `tcp://host:port`, `file:///path`; or the server with the
+            directory of a dynamic group: `etcd://host:2379/prefix`, `redis://host:6379/0`.
+        device_maps: for each callee, a map from devices of this worker to those on which its tensors arrive;
+            results use the reverse map. A device is an index, a name or a `torch.device`.
+        devices: the devices that calls may use; by default those in the maps.
+        transport: "auto", or "unix" or "tcp" to force one.
+        address: the address of this host under which others reach it; by default the one that reaches the store.
+        key: the secret of the group, of at least 16 bytes. By default it is read from `TELEGRAD_KEY`, from the file
+            named by `TELEGRAD_KEY_FILE`, or from a file that each user has. False for a group without one, in which
+            anyone with access to a worker can run code.
+        tls: certificate files, for encrypted and mutually authenticated TCP; not together with `key=False`.
+        shared_memory: bytes of memory files that this worker may lend to others of its host; by default half of the
+            memory of the machine, or of the container.
+        silence: seconds after which another host that gives no sign of life, or a stopped process of this host, is
+            declared lost; 0 for never. In a dynamic group also the length of its lease in the directory:
+            a worker that does not renew its lease in that time is removed from the group.
+        heartbeat: seconds after which a worker on any host that does not answer heartbeats is declared lost, even
+            if only its interpreter is busy; 0 for none.
+        pass_deadlines: whether nested calls, on any worker, are limited to the time left of the call of this worker
+            that caused them.
+        wait_for_worker: the default of calls of this worker: whether they wait while the callee is absent.
+        dashboard: the port of this host at which this worker shows the group to browsers (0: a free one), as
+            `telegrad.insight.dashboard` does; the log shows the address, or why there is none.
+
     Example:
         >>> options = rpc.TelegradOptions(rpc_timeout=10, init_method="env://", num_worker_threads=4)
         >>> rpc.init_rpc("worker", rank=0, world_size=1, rpc_backend_options=options)
@@ -82,35 +109,6 @@ class TelegradOptions(RpcBackendOptions):
         wait_for_worker: bool = False,
         dashboard: int | None = None,
     ) -> None:
-        """Make options.
-
-        Args:
-            num_worker_threads: how many calls run at once on this worker; calls that wait do not count.
-            rpc_timeout: seconds that a call may take if it has no timeout of its own; 0 for no limit.
-            init_method: where the workers meet: `env://`, `tcp://host:port`, `file:///path`; or the server with the
-                directory of a dynamic group: `etcd://host:2379/prefix`, `redis://host:6379/0`.
-            device_maps: for each callee, a map from devices of this worker to those on which its tensors arrive;
-                results use the reverse map. A device is an index, a name or a `torch.device`.
-            devices: the devices that calls may use; by default those in the maps.
-            transport: "auto", or "unix" or "tcp" to force one.
-            address: the address of this host under which others reach it; by default the one that reaches the store.
-            key: the secret of the group, of at least 16 bytes. By default it is read from `TELEGRAD_KEY`, from the file
-                named by `TELEGRAD_KEY_FILE`, or from a file that each user has. False for a group without one, in which
-                anyone with access to a worker can run code.
-            tls: certificate files, for encrypted and mutually authenticated TCP; not together with `key=False`.
-            shared_memory: bytes of memory files that this worker may lend to others of its host; by default half of the
-                memory of the machine, or of the container.
-            silence: seconds after which another host that gives no sign of life, or a stopped process of this host, is
-                declared lost; 0 for never. In a dynamic group also the length of its lease in the directory:
-                a worker that does not renew its lease in that time is removed from the group.
-            heartbeat: seconds after which a worker on any host that does not answer heartbeats is declared lost, even
-                if only its interpreter is busy; 0 for none.
-            pass_deadlines: whether nested calls, on any worker, are limited to the time left of the call of this worker
-                that caused them.
-            wait_for_worker: the default of calls of this worker: whether they wait while the callee is absent.
-            dashboard: the port of this host at which this worker shows the group to browsers (0: a free one), as
-                `telegrad.insight.dashboard` does; the log shows the address, or why there is none.
-        """
         super().__init__(rpc_timeout, init_method)
         self.num_worker_threads: int = checks.count("num_worker_threads", num_worker_threads, 1, MOST_THREADS)
         self.device_maps: dict[str, dict[torch.device, torch.device]] = {}
@@ -149,7 +147,8 @@ class TelegradOptions(RpcBackendOptions):
             DeviceError: a device would be sent to two. That no two are sent to one is checked when the workers connect.
         """
         checks.text("to", to, "the name of a worker")
-        pairs = as_devices(checks.mapping("device_map", device_map, _DEVICE_MAP))
+        given = checks.mapping("device_map", device_map, _DEVICE_MAP)
+        pairs = {as_device(here): as_device(there) for here, there in given.items()}
         known = self.device_maps.setdefault(to, {})
         for here, there in pairs.items():
             if known.setdefault(here, there) != there:
@@ -173,25 +172,28 @@ class TelegradOptions(RpcBackendOptions):
         Raises:
             DeviceError: this process has no accelerator of such a type.
         """
-        _check_own(self.devices, "devices")
-        for to, map_ in self.device_maps.items():
-            _check_own(map_, f"device_maps for {to}")
+        own = device_streams.kind()  # `device_maps.faults` checks the indexes
+        given = {"devices": self.devices} | {f"device_maps for {to}": [*map_] for to, map_ in self.device_maps.items()}
+        for name, device in ((name, each) for name, devices in given.items() for each in devices):
+            if own is not None and device.type not in ("cpu", own):
+                raise DeviceError(
+                    f"{name}: this process has no device {device}, its accelerators are of the type {own}"
+                )
         maps = {
             to: {str(here): str(there) for here, there in map_.items()} for to, map_ in self.device_maps.items() if map_
         }
         return Devices(device_streams.count(), maps, tuple(map(str, self.devices)))
 
 
-def _check_own(devices: Iterable[torch.device], name: str) -> None:
-    """Raise DeviceError for accelerators of a foreign type; `device_maps.faults` checks the indexes."""
-    own = device_streams.kind()
-    for device in devices:
-        if own is not None and device.type not in ("cpu", own):
-            raise DeviceError(f"{name}: this process has no device {device}, its accelerators are of the type {own}")
-
-
 class TensorPipeRpcBackendOptions(TelegradOptions):
     """`TelegradOptions` under the name and with the arguments that existing programs use.
+
+    The other arguments are as for `TelegradOptions`.
+
+    Args:
+        _transports: a hint which transport to use.
+        _channels: ignored.
+        **own: the other options of `TelegradOptions`.
 
     Example:
         >>> options = rpc.TensorPipeRpcBackendOptions(num_worker_threads=4, rpc_timeout=20)
@@ -211,18 +213,6 @@ class TensorPipeRpcBackendOptions(TelegradOptions):
         _channels: Sequence[str] | None = None,
         **own: Any,
     ) -> None:
-        """Options under the names of `torch.distributed.rpc`, and all others of `TelegradOptions`.
-
-        Args:
-            num_worker_threads: how many calls run at once on this worker.
-            rpc_timeout: seconds that a call may take if it has no timeout of its own; 0 for no limit.
-            init_method: where the workers meet.
-            device_maps: for each callee, a map from devices of this worker to those on which its tensors arrive.
-            devices: the devices that calls may use.
-            _transports: a hint which transport to use.
-            _channels: ignored.
-            **own: the other options of `TelegradOptions`.
-        """
         names = [] if _transports is None else checks.several("_transports", _transports, "a list of names")
         if _channels is not None:
             checks.several("_channels", _channels, "a list of names")
@@ -246,18 +236,12 @@ def _tls(given: Any) -> TlsFiles:
 
 def as_device(device: int | str | torch.device) -> torch.device:
     """Convert a device as users give it; an index means an accelerator."""
-    if isinstance(device, bool) or not isinstance(device, int | str | torch.device):
-        checks.raise_invalid(
-            "a device", "the index of an accelerator, a name such as 'cuda:0', or a torch.device", device
-        )
     try:
+        if isinstance(device, bool) or not isinstance(device, int | str | torch.device):
+            raise ValueError
         named = device_streams.device(device) if isinstance(device, int) else torch.device(device)
     except (RuntimeError, OverflowError, ValueError):
         checks.raise_invalid(
             "a device", "the index of an accelerator, a name such as 'cuda:0', or a torch.device", device
         )
     return named if named.type == "cpu" or named.index is not None else torch.device(named.type, 0)
-
-
-def as_devices(device_map: DeviceMap) -> dict[torch.device, torch.device]:
-    return {as_device(here): as_device(there) for here, there in device_map.items()}

@@ -13,3 +13,8 @@ class Call(NamedTuple):
     kwargs: Any
     keeps: Any = None
     asked: Any = None  # the function that the user called, if another is sent
+
+    @property
+    def users(self) -> Any:
+        """The function that the user called, or a text."""
+        return self.function if self.asked is None else self.asked

@@ -29,15 +29,12 @@ from telegrad.errors import ClaimLost
 
 
 class RefPlaceholder(NamedTuple):
-    """A placeholder for a reference whose value is needed."""
-
     id: Id
     owner: tuple[str, int, str]  # its identity, as a plain tuple: a class takes longer to send
 
 
 @known_as("to_here() of a reference")
 def fetch(maker: str, number: int) -> Any:
-    """Return the value of a reference that this worker owns."""
     box = current.references().box((maker, number))
     return box.open() if box.full else Deferred(box.opening(), fetch)
 

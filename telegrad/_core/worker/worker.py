@@ -246,8 +246,6 @@ def register(extension: type[WorkerExtension]) -> None:
 
 
 class WorkerExtensions:
-    """The extensions of one worker."""
-
     def __init__(self, name: str) -> None:
         self._all: list[WorkerExtension] = []
         try:
