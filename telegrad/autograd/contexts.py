@@ -92,6 +92,10 @@ class Contexts:
         """Return the context with that id if this worker takes part in it."""
         return self._contexts.get(id_)
 
+    def all(self) -> list[AutogradContext]:
+        """Return the contexts in which this worker takes part. The copy is atomic."""
+        return list(self._contexts.values())
+
     def has_ended(self, id_: int) -> bool:
         """Return True if this worker knows that the context has ended."""
         return id_ in self._ended
@@ -202,9 +206,7 @@ class Contexts:
 
     def _foreign(self) -> list[AutogradContext]:
         """Return the contexts that other workers own."""
-        with self._lock:
-            contexts = list(self._contexts.values())
-        return [context for context in contexts if context.owner != self._agent.me.id]
+        return [context for context in self.all() if context.owner != self._agent.me.id]
 
     def _is_to_be_asked(self, id_: int, now: float) -> bool:
         """Return True if a question is due. The first check never asks, since most contexts end soon."""
