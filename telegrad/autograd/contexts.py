@@ -236,6 +236,6 @@ class Contexts:
         for context in self._foreign():
             if dead and context.may_be_of(who):
                 self._end(context.id, who, forsaken=True)
-            elif context.knows(who):
+            elif context.met(who.name) == who:
                 doubtful.append(context)
         self._ask(doubtful)

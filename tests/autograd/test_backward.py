@@ -19,7 +19,7 @@ from telegrad._core.worker.worker import Worker
 from telegrad.autograd.engine.schedule import GraphSchedule, GraphStep
 from telegrad.errors import CallTimeout, ContextEnded, NotOwner, RemoteError, UnusedSends, UsageError
 from telegrad.rpc import Future, RRef, functions, remote, rpc_async, rpc_sync
-from tests.cluster import PATIENCE, agents, in_threads, wait_until
+from tests.cluster import PATIENCE, agents, wait_until
 
 Call = Callable[..., Any]
 
@@ -57,17 +57,6 @@ def same_as_local(program: Callable[[Call], torch.Tensor], leaves: list[torch.Te
 
 
 # The documents' examples
-
-
-def test_an_unused_result() -> None:
-    a, b, c = leaf(), leaf(), leaf()
-
-    def program(call: Call) -> torch.Tensor:
-        d = call("w1", torch.add, a, b)
-        call("w1", torch.mul, b, c)
-        return d.sum()
-
-    same_as_local(program, [a, b, c])
 
 
 def produce(numbers: list[int]) -> torch.Tensor:
@@ -171,32 +160,6 @@ def test_bad_roots(roots: Any, said: str) -> None:
 def test_a_mode_that_is_none() -> None:
     with autograd.context() as context, pytest.raises(UsageError, match="smart"):
         autograd.backward(context, leaf().sum(), mode="quick")
-
-
-def test_two_contexts_over_the_same_parameters_at_once() -> None:
-    weight = leaf()
-    inputs = [leaf(), leaf()]
-
-    def step(value: torch.Tensor) -> None:
-        current.enter(WORKERS[0])
-        for _ in range(20):
-            with autograd.context() as context:
-                autograd.backward(context, rpc_sync("w1", torch.mul, (weight, value)).sum())
-                assert torch.equal(autograd.get_gradients(context)[weight], value)
-
-    in_threads(*(lambda value=value: step(value) for value in inputs))
-    assert weight.grad is None
-
-
-def test_a_second_pass() -> None:
-    a, b = leaf(), leaf()
-    with autograd.context() as context:
-        loss = rpc_sync("w1", torch.mul, (a, b)).sum()
-        autograd.backward(context, loss, retain_graph=True)
-        autograd.backward(context, loss)
-        assert torch.allclose(autograd.get_gradients(context)[a], 2 * b)
-        with pytest.raises(RuntimeError, match="second time"):
-            autograd.backward(context, loss)
 
 
 def test_a_context_that_ends_under_its_pass() -> None:
@@ -462,39 +425,6 @@ def test_in_place_after_sending() -> None:
     assert torch.allclose(found, 2 * torch.cos(2 * x) - 6 * torch.sin(6 * x))
 
 
-def test_sparse_gradients_cross_sparse() -> None:
-    table = leaf(5, 3)
-    with autograd.context() as context:
-        autograd.backward(context, rpc_sync("w1", look_up, (table, torch.tensor([0, 2, 2]))).sum())
-        found = autograd.get_gradients(context)[table]
-    assert found.is_sparse
-    assert found.to_dense()[2].tolist() == [2, 2, 2]
-
-
-def look_up(table: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-    return nn.functional.embedding(indices, table, sparse=True)
-
-
-def test_hooks_after_accumulation_see_the_whole_gradient() -> None:
-    x = leaf()
-    seen = []
-    x.register_post_accumulate_grad_hook(lambda own: seen.append(own.grad.clone()))
-    with autograd.context() as context:
-        loss = sum(rpc_sync(f"w{number}", torch.mul, (x, number)).sum() for number in (1, 2, 3))
-        autograd.backward(context, loss)
-    assert [each.tolist() for each in seen] == [[[6.0] * 3] * 3]
-    assert x.grad is None
-
-
-@pytest.mark.filterwarnings("ignore:.*:UserWarning")
-def test_anomaly_mode_finds_the_nan() -> None:
-    x = torch.zeros(3, requires_grad=True)
-    with torch.autograd.detect_anomaly(), autograd.context() as context:
-        y = rpc_sync("w1", torch.mul, (x, 0.0))
-        with pytest.raises(RuntimeError, match="nan"):
-            autograd.backward(context, (y.sqrt() * 0).sum())
-
-
 @pytest.mark.filterwarnings("ignore:.*:UserWarning")
 @pytest.mark.parametrize("looks", [False, True], ids=["off", "on"])
 def test_a_gradient_that_is_no_number_is_an_error_in_anomaly_mode_alone(looks: bool) -> None:
@@ -553,23 +483,6 @@ def test_autocast_around_backward_holds_on_other_workers_for_that_pass_alone() -
 
         assert torch.equal(gradient_of(inside), rounded)
         assert torch.allclose(gradient_of(lambda: autograd.backward(context, y)), exact)
-
-
-def test_gradients_of_gradients() -> None:
-    x = leaf()
-
-    def penalty(gradient: torch.Tensor) -> torch.Tensor:
-        return gradient.pow(2).sum()
-
-    y = (x**3).sin().sum()
-    (first,) = torch.autograd.grad(y, [x], create_graph=True)
-    (expected,) = torch.autograd.grad(penalty(first), [x])
-    with autograd.context() as context:
-        loss = rpc_sync("w2", torch.sin, (rpc_sync("w1", torch.pow, (x, 3)),)).sum()
-        autograd.backward(context, loss, create_graph=True)
-        first = autograd.get_gradients(context)[x]
-        autograd.backward(context, rpc_sync("w3", penalty, (first,)))
-        assert torch.allclose(autograd.get_gradients(context)[x] - first, expected)
 
 
 # Roots that live elsewhere

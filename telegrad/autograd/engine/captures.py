@@ -16,7 +16,7 @@ from torch.autograd.graph import GradientEdge
 from torch.utils.checkpoint import CheckpointFunction
 
 from telegrad._core import checks
-from telegrad.autograd.engine.edges import edge_of
+from telegrad.autograd.engine.edges import edge_of, nodes_behind
 from telegrad.autograd.engine.record import AutogradContext, RecvNode
 from telegrad.autograd.engine.schedule import ALONE, LEAF, PLAIN, RECV, Node
 from telegrad.errors import UsageError
@@ -95,22 +95,12 @@ class Ancestors:
         self.recvs: list[Node] = []
         self._before: dict[Node, list[Node]] = {}  # of each node, the nodes whose gradients flow into it
         self._feeding: dict[Place, list[Node]] = {}  # the same for one output
-        stack = [*starts]
-        self._seen = set(stack)
-        while stack:
-            node = stack.pop()
+        for node in nodes_behind(starts):
             if type(node) is RecvNode:
                 self.recvs.append(node)
-                continue
             for place in node.next_functions:
-                following = place[0]
-                if following is None:
-                    continue
-                self._before.setdefault(following, []).append(node)
+                self._before.setdefault(place[0], []).append(node)
                 self._feeding.setdefault(place, []).append(node)
-                if following not in self._seen:
-                    self._seen.add(following)
-                    stack.append(following)
 
     def of(self, places: Iterable[Place], nodes: Iterable[Node] = ()) -> set[Node]:
         """Return the nodes from which gradients flow to one of these places or nodes, without these themselves."""

@@ -210,15 +210,10 @@ class EngineRunner:
     def _nodes(self, entry: int) -> list[Node]:
         return [edge.node for edge in self._edges[entry] if not isinstance(edge, Tensor)]
 
-    # Replicated and sharded modules
-
-    def _replicated_leaves(self) -> list[Node]:
-        leaves = self._schedule.special(LEAF)
-        return [node for node in leaves if id(node.variable) in self._replicated]
-
     def _reduce(self, schedule: GraphSchedule) -> None:
         """Average all gradients of replicated leaves in one call, once none of them can change any more."""
-        if all(map(schedule.settled, self._replicated_leaves())):
+        leaves = (node for node in schedule.special(LEAF) if id(node.variable) in self._replicated)
+        if all(map(schedule.settled, leaves)):
             unreduced, self._unreduced = self._unreduced, {}
             for node, gradient in replicas.reduce(unreduced).items():
                 self._context.gradients.add(node.variable, gradient, self._spec.create)

@@ -217,10 +217,6 @@ class AutogradContext:
         """Return the worker that takes part under that name. A restarted worker of that name does not take part."""
         return self._known.get(name)
 
-    def knows(self, who: Identity) -> bool:
-        """Return True if that worker takes part, as far as this one knows."""
-        return self._known.get(who.name) == who
-
     def may_be_of(self, who: Identity) -> bool:
         """Return True if that worker began the context, or may have: another worker may get its rank later."""
         holders = [each for each in self.known if each.id == self.owner]
