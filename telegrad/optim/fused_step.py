@@ -7,7 +7,7 @@ gradients for clipping. `step` then calls only the owners that the pass has not 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, _global_optimizer_pre_hooks
 
+from telegrad._core import checks
 from telegrad._core.calls.futures import Future
 from telegrad._core.pickling.exceptions import rebuild
 from telegrad._core.rpc.joint_calls import call_all
 from telegrad.autograd.entry_points import FusedStep, StepResults, look_at_step
-from telegrad.optim.norms import limited
 from telegrad.optim.owner import Changes, ask
 
 PLAIN = (int, float, bool, str, type(None))  # types of hyperparameters that a pass can carry, and tuples of them
@@ -88,3 +88,30 @@ def futures(rode: StepResults) -> dict[str, Future[Any]]:
         else:
             future.set_exception(rebuild(value))
     return completed
+
+
+def check_norms(max_norm: Any, norm_type: Any, error_if_nonfinite: Any) -> None:
+    """Raise InvalidArgument for invalid clipping arguments."""
+    checks.number("max_norm", max_norm, 0)
+    checks.number("norm_type", norm_type, 0)
+    checks.flag("error_if_nonfinite", error_if_nonfinite)
+
+
+def limited(
+    norms: Iterable[Tensor | None], max_norm: float, norm_type: float, error_if_nonfinite: bool, context_id: int
+) -> tuple[Tensor, float]:
+    """Return the norm over all workers, and the factor, at most 1, that limits it to `max_norm`.
+
+    Raises:
+        RuntimeError: the norm is infinite or not a number, and `error_if_nonfinite` is set.
+    """
+    there = [norm.cpu() for norm in norms if norm is not None]  # a device map may have put them on other devices
+    # In torch the norm of order 0 is the number of nonzero gradients, so the workers' norms are summed.
+    total = torch.linalg.vector_norm(torch.stack(there), norm_type or 1.0) if there else torch.tensor(0.0)
+    if error_if_nonfinite and not total.isfinite():
+        raise RuntimeError(
+            f"the norm of order {norm_type:g} of the gradients of context {context_id} is {total.item()}, "
+            "so they cannot be clipped. Give error_if_nonfinite=False to scale them all the same"
+        )
+    factor = max_norm / (total.item() + 1e-6)
+    return total, 1.0 if factor >= 1 else factor

@@ -29,8 +29,7 @@ from telegrad._core.worker import current
 from telegrad.autograd.engine.record import Inside
 from telegrad.autograd.entry_points import FusedStep, StepResults
 from telegrad.errors import ContextEnded, InvalidArgument, TelegradError, UsageError
-from telegrad.optim.fused_step import Clipped, Done, futures, has_hooks_before, may_ride
-from telegrad.optim.norms import check_norms
+from telegrad.optim.fused_step import Clipped, Done, check_norms, futures, has_hooks_before, may_ride
 from telegrad.optim.owner import (
     Changes,
     Hyperparameters,

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from time import perf_counter
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -26,7 +27,6 @@ from telegrad.autograd.engine.record import AutogradContext
 from telegrad.errors import UsageError
 from telegrad.optim import untraced
 from telegrad.optim.guards import guards_of, holding
-from telegrad.optim.norms import norm_of, scale
 
 Hyperparameters = dict[str, Any]
 Changes = Mapping[int, Hyperparameters]  # of hyperparameters, by group number
@@ -301,3 +301,32 @@ def _named_parameters(branches: Iterable[RemotePart], taken: Iterable[Tensor]) -
                 known.add(id(parameter))
                 named[name] = parameter
     return named
+
+
+def norm_of(gradients: Iterable[Tensor], norm_type: float) -> Tensor | None:
+    """Return the norm of one worker's gradients, or None without gradients.
+
+    The norm is on the CPU, so the host waits for the device only once.
+    """
+    values = [_plain(gradient) for gradient in gradients]
+    return nn.utils.get_total_norm([each.detach() for each in values], norm_type).cpu() if values else None
+
+
+def _plain(gradient: Any) -> Tensor:
+    mesh = getattr(gradient, "device_mesh", None)
+    if mesh is None:
+        values: Tensor = gradient.coalesce().values() if gradient.is_sparse else gradient
+        return values
+    if mesh.size() > 1:
+        raise UsageError(
+            f"gradients that are shared out over {mesh.size()} processes (DTensor) would count several times in a norm "
+            "over all workers: clip them on these with torch.nn.utils.clip_grad_norm_, before the step"
+        )
+    local: Tensor = gradient.to_local()
+    return local
+
+
+def scale(gradients: Iterable[Tensor], factor: float) -> None:
+    with torch.no_grad():
+        for gradient in gradients:
+            gradient.mul_(factor)

@@ -24,7 +24,7 @@ from telegrad._core.calls.futures import Future
 from telegrad._core.membership.members import Identity
 from telegrad._core.pickling.exceptions import describe, fresh
 from telegrad._core.references.control_messages import ControlMessage, Id, key_of, number
-from telegrad._core.references.creation import Creation, ResultSlot, failed, tell_user
+from telegrad._core.references.creation import Creation, failed, tell_user
 from telegrad._core.references.creation_sites import warn_of_leaks
 from telegrad._core.references.delivery import Batch, ReliableDelivery
 from telegrad._core.references.handle import DELETED, Handle, error_for
@@ -223,7 +223,7 @@ class ReferenceTable(Maker):
 
     def _take_creation(
         self, sender: str, refusal: LimitReached | None, kind: int, ref: Id, fork: Id
-    ) -> ResultSlot | None:
+    ) -> ValueSlot | None:
         if kind == CREATED:
             self._machine.created(ref, fork, sender)
             return None
@@ -234,7 +234,8 @@ class ReferenceTable(Maker):
                 del self._refused[next(iter(self._refused))]
         elif kind == CREATE and self._machine.expect(ref, fork, sender):
             self._boxes[ref] = box  # otherwise nothing refers to the value
-        return ResultSlot(box, pickle.dumps(((), (CREATED, ref, fork)), 5))
+        box.answer = pickle.dumps(((), (CREATED, ref, fork)), 5)
+        return box
 
     # The thread for control messages and ended handles
 

@@ -11,7 +11,7 @@ from telegrad._core.pickling.exceptions import rebuild
 class ValueSlot(Signal):
     """A signal that the value of a reference exists. It is filled once; other threads may wait for it."""
 
-    __slots__ = ("failure", "value")
+    __slots__ = ("answer", "failure", "value")
 
     full: Any = Signal._happened  # type: ignore[misc]  # as `done`, without a call; set after value and failure
 
@@ -19,6 +19,7 @@ class ValueSlot(Signal):
         super().__init__()
         self.value: Any = None
         self.failure = b""  # serialised: an exception would keep alive the frames where it was raised
+        self.answer = b""  # for the caller, if a call creates the value
 
     @classmethod
     def of(cls, value: Any) -> ValueSlot:
@@ -33,6 +34,9 @@ class ValueSlot(Signal):
     def fail(self, failure: bytes) -> None:
         self.failure = failure
         self.set_result()
+
+    def receipt(self) -> bytes:
+        return self.answer
 
     def open(self) -> Any:
         """Return the value of a full box, or raise its error."""
