@@ -42,20 +42,6 @@ def leaf(*shape: int) -> torch.Tensor:
     return torch.randn(*(shape or (3, 3)), dtype=torch.float64, requires_grad=True)
 
 
-def same_as_local(program: Callable[[Call], torch.Tensor], leaves: list[torch.Tensor], **options: Any) -> None:
-    """Gradients of `program(call)`, where a call is remote, and as the program gives them without workers."""
-    expected = torch.autograd.grad(program(lambda to, function, *args: function(*args)), leaves, allow_unused=True)
-    with autograd.context() as context:
-        autograd.backward(context, program(lambda to, function, *args: rpc_sync(to, function, args)), **options)
-        found = autograd.get_gradients(context)
-    for one, wanted in zip(leaves, expected, strict=True):
-        if wanted is None:
-            assert one not in found
-        else:
-            assert torch.allclose(found[one], wanted)
-        assert one.grad is None
-
-
 # The documents' examples
 
 
@@ -495,18 +481,6 @@ def test_a_reference_as_root() -> None:
         assert torch.allclose(autograd.get_gradients(context)[x], x.cos())
 
 
-def test_roots_on_several_workers() -> None:
-    x = leaf()
-    with autograd.context() as context:
-        roots = [remote(f"w{number}", scaled_sum, (x, number)) for number in (0, 1, 2, 3)]
-        autograd.backward(context, [*roots, x.sum()])
-        assert autograd.get_gradients(context)[x].tolist() == [[7.0] * 3] * 3
-
-
-def scaled_sum(x: torch.Tensor, factor: int) -> torch.Tensor:
-    return (x * factor).sum()
-
-
 def test_a_reference_to_no_tensor_as_root() -> None:
     with autograd.context() as context, pytest.raises(UsageError, match="should contain a tensor"):
         remote("w1", int).backward(context)
@@ -518,14 +492,6 @@ def test_a_reference_backward_without_context() -> None:
     assert x.grad is not None
     with pytest.raises(NotOwner):
         remote("w1", torch.ones, ((),), {"requires_grad": True}).backward()
-
-
-def test_the_asynchronous_form() -> None:
-    x = leaf()
-    with autograd.context() as context:
-        future = autograd.backward_async(context, rpc_sync("w1", torch.sin, (x,)).sum())
-        assert future.wait() is None
-        assert x in autograd.get_gradients(context)
 
 
 # What goes wrong
@@ -621,11 +587,6 @@ def test_a_pass_tells_for_whom_it_waits(trio: list[Worker]) -> None:
         GATE.set()
         future.wait()
     assert "drives []" in repr(trio[0].conductor)
-
-
-def test_fast_mode_where_all_takes_part() -> None:
-    a, b = leaf(), leaf()
-    same_as_local(lambda call: call("w1", torch.mul, call("w2", torch.sin, a), b).sum(), [a, b], mode="fast")
 
 
 def test_fast_mode_names_what_took_no_part() -> None:

@@ -118,16 +118,6 @@ def make_leaf() -> torch.Tensor:
     return torch.ones(3, 3, requires_grad=True)
 
 
-def test_the_example_of_the_documents() -> None:
-    with autograd.context() as context:
-        one, other = remote("w1", make_leaf), remote("w1", make_leaf)
-        loss = one.to_here() + other.to_here()
-        autograd.backward(context, [loss.sum()])
-        DistributedOptimizer(torch.optim.SGD, [one, other], lr=0.05).step(context)
-    assert torch.allclose(one.to_here(), torch.full((3, 3), 0.95))
-    assert torch.allclose(other.to_here(), torch.full((3, 3), 0.95))
-
-
 def test_parameters_of_this_worker_and_of_others() -> None:
     here, there = nn.Parameter(torch.ones(2)), remote("w2", make_leaf)
     optimizer = DistributedOptimizer(torch.optim.SGD, [RRef(here), there], 0.5)
@@ -137,16 +127,6 @@ def test_parameters_of_this_worker_and_of_others() -> None:
     assert here.tolist() == [0.5, 0.5]
     assert here.grad is None
     assert there.to_here()[0, 0] == 0.5
-
-
-def test_what_has_no_gradient_stays() -> None:
-    used, unused = remote("w1", make_leaf), remote("w2", make_leaf)
-    optimizer = DistributedOptimizer(torch.optim.AdamW, [used, unused], lr=0.1, weight_decay=0.5)
-    with autograd.context() as context:
-        autograd.backward(context, used.to_here().sum())
-        optimizer.step(context)
-    assert unused.to_here().sum() == 9
-    assert used.to_here().sum() < 9
 
 
 def set_grad(leaf: RRef[torch.Tensor]) -> None:
@@ -209,14 +189,6 @@ def test_schedulers_of_torch_reach_all_owners(name: str) -> None:
     assert schedulers[0].get_last_lr() == schedulers[1].get_last_lr() != [0.1]
 
 
-def test_a_scheduler_that_looks_at_the_loss() -> None:
-    optimizer = DistributedOptimizer(torch.optim.SGD, [remote("w1", make_leaf)], lr=1.0)
-    scheduler = lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
-    for loss in (1.0, 2.0):
-        scheduler.step(loss)
-    assert optimizer.param_groups[0]["lr"] == 0.1
-
-
 def test_gradients_of_several_contexts() -> None:
     spread, whole = together(3)
     optimizer = DistributedOptimizer.for_module(torch.optim.Adam, spread, lr=0.1)
@@ -233,18 +205,6 @@ def test_gradients_of_several_contexts() -> None:
         sum(loss_of(whole, seed) for seed in range(start, start + 4)).backward()
         reference.step()
     assert same(spread, whole)
-
-
-def test_what_was_kept_is_used_by_workers_that_take_no_part() -> None:
-    one, other = remote("w1", make_leaf), remote("w2", make_leaf)
-    optimizer = DistributedOptimizer(torch.optim.SGD, [one, other], lr=1)
-    with autograd.context() as context:
-        autograd.backward(context, one.to_here().sum())
-        optimizer.accumulate(context)
-    with autograd.context() as context:
-        autograd.backward(context, other.to_here().sum())
-        optimizer.step(context)
-    assert one.to_here().sum() == other.to_here().sum() == 0
 
 
 def test_sparse_gradients() -> None:
@@ -415,16 +375,6 @@ def test_a_worker_that_died() -> None:
         assert leaves[0].to_here().sum() == 0
 
 
-def test_a_context_that_is_not_there() -> None:
-    optimizer = DistributedOptimizer(torch.optim.SGD, [remote("w1", make_leaf)], lr=1)
-    with autograd.context() as context:
-        pass
-    with pytest.raises(ContextEnded, match=f"id: {context}"):
-        optimizer.step(context)
-    with pytest.raises(ContextEnded):
-        optimizer.accumulate(context)
-
-
 def use_optimizer(optimizer: RRef[Any], leaf: RRef[Any]) -> None:
     """What another worker does with an optimizer that was made elsewhere."""
     with autograd.context() as context:
@@ -526,8 +476,9 @@ def test_a_context_that_has_ended_here_is_not_stepped_on_those_who_have_not_hear
     optimizer = DistributedOptimizer(torch.optim.SGD, [leaf], lr=1)
     with autograd.context() as context:
         autograd.backward(context, leaf.to_here().sum())
-    with pytest.raises(ContextEnded, match=r"has ended.*call step\(\) inside"):
-        optimizer.step(context)
+    for act in (optimizer.step, optimizer.accumulate):
+        with pytest.raises(ContextEnded, match=rf"id: {context} has ended.*call {act.__name__}\(\) inside"):
+            act(context)
     with pytest.raises(
         UsageError,
         match=r"takes the id of a context \(context_id\) first, not <context.*: write `with autograd\.context\(\) as",

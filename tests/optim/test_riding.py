@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.optim import lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -173,16 +172,6 @@ def test_two_passes_in_a_context() -> None:
         (loss_of(whole, seed) + loss_of(whole, seed + 1)).backward()
         reference.step()
     assert same(spread, whole, 1e-6)
-
-
-def test_the_same_graph_twice() -> None:
-    leaf, here = remote("w1", make_leaf), nn.Parameter(torch.ones(3, 3))
-    optimizer = DistributedOptimizer(torch.optim.SGD, [leaf, RRef(here)], lr=1)
-    with autograd.context() as context:
-        loss = (leaf.to_here() + here).sum()
-        autograd.backward(context, loss, retain_graph=True)
-        autograd.backward(context, loss, step=optimizer)
-    assert leaf.to_here().sum() == here.sum() == 9 - 2 * 9
 
 
 # What goes wrong
