@@ -73,7 +73,7 @@ def has_hooks_before(optimizer: Optimizer) -> bool:
 
 def may_ride(value: Any) -> bool:
     """Return True if a pass can carry a value, or dictionaries of such values."""
-    if isinstance(value, Mapping):
+    if type(value) is dict:
         return all(map(may_ride, value.values()))
     return all(map(may_ride, value)) if type(value) is tuple else type(value) in PLAIN
 

@@ -92,10 +92,9 @@ class EngineRunner:
         self._capture = capture
         self._seeds = list(map(torch.ones_like, roots)) if capture is None else capture.seeds
         self._replicated = set() if spec.captures else replicas.replicated()
-        modules = (
-            [] if spec.captures or spec.create else sharded_gradients.sharded_modules()
-        )  # else `guard` refuses the modules
-        self._unsharded = sharded_gradients.unsharded_ids(modules)
+        # `guard` refuses sharded modules in other passes
+        modules = [] if spec.captures or spec.create else sharded_gradients.sharded_modules()
+        self._unsharded = sharded_gradients.unsharded_ids(modules) if modules else set()
         self._averaged = self._replicated | self._unsharded  # the ids of leaves whose gradients all ranks average
         self._sends = context.sends
         # The edges at which the gradients of each entry come in.
@@ -110,7 +109,7 @@ class EngineRunner:
         kinds: Kinds = {**KINDS, LeafNode: partial(_kind_of_leaf, averaged=self._averaged)} if self._averaged else KINDS
         kinds = self._capture_kinds or kinds
         nodes = {entry: self._nodes(entry) for entry in self._edges}
-        self._sharded = sharded_gradients.ShardedPart(modules, nodes)
+        self._sharded = sharded_gradients.ShardedPart(modules, nodes) if modules else None
         self._schedule = GraphSchedule(nodes, kinds)
         self._marked: set[int] = set()  # sends that can still receive
         self._buried = False  # only marked sends may still receive, on all workers

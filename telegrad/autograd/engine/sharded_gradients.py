@@ -151,8 +151,6 @@ def _waits(modules: Iterable[ShardedModule], entries: Mapping[int, Iterable[Node
     """Return, by roots, the nodes of modules with the messages that each waits for."""
     owners = {id(each): module.root for module in modules for each in (*module.groups, *module.unsharded)}
     waits: dict[Any, dict[Node, set[int]]] = {}
-    if not owners:  # most processes have none: skip a traversal in Python of the graph behind each entry
-        return waits
     for entry, starts in entries.items():
         for node in nodes_behind(starts):
             own = getattr(node, "variable", None), getattr(node, "param_group", None)
