@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextvars import copy_context
 from functools import partial
 from math import inf
@@ -28,7 +28,7 @@ from telegrad._core.pickling.reducers import ask_whether_recorded
 from telegrad.autograd.contexts import Contexts
 from telegrad.autograd.engine import guard
 from telegrad.autograd.engine.captures import Capture
-from telegrad.autograd.engine.passes import ENDED, Abandon, Driver, Failed, LeftOut, PassSpec, Report, Task
+from telegrad.autograd.engine.passes import Abandon, Driver, Failed, LeftOut, PassSpec, Report, Task
 from telegrad.autograd.engine.record import AutogradContext, entered_id, read_id
 from telegrad.autograd.pass_parts import LocalParts, OpenRoots
 from telegrad.errors import CallTimeout, ContextEnded, PeerError, PeerLost, TelegradError, UnusedSends, UsageError
@@ -42,67 +42,34 @@ def _is_recording() -> bool:
 ask_whether_recorded(_is_recording)
 
 
-class DrivenPass:
+class DrivenPass(Driver):
     """A pass that this worker drives, from its beginning to its end."""
 
     def __init__(
-        self, context: AutogradContext, spec: PassSpec, deadline: float, keeps: Any, outcome: Signal | Future[None]
+        self, context: AutogradContext, spec: PassSpec, timeout: float, keeps: Any, outcome: Signal | Future[None]
     ) -> None:
+        super().__init__(spec)
         self.context = context
-        self.spec = spec
-        self.deadline = deadline
+        self.deadline = monotonic() + timeout if timeout else inf
         self.begun = perf_counter()
         self.outcome: Any = outcome
         self._keeps = keeps  # kept alive until the pass has ended
-        # guards the driver, except in `repr`: a debugger may have stopped the thread that holds the lock
-        self._lock = threading.Lock()
-        self._driver = Driver(spec)
+        self._lock = threading.Lock()  # reports of several workers come concurrently
 
-    def __repr__(self) -> str:
-        return f"<DrivenPass: {self._driver}, {self.deadline - monotonic():.1f} s left>"
-
-    def start(self, roots: Iterable[tuple[str, Sequence[Any]]]) -> list[tuple[str, Task]]:
-        """Return the messages that start the pass at values of the given workers, each with its recipient."""
+    def report(self, worker: str, report: Report) -> list[tuple[str, Task]]:
         with self._lock:
-            return self._driver.start(roots)
-
-    def report(self, worker: str, report: Report) -> tuple[list[tuple[str, Task]], bool]:
-        """Process a worker's report. Return the next messages with their recipients, and True if the pass has ended.
-
-        Raises:
-            LeftOut: no gradient came for some sends of a fast pass.
-        """
-        with self._lock:
-            return self._driver.report(worker, report), self._driver.state == ENDED
+            return super().report(worker, report)
 
     def note(self, failure: str = "") -> None:
         """Report the end of the pass to the event hook."""
         if (note := events.note) is not None:
             note((events.BACKWARD_PASS, self.begun, perf_counter(), self.spec.context, self.spec.number, failure))
 
-    @property
-    def rode(self) -> dict[str, tuple[bool, Any]]:
-        """By workers, the outcome of the rider where it ran."""
-        with self._lock:
-            return self._driver.rode.copy()
-
-    @property
-    def workers(self) -> set[str]:
-        """The workers that take part, as far as the driver knows."""
-        with self._lock:
-            return set(self._driver.workers)
-
-    @property
-    def owing(self) -> list[str]:
-        """The workers whose tasks are not done."""
-        with self._lock:
-            return sorted(self._driver.owing)
-
     def late(self) -> CallTimeout:
         """Return the error for a pass that exceeded its deadline."""
         return CallTimeout(
             f"the backward pass of context {self.context.id} did not end in its time; it waited for "
-            f"{', '.join(map(repr, self.owing)) or 'nobody'}. Give it a longer timeout"
+            f"{', '.join(map(repr, self.owing)) or 'no worker'}. Give it a longer timeout"
         )
 
 
@@ -172,22 +139,17 @@ class Conductor:
         self,
         context: AutogradContext,
         roots: dict[str, list[Any]],
-        *,
-        retain: bool,
-        create: bool,
-        fast: bool,
         timeout: float | None,
         keeps: Any,
         outcome: Signal | Future[None],
-        rider: int = 0,
-        request: bytes = b"",
         capture: Capture | None = None,
+        **options: Any,
     ) -> DrivenPass:
-        """Start a backward pass from `roots`, and return without waiting for it.
+        """Start a backward pass from `roots`, with `options` of PassSpec, and return without waiting for it.
 
         Roots of this worker are tensors or values; roots of other workers are descriptions of values there. `keeps` is
         kept alive until the pass has ended, which `outcome` reports. If `outcome` is a Signal, the caller must call
-        `wait`: this thread does this worker's part meanwhile. A worker that has the `rider` in `riders` gives it the
+        `wait`: this thread does this worker's part meanwhile. A worker that has the rider in `riders` gives it the
         request as soon as all its gradients are there; a worker that cannot know this skips it. With a `capture`, which
         `keeps` must hold, gradients go to the capture and are not accumulated.
         """
@@ -199,15 +161,18 @@ class Conductor:
         if timeout is None:
             timeout = self._agent.timeout
         self._agent.streams.publish()
-        workers = tuple(sorted(roots))
-        number, captures = next(self._numbers), capture is not None
-        autocast = call_context.described_autocast()
         spec = PassSpec(
-            context.id, self.name, number, retain, create, fast, workers, rider, request, captures, autocast
+            context.id,
+            self.name,
+            next(self._numbers),
+            roots=tuple(sorted(roots)),
+            captures=capture is not None,
+            autocast=call_context.described_autocast(),
+            **options,
         )
         if capture is not None:
             self._parts.captures[spec] = capture
-        driven = DrivenPass(context, spec, monotonic() + timeout if timeout else inf, keeps, outcome)
+        driven = DrivenPass(context, spec, timeout, keeps, outcome)
         self._driven[spec] = driven
         if timeout:
             self._agent.wake_at(driven.deadline)
@@ -272,13 +237,13 @@ class Conductor:
                     self._agent.notify(worker, Abandon(report.spec))
             return
         try:
-            tasks, ended = driven.report(worker, report)
+            tasks = driven.report(worker, report)
         except LeftOut as left_out:
             self._fail(driven, _unused(left_out))
             return
         if tasks:
             self._give(driven, tasks)
-        if ended and self._take(driven):
+        if driven.ended and self._take(driven):
             driven.note()
             driven.outcome.set_result(None)
 
@@ -319,7 +284,6 @@ class Conductor:
         for driven in self._driven.copy().values():
             if driven.context.id == id_:
                 self._fail(driven, ContextEnded(f"the context {id_} ended before its backward pass did: wait for that"))
-        self._parts.end(id_)
 
     def _tick(self, now: float) -> float:
         self._parts.send_gathered()

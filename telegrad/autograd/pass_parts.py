@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import queue
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from time import monotonic, perf_counter
 from typing import Any, Protocol
@@ -23,10 +23,22 @@ from telegrad._core.membership.members import Identity
 from telegrad._core.pickling.exceptions import describe, rebuild
 from telegrad.autograd.contexts import Contexts
 from telegrad.autograd.engine.captures import Capture
-from telegrad.autograd.engine.outbox import Outbox, PackedShipment, unpacked
-from telegrad.autograd.engine.passes import Abandon, DeclareDead, Failed, Mark, PassSpec, Report, Start, Task
+from telegrad.autograd.engine.engine import EngineRunner
+from telegrad.autograd.engine.outbox import Outbox
+from telegrad.autograd.engine.passes import (
+    NAMED,
+    Abandon,
+    DeclareDead,
+    Failed,
+    Key,
+    Mark,
+    PackedShipment,
+    PassSpec,
+    Report,
+    Start,
+    Task,
+)
 from telegrad.autograd.engine.record import AutogradContext, Inside
-from telegrad.autograd.mailbox import LocalPart, Mailbox
 from telegrad.errors import ContextLost, LimitReached, PeerLost, TelegradError
 
 # seconds. If the last tasks took less, the reader thread runs the next ones, which are expected to be as short.
@@ -42,6 +54,64 @@ class PassHook(Protocol):
 
     def ride(self, context_id: int, request: bytes) -> Any:
         """Process the request, now that the gradients are complete. Return a plain value."""
+
+
+class LocalPart:
+    """This worker's part in one pass: it does tasks, and reports."""
+
+    def __init__(self, outbox: Outbox, runner: EngineRunner) -> None:
+        self.outbox = outbox
+        self._runner = runner
+        self._done: list[Key] = []
+        self._reports = 0
+        self._waits_to_ride = outbox.spec.rider != 0
+        self._rode: tuple[bool, Any] | None = None  # to be reported
+
+    def __repr__(self) -> str:
+        state = "gradients wait here" if self._runner.starved else "nothing waits here"
+        return f"<LocalPart in {self.outbox.spec}: {self._reports} reports, {state}, {self.outbox}>"
+
+    def take(self, tasks: Sequence[Task]) -> list[tuple[str, Task]]:
+        """Do tasks. Return the messages to send, except shipments, which leave during the call."""
+        letters: list[tuple[str, Task]] = []
+        arrived: list[tuple[int, list[Any]]] = []
+        for task in tasks:
+            if isinstance(task, PackedShipment):
+                arrived += task.unpacked()
+            elif isinstance(task, Start):
+                self._runner.start()
+            elif isinstance(task, Mark):
+                for worker, sends in self._runner.mark(task.sends).items():
+                    letters.append((worker, Mark(task.spec, self.outbox.key(worker), sends)))
+            else:
+                self._runner.bury()
+            self._done.append(task.key)
+        if arrived:
+            self._runner.arrive(arrived)
+        return letters
+
+    @property
+    def through(self) -> bool:
+        """Return True if no gradient can come to a leaf here any more in this pass."""
+        return not self._runner.expects
+
+    def may_ride(self, others: Iterable[LocalPart]) -> bool:
+        """Return True if the rider may run, given this worker's `others` of the context. Then `ride` must follow."""
+        return self._waits_to_ride and self.through and all(other.through for other in others)
+
+    def ride(self, outcome: tuple[bool, Any]) -> None:
+        """Record the outcome of the rider, which does not run again."""
+        self._waits_to_ride = False
+        self._rode = outcome
+
+    def report(self) -> Report:
+        """Return the report for the driver. All other messages must have been sent before."""
+        done, self._done = self._done, []
+        rode, self._rode = self._rode, None
+        self._reports += 1
+        spec, runner = self.outbox.spec, self._runner
+        waiting = [*itertools.islice(runner.waiting, NAMED)] if spec.fast else ()
+        return Report(spec, self._reports, done, self.outbox.pop_sent(), runner.starved, waiting, rode)
 
 
 class LocalParts:
@@ -69,8 +139,7 @@ class LocalParts:
         )  # by the numbers that passes use for them
         # of passes that this worker drives
         self.captures: WeakValueDictionary[PassSpec, Capture] = WeakValueDictionary()
-        # These need no lock: each use is one atomic operation of a dict or a set, or sets a flag.
-        self._mailboxes: dict[int, Mailbox] = {}  # by context ids
+        # These need no lock: each use is one atomic operation of a set, or sets a flag.
         self._gathering: set[Outbox] = set()
         self._short = False  # the last tasks did not take long
         for task in (Start, Mark, DeclareDead):
@@ -80,15 +149,11 @@ class LocalParts:
 
     def __len__(self) -> int:
         """Return the number of parts in contexts that have not ended, without failed passes."""
-        parts = [part for mailbox in self._mailboxes.copy().values() for part in mailbox.parts.copy().values()]
-        return len(parts) - parts.count(None)
+        return sum(part is not None for context in self._contexts.all() for part in list(context.parts.values()))
 
     def at_work(self) -> set[int]:
         """Return the contexts whose tasks a thread is running."""
-        return {id_ for id_, mailbox in self._mailboxes.copy().items() if mailbox.busy}
-
-    def __repr__(self) -> str:
-        return f"<LocalParts of {self._agent.name!r}: {list(self._mailboxes.copy().values())}>"
+        return {context.id for context in self._contexts.all() if context.tasks.busy}
 
     # Receiving tasks
 
@@ -119,107 +184,98 @@ class LocalParts:
         context.meet(sender)
         self._post(context, task, by_who_waits=True)
 
-    def _take_shipment(self, sender: Identity, parcel: PackedShipment) -> None:
-        shipment, report = unpacked(parcel)
-        self._take_task(sender, shipment)
+    def _take_shipment(self, sender: Identity, shipment: PackedShipment) -> None:
+        spec, report = PassSpec(*shipment.spec), shipment.report
+        self._take_task(sender, shipment._replace(spec=spec))
         if report is not None:
-            self._reported(sender.name, report)
+            self._reported(sender.name, Report(spec, *report))
 
     def _post(self, context: AutogradContext, task: Task, here: bool = False, by_who_waits: bool = False) -> None:
         """Queue a task. If no thread runs the tasks of its context, this thread or another one begins to."""
-        mailbox = self._mailboxes.get(context.id) or self._open(context)
-        if not mailbox.put(task, here):
-            return
-        if here:
-            self._work(mailbox)
-        else:
-            self._agent.run(self._work, mailbox, self._short, by_who_waits)
-
-    def _open(self, context: AutogradContext) -> Mailbox:
-        """Return the mailbox of a context, which is not kept if the context has ended, even during this call."""
-        mailbox = self._mailboxes.setdefault(context.id, Mailbox(context))
-        if context.ended:
-            self.end(context.id)
-        return mailbox
+        if context.tasks.put(task, here):
+            if here:
+                self._work(context)
+            else:
+                self._agent.run(self._work, context, self._short, by_who_waits)
 
     # Running tasks
 
     def attend(self, context: AutogradContext, outcome: Signal) -> None:
         """Run the tasks of a context on this thread, so that a profiler sees them, until `outcome` is done."""
-        mailbox = self._open(context)
         calls = queue.SimpleQueue[bool]()
-        mailbox.call(calls)
+        context.tasks.call(calls)
         outcome.add_done_callback(lambda _: calls.put(False))
         try:
             with self._agent.waiting():
                 while calls.get():
-                    self._work(mailbox)
+                    self._work(context)
         finally:
-            mailbox.call(None)
+            context.tasks.call(None)
             while not calls.empty():
                 if calls.get():
-                    self._agent.run(self._work, mailbox, self._short)
+                    self._agent.run(self._work, context, self._short)
 
-    def _work(self, mailbox: Mailbox) -> None:
+    def _work(self, context: AutogradContext) -> None:
         """Run the tasks of a context until none is left. Raise errors that a signal handler raised meanwhile."""
         left: list[list[Task]] = []
         try:
             with self._agent.streams.turn():
                 start = perf_counter()
-                while tasks := mailbox.take():
+                while tasks := context.tasks.take():
                     left = [list(group) for _, group in itertools.groupby(tasks, lambda task: task.spec)]
                     while left:
-                        self._do(mailbox, left.pop(0))
+                        self._do(context, left.pop(0))
+                if context.ended:  # perhaps while a part began
+                    context.drop_parts()
                 self._short = perf_counter() - start < SHORT
         except BaseException:  # this thread raises the error, so another thread runs the rest
-            mailbox.put_back([task for group in left for task in group])
-            self._agent.run(self._work, mailbox, False)
+            context.tasks.put_back([task for group in left for task in group])
+            self._agent.run(self._work, context, False)
             raise
 
-    def _do(self, mailbox: Mailbox, tasks: list[Task]) -> None:
+    def _do(self, context: AutogradContext, tasks: list[Task]) -> None:
         """Run tasks of one pass, and report. Raise only errors that a signal handler raised on this thread."""
-        spec, context = tasks[0].spec, mailbox.context
+        spec = tasks[0].spec
         begun = perf_counter()
         try:
             if context.ended:
                 self._contexts.check_kept(context.id)
                 return
-            if spec not in mailbox.parts:
-                tasks = self._begin(mailbox, spec, tasks)
-            part = mailbox.parts.get(spec)
+            if spec not in context.parts:
+                tasks = self._begin(context, spec, tasks)
+            part: LocalPart | None = context.parts.get(spec)
             if part is None or not tasks:
                 return
             with Inside(context.id), under_autocast(spec.autocast):
-                letters = part.participant.take(tasks)
+                letters = part.take(tasks)
             if spec.rider:
-                self._let_ride(mailbox, part)
+                self._let_ride(context, part)
             self._agent.streams.publish()  # before other workers learn that it is done
             for worker, task in letters:
                 self.give(context, worker, task)
             if (note := events.note) is not None:
                 note((events.BACKWARD_TASKS, begun, perf_counter(), spec.context, spec.driver, spec.number))
-            if part.outbox.send_with(part.participant.report):
+            if part.outbox.send_with(part.report):
                 return
-            report = part.participant.report()
             if spec.driver == self._agent.name:
-                self._reported(self._agent.name, report)
+                self._reported(self._agent.name, part.report())
             else:
-                self.tell(context, spec.driver, report)
+                self.tell(context, spec.driver, part.report())
         except BaseException as error:
             self._failed(spec, error)
             if raised_by_handler(error):
                 raise
 
-    def _let_ride(self, mailbox: Mailbox, part: LocalPart) -> None:
+    def _let_ride(self, context: AutogradContext, part: LocalPart) -> None:
         """Run the pass's rider if this worker has all gradients."""
-        spec, participant = part.ledger.spec, part.participant
+        spec = part.outbox.spec
         rider = self.riders.get(spec.rider)
-        others = (each.participant for each in mailbox.parts.copy().values() if each is not None)
-        is_over = mailbox.context.ended or mailbox.parts.get(spec) is not part  # it may have failed meanwhile
-        if rider is None or is_over or mailbox.early or not participant.may_ride(others):
+        is_over = context.ended or context.parts.get(spec) is not part  # it may have failed meanwhile
+        others = [each for each in list(context.parts.values()) if each is not None]
+        if rider is None or is_over or context.early or not part.may_ride(others):
             return
         part.outbox.send_early()  # the driver may wait for these gradients
-        participant.ride(self.give_turn(rider, spec.context, spec.request))
+        part.ride(self.give_turn(rider, spec.context, spec.request))
 
     def give_turn(self, rider: PassHook, context_id: int, request: bytes) -> tuple[bool, Any]:
         """Run a rider. Return True and its value, or False and a description of its error."""
@@ -231,15 +287,15 @@ class LocalParts:
                 raise
             return False, describe(error, self._agent.name, user_name(rider.ride))
 
-    def _begin(self, mailbox: Mailbox, spec: PassSpec, tasks: list[Task]) -> list[Task]:
+    def _begin(self, context: AutogradContext, spec: PassSpec, tasks: list[Task]) -> list[Task]:
         """Create this worker's part once its own roots are available. Return the tasks to run then.
 
         Other tasks wait for the roots: the nodes that the roots lead to must not run without them.
         """
-        self._contexts.count_passes(mailbox.context, len(tasks))
+        self._contexts.count_passes(context, len(tasks))
         roots: Sequence[Tensor] = ()
         if self._agent.name in spec.roots:
-            early = mailbox.early.setdefault(spec, [])
+            early = context.early.setdefault(spec, [])
             for task in tasks:
                 if isinstance(task, Start):
                     roots = task.values
@@ -250,13 +306,13 @@ class LocalParts:
                 return []
             for root in roots:
                 if not isinstance(root, Tensor):
-                    self._open_roots(roots).add_done_callback(partial(self._opened, mailbox.context, early.pop(0)))
+                    self._open_roots(roots).add_done_callback(partial(self._opened, context, early.pop(0)))
                     return []
-            mailbox.early.pop(spec, None)
+            context.early.pop(spec, None)
             tasks = early
-        capture = self.captures.get(spec)
-        part = LocalPart(self._agent, mailbox.context, spec, roots, self._short, self._gathers, capture)
-        mailbox.parts.setdefault(spec, part)  # keep None if the pass has failed meanwhile
+        outbox = Outbox(self._agent, context, spec, self._short, self._gathers)
+        runner = EngineRunner(context, spec, roots, outbox, self._agent.streams, self.captures.get(spec))
+        context.parts.setdefault(spec, LocalPart(outbox, runner))  # keep None if the pass has failed meanwhile
         return tasks
 
     def _opened(self, context: AutogradContext, start: Start, done: Any) -> None:
@@ -293,30 +349,25 @@ class LocalParts:
             self._tell_failed(spec, error)
 
     def abandon(self, spec: PassSpec) -> None:
-        """Drop a pass that has failed here or elsewhere."""
+        """Drop a pass that has failed here or elsewhere, and all later messages for it."""
         context = self._contexts.get(spec.context)
         if context is None:
             return
-        mailbox = self._open(context)
-        if spec not in mailbox.parts:
+        if spec not in context.parts:
             try:
                 self._contexts.count_passes(context)
             except LimitReached:  # later messages for the pass are refused as well, so its failure need not be recorded
-                mailbox.early.pop(spec, None)
+                context.early.pop(spec, None)
                 return
-        mailbox.fail(spec)
+        context.parts[spec] = None
+        context.early.pop(spec, None)
 
     def lost(self, who: Identity, error: PeerLost) -> None:
         """Fail the passes in which this worker sent something to a lost worker."""
-        for mailbox in self._mailboxes.copy().values():
-            if mailbox.context.knows(who):
-                for spec, part in mailbox.parts.copy().items():
-                    if part is not None and who.name in part.ledger.reached:
-                        self._failed(spec, error)
-
-    def end(self, context_id: int) -> None:
-        """Drop the tasks of a context that has ended."""
-        self._mailboxes.pop(context_id, None)
+        for context in self._contexts.all():
+            for spec, part in context.parts.copy().items():
+                if part is not None and who.name in part.outbox.reached and context.met(who.name) == who:
+                    self._failed(spec, error)
 
 
 def _advised(error: BaseException) -> BaseException:

@@ -9,10 +9,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from time import perf_counter
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from telegrad._core import checks, events
+from telegrad._core.calls.call_names import known_as
 from telegrad._core.calls.deadlines import DEFAULT
 from telegrad._core.calls.futures import Future
 from telegrad._core.modules.module_host import on_host
@@ -25,7 +27,6 @@ from telegrad.autograd.engine.record import AutogradContext
 from telegrad.errors import UsageError
 from telegrad.optim import untraced
 from telegrad.optim.guards import guards_of, holding
-from telegrad.optim.norms import norm_of, scale
 
 Hyperparameters = dict[str, Any]
 Changes = Mapping[int, Hyperparameters]  # of hyperparameters, by group number
@@ -43,9 +44,7 @@ class LocalOptimizer:
     """A plain torch optimizer for the parameters on this worker."""
 
     def __init__(self, make: Callable[..., Optimizer], args: Sequence[Any], kwargs: Mapping[str, Any], hogwild: bool):
-        self._make: Callable[[list[dict[str, Any]]], Optimizer] = lambda groups: untraced.made(
-            make, groups, args, kwargs
-        )
+        self._make: Callable[[list[dict[str, Any]]], Optimizer] = lambda groups: make(groups, *args, **kwargs)
         self._step: Callable[[], Any]
         self._hogwild = hogwild
         self._optimizer: Optimizer | None = None
@@ -76,7 +75,7 @@ class LocalOptimizer:
             check_needs_no_closure(type(made))
             self._optimizer, self._step = made, untraced.step_of(made)
         else:
-            untraced.call(self._optimizer, "add_param_group", group)
+            self._optimizer.add_param_group(group)
         self.groups.append(number)
         self.names += named
         self.parameters += parameters
@@ -185,7 +184,7 @@ class LocalOptimizer:
     def state(self, has_map: bool = True) -> dict[str, dict[str, Any]]:
         """Return the optimizer's state. Without a device map to the caller, the tensors are on the CPU."""
         assert self._optimizer is not None
-        state = untraced.call(self._optimizer, "state_dict")["state"]
+        state = self._optimizer.state_dict()["state"]
         named = {name: state[index] for index, name in enumerate(self.names) if index in state}
         return named if has_map else on_host(named)
 
@@ -201,9 +200,25 @@ class LocalOptimizer:
         """Load the state of this worker's parameters."""
         assert self._optimizer is not None
         with holding(self._guards):
-            whole = untraced.call(self._optimizer, "state_dict")
+            whole = self._optimizer.state_dict()
             whole["state"] = {index: state[name] for index, name in enumerate(self.names) if name in state}
-            untraced.call(self._optimizer, "load_state_dict", whole)
+            self._optimizer.load_state_dict(whole)
+
+
+@known_as("DistributedOptimizer()")
+def add_group(
+    local: RRef[LocalOptimizer] | None,
+    rider: int,
+    maker: Any,
+    number: int,
+    own: list[RemotePart],
+    options: Hyperparameters,
+) -> tuple[RRef[LocalOptimizer], list[str], Hyperparameters]:
+    """On an owner: add a group of its parameters. The first group creates the optimizer."""
+    if local is None:
+        local = RRef(LocalOptimizer(*maker))
+        current.conductor().riders[rider] = local.local_value()
+    return (local, *local.local_value().add_group(number, own, options))
 
 
 def ask(local: RRef[LocalOptimizer], method: str, *args: Any) -> Future[Any]:
@@ -286,3 +301,32 @@ def _named_parameters(branches: Iterable[RemotePart], taken: Iterable[Tensor]) -
                 known.add(id(parameter))
                 named[name] = parameter
     return named
+
+
+def norm_of(gradients: Iterable[Tensor], norm_type: float) -> Tensor | None:
+    """Return the norm of one worker's gradients, or None without gradients.
+
+    The norm is on the CPU, so the host waits for the device only once.
+    """
+    values = [_plain(gradient) for gradient in gradients]
+    return nn.utils.get_total_norm([each.detach() for each in values], norm_type).cpu() if values else None
+
+
+def _plain(gradient: Any) -> Tensor:
+    mesh = getattr(gradient, "device_mesh", None)
+    if mesh is None:
+        values: Tensor = gradient.coalesce().values() if gradient.is_sparse else gradient
+        return values
+    if mesh.size() > 1:
+        raise UsageError(
+            f"gradients that are shared out over {mesh.size()} processes (DTensor) would count several times in a norm "
+            "over all workers: clip them on these with torch.nn.utils.clip_grad_norm_, before the step"
+        )
+    local: Tensor = gradient.to_local()
+    return local
+
+
+def scale(gradients: Iterable[Tensor], factor: float) -> None:
+    with torch.no_grad():
+        for gradient in gradients:
+            gradient.mul_(factor)

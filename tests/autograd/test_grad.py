@@ -245,8 +245,8 @@ def test_a_step_rides_with_the_pass_after_it() -> None:
     with autograd.context() as context:
         loss = rpc_sync("w1", apply, ("w1", x)).sum()
         autograd.grad(context, loss, x, retain_graph=True)
-        part = current.conductor()._parts._mailboxes[context].parts
-        assert all(each is not None and each.participant.through for each in part.values())
+        parts = current.conductor().contexts.find(context).parts
+        assert all(each is not None and each.through for each in parts.values())
 
 
 @pytest.mark.parametrize(

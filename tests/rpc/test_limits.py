@@ -137,15 +137,14 @@ def test_passes_that_never_begin_or_have_failed_are_counted(
     current.enter(caller)
     with autograd.context() as context_id:
         loss = rpc.rpc_sync("w0", torch.neg, (torch.ones(1, requires_grad=True),)).sum()
-        parts = callee.conductor._parts
         for number in range(3 * MOST):
             spec = PassSpec(context_id, "w1", 1000 + number // 5, False, False, False, ("w0",))
             caller.agent.notify("w0", Mark(spec, ("w1", number), ()))
             caller.agent.notify("w0", Abandon(spec._replace(number=-number)))
         with pytest.raises(LimitReached):
             autograd.backward(context_id, [loss])
-        mailbox = parts._mailboxes[context_id]
-        assert len(mailbox.parts) + sum(map(len, mailbox.early.values())) <= MOST
+        context = callee.conductor.contexts.find(context_id)
+        assert len(context.parts) + sum(map(len, context.early.values())) <= MOST
     rpc.rpc_sync("w0", int)
     wait_until(lambda: not callee.conductor.contexts._passes.total())
 

@@ -7,14 +7,20 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterable
 from itertools import count
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from telegrad._core.membership.members import Identity
 from telegrad.autograd.engine import passes
-from telegrad.autograd.engine.passes import Driver, Ledger, LeftOut, Participant, PassSpec
+from telegrad.autograd.engine.outbox import Outbox
+from telegrad.autograd.engine.passes import Driver, LeftOut, PassSpec
 from telegrad.autograd.engine.schedule import LEAF, PLAIN, RECV, EngineCall, GraphSchedule
+from telegrad.autograd.pass_parts import LocalPart
 
+ONE = torch.ones(1)
 SEED = os.environ.get("TELEGRAD_SEED")
 SEEDS = [int(SEED)] if SEED else range(300)
 MANY_SEEDS = [int(SEED)] if SEED else range(300, 10_300)
@@ -56,6 +62,18 @@ class RecvNode(Node):
 KINDS = {Leaf: lambda _: PLAIN, HookedLeaf: lambda _: LEAF, RecvNode: lambda _: RECV}
 
 
+class FakeAgent:
+    """Puts what an outbox sends into the mail."""
+
+    streams = SimpleNamespace(used=())
+
+    def __init__(self, world: World, name: str) -> None:
+        self.world, self.name = world, name
+
+    def notify(self, to: str, message: Any, _: str, tensors: Any, context: None) -> None:
+        self.world.post(self.name, to, message._replace(tensors=tensors))
+
+
 class FakeRunner:
     """A graph whose gradients are the sets of nodes that they came through: a run must see all of its own at once."""
 
@@ -74,12 +92,12 @@ class FakeRunner:
         return [self.world.sends[self.me][entry]] if entry else self.roots
 
     def start(self) -> None:
-        self.arrive([(0, [1])])
+        self.arrive([(0, [ONE])])
 
     def arrive(self, gradients: Any) -> None:
         assert str(self.me) not in self.world.rode, "a gradient came after the rider's turn"
         for entry, came in gradients:
-            if any(came):
+            if came[0] is not None:
                 self.pending.update(node for node in self.node_of(entry) if type(node) is not Leaf)
             self.schedule.close(entry)
         self.run()
@@ -192,8 +210,13 @@ class World:
         self.join(range(size))
 
     def join(self, workers: Iterable[int]) -> None:
-        self.ledgers = {str(worker): Ledger(self.driver.spec, str(worker)) for worker in workers}
-        self.parts = {name: Participant(ledger, FakeRunner(self, int(name))) for name, ledger in self.ledgers.items()}
+        self.parts = {str(worker): self.part(worker) for worker in workers}
+
+    def part(self, worker: int) -> LocalPart:
+        agent: Any = FakeAgent(self, str(worker))
+        unused: Any = None
+        runner: Any = FakeRunner(self, worker)
+        return LocalPart(Outbox(agent, unused, self.driver.spec, False, unused), runner)
 
     def grow(self) -> None:
         worker = self.draw.randrange(len(self.nodes))
@@ -224,8 +247,8 @@ class World:
         assert node.runs == 1, "a node ran twice"
 
     def ship(self, worker: int, node: RecvNode, given: bool) -> None:
-        shipment = self.ledgers[str(worker)].ship(str(node.sender), [(node.number, [1 if given else None])])
-        self.post(str(worker), str(node.sender), shipment)
+        to = Identity(str(node.sender), node.sender, "")
+        self.parts[str(worker)].outbox.add(to, node.number, [ONE if given else None], False)
 
     def post(self, sender: str, to: str, message: Any) -> None:
         self.letters[type(message).__name__] += 1
@@ -273,7 +296,7 @@ def run_seed(seed: int) -> World:
             if type(node) is not Leaf:
                 assert node.runs == (node in reachable), "a node did not run, or one that takes no part did"
     sends = sum(map(len, world.sends))
-    assert world.letters["Shipment"] <= sends
+    assert world.letters["PackedShipment"] <= sends
     assert world.letters["Mark"] <= sends + size
     assert sum(world.letters.values()) <= 4 * sends + 6 * size + 2
     return world
@@ -313,7 +336,7 @@ def test_nothing_is_asked_where_all_takes_part() -> None:
     world.run()
     assert world.driver.ended
     assert not world.driver.marked
-    assert world.letters == {"Start": 1, "Shipment": 8, "Report": 9}
+    assert world.letters == {"Start": 1, "PackedShipment": 8, "Report": 9}
 
 
 def test_a_fast_pass_names_what_is_missing() -> None:
@@ -344,9 +367,9 @@ def test_the_simulation_finds_a_driver_that_does_not_ask(monkeypatch: pytest.Mon
     ids=["for nothing", "for what can still come"],
 )
 def test_the_simulation_finds_riders_that_do_not_wait(
-    monkeypatch: pytest.MonkeyPatch, through: Callable[[Participant], bool]
+    monkeypatch: pytest.MonkeyPatch, through: Callable[[LocalPart], bool]
 ) -> None:
-    monkeypatch.setattr(Participant, "through", property(through))
+    monkeypatch.setattr(LocalPart, "through", property(through))
     with pytest.raises(AssertionError, match=r"SEED=.*rider"):
         run_seeds(range(50))
 
@@ -388,13 +411,13 @@ def test_the_simulation_finds_marks_that_stop(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_the_simulation_finds_reports_that_forget(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = Ledger.key
+    original = Outbox.key
 
-    def forgetful(self: Ledger, worker: str) -> tuple[str, int]:
+    def forgetful(self: Outbox, worker: str) -> tuple[str, int]:
         key = original(self, worker)
         self._sent.pop()
         return key
 
-    monkeypatch.setattr(Ledger, "key", forgetful)
+    monkeypatch.setattr(Outbox, "key", forgetful)
     with pytest.raises(AssertionError, match="SEED="):
         run_seeds(range(50))

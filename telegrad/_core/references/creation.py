@@ -1,32 +1,15 @@
-"""Calls whose values stay at the callee: the state at the caller and at the owner."""
+"""Calls whose values stay at the callee, as the caller sees them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from telegrad._core.calls.futures import Future
 from telegrad._core.calls.unretrieved import UnretrievedError
 from telegrad._core.pickling.exceptions import fresh
 from telegrad._core.references.control_messages import Id
-from telegrad._core.references.value_slot import ValueSlot
 from telegrad.errors import CallCancelled, CallTimeout, PeerError
-
-
-class ResultSlot(NamedTuple):
-    """The box for the value of a creating call, and the data for the response."""
-
-    box: ValueSlot
-    answer: bytes
-
-    def fulfil(self, value: Any) -> None:
-        self.box.fulfil(value)
-
-    def fail(self, failure: bytes) -> None:
-        self.box.fail(failure)
-
-    def receipt(self) -> bytes:
-        return self.answer
 
 
 class Creation:

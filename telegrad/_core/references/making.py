@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections.abc import Callable, Iterable
+from time import perf_counter
 from typing import Any
 
+from telegrad._core import events
 from telegrad._core.agent.agent import Agent
 from telegrad._core.agent.fanout import EachCall
 from telegrad._core.membership.members import Identity
-from telegrad._core.references.control_messages import Id, key_of
+from telegrad._core.pickling.remote_text import debugging
+from telegrad._core.references.control_messages import Id, key_of, number
 from telegrad._core.references.creation import Creation, tell_user
+from telegrad._core.references.creation_sites import caller
 from telegrad._core.references.handle import Handle
 from telegrad._core.references.reference_protocol import References
 from telegrad._core.references.value_slot import ValueSlot
@@ -23,18 +28,49 @@ Target = tuple[int, Id, Id]
 
 
 class Maker:
-    """A part of `ReferenceTable`, which defines these attributes."""
+    """The state of a `ReferenceTable`, and the calls that create references."""
 
-    agent: Agent
-    _thread: Background
-    _lock: threading.Lock
-    _machine: References
-    _creations: dict[Id, Creation]
-    _expected: set[str]
-    _wrap: Callable[[Any, Handle], Any]
-    own: Callable[[ValueSlot], Handle]
-    _new_handle: Callable[[Id, Identity, ValueSlot | None], Handle]
-    _wake: Callable[[], None]
+    def __init__(self, agent: Agent, wrap: Callable[[Any, Handle], Any], serve: Callable[[], None]) -> None:
+        """`wrap` creates the object for users from a handle. A thread runs `serve` once there are references."""
+        self.agent = agent
+        self._wrap = wrap
+        self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()  # ids of ended handles, None (to wake up), functions
+        self._thread = Background("telegrad-references", serve)
+        self._lock = threading.Lock()  # guards all fields below, and `done` and `future` of creations
+        self._sites: dict[Id, str] | None = {} if debugging() else None  # where references were created
+        self._me, self._machine = "", References("")
+        self._boxes: dict[Id, ValueSlot] = {}  # of owned references
+        self._creations: dict[Id, Creation] = {}  # kept while the reference lives
+        self._expected: set[str] = set()  # owners whose answers to creating calls may have no reader
+        self._woken = False  # since the thread last checked
+        self.name_is(agent.name)
+
+    def name_is(self, name: str) -> None:
+        """Set the worker's name, which may be assigned when it joins, before the first reference."""
+        self._me = f"{name}#{self.agent.incarnation}"
+        self._machine = References(self._me)
+
+    def own(self, box: ValueSlot) -> Handle:
+        """Create a reference to the value that is, or will be, in `box`."""
+        self._thread.want()
+        with self._lock:
+            ref = self._machine.own()
+            self._boxes[ref] = box
+            return self._new_handle(ref, self.agent.me.identity, box)
+
+    def _new_handle(self, ref: Id, owner: Identity, box: ValueSlot | None, fault: str = "") -> Handle:
+        """Create a handle, with the lock held."""
+        if self._sites is not None:
+            self._sites.setdefault(ref, caller())
+        if (note := events.note) is not None:
+            note((events.MADE, now := perf_counter(), now, owner.name, number(ref)))
+        return Handle(self._events, ref, owner, box, fault)
+
+    def _wake(self) -> None:
+        """With the lock held: wake the thread. The caller starts the thread outside of the lock."""
+        if not self._woken:
+            self._woken = True
+            self._events.put(None)
 
     def create(
         self,

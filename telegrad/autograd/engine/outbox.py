@@ -4,50 +4,41 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from telegrad._core.agent.agent import Agent
 from telegrad._core.membership.members import Identity
-from telegrad.autograd.engine.passes import WITHOUT, Ledger, PassSpec, Report, Shipment
+from telegrad.autograd.engine.passes import NOWHERE, WITHOUT, Key, PackedShipment, PassSpec, Report
 from telegrad.autograd.engine.record import AutogradContext
 
 SMALL = 4096  # bytes
-NOWHERE = -1  # index among `tensors` that represents WITHOUT
+
+Gradients = list[tuple[int, Sequence[Any]]]  # of messages, by their numbers
 
 
-class PackedShipment(NamedTuple):
-    """A shipment on the wire: the number of each message, and for each of its tensors an index into `tensors`.
-
-    The index is None for a tensor that the pass has not reached.
-    """
-
-    spec: tuple[Any, ...]
-    key: tuple[str, int]
-    gradients: list[tuple[int, list[int | None]]]
-    report: tuple[Any, ...] | None = None  # the sender's report to the driver, without the spec
-    tensors: Sequence[Tensor] = ()
-
-
-def packed(shipment: Shipment, report: Report | None) -> tuple[PackedShipment, list[Tensor]]:
-    """Return the wire form of a shipment, with an optional report, and the tensors to send with it."""
+def packed(
+    spec: PassSpec, key: Key, gradients: Gradients, report: Report | None
+) -> tuple[PackedShipment, list[Tensor]]:
+    """Return the message for gradients of several sent messages, with an optional report, and its tensors."""
     tensors: list[Tensor] = []
     places: dict[int, int] = {}  # a gradient often goes to several tensors of a message
     slots: list[tuple[int, list[int | None]]] = []
-    for number, gradients in shipment.gradients:
+    for number, several in gradients:
         own: list[int | None] = []
-        for gradient in gradients:
+        for gradient in several:
             if gradient is None or gradient is WITHOUT:
                 own.append(None if gradient is None else NOWHERE)
                 continue
             place = places.setdefault(id(gradient), len(tensors))
             if place == len(tensors):
-                tensors.append(gradient if shipment.spec.create else _lean(gradient))
+                tensors.append(gradient if spec.create else _lean(gradient))
             own.append(place)
         slots.append((number, own))
-    return PackedShipment(tuple(shipment.spec), shipment.key, slots, None if report is None else report[1:]), tensors
+    shipment = PackedShipment(tuple(spec), key, slots, None if report is None else report[1:])  # type: ignore[arg-type]
+    return shipment, tensors
 
 
 def _lean(gradient: Tensor) -> Tensor:
@@ -60,17 +51,6 @@ def _lean(gradient: Tensor) -> Tensor:
     return gradient
 
 
-def unpacked(parcel: PackedShipment) -> tuple[Shipment, Report | None]:
-    """Return a received shipment, and its report if any."""
-    tensors = (*parcel.tensors, WITHOUT)  # index NOWHERE (-1) is the last one
-    gradients = [
-        (number, [None if place is None else tensors[place] for place in places]) for number, places in parcel.gradients
-    ]
-    spec = PassSpec(*parcel.spec)
-    report = None if parcel.report is None else Report(spec, *parcel.report)
-    return Shipment(spec, parcel.key, gradients), report
-
-
 class Outbox:
     """Outgoing gradients of one pass, gathered while more for the same worker are about to come."""
 
@@ -78,7 +58,7 @@ class Outbox:
         self,
         agent: Agent,
         context: AutogradContext,
-        ledger: Ledger,
+        spec: PassSpec,
         rides_with_report: bool,
         gathers: Callable[[Outbox], None],
     ) -> None:
@@ -86,21 +66,36 @@ class Outbox:
 
         If this worker's part is expected to be short, gradients for the driver wait for the report and leave with it.
         """
-        self.spec = ledger.spec
+        self.spec = spec
         self.rides_with_report = rides_with_report  # never True again after `send_early`
+        self.reached: set[str] = set()  # workers to which something was sent
         self._agent = agent
         self._gathers = gathers
         self._context = context
-        self._ledger = ledger
-        # Guards _ready, and the ledger while _ready holds anything: gradients that have left _ready are in the ledger.
-        # So a thread that finds nothing there for any worker can make the report. `repr` copies _ready without the
-        # lock, which is atomic.
+        # Guards the fields below while _ready holds anything: gradients that have left _ready are in _sent. So a thread
+        # that finds nothing there for any worker can make the report. `repr` copies _ready without the lock, which is
+        # atomic.
         self._lock = threading.Lock()
-        self._ready: dict[Identity, list[tuple[int, Sequence[Tensor | None]]]] = {}
+        self._ready: dict[Identity, Gradients] = {}
+        self._sent: list[tuple[Key, str]] = []  # since the last report
+        self._keys = 0
 
     def __repr__(self) -> str:
-        ready = ", ".join(worker.name for worker in self._ready.copy()) or "nobody"
+        ready = ", ".join(worker.name for worker in self._ready.copy()) or "no worker"
         return f"<Outbox of {self.spec}: gradients ready for {ready}>"
+
+    def key(self, worker: str) -> Key:
+        """Record that a message is sent to a worker now; return its key."""
+        self.reached.add(worker)
+        self._keys += 1
+        key = self._agent.name, self._keys
+        self._sent.append((key, worker))
+        return key
+
+    def pop_sent(self) -> list[tuple[Key, str]]:
+        """Remove and return the messages sent since the last report."""
+        sent, self._sent = self._sent, []
+        return sent
 
     def add(self, worker: Identity, number: int, gradients: Sequence[Tensor | None], more: bool) -> None:
         """Queue gradients for one message of a worker. `more`: the same step will bring others for that worker."""
@@ -135,10 +130,9 @@ class Outbox:
         """
         sent = False
         with self._lock:
-            there = list(self._ready)
+            there = [worker for worker in self._ready if worker.name == self.spec.driver]
         for worker in there:
-            if worker.name == self.spec.driver:
-                sent |= self.send(worker, report)
+            sent |= self.send(worker, report)
         return sent
 
     def send(self, worker: Identity, report: Callable[[], Report] | None = None) -> bool:
@@ -147,11 +141,11 @@ class Outbox:
             gathered = self._ready.pop(worker, None)
             if gathered is None:
                 return False
-            shipment = self._ledger.ship(worker.name, gathered)
+            key = self.key(worker.name)
         streams = self._agent.streams
         if streams.used:
             streams.adopt(*(each for _, gradients in gathered for each in gradients))
-        parcel, tensors = packed(shipment, report and report())
-        context = self._context if shipment.spec.create else None
-        self._agent.notify(worker.name, parcel, worker.incarnation, tensors, context)
+        shipment, tensors = packed(self.spec, key, gathered, report and report())
+        context = self._context if self.spec.create else None
+        self._agent.notify(worker.name, shipment, worker.incarnation, tensors, context)
         return True

@@ -1,18 +1,5 @@
 """The protocol of a backward pass across workers, as state machines, including the detection of its end.
 
-The path of a gradient, from the loss to a leaf on another worker:
-
-    forward    a tensor is sent       record.send: a `Send` keeps the edge at which its gradient will enter
-               it arrives             record.receive: it gets a `Recv` node, which has its `Origin`
-    backward   a pass begins          conductor.Conductor.begin: `Start` goes to the workers of the roots
-               a worker has a task    mailbox, parts: one thread at a time runs the tasks of a context
-               gradients flow         schedule: which nodes may run; engine: torch's engine runs them, or node_calls
-               one reaches a leaf     gradients: it is accumulated in the context
-               one reaches a `Recv`   record, engine, outbox: it is sent to the worker that sent the tensor
-               it arrives there       parts, engine: a `Shipment` is a task; it enters at the edges of the `Send`
-               the task is done       parts: a `Report` goes to the driver
-               no task is left        conductor: the driver's `backward` returns
-
 Gradients travel in shipments. Each message that gives a worker a task has a key. When the worker has done the task, it
 reports to the driver, which began the pass. The report names the keys of the tasks that are done, and the keys and
 recipients of the messages that the worker has sent meanwhile. For each key the driver counts how often it was sent,
@@ -36,14 +23,14 @@ where the rider ran, and the object that supplied it handles the other workers.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import islice
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 Key = tuple[str, int]  # sender and a number
 
 RUNNING, MARKING, BURYING, ENDED = "running", "marking", "burying", "ended"
 NAMED = 5  # number of sends in the error about missing gradients
 WITHOUT: Any = "without"  # used for a gradient: the pass has reached a tensor, but there is no gradient
+NOWHERE = -1  # index among the tensors of a shipment that represents WITHOUT
 
 
 class PassSpec(NamedTuple):
@@ -73,15 +60,25 @@ class Start(NamedTuple):
     values: Sequence[Any]
 
 
-class Shipment(NamedTuple):
-    """Gradients of sent tensors: the number of each message, and for each of its tensors the gradient or `WITHOUT`.
+class PackedShipment(NamedTuple):
+    """Gradients of sent tensors: the number of each message, and for each of its tensors an index into `tensors`.
 
-    The entry is None for a tensor that the pass has not reached.
+    The index is None for a tensor that the pass has not reached, and NOWHERE if there is no gradient.
     """
 
-    spec: PassSpec
+    spec: PassSpec  # a plain tuple on the wire
     key: Key
-    gradients: Sequence[tuple[int, Sequence[Any]]]
+    gradients: Sequence[tuple[int, Sequence[int | None]]]
+    report: tuple[Any, ...] | None = None  # the sender's report to the driver, without the spec
+    tensors: Sequence[Any] = ()
+
+    def unpacked(self) -> list[tuple[int, list[Any]]]:
+        """Return for each message its number, and for each of its tensors the gradient, `WITHOUT` or None."""
+        tensors = (*self.tensors, WITHOUT)  # index NOWHERE is the last one
+        return [
+            (number, [None if place is None else tensors[place] for place in places])
+            for number, places in self.gradients
+        ]
 
 
 class Mark(NamedTuple):
@@ -124,7 +121,7 @@ class Abandon(NamedTuple):
     spec: PassSpec
 
 
-Task = Start | Shipment | Mark | DeclareDead
+Task = Start | PackedShipment | Mark | DeclareDead
 
 
 class LeftOut(Exception):
@@ -149,8 +146,7 @@ class Driver:
         self._keys = 0
 
     def __repr__(self) -> str:
-        owing = ", ".join(sorted(set(self._asked.copy().values()))) or "nobody"
-        return f"<Driver of {self.spec}: {self.state}, waits for {owing}>"
+        return f"<Driver of {self.spec}: {self.state}, waits for {', '.join(self.owing) or 'no worker'}>"
 
     @property
     def ended(self) -> bool:
@@ -158,9 +154,9 @@ class Driver:
         return self.state == ENDED
 
     @property
-    def owing(self) -> set[str]:
-        """Return the workers that have not reported all of their tasks."""
-        return set(self._asked.values())
+    def owing(self) -> list[str]:
+        """Return the workers that have not reported all of their tasks. The copy is atomic."""
+        return sorted(set(self._asked.copy().values()))
 
     def start(self, values: Iterable[tuple[str, Sequence[Any]]]) -> list[tuple[str, Task]]:
         """Return the messages that start the pass at values of the given workers."""
@@ -217,118 +213,3 @@ class Driver:
         if self._balance.pop(key, 0) == 0:
             self._balance[key] = -1
         self._asked.pop(key, None)
-
-
-class GraphRunner(Protocol):
-    """Runs the graph of one worker in one pass. It is created once the worker's roots, if any, are known."""
-
-    def start(self) -> None:
-        """Run from this worker's roots."""
-
-    def arrive(self, gradients: Sequence[tuple[int, Sequence[Any]]]) -> None:
-        """Take gradients of sent tensors, and run the nodes that can run."""
-
-    def mark(self, sends: Sequence[int]) -> Mapping[str, list[int]]:
-        """Return the sends, by workers, that these sends lead to and that were not returned before.
-
-        Without sends, start at the waiting nodes.
-        """
-
-    def bury(self) -> None:
-        """Sends that were not marked will receive nothing: run the nodes that can run."""
-
-    @property
-    def starved(self) -> bool:
-        """Return True if gradients wait for others."""
-
-    @property
-    def expects(self) -> bool:
-        """Return True if a gradient may still come to a sent tensor or to a root."""
-
-    @property
-    def waiting(self) -> Iterable[str]:
-        """Describe the sends that have received nothing."""
-
-
-class Ledger:
-    """The messages that a worker has sent in a pass and not yet reported to the driver."""
-
-    def __init__(self, spec: PassSpec, name: str) -> None:
-        self.spec = spec
-        self.reached: set[str] = set()  # workers to which something was sent
-        self._name = name
-        self._sent: list[tuple[Key, str]] = []
-        self._keys = 0
-
-    def key(self, worker: str) -> Key:
-        """Record that a message is sent to a worker now; return its key."""
-        self.reached.add(worker)
-        self._keys += 1
-        key = self._name, self._keys
-        self._sent.append((key, worker))
-        return key
-
-    def ship(self, worker: str, gradients: Sequence[tuple[int, Sequence[Any]]]) -> Shipment:
-        """Record that gradients are sent to a worker now; return the shipment."""
-        return Shipment(self.spec, self.key(worker), gradients)
-
-    def take(self) -> list[tuple[Key, str]]:
-        """Remove and return the messages sent since the last report."""
-        sent, self._sent = self._sent, []
-        return sent
-
-
-class Participant:
-    """A pass as each worker that takes part sees it: the worker does tasks, and reports."""
-
-    def __init__(self, ledger: Ledger, runner: GraphRunner) -> None:
-        self.spec = ledger.spec
-        self._ledger = ledger
-        self._runner = runner
-        self._done: list[Key] = []
-        self._reports = 0
-        self._waits_to_ride = ledger.spec.rider != 0
-        self._rode: tuple[bool, Any] | None = None  # to be reported
-
-    def __repr__(self) -> str:
-        state = "gradients wait here" if self._runner.starved else "nothing waits here"
-        return f"<Participant in {self.spec}: {self._reports} reports, {state}>"
-
-    def take(self, tasks: Sequence[Task]) -> list[tuple[str, Task]]:
-        """Do tasks. Return the messages to send, except shipments, which leave during the call."""
-        letters: list[tuple[str, Task]] = []
-        arrived = [each for task in tasks if isinstance(task, Shipment) for each in task.gradients]
-        for task in tasks:
-            if isinstance(task, Start):
-                self._runner.start()
-            elif isinstance(task, Mark):
-                for worker, sends in self._runner.mark(task.sends).items():
-                    letters.append((worker, Mark(self.spec, self._ledger.key(worker), sends)))
-            elif isinstance(task, DeclareDead):
-                self._runner.bury()
-        if arrived:
-            self._runner.arrive(arrived)
-        self._done += [task.key for task in tasks]
-        return letters
-
-    @property
-    def through(self) -> bool:
-        """Return True if no gradient can come to a leaf here any more in this pass."""
-        return not self._runner.expects
-
-    def may_ride(self, others: Iterable[Participant]) -> bool:
-        """Return True if the rider may run, given this worker's `others` of the context. Then `ride` must follow."""
-        return self._waits_to_ride and self.through and all(other.through for other in others)
-
-    def ride(self, outcome: tuple[bool, Any]) -> None:
-        """Record the outcome of the rider, which does not run again."""
-        self._waits_to_ride = False
-        self._rode = outcome
-
-    def report(self) -> Report:
-        """Return the report for the driver. All other messages must have been sent before."""
-        done, self._done = self._done, []
-        rode, self._rode = self._rode, None
-        self._reports += 1
-        waiting = [*islice(self._runner.waiting, NAMED)] if self.spec.fast else ()
-        return Report(self.spec, self._reports, done, self._ledger.take(), self._runner.starved, waiting, rode)

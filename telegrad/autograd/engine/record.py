@@ -10,7 +10,7 @@ import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar, Token
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,8 @@ from telegrad._core.membership.members import Identity
 from telegrad._core.wire.unpacking import as_views_of_shared
 from telegrad.autograd.engine.edges import edge_of
 from telegrad.autograd.engine.gradients import Gradients
+from telegrad.autograd.engine.mailbox import Mailbox
+from telegrad.autograd.engine.passes import PassSpec, Task
 from telegrad.errors import UsageError
 
 OWNER_SHIFT = 48  # bits of a context's id: the rank of its owner is above a number that starts at random
@@ -47,9 +49,9 @@ def _leave() -> None:
 
 
 class Send(NamedTuple):
-    """A message that contained tensors: the edges at which their gradients will enter.
+    """A message that contained tensors: the edges at which their gradients will enter, which keep the graph alive.
 
-    A leaf has no edge and is kept itself.
+    A leaf has no edge and is kept itself. A Python node is kept alive by the edge's token.
     """
 
     edges: list[GradientEdge | Tensor]
@@ -118,11 +120,6 @@ RecvNode: type = Recv._backward_cls
 _apply: Callable[..., Sequence[Tensor]] = super(torch.autograd.Function, Recv).apply
 
 
-def send(tensors: Sequence[Tensor], to: str, what: Any) -> Send:
-    """Record the edges of sent tensors. They keep the graph alive; for a Python node, the edge's token does."""
-    return Send([tensor if tensor.is_leaf else edge_of(tensor) for tensor in tensors], to, what)
-
-
 def receive(tensors: Sequence[Tensor], origin: Origin) -> Sequence[Tensor]:
     """Return the tensors with a Recv as history, which sends their gradients to their origin."""
     # the mode of the receiving thread, not that of the sender
@@ -135,13 +132,6 @@ def receive(tensors: Sequence[Tensor], origin: Origin) -> Sequence[Tensor]:
     if hurry is not None:
         hurry(FIRST)
     return received
-
-
-class Running(Protocol):
-    """A pass that runs the graph of a context."""
-
-    def ship(self, origin: Origin, gradients: Sequence[Tensor | None]) -> None:
-        """Send the gradients that came to a Recv."""
 
 
 class Inside:
@@ -169,7 +159,13 @@ class AutogradContext:
         self.id = id_
         self.gradients = Gradients()
         self.passes = 0  # in which this worker has taken part; `Contexts` counts and guards them
-        self.running: Running | None = None  # set by the thread that runs the graph, one at a time
+        # A pass, which has `ship`; set by the thread that runs the graph, one at a time
+        self.running: Any = None
+        self.tasks = Mailbox()
+        # This worker's parts in passes, and tasks of passes whose roots are not available yet. No lock: each use is one
+        # atomic operation of a dict. None: the pass has failed, and its messages are dropped.
+        self.parts: dict[PassSpec, Any] = {}
+        self.early: dict[PassSpec, list[Task]] = {}
         self._numbers = numbers
         # Guards changes of all fields below, and iteration over them. Reads without the lock are single dict
         # operations, and so atomic (`get`, `len`, `copy`), or read a flag that is set once.
@@ -221,10 +217,6 @@ class AutogradContext:
         """Return the worker that takes part under that name. A restarted worker of that name does not take part."""
         return self._known.get(name)
 
-    def knows(self, who: Identity) -> bool:
-        """Return True if that worker takes part, as far as this one knows."""
-        return self._known.get(who.name) == who
-
     def may_be_of(self, who: Identity) -> bool:
         """Return True if that worker began the context, or may have: another worker may get its rank later."""
         holders = [each for each in self.known if each.id == self.owner]
@@ -245,7 +237,8 @@ class AutogradContext:
         self.meet(to)
         if slots and graph:
             number = next(self._numbers)
-            kept = send([tensors[slot] for slot in slots], to.name, what)
+            edges = [tensors[slot] if tensors[slot].is_leaf else edge_of(tensors[slot]) for slot in slots]
+            kept = Send(edges, to.name, what)
             with self._lock:
                 if not self.ended:  # else the graph would never be released
                     self._sends[number] = kept
@@ -279,4 +272,10 @@ class AutogradContext:
             self.ended = True
             sends, self._sends = self._sends, {}
         sends.clear()  # not under the lock: graphs may hold user objects, whose finalizers run user code
+        self.drop_parts()
         self.gradients.clear()
+
+    def drop_parts(self) -> None:
+        """Release the parts in passes: they refer to the graph, and to this context."""
+        self.parts.clear()
+        self.early.clear()
