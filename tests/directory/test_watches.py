@@ -35,7 +35,7 @@ class Watcher:
         self.waits = False
         self.is_compacted = False
 
-    def begin(self, watches: Watches, seconds: float, now: float) -> None:
+    def begin(self, watches: Watches[int], seconds: float, now: float) -> None:
         if self.is_compacted or self.waits:
             return
         try:
@@ -64,7 +64,7 @@ class Life:
     def __init__(self, seed: int, kept: int) -> None:
         self.chance = random.Random(seed)
         self.table, self.now = Table(limits=Limits(changes=kept)), 0.0
-        self.watches = Watches(self.table)
+        self.watches = Watches[int](self.table)
         self.log: Events = []  # all changes
         self.watchers = [Watcher(n, self.chance.choice(PREFIXES), 0) for n in range(8)]
 
@@ -113,7 +113,7 @@ def test_watchers_miss_nothing(seed: int, steps: int, kept: int) -> None:
 
 def test_a_watch_that_waits_needs_no_changes_of_other_prefixes() -> None:
     table = Table(limits=Limits(changes=6))
-    watches = Watches(table)
+    watches = Watches[int](table)
     watches.add(1, "a", 0, 10.0, 0.0)
     for _ in range(50):
         write(table, "b")
@@ -126,7 +126,7 @@ def test_a_watch_that_waits_needs_no_changes_of_other_prefixes() -> None:
 
 def test_a_change_is_told_at_once() -> None:
     table = Table()
-    watches = Watches(table)
+    watches = Watches[int](table)
     assert watches.add(1, "a", 0, 10.0, 0.0) is None
     assert watches.collect(0.0) == []
     assert watches.next_at() == 10.0
@@ -140,7 +140,7 @@ def test_a_change_is_told_at_once() -> None:
 
 def test_changes_that_many_watch_are_gathered() -> None:
     table, count = Table(), 100
-    watches = Watches(table)
+    watches = Watches[int](table)
 
     def watch(since: int, now: float) -> None:
         for n in range(count):
@@ -164,7 +164,7 @@ def test_changes_that_many_watch_are_gathered() -> None:
 
 def test_what_many_watch_does_not_delay_what_one_watches() -> None:
     table = Table()
-    watches = Watches(table)
+    watches = Watches[int](table)
     for n in range(1000):
         watches.add(n, "a", 0, 10.0, 0.0)
     write(table, "a")
@@ -179,7 +179,7 @@ def test_what_many_watch_does_not_delay_what_one_watches() -> None:
 
 def test_a_prefix_that_nobody_watches_is_forgotten() -> None:
     table = Table()
-    watches = Watches(table)
+    watches = Watches[int](table)
     for n in range(50):
         watches.add(n, f"{n}", 0, 0.1, 0.0)
     assert len(watches.collect(0.2)) == 50
@@ -196,7 +196,7 @@ def test_a_prefix_that_nobody_watches_is_forgotten() -> None:
 def test_what_was_answered_does_not_stay() -> None:
     """The heap of times does not grow with the watches that ended before theirs."""
     table = Table()
-    watches = Watches(table)
+    watches = Watches[int](table)
     for n in range(5000):
         watches.add(1, "a", table.revision, 3600.0, 0.0)
         write(table, "a")
@@ -244,7 +244,7 @@ def test_outcomes() -> None:
         ask(table, requests.RENEW, lease=lease)
     assert ask(table, requests.REVOKE, lease=lease).outcome == requests.DONE
     assert ask(table, requests.LIST) == Reply(requests.DONE, 3)
-    watches = Watches(table)
+    watches = Watches[int](table)
     with pytest.raises(Compacted):
         watches.add(1, "a", 9, 1.0, 1.0)
     at_once = watches.add(1, "", 0, float("nan"), 1.0)
