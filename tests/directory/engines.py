@@ -83,7 +83,7 @@ class ThreadEngine:
         return session
 
     def connections(self) -> int:
-        return len(self.server._connections)
+        return len(self.server._strangers) + sum(map(len, self.server._clients.values()))
 
     def forget(self) -> None:
         client = self.client()
@@ -95,7 +95,9 @@ class ThreadEngine:
     def close(self) -> None:
         for client in self._clients:
             client.close()
-        self.server.stop()
+        self.server.stopped = True
+        with contextlib.suppress(OSError):  # it has seen that already
+            socket.create_connection(self.address).close()
         self._thread.join(PATIENCE)
         assert not self._thread.is_alive()
 

@@ -186,9 +186,9 @@ def test_a_killed_server_is_started_by_another_keeper_with_what_it_knew(keeper: 
 
 PROGRAM = """
 import os, sys, time
-from telegrad._core.directory.server_process import Keeper
+from telegrad._core.directory.server_process import ServerProcess
 from telegrad._core.security.keyring import Keyring
-keeper = Keeper(Keyring([b"tgk1-" + 43 * b"A"]))
+keeper = ServerProcess(Keyring([b"tgk1-" + 43 * b"A"]))
 if not os.fork():  # a child that holds the pipe, too
     sys.stdout.close()
     time.sleep(600)

@@ -14,7 +14,7 @@ from telegrad import errors
 from telegrad._core.directory.directory import DirectoryLost, DirectoryRefused, DirectoryReset
 from telegrad._core.membership.dynamic import DynamicGroup
 from telegrad._core.membership.members import Member
-from telegrad._core.membership.registry import EXPIRED, LEFT, LOST, Change, Ended, MemberGone, MemberJoined
+from telegrad._core.membership.registry import LEFT, LOST, Change, Ended, MemberGone, MemberJoined
 from tests.cluster import wait_until
 from tests.directory.naive import NaiveEngine
 
@@ -230,21 +230,6 @@ def test_the_first_worker_that_was_declared_lost_does_not_end_the_group(engine: 
     assert not has_ended(engine)
 
 
-def test_a_member_whose_lease_has_ended_ends(engine: NaiveEngine, make: Make) -> None:
-    """Its renewal is refused before a watch has told it."""
-    worker = make("w", ttl=0.6).join()
-    del engine.state.leases[worker.group._lease.id]
-    worker.watch()
-    wait_until(worker.gone)
-    assert "was not renewed in time" in worker.group.over
-
-
-def test_others_see_that_a_lease_has_ended(engine: NaiveEngine, make: Make) -> None:
-    lost, other = make("w", ttl=0.2).join(), make("other").join().watch()
-    wait_until(other.gone)
-    assert other.gone() == [MemberGone(lost.me.incarnation, LOST, EXPIRED)]
-
-
 def test_a_member_ends_whose_directory_has_lost_its_state(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     def reset(*_: object) -> None:
         raise DirectoryReset("it was started anew without what it knew")
@@ -254,14 +239,6 @@ def test_a_member_ends_whose_directory_has_lost_its_state(make: Make, monkeypatc
     worker.watch()
     wait_until(worker.gone)
     assert "without what it knew" in worker.group.over
-
-
-def test_a_lease_is_renewed(make: Make) -> None:
-    worker, other = make("w", ttl=0.3).join().watch(), make("other").join().watch()
-    ends = worker.group._lease.ends
-    wait_until(lambda: worker.group._lease.ends > ends + 0.6)
-    assert worker.group.holds
-    assert not other.gone()
 
 
 # A directory that does not answer
@@ -392,27 +369,6 @@ def test_a_member_catches_up_where_the_directory_has_forgotten_changes(engine: N
     wait_until(lambda: worker.names() == ["come", "w"])
     assert worker.gone() == [MemberGone(gone.me.incarnation, LOST, "it has gone while this worker saw no changes")]
     assert worker.told[-1] == MemberJoined(come.group._known[come.me.incarnation])
-
-
-def test_a_member_that_missed_its_own_end_ends(engine: NaiveEngine, make: Make) -> None:
-    worker, other = make("w").join(), make("other").join()
-    other.group.registry.declare_lost(worker.me.incarnation, "dead")
-    engine.forget()
-    worker.watch()
-    wait_until(worker.gone)
-    assert "was declared lost" in worker.group.over
-
-
-def test_a_slow_refresh_does_not_bring_back_a_member_that_has_gone(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    worker, gone = make("w").join().watch(), make("gone").join()
-    wait_until(lambda: worker.told)
-    read_before = worker.group.registry.roster()
-    gone.group.leave()
-    wait_until(worker.gone)
-    monkeypatch.setattr(worker.group.registry, "roster", lambda: read_before)
-    worker.group.refresh()
-    assert worker.names() == ["w"]
-    assert len(worker.told) == 2
 
 
 def test_a_change_that_cannot_be_handled_does_not_end_the_watch(make: Make, caplog: pytest.LogCaptureFixture) -> None:

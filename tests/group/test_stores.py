@@ -398,7 +398,9 @@ def test_a_board(kind: str, tmp_path: Path) -> None:
     assert board.swap("a", "", "3") == "3"
     board.write("b", "4")
     assert board.read_all(["a", "b"]) == ["3", "4"]
-    assert [board.add_hint("n"), board.add_hint("n"), board.hint("n")] == [1, 2, 2]
+    board.add_hint("n")
+    board.add_hint("n")
+    assert board.hint("n") == 2
     assert KeyValueStore(store).read("a") == ""
 
 

@@ -130,7 +130,7 @@ class EmbeddedSession:
             sock.sendall(channel.encrypt(request))
             while True:
                 for message in channel.decrypt(_receive(sock, PIECE, deadline)):
-                    return read_reply(message)[1]
+                    return read_reply(message)
         except (ProtocolViolation, DecryptionFailed) as error:
             raise Unanswered(str(error)) from None
 
@@ -200,12 +200,12 @@ class EmbeddedDirectory:
 
     def _ask(self, request: Request, timeout: float = 0.0, repeat: bool = True) -> Result[Reply]:
         ends = monotonic() + timeout
-        written = write_request(0, request)
+        written = write_request(request)
 
         def ask(session: EmbeddedSession, deadline: float) -> Reply:
             if not timeout:
                 return session.ask(written, deadline)
-            return session.ask(write_request(0, request._replace(seconds=max(0.0, ends - monotonic()))), deadline)
+            return session.ask(write_request(request._replace(seconds=max(0.0, ends - monotonic()))), deadline)
 
         result = self._sessions.run(ask, repeat, ends + self._sessions.patience)
         reply = result.value

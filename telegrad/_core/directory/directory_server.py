@@ -1,8 +1,9 @@
-"""The process or thread that serves an embedded directory.
+"""The process that serves an embedded directory.
 
-One thread and one selector serve all clients. One iteration of the loop reads received data, answers a few requests of
-each client in turn, commits their changes, and only then sends: each fact in a reply is in the file. A client that
-sends faster than others, or does not read its replies, waits; it takes neither memory nor time from the others.
+One thread and one selector serve all clients. One iteration of the loop reads received data, answers at most one
+request of each connection, commits their changes, and only then sends: each fact in a reply is in the file. A
+connection carries one request at a time, so a client that sends fast, or does not read its replies, takes neither
+memory nor time from the others.
 
 `python -m telegrad._core.directory.directory_server FD` serves the directory that the pipe FD describes
 (`server_process.py`). When that process ends, the pipe is closed. The server then runs until no lease is left, and
@@ -18,29 +19,33 @@ import pickle
 import selectors
 import socket
 import sys
-from collections import deque
 from functools import partial
 from time import monotonic
 from typing import NamedTuple
 
+from telegrad._core.directory import requests
 from telegrad._core.directory.channel import INCARNATION, Channel, name_of
-from telegrad._core.directory.directory_service import Service
+from telegrad._core.directory.directory import Compacted, Event, LeaseLost, check_key, check_ttl, check_value
 from telegrad._core.directory.lease_table import DEFAULT, Limits, Table, remove
-from telegrad._core.directory.requests import LONGEST_REQUEST
+from telegrad._core.directory.requests import LONGEST_REQUEST, Request, read_request, write_reply
+from telegrad._core.directory.watches import Watches
 from telegrad._core.security.handshake import Acceptor, Claim
 from telegrad._core.security.keyring import Keyring
 from telegrad._core.security.noise import DecryptionFailed
 from telegrad._core.security.refusals import Refusals, host_of, to_give_way
 from telegrad._core.sockets import NOT_NOW, tune_tcp
-from telegrad.errors import HandshakeError, PeerUnreachable, ProtocolViolation, TelegradError
+from telegrad.errors import (
+    HandshakeError,
+    InvalidArgument,
+    LimitReached,
+    PeerUnreachable,
+    ProtocolViolation,
+    TelegradError,
+)
 
 BACKLOG = 4096  # connections waiting to be accepted; all workers of a group may connect at once
 PIECE = 1 << 16  # bytes read from one client in an iteration
-REQUESTS = 16  # answered for one client in an iteration
-REPLIES = 1 << 18  # bytes of replies to one client in an iteration
 ACCEPTS = 64  # connections accepted in an iteration
-QUEUED = 4 << 20  # queued bytes of replies to one client; above it, its requests wait
-MOST_QUEUED = 64 << 20  # above it, its connection is closed
 MOST_STRANGERS = 1024  # concurrent handshakes; above it, the oldest one of the host with the most is refused
 MOST_OF_ONE = 64  # connections of one client, one for each request in flight; above it, its oldest is closed
 INTRODUCTION = 10.0  # seconds that a handshake may take
@@ -48,10 +53,15 @@ SILENCE = 30.0  # seconds after which the kernel declares the host of a client l
 TICK = 0.5  # seconds; the longest sleep
 STOPPED = 1.0  # seconds beyond a tick: the process did not run, and could take no renewals
 PAUSE = 0.5  # seconds without accepting if no descriptor is free
-SPARE = 64  # descriptors reserved for other uses than connections
 
 log = logging.getLogger("telegrad")
 Closed = (OSError, ProtocolViolation, DecryptionFailed)
+_OUTCOMES: dict[type[TelegradError], int] = {
+    LeaseLost: requests.LEASE_LOST,
+    Compacted: requests.COMPACTED,
+    LimitReached: requests.FULL,
+    InvalidArgument: requests.REFUSED,
+}
 
 
 class Config(NamedTuple):
@@ -65,7 +75,7 @@ class Config(NamedTuple):
 
 
 class Server:
-    """A directory on a listening socket. `run` serves in the calling thread; any thread may call `stop`."""
+    """A directory on a listening socket."""
 
     def __init__(
         self, listener: socket.socket, keys: Keyring, path: str = ":memory:", limits: Limits = DEFAULT
@@ -75,56 +85,38 @@ class Server:
         Raises:
             UsageError: the file cannot be used.
         """
-        self._table = Table(path, limits, monotonic())
-        self._service = Service(self._table)
-        self._keys = keys
-        self._claim = Claim(name_of(path) + self._table.identity, 0, INCARNATION, "")
+        self.table = Table(path, limits, monotonic())
+        self.watches: Watches[_Connection] = Watches(self.table)
+        self.stopped = False  # set by any thread; `run` returns after its next event
+        self._acceptor = partial(Acceptor, keys, Claim(name_of(path) + self.table.identity, 0, INCARNATION, ""))
         self._listener = listener
-        listener.setblocking(False)
         self._selector = selectors.DefaultSelector()
-        self._ear, self._voice = socket.socketpair()
-        self._connections: dict[int, _Connection] = {}
         self._strangers: dict[_Connection, None] = {}  # oldest first
         self._clients: dict[str, list[_Connection]] = {}
-        self._busy: dict[_Connection, None] = {}  # have waiting requests
-        self._changed: dict[_Connection, None] = {}  # have replies not sent in this iteration
-        self._count = 0
+        self._replies: list[tuple[_Connection, bytes]] = []  # of this iteration
         self._refusals = Refusals()
         self._accepts_at: float | None = None  # when to accept again
-        self._most = _descriptors() - SPARE
-        self._is_over = False
         self._keeper_left = False
 
     def run(self, pipe: int | None = None, parent: int = 0) -> None:
-        """Serve until `stop`. With a pipe: until the keeper has closed it or has ended, and no lease is left."""
-        register = self._selector.register
+        """Serve. With a pipe: until the keeper has closed it or has ended, and no lease is left."""
+        self._listener.setblocking(False)
         try:
-            register(self._listener, selectors.EVENT_READ, self._accept)
-            register(self._ear, selectors.EVENT_READ, self._stop_serving)
+            self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
             if pipe is not None:
-                register(pipe, selectors.EVENT_READ, partial(self._note_keeper_left, pipe))
+                self._selector.register(pipe, selectors.EVENT_READ, partial(self._note_keeper_left, pipe))
             last = monotonic()
-            while not self._is_over:
+            while not self.stopped:
                 last = self._turn(last)
                 # Processes that the parent has forked hold the pipe, too.
-                if (self._keeper_left or (parent and os.getppid() != parent)) and not self._table.has_leases:
+                if (self._keeper_left or (parent and os.getppid() != parent)) and not self.table.has_leases:
                     break
         finally:
-            for connection in list(self._connections.values()):
-                self._drop(connection)
+            for connection in [*self._strangers, *(each for own in self._clients.values() for each in own)]:
+                connection.sock.close()
             self._selector.close()
             self._listener.close()
-            self._ear.close()
-            self._voice.close()
-            self._table.file.close()
-
-    def stop(self) -> None:
-        """Make `run` return. Call it from any thread."""
-        with contextlib.suppress(OSError):
-            self._voice.send(b"\0")
-
-    def _stop_serving(self, _: int) -> None:
-        self._is_over = True
+            self.table.file.close()
 
     def _note_keeper_left(self, pipe: int, _: int) -> None:
         self._keeper_left = True
@@ -132,33 +124,22 @@ class Server:
 
     def _turn(self, last: float) -> float:
         """Wait for events and process them; return the time. `last` is the time of the last iteration."""
-        service = self._service
-        wait = 0.0 if self._busy else TICK
-        due = service.next_at()
-        if due is not None:
-            wait = min(wait, max(0.0, due - monotonic()))
-        ready = self._selector.select(wait)
+        waits = [at - monotonic() for at in (self.table.next_end(), self.watches.next_at()) if at is not None]
+        ready = self._selector.select(max(0.0, min([TICK, *waits])))
         now = monotonic()
         if now - last > TICK + STOPPED:
-            self._table.extend_leases(now - last)
+            self.table.extend_leases(now - last)
         for key, events in ready:
             key.data(events)
-        for connection in list(self._busy):
-            self._answer(connection, now)
-        for number, reply in service.collect(now):
-            if number in self._connections:
-                self._queue(self._connections[number], reply)
-        self._commit()
+        self.table.expire(now)
+        replies, self._replies = self._replies + self.watches.collect(now), []
+        self.table.file.commit(self.table.revision)
+        for connection, reply in replies:
+            if connection.sock.fileno() >= 0:
+                connection.reply(reply)
+                self._send(connection)
         self._check_strangers(now)
         return now
-
-    def _commit(self) -> None:
-        """Commit the changes of this iteration, then send the replies."""
-        self._table.file.commit(self._table.revision)
-        changed, self._changed = self._changed, {}
-        for connection in changed:
-            if connection.number in self._connections:
-                self._send(connection)
 
     # Connections
 
@@ -169,108 +150,63 @@ class Server:
             except NOT_NOW:
                 return
             except OSError as error:  # as a rule no descriptor is free: an immediate retry would fail again
-                log.warning("telegrad: the directory cannot accept connections: %s", error)
+                log.warning("telegrad: the directory cannot accept connections: %s (see `ulimit -n`)", error)
                 self._selector.unregister(self._listener)
                 self._accepts_at = monotonic() + PAUSE
                 return
             origin = f"{address[0]}:{address[1]}" if isinstance(address, tuple) else "this host"
-            if len(self._connections) >= self._most:
-                sock.close()
-                self._log_refusal(origin, f"it has {self._most} connections: raise the limit of open files (ulimit -n)")
-                continue
-            self._greet(sock, origin)
-
-    def _greet(self, sock: socket.socket, origin: str) -> None:
-        self._count += 1
-        connection = _Connection(self._count, sock, origin, Acceptor(self._keys, self._claim))
-        sock.setblocking(False)
-        with contextlib.suppress(OSError):  # closed already, which the next read finds; or not a TCP socket
-            tune_tcp(sock, SILENCE)
-        self._connections[connection.number] = connection
-        self._strangers[connection] = None
-        self._selector.register(sock, selectors.EVENT_READ, partial(self._ready, connection))
-        if len(self._strangers) > MOST_STRANGERS:
-            waiting = list(self._strangers)
-            self._refuse(waiting[to_give_way(each.origin for each in waiting)], "many wait to introduce themselves")
+            connection = _Connection(sock, origin, self._acceptor())
+            self._strangers[connection] = None
+            self._selector.register(sock, selectors.EVENT_READ, partial(self._ready, connection))
+            if len(self._strangers) > MOST_STRANGERS:
+                waiting = list(self._strangers)
+                self._refuse(waiting[to_give_way(each.origin for each in waiting)], "many wait to introduce themselves")
 
     def _ready(self, connection: _Connection, events: int) -> None:
-        if events & selectors.EVENT_WRITE:
-            self._changed[connection] = None
-        if events & selectors.EVENT_READ and not connection.requests:
-            self._read(connection)
-
-    def _read(self, connection: _Connection) -> None:
-        try:
-            connection.receive()
-        except NOT_NOW:
+        if connection.sock.fileno() < 0:  # dropped in this iteration
             return
+        try:
+            if events & selectors.EVENT_READ and (request := connection.receive()) is not None:
+                reply = self._answer(connection, request)
+                if reply is not None:
+                    self._replies.append((connection, reply))
+        except NOT_NOW:
+            pass
         except (HandshakeError, PeerUnreachable, *Closed) as error:
             if connection in self._strangers and connection.has_spoken:  # otherwise a probe of the port
                 self._refuse(connection, error)
             else:
                 self._drop(connection, error)
             return
-        if connection.unsent:
-            self._changed[connection] = None
         if connection in self._strangers and connection.channel is not None:
-            self._admit(connection)
-        if connection.requests:
-            self._busy[connection] = None
-
-    def _admit(self, connection: _Connection) -> None:
-        """Register a connection that has completed its handshake."""
-        del self._strangers[connection]
-        own = self._clients.setdefault(connection.client, [])
-        own.append(connection)
-        if len(own) > MOST_OF_ONE:
-            self._drop(own[0])
-
-    def _answer(self, connection: _Connection, now: float) -> None:
-        """Answer a few requests of a client."""
-        requests = connection.requests
-        most = min(len(connection.unsent) + REPLIES, QUEUED)
-        for _ in range(min(REQUESTS, len(requests))):
-            if len(connection.unsent) > most or connection.number not in self._connections:
-                break
-            try:
-                reply = self._service.answer(connection.number, connection.client, requests.popleft(), now)
-            except ProtocolViolation as error:
-                self._drop(connection, error)
-                return
-            if reply is not None:
-                self._queue(connection, reply)
-        if not requests or len(connection.unsent) > QUEUED:
-            self._busy.pop(connection, None)
-
-    def _queue(self, connection: _Connection, reply: bytes) -> None:
-        if len(connection.unsent) > MOST_QUEUED:
-            self._drop(connection, "it does not read what it has asked for")
-        elif connection.channel is not None:
-            connection.unsent += connection.channel.encrypt(reply)
-            self._changed[connection] = None
+            del self._strangers[connection]
+            own = self._clients.setdefault(connection.client, [])
+            own.append(connection)
+            if len(own) > MOST_OF_ONE:
+                self._drop(own[0])
+        self._send(connection)
 
     def _send(self, connection: _Connection) -> None:
+        """Send as much as the socket accepts."""
         try:
-            connection.send()
+            with contextlib.suppress(*NOT_NOW):
+                while connection.unsent:
+                    del connection.unsent[: connection.sock.send(connection.unsent)]
         except OSError as error:
             self._drop(connection, error)
             return
-        is_full = len(connection.unsent) > QUEUED
-        if connection.requests and not is_full:
-            self._busy[connection] = None
-        events = (0 if is_full else selectors.EVENT_READ) | (selectors.EVENT_WRITE if connection.unsent else 0)
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.unsent else 0)
         if events != connection.events:
             connection.events = events
             self._selector.modify(connection.sock, events, partial(self._ready, connection))
 
     def _drop(self, connection: _Connection, why: object = None) -> None:
-        if self._connections.pop(connection.number, None) is None:
+        if connection.sock.fileno() < 0:
             return
         if why is not None:
             log.debug("telegrad: a connection of the directory with %s has ended: %s", connection.origin, why)
-        self._service.leave(connection.number)
-        for group in (self._strangers, self._busy, self._changed):
-            group.pop(connection, None)
+        self.watches.leave(connection)
+        self._strangers.pop(connection, None)
         own = self._clients.get(connection.client, [])
         if connection in own:
             own.remove(connection)
@@ -282,12 +218,9 @@ class Server:
     def _refuse(self, connection: _Connection, why: object) -> None:
         with contextlib.suppress(OSError):
             connection.sock.send(connection.acceptor.parting)
-        self._log_refusal(connection.origin, why)
+        if self._refusals.should_log(host_of(connection.origin), monotonic()):
+            log.warning("telegrad: the directory has refused a connection from %s: %s", connection.origin, why)
         self._drop(connection)
-
-    def _log_refusal(self, origin: str, why: object) -> None:
-        if self._refusals.should_log(host_of(origin), monotonic()):
-            log.warning("telegrad: the directory has refused a connection from %s: %s", origin, why)
 
     def _check_strangers(self, now: float) -> None:
         while self._strangers and now - (oldest := next(iter(self._strangers))).since > INTRODUCTION:
@@ -298,52 +231,91 @@ class Server:
             self._accepts_at = None
             self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
 
+    # Requests
+
+    def _answer(self, connection: _Connection, data: bytes) -> bytes | None:
+        """Return the reply to a request, or None if it waits. Raises ProtocolViolation if the data is no request."""
+        request, now = read_request(data), monotonic()
+        try:
+            if request.operation == requests.WATCH:
+                return self.watches.add(connection, request.key, request.revision, request.seconds, now)
+            return do(self.table, connection.client, request, now)
+        except tuple(_OUTCOMES) as error:
+            outcome = next(outcome for kind, outcome in _OUTCOMES.items() if isinstance(error, kind))
+            return write_reply(outcome, text=str(error))
+
+
+def do(table: Table, client: str, request: Request, now: float) -> bytes:
+    """Carry out a request that does not wait, and return its reply."""
+    operation, key, value, revision, lease, seconds = request
+    if operation == requests.SWAP:
+        check_key(key)
+        check_value(key, value or b"")
+        done, entry = table.swap(key, value, revision, lease, client)
+        changes = [Event(entry.revision, key, entry)] if entry else []
+        return write_reply(requests.DONE if done else requests.NOT_DONE, 0, changes)
+    if operation == requests.LIST:
+        revision, entries = table.list(key)
+        return write_reply(requests.DONE, revision, [Event(each.revision, each.key, each) for each in entries])
+    granted = 0
+    if operation == requests.GRANT:
+        check_ttl(seconds)
+        granted = table.grant(seconds, now)
+    elif operation == requests.RENEW:
+        table.renew(lease, now)
+    elif operation == requests.REVOKE:
+        table.revoke(lease)
+    else:
+        raise InvalidArgument(f"this directory has no operation {operation}: install one version on all hosts")
+    return write_reply(requests.DONE, granted)
+
 
 class _Connection:
     """A connection of a client, or one in its handshake."""
 
-    def __init__(self, number: int, sock: socket.socket, origin: str, acceptor: Acceptor) -> None:
-        self.number, self.sock, self.origin, self.acceptor = number, sock, origin, acceptor
+    def __init__(self, sock: socket.socket, origin: str, acceptor: Acceptor) -> None:
+        self.sock, self.origin, self.acceptor = sock, origin, acceptor
+        sock.setblocking(False)
+        with contextlib.suppress(OSError):  # closed already, which the next read finds; or not a TCP socket
+            tune_tcp(sock, SILENCE)
         self.since = monotonic()
         self.has_spoken = False
         self.client = ""  # its authenticated name
         self.channel: Channel | None = None  # after the handshake
-        self.requests: deque[bytes] = deque()
         self.unsent = bytearray()
         self.events = selectors.EVENT_READ  # registered with the selector
+        self._is_asked = False  # a request has no reply yet
 
-    def receive(self) -> None:
-        """Read available data once. Raises NOT_NOW, or the reason to close the connection."""
+    def receive(self) -> bytes | None:
+        """Read available data once; return a complete request. Raises NOT_NOW, or why to close the connection."""
         data = self.sock.recv(PIECE)
         if not data:
             raise ConnectionResetError("it closed the connection")
         self.has_spoken = True
-        if self.channel is not None:
-            self.requests.extend(self.channel.decrypt(data))
-            return
-        end = self.acceptor
-        self.unsent += end.receive(data)
-        if end.done:
+        owes = self._is_asked or bool(self.unsent)
+        if self.channel is None:
+            end = self.acceptor
+            self.unsent += end.receive(data)
+            if not end.done:
+                return None
             assert end.ciphers is not None
             assert end.peer is not None
             self.client = end.peer.name
             self.channel = Channel(end.ciphers, LONGEST_REQUEST, end.leftover)
-            self.requests.extend(self.channel.decrypt(b""))
+            data = b""
+        found = self.channel.decrypt(data)
+        if not found:
+            return None
+        if owes or len(found) > 1:
+            raise ProtocolViolation("it sent a request before it had the reply to the last one")
+        self._is_asked = True
+        return found[0]
 
-    def send(self) -> None:
-        """Send as much as the socket accepts."""
-        with contextlib.suppress(*NOT_NOW):
-            while self.unsent:
-                del self.unsent[: self.sock.send(self.unsent)]
-
-
-def _descriptors() -> int:
-    """Return how many descriptors this process may open."""
-    try:
-        import resource
-    except ImportError:  # Windows
-        return 1024
-    return min(resource.getrlimit(resource.RLIMIT_NOFILE)[0], 1 << 20)
+    def reply(self, data: bytes) -> None:
+        """Queue the reply to the last request."""
+        assert self.channel is not None
+        self.unsent += self.channel.encrypt(data)
+        self._is_asked = False
 
 
 def _raise_limit() -> None:

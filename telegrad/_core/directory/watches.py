@@ -10,104 +10,99 @@ others watch.
 from __future__ import annotations
 
 import heapq
-from typing import NamedTuple
+from collections.abc import Hashable
+from typing import Generic, NamedTuple, TypeVar
 
 from telegrad._core.directory import requests
 from telegrad._core.directory.directory import Compacted
 from telegrad._core.directory.lease_table import Table
-from telegrad._core.directory.requests import write_changes, write_reply
-from telegrad.errors import LimitReached
+from telegrad._core.directory.requests import write_reply
 
 EACH = 1e-3  # seconds: a notification takes a third of that, on the processors of watchers that share a host
 LONGEST_GATHERING = 0.5  # seconds
-MOST_WATCHES = 64  # of one connection
 LONGEST_WATCH = 3_600.0  # seconds
 
-Replies = list[tuple[int, bytes]]  # each with its connection
+C = TypeVar("C", bound=Hashable)  # a connection
 
 
 class _Watch(NamedTuple):
     """A waiting request."""
 
+    prefix: str
     since: int
     ends: float
 
 
-class _Answer(NamedTuple):
-    """The parts of a reply that all watches of one prefix share."""
-
-    outcome: int
-    revision: int
-    changes: int
-    end: bytes
-
-
-class _Prefix:
+class _Prefix(Generic[C]):
     """The watches of one prefix. No change lies between the `since` of a waiting watch and `notified`."""
 
-    __slots__ = ("notified", "notify_at", "watches")
+    __slots__ = ("notified", "notify_at", "watchers")
 
     def __init__(self, notified: int) -> None:
-        self.watches: dict[tuple[int, int], _Watch] = {}  # by connection and number
+        self.watchers: dict[C, _Watch] = {}
         self.notified = notified
         self.notify_at = 0.0  # the earliest time of the next notification; 0 before the first
 
 
-class Watches:
-    """All watches of a table. One thread at a time. A connection is a number here."""
+class Watches(Generic[C]):
+    """All watches of a table, one for each connection at most. One thread at a time."""
 
     def __init__(self, table: Table) -> None:
         self._table = table
         self._seen = table.revision  # changed prefixes are known up to this revision
-        self._prefixes: dict[str, _Prefix] = {}
-        self._changed: dict[str, _Prefix] = {}  # prefixes with changes after `notified`
-        self._waiting: dict[int, dict[int, str]] = {}  # by connection and number, the prefix
-        self._count = 0
-        self._timeouts: list[tuple[float, int, int]] = []  # a heap; may still contain answered watches
+        self._prefixes: dict[str, _Prefix[C]] = {}
+        self._changed: dict[str, _Prefix[C]] = {}  # prefixes with changes after `notified`
+        self._waiting: dict[C, _Watch] = {}
+        self._timeouts: list[tuple[float, int, C]] = []  # a heap; may still contain answered watches
 
-    def add(self, connection: int, number: int, prefix: str, since: int, seconds: float, now: float) -> bytes | None:
+    def add(self, connection: C, prefix: str, since: int, seconds: float, now: float) -> bytes | None:
         """Begin a watch; return its reply if it is known now.
 
         Raises:
             Compacted: changes after `since` are forgotten.
-            LimitReached: the connection has too many.
         """
-        waiting = self._waiting.get(connection, {})
-        if len(waiting) >= MOST_WATCHES or number in waiting:
-            raise LimitReached(f"a client watches at most {MOST_WATCHES} prefixes of the directory at once")
         revision, changes = self._table.changes(prefix, since)
         watched = self._prefixes.get(prefix)
         notified = watched.notified if watched is not None else self._table.revision
         # Changes after `notified` are batched, and sent to all watchers at once.
         if (changes and changes[0].revision <= notified) or not seconds > 0:
-            return write_reply(number, requests.DONE, revision, len(changes), write_changes(changes))
+            return write_reply(requests.DONE, revision, changes)
         if watched is None:
             watched = self._prefixes[prefix] = _Prefix(notified)
-        ends = now + min(seconds, LONGEST_WATCH)
-        watched.watches[connection, number] = _Watch(since, ends)
-        self._waiting.setdefault(connection, waiting)[number] = prefix
-        self._count += 1
-        heapq.heappush(self._timeouts, (ends, connection, number))
-        if len(self._timeouts) > 2 * self._count + 1000:
-            live = [each.watches for each in self._prefixes.values()]
-            self._timeouts = [(watch.ends, *key) for watches in live for key, watch in watches.items()]
+        watch = _Watch(prefix, since, now + min(seconds, LONGEST_WATCH))
+        watched.watchers[connection] = self._waiting[connection] = watch
+        heapq.heappush(self._timeouts, (watch.ends, id(connection), connection))
+        if len(self._timeouts) > 2 * len(self._waiting) + 1000:
+            self._timeouts = [(watch.ends, id(each), each) for each, watch in self._waiting.items()]
             heapq.heapify(self._timeouts)
         return None
 
-    def leave(self, connection: int) -> None:
-        """Forget the watches of a connection."""
-        for number in list(self._waiting.get(connection, ())):
-            self._stop(connection, number)
+    def leave(self, connection: C) -> None:
+        """Forget the watch of a connection. A notified prefix is kept for a while: its `notify_at` still applies."""
+        watch = self._waiting.pop(connection, None)
+        if watch is None:
+            return
+        watched = self._prefixes[watch.prefix]
+        del watched.watchers[connection]
+        if not (watched.watchers or watched.notify_at or watch.prefix in self._changed):
+            del self._prefixes[watch.prefix]
 
-    def collect(self, now: float) -> Replies:
+    def collect(self, now: float) -> list[tuple[C, bytes]]:
         """Return the replies to watches that have waited long enough."""
         if self._table.revision > self._seen:
             self._find_changed(now)
-        found: Replies = []
+        found: list[tuple[C, bytes]] = []
         for prefix in [each for each, watched in self._changed.items() if watched.notify_at <= now]:
-            found += self._notify(prefix, self._changed[prefix], now)
-            del self._changed[prefix]
-        return found + self._end_late(now)
+            found += self._notify(prefix, self._changed.pop(prefix), now)
+        while self._timeouts and self._timeouts[0][0] <= now:
+            ends, _, connection = heapq.heappop(self._timeouts)
+            watch = self._waiting.get(connection)
+            if watch is not None and watch.ends == ends:
+                start = max(watch.since, self._prefixes[watch.prefix].notified)
+                self.leave(connection)
+                reply = self._reply(watch.prefix, start) or write_reply(requests.DONE, self._table.revision)
+                found.append((connection, reply))
+        return found
 
     def next_at(self) -> float | None:
         """Return when to call `collect` next if no request arrives before, or None for never."""
@@ -124,58 +119,33 @@ class Watches:
         for prefix, watched in list(self._prefixes.items()):
             if prefix in self._changed:
                 continue
-            if not watched.watches and watched.notify_at <= now:
+            if not watched.watchers and watched.notify_at <= now:
                 del self._prefixes[prefix]
             elif not is_all or any(key.startswith(prefix) for key in changed):
                 self._changed[prefix] = watched
             else:
                 watched.notified = self._seen
 
-    def _notify(self, prefix: str, watched: _Prefix, now: float) -> Replies:
+    def _notify(self, prefix: str, watched: _Prefix[C], now: float) -> list[tuple[C, bytes]]:
         """Answer the watches of a prefix."""
-        found: Replies = []
-        answers: dict[int, _Answer] = {}
-        for (connection, number), watch in list(watched.watches.items()):
+        found = []
+        replies: dict[int, bytes | None] = {}
+        for connection, watch in watched.watchers.items():
             start = max(watch.since, watched.notified)
-            if start not in answers:
-                answers[start] = self._answer(prefix, start)
-            answer = answers[start]
-            if answer.changes or answer.outcome != requests.DONE:
-                self._stop(connection, number)
-                found.append((connection, write_reply(number, *answer)))
+            if start not in replies:
+                replies[start] = self._reply(prefix, start)
+            if (reply := replies[start]) is not None:
+                found.append((connection, reply))
         watched.notified = self._seen
         watched.notify_at = now + min(EACH * len(found), LONGEST_GATHERING)
+        for connection, _ in found:
+            self.leave(connection)
         return found
 
-    def _end_late(self, now: float) -> Replies:
-        """Answer the watches whose time is over."""
-        found = []
-        while self._timeouts and self._timeouts[0][0] <= now:
-            ends, connection, number = heapq.heappop(self._timeouts)
-            prefix = self._waiting.get(connection, {}).get(number)
-            if prefix is None or self._prefixes[prefix].watches[connection, number].ends != ends:
-                continue
-            watched = self._prefixes[prefix]
-            answer = self._answer(prefix, max(self._stop(connection, number).since, watched.notified))
-            found.append((connection, write_reply(number, *answer)))
-        return found
-
-    def _answer(self, prefix: str, since: int) -> _Answer:
+    def _reply(self, prefix: str, since: int) -> bytes | None:
+        """Return the changes as a reply, or None without any."""
         try:
             revision, changes = self._table.changes(prefix, since)
         except Compacted as error:
-            return _Answer(requests.COMPACTED, 0, 0, str(error).encode())
-        return _Answer(requests.DONE, revision, len(changes), write_changes(changes))
-
-    def _stop(self, connection: int, number: int) -> _Watch:
-        """Remove a watch. A notified prefix is kept for a while, because its `notify_at` still applies."""
-        waiting = self._waiting[connection]
-        prefix = waiting.pop(number)
-        if not waiting:
-            del self._waiting[connection]
-        self._count -= 1
-        watched = self._prefixes[prefix]
-        watch = watched.watches.pop((connection, number))
-        if not (watched.watches or watched.notify_at or prefix in self._changed):
-            del self._prefixes[prefix]
-        return watch
+            return write_reply(requests.COMPACTED, text=str(error))
+        return write_reply(requests.DONE, revision, changes) if changes else None

@@ -1,11 +1,9 @@
 """The rendezvous of a group of fixed size: its workers find each other through a store.
 
-Each worker agrees to the group's terms, and claims its rank and its name. The last to arrive opens the first gate,
-COMPLETE. All read the table, which gives names to workers without one, and the last reader opens the second gate,
-READY. Counters tell which worker is the last, but an attacker may change them. Therefore a gate is opened only if the
-entry of each rank is there, and a worker that waits for long checks the entries. After the second gate, no worker needs
-the store, so its server may end. The value of a gate is OPENED, VOID or a fault, and is final: a waiting worker reads
-only one key.
+Each worker agrees to the group's terms, and claims its rank and its name. The last to arrive finds the entry of each
+rank, and opens the first gate, COMPLETE. All read the table, which gives names to workers without one, and the last
+reader opens the second gate, READY. After that, no worker needs the store, so its server may end. The value of a gate
+is OPENED, VOID or a fault, and is final: a waiting worker reads only one key.
 
 A lasting store serves one group after the other. Each forms in its own round. The store contains the number of the
 round, so earlier workers and new ones find the same one. A round is past once its first gate has a value: later workers
@@ -19,14 +17,14 @@ import contextlib
 import json
 import logging
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from time import monotonic, time
 from typing import NamedTuple
 
 from telegrad._core.joining.arrivals import ArrivalTable
 from telegrad._core.membership.members import Member, Members, named
 from telegrad._core.progress import Times, Wait
-from telegrad._core.stores.key_value_store import OVER, REFUSED, SERVED, KeyValueStore
+from telegrad._core.stores.key_value_store import OVER, REFUSED, SERVED, KeyValueStore, poll_intervals
 from telegrad._core.stores.sealed_store import SealedStore
 from telegrad.errors import (
     AuthenticationFailed,
@@ -166,28 +164,26 @@ class _Static:
         return kind != GroupIncomplete.__name__ and time() - since < STALE and not board.read(f"rank/{self._me.id}")
 
     def _meet(self) -> Roster:
-        self._board.add_hint("here")
         self._attendance = ArrivalTable(self._size, self._me.id, self._names)
         gate = COMPLETE
         try:
             self._claim()
-            if self._board.add_hint("arrived") >= self._size:
-                self._open(COMPLETE)
+            self._open(COMPLETE)
             with Wait("init_rpc", self._awaited, self._attendance.missing, self._place, self._me.name) as wait:
                 self._pass(COMPLETE, self._watch(wait))
-                members = self._read()
+                entries = self._board.read_all([f"rank/{rank}" for rank in range(self._size)])
+                members = Members(named(map(Member.from_json, entries)))
                 self._attendance.complete(members)
                 gate = READY
                 self._board.swap(f"read/{self._me.id}", "", OPENED)
-                if self._board.add_hint("read") >= self._size:
-                    self._open(READY)
+                self._open(READY)
                 self._pass(READY, self._doubt(members, wait))
         except _Past:
             raise
         except BaseException as error:
             self._tell(gate, error)
             raise
-        self._leave("gone", self._size)
+        self._leave(range(self._size))
         return Roster(members, self._board.group, self._round)
 
     def _open(self, gate: str) -> None:
@@ -219,8 +215,20 @@ class _Static:
                 raise taken(what, other, me)
 
     def _agree(self) -> None:
+        """Read the group's terms, or write them as the first worker, and bind the board to the group.
+
+        Raises:
+            AuthenticationFailed: the first worker has another key.
+            RendezvousError: the workers expect groups of different sizes.
+        """
         try:
-            agree(self._board, self._me, self._size)
+            found = Terms.from_json(self._board.claim_terms(new_terms(self._size, self._me).to_json()))
+            if found.size != self._size:
+                first = found.first or "who called it off"
+                raise RendezvousError(
+                    f"{self._me} expects a group of {self._size} workers, but {first} one of {found.size}: give all "
+                    "the same world_size"
+                )
         except TelegradError:
             terms = terms_of(self._board)
             if terms is not None and terms.first is not None:
@@ -234,10 +242,6 @@ class _Static:
             verdict = self._board.swap(COMPLETE, "", VOID)
         if verdict in (OPENED, VOID) and monotonic() < self._until:
             raise _Past
-
-    def _read(self) -> Members:
-        entries = self._board.read_all([f"rank/{rank}" for rank in range(self._size)])
-        return Members(named(map(Member.from_json, entries)))
 
     def _pass(self, gate: str, meanwhile: Callable[[], None]) -> None:
         found = self._board.wait(gate, self._until, meanwhile, self._size)
@@ -259,15 +263,13 @@ class _Static:
             if monotonic() - since > DOUBT:
                 since = monotonic()
                 self._open(READY)
-                if not all(map(self._is_alive, self._neighbours(members))):
+                count = min(NEIGHBOURS, self._size - 1)
+                others = [members.find((self._me.id + step) % self._size) for step in range(1, count + 1)]
+                if not all(map(self._is_alive, others)):
                     self._board.swap(READY, "", VOID)
             wait.look()
 
         return look
-
-    def _neighbours(self, members: Members) -> list[Member]:
-        count = min(NEIGHBOURS, self._size - 1)
-        return [members.find((self._me.id + step) % self._size) for step in range(1, count + 1)]
 
     def _tell(self, gate: str, error: BaseException) -> None:
         """Publish why this worker gives up, unless the gate is decided already."""
@@ -278,19 +280,17 @@ class _Static:
                 return  # no worker has come
             self._root.write(SERVED, OVER)
             self._board.swap(gate, "", _fault(error))
-            self._leave("told", self._board.hint("here"))
+            self._leave([rank for rank in range(self._size) if self._board.has_all([f"rank/{rank}"])])
         except RendezvousError:
             pass  # the store was lost, which waiting workers detect themselves
 
-    def _leave(self, door: str, count: int) -> None:
-        """Leave; the worker of rank 0, which may serve the store, leaves last."""
-        try:
-            if self._board.add_hint(door) >= count:
-                self._board.write(f"{door}/all", OPENED)
-            if self._me.id == 0:
-                self._board.wait(f"{door}/all", monotonic() + LINGER)
-        except RendezvousError:
-            pass  # the server of the store did not wait any longer
+    def _leave(self, ranks: Iterable[int]) -> None:
+        """Leave; the worker of rank 0, which may serve the store, leaves after these ranks."""
+        with contextlib.suppress(RendezvousError):  # the server of the store did not wait any longer
+            self._board.write(f"gone/{self._me.id}", OPENED)
+            for _ in poll_intervals(monotonic() + LINGER) if self._me.id == 0 else ():
+                if self._board.has_all([f"gone/{rank}" for rank in ranks]):
+                    break
 
     def _incomplete(self, gate: str) -> GroupIncomplete:
         limit = monotonic() + LONGEST_LOOK
@@ -298,9 +298,6 @@ class _Static:
         while not self._attendance.is_complete and monotonic() < limit:
             self._attendance.look(self._entry_of)
         self._attendance.knock(self._is_alive)
-        for counter in ("arrived", "read"):
-            if (count := self._board.hint(counter)) > self._size:
-                raise self._board.spoiled(counter, f"is {count}, in a group of {self._size}")
         self._look_for_refused()
         who = self._absent() or "a worker came, but ended before all had met"
         return GroupIncomplete(
@@ -316,8 +313,7 @@ class _Static:
             looks, knocks = times.due(monotonic())
             if looks or knocks:
                 self._attendance.look(self._entry_of)
-                with contextlib.suppress(StoreUntrusted):  # a spoiled hint, which no worker needs
-                    self._look_for_refused()
+                self._look_for_refused()
                 self._open(COMPLETE)
             if knocks:  # more rarely, because each worker probes all
                 self._attendance.knock(self._is_alive)
@@ -388,21 +384,6 @@ class Terms(NamedTuple):
 def new_terms(size: int, first: Member | None) -> Terms:
     """Return terms for a new group."""
     return Terms(secrets.token_hex(16), size, first)
-
-
-def agree(board: KeyValueStore, me: Member, size: int) -> None:
-    """Read the group's terms, or write them as the first worker, and bind the board to the group.
-
-    Raises:
-        AuthenticationFailed: the first worker has another key.
-        RendezvousError: the workers expect groups of different sizes.
-    """
-    terms = Terms.from_json(board.claim_terms(new_terms(size, me).to_json()))
-    if terms.size != size:
-        first = terms.first or "who called it off"
-        raise RendezvousError(
-            f"{me} expects a group of {size} workers, but {first} one of {terms.size}: give all the same world_size"
-        )
 
 
 def mixed(me: Member) -> RendezvousError:

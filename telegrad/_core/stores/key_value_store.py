@@ -7,8 +7,8 @@ import json
 from collections.abc import Callable, Iterator
 from time import monotonic, sleep
 
-from telegrad._core.stores.sealed_store import TERMS, SealedStore, spoiled
-from telegrad.errors import StoreLost, StoreUntrusted, TelegradError
+from telegrad._core.stores.sealed_store import TERMS, SealedStore
+from telegrad.errors import StoreLost, TelegradError
 
 SHORTEST_PAUSE, LONGEST_PAUSE = 5e-4, 5e-2  # seconds between two polls
 FEW = 64  # workers that may poll at that rate
@@ -75,13 +75,13 @@ class KeyValueStore:
             self.group = str(json.loads(terms)[0])
         return terms
 
-    def add_hint(self, key: str) -> int:
-        """Increment a counter atomically; return the sum. The counter is not authenticated: do not rely on it."""
+    def add_hint(self, key: str) -> None:
+        """Increment a counter. It is not authenticated: do not rely on it."""
         with self._while_it_lasts() as store:
-            return store.add(self._place(key), 1)
+            store.add(self._place(key))
 
     def hint(self, key: str) -> int:
-        """Return a counter that `add_hint` increments."""
+        """Return a counter that `add_hint` increments; 0 if it is not a number."""
         with self._while_it_lasts() as store:
             return store.count(self._place(key))
 
@@ -89,15 +89,6 @@ class KeyValueStore:
         """Return True if each of these keys has a value, authenticated or not."""
         with self._while_it_lasts() as store:
             return store.has_all([self._place(key) for key in keys])
-
-    def spoiled(self, key: str, how: str) -> StoreUntrusted:
-        """Return the error for a counter with an impossible value."""
-        return spoiled(self._place(key), how)
-
-    def renew(self) -> None:
-        """Seal the values in the store again if the group's key is being replaced."""
-        with self._while_it_lasts() as store:
-            store.renew()
 
     def read_all(self, keys: list[str]) -> list[str]:
         """Return the values of keys that are known to exist. Raises the same errors as `swap`."""

@@ -8,8 +8,7 @@ restored, and a value cannot be removed, because members remove by writing a sea
 An attacker who reaches the store can still stop a group from forming, by removing or overwriting values: reading such a
 value raises StoreUntrusted.
 
-Counters (`hint`) are not sealed, because the store increments them atomically. They may only decide when to poll again.
-A counter that is not a number, or lower than this process has seen it, raises StoreUntrusted too.
+Counters are not sealed, because the store increments them atomically. They are only shown to users.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ TERMS = "terms"  # a list that begins with the group's identity; itself bound to
 RENEW_AGAIN = 10.0  # seconds between two renewals of the whole store, while the file has two keys
 _MOST_PLACES = 1 << 16  # of a store that is renewed as a whole: an attacker may add any number of keys
 _OWN = "telegrad/"  # the prefix of this package's places
-_LONGEST_COUNT = 15  # digits: torch adds 64-bit integers, and one near their limit would become negative
+_LONGEST_COUNT = 6  # digits
 
 
 class Opened(NamedTuple):
@@ -96,7 +95,6 @@ class SealedStore:
         # The highest serial number seen, by group and place. No lock: if two threads write concurrently, the lower
         # number may remain, and one older value would be accepted.
         self._seen: dict[tuple[str, str], int] = {}
-        self._counted: dict[str, int] = {}  # the highest sum seen, by place; no lock, likewise
 
     def swap(self, group: str, place: str, expected: str, value: str) -> str:
         """Write `value` if the current value is `expected` ("" for none); return the value after that."""
@@ -140,30 +138,15 @@ class SealedStore:
         """Return True if each of these places has a value, authenticated or not."""
         return bool(self.raw.check(places))
 
-    def add(self, place: str, more: int) -> int:
-        """Add to a counter, which is not sealed; return the sum.
-
-        Raises:
-            StoreUntrusted: it is not a number, or lower than it was.
-        """
-        least = self.count(place) + more  # read first: adding to a non-number makes torch's server close the connection
-        return self._checked(place, str(self.raw.add(place, more)), least)
+    def add(self, place: str) -> None:
+        """Increment a counter. Torch's server would close the connection if it is not a number."""
+        if self.count(place) or not self._ask(place):
+            self.raw.add(place, 1)
 
     def count(self, place: str) -> int:
-        """Return a counter, which is not sealed. Raises the same errors as `add`."""
-        least = self._counted.get(place, 0)
-        return self._checked(place, self._ask(place), least)
-
-    def _checked(self, place: str, raw: str, least: int) -> int:
-        """Return the store's sum as a number; `least` is its lowest possible value."""
-        if raw and not (raw.isascii() and raw.isdecimal() and len(raw) <= _LONGEST_COUNT):
-            raise spoiled(place, "is no number")
-        count = int(raw or 0)
-        if count < least:
-            raise spoiled(place, f"is {count}, and was {least} before")
-        if count > self._counted.get(place, 0):
-            self._counted[place] = count
-        return count
+        """Return a counter; 0 if it is not a number."""
+        raw = self._ask(place)
+        return int(raw) if raw.isascii() and raw.isdecimal() and len(raw) <= _LONGEST_COUNT else 0
 
     def renew(self) -> None:
         """Seal each value in the store with the first key, if another one was first before.
@@ -222,12 +205,9 @@ class SealedStore:
                 f"the group's store has an older value at {place!r} than it had before, or none: somebody without the "
                 "group's key writes to it, or it was served anew"
             )
-        self._note(group, place, found.serial)
+        if found.serial > self._seen.get((group, place), 0):
+            self._seen[group, place] = found.serial
         return found
-
-    def _note(self, group: str, place: str, serial: int) -> None:
-        if serial > self._seen.get((group, place), 0):
-            self._seen[group, place] = serial
 
     def __repr__(self) -> str:
         return f"<SealedStore over {type(self.raw).__name__}>"
@@ -245,12 +225,4 @@ def unauthenticated(place: str) -> StoreUntrusted:
         "TELEGRAD_KEY_FILE or key=... in the options; without any of these, workers of one user share the key in "
         "that user's state folder, which hosts without a shared home do not have in common. If the store is a file "
         "of an earlier run, remove it or name another"
-    )
-
-
-def spoiled(place: str, how: str) -> StoreUntrusted:
-    """Return the error for a counter value that the workers of the group cannot have caused."""
-    return StoreUntrusted(
-        f"the counter at {place!r} in the group's store {how}: somebody without the group's key writes to the store, "
-        "or it is another program's. Keep others from its port or file, and begin the group anew in another one"
     )
