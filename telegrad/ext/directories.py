@@ -21,26 +21,7 @@ from telegrad._core.directory.directory import (
 from telegrad._core.directory.sessions import Result, Sessions, Unanswered, Unsent, is_quiet, left
 
 __all__ = [
-    "ABSENT",
-    "Compacted",
-    "DirectoryLost",
-    "DirectoryRefused",
-    "DirectoryReset",
-    "EmbeddedDirectory",
-    "Entry",
-    "Event",
-    "Events",
-    "Lease",
-    "LeaseLost",
-    "Listing",
-    "Result",
-    "Sessions",
-    "Swap",
-    "Unanswered",
-    "Unsent",
-    "check_key",
-    "check_ttl",
-    "check_value",
-    "is_quiet",
-    "left",
-]
+    "ABSENT", "Compacted", "DirectoryLost", "DirectoryRefused", "DirectoryReset", "EmbeddedDirectory", "Entry",
+    "Event", "Events", "Lease", "LeaseLost", "Listing", "Result", "Sessions", "Swap", "Unanswered", "Unsent",
+    "check_key", "check_ttl", "check_value", "is_quiet", "left",
+]  # fmt: skip

@@ -19,19 +19,6 @@ from telegrad._core.events import (
 )
 
 __all__ = [
-    "BACKWARD_PASS",
-    "BACKWARD_TASKS",
-    "CALLED",
-    "CONNECTED",
-    "FREED",
-    "JOINED",
-    "LEFT",
-    "LOST",
-    "MADE",
-    "NOTED",
-    "RAN",
-    "STAGED",
-    "STEPPED",
-    "Event",
-    "events",
-]
+    "BACKWARD_PASS", "BACKWARD_TASKS", "CALLED", "CONNECTED", "FREED", "JOINED", "LEFT", "LOST", "MADE", "NOTED",
+    "RAN", "STAGED", "STEPPED", "Event", "events",
+]  # fmt: skip

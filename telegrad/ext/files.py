@@ -17,17 +17,6 @@ from telegrad._core.host.private_files import (
 from telegrad._core.host.secret_files import read_secret
 
 __all__ = [
-    "Folder",
-    "UnsafePath",
-    "create",
-    "create_once",
-    "make_folder",
-    "open_folder",
-    "open_regular",
-    "opened",
-    "private_folder",
-    "read_secret",
-    "reason",
-    "replacing",
-    "resolved",
-]
+    "Folder", "UnsafePath", "create", "create_once", "make_folder", "open_folder", "open_regular", "opened",
+    "private_folder", "read_secret", "reason", "replacing", "resolved",
+]  # fmt: skip

@@ -11,25 +11,7 @@ from telegrad.autograd.engine.schedule import PLAIN
 from telegrad.autograd.entry_points import FusedStep, Step, check_context_id, check_root, check_step
 
 __all__ = [
-    "KINDS",
-    "PLAIN",
-    "UNSHARED",
-    "AutogradContext",
-    "Conductor",
-    "FusedStep",
-    "Gradients",
-    "Inside",
-    "Origin",
-    "RecvNode",
-    "Send",
-    "Step",
-    "check_context_id",
-    "check_root",
-    "check_step",
-    "edge_of",
-    "entered_id",
-    "is_function",
-    "replicas",
-    "run_backward",
-    "sharded_gradients",
-]
+    "KINDS", "PLAIN", "UNSHARED", "AutogradContext", "Conductor", "FusedStep", "Gradients", "Inside", "Origin",
+    "RecvNode", "Send", "Step", "check_context_id", "check_root", "check_step", "edge_of", "entered_id",
+    "is_function", "replicas", "run_backward", "sharded_gradients",
+]  # fmt: skip

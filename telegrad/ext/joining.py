@@ -13,26 +13,7 @@ from telegrad._core.stores.key_value_store import OPEN, SERVED, KeyValueStore
 from telegrad._core.stores.sealed_store import SealedStore
 
 __all__ = [
-    "FILE",
-    "FILE_VARIABLE",
-    "OPEN",
-    "SERVED",
-    "DirectoryMonitor",
-    "KeyValueStore",
-    "Keyring",
-    "SealRenewal",
-    "SealedStore",
-    "call_off",
-    "check_name",
-    "check_role",
-    "connect",
-    "find_directory",
-    "find_keys",
-    "given_keys",
-    "load_own",
-    "main_program",
-    "new_key",
-    "of_environment",
-    "supervised",
-    "user_keys",
-]
+    "FILE", "FILE_VARIABLE", "OPEN", "SERVED", "DirectoryMonitor", "KeyValueStore", "Keyring", "SealRenewal",
+    "SealedStore", "call_off", "check_name", "check_role", "connect", "find_directory", "find_keys", "given_keys",
+    "load_own", "main_program", "new_key", "of_environment", "supervised", "user_keys",
+]  # fmt: skip

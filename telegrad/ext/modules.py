@@ -7,18 +7,6 @@ from telegrad._core.modules.remote_module import RemoteModule, gradients_are_los
 from telegrad.optim.owner import LocalOptimizer
 
 __all__ = [
-    "LocalOptimizer",
-    "Recoverable",
-    "RemoteModule",
-    "RemotePart",
-    "branches",
-    "device_of",
-    "gradients_are_lost",
-    "hint_at_context",
-    "joined",
-    "moved",
-    "parse_place",
-    "restore_model",
-    "state_of",
-    "without_remote_state",
-]
+    "LocalOptimizer", "Recoverable", "RemoteModule", "RemotePart", "branches", "device_of", "gradients_are_lost",
+    "hint_at_context", "joined", "moved", "parse_place", "restore_model", "state_of", "without_remote_state",
+]  # fmt: skip

@@ -8,15 +8,6 @@ from telegrad._core.rpc.rref import Proxy, RRef
 from telegrad._core.worker.value_access import fetch, methods
 
 __all__ = [
-    "Id",
-    "Proxy",
-    "RRef",
-    "ReferenceTable",
-    "RestorableRRef",
-    "Restore",
-    "ValueSlot",
-    "check_restore",
-    "fetch",
-    "methods",
-    "wait_for",
-]
+    "Id", "Proxy", "RRef", "ReferenceTable", "RestorableRRef", "Restore", "ValueSlot",
+    "check_restore", "fetch", "methods", "wait_for",
+]  # fmt: skip

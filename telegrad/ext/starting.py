@@ -8,14 +8,6 @@ from telegrad._core.stores.stores import RendezvousStore
 from telegrad._core.stores.tcp_store import reach_tcp, serve_on, serve_tcp
 
 __all__ = [
-    "RendezvousStore",
-    "check_free",
-    "enter_group",
-    "join",
-    "reach_tcp",
-    "serve_on",
-    "serve_tcp",
-    "shows_life",
-    "stores",
-    "ttl_of",
-]
+    "RendezvousStore", "check_free", "enter_group", "join", "reach_tcp", "serve_on", "serve_tcp", "shows_life",
+    "stores", "ttl_of",
+]  # fmt: skip

@@ -9,24 +9,7 @@ from telegrad._core.wire.strides import Strides, contiguous_strides, distinct, r
 from telegrad._core.wire.tensors import CONJ, DTYPES, NEG, memory
 
 __all__ = [
-    "CONJ",
-    "DTYPES",
-    "INFERENCE",
-    "NEG",
-    "NO_GRAD",
-    "Strides",
-    "contiguous_strides",
-    "decode",
-    "describe",
-    "distinct",
-    "encode",
-    "extent_of",
-    "first_line",
-    "fresh",
-    "joined",
-    "memory",
-    "pack",
-    "rebuild",
-    "repeats",
+    "CONJ", "DTYPES", "INFERENCE", "NEG", "NO_GRAD", "Strides", "contiguous_strides", "decode", "describe",
+    "distinct", "encode", "extent_of", "first_line", "fresh", "joined", "memory", "pack", "rebuild", "repeats",
     "without_frames",
-]
+]  # fmt: skip

@@ -9,23 +9,7 @@ from telegrad._core.worker import current
 from telegrad._core.worker.worker import Worker, WorkerExtension, register
 
 __all__ = [
-    "PUBLISHED",
-    "UNUSABLE",
-    "Change",
-    "Claim",
-    "DynamicGroup",
-    "Identity",
-    "Leaving",
-    "LifeOver",
-    "Member",
-    "MemberGone",
-    "Membership",
-    "Registry",
-    "View",
-    "Worker",
-    "WorkerExtension",
-    "WorkerInfo",
-    "current",
-    "listed",
+    "PUBLISHED", "UNUSABLE", "Change", "Claim", "DynamicGroup", "Identity", "Leaving", "LifeOver", "Member",
+    "MemberGone", "Membership", "Registry", "View", "Worker", "WorkerExtension", "WorkerInfo", "current", "listed",
     "register",
-]
+]  # fmt: skip

@@ -1,10 +1,19 @@
-"""The page of what is refused, made from the tables of programs that show it."""
+"""The page of what is refused, made from the tables of programs that show it.
+
+A table is a text for each area. A row is its title, the program, for what is refused the error that it gets (`...`
+stands for what differs), and what to do instead:
+
+    ## an unknown worker
+    rpc.rpc_sync("w9", abs, (3,))
+    UnknownWorker: could not find destination: no worker is named 'w9'
+    -> a name of `rpc.workers()`
+"""
 
 from __future__ import annotations
 
 import pathlib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "limits.md"
@@ -35,6 +44,28 @@ class Left(NamedTuple):
     what: str
     program: str  # that finds something else than in one process
     instead: str  # what to do
+
+
+def limits(area: str, table: str) -> Iterator[Limit]:
+    for what, (*program, error, instead) in _rows(table):
+        kind, _, says = error.partition(": ")
+        yield Limit(area, what, "\n".join(program), kind, says, instead.removeprefix("-> "))
+
+
+def lefts(area: str, table: str) -> Iterator[Left]:
+    for what, (*program, instead) in _rows(table):
+        yield Left(area, what, "\n".join(program), instead.removeprefix("-> "))
+
+
+def programs(table: str) -> dict[str, str]:
+    return {what: "\n".join(program) for what, program in _rows(table)}
+
+
+def _rows(table: str) -> Iterator[tuple[str, list[str]]]:
+    """The title and the other lines of each row."""
+    for row in table.removesuffix("\n").split("\n## ")[1:]:
+        what, *lines = row.split("\n")
+        yield what, lines
 
 
 def pattern_of(says: str) -> str:

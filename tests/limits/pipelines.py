@@ -1,190 +1,96 @@
-"""What pipelines refuse."""
+"""What pipelines refuse; `page.py` has the form of the rows."""
 
 from __future__ import annotations
 
-from tests.limits.page import Limit
-
-LIMITS = [
-    Limit(
-        "Pipelines",
-        "no stages",
-        "Pipeline([])",
-        "UsageError",
-        "a pipeline needs at least one stage, and `stages` is an empty list",
-        "one at least",
-    ),
-    Limit(
-        "Pipelines",
-        "a stage that is no module",
-        "Pipeline([abs])",
-        "UsageError",
-        "a stage is a RemoteModule, a reference to a module or a module of this worker, not <built-in function",
-        "a module, a remote module or a reference to one",
-    ),
-    Limit(
-        "Pipelines",
-        "an unknown schedule",
-        "Pipeline([remote], schedule='fast')",
-        "InvalidArgument",
-        "schedule must be one of 'gpipe', '1f1b', 'interleaved', 'zero-bubble', not 'fast'",
-        "one of those that it names",
-    ),
-    Limit(
-        "Pipelines",
-        "a batch that does not begin with its samples",
-        """
+REFUSED = {
+    "Pipelines": """
+## no stages
+Pipeline([])
+UsageError: a pipeline needs at least one stage, and `stages` is an empty list
+-> one at least
+## a stage that is no module
+Pipeline([abs])
+UsageError: a stage is a RemoteModule, a reference to a module or a module of this worker, not <built-in function
+-> a module, a remote module or a reference to one
+## an unknown schedule
+Pipeline([remote], schedule='fast')
+InvalidArgument: schedule must be one of 'gpipe', '1f1b', 'interleaved', 'zero-bubble', not 'fast'
+-> one of those that it names
+## a batch that does not begin with its samples
 with autograd.context() as context_id:
     pipeline.forward_backward(context_id, torch.tensor(1.0), x, nn.functional.mse_loss)
-""",
-        "UsageError",
-        "a batch consists of tensors with the samples along their first dimension, as many in each of them",
-        "tensors with the samples along their first dimension",
-    ),
-    Limit(
-        "Pipelines",
-        "other numbers of inputs and of targets",
-        """
+UsageError: a batch consists of tensors with the samples along their first dimension, as many in each of them
+-> tensors with the samples along their first dimension
+## other numbers of inputs and of targets
 with autograd.context() as context_id:
     pipeline.forward_backward(context_id, x, x[:2], nn.functional.mse_loss)
-""",
-        "UsageError",
-        "3 inputs and 2 targets cannot be cut into 2 micro-batches that belong together: give a target for each",
-        "a target for each input",
-    ),
-    Limit(
-        "Pipelines",
-        "a loss for each sample",
-        """
+UsageError: 3 inputs and 2 targets cannot be cut into 2 micro-batches that belong together: give a target for each
+-> a target for each input
+## a loss for each sample
 with autograd.context() as context_id:
     pipeline.forward_backward(context_id, x, x, nn.MSELoss(reduction="none"))
-""",
-        "UsageError",
-        "MSELoss() gives a loss for each sample, and a pipeline needs a scalar: make it with reduction='mean' or",
-        '`reduction="mean"` or `"sum"`',
-    ),
-    Limit(
-        "Pipelines",
-        "a class in the place of a loss",
-        """
+UsageError: MSELoss() gives a loss for each sample, and a pipeline needs a scalar: make it with reduction='mean' or
+-> `reduction="mean"` or `"sum"`
+## a class in the place of a loss
 with autograd.context() as context_id:
     pipeline.forward_backward(context_id, x, x, nn.MSELoss)
-""",
-        "UsageError",
-        "the loss of a pipeline is called with outputs and targets: give an instance of it, MSELoss(), not",
-        "an instance",
-    ),
-    Limit(
-        "Pipelines",
-        "a loss that is no scalar",
-        """
+UsageError: the loss of a pipeline is called with outputs and targets: give an instance of it, MSELoss(), not
+-> an instance
+## a loss that is no scalar
 with autograd.context() as context_id:
     pipeline.forward_backward(context_id, x, x, torch.sub)
-""",
-        "UsageError",
-        "the loss of a pipeline must be a scalar tensor, but _VariableFunctionsClass.sub gave a tensor of shape",
-        '`.mean()`, or `.sum()` with `reduction="sum"`',
-    ),
-    Limit(
-        "Pipelines",
-        "two reductions",
-        """
+UsageError: the loss of a pipeline must be a scalar tensor, but _VariableFunctionsClass.sub gave a tensor of shape
+-> `.mean()`, or `.sum()` with `reduction="sum"`
+## two reductions
 with autograd.context() as context_id:
     pipeline.forward_backward(context_id, x, x, nn.MSELoss(), reduction="sum")
-""",
-        "UsageError",
-        "forward_backward was told reduction='sum', but MSELoss() has reduction='mean': leave the former out",
-        "leave the argument out",
-    ),
-    Limit(
-        "Pipelines",
-        "references between stages",
-        """
+UsageError: forward_backward was told reduction='sum', but MSELoss() has reduction='mean': leave the former out
+-> leave the argument out
+## references between stages
 class Gives(nn.Module):
     def forward(self, a):
         return rpc.RRef(a)
 
 Pipeline([RemoteModule("w1", Gives), RemoteModule("w2", nn.Identity)])(x)
-""",
-        "UsageError",
-        "what passes between the stages of a Pipeline cannot hold references, as ...: let the stage fetch what",
-        "`to_here()` in the stage",
-    ),
-    Limit(
-        "Pipelines",
-        "tied parameters that are not named together",
-        "Pipeline([remote, remote], tied=['0.weight'])",
-        "InvalidArgument",
-        "tied must be a list of lists of names, such as [('0.embedding.weight', '2.head.weight')], not '0.weight'",
-        '`tied=[("0.weight", "1.weight")]`',
-    ),
-    Limit(
-        "Pipelines",
-        "tied parameters that are not there",
-        """
+UsageError: what passes between the stages of a Pipeline cannot hold references, as ...: let the stage fetch what
+-> `to_here()` in the stage
+## tied parameters that are not named together
+Pipeline([remote, remote], tied=['0.weight'])
+InvalidArgument: tied must be a list of lists of names, such as [('0.embedding.weight', '2.head.weight')], not
+-> `tied=[("0.weight", "1.weight")]`
+## tied parameters that are not there
 tied = Pipeline([remote, nn.Linear(3, 3)], tied=[("0.weights", "1.weight")])
 with autograd.context() as context_id:
     tied.forward_backward(context_id, x, x, nn.functional.mse_loss)
-""",
-        "UsageError",
-        "stage 1 of 2 of a Pipeline (Linear) has no parameter 'weights' that could be tied; it has weight, bias",
-        "names of parameters",
-    ),
-    Limit(
-        "Pipelines",
-        "tied parameters of other shapes",
-        """
+UsageError: stage 1 of 2 of a Pipeline (Linear) has no parameter 'weights' that could be tied; it has weight, bias
+-> names of parameters
+## tied parameters of other shapes
 tied = Pipeline([remote, nn.Linear(3, 4)], tied=[("0.weight", "1.weight")])
 with autograd.context() as context_id:
     tied.forward_backward(context_id, x, x[:, :1], lambda a, b: a.sum())
-""",
-        "UsageError",
-        "stage 2 of 2 of a Pipeline (Linear): its parameter 'weight' has the shape (4, 3), and cannot be tied to",
-        "parameters of one shape",
-    ),
-    Limit(
-        "Pipelines",
-        "splitting at both a module and a balance",
-        "Pipeline.split(model, ['w1', 'w2'], at=['1'], balance=[1, 1])",
-        "UsageError",
-        "say where a model is cut by `at` or by `balance`, not by both",
-        "one of them",
-    ),
-    Limit(
-        "Pipelines",
-        "splitting at a module that is not there",
-        "Pipeline.split(model, ['w1', 'w2'], at=['9'])",
-        "UsageError",
-        "the model has no module '9' with which a stage could begin",
-        "a name of `named_modules()`",
-    ),
-    Limit(
-        "Pipelines",
-        "too few places to split at",
-        "Pipeline.split(model, ['w1', 'w2'], at=[])",
-        "UsageError",
-        "`at` names the modules with which the stages begin, all but the first: for 2 workers 1, not 0",
-        "one less than workers",
-    ),
-    Limit(
-        "Pipelines",
-        "a balance that does not count all children",
-        "Pipeline.split(model, ['w1', 'w2'], balance=[1, 1])",
-        "UsageError",
-        "`balance` says how many of the 3 children each of the 2 stages gets, at least one: [1, 1] does not",
-        "all children of the `nn.Sequential`",
-    ),
-    Limit(
-        "Pipelines",
-        "more workers than parts",
-        "Pipeline.split(nn.Sequential(nn.Linear(3, 3)), ['w1', 'w2'])",
-        "UsageError",
-        "the model cannot be cut by itself into 2 stages: behind the first, stages could begin with []. Name fewer",
-        "fewer workers",
-    ),
-    Limit(
-        "Pipelines",
-        "splitting a forward that depends on values of tensors",
-        """
+UsageError: stage 2 of 2 of a Pipeline (Linear): its parameter 'weight' has the shape (4, 3), and cannot be tied to
+-> parameters of one shape
+## splitting at both a module and a balance
+Pipeline.split(model, ['w1', 'w2'], at=['1'], balance=[1, 1])
+UsageError: say where a model is cut by `at` or by `balance`, not by both
+-> one of them
+## splitting at a module that is not there
+Pipeline.split(model, ['w1', 'w2'], at=['9'])
+UsageError: the model has no module '9' with which a stage could begin
+-> a name of `named_modules()`
+## too few places to split at
+Pipeline.split(model, ['w1', 'w2'], at=[])
+UsageError: `at` names the modules with which the stages begin, all but the first: for 2 workers 1, not 0
+-> one less than workers
+## a balance that does not count all children
+Pipeline.split(model, ['w1', 'w2'], balance=[1, 1])
+UsageError: `balance` says how many of the 3 children each of the 2 stages gets, at least one: [1, 1] does not
+-> all children of the `nn.Sequential`
+## more workers than parts
+Pipeline.split(nn.Sequential(nn.Linear(3, 3)), ['w1', 'w2'])
+UsageError: the model cannot be cut by itself into 2 stages: behind the first, stages could begin with []. Name fewer
+-> fewer workers
+## splitting a forward that depends on values of tensors
 class Branches(nn.Module):
     def __init__(self):
         super().__init__()
@@ -194,15 +100,9 @@ class Branches(nn.Module):
         return self.b(x) if self.a(x).sum() > 0 else x
 
 Pipeline.split(Branches(), ["w1", "w2"], at=["b"], example=x)
-""",
-        "UsageError",
-        "Branches cannot be cut at 'b', as torch.export cannot record its forward in training: ",
-        "stages by hand",
-    ),
-    Limit(
-        "Pipelines",
-        "a stage that would begin inside of `no_grad` or autocast",
-        """
+UsageError: Branches cannot be cut at 'b', as torch.export cannot record its forward in training:
+-> stages by hand
+## a stage that would begin inside of `no_grad` or autocast
 class Changes(nn.Module):
     def __init__(self):
         super().__init__()
@@ -214,26 +114,14 @@ class Changes(nn.Module):
         return self.b(x)
 
 Pipeline.split(Changes(), ["w1", "w2"], at=["a"], example=x)
-""",
-        "UsageError",
-        "the stages of Changes differ from the model in training",
-        "a module that is called outside of it",
-    ),
-    Limit(
-        "Pipelines",
-        "splitting a model with hooks",
-        """
+UsageError: the stages of Changes differ from the model in training
+-> a module that is called outside of it
+## splitting a model with hooks
 model.register_forward_hook(lambda *_: None)
 Pipeline.split(model, ["w1", "w2"], at=["2"])
-""",
-        "UsageError",
-        "'' (Sequential) has hooks, and is cut: nothing would call them. Remove them first, or make the stages by hand",
-        "hooks of the modules inside of it",
-    ),
-    Limit(
-        "Pipelines",
-        "splitting at a module that is not called",
-        """
+UsageError: '' (Sequential) has hooks, and is cut: nothing would call them. Remove them first, or make the stages by
+-> hooks of the modules inside of it
+## splitting at a module that is not called
 class Spare(nn.Module):
     def __init__(self):
         super().__init__()
@@ -243,23 +131,13 @@ class Spare(nn.Module):
         return self.b(self.a(x))
 
 Pipeline.split(Spare(), ["w1", "w2"], at=["spare"], example=x)
-""",
-        "UsageError",
-        "'spare' is not called itself, or in torch.no_grad() or autocast: let the stage begin with another",
-        "a module that the forward calls",
-    ),
-    Limit(
-        "Pipelines",
-        "stages that are named out of order",
-        "Pipeline.split(model, ['w1', 'w2', 'w1'], at=['2', '1'])",
-        "UsageError",
-        "stages follow one another as their modules are called: name these in the order ['1', '2']",
-        "in the order in which they are called",
-    ),
-    Limit(
-        "Pipelines",
-        "a balance of a model that is no `nn.Sequential`",
-        """
+UsageError: 'spare' is not called itself, or in torch.no_grad() or autocast: let the stage begin with another
+-> a module that the forward calls
+## stages that are named out of order
+Pipeline.split(model, ['w1', 'w2', 'w1'], at=['2', '1'])
+UsageError: stages follow one another as their modules are called: name these in the order ['1', '2']
+-> in the order in which they are called
+## a balance of a model that is no `nn.Sequential`
 class Own(nn.Module):
     def __init__(self):
         super().__init__()
@@ -269,15 +147,9 @@ class Own(nn.Module):
         return self.b(self.a(x))
 
 Pipeline.split(Own(), ["w1", "w2"], balance=[1, 1])
-""",
-        "UsageError",
-        "`balance` counts the children of an nn.Sequential, and Own is none: say with `at` with which modules",
-        "`at`",
-    ),
-    Limit(
-        "Pipelines",
-        "splitting a forward without an argument",
-        """
+UsageError: `balance` counts the children of an nn.Sequential, and Own is none: say with `at` with which modules
+-> `at`
+## splitting a forward without an argument
 class Constant(nn.Module):
     def __init__(self):
         super().__init__()
@@ -287,21 +159,59 @@ class Constant(nn.Module):
         return self.b(self.a(torch.ones(3)))
 
 Pipeline.split(Constant(), ["w1", "w2"], at=["b"], example=x)
-""",
-        "UsageError",
-        "Constant.forward names no argument, so that it is not clear what a pipeline gives it: wrap the model in",
-        "name what the forward takes",
-    ),
-    Limit(
-        "Pipelines",
-        "an interleaved schedule whose stages do not go around",
-        """
+UsageError: Constant.forward names no argument, so that it is not clear what a pipeline gives it: wrap the model in
+-> name what the forward takes
+## an interleaved schedule whose stages do not go around
 uneven = Pipeline([remote, remote, RemoteModule("w2", nn.Linear, (3, 3))], schedule="interleaved")
 with autograd.context() as context_id:
     uneven.forward_backward(context_id, x, x, nn.functional.mse_loss)
+UsageError: an interleaved schedule wants the stages to go around all workers in turn, as many on each, such as w1
+-> stages in turn, as many on each worker
+## splitting a model that is no `nn.Sequential` without an example
+split(lambda m, value: m.b(m.a(value)), example=None)
+UsageError: Two is no nn.Sequential that is cut between its children, so its forward must be recorded, which takes an
+-> `example=inputs`
+## an example that does not begin with its samples
+split(lambda m, value: m.b(m.a(value)), example=torch.tensor(1.0))
+UsageError: `example` consists of tensors with the samples along their first dimension, as many in each of them
+-> a few samples
+## splitting a forward that changes Python state
+def forward(m, value):
+    m.calls += 1
+    return m.b(m.a(value))
+split(forward)
+UsageError: the forward pass of Two changes
+-> a buffer
+## a buffer that one stage changes and another one uses
+def forward(m, value):
+    m.state.add_(1)
+    return m.b(m.a(value) + m.state) * m.state
+split(forward)
+UsageError: 'state' is changed in place (
+-> let one stage alone use it
+## splitting a forward with activation checkpoints
+split(lambda m, value: torch.utils.checkpoint.checkpoint(m.b, m.a(value), use_reentrant=False))
+UsageError: the forward pass uses activation checkpointing, or other saved_tensors_hooks, which no recording has
+-> more micro-batches
+## a micro-batch of another data type than the example's
+cut = split(lambda m, value: m.b(m.a(value)))
+cut(torch.ones(3, 3).double())
+UsageError: Two was cut with an example, and its recorded forward does not fit this micro-batch: it has a tensor of
+-> an example that is like it
+## a micro-batch of one sample, in training, of a model that does not take one
+cut = split(lambda m, value: m.b(m.norm(m.a(value))))
+cut(torch.ones(1, 3))
+UsageError: Two was cut with an example, and its recorded forward does not fit this micro-batch: sizes of 0 and 1 may be
+-> fewer `chunks`
+## another data type for a model that was recorded
+split(lambda m, value: m.b(m.a(value))).double()
+UsageError: the data types of a model are recorded as it is cut: change them before Pipeline.split, not after
+-> change it before
+## gradients of tied weights of several workers in a backward pass of one's own
+tied = Pipeline([remote, nn.Linear(3, 3)], tied=[("0.weight", "1.weight")])
+with autograd.context():
+    tied(x)
+UsageError: gradients of weights that are tied across workers come together in forward_backward alone
+-> `forward_backward`
 """,
-        "UsageError",
-        "an interleaved schedule wants the stages to go around all workers in turn, as many on each, such as w1",
-        "stages in turn, as many on each worker",
-    ),
-]
+}

@@ -6,25 +6,24 @@ Each program runs twice: in one process, and with its calls, modules and optimiz
 from __future__ import annotations
 
 RIGHT = {
-    "`torch.autograd.grad` and `backward(inputs=...)` of what stays on one worker": """
+    "Autograd": """
+## `torch.autograd.grad` and `backward(inputs=...)` of what stays on one worker
 y = x.sin().sum()
 found = torch.autograd.grad(y, x)
-""",
-    "`telegrad.autograd.grad`": "found = grad(call(torch.sin, x).sum(), x)",
-    "`torch.autograd.functional` inside of a function that is called": """
+## `telegrad.autograd.grad`
+found = grad(call(torch.sin, x).sum(), x)
+## `torch.autograd.functional` inside of a function that is called
 def jac(a):
     return torch.autograd.functional.jacobian(torch.sin, a, create_graph=True)
 backward(call(jac, x).sum())
 found = gradients(x)
-""",
-    "`torch.autograd.forward_ad` inside of such a function": """
+## `torch.autograd.forward_ad` inside of such a function
 def f(a):
     with torch.autograd.forward_ad.dual_level():
         return torch.autograd.forward_ad.unpack_dual(torch.autograd.forward_ad.make_dual(a, a).sin()).tangent
 backward(call(f, x).sum())
 found = gradients(x)
-""",
-    "`torch.func` inside of one: `vmap`, `grad`, `jacrev`, `jacfwd`, `hessian`, `vjp`, `functionalize`": """
+## `torch.func` inside of one: `vmap`, `grad`, `jacrev`, `jacfwd`, `hessian`, `vjp`, `functionalize`
 def f(a):
     t = torch.func
     g = lambda r: r.sin().sum()
@@ -33,8 +32,7 @@ def f(a):
     return sum(f(a).sum((2, 3)) for f in of_rows) + sum(f(a) for f in of_all[:-1]) + of_all[-1](a)[0]
 backward(call(f, x).sum())
 found = gradients(x)
-""",
-    "`torch.func.functional_call` of a module that makes remote calls": """
+## `torch.func.functional_call` of a module that makes remote calls
 net = nn.Linear(3, 3, dtype=torch.float64)
 class M(nn.Module):
     def __init__(self):
@@ -45,38 +43,33 @@ class M(nn.Module):
 w = leaf(seed=7)
 backward(torch.func.functional_call(M(), {"w": w}, (x,)).sum())
 found = gradients(w, x)
-""",
-    "`saved_tensors_hooks`, `save_on_cpu` and `disable_saved_tensors_hooks` inside of one": """
+## `saved_tensors_hooks`, `save_on_cpu` and `disable_saved_tensors_hooks` inside of one
 def f(a):
     with torch.autograd.graph.save_on_cpu():
         return (a * a).sin()
 backward(call(f, x).sum())
 found = gradients(x)
-""",
-    "`detect_anomaly` inside of one": """
+## `detect_anomaly` inside of one
 def f(a):
     with torch.autograd.detect_anomaly(check_nan=True):
         return (a * a).sin()
 backward(call(f, x).sum())
 found = gradients(x)
-""",
-    "`checkpoint_sequential`": """
+## `checkpoint_sequential`
 def f(a):
     from torch.utils.checkpoint import checkpoint_sequential
     net = nn.Sequential(nn.Tanh(), nn.Softplus(), nn.Tanh(), nn.Tanh())
     return checkpoint_sequential(net, 2, a, use_reentrant=False)
 backward(call(f, x).sum())
 found = gradients(x)
-""",
-    "reentrant checkpoints inside of one": """
+## reentrant checkpoints inside of one
 def f(a):
     from torch.utils.checkpoint import checkpoint_sequential
     net = nn.Sequential(nn.Tanh(), nn.Softplus(), nn.Tanh(), nn.Tanh())
     return checkpoint_sequential(net, 2, a, use_reentrant=True)
 backward(call(f, x).sum())
 found = gradients(x)
-""",
-    "selective activation checkpoints": """
+## selective activation checkpoints
 def f(a):
     import functools
     from torch.utils.checkpoint import checkpoint as ck, create_selective_checkpoint_contexts
@@ -84,20 +77,17 @@ def f(a):
     return ck(lambda b: (b @ b).sin().tanh(), a, use_reentrant=False, context_fn=contexts)
 backward(call(f, x).sum())
 found = gradients(x)
-""",
-    "checkpoints, also nested, with `use_reentrant=False` around a remote call": """
+## checkpoints, also nested, with `use_reentrant=False` around a remote call
 from torch.utils.checkpoint import checkpoint as ck
 def inner(b):
     return ck(lambda c: call(torch.sin, c).exp(), b, use_reentrant=False).tanh()
 backward(ck(inner, x * 1.0, use_reentrant=False).sum())
 found = gradients(x)
-""",
-    "random numbers that are drawn again inside of these": """
+## random numbers that are drawn again inside of these
 from torch.utils.checkpoint import checkpoint as ck
 backward(ck(lambda b: call(torch.sin, nn.functional.dropout(b, 0.5)).tanh(), x * 1.0, use_reentrant=False).sum())
 found = gradients(x)
-""",
-    "a `Function` with `jvp` and `generate_vmap_rule`": """
+## a `Function` with `jvp` and `generate_vmap_rule`
 class F(torch.autograd.Function):
     generate_vmap_rule = True
     @staticmethod
@@ -118,8 +108,7 @@ def f(a):
     return torch.func.vmap(F.apply)(a) + torch.func.jvp(F.apply, (a,), (a,))[1] + of_rows
 backward(call(f, x).sum())
 found = gradients(x)
-""",
-    "a `Function` with a `vmap` of its own": """
+## a `Function` with a `vmap` of its own
 class F(torch.autograd.Function):
     @staticmethod
     def forward(a):
@@ -137,8 +126,7 @@ def f(a):
     return torch.func.vmap(F.apply)(a)
 backward(call(f, x).sum())
 found = gradients(x)
-""",
-    "`once_differentiable`": """
+## `once_differentiable`
 class F(torch.autograd.Function):
     @staticmethod
     def forward(ctx, a):
@@ -152,8 +140,7 @@ def f(a):
     return F.apply(a)
 backward(call(f, x).sum())
 found = gradients(x)
-""",
-    "a `Function` whose forward and backward make remote calls": """
+## a `Function` whose forward and backward make remote calls
 class F(torch.autograd.Function):
     @staticmethod
     def forward(ctx, a):
@@ -164,8 +151,7 @@ class F(torch.autograd.Function):
         return g * call(torch.cos, ctx.saved_tensors[0])
 backward(F.apply(x * 1).sum())
 found = gradients(x)
-""",
-    "`needs_input_grad`": """
+## `needs_input_grad`
 class F(torch.autograd.Function):
     @staticmethod
     def forward(ctx, a, b):
@@ -178,13 +164,11 @@ def f(a, b):
 b = leaf(seed=3).detach()
 backward(call(f, x, b).sum())
 found = gradients(x, b)
-""",
-    "hooks that make remote calls": """
+## hooks that make remote calls
 x.register_hook(lambda g: call(torch.mul, g, 2))
 backward(call(torch.sin, x).sum())
 found = gradients(x)
-""",
-    "`no_grad`, `enable_grad`, `set_grad_enabled`, `inference_mode`": """
+## `no_grad`, `enable_grad`, `set_grad_enabled`, `inference_mode`
 def f(a):
     return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), a.requires_grad, (a * 1).is_inference()
 found = [call(f, x)]
@@ -198,83 +182,70 @@ with torch.inference_mode():
     found.append(call(f, x))
     with torch.inference_mode(False):
         found.append(call(f, x))
-""",
-    "`detach`, `detach_`": """
+## `detach`, `detach_`
 def f(a):
     b = a * 2
     return b.detach_() + a
 backward(call(f, x).sum())
 found = gradients(x)
-""",
-    "`requires_grad_` of what was received": """
+## `requires_grad_` of what was received
 y = call(torch.sin, x.detach())
 y.requires_grad_()
 backward((y * y).sum())
 found = gradients(y)
-""",
-    "`retain_grad`": """
+## `retain_grad`
 y = call(torch.sin, x)
 y.retain_grad()
 backward((y * y).sum())
 found = [y.grad, *gradients(x)]
-""",
-    "hooks that are removed": """
+## hooks that are removed
 y = call(torch.sin, x)
 h = y.register_hook(lambda g: g * 2)
 h.remove()
 backward(y.sum())
 found = gradients(x)
-""",
-    '`register_multi_grad_hook` with `mode="any"`': """
+## `register_multi_grad_hook` with `mode="any"`
 a, b = leaf(seed=5), leaf(seed=6)
 seen = []
 torch.autograd.graph.register_multi_grad_hook([a, b], lambda g: seen.append(1), mode="any")
 backward((call(torch.mul, a, b)).sum())
 found = seen
-""",
-    "`register_post_accumulate_grad_hook`": """
+## `register_post_accumulate_grad_hook`
 seen = []
 x.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
 backward(call(torch.sin, x).sum())
 found = seen
-""",
-    "several passes in one context": """
+## several passes in one context
 backward(call(torch.sin, x).sum())
 backward(call(torch.cos, x).sum())
 found = gradients(x)
-""",
-    "`retain_graph`": """
+## `retain_graph`
 y = call(torch.sin, x).sum()
 backward(y, retain_graph=True)
 backward(y)
 found = gradients(x)
-""",
-    "`create_graph`": """
+## `create_graph`
 y = call(torch.sin, x).sum()
 backward(y, create_graph=True)
 found = [g.detach() for g in gradients(x)]
-""",
-    "gradients that are no numbers": """
+## gradients that are no numbers
 y = call(torch.sqrt, x * 0)
 backward(y.sum())
 found = gradients(x)
-""",
-    "views of every kind, as `as_strided`": """
+## views of every kind, as `as_strided`
 def f(a):
     v = a.as_strided((2, 2), (1, 3))
     return v.sin()
 backward(call(f, x * 1).sum())
 found = gradients(x)
-""",
-    "`torch.autocast`": """
+## `torch.autocast`
 def f(a):
     return a @ a
 with torch.autocast("cpu", dtype=torch.bfloat16):
     y = call(f, x.float())
     backward(y.float().sum())
 found = [y, *gradients(x)]
-""",
-    "regions without autocast inside of it": """
+## regions without autocast inside of it
 def f(a):
     with torch.autocast("cpu", enabled=False):
         return a @ a
@@ -282,14 +253,12 @@ with torch.autocast("cpu", dtype=torch.bfloat16):
     y = call(f, x.float())
 backward(y.float().sum())
 found = [y, *gradients(x)]
-""",
-    "`backward` inside of `torch.autocast`, which holds for what runs on other workers": """
+## `backward` inside of `torch.autocast`, which holds for what runs on other workers
 y = call(torch.matmul, x.float(), x.float())
 with torch.autocast("cpu", dtype=torch.bfloat16):
     backward(y.sum())
 found = gradients(x)
-""",
-    "`custom_fwd` and `custom_bwd`": """
+## `custom_fwd` and `custom_bwd`
 class F(torch.autograd.Function):
     @staticmethod
     @torch.amp.custom_fwd(device_type="cpu", cast_inputs=torch.float32)
@@ -307,19 +276,16 @@ with torch.autocast("cpu", dtype=torch.bfloat16):
     y = call(f, x.float())
     backward(y.float().sum())
 found = [y, *gradients(x)]
-""",
-    "`torch.jit.trace` inside of a function that is called": """
+## `torch.jit.trace` inside of a function that is called
 def f(a):
     return torch.jit.trace(lambda a: a.sin() + a, (torch.ones(3, 3),), check_trace=False)(a)
 backward(call(f, x).sum())
 found = gradients(x)
-""",
-    "`torch.compile` of a function that makes remote calls": """
+## `torch.compile` of a function that makes remote calls
 f = torch.compile(lambda a: call(torch.sin, a * 2).tanh(), backend="eager")
 backward(f(x).sum())
 found = gradients(x)
-""",
-    "a `TorchFunctionMode` around a call": """
+## a `TorchFunctionMode` around a call
 from torch.overrides import TorchFunctionMode
 class Twice(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -327,11 +293,218 @@ class Twice(TorchFunctionMode):
 with Twice():
     backward(call(torch.sin, x).sum())
 found = gradients(x)
-""",
-    "`backward` inside of `no_grad`": """
+## `backward` inside of `no_grad`
 y = call(torch.sin, x).sum()
 with torch.no_grad():
     backward(y)
+found = gradients(x)
+## hooks of the nodes of a graph
+seen = []
+y = call(torch.sin, x * 2)
+y.grad_fn.register_hook(lambda gi, go: seen.append(go[0].clone()))
+y.grad_fn.register_prehook(lambda go: (go[0] * 2,))
+backward(y.sum())
+found = [seen, *gradients(x)]
+## hooks of the node that adds up the gradient of a leaf
+seen = []
+weight = nn.Parameter(leaf(seed=4).detach())
+node = torch.autograd.graph.get_gradient_edge(weight).node
+node.register_hook(lambda given, taken: seen.append((taken, weight.grad.clone())))
+node.register_prehook(lambda gradients: (gradients[0] * 2,))
+backward(call(torch.mul, weight, x).sum() + (weight * 3).sum())
+found = [seen, *gradients(x, weight)]
+## optimizers that step in such hooks
+from torch.distributed.optim import _apply_optimizer_in_backward
+layer = nn.Linear(3, 3).double()
+_apply_optimizer_in_backward(torch.optim.SGD, layer.parameters(), {"lr": 0.1})
+backward(call(torch.sin, layer(x)).sum())
+found = layer.state_dict()
+## hooks of what was received
+def f(a):
+    a.register_hook(lambda g: g * 3)
+    return a * 2
+backward(call(f, x).sum())
+found = gradients(x)
+## `grad` of a `grad` with `create_graph`
+y = call(torch.sin, x).sum()
+g, = grad(y, [x], create_graph=True)
+h, = grad(g.sum(), [x])
+found = h
+## second derivatives of a `Function`
+class F(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, a):
+        ctx.save_for_backward(a)
+        return a ** 3
+    @staticmethod
+    def backward(ctx, g):
+        return g * 3 * ctx.saved_tensors[0] ** 2
+def f(a):
+    return F.apply(a)
+y = call(f, x).sum()
+g, = grad(y, [x], create_graph=True)
+backward(g.sum())
+found = gradients(x)
+## `torch.autograd.grad` inside of a function that is called, of what it received
+def f(a):
+    return torch.autograd.grad(a.sin().sum(), a, create_graph=True)[0]
+backward(call(f, x).sum())
+found = gradients(x)
+## `mark_dirty`
+class F(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, a):
+        a.add_(1)
+        ctx.mark_dirty(a)
+        return a
+    @staticmethod
+    def backward(ctx, g):
+        return g * 2
+def f(a):
+    return F.apply(a)
+backward(call(f, x * 1).sum())
+found = gradients(x)
+## `mark_non_differentiable`
+class F(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, a):
+        b = a > 0
+        c = a.floor()
+        ctx.mark_non_differentiable(b, c)
+        return a * 2, b, c
+    @staticmethod
+    def backward(ctx, g, h, i):
+        return g * 2
+def f(a):
+    return F.apply(a)
+y, b, c = call(f, x)
+backward(y.sum())
+found = [b, c, *gradients(x)]
+## `set_materialize_grads`
+class F(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, a):
+        ctx.set_materialize_grads(False)
+        return a * 2, a * 3
+    @staticmethod
+    def backward(ctx, g, h):
+        assert h is None
+        return g * 2
+def f(a):
+    return F.apply(a)
+y, b = call(f, x)
+backward(y.sum())
+found = gradients(x)
+## `clear_saved_tensors_on_access`
+class F(torch.autograd.Function):
+    clear_saved_tensors_on_access = True
+    @staticmethod
+    def forward(ctx, a):
+        ctx.save_for_backward(a)
+        return a.sin()
+    @staticmethod
+    def backward(ctx, g):
+        return g * ctx.saved_tensors[0].cos()
+def f(a):
+    return F.apply(a)
+backward(call(f, x).sum())
+found = gradients(x)
+## `torch.library.custom_op` with `register_autograd`
+@torch.library.custom_op("telegrad_limits::twice", mutates_args=())
+def twice(a: torch.Tensor) -> torch.Tensor:
+    return a * 2
+twice.register_autograd(lambda ctx, g: g * 2)
+def f(a):
+    return torch.ops.telegrad_limits.twice(a)
+backward(call(f, x).sum())
+found = gradients(x)
+## `allow_mutation_on_saved_tensors`
+with torch.autograd.graph.allow_mutation_on_saved_tensors():
+    y = x * 2
+    z = call(torch.sin, y) + y.sin()
+    y.add_(1)
+    backward(z.sum())
+found = gradients(x)
+## `set_multithreading_enabled`
+with torch.autograd.set_multithreading_enabled(False):
+    backward(call(torch.sin, x).sum())
+found = gradients(x)
+## anomaly mode around a pass
+y = call(torch.sqrt, x * 0 - 1)
+try:
+    with torch.autograd.detect_anomaly():
+        backward(y.sum())
+    found = "no error"
+except RuntimeError as e:
+    found = type(e).__name__
+## a pass inside of `with torch.device(...)`
+with torch.device("meta"):
+    y = call(torch.sin, x)
+    backward(y.sum())
+found = gradients(x)
+## writes in place to results, and to what was sent
+y = call(torch.sin, x)
+y.mul_(2)
+backward(y.sum())
+w = leaf(seed=2)
+z = w * 1
+r = call(torch.exp, z)
+z.mul_(2)
+backward(r.sum() + z.sum())
+found = gradients(x, w)
+## `data` of a result that is set
+y = call(torch.sin, x)
+y.data = torch.ones(3, 3, dtype=torch.float64)
+backward((y * y).sum())
+found = gradients(x)
+## `set_checkpoint_early_stop`
+from torch.utils.checkpoint import checkpoint as ck, set_checkpoint_early_stop
+with set_checkpoint_early_stop(False):
+    backward(ck(lambda b: call(torch.sin, b).exp(), x * 1., use_reentrant=False).sum())
+found = gradients(x)
+## `torch.profiler` and `record_function` around a pass
+with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+    with torch.profiler.record_function("pass"):
+        backward(call(torch.sin, x).sum())
+found = gradients(x)
+## `scaled_dot_product_attention`
+q = leaf(1, 1, 4, 8)
+backward(call(nn.functional.scaled_dot_product_attention, q, q, q).sum())
+found = gradients(q)
+## `torch.jit.fork` and `wait` inside of a function that is called
+def f(a):
+    return torch.jit.wait(torch.jit.fork(torch.sin, a))
+backward(call(f, x).sum())
+found = gradients(x)
+## `torch.cond` inside of one
+def f(a):
+    return torch.cond(a.sum() > 0, lambda a: a.sin(), lambda a: a.cos(), (a,))
+backward(call(f, x).sum())
+found = gradients(x)
+## `torch.compile` inside of one
+def f(a):
+    return torch.compile(lambda b: b.sin() * 2, backend="eager")(a)
+backward(call(f, x).sum())
+found = gradients(x)
+## compiled functions as arguments
+def g(b):
+    return b.sin() * 2
+c = torch.compile(g, backend="eager")
+def f(h, a):
+    return h(a)
+backward(call(f, c, x).sum())
+found = gradients(x)
+## `GradScaler.scale` of a loss
+s = torch.amp.GradScaler("cpu", init_scale=4.0)
+backward(s.scale(call(torch.sin, x).sum()))
+found = gradients(x)
+## `torch.distributions` that are sent, and their gradients
+D = torch.distributions
+def f(normal, a):
+    transforms = [D.transforms.SigmoidTransform(), D.transforms.AffineTransform(a, 2.0)]
+    return D.TransformedDistribution(normal, transforms)
+d = call(f, D.Normal(x, x.exp()), x)
+backward(d.log_prob(x.detach() + 0.5).nan_to_num(0).sum())
 found = gradients(x)
 """,
 }

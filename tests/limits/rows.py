@@ -2,36 +2,22 @@
 
 from __future__ import annotations
 
-from tests.limits import (
-    classes,
-    cutting,
-    features,
-    left,
-    pipelines,
-    right_autograd,
-    right_distributed,
-    right_graphs,
-    right_made,
-    right_modules,
-    right_optimizers,
-    right_sent,
-    right_tensors,
-    sent,
-    training,
-    values,
-)
-from tests.limits.page import page
+from tests.limits import classes, left, pipelines, right_autograd, right_modules, right_tensors, training, values
+from tests.limits.page import lefts, limits, page, programs
 
-LIMITS = [*training.LIMITS, *features.LIMITS, *pipelines.LIMITS, *cutting.LIMITS, *values.LIMITS, *sent.LIMITS]
+AREAS = (
+    *("Autograd", "Modules", "Optimizers", "Tensors", "Pipelines"),
+    *("Functions and values", "References", "Actors", "Weights", "Checkpoints"),
+)
+REFUSED = training.REFUSED | pipelines.REFUSED | values.REFUSED
+LIMITS = [limit for area in AREAS for limit in limits(area, REFUSED[area])]
 RIGHT = {
-    "Autograd": {**right_autograd.RIGHT, **right_graphs.RIGHT},
-    "Modules": {**right_modules.RIGHT, **right_made.RIGHT, **right_distributed.MODULES},
-    "Optimizers": {**right_optimizers.RIGHT, **right_distributed.OPTIMIZERS},
-    "Tensors": {**right_tensors.RIGHT, **right_sent.RIGHT, **right_distributed.TENSORS},
+    area: programs(table) for area, table in (right_autograd.RIGHT | right_modules.RIGHT | right_tensors.RIGHT).items()
 }
-LEFT = left.LEFT
+LEFT = [each for area, table in left.LEFT.items() for each in lefts(area, table)]
+LEFT_TO_PROCESSES = [each for area, table in left.LEFT_TO_PROCESSES.items() for each in lefts(area, table)]
 
 
 def text() -> str:
-    right = {area: [*classes.GENERATED.get(area, ()), *programs] for area, programs in RIGHT.items()}
-    return page(LIMITS, right, [*LEFT, *left.LEFT_TO_PROCESSES])
+    right = {area: [*classes.GENERATED.get(area, ()), *rows] for area, rows in RIGHT.items()}
+    return page(LIMITS, right, [*LEFT, *LEFT_TO_PROCESSES])

@@ -11,9 +11,8 @@ import torch
 from telegrad import rpc
 from tests.cluster import group
 from tests.limits.both import GIVEN, in_both, module
-from tests.limits.left import LEFT_TO_PROCESSES
 from tests.limits.page import PAGE, Left, Limit, pattern_of
-from tests.limits.rows import LEFT, LIMITS, RIGHT, text
+from tests.limits.rows import LEFT, LEFT_TO_PROCESSES, LIMITS, RIGHT, text
 from tests.twin.sight import differences
 
 REFUSED = """
@@ -26,6 +25,21 @@ pipeline = Pipeline([remote, nn.Linear(3, 3)], chunks=2)
 
 def there(worker, function, *args):
     return rpc.rpc_sync(worker, function, args)
+
+
+class Two(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.a, self.b, self.norm = nn.Linear(3, 3), nn.Linear(3, 3), nn.BatchNorm1d(3)
+        self.register_buffer("state", torch.zeros(3))
+        self.calls, self.function = 0, function
+
+    def forward(self, value):
+        return self.function(self, value)
+
+
+def split(function, example=torch.ones(3, 3)):
+    return Pipeline.split(Two(function), ["w1", "w2"], at=["b"], example=example)
 """
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -33,7 +47,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 def _marks(program: str) -> list[pytest.MarkDecorator]:
     """To record or to compile a model takes seconds."""
-    slow = "example=", "torch.export.export", "torch.cond", "num_workers"
+    slow = "example=", "split(lambda", "split(forward", "torch.export.export", "torch.cond", "num_workers"
     return [pytest.mark.nightly] if any(each in program for each in slow) else []
 
 

@@ -1,25 +1,40 @@
-"""What is refused of tensors, functions, references, weights and checkpoints."""
+"""What is refused of tensors, functions, references, weights and checkpoints; `page.py` has the form of the rows."""
 
 from __future__ import annotations
 
-from tests.limits.page import Limit
-
-LIMITS = [
-    Limit(
-        "Tensors",
-        "a tensor whose memory was freed",
-        """
+REFUSED = {
+    "Tensors": """
+## a nested tensor, a `DTensor` or another made of others, that requires a gradient, in a context
+with autograd.context():
+    nested = torch.nested.as_nested_tensor([torch.ones(2, requires_grad=True), torch.ones(3)], layout=torch.jagged)
+    rpc.rpc_sync("w1", echo, (nested,))
+CannotEncode: a tensor of the type NestedTensor that requires a gradient cannot be sent in an autograd context
+-> `tensor.values()`, `tensor.unbind()`, `tensor.to_local()`
+## a sparse CSR leaf that requires a gradient, in a pass
+matrix = torch.eye(3).to_sparse_csr().requires_grad_()
+with autograd.context() as context_id:
+    autograd.backward(context_id, there("w1", torch.matmul, matrix, x).sum())
+RuntimeError: Sparse CSR tensors do not have strides
+-> `to_sparse()` (COO), or its values
+## `UninitializedParameter`, in a context
+with autograd.context():
+    rpc.rpc_sync("w1", echo, (nn.UninitializedParameter(),))
+CannotEncode: a tensor of the type UninitializedParameter that requires a gradient cannot be sent in an autograd context
+-> make the lazy module there
+## tensors of `functionalize`
+rpc.rpc_sync("w1", echo, (torch._to_functional_tensor(torch.ones(3)),))
+CannotEncode: a tensor of shape (3,) cannot be sent: it has no memory, or that was freed
+-> it inside of the function that is called
+## `torch.finfo`, `torch.iinfo`
+rpc.rpc_sync("w1", echo, (torch.finfo(torch.float16),))
+CannotEncode: argument 0 (torch.finfo) cannot be sent: cannot pickle 'torch.finfo' object
+-> the data type
+## a tensor whose memory was freed
 x.data.untyped_storage().resize_(0)
 rpc.rpc_sync('w1', id, (x,))
-""",
-        "CannotEncode",
-        "a tensor of shape (3, 3) cannot be sent: it has no memory, or that was freed; send it before its",
-        "send it before",
-    ),
-    Limit(
-        "Tensors",
-        "a tensor that is written to after its `yield`",
-        """
+CannotEncode: a tensor of shape (3, 3) cannot be sent: it has no memory, or that was freed; send it before its
+-> send it before
+## a tensor that is written to after its `yield`
 def running():
     total = torch.zeros(3)
     for _ in range(3):
@@ -27,136 +42,109 @@ def running():
         yield total
 
 list(rpc.rpc_stream("w1", running))
+UsageError: a tensor of shape (3,) was written to after the stream's function had yielded it: its reader might get
+-> `yield tensor.clone()`
+## resizing a tensor that has arrived
+rpc.rpc_sync('w1', torch.ones, (3,)).resize_(10)
+RuntimeError: Trying to resize storage that is not resizable
+-> `clone()` it first
+## a nested tensor of the strided layout that requires a gradient, in a context
+with autograd.context():
+    there("w1", echo, torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], requires_grad=True))
+UsageError: a nested tensor that requires a gradient cannot be sent in an autograd context: send the list of its parts
+-> `tensor.unbind()`
+## jagged tensors of one raggedness that arrive in several messages, combined
+ragged = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+there("w1", echo, ragged) + ragged
+RuntimeError: cannot call binary pointwise function add.Tensor with inputs of shapes
+-> send them in one call, or their `values()`
 """,
-        "UsageError",
-        "a tensor of shape (3,) was written to after the stream's function had yielded it: its reader might get",
-        "`yield tensor.clone()`",
-    ),
-    Limit(
-        "Tensors",
-        "resizing a tensor that has arrived",
-        "rpc.rpc_sync('w1', torch.ones, (3,)).resize_(10)",
-        "RuntimeError",
-        "Trying to resize storage that is not resizable",
-        "`clone()` it first",
-    ),
-    Limit(
-        "Functions and values",
-        "arguments that are no tuple",
-        "rpc.rpc_sync('w1', abs, (3))",
-        "InvalidArgument",
-        "args must be a tuple with the arguments of the function, not 3 (int); for one argument write args=(x,)",
-        "`args=(3,)`",
-    ),
-    Limit(
-        "Functions and values",
-        "a function that cannot be called",
-        "rpc.rpc_sync('w1', 'abs', (3,))",
-        "InvalidArgument",
-        "the function to call should be callable, which 'abs' (str) is not; give the function itself, without",
-        "the function itself",
-    ),
-    Limit(
-        "Functions and values",
-        "a timeout below zero",
-        "rpc.rpc_sync('w1', abs, (3,), timeout=-5)",
-        "InvalidArgument",
-        "timeout must be a number of seconds, 0 for no limit, and at most 1,000,000,000; leave it out for the",
-        "seconds; 0 for no limit",
-    ),
-    Limit(
-        "Functions and values",
-        "an unknown worker",
-        "rpc.rpc_sync('w9', abs, (3,))",
-        "UnknownWorker",
-        "could not find destination: no worker is named 'w9'",
-        "a name of `rpc.workers()`",
-    ),
-    Limit(
-        "Functions and values",
-        "a lock, in an argument or a closure",
-        """
+    "Functions and values": """
+## arguments that are no tuple
+rpc.rpc_sync('w1', abs, (3))
+InvalidArgument: args must be a tuple with the arguments of the function, not 3 (int); for one argument write args=(x,)
+-> `args=(3,)`
+## a function that cannot be called
+rpc.rpc_sync('w1', 'abs', (3,))
+InvalidArgument: the function to call should be callable, which 'abs' (str) is not; give the function itself, without
+-> the function itself
+## a timeout below zero
+rpc.rpc_sync('w1', abs, (3,), timeout=-5)
+InvalidArgument: timeout must be a number of seconds, 0 for no limit, and at most 1,000,000,000; leave it out for the
+-> seconds; 0 for no limit
+## an unknown worker
+rpc.rpc_sync('w9', abs, (3,))
+UnknownWorker: could not find destination: no worker is named 'w9'
+-> a name of `rpc.workers()`
+## a lock, in an argument or a closure
 import threading
 rpc.rpc_sync('w1', id, (threading.Lock(),))
-""",
-        "CannotEncode",
-        "argument 0 (_thread.lock) cannot be sent: cannot pickle '_thread.lock' object",
-        "what it guards",
-    ),
-    Limit(
-        "Functions and values",
-        "an open file",
-        """
+CannotEncode: argument 0 (_thread.lock) cannot be sent: cannot pickle '_thread.lock' object
+-> what it guards
+## an open file
 import sys
 rpc.rpc_sync('w1', id, (open(__import__('os').devnull),))
-""",
-        "CannotEncode",
-        "argument 0 (_io.TextIOWrapper) cannot be sent: it belongs to this process, and to no other",
-        "its path, or what it holds",
-    ),
-    Limit(
-        "Functions and values",
-        "a generator as a result of a call",
-        """
+CannotEncode: argument 0 (_io.TextIOWrapper) cannot be sent: it belongs to this process, and to no other
+-> its path, or what it holds
+## a generator as a result of a call
 def items():
     yield 1
 
 rpc.rpc_sync('w1', items)
-""",
-        "CannotEncode",
-        "the function returned, but its result cannot be sent: a value (builtins.generator) cannot be sent",
-        "`rpc_stream`",
-    ),
-    Limit(
-        "Functions and values",
-        "a generator as an argument",
-        "rpc.rpc_sync('w1', list, ((n for n in range(3)),))",
-        "CannotEncode",
-        "argument 0 (builtins.generator) cannot be sent: cannot pickle 'generator' object",
-        "a list",
-    ),
-    Limit(
-        "Functions and values",
-        "a result that cannot be sent",
-        """
+CannotEncode: the function returned, but its result cannot be sent: a value (builtins.generator) cannot be sent
+-> `rpc_stream`
+## a generator as an argument
+rpc.rpc_sync('w1', list, ((n for n in range(3)),))
+CannotEncode: argument 0 (builtins.generator) cannot be sent: cannot pickle 'generator' object
+-> a list
+## a result that cannot be sent
 import threading
 rpc.rpc_sync('w1', threading.Lock)
+CannotEncode: the function returned, but its result cannot be sent: a value (_thread.lock) cannot be sent: cannot
+-> `rpc.remote`, and calls by the reference
+## a process group of `torch.distributed`
+one_process()
+there("w1", echo, dist.group.WORLD)
+CannotEncode: argument 0 (torch.distributed.distributed_c10d.ProcessGroup) cannot be sent: cannot pickle
+-> make it there
+## `torch.futures.Future`
+there("w1", echo, torch.futures.Future())
+CannotEncode: argument 0 (torch.jit.Future) cannot be sent:
+-> what it will have
+## `torch.Stream`
+there("w1", echo, torch.Stream(device='cpu'))
+CannotEncode: argument 0 (torch.Stream) cannot be sent:
+-> [devices](devices.md) of workers
+## `torch.Event`
+there("w1", echo, torch.Event(device='cpu'))
+CannotEncode: argument 0 (torch.Event) cannot be sent:
+-> [devices](devices.md) of workers
+## a node of a graph
+there("w1", echo, x.sin().grad_fn)
+CannotEncode: argument 0 (builtins.SinBackward0) cannot be sent:
+-> the tensor
+## an edge of a graph
+there("w1", echo, torch.autograd.graph.get_gradient_edge(x))
+CannotEncode: argument 0[0] (builtins.AccumulateGrad) cannot be sent:
+-> the tensor
 """,
-        "CannotEncode",
-        "the function returned, but its result cannot be sent: a value (_thread.lock) cannot be sent: cannot",
-        "`rpc.remote`, and calls by the reference",
-    ),
-    Limit(
-        "References",
-        "a pickle of a reference",
-        """
+    "References": """
+## a pickle of a reference
 import pickle
 pickle.dumps(rpc.RRef(1))
+UsageError: ... can only be sent in the arguments or the result of a remote call; pickled otherwise, nobody would
+-> send it by a call
+## the value of a reference elsewhere
+rpc.remote('w1', dict).local_value()
+NotOwner: ...: the value is not on this worker
+-> `to_here()`
+## iterating over a reference
+list(rpc.remote('w1', list))
+TypeError: 'RRef' object is not iterable
+-> `to_here()`
 """,
-        "UsageError",
-        "... can only be sent in the arguments or the result of a remote call; pickled otherwise, nobody would",
-        "send it by a call",
-    ),
-    Limit(
-        "References",
-        "the value of a reference elsewhere",
-        "rpc.remote('w1', dict).local_value()",
-        "NotOwner",
-        "...: the value is not on this worker",
-        "`to_here()`",
-    ),
-    Limit(
-        "References",
-        "iterating over a reference",
-        "list(rpc.remote('w1', list))",
-        "TypeError",
-        "'RRef' object is not iterable",
-        "`to_here()`",
-    ),
-    Limit(
-        "Actors",
-        "a method that waits for a call to its own object",
-        """
+    "Actors": """
+## a method that waits for a call to its own object
 @rpc.actor
 class Loops:
     def first(self, reference):
@@ -167,173 +155,93 @@ class Loops:
 
 actor = rpc.remote("w1", Loops)
 actor.rpc_sync().first(actor)
+UsageError: Loops.first waits for a call that calls Loops.second of the same object, and an actor runs one method
+-> do not wait for it, or call `self.second()`
 """,
-        "UsageError",
-        "Loops.first waits for a call that calls Loops.second of the same object, and an actor runs one method",
-        "do not wait for it, or call `self.second()`",
-    ),
-    Limit(
-        "Weights",
-        "a source that has no state",
-        "Publisher('number', 5)",
-        "InvalidArgument",
-        "source must be a module, a state dict, another tree of tensors, or a function that gives one, not 5",
-        "a module, a tree of tensors, or a function that gives one",
-    ),
-    Limit(
-        "Weights",
-        "a publisher that was closed",
-        """
+    "Weights": """
+## a source that has no state
+Publisher('number', 5)
+InvalidArgument: source must be a module, a state dict, another tree of tensors, or a function that gives one, not 5
+-> a module, a tree of tensors, or a function that gives one
+## a publisher that was closed
 publisher = Publisher('closed', remote)
 publisher.close()
 publisher.publish()
-""",
-        "UsageError",
-        "the publisher 'closed' was closed, and publishes no more: make a new one",
-        "make a new one",
-    ),
-    Limit(
-        "Weights",
-        "two publishers of one name",
-        "first, second = Publisher('twice', {'x': x}), Publisher('twice', {'x': x})",
-        "UsageError",
-        "worker 'w0' has a publisher 'twice' already: close that one first, or take another name",
-        "another name",
-    ),
-    Limit(
-        "Weights",
-        "references in a state",
-        "Publisher('references', {'r': rpc.RRef(1)}).publish()",
-        "InvalidArgument",
-        "weights that are published cannot hold references, as ...",
-        "what they refer to",
-    ),
-    Limit(
-        "Weights",
-        "a tensor without values",
-        "Publisher('meta', {'x': torch.empty(2, device='meta')}).publish()",
-        "InvalidArgument",
-        "a tensor of shape (2,) cannot be published, since it is on the meta device: publish what it is made of",
-        "plain tensors",
-    ),
-    Limit(
-        "Weights",
-        "sparse tensors",
-        "Publisher('sparse', {'x': torch.eye(2).to_sparse()}).publish()",
-        "InvalidArgument",
-        "a tensor of shape (2, 2) cannot be published, since it is torch.sparse_coo: publish what it is made of",
-        "indices and values",
-    ),
-    Limit(
-        "Weights",
-        "rounding to whole numbers",
-        "Publisher('rounded', {'x': x}, dtype=torch.int8).publish()",
-        "UsageError",
-        "'' cannot be published as torch.int8: weights are rounded to floating numbers, such as torch.bfloat16",
-        "a floating type",
-    ),
-    Limit(
-        "Weights",
-        "a version that does not fit a module",
-        """
+UsageError: the publisher 'closed' was closed, and publishes no more: make a new one
+-> make a new one
+## two publishers of one name
+first, second = Publisher('twice', {'x': x}), Publisher('twice', {'x': x})
+UsageError: worker 'w0' has a publisher 'twice' already: close that one first, or take another name
+-> another name
+## references in a state
+Publisher('references', {'r': rpc.RRef(1)}).publish()
+InvalidArgument: weights that are published cannot hold references, as ...
+-> what they refer to
+## a tensor without values
+Publisher('meta', {'x': torch.empty(2, device='meta')}).publish()
+InvalidArgument: a tensor of shape (2,) cannot be published, since it is on the meta device: publish what it is made of
+-> plain tensors
+## sparse tensors
+Publisher('sparse', {'x': torch.eye(2).to_sparse()}).publish()
+InvalidArgument: a tensor of shape (2, 2) cannot be published, since it is torch.sparse_coo: publish what it is made of
+-> indices and values
+## rounding to whole numbers
+Publisher('rounded', {'x': x}, dtype=torch.int8).publish()
+UsageError: '' cannot be published as torch.int8: weights are rounded to floating numbers, such as torch.bfloat16
+-> a floating type
+## a version that does not fit a module
 publisher = Publisher("shapes", nn.Linear(2, 3))
 publisher.publish()
 Subscriber("w0", "shapes").newest().load_into(nn.Linear(3, 3))
-""",
-        "InvalidArgument",
-        "version ... does not fit: of another shape in it: weight ((3, 3) here, (3, 2) there)",
-        "a module of the same names and shapes",
-    ),
-    Limit(
-        "Weights",
-        "swapping into a module of another type",
-        """
+InvalidArgument: version ... does not fit: of another shape in it: weight ((3, 3) here, (3, 2) there)
+-> a module of the same names and shapes
+## swapping into a module of another type
 publisher = Publisher("types", nn.Linear(3, 3))
 publisher.publish()
 Subscriber("w0", "types").newest().swap_into(nn.Linear(3, 3).double())
-""",
-        "InvalidArgument",
-        "version ... cannot be swapped into a module whose tensors are of other types: weight, bias. load_into",
-        "`load_into`, which converts",
-    ),
-    Limit(
-        "Weights",
-        "a version that is no state dict, into a module",
-        """
+InvalidArgument: version ... cannot be swapped into a module whose tensors are of other types: weight, bias. load_into
+-> `load_into`, which converts
+## a version that is no state dict, into a module
 publisher = Publisher("tree", [x])
 publisher.publish()
 Subscriber("w0", "tree").newest().load_into(nn.Linear(3, 3))
-""",
-        "InvalidArgument",
-        "version ... is no state dict, but of type list",
-        "`version.state`",
-    ),
-    Limit(
-        "Weights",
-        "a publisher that never comes",
-        "Subscriber('w1', 'nothing', timeout=0.05)",
-        "UnknownPublisher",
-        "worker 'w1' has no publisher 'nothing', and none has come within 0.05 s; there is none at all",
-        "make it there, and keep it",
-    ),
-    Limit(
-        "Weights",
-        "a part that is no part of a tensor",
-        """
+InvalidArgument: version ... is no state dict, but of type list
+-> `version.state`
+## a publisher that never comes
+Subscriber('w1', 'nothing', timeout=0.05)
+UnknownPublisher: worker 'w1' has no publisher 'nothing', and none has come within 0.05 s; there is none at all
+-> make it there, and keep it
+## a part that is no part of a tensor
 def parts():
     return {"x": Shard(torch.ones(3), (2,), (4,))}
 
 ShardedPublisher("parts", {"w1": parts}).publish()
-""",
-        "InvalidArgument",
-        "'x' is no part of a tensor of shape (4,): it begins at (2,), and has (3,)",
-        "what lies inside of the whole tensor",
-    ),
-    Limit(
-        "Weights",
-        "a rank that nobody publishes",
-        """
+InvalidArgument: 'x' is no part of a tensor of shape (4,): it begins at (2,), and has (3,)
+-> what lies inside of the whole tensor
+## a rank that nobody publishes
 publisher = ShardedPublisher("spread", remote)
 publisher.publish()
 ShardedSubscriber("w0", "spread", {"other": None}).newest()
+UsageError: nobody publishes other; there are bias, weight
+-> a name that is published
 """,
-        "UsageError",
-        "nobody publishes other; there are bias, weight",
-        "a name that is published",
-    ),
-    Limit(
-        "Checkpoints",
-        "a state that is no dictionary",
-        "checkpoint.save(remote, folder)",
-        "UsageError",
-        "the state of a checkpoint is a dictionary by names, not RemoteModule(Linear on w1/cpu): write",
-        '`{"model": model}`',
-    ),
-    Limit(
-        "Checkpoints",
-        "a folder that is no path",
-        "checkpoint.save({'model': remote}, 5)",
-        "UsageError",
-        "a checkpoint is in a folder: give its path (checkpoint_id), not 5",
-        "its path",
-    ),
-    Limit(
-        "Checkpoints",
-        "loading where nothing was saved",
-        "checkpoint.load({'model': remote}, folder)",
-        "UsageError",
-        "there is no complete checkpoint in ...: [Errno 2] No such file or directory: ...",
-        "`checkpoint.latest(folder)` tells whether there is one",
-    ),
-    Limit(
-        "Checkpoints",
-        "loading what was not saved",
-        """
+    "Checkpoints": """
+## a state that is no dictionary
+checkpoint.save(remote, folder)
+UsageError: the state of a checkpoint is a dictionary by names, not RemoteModule(Linear on w1/cpu): write
+-> `{"model": model}`
+## a folder that is no path
+checkpoint.save({'model': remote}, 5)
+UsageError: a checkpoint is in a folder: give its path (checkpoint_id), not 5
+-> its path
+## loading where nothing was saved
+checkpoint.load({'model': remote}, folder)
+UsageError: there is no complete checkpoint in ...: [Errno 2] No such file or directory: ...
+-> `checkpoint.latest(folder)` tells whether there is one
+## loading what was not saved
 checkpoint.save({'step': 1}, folder)
 checkpoint.load({'model': remote}, folder)
+UsageError: the checkpoint in ... has no model.bias, model.weight
+-> the names that were saved
 """,
-        "UsageError",
-        "the checkpoint in ... has no model.bias, model.weight",
-        "the names that were saved",
-    ),
-]
+}
