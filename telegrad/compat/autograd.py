@@ -13,7 +13,6 @@ from telegrad._core.worker import current
 from telegrad.autograd import entry_points
 from telegrad.autograd.engine.edges import edge_of
 from telegrad.autograd.engine.record import OWNER_SHIFT, AutogradContext, RecvNode, Send, entered_id
-from telegrad.compat.missing import missing_from
 from telegrad.errors import AutogradError, ContextEnded, TelegradError
 
 __all__ = ["backward", "context", "get_gradients", "is_available"]
@@ -168,6 +167,3 @@ def _get_debug_info() -> dict[str, str]:
 
 def _init(worker_id: int) -> None:
     """Do nothing: contexts are set up with the worker."""
-
-
-__getattr__ = missing_from("torch.distributed.autograd")

@@ -37,9 +37,15 @@ WITH_TORCH = ("autograd", "checkpoint", "nn", "optim", "rpc", "weights", *OF_EXT
 
 log = logging.getLogger("telegrad")
 
-_lock = threading.RLock()  # guards the next two and the environment variable; `installed` reads _on without it
-_on = False
-_substitution: Substitution | None = None  # the modules that replace torch's; None before torch is imported
+_lock = threading.RLock()  # guards _mode and the environment variable; `installed` reads _mode.on without it
+
+
+class _Mode:
+    on = False
+    substitution: Substitution | None = None  # the modules that replace torch's; None before torch is imported
+
+
+_mode = _Mode()
 
 if hasattr(os, "register_at_fork"):  # a child must not be forked in the middle of a change
     os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
@@ -63,7 +69,7 @@ def install() -> None:
         >>> compat.uninstall()
     """
     with _lock:
-        was_on = _on
+        was_on = _mode.on
         _turn_on()
     if "torch" in sys.modules or threading.active_count() > 1:  # another thread may have begun to import it
         try:
@@ -88,14 +94,13 @@ def uninstall() -> None:
         >>> compat.installed()
         False
     """
-    global _on, _substitution
     with _lock:
-        if _substitution is not None:
+        if _mode.substitution is not None:
             _check_free()
-            _substitution.undo()
+            _mode.substitution.undo()
         forget_import("torch")
-        _on = programs.serves_torch = False
-        _substitution = None
+        _mode.on = programs.serves_torch = False
+        _mode.substitution = None
         _set_paths(_other_paths())
 
 
@@ -107,7 +112,7 @@ def installed() -> bool:
         >>> compat.installed()
         False
     """
-    return _on
+    return _mode.on
 
 
 def child_environment(variables: Mapping[str, str]) -> dict[str, str]:
@@ -116,17 +121,16 @@ def child_environment(variables: Mapping[str, str]) -> dict[str, str]:
     Each process that Telegrad starts gets its environment from here.
     """
     environment = dict(variables)
-    if _on:
+    if _mode.on:
         paths = [path for path in environment.get(VARIABLE, "").split(os.pathsep) if path not in ("", BOOT)]
         environment[VARIABLE] = os.pathsep.join([BOOT, *paths])
     return environment
 
 
 def _turn_on() -> None:
-    global _on
-    if not _on:
+    if not _mode.on:
         _check_free()
-        _on = programs.serves_torch = True
+        _mode.on = programs.serves_torch = True
         after_import("torch", lambda _: _begin_with_torch())
         import_before("torch", [f"telegrad.{name}" for name in WITH_TORCH])
     _set_paths([BOOT, *_other_paths()])
@@ -139,14 +143,13 @@ def _begin_with_torch() -> None:
 
 def _take_effect() -> None:
     """Apply the mode once torch is imported; wait if another thread is importing it."""
-    global _substitution
     import_module("torch")
     substitution = import_module("telegrad.compat.places").substitution()
     with _lock:
-        if _on and _substitution is None:
+        if _mode.on and _mode.substitution is None:
             _check_free()
             forget_import("torch")
-            _substitution = substitution
+            _mode.substitution = substitution
             substitution.take_effect()
 
 

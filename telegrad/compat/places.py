@@ -1,38 +1,87 @@
-"""The table of Telegrad's modules, by the names of the torch modules that they replace."""
+"""Telegrad's modules, by the names of the torch modules that they replace."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import import_module
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import NoReturn
 
 import torch.distributed
 
 from telegrad.compat import profiler
-from telegrad.compat.optimizer import DistributedOptimizer
 from telegrad.compat.remote_module import RemoteModule
 from telegrad.compat.rpc import futures
+from telegrad.compat.rpc.references import RRef  # noqa: F401 - for the table below
 from telegrad.compat.substitution import Export, Substitution
 from telegrad.errors import UsageError
+from telegrad.optim import DistributedOptimizer
 
 _OURS = "telegrad.compat"
-MODULES = {
+_MODULES = {
     "torch.distributed.rpc": f"{_OURS}.rpc",
     "torch.distributed.rpc.api": f"{_OURS}.rpc.api",
     "torch.distributed.rpc.backend_registry": f"{_OURS}.rpc.backend_registry",
     "torch.distributed.rpc.constants": f"{_OURS}.rpc.constants",
-    "torch.distributed.rpc.functions": f"{_OURS}.rpc.functions",
     "torch.distributed.rpc.internal": f"{_OURS}.rpc.internal",
-    "torch.distributed.rpc.options": f"{_OURS}.rpc.options",
-    "torch.distributed.rpc.rref_proxy": f"{_OURS}.rpc.rref_proxy",
     "torch.distributed.rpc.server_process_global_profiler": f"{_OURS}.rpc.server_process_global_profiler",
     "torch.distributed.autograd": f"{_OURS}.autograd",
     "torch.distributed.nn.api.remote_module": f"{_OURS}.remote_module",
-    "torch.distributed.optim.optimizer": f"{_OURS}.optimizer",
-    "torch._C._distributed_rpc": f"{_OURS}.c_rpc",
-    "torch._C._distributed_rpc_testing": f"{_OURS}.c_rpc_testing",
-    "torch._C._distributed_autograd": f"{_OURS}.c_autograd",
+}
+# Modules that only have names of other modules: those that are public, and after "|" those that are not in `__all__`.
+_NAMES = {
+    "torch.distributed.rpc.functions": ("telegrad.rpc.functions", "async_execution"),
+    "torch.distributed.rpc.options": ("telegrad.rpc", "TensorPipeRpcBackendOptions"),
+    "torch.distributed.rpc.rref_proxy": (f"{_OURS}.rpc.api", "RRefProxy | rpc_async"),
+    "torch.distributed.optim.optimizer": (f"{_OURS}.places", "DistributedOptimizer | RRef"),
+    "torch._C._distributed_rpc": (
+        f"{_OURS}.rpc",
+        "_DEFAULT_INIT_METHOD _DEFAULT_NUM_WORKER_THREADS _DEFAULT_RPC_TIMEOUT_SEC _UNSET_RPC_TIMEOUT PyRRef RpcAgent "
+        "RpcBackendOptions TensorPipeAgent WorkerInfo _TensorPipeRpcBackendOptionsBase "
+        "_delete_all_user_and_unforked_owner_rrefs _get_current_rpc_agent _is_current_rpc_agent_set "
+        "_rref_context_get_debug_info _set_and_start_rpc_agent _set_profiler_node_id _set_rpc_timeout "
+        "enable_gil_profiling get_rpc_timeout",
+    ),
+    "torch._C._distributed_rpc_testing": (f"{_OURS}.rpc", ""),
+    "torch._C._distributed_autograd": (
+        f"{_OURS}.autograd",
+        "DistAutogradContext _current_context _get_debug_info _get_max_id _init _is_valid_context _new_context "
+        "_release_context _retrieve_context backward get_gradients",
+    ),
 }
 _DEAR = ("torch.distributed.optim",)  # imports half of torch, which DistributedOptimizer does not need
 _LEGACY_PROFILER = ("ProfilerConfig", "_enable_profiler_legacy", "_parse_legacy_records")
+
+
+def modules() -> dict[str, ModuleType]:
+    """Return the modules, each after its parent."""
+    made = {place: import_module(ours) for place, ours in _MODULES.items()}
+    for place, (home, names) in _NAMES.items():
+        module = made[place] = ModuleType(place, f"`{place}`: names of {home}.")
+        module.__spec__ = ModuleSpec(place, None)
+        public, _, others = (part.split() for part in names.partition("|"))
+        module.__all__ = public  # type: ignore[attr-defined]
+        for name in public + others:
+            setattr(module, name, getattr(import_module(home), name))
+        parent, _, leaf = place.rpartition(".")
+        if parent in made:
+            setattr(made[parent], leaf, module)
+    for place, module in made.items():
+        vars(module)["__getattr__"] = _refuse_names(place)
+    return made
+
+
+def _refuse_names(place: str) -> Callable[[str], NoReturn]:
+    """Return the `__getattr__` for a module that replaces `place`: it refuses what only torch's own module has."""
+
+    def look_up(name: str) -> NoReturn:
+        raise AttributeError(
+            f"module {place!r} has no attribute {name!r}: Telegrad serves this module, and the name belongs to the "
+            "inner workings of torch's own. What to use instead is in docs/migration.md of Telegrad"
+        )
+
+    return look_up
 
 
 def substitution() -> Substitution:
@@ -44,7 +93,6 @@ def substitution() -> Substitution:
     if not torch.distributed.is_available():
         raise UsageError("torch was built without torch.distributed, whose stores the workers meet through")
     torch.jit._builtins._get_builtin_table()  # type: ignore[no-untyped-call]  # with torch's own operators, not ours
-    modules = {place: import_module(ours) for place, ours in MODULES.items()}
     exports = [
         Export("torch.distributed.nn", "RemoteModule", RemoteModule, "torch.distributed.nn.api.remote_module"),
         Export(
@@ -56,4 +104,4 @@ def substitution() -> Substitution:
     ]
     if not hasattr(torch.jit.annotations, "is_rref"):  # torch was built without RPC, so TorchScript has no references
         exports.append(Export("torch.jit.annotations", "is_rref", lambda annotation: False))
-    return Substitution(modules, exports, put_off=_DEAR)
+    return Substitution(modules(), exports, put_off=_DEAR)

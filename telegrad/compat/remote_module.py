@@ -14,7 +14,6 @@ from telegrad._core.modules import module_host, remote_module
 from telegrad._core.modules.place import parse_place
 from telegrad._core.pickling.reducers import REDUCERS
 from telegrad.compat import scripted
-from telegrad.compat.missing import missing_from
 from telegrad.rpc import RRef, WorkerInfo, rpc_async
 
 __all__ = ["RemoteModule"]
@@ -117,5 +116,3 @@ def run_async(module: RRef[nn.Module], device: str, has_map: bool, *args: Any, *
 
 
 REDUCERS[RemoteModule] = REDUCERS[remote_module.RemoteModule]
-
-__getattr__ = missing_from("torch.distributed.nn.api.remote_module")

@@ -12,10 +12,11 @@ import pytest
 LOOK = """
 import importlib, json, pkgutil, sys, types
 import torch.distributed.rpc, torch.distributed.rpc._testing
-from telegrad.compat.places import MODULES
+from telegrad.compat.places import modules as make
 from telegrad.compat.substitution import _family
 
-FAMILIES = [_family(place) for place in MODULES]
+OURS = make()
+FAMILIES = [_family(place) for place in OURS]
 
 def is_public(module, name, value):
     if name in getattr(module, "__all__", ()):
@@ -30,8 +31,8 @@ def public(place):
     return {name for name, value in vars(module).items() if is_public(module, name, value)}
 
 missing = {
-    place: sorted(name for name in public(place) if not hasattr(importlib.import_module(ours), name))
-    for place, ours in MODULES.items()
+    place: sorted(name for name in public(place) if not hasattr(ours, name))
+    for place, ours in OURS.items()
 }
 modules = [
     f"{package.__name__}.{each.name}"
@@ -39,9 +40,9 @@ modules = [
     for each in pkgutil.iter_modules(package.__path__)
     if not each.name.startswith("_")
 ]
-ours = importlib.import_module(MODULES["torch.distributed.rpc"])
+ours = OURS["torch.distributed.rpc"]
 starred = sorted(set(torch.distributed.rpc.__all__) - set(ours.__all__))
-print(json.dumps({"missing": missing, "modules": sorted(set(modules) - MODULES.keys()), "starred": starred}))
+print(json.dumps({"missing": missing, "modules": sorted(set(modules) - OURS.keys()), "starred": starred}))
 """
 INNER = {  # what torch has there without meaning it for users, or for use with its own agent only
     "torch.distributed.rpc": ["RemoteProfilerManager"],

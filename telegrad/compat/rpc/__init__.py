@@ -16,15 +16,11 @@ from telegrad._core.stores.group_keys import find_keys
 from telegrad._core.stores.stores import open_store
 from telegrad._core.stores.urls import split
 from telegrad.compat import autograd as dist_autograd
-from telegrad.compat.missing import missing_from
 from telegrad.compat.rpc import (
     api,
     backend_registry,
     constants,
-    functions,
     internal,
-    options,
-    rref_proxy,
     server_process_global_profiler,
 )
 from telegrad.compat.rpc.agent import RpcAgent, TensorPipeAgent, enable_gil_profiling
@@ -180,7 +176,7 @@ def _init_rpc_backend(
     """Join a group whose workers meet in `store`."""
     _validate_rpc_args(backend, store, name, rank, world_size, rpc_backend_options)
     check_free()
-    api._begin_rounds()
+    api._rounds.clear()  # before this worker can be called, because objects of the first round may arrive at once
     agent = init_backend(
         backend,
         store=store,
@@ -217,6 +213,3 @@ def _get_debug_info() -> dict[str, str]:
 
 def _set_profiler_node_id(node_id: int) -> None:
     """Do nothing: events have the rank of the group that this process is in."""
-
-
-__getattr__ = missing_from("torch.distributed.rpc")

@@ -9,17 +9,11 @@ from telegrad._core.worker.worker import Worker
 
 _LOOKS = 16  # samples that are averaged to measure the wait for the GIL
 
-_measures_gil = False
-
-
-def enable_gil_profiling(flag: bool) -> None:
-    """Include the average wait for the GIL in `get_debug_info` if `flag` is true."""
-    global _measures_gil
-    _measures_gil = flag
-
 
 class RpcAgent:
     """A worker of a group."""
+
+    measures_gil = False  # of all workers of the process
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
@@ -45,7 +39,7 @@ class RpcAgent:
             "agent.calls_started": str(self._agent.started),
             "agent.idle": str(int(self._agent.idle)),
         }
-        if _measures_gil:
+        if self.measures_gil:
             info["agent.gil_average_wait_time_us"] = f"{_gil_wait():.1f}"
         return info
 
@@ -74,6 +68,11 @@ class RpcAgent:
 
 class TensorPipeAgent(RpcAgent):
     """The agent under the name of torch's only kind."""
+
+
+def enable_gil_profiling(flag: bool) -> None:
+    """Include the average wait for the GIL in `get_debug_info` if `flag` is true."""
+    RpcAgent.measures_gil = flag
 
 
 def _gil_wait() -> float:

@@ -22,9 +22,9 @@ from telegrad._core.membership.members import WorkerInfo
 from telegrad._core.progress import Wait
 from telegrad._core.rpc import remote_calls, rref
 from telegrad._core.rpc.remote_calls import _rref_context_get_debug_info  # noqa: F401
+from telegrad._core.rpc.rref import Proxy
 from telegrad._core.start import life
 from telegrad._core.worker import current
-from telegrad.compat.missing import missing_from
 from telegrad.compat.rpc import profiled
 from telegrad.compat.rpc.agent import RpcAgent, TensorPipeAgent
 from telegrad.compat.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
@@ -139,6 +139,12 @@ def method_factory(method_name: str, docstring: str | None) -> Callable[..., Any
 new_method = method_factory("to_here", rref.RRef.to_here.__doc__)  # public in torch: the last method made there
 
 
+def RRefProxy(rref: RRef[Any], rpc_api: Callable[..., Any], timeout: float = UNSET_RPC_TIMEOUT) -> Proxy:  # noqa: N802
+    """Return a proxy whose `proxy.method(*args)` calls that method at the owner, by one of the three call functions."""
+    ways = {rpc_sync: rref.rpc_sync, rpc_async: rref.rpc_async, remote: rref.remote}
+    return ways[rpc_api](timeout)
+
+
 # The agent
 
 
@@ -157,8 +163,8 @@ def _set_and_start_rpc_agent(agent: Any) -> None:
 
 
 def _init_rpc_states(agent: Any) -> None:
-    global _ALL_WORKER_NAMES
-    _ALL_WORKER_NAMES = {worker.name for worker in agent.get_worker_infos()}
+    _ALL_WORKER_NAMES.clear()
+    _ALL_WORKER_NAMES.update(worker.name for worker in agent.get_worker_infos())
     if not _is_current_rpc_agent_set():
         _set_and_start_rpc_agent(agent)
 
@@ -173,12 +179,6 @@ def _set_rpc_timeout(timeout: float) -> None:
 
 
 # Barriers
-
-
-def _begin_rounds() -> None:
-    """Reset the rounds before this worker can be called, because objects of the first round may arrive at once."""
-    global _rounds
-    _rounds = Rounds()
 
 
 def _gather_to_leader(sequence_id: str, worker_name: str, obj: Any, worker_names: set[str] | None = None) -> None:
@@ -338,6 +338,3 @@ def _count_leaks() -> int:
         if not held or monotonic() > until:
             return held
         pause.wait(1e-2)
-
-
-__getattr__ = missing_from("torch.distributed.rpc.api")

@@ -11,7 +11,6 @@ from telegrad._core.stores.group_keys import find_keys
 from telegrad._core.stores.sealed_store import SealedStore
 from telegrad._core.stores.stores import RendezvousStore
 from telegrad._core.worker import current
-from telegrad.compat.missing import missing_from
 from telegrad.compat.rpc.agent import TensorPipeAgent
 from telegrad.compat.rpc.constants import DEFAULT_INIT_METHOD, DEFAULT_RPC_TIMEOUT_SEC
 from telegrad.compat.rpc.references import RRef
@@ -103,5 +102,3 @@ def _join_group(
 
 
 BackendType: Any = _types({"TENSORPIPE": BackendValue(_make_options, _join_group)})
-
-__getattr__ = missing_from("torch.distributed.rpc.backend_registry")

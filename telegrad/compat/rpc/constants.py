@@ -6,7 +6,6 @@ from datetime import timedelta
 
 from telegrad._core.rpc.remote_calls import UNSET_RPC_TIMEOUT
 from telegrad._core.worker import options
-from telegrad.compat.missing import missing_from
 
 DEFAULT_RPC_TIMEOUT_SEC = options.DEFAULT_RPC_TIMEOUT
 DEFAULT_INIT_METHOD = options.DEFAULT_INIT_METHOD
@@ -22,5 +21,3 @@ __all__ = [
     "DEFAULT_SHUTDOWN_TIMEOUT",
     "UNSET_RPC_TIMEOUT",
 ]
-
-__getattr__ = missing_from("torch.distributed.rpc.constants")

@@ -37,6 +37,11 @@ class Rounds:
         self._numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
         self._rounds: dict[str, Round] = {}
 
+    def clear(self) -> None:
+        with self._lock:
+            self._numbers.clear()
+            self._rounds.clear()
+
     def begin(self, names: set[str]) -> tuple[str, Round]:
         """Return the key and the round of this worker's next gathering with these workers. The key is equal on all of
         them."""

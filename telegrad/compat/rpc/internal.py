@@ -11,7 +11,6 @@ from torch import Tensor
 from telegrad._core.calls.profiling import event_name
 from telegrad._core.pickling.pickling import decode, encode
 from telegrad._core.pickling.reducers import REDUCERS
-from telegrad.compat.missing import missing_from
 from telegrad.compat.rpc.references import not_by_hand
 
 __all__ = ["PythonUDF", "RPCExecMode", "RemoteException", "deserialize", "serialize"]
@@ -74,6 +73,3 @@ def _build_rpc_profiling_key(
 ) -> str:
     """Return the name of a call in the profiler."""
     return event_name(exec_type.value, func_name, current_worker_name, dst_worker_name)
-
-
-__getattr__ = missing_from("torch.distributed.rpc.internal")

@@ -12,7 +12,6 @@ from torch.autograd import profiler_legacy, profiler_util
 
 from telegrad._core.atfork import renewed
 from telegrad._core.worker import current
-from telegrad.compat.missing import missing_from
 from telegrad.compat.profiler import Event, Options, Profiled
 
 __all__: list[str] = []
@@ -90,6 +89,3 @@ def _profiled(function: Callable[..., Any]) -> Callable[..., Any]:
                         each._gathered.append(once.events())
 
     return run
-
-
-__getattr__ = missing_from("torch.distributed.rpc.server_process_global_profiler")
