@@ -33,7 +33,7 @@ _MODULES = {
 _NAMES = {
     "torch.distributed.rpc.functions": ("telegrad.rpc.functions", "async_execution"),
     "torch.distributed.rpc.options": ("telegrad.rpc", "TensorPipeRpcBackendOptions"),
-    "torch.distributed.rpc.rref_proxy": (f"{_OURS}.rpc.api", "RRefProxy | rpc_async"),
+    "torch.distributed.rpc.rref_proxy": (f"{_OURS}.rpc.api", "RRefProxy | rpc_async UNSET_RPC_TIMEOUT"),
     "torch.distributed.optim.optimizer": (f"{_OURS}.places", "DistributedOptimizer | RRef"),
     "torch._C._distributed_rpc": (
         f"{_OURS}.rpc",
