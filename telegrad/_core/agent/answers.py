@@ -86,13 +86,10 @@ class Answers:
                 flags |= HAS_REFERENCES
                 body = append(body, self._layers.references.pack(references, caller.identity, None))
         except BaseException as error:
-            name, cause = call.name or user_name(function), error
-            if isinstance(error, CannotEncode):
-                cause = CannotEncode(f"the function returned, but its result cannot be sent: {error}")
-                cause.__cause__ = error.__cause__
-            self._note_failure(call, cause, name)
+            error, name = _about_result(error), call.name or user_name(function)
+            self._note_failure(call, error, name)
             self._streams.publish()
-            return self._failure(call, describe(cause, self.name, name))
+            return self._failure(call, describe(error, self.name, name))
         return Message(RESULT, asked.id, flags, b"", meta, body, _handed_over(blobs) if blobs else ())
 
     def fail(self, call: Incoming, error: BaseException, name: str) -> None:
@@ -184,3 +181,12 @@ def its_future(function: Any, result: Any) -> Any:
         "Functions decorated with @rpc.async_function must return a torch.futures.Future object, but "
         f"{name} returned {type(result).__name__}"
     )
+
+
+def _about_result(error: BaseException) -> BaseException:
+    """Return the error of a result. Inlined, it would need a second variable, which makes a reference cycle."""
+    if isinstance(error, CannotEncode):
+        said = CannotEncode(f"the function returned, but its result cannot be sent: {error}")
+        said.__cause__ = error.__cause__
+        return said
+    return error

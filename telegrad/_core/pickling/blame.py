@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from types import AsyncGeneratorType, CodeType, FunctionType, GeneratorType, MethodType
+from types import AsyncGeneratorType, FunctionType, GeneratorType, MethodType
 from typing import Any
 
 from telegrad._core.pickling.function_names import name_of
+from telegrad._core.pickling.global_names import lookups_of
 from telegrad._core.pickling.main_program import GUARD
 from telegrad._core.pickling.reducers import BoundToProcess
 from telegrad._core.pickling.remote_text import first_line
@@ -91,7 +92,7 @@ def _variables_of(function: FunctionType, same_program: bool) -> Iterable[Part]:
             yield name, cell.cell_contents
         except ValueError:  # not bound yet
             continue
-    for name in sorted(names_in(function.__code__)):
+    for name in sorted(lookups_of(function.__code__).read):
         if name in function.__globals__:
             yield name, function.__globals__[name]
     defaults = function.__defaults__ or ()
@@ -99,12 +100,3 @@ def _variables_of(function: FunctionType, same_program: bool) -> Iterable[Part]:
     yield from zip(function.__code__.co_varnames[count - len(defaults) : count], defaults, strict=True)
     yield from (function.__kwdefaults__ or {}).items()
     yield from function.__dict__.items()
-
-
-def names_in(code: CodeType) -> set[str]:
-    """Return the names that a code object, or a function inside it, may look up among the globals."""
-    names = set(code.co_names)
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            names |= names_in(constant)
-    return names

@@ -19,12 +19,10 @@ from types import CodeType, FunctionType, ModuleType
 from typing import Any, ClassVar
 
 import cloudpickle
-from torch import Tensor
 
 from telegrad._core.pickling import main_modules
 from telegrad._core.pickling.main_program import MAIN
-from telegrad._core.pickling.reducers import reduce
-from telegrad._core.pickling.segments import SegmentWriter, Texts, expect_texts
+from telegrad._core.pickling.reducers import Pickler
 from telegrad.errors import CannotDecode
 
 log = logging.getLogger("telegrad")
@@ -90,23 +88,13 @@ def make_cached(
     return scope.make(path, version, make) if scope is not None else make()
 
 
-class ValuePickler(_Pickler):
+class ValuePickler(Pickler, _Pickler):
     """A pickler that also sends functions and classes without a name, by value."""
-
-    same_program: bool
-    tensors: list[Tensor]
-    references: list[Any]
-    plain: bool
-    file: SegmentWriter
-    texts: Texts | None = None
-
-    reducer_override = reduce
-    expect_texts = expect_texts
 
     def by_value(self, obj: Any) -> Any:
         if isinstance(obj, functools._lru_cache_wrapper):
             return _reduce_cached(self, obj)
-        return in_scope(self, obj, super().reducer_override(obj))
+        return in_scope(self, obj, _Pickler.reducer_override(self, obj))
 
     def dump_by_value(self, obj: Any) -> bytes:
         return dump_by_value(obj)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import re
 import sys
@@ -187,12 +186,19 @@ def _other_global(function: Any, module_name: str) -> str | None:
     return None
 
 
-@functools.cache
+_program: str | None = None
+
+
 def program() -> str:
     """Return a fingerprint of the main program; "" if other processes cannot have the same (a notebook, a prompt)."""
-    path: Any = getattr(sys.modules.get(MAIN), "__file__", None)
-    try:
-        with open_regular(path) as file:
-            return fingerprint(path, file.read())
-    except (OSError, TypeError):
-        return ""
+    global _program
+    if _program is None:
+        path = getattr(sys.modules.get(MAIN), "__file__", None)
+        try:
+            with open_regular(path) as file:  # type: ignore[arg-type]
+                content = file.read()
+        except (OSError, TypeError):
+            _program = ""
+        else:
+            _program = fingerprint(path, content)  # type: ignore[arg-type]
+    return _program

@@ -17,7 +17,7 @@ from telegrad._core.pickling.main_program import MAIN, SPAWNED_MAIN, source_of
 
 MAINS = (MAIN, SPAWNED_MAIN)
 _CACHED = 4096
-_READS = {"LOAD_GLOBAL", "LOAD_NAME"}
+_READS = {"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"}
 _WRITES = {"STORE_GLOBAL", "DELETE_GLOBAL"}
 
 

@@ -30,15 +30,8 @@ from telegrad._core.host import out_of_memory
 from telegrad._core.interrupts import raised_by_handler
 from telegrad._core.pickling.blame import find_unpicklable_part
 from telegrad._core.pickling.function_names import import_anew, not_found
-from telegrad._core.pickling.reducers import FROM_REFERENCES, FROM_SLOTS, REBUILDERS, NeedsValue, reduce
-from telegrad._core.pickling.segments import (
-    OWN_FROM,
-    LargeText,
-    SegmentReader,
-    SegmentWriter,
-    Texts,
-    expect_texts,
-)
+from telegrad._core.pickling.reducers import FROM_REFERENCES, FROM_SLOTS, REBUILDERS, Pickler
+from telegrad._core.pickling.segments import OWN_FROM, LargeText, SegmentReader, SegmentWriter
 from telegrad._core.pickling.short_text import text_of
 from telegrad._core.wire.raw_memory import held, of_buffer, to_text
 from telegrad.errors import CannotDecode, CannotEncode, CodecError
@@ -335,21 +328,8 @@ def _load_cut(body: bytes | memoryview, tensors: Sequence[Tensor], references: S
     return unpickler.load()
 
 
-class _Pickler(pickle.Pickler):
+class _Pickler(Pickler, pickle.Pickler):
     """A pickler for values whose functions and classes all have names."""
-
-    same_program: bool
-    tensors: list[Tensor]
-    references: list[Any]
-    plain: bool  # only built-in types so far
-    file: SegmentWriter
-    texts: Texts | None = None
-
-    reducer_override = reduce
-    expect_texts = expect_texts
-
-    def by_value(self, obj: Any) -> Any:
-        raise NeedsValue
 
     def dump_by_value(self, obj: Any) -> bytes:
         from telegrad._core.pickling.by_value import dump_by_value

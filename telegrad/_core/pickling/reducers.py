@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from functools import _lru_cache_wrapper, lru_cache
 from multiprocessing.connection import _ConnectionBase
 from types import BuiltinFunctionType, FunctionType, ModuleType
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 import torch.fx
@@ -24,27 +24,11 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from telegrad._core.pickling.function_names import name_of, resolve
-from telegrad._core.pickling.segments import OWN_FROM, SegmentWriter
+from telegrad._core.pickling.segments import OWN_FROM, SegmentWriter, Texts, expect_texts
 from telegrad._core.wire.raw_memory import PIECE, GilYielder, copied, held, is_intercepted
 from telegrad.errors import CannotEncode
 
 REBUILDERS = __name__  # the module where the unpickler finds FROM_SLOTS
-
-
-class Pickler(Protocol):
-    same_program: bool
-    tensors: list[Tensor]
-    references: list[Any]
-    file: SegmentWriter
-
-    def expect_texts(self) -> None:
-        """Replace large texts by numbers from now on."""
-
-    def by_value(self, obj: Any) -> Any:
-        """Reduce a function or class without a name."""
-
-    def dump_by_value(self, obj: Any) -> bytes:
-        """Return a separate pickle of an object that is sent by value."""
 
 
 class NeedsValue(Exception):
@@ -390,3 +374,25 @@ def reduce(pickler: Any, obj: Any) -> Any:
     if reduced is NotImplemented:
         pickler.file.may_repeat = False
     return reduced
+
+
+class Pickler:
+    """The part of a pickler that reducers use."""
+
+    same_program: bool
+    tensors: list[Tensor]
+    references: list[Any]
+    plain: bool  # only built-in types so far
+    file: SegmentWriter
+    texts: Texts | None = None
+
+    reducer_override = reduce
+    expect_texts = expect_texts
+
+    def by_value(self, obj: Any) -> Any:
+        """Reduce a function or class without a name."""
+        raise NeedsValue
+
+    def dump_by_value(self, obj: Any) -> bytes:
+        """Return a separate pickle of an object that is sent by value."""
+        raise NotImplementedError

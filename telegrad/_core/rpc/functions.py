@@ -12,8 +12,8 @@ import torch
 from telegrad._core import checks
 from telegrad._core.agent.call_server import ASYNC_MARK
 from telegrad._core.calls.cancelling import finishing
-from telegrad._core.pickling.blame import names_in
 from telegrad._core.pickling.function_names import home_of_script
+from telegrad._core.pickling.global_names import lookups_of
 from telegrad._core.worker.batching import batch as batch  # exported with the other decorators
 from telegrad.errors import InvalidArgument
 
@@ -135,7 +135,7 @@ def _without_name(function: FunctionType, made: dict[FunctionType, FunctionType]
     copy.__module__, copy.__doc__ = function.__module__, function.__doc__
     copy.__annotations__, copy.__kwdefaults__ = function.__annotations__, function.__kwdefaults__
     copy.__qualname__ = f"by_value.<locals>.{function.__qualname__}"
-    for name in names_in(function.__code__) & function.__globals__.keys():
+    for name in lookups_of(function.__code__).read & function.__globals__.keys():
         value = function.__globals__[name]
         value = value.function if isinstance(value, ByValue) else value
         near = type(value) is FunctionType and value.__module__ == function.__module__
