@@ -1,9 +1,9 @@
 """The contexts of one worker: how they begin, and how each worker learns of their ends.
 
 A context ends when its owner releases it. Each worker forwards the release to all workers that it knows to take part. A
-release may be lost, in ways that its receiver cannot notice. So a worker that has held a context of another worker for
-more than a moment asks the owner periodically whether it has ended. A worker asks at once if it loses a connection over
-which the release might have come. Contexts that end soon, which is the usual case, cause no such message.
+release may be lost, in ways that its receiver cannot notice. So a worker that has held contexts of another worker for
+more than a moment asks the owner periodically which of them have ended. A worker asks at once if it loses a connection
+over which the release might have come. Contexts that end soon, which is the usual case, cause no such message.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import secrets
 import threading
 from collections import Counter
 from collections.abc import Callable
-from time import monotonic
 from typing import Any, NamedTuple
 
 from telegrad._core.agent.agent import Agent
@@ -26,8 +25,7 @@ from telegrad.errors import ContextEnded, ContextLost, LimitReached, PeerError, 
 MOST_OPEN = 1 << 14  # contexts of one other worker
 MOST_PASSES = 1 << 16  # backward passes in all contexts of one worker
 REMEMBERED = 1 << 16  # ended contexts, for messages that come late
-LOOK_EVERY = 1.0  # seconds between checks for long-lived contexts
-ASK_AFTER, ASK_AT_MOST = 1.0, 10.0  # seconds: the first pause between questions, which doubles, and the longest
+ASK_EVERY = 2.0  # seconds between questions about long-lived contexts
 
 
 class Release(NamedTuple):
@@ -42,12 +40,6 @@ class Knock(NamedTuple):
     contexts: tuple[int, ...]
 
 
-class Doubt(NamedTuple):
-    """The sender cannot reach the owner of a context. Each receiver that has the context asks the owner itself."""
-
-    context: int
-
-
 class Contexts:
     """All contexts in which this worker takes part. Other workers that take part learn of their ends from here."""
 
@@ -55,20 +47,20 @@ class Contexts:
         """`ended` is called for each context that ends."""
         self._agent = agent
         self._tell_ended = ended
-        # Guards changes of the next five fields, and iteration over them. Reads without the lock are single dict
-        # operations (`get`, `in`, `len`), and so atomic.
+        # Guards changes of the next four fields. Reads without the lock are single dict operations (`get`, `in`, `len`,
+        # a copy), and so atomic.
         self._lock = threading.Lock()
         self._contexts: dict[int, AutogradContext] = {}
         self._open: Counter[int] = Counter()  # open contexts by the rank of their owner, without this worker's own
         self._passes: Counter[int] = Counter()  # passes in open contexts, by the rank of their owner
         self._ended: dict[int, bool] = {}  # recently ended contexts; True if this worker lost the owner
-        self._asked: dict[int, tuple[float, float]] = {}  # long-lived contexts: the last pause, and when to ask next
         self._ids = itertools.count(secrets.randbits(OWNER_SHIFT - 1))  # `next` is atomic
         self._numbers = itertools.count(1)  # message numbers
-        self._next_look = 0.0  # only the timer thread uses it
+        # only the timer thread uses these
+        self._next_ask = 0.0
+        self._old: set[int] = set()  # the contexts of other workers that existed at the last question
         agent.on(Release, lambda sender, message: self.release(message.context, sender))
         agent.on(Knock, self._on_knock)
-        agent.on(Doubt, self._on_doubt)
         agent.lost.append(self._on_lost)
         agent.ticking.append(self._tick)
 
@@ -172,23 +164,25 @@ class Contexts:
 
     def release(self, id_: int, sender: Identity | None = None) -> None:
         """End a context here, and on all workers that learned of it from here."""
-        self._end(id_, Release(id_), sender, forsaken=False)
+        self._end(id_, sender, forsaken=False)
 
-    def _end(self, id_: int, word: Release | Doubt, sender: Identity | None, forsaken: bool) -> None:
+    def _end(self, id_: int, sender: Identity | None, forsaken: bool) -> None:
         with self._lock:
             context = self._contexts.pop(id_, None)
             if context is not None:
-                self._passes[context.owner] -= context.passes
-                self._open[context.owner] -= context.owner != self._agent.me.id
-            self._asked.pop(id_, None)
+                for counts, count in ((self._passes, context.passes), (self._open, 1)):
+                    counts[context.owner] -= count
+                    if counts[context.owner] <= 0:
+                        del counts[context.owner]
             self._ended[id_] = forsaken
             while len(self._ended) > REMEMBERED:  # a former worker may have left as many, see `succeed`
                 del self._ended[next(iter(self._ended))]
         if context is None:
             return
-        for worker in context.known:
-            if worker != sender and worker != self._agent.me.identity:
-                self._tell(worker, word)
+        if not forsaken:  # else the other workers find out about the owner themselves
+            for worker in context.known:
+                if worker != sender and worker != self._agent.me.identity:
+                    self._tell(worker, Release(id_))
         context.close()
         self._tell_ended(id_)
 
@@ -199,27 +193,16 @@ class Contexts:
     # Lost releases
 
     def _tick(self, now: float) -> float:
-        if now >= self._next_look:
-            self._next_look = now + LOOK_EVERY
-            self._ask([context for context in self._foreign() if self._is_to_be_asked(context.id, now)])
-        return self._next_look
+        if now >= self._next_ask:
+            self._next_ask = now + ASK_EVERY
+            foreign = self._foreign()
+            self._ask([context for context in foreign if context.id in self._old])
+            self._old = {context.id for context in foreign}
+        return self._next_ask
 
     def _foreign(self) -> list[AutogradContext]:
         """Return the contexts that other workers own."""
         return [context for context in self.all() if context.owner != self._agent.me.id]
-
-    def _is_to_be_asked(self, id_: int, now: float) -> bool:
-        """Return True if a question is due. The first check never asks, since most contexts end soon."""
-        pause, due = self._asked.get(id_, (0.0, 0.0))
-        if now < due:
-            return False
-        self._ask_again(id_, min(2 * pause, ASK_AT_MOST) or ASK_AFTER, now)
-        return pause > 0
-
-    def _ask_again(self, id_: int, pause: float, now: float) -> None:
-        with self._lock:
-            if id_ in self._contexts:
-                self._asked[id_] = pause, now + pause
 
     def _ask(self, contexts: list[AutogradContext]) -> None:
         """Ask the owners of contexts whether these have ended. Release contexts whose owner has left the group."""
@@ -251,18 +234,10 @@ class Contexts:
         dead = not isinstance(reason, PeerLost)
         doubtful = []
         for context in self._foreign():
-            if dead and context.may_be_of(who):
-                self._end(context.id, Doubt(context.id), who, forsaken=True)
-            elif context.knows(who):
+            # the lost worker began the context, unless the context knows another worker of that rank
+            owners = [each for each in context.known if each.id == context.owner]
+            if dead and who.id == context.owner and (not owners or who in owners):
+                self._end(context.id, who, forsaken=True)
+            elif context.met(who.name) == who:
                 doubtful.append(context)
-        self._ask_now(doubtful)
-
-    def _on_doubt(self, _: Identity, doubt: Doubt) -> None:
-        context = self._contexts.get(doubt.context)
-        if context is not None and context.owner != self._agent.me.id:
-            self._ask_now([context])
-
-    def _ask_now(self, contexts: list[AutogradContext]) -> None:
-        for context in contexts:
-            self._ask_again(context.id, ASK_AFTER, monotonic())
-        self._ask(contexts)
+        self._ask(doubtful)

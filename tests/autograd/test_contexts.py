@@ -56,26 +56,20 @@ def test_a_context_that_ends_as_somebody_speaks_of_it_does_not_begin_anew(contex
     assert not len(contexts)
 
 
-def test_owners_are_asked_ever_more_rarely_and_not_at_the_first_look(contexts: Contexts, agent: Agent) -> None:
+def test_owners_are_asked_every_two_seconds_and_not_at_the_first_look(contexts: Contexts, agent: Agent) -> None:
     contexts.join(FOREIGN)
     contexts.begin()
     asked = []
-    for now in range(60):
+    for now in range(8):
         agent.sent.clear()
         contexts._tick(float(now))
         if agent.sent:
             assert agent.sent == [("owner", Knock((FOREIGN,)))]
             asked.append(now)
-    assert asked == [1, 3, 7, 15, 25, 35, 45, 55]
-
-
-def test_nothing_is_remembered_of_when_to_ask_once_a_context_has_ended(contexts: Contexts) -> None:
-    contexts.join(FOREIGN)
-    contexts._tick(0.0)
-    contexts._tick(1.0)
-    assert contexts._asked
+    assert asked == [2, 4, 6]
     contexts.release(FOREIGN)
-    assert not contexts._asked
+    assert not contexts._open
+    assert not contexts._passes
 
 
 def test_the_end_is_told_to_those_who_take_part_but_not_to_who_told_of_it(contexts: Contexts, agent: Agent) -> None:
