@@ -366,7 +366,7 @@ class LocalParts:
         """Fail the passes in which this worker sent something to a lost worker."""
         for context in self._contexts.all():
             for spec, part in context.parts.copy().items():
-                if part is not None and who.name in part.outbox.reached and context.knows(who):
+                if part is not None and who.name in part.outbox.reached and context.met(who.name) == who:
                     self._failed(spec, error)
 
 

@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 from torch.utils.checkpoint import CheckpointFunction
 
-from telegrad.autograd.engine.edges import edge_of
+from telegrad._core import checks
+from telegrad.autograd.engine.edges import edge_of, nodes_behind
 from telegrad.autograd.engine.record import AutogradContext, RecvNode
 from telegrad.autograd.engine.schedule import ALONE, LEAF, PLAIN, RECV, Node
 from telegrad.errors import UsageError
@@ -49,6 +51,43 @@ class Capture:
         return [self._found.get((edge.node, edge.output_nr)) for edge in self._edges]
 
 
+def tensors_of(name: str, given: Any) -> list[Tensor]:
+    """Return the tensors that a user gave as outputs or inputs."""
+    several = list(given) if isinstance(given, (list, tuple)) else [given]
+    if not several:
+        raise UsageError(f"{name} is empty: give at least one tensor")
+    for each in several:
+        if not isinstance(each, Tensor):
+            raise UsageError(
+                f"{name} must be tensors of this worker, not {checks.short_repr(each)}. "
+                "Write telegrad.autograd.grad(context_id, outputs, inputs)"
+            )
+        if not each.requires_grad:
+            raise UsageError(f"one of the {name} does not require a gradient and has no graph")
+        if each.is_inference():
+            raise UsageError(f"one of the {name} was made in torch.inference_mode(), and so is in no graph: clone it")
+    return several
+
+
+def seeds_of(roots: Sequence[Tensor], given: Any) -> list[Tensor]:
+    """Return the gradients at which a pass begins."""
+    seeds = list(given) if isinstance(given, (list, tuple)) else [given] * (1 if given is not None else len(roots))
+    if len(seeds) != len(roots):
+        raise UsageError(f"grad_outputs has {len(seeds)} gradients for {len(roots)} outputs: give one for each")
+    for number, (root, seed) in enumerate(zip(roots, seeds, strict=True)):
+        if seed is None:
+            if root.numel() != 1 or root.is_complex():
+                raise UsageError(
+                    f"an output of shape {tuple(root.shape)} and type {root.dtype} needs its gradient in grad_outputs: "
+                    "only that of a real scalar is known to be 1"
+                )
+            seeds[number] = torch.ones_like(root)
+        elif not isinstance(seed, Tensor) or seed.shape != root.shape:
+            what = tuple(seed.shape) if isinstance(seed, Tensor) else checks.short_repr(seed)
+            raise UsageError(f"in grad_outputs is {what} for an output of shape {tuple(root.shape)}: give its gradient")
+    return seeds
+
+
 class Ancestors:
     """The graph behind some nodes, traversed backwards."""
 
@@ -56,22 +95,12 @@ class Ancestors:
         self.recvs: list[Node] = []
         self._before: dict[Node, list[Node]] = {}  # of each node, the nodes whose gradients flow into it
         self._feeding: dict[Place, list[Node]] = {}  # the same for one output
-        stack = [*starts]
-        self._seen = set(stack)
-        while stack:
-            node = stack.pop()
+        for node in nodes_behind(starts):
             if type(node) is RecvNode:
                 self.recvs.append(node)
-                continue
             for place in node.next_functions:
-                following = place[0]
-                if following is None:
-                    continue
-                self._before.setdefault(following, []).append(node)
+                self._before.setdefault(place[0], []).append(node)
                 self._feeding.setdefault(place, []).append(node)
-                if following not in self._seen:
-                    self._seen.add(following)
-                    stack.append(following)
 
     def of(self, places: Iterable[Place], nodes: Iterable[Node] = ()) -> set[Node]:
         """Return the nodes from which gradients flow to one of these places or nodes, without these themselves."""

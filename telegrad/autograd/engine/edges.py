@@ -1,9 +1,9 @@
-"""Edges of torch's graph: the edge at which a tensor's gradient enters, and a call of the engine between edges."""
+"""Torch's graph: the edge at which a tensor's gradient enters, the nodes behind, and a call of the engine."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +28,17 @@ def edge_of(tensor: Tensor) -> GradientEdge:
     if made_by is None or isinstance(made_by, torch._C._FunctionBase):
         return get_gradient_edge(tensor)
     return GradientEdge(made_by, tensor.output_nr)
+
+
+def nodes_behind(starts: Iterable[Any], stop: Iterable[Any] = ()) -> Iterator[Any]:
+    """Yield the nodes of the graph behind `starts`, each once, except `stop` and the nodes that only these lead to."""
+    stack, seen = [*starts], {None, *stop}
+    while stack:
+        node = stack.pop()
+        if node not in seen:
+            seen.add(node)
+            yield node
+            stack += [following for following, _ in node.next_functions]
 
 
 def device_of(edge: GradientEdge | Tensor) -> torch.device:

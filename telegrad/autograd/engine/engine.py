@@ -92,10 +92,9 @@ class EngineRunner:
         self._capture = capture
         self._seeds = list(map(torch.ones_like, roots)) if capture is None else capture.seeds
         self._replicated = set() if spec.captures else replicas.replicated()
-        modules = (
-            [] if spec.captures or spec.create else sharded_gradients.sharded_modules()
-        )  # else `guard` refuses the modules
-        self._unsharded = sharded_gradients.unsharded_ids(modules)
+        # `guard` refuses sharded modules in other passes
+        modules = [] if spec.captures or spec.create else sharded_gradients.sharded_modules()
+        self._unsharded = sharded_gradients.unsharded_ids(modules) if modules else set()
         self._averaged = self._replicated | self._unsharded  # the ids of leaves whose gradients all ranks average
         self._sends = context.sends
         # The edges at which the gradients of each entry come in.
@@ -110,7 +109,7 @@ class EngineRunner:
         kinds: Kinds = {**KINDS, LeafNode: partial(_kind_of_leaf, averaged=self._averaged)} if self._averaged else KINDS
         kinds = self._capture_kinds or kinds
         nodes = {entry: self._nodes(entry) for entry in self._edges}
-        self._sharded = sharded_gradients.ShardedPart(modules, nodes)
+        self._sharded = sharded_gradients.ShardedPart(modules, nodes) if modules else None
         self._schedule = GraphSchedule(nodes, kinds)
         self._marked: set[int] = set()  # sends that can still receive
         self._buried = False  # only marked sends may still receive, on all workers
@@ -210,15 +209,10 @@ class EngineRunner:
     def _nodes(self, entry: int) -> list[Node]:
         return [edge.node for edge in self._edges[entry] if not isinstance(edge, Tensor)]
 
-    # Replicated and sharded modules
-
-    def _replicated_leaves(self) -> list[Node]:
-        leaves = self._schedule.special(LEAF)
-        return [node for node in leaves if id(node.variable) in self._replicated]
-
     def _reduce(self, schedule: GraphSchedule) -> None:
         """Average all gradients of replicated leaves in one call, once none of them can change any more."""
-        if all(map(schedule.settled, self._replicated_leaves())):
+        leaves = (node for node in schedule.special(LEAF) if id(node.variable) in self._replicated)
+        if all(map(schedule.settled, leaves)):
             unreduced, self._unreduced = self._unreduced, {}
             for node, gradient in replicas.reduce(unreduced).items():
                 self._context.gradients.add(node.variable, gradient, self._spec.create)

@@ -17,7 +17,7 @@ from torch.autograd.graph import GradientEdge
 
 from telegrad._core.devices.device_streams import Streams
 from telegrad.autograd.engine.captures import CheckpointNode
-from telegrad.autograd.engine.edges import edge_of, run_backward
+from telegrad.autograd.engine.edges import edge_of, nodes_behind, run_backward
 from telegrad.autograd.engine.passes import PassSpec
 from telegrad.autograd.engine.record import RecvNode
 from telegrad.autograd.engine.replicas import showing
@@ -353,12 +353,8 @@ class _Segment(torch.autograd.Function):
 
 
 def _leaves(outputs: Sequence[GradientEdge], stop: set[Node]) -> list[Node]:
-    stack, seen, leaves = [edge.node for edge in outputs], set(stop), []
-    while stack:
-        node = stack.pop()
-        if node in seen:
-            continue
-        seen.add(node)
+    leaves = []
+    for node in nodes_behind((edge.node for edge in outputs), stop):
         if type(node) is RecvNode:
             recv: Any = node
             raise UsageError(
@@ -368,5 +364,4 @@ def _leaves(outputs: Sequence[GradientEdge], stop: set[Node]) -> list[Node]:
             )
         if hasattr(node, "variable"):
             leaves.append(node)
-        stack += [following for following, _ in node.next_functions if following is not None]
     return leaves

@@ -1,18 +1,5 @@
 """The protocol of a backward pass across workers, as state machines, including the detection of its end.
 
-The path of a gradient, from the loss to a leaf on another worker:
-
-    forward    a tensor is sent       record.send: a `Send` keeps the edge at which its gradient will enter
-               it arrives             record.receive: it gets a `Recv` node, which has its `Origin`
-    backward   a pass begins          conductor.Conductor.begin: `Start` goes to the workers of the roots
-               a worker has a task    pass_parts: one thread at a time runs the tasks of a context
-               gradients flow         schedule: which nodes may run; engine: torch's engine runs them, or node_calls
-               one reaches a leaf     gradients: it is accumulated in the context
-               one reaches a `Recv`   record, engine, outbox: it is sent to the worker that sent the tensor
-               it arrives there       pass_parts, engine: the shipment is a task; it enters at the edges of the `Send`
-               the task is done       pass_parts: a `Report` goes to the driver
-               no task is left        conductor: the driver's `backward` returns
-
 Gradients travel in shipments. Each message that gives a worker a task has a key. When the worker has done the task, it
 reports to the driver, which began the pass. The report names the keys of the tasks that are done, and the keys and
 recipients of the messages that the worker has sent meanwhile. For each key the driver counts how often it was sent,

@@ -217,15 +217,6 @@ class AutogradContext:
         """Return the worker that takes part under that name. A restarted worker of that name does not take part."""
         return self._known.get(name)
 
-    def knows(self, who: Identity) -> bool:
-        """Return True if that worker takes part, as far as this one knows."""
-        return self._known.get(who.name) == who
-
-    def may_be_of(self, who: Identity) -> bool:
-        """Return True if that worker began the context, or may have: another worker may get its rank later."""
-        holders = [each for each in self.known if each.id == self.owner]
-        return who.id == self.owner and (not holders or who in holders)
-
     def sent(self, tensors: Sequence[Tensor], to: Identity, what: Any, graph: bool) -> bytes:
         """Record the edges of sent tensors that have a graph. Return the bytes to append to the message."""
         slots = [slot for slot, tensor in enumerate(tensors) if tensor.requires_grad]

@@ -19,11 +19,11 @@ they have `apply`, as Python nodes do.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from heapq import heappop, heappush
 from itertools import count
 from math import inf
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 PLAIN = 1  # a leaf that may take its gradient in parts: many nodes feed it, and no node waits for it
 LEAF = 2
@@ -32,12 +32,7 @@ ENDS = (LEAF, RECV)  # behind which no node of this worker runs
 ALONE = 4  # a node that the engine cannot run together with others
 
 Node = Any
-
-
-class Kinds(Protocol):
-    """A mapping from the type of a node to the function that returns the kind of such a node, or None for no kind."""
-
-    def get(self, kind: type, /) -> Callable[[Node], int | None] | None: ...
+Kinds = Any  # has `get`: the type of a node -> a function that returns the kind of such a node, or None for no kind
 
 
 class EngineCall(NamedTuple):

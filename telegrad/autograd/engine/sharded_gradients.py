@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from telegrad.autograd.engine import guard
+from telegrad.autograd.engine.edges import nodes_behind
 from telegrad.autograd.engine.gradients import Gradients, total
 from telegrad.autograd.engine.replicas import showing
 from telegrad.errors import UsageError
@@ -150,25 +151,12 @@ def _waits(modules: Iterable[ShardedModule], entries: Mapping[int, Iterable[Node
     """Return, by roots, the nodes of modules with the messages that each waits for."""
     owners = {id(each): module.root for module in modules for each in (*module.groups, *module.unsharded)}
     waits: dict[Any, dict[Node, set[int]]] = {}
-    if not owners:  # most processes have none: skip a traversal in Python of the graph behind each entry
-        return waits
     for entry, starts in entries.items():
-        for node in _behind(starts):
+        for node in nodes_behind(starts):
             own = getattr(node, "variable", None), getattr(node, "param_group", None)
             for root in (owners[id(each)] for each in own if id(each) in owners):
                 waits.setdefault(root, {}).setdefault(node, set()).update([entry] if entry else [])
     return waits
-
-
-def _behind(starts: Iterable[Node]) -> set[Node]:
-    stack = list(starts)
-    seen: set[Node] = set()
-    while stack:
-        node = stack.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            stack += [following for following, _ in node.next_functions]
-    return seen
 
 
 def _check_order(waits: Iterable[Mapping[Node, set[int]]]) -> None:
