@@ -139,22 +139,17 @@ class Conductor:
         self,
         context: AutogradContext,
         roots: dict[str, list[Any]],
-        *,
-        retain: bool,
-        create: bool,
-        fast: bool,
         timeout: float | None,
         keeps: Any,
         outcome: Signal | Future[None],
-        rider: int = 0,
-        request: bytes = b"",
         capture: Capture | None = None,
+        **options: Any,
     ) -> DrivenPass:
-        """Start a backward pass from `roots`, and return without waiting for it.
+        """Start a backward pass from `roots`, with `options` of PassSpec, and return without waiting for it.
 
         Roots of this worker are tensors or values; roots of other workers are descriptions of values there. `keeps` is
         kept alive until the pass has ended, which `outcome` reports. If `outcome` is a Signal, the caller must call
-        `wait`: this thread does this worker's part meanwhile. A worker that has the `rider` in `riders` gives it the
+        `wait`: this thread does this worker's part meanwhile. A worker that has the rider in `riders` gives it the
         request as soon as all its gradients are there; a worker that cannot know this skips it. With a `capture`, which
         `keeps` must hold, gradients go to the capture and are not accumulated.
         """
@@ -166,11 +161,14 @@ class Conductor:
         if timeout is None:
             timeout = self._agent.timeout
         self._agent.streams.publish()
-        workers = tuple(sorted(roots))
-        number, captures = next(self._numbers), capture is not None
-        autocast = call_context.described_autocast()
         spec = PassSpec(
-            context.id, self.name, number, retain, create, fast, workers, rider, request, captures, autocast
+            context.id,
+            self.name,
+            next(self._numbers),
+            roots=tuple(sorted(roots)),
+            captures=capture is not None,
+            autocast=call_context.described_autocast(),
+            **options,
         )
         if capture is not None:
             self._parts.captures[spec] = capture

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -16,6 +16,7 @@ from telegrad._core.calls.futures import Future, Signal
 from telegrad._core.hints import hint
 from telegrad.autograd.conductor import Conductor, DrivenPass
 from telegrad.autograd.contexts import Contexts
+from telegrad.autograd.engine.captures import Capture, seeds_of, tensors_of
 from telegrad.autograd.engine.record import AutogradContext, Inside, entered_id
 from telegrad.errors import NotInitialized, TelegradError, UsageError
 
@@ -30,14 +31,15 @@ class RemoteRoot(Protocol):
 Root = Tensor | RemoteRoot
 
 
-class FusedStep(Protocol):
+StepResults = Mapping[str, tuple[bool, Any]]  # by workers: True and a value, or False and the description of an error
+
+
+class FusedStep(NamedTuple):
     """An optimizer step that is fused with a pass. Workers pass `request` to the object with the number `rider`."""
 
     rider: int  # 0: no step
     request: bytes
-
-    def end(self, rode: Mapping[str, tuple[bool, Any]]) -> None:
-        """Complete the step after the pass has ended. `rode` maps workers to the outcome of the step there."""
+    end: Callable[[StepResults], None]  # completes the step after the pass, given the outcome of each worker's part
 
 
 class Step(Protocol):
@@ -61,11 +63,6 @@ def speak_for(find: Callable[[], Conductor]) -> None:
     """Set the function that returns the conductor of the current thread's worker. The layer above calls this."""
     global _find
     _find = find
-
-
-def conductor() -> Conductor:
-    """Return the conductor of the worker for which this thread's code runs."""
-    return _find()
 
 
 class context:  # noqa: N801 - used like a function
@@ -154,7 +151,7 @@ def backward(
     conductor = _find()
 
     def run() -> None:
-        driven, ride = _begin(conductor, context_id, roots, retain_graph, mode, timeout, create_graph, step, Signal())
+        driven, ride = _begin(conductor, Signal(), context_id, roots, retain_graph, mode, timeout, create_graph, step)
         conductor.wait(driven)
         if ride is not None:
             ride.end(driven.rode)
@@ -178,14 +175,7 @@ def backward_async(
 ) -> Future[None]:
     """Run `backward` without blocking. The returned future is done when the pass, and the step if any, has ended.
 
-    Args:
-        context_id: as for `backward`, like all arguments below.
-        roots: tensors of one element or references to them.
-        retain_graph: keep the graph for another pass.
-        mode: "smart" or "fast".
-        timeout: seconds; 0 for no limit, None for the timeout in the options.
-        create_graph: record the pass itself.
-        step: an optimizer that steps during the pass.
+    The arguments are as for `backward`.
 
     Returns:
         A `Future` of None; it fails with the errors of `backward`.
@@ -200,13 +190,11 @@ def backward_async(
         ...     loss = rpc.rpc_sync("worker1", torch.mul, (weight, 3)).sum()
         ...     autograd.backward_async(context_id, loss).wait()
     """
-    conductor, passed = _find(), Future[None]()
-    passed.about = "backward_async"
-    driven, ride = _begin(conductor, context_id, roots, retain_graph, mode, timeout, create_graph, step, passed)
+    conductor, passed, stepped = _find(), Future[None](), Future[None]()
+    passed.about = stepped.about = "backward_async"
+    driven, ride = _begin(conductor, passed, context_id, roots, retain_graph, mode, timeout, create_graph, step)
     if ride is None:
         return passed
-    stepped = Future[None]()
-    stepped.about = passed.about
 
     def end(passed: Future[None]) -> None:
         try:
@@ -246,8 +234,86 @@ def get_gradients(context_id: int) -> dict[Tensor, Tensor]:
     return _find().gradients(context_id)
 
 
+@not_compiled
+def grad(
+    context_id: int,
+    outputs: Tensor | Sequence[Tensor],
+    inputs: Tensor | Sequence[Tensor],
+    grad_outputs: Tensor | Sequence[Tensor | None] | None = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    allow_unused: bool = False,
+    *,
+    timeout: float | None = None,
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of `outputs` with respect to `inputs`, across all workers in the graph.
+
+    `torch.autograd.grad` covers one worker only. No gradient is accumulated, neither in the context nor in `.grad`.
+
+    Args:
+        context_id: the id from `with context() as context_id`.
+        outputs: one tensor of this worker, or a list.
+        inputs: one tensor of this worker, a leaf or not, or a list.
+        grad_outputs: the gradient of each output. None means 1, for an output of one element.
+        retain_graph: keep the graph for another pass; default: the value of `create_graph`.
+        create_graph: record the pass itself, for gradients of gradients.
+        allow_unused: return None for an input on which no output depends, instead of raising.
+        timeout: seconds; 0 for no limit, None for the timeout in the options.
+
+    Returns:
+        One gradient for each input.
+
+    Raises:
+        ContextEnded: the context does not exist.
+        RuntimeError: no output depends on one of the inputs.
+        CallTimeout: the pass did not end within the timeout.
+        PeerLost: a worker that took part died.
+        UsageError: an output or an input is not a tensor of this worker that requires a gradient.
+        Exception: the error of a backward function on any worker.
+
+    Example:
+        >>> from telegrad import autograd
+        >>> x = torch.ones(2, requires_grad=True)
+        >>> with autograd.context() as context_id:
+        ...     y = rpc.rpc_sync("worker1", torch.mul, (x, x))
+        ...     (slope,) = autograd.grad(context_id, y.sum(), x, create_graph=True)
+        ...     autograd.grad(context_id, slope.sum(), x)
+        (tensor([2., 2.]),)
+    """
+    check_context_id(context_id)
+    retain = create_graph if retain_graph is None else retain_graph
+    for name, flag in (("create_graph", create_graph), ("retain_graph", retain), ("allow_unused", allow_unused)):
+        checks.flag(name, flag)
+    if timeout is not None:
+        checks.seconds("timeout", timeout)
+    roots, wanted = tensors_of("outputs", outputs), tensors_of("inputs", inputs)
+    capture = Capture(seeds_of(roots, grad_outputs), wanted)
+    conductor = _find()
+    driven = conductor.begin(
+        conductor.contexts.find(context_id),
+        {conductor.name: roots},
+        timeout,
+        (roots, capture),
+        Signal(),
+        capture,
+        retain=retain,
+        create=create_graph,
+        fast=False,
+    )
+    conductor.wait(driven)
+    gradients = capture.gradients()
+    for number, gradient in enumerate(gradients):
+        if gradient is None and not allow_unused:
+            raise RuntimeError(
+                f"inputs[{number}] appears not to have been used in the graph of the outputs, on any worker. Set "
+                "allow_unused=True to be given None for it"
+            )
+    return tuple(gradients)
+
+
 def _begin(
     conductor: Conductor,
+    outcome: Signal | Future[None],
     context_id: int,
     roots: Root | Sequence[Root],
     retain: bool,
@@ -255,7 +321,6 @@ def _begin(
     timeout: float | None,
     create: bool,
     step: Step | None,
-    outcome: Signal | Future[None],
 ) -> tuple[DrivenPass, FusedStep | None]:
     check_context_id(context_id)
     checks.flag("retain_graph", retain)
@@ -264,18 +329,18 @@ def _begin(
     if timeout is not None:
         checks.seconds("timeout", timeout)
     check_step(step)
-    found = conductor.contexts.find(context_id)
+    context = conductor.contexts.find(context_id)
     places = _places(conductor.name, roots)
     ride = step._telegrad_ride(context_id) if step is not None else None
     driven = conductor.begin(
-        found,
+        context,
         places,
+        timeout,
+        (roots, ride),  # an owner keeps a value only as long as a reference to it exists
+        outcome,
         retain=retain or create,
         create=create,
         fast=mode == "fast",
-        timeout=timeout,
-        keeps=(roots, ride),  # an owner keeps a value only as long as a reference to it exists
-        outcome=outcome,
         rider=ride.rider if ride is not None else 0,
         request=ride.request if ride is not None else b"",
     )

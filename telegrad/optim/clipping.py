@@ -14,9 +14,9 @@ from telegrad._core.rpc.remote_calls import rpc_async
 from telegrad._core.rpc.rref import RRef
 from telegrad._core.worker import current
 from telegrad.errors import UsageError
-from telegrad.optim.norms import check_norms, limited, norm_of, scale
+from telegrad.optim.fused_step import check_norms, limited
 from telegrad.optim.optimizer import DistributedOptimizer
-from telegrad.optim.owner import LocalOptimizer
+from telegrad.optim.owner import LocalOptimizer, norm_of, scale
 
 
 def clip_grad_norm_(

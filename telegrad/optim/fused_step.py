@@ -7,21 +7,20 @@ gradients for clipping. `step` then calls only the owners that the pass has not 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
-from weakref import WeakSet
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, _global_optimizer_pre_hooks
 
+from telegrad._core import checks
 from telegrad._core.calls.futures import Future
 from telegrad._core.pickling.exceptions import rebuild
 from telegrad._core.rpc.joint_calls import call_all
-from telegrad._core.rpc.rref import RRef
-from telegrad.autograd.entry_points import look_at_step
-from telegrad.optim.norms import limited
-from telegrad.optim.owner import Changes, LocalOptimizer, ask
+from telegrad.autograd.entry_points import FusedStep, StepResults, look_at_step
+from telegrad.optim.owner import Changes, ask
 
 PLAIN = (int, float, bool, str, type(None))  # types of hyperparameters that a pass can carry, and tuples of them
 
@@ -34,73 +33,36 @@ class Done(NamedTuple):
     factor: float = 1.0  # for the gradients
 
 
-class Whole(NamedTuple):
-    """The state of a distributed optimizer that fused steps need."""
-
-    rider: int  # the number by which passes find the owners' parts
-    locals: Mapping[str, RRef[LocalOptimizer]]
-    finish: Callable[[int, Done], None]  # takes the remaining step of a context
-    rides: WeakSet[StepRide]  # pending; after a failed pass, until garbage collection
-
-
-class StepRide:
-    """A step fused with a pass; without `changes`, a step after the end of the pass."""
-
-    def __init__(self, whole: Whole, context_id: int, changes: Changes | None) -> None:
-        self._whole = whole
-        self._context_id = context_id
-        self._changes = changes
-        self.rider = 0 if changes is None else whole.rider
-        self.request = b"" if changes is None else pickle.dumps(("step", changes), 5)
-        if changes is not None:
-            whole.rides.add(self)
-
-    def end(self, rode: Mapping[str, tuple[bool, Any]]) -> None:
-        """Make the other owners step, too."""
-        try:
-            self._whole.finish(self._context_id, Done(_futures(rode), self._changes))
-        finally:
-            self._whole.rides.discard(self)
-
-
 class Clipped:
-    """An optimizer's step with clipped gradients, for `backward(..., step=...)`."""
+    """An optimizer's step with clipped gradients, for `backward(..., step=...)`.
 
-    def __init__(self, whole: Callable[[], Whole], max_norm: float, norm_type: float, error_if_nonfinite: bool) -> None:
-        """`whole` is called for each step, since `recover` replaces the owners' parts."""
+    The pass collects norms of gradients, then all owners step with the resulting factor.
+    """
+
+    def __init__(self, optimizer: Any, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> None:
         self.max_norm = max_norm
         self.norm_type = norm_type
         self.error_if_nonfinite = error_if_nonfinite
         self.norm: Tensor | None = None  # of the last pass, before clipping
-        self._whole = whole
+        self._optimizer = optimizer
 
     def __repr__(self) -> str:
         return f"<Clipped: to a norm of {self.max_norm:g}; the last was {self.norm}>"
 
-    def _telegrad_ride(self, context_id: int) -> ClippedRide:
-        return ClippedRide(self._whole(), context_id, self)
+    def _telegrad_ride(self, context_id: int) -> FusedStep:
+        request = pickle.dumps(("norm", self.norm_type), 5)
+        return FusedStep(self._optimizer._rider, request, partial(self._end, context_id))
 
-
-class ClippedRide:
-    """A step with clipping: the pass collects norms of gradients, then all owners step with the resulting factor."""
-
-    def __init__(self, whole: Whole, context_id: int, clipped: Clipped) -> None:
-        self._whole = whole
-        self._context_id = context_id
-        self._clipped = clipped
-        self.rider = whole.rider
-        self.request = pickle.dumps(("norm", clipped.norm_type), 5)
-
-    def end(self, rode: Mapping[str, tuple[bool, Any]]) -> None:
+    def _end(self, context_id: int, rode: StepResults) -> None:
         """Get the norms of the other owners, and make all owners step."""
-        there, how = _futures(rode), self._clipped
+        there = futures(rode)
         told = call_all(
-            self._whole.locals,
-            lambda worker, local: there.get(worker) or ask(local, "norm", self._context_id, how.norm_type),
+            self._optimizer.locals,
+            lambda worker, local: there.get(worker) or ask(local, "norm", context_id, self.norm_type),
         )
         norms = [torch.tensor(norm, dtype=torch.float64) for norm in told.values() if norm is not None]
-        how.norm, factor = limited(norms, how.max_norm, how.norm_type, how.error_if_nonfinite, self._context_id)
-        self._whole.finish(self._context_id, Done(factor=factor))
+        self.norm, factor = limited(norms, self.max_norm, self.norm_type, self.error_if_nonfinite, context_id)
+        self._optimizer._finish(context_id, Done(factor=factor))
 
 
 def has_hooks_before(optimizer: Optimizer) -> bool:
@@ -109,22 +71,47 @@ def has_hooks_before(optimizer: Optimizer) -> bool:
     return bool(own) or any(hook is not look_at_step for hook in _global_optimizer_pre_hooks.copy().values())
 
 
-def may_ride(changes: Changes) -> bool:
-    """Return True if a pass can carry these changes."""
-    return all(_is_plain(value) for changed in changes.values() for value in changed.values())
+def may_ride(value: Any) -> bool:
+    """Return True if a pass can carry a value, or dictionaries of such values."""
+    if type(value) is dict:
+        return all(map(may_ride, value.values()))
+    return all(map(may_ride, value)) if type(value) is tuple else type(value) in PLAIN
 
 
-def _is_plain(value: Any) -> bool:
-    return all(map(_is_plain, value)) if type(value) is tuple else type(value) in PLAIN
-
-
-def _futures(rode: Mapping[str, tuple[bool, Any]]) -> dict[str, Future[Any]]:
+def futures(rode: StepResults) -> dict[str, Future[Any]]:
     """Return completed futures for the results of owners that stepped during the pass."""
-    futures: dict[str, Future[Any]] = {}
+    completed: dict[str, Future[Any]] = {}
     for worker, (worked, value) in rode.items():
-        future = futures[worker] = Future()
+        future = completed[worker] = Future()
         if worked:
             future.set_result(value)
         else:
             future.set_exception(rebuild(value))
-    return futures
+    return completed
+
+
+def check_norms(max_norm: Any, norm_type: Any, error_if_nonfinite: Any) -> None:
+    """Raise InvalidArgument for invalid clipping arguments."""
+    checks.number("max_norm", max_norm, 0)
+    checks.number("norm_type", norm_type, 0)
+    checks.flag("error_if_nonfinite", error_if_nonfinite)
+
+
+def limited(
+    norms: Iterable[Tensor | None], max_norm: float, norm_type: float, error_if_nonfinite: bool, context_id: int
+) -> tuple[Tensor, float]:
+    """Return the norm over all workers, and the factor, at most 1, that limits it to `max_norm`.
+
+    Raises:
+        RuntimeError: the norm is infinite or not a number, and `error_if_nonfinite` is set.
+    """
+    there = [norm.cpu() for norm in norms if norm is not None]  # a device map may have put them on other devices
+    # In torch the norm of order 0 is the number of nonzero gradients, so the workers' norms are summed.
+    total = torch.linalg.vector_norm(torch.stack(there), norm_type or 1.0) if there else torch.tensor(0.0)
+    if error_if_nonfinite and not total.isfinite():
+        raise RuntimeError(
+            f"the norm of order {norm_type:g} of the gradients of context {context_id} is {total.item()}, "
+            "so they cannot be clipped. Give error_if_nonfinite=False to scale them all the same"
+        )
+    factor = max_norm / (total.item() + 1e-6)
+    return total, 1.0 if factor >= 1 else factor

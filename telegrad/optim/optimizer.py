@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import WeakSet
 
@@ -13,7 +15,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from telegrad._core import checks
-from telegrad._core.calls.call_names import known_as
 from telegrad._core.calls.compiling import not_compiled
 from telegrad._core.calls.deadlines import DEFAULT, check_timeout
 from telegrad._core.calls.futures import Future
@@ -26,15 +27,26 @@ from telegrad._core.rpc.restorable import ensure_present
 from telegrad._core.rpc.rref import RRef
 from telegrad._core.worker import current
 from telegrad.autograd.engine.record import Inside
+from telegrad.autograd.entry_points import FusedStep, StepResults
 from telegrad.errors import ContextEnded, InvalidArgument, TelegradError, UsageError
-from telegrad.optim.fused_step import Clipped, Done, StepRide, Whole, has_hooks_before, may_ride
-from telegrad.optim.norms import check_norms
-from telegrad.optim.owner import Hyperparameters, LocalOptimizer, agreed, ask, changed, check_maker, hyperparameters
+from telegrad.optim.fused_step import Clipped, Done, check_norms, futures, has_hooks_before, may_ride
+from telegrad.optim.owner import (
+    Changes,
+    Hyperparameters,
+    LocalOptimizer,
+    add_group,
+    agreed,
+    ask,
+    changed,
+    check_maker,
+    hyperparameters,
+)
 from telegrad.optim.untraced import import_tracer, may_import
 
 if TYPE_CHECKING:
     from typing import Self
 
+_FOR_ALL = "Write DistributedOptimizer.for_module(optimizer_class, model) for all parameters of a model"
 _GROUP = "a dictionary with references under 'params'"
 _GROUPS = "the list of dictionaries under 'param_groups' of a state"
 
@@ -82,14 +94,24 @@ class DistributedOptimizer(Optimizer):
         self._maker = (optimizer_class, args, kwargs, hogwild)
         self.locals: dict[str, RRef[LocalOptimizer]] = {}  # by worker
         self._rider = secrets.randbits(63)  # the number by which passes find the owners' parts
-        self._rides: WeakSet[StepRide] = WeakSet()
+        self._rides: WeakSet[_Ride] = WeakSet()  # pending fused steps; after a failed pass, until garbage collection
         self._keeps = False  # owners may have kept gradients for the next step
         self._done: dict[int, Done] = {}  # by context id, for the call of `step` that follows; each use is atomic
         self._names: dict[str, set[str]] = {}  # of the parameters of each worker
         self._sent: list[Hyperparameters] = []  # the hyperparameters at the owners, by group
         self._members: list[list[RemotePart]] = []  # of each group
         self._model: Model | None = None  # the model that the first group was made from
-        super().__init__(_checked(params_rref), {})
+        if isinstance(params_rref, nn.Module):
+            raise UsageError(
+                f"DistributedOptimizer takes references to parameters, not {type(params_rref).__name__}. {_FOR_ALL}"
+            )
+        several = [params_rref] if isinstance(params_rref, RRef | dict) else params_rref
+        several = checks.several("params_rref", several, "a list of references to parameters or modules")
+        if not several:
+            raise InvalidArgument(
+                f"there is no parameter to optimize: the list of references (params_rref) is empty. {_FOR_ALL}"
+            )
+        super().__init__(several, {})
         self.defaults: dict[str, Any] = {**self._sent[0]}
 
     @classmethod
@@ -141,7 +163,12 @@ class DistributedOptimizer(Optimizer):
                 lambda worker, _: rpc_async(worker, import_tracer, timeout=0),
                 "DistributedOptimizer: importing what torch compiles with",
             )
-        added = call_all(by_worker, lambda worker, own: self._add(worker, number, own, options))
+        added = call_all(
+            by_worker,
+            lambda worker, own: rpc_async(
+                worker, add_group, (self.locals.get(worker), self._rider, self._maker, number, own, options)
+            ),
+        )
         names: list[str] = []
         for worker, (local, own_names, settled) in added.items():
             if not own_names:
@@ -169,7 +196,11 @@ class DistributedOptimizer(Optimizer):
             CannotRestore: a parameter is lost, and there is no record of how to make it again.
         """
         check_timeout(timeout)
-        for future in [*self._retiring()]:
+        retiring: list[Future[Any]] = []
+        for local in self.locals.values():
+            with suppress(TelegradError):
+                retiring.append(ask(local, "retire"))
+        for future in retiring:
             with suppress(TelegradError):  # the owner is dead, or dies now
                 future.wait()
         if self._model is not None:
@@ -183,11 +214,6 @@ class DistributedOptimizer(Optimizer):
             self._sent[number] = copy.deepcopy(options)
             group.update(params=[branch.root for branch in members], param_names=names)
 
-    def _retiring(self) -> Iterator[Future[Any]]:
-        for local in self.locals.values():
-            with suppress(TelegradError):
-                yield ask(local, "retire")
-
     def _branches(self, params: Any) -> list[RemotePart]:
         """Return the members of a group. Members without a name are named by their position among all."""
         several = [params] if isinstance(params, RRef) else checks.several("params", params, "a list of references")
@@ -196,9 +222,6 @@ class DistributedOptimizer(Optimizer):
             each if isinstance(each, RemotePart) else RemotePart(str(position), _reference(each))
             for position, each in enumerate(several, first)
         ]
-
-    def _add(self, worker: str, number: int, own: list[RemotePart], options: Hyperparameters) -> Future[Any]:
-        return rpc_async(worker, _add_group, (self.locals.get(worker), self._rider, self._maker, number, own, options))
 
     # Stepping
 
@@ -222,20 +245,26 @@ class DistributedOptimizer(Optimizer):
         for number, new in changes.items():
             self._sent[number].update(new)
 
-    def _telegrad_ride(self, context_id: int) -> StepRide:
+    def _telegrad_ride(self, context_id: int) -> FusedStep:
         """For `backward(..., step=self)`: return a step that the owners take during the pass, if it is equivalent.
 
         An optimizer with a hook or an overridden method that may run before the step gets a step after the pass. So do
         changes of hyperparameters while another such step is pending: owners might apply them in another order.
         """
-        whole, changes = self._whole(), self._changes()
+        changes = self._changes()
         plain = type(self).step is DistributedOptimizer.step and not has_hooks_before(self)
         if not plain or (changes and (self._rides or not may_ride(changes))):
-            return StepRide(whole, context_id, None)
-        return StepRide(whole, context_id, self._sending(changes))
+            return FusedStep(0, b"", lambda _: self._finish(context_id, Done()))
+        ride, request = _Ride(), pickle.dumps(("step", self._sending(changes)), 5)
+        self._rides.add(ride)
+        return FusedStep(self._rider, request, partial(self._end_ride, ride, context_id, changes))
 
-    def _whole(self) -> Whole:
-        return Whole(self._rider, self.locals, self._finish, self._rides)
+    def _end_ride(self, ride: _Ride, context_id: int, changes: Changes, rode: StepResults) -> None:
+        """Make the other owners step, too."""
+        try:
+            self._finish(context_id, Done(futures(rode), changes))
+        finally:
+            self._rides.discard(ride)
 
     def _finish(self, context_id: int, done: Done) -> None:
         """Take a step that a pass has partly done."""
@@ -257,7 +286,7 @@ class DistributedOptimizer(Optimizer):
             A reusable `step` argument for `backward`. Its `norm` is the norm of the last gradients before clipping.
         """
         check_norms(max_norm, norm_type, error_if_nonfinite)
-        return Clipped(self._whole, max_norm, norm_type, error_if_nonfinite)
+        return Clipped(self, max_norm, norm_type, error_if_nonfinite)
 
     @not_compiled
     def accumulate(self, context_id: int) -> None:
@@ -401,19 +430,8 @@ class DistributedOptimizer(Optimizer):
         )
 
 
-def _checked(params: Any) -> Any:
-    """Return `params` in a form that `torch.optim.Optimizer` accepts."""
-    for_all = "Write DistributedOptimizer.for_module(optimizer_class, model) for all parameters of a model"
-    if isinstance(params, nn.Module):
-        raise UsageError(f"DistributedOptimizer takes references to parameters, not {type(params).__name__}. {for_all}")
-    if isinstance(params, RRef | dict):
-        return [params]
-    several = checks.several("params_rref", params, "a list of references to parameters or modules")
-    if not several:
-        raise InvalidArgument(
-            f"there is no parameter to optimize: the list of references (params_rref) is empty. {for_all}"
-        )
-    return several
+class _Ride:
+    """Represents a pending step that is fused with a pass."""
 
 
 def _reference(given: Any) -> RRef[Any]:
@@ -427,19 +445,3 @@ def _reference(given: Any) -> RRef[Any]:
         f"DistributedOptimizer takes references to parameters (params_rref), not {checks.short_repr(given)}. Wrap "
         "one of this worker in an RRef, or give the whole model to DistributedOptimizer.for_module"
     )
-
-
-@known_as("DistributedOptimizer()")
-def _add_group(
-    local: RRef[LocalOptimizer] | None,
-    rider: int,
-    maker: Any,
-    number: int,
-    own: list[RemotePart],
-    options: Hyperparameters,
-) -> tuple[RRef[LocalOptimizer], list[str], Hyperparameters]:
-    """On an owner: add a group of its parameters. The first group creates the optimizer."""
-    if local is None:
-        local = RRef(LocalOptimizer(*maker))
-        current.conductor().riders[rider] = local.local_value()
-    return (local, *local.local_value().add_group(number, own, options))

@@ -5,14 +5,20 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from time import perf_counter
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from telegrad._core import checks, events
+from telegrad._core.atfork import in_child, renewed
+from telegrad._core.calls.call_names import known_as
 from telegrad._core.calls.deadlines import DEFAULT
 from telegrad._core.calls.futures import Future
 from telegrad._core.modules.module_host import on_host
@@ -20,12 +26,11 @@ from telegrad._core.modules.module_tree import RemotePart, parameters_of
 from telegrad._core.rpc.functions import must_finish
 from telegrad._core.rpc.rref import RRef
 from telegrad._core.worker import current
+from telegrad._core.worker.fifo_lock import FifoLock
 from telegrad.autograd.engine.gradients import Gradients, total
 from telegrad.autograd.engine.record import AutogradContext
 from telegrad.errors import UsageError
 from telegrad.optim import untraced
-from telegrad.optim.guards import guards_of, holding
-from telegrad.optim.norms import norm_of, scale
 
 Hyperparameters = dict[str, Any]
 Changes = Mapping[int, Hyperparameters]  # of hyperparameters, by group number
@@ -38,14 +43,38 @@ USER_NAMES = {
     "load": "load_state_dict",
 }
 
+# Steps on the same parameters run one after another, others run concurrently.
+_lock = renewed(threading.Lock())  # guards _guards
+_guards: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # a lock for each parameter; often many have the same
+in_child(_guards.clear)  # threads of the parent that hold locks do not exist in a child
+
+
+def guards_of(parameters: Iterable[Tensor]) -> list[FifoLock]:
+    """Return the locks to hold while these parameters are changed. Parameters without a lock get a common new one."""
+    with _lock:
+        own = FifoLock()
+        found: set[FifoLock] = {_guards.setdefault(each, own) for each in parameters}  # type: ignore[no-untyped-call]
+    return sorted(found, key=id)  # lock order
+
+
+def holding(guards: list[FifoLock]) -> AbstractContextManager[None]:
+    """Hold `guards` in a `with` block, where only this thread changes these parameters."""
+    return guards[0].taken() if len(guards) == 1 else _holding_all(guards)
+
+
+@contextmanager
+def _holding_all(guards: list[FifoLock]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for guard in guards:
+            stack.enter_context(guard.taken())
+        yield
+
 
 class LocalOptimizer:
     """A plain torch optimizer for the parameters on this worker."""
 
     def __init__(self, make: Callable[..., Optimizer], args: Sequence[Any], kwargs: Mapping[str, Any], hogwild: bool):
-        self._make: Callable[[list[dict[str, Any]]], Optimizer] = lambda groups: untraced.made(
-            make, groups, args, kwargs
-        )
+        self._make: Callable[[list[dict[str, Any]]], Optimizer] = lambda groups: make(groups, *args, **kwargs)
         self._step: Callable[[], Any]
         self._hogwild = hogwild
         self._optimizer: Optimizer | None = None
@@ -76,7 +105,7 @@ class LocalOptimizer:
             check_needs_no_closure(type(made))
             self._optimizer, self._step = made, untraced.step_of(made)
         else:
-            untraced.call(self._optimizer, "add_param_group", group)
+            self._optimizer.add_param_group(group)
         self.groups.append(number)
         self.names += named
         self.parameters += parameters
@@ -185,7 +214,7 @@ class LocalOptimizer:
     def state(self, has_map: bool = True) -> dict[str, dict[str, Any]]:
         """Return the optimizer's state. Without a device map to the caller, the tensors are on the CPU."""
         assert self._optimizer is not None
-        state = untraced.call(self._optimizer, "state_dict")["state"]
+        state = self._optimizer.state_dict()["state"]
         named = {name: state[index] for index, name in enumerate(self.names) if index in state}
         return named if has_map else on_host(named)
 
@@ -201,9 +230,25 @@ class LocalOptimizer:
         """Load the state of this worker's parameters."""
         assert self._optimizer is not None
         with holding(self._guards):
-            whole = untraced.call(self._optimizer, "state_dict")
+            whole = self._optimizer.state_dict()
             whole["state"] = {index: state[name] for index, name in enumerate(self.names) if name in state}
-            untraced.call(self._optimizer, "load_state_dict", whole)
+            self._optimizer.load_state_dict(whole)
+
+
+@known_as("DistributedOptimizer()")
+def add_group(
+    local: RRef[LocalOptimizer] | None,
+    rider: int,
+    maker: Any,
+    number: int,
+    own: list[RemotePart],
+    options: Hyperparameters,
+) -> tuple[RRef[LocalOptimizer], list[str], Hyperparameters]:
+    """On an owner: add a group of its parameters. The first group creates the optimizer."""
+    if local is None:
+        local = RRef(LocalOptimizer(*maker))
+        current.conductor().riders[rider] = local.local_value()
+    return (local, *local.local_value().add_group(number, own, options))
 
 
 def ask(local: RRef[LocalOptimizer], method: str, *args: Any) -> Future[Any]:
@@ -286,3 +331,32 @@ def _named_parameters(branches: Iterable[RemotePart], taken: Iterable[Tensor]) -
                 known.add(id(parameter))
                 named[name] = parameter
     return named
+
+
+def norm_of(gradients: Iterable[Tensor], norm_type: float) -> Tensor | None:
+    """Return the norm of one worker's gradients, or None without gradients.
+
+    The norm is on the CPU, so the host waits for the device only once.
+    """
+    values = [_plain(gradient) for gradient in gradients]
+    return nn.utils.get_total_norm([each.detach() for each in values], norm_type).cpu() if values else None
+
+
+def _plain(gradient: Any) -> Tensor:
+    mesh = getattr(gradient, "device_mesh", None)
+    if mesh is None:
+        values: Tensor = gradient.coalesce().values() if gradient.is_sparse else gradient
+        return values
+    if mesh.size() > 1:
+        raise UsageError(
+            f"gradients that are shared out over {mesh.size()} processes (DTensor) would count several times in a norm "
+            "over all workers: clip them on these with torch.nn.utils.clip_grad_norm_, before the step"
+        )
+    local: Tensor = gradient.to_local()
+    return local
+
+
+def scale(gradients: Iterable[Tensor], factor: float) -> None:
+    with torch.no_grad():
+        for gradient in gradients:
+            gradient.mul_(factor)

@@ -1,8 +1,8 @@
 """Use torch's optimizers without importing `torch._dynamo`, which takes seconds.
 
-They import it to exclude their methods from tracing. As long as no other code has imported it, nothing is traced. Then
-this module calls the functions inside of those wrappers (`__wrapped__`). Optimizers whose own code may call a wrapper
-are used unchanged; `may_import` identifies them.
+They import it to exclude their methods from tracing. As long as no other code has imported it, nothing is traced. Until
+then torch's wrappers of these methods call the methods themselves, and `step_of` calls the function inside of the
+wrapper of `step`. A step that calls another one's wrapper is used unchanged; `may_import` identifies it.
 """
 
 from __future__ import annotations
@@ -11,45 +11,40 @@ import functools
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from types import MethodType
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 TRACER = "torch._dynamo"
-
-
-def may_import(make: Callable[..., Optimizer]) -> bool:
-    """Return True if an optimizer made by `make` may import the tracer in spite of this module."""
-    if not _is_class(make):
-        return True
-    steps = {inspect.unwrap(vars(base)["step"]) for base in make.__mro__[:-1] if "step" in vars(base)}
-    return make.add_param_group is not Optimizer.add_param_group or len(steps - {Optimizer.step}) > 1
+_CACHE = "__dynamo_disable"  # where a wrapper of torch keeps what it calls (torch 2.13: torch/_compile.py)
 
 
 def import_tracer() -> None:
     importlib.import_module(TRACER)
 
 
-def made(make: Callable[..., Optimizer], groups: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Optimizer:
-    """Return `make(groups, *args, **kwargs)`, without the import if possible."""
-    if not _is_class(make):
-        return make(groups, *args, **kwargs)
-    optimizer = make.__new__(make)
-    own = vars(optimizer)
-    own["add_param_group"] = MethodType(_unasked(make.add_param_group), optimizer)  # called by the constructor
-    try:
-        optimizer.__init__(groups, *args, **kwargs)  # type: ignore[misc]
-    finally:
-        del own["add_param_group"]
-    return optimizer
+def may_import(make: Callable[..., Optimizer]) -> bool:
+    """Return True if an optimizer made by `make` may import the tracer in spite of this module."""
+    if not (isinstance(make, type) and issubclass(make, Optimizer)):
+        return True
+    steps = {inspect.unwrap(vars(base)["step"]) for base in make.__mro__[:-1] if "step" in vars(base)}
+    return len(steps - {Optimizer.step}) > 1
 
 
-def call(optimizer: Optimizer, method: str, *args: Any) -> Any:
-    """Call `optimizer.method(*args)`, without the import if possible."""
-    return _unasked(getattr(type(optimizer), method))(optimizer, *args)
+def _defer_import(wrapper: Any) -> None:
+    """Make a wrapper of torch call the method that it wraps, until other code has imported the tracer."""
+    method = wrapper.__wrapped__
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if TRACER not in sys.modules:
+            return method(*args, **kwargs)
+        vars(method).pop(_CACHE, None)  # the wrapper fills it
+        return wrapper(*args, **kwargs)
+
+    setattr(method, _CACHE, call)
 
 
 def step_of(optimizer: Optimizer) -> Callable[[], Any]:
@@ -69,16 +64,11 @@ def step_of(optimizer: Optimizer) -> Callable[[], Any]:
     return MethodType(Optimizer.profile_hook_step(step), optimizer)
 
 
-def _is_class(make: Callable[..., Optimizer]) -> TypeGuard[type[Optimizer]]:
-    """Return True if calling `make` only initializes an object."""
-    usual = isinstance(make, type) and issubclass(make, Optimizer) and make.__new__ is object.__new__
-    return usual and type(make).__call__ is type.__call__
-
-
-def _unasked(function: Any) -> Any:
-    return function if TRACER in sys.modules or not _asks(function) else function.__wrapped__
-
-
 def _asks(function: Any) -> bool:
     """Return True for a wrapper that imports the tracer."""
     return TRACER in getattr(getattr(function, "__code__", None), "co_names", ()) and hasattr(function, "__wrapped__")
+
+
+for _wrapper in (Optimizer.state_dict, Optimizer.load_state_dict, Optimizer.add_param_group):
+    if _asks(_wrapper):
+        _defer_import(_wrapper)

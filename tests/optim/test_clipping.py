@@ -54,16 +54,20 @@ def test_as_in_one_process(by_optimizer: bool, norm: float, limit: float) -> Non
         assert torch.allclose(one, other)
 
 
-def test_what_was_kept_of_other_contexts_counts() -> None:
+@pytest.mark.parametrize("fused", [False, True], ids=["after the pass", "with the pass"])
+def test_what_was_kept_of_other_contexts_counts(fused: bool) -> None:
     leaf = nn.Parameter(torch.zeros(4))
     optimizer = DistributedOptimizer(torch.optim.SGD, [RRef(leaf)], lr=1)
     with autograd.context() as context:
         autograd.backward(context, leaf.sum())
         optimizer.accumulate(context)
     with autograd.context() as context:
-        autograd.backward(context, leaf.sum())
-        assert clip_grad_norm_(context, optimizer, 1.0) == 4
-        optimizer.step(context)
+        clipped = optimizer.clipped(1.0)
+        autograd.backward(context, leaf.sum(), step=clipped if fused else None)
+        if not fused:
+            clipped.norm = clip_grad_norm_(context, optimizer, 1.0)
+            optimizer.step(context)
+    assert clipped.norm == 4
     assert leaf.tolist() == pytest.approx([-0.5] * 4, rel=1e-5)
 
 
@@ -84,6 +88,11 @@ def test_a_norm_that_is_no_number() -> None:
             clip_grad_norm_(context, [RRef(leaf)], 1.0, error_if_nonfinite=True)
         assert autograd.get_gradients(context)[leaf].tolist() == [inf, 1]
         assert clip_grad_norm_(context, [RRef(leaf)], 1.0) == inf
+    optimizer = DistributedOptimizer(torch.optim.SGD, [RRef(leaf)], lr=1)
+    loss = (leaf * torch.tensor([inf, 1.0])).sum()
+    with autograd.context() as context, pytest.raises(RuntimeError, match="cannot be clipped"):
+        autograd.backward(context, loss, step=optimizer.clipped(1.0, error_if_nonfinite=True))
+    assert leaf.tolist() == [1, 1]
 
 
 def test_nothing_to_clip() -> None:

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.optim import lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -20,14 +19,13 @@ import telegrad.autograd as autograd
 from telegrad._core.agent.agent import Agent
 from telegrad._core.transport.link import Link
 from telegrad._core.wire.messages import CALL, FAILURE, RESULT, Message
-from telegrad._core.worker import current
 from telegrad._core.worker.worker import Worker
 from telegrad.errors import ContextEnded, TelegradWarning, UsageError, WorkersFailed
 from telegrad.nn import RemoteModule
 from telegrad.optim import DistributedOptimizer, clip_grad_norm_
 from telegrad.rpc import RRef, remote, rpc_sync
-from tests.cluster import PATIENCE, in_threads
-from tests.optim.test_optimizer import Fails, Model, Squared, data, linear, loss_of, make_leaf, same, together
+from tests.cluster import PATIENCE
+from tests.optim.test_optimizer import Fails, Model, data, linear, loss_of, make_leaf, same, together
 
 pytestmark = pytest.mark.usefixtures("here")
 
@@ -54,27 +52,6 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     monkeypatch.setattr(Link, "send", send)
     monkeypatch.setattr(Agent, "notify", tell)
     return counts
-
-
-def step_at_once(
-    spread: Model, optimizer: DistributedOptimizer, whole: Model, reference: torch.optim.Optimizer, seed: int
-) -> None:
-    with autograd.context() as context:
-        autograd.backward(context, loss_of(spread, seed), step=optimizer)
-    reference.zero_grad()
-    loss_of(whole, seed).backward()
-    reference.step()
-
-
-@pytest.mark.parametrize("owners", [1, 2, 3, 4])
-@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
-def test_twenty_steps_as_in_one_process(kind: Callable[..., torch.optim.Optimizer], owners: int) -> None:
-    spread, whole = together(owners)
-    optimizer = DistributedOptimizer.for_module(kind, spread, lr=0.05)
-    reference = kind(whole.parameters(), lr=0.05)
-    for seed in range(20):
-        step_at_once(spread, optimizer, whole, reference, seed)
-    assert same(spread, whole, 1e-6)
 
 
 # Messages
@@ -197,16 +174,6 @@ def test_two_passes_in_a_context() -> None:
     assert same(spread, whole, 1e-6)
 
 
-def test_the_same_graph_twice() -> None:
-    leaf, here = remote("w1", make_leaf), nn.Parameter(torch.ones(3, 3))
-    optimizer = DistributedOptimizer(torch.optim.SGD, [leaf, RRef(here)], lr=1)
-    with autograd.context() as context:
-        loss = (leaf.to_here() + here).sum()
-        autograd.backward(context, loss, retain_graph=True)
-        autograd.backward(context, loss, step=optimizer)
-    assert leaf.to_here().sum() == here.sum() == 9 - 2 * 9
-
-
 # What goes wrong
 
 
@@ -242,9 +209,6 @@ def test_an_owner_that_fails() -> None:
 def test_owners_that_fail() -> None:
     leaves = [remote(f"w{number}", make_leaf) for number in (1, 2, 3)]
     optimizer = DistributedOptimizer(Fails, leaves, lr=1, when="later")
-    with autograd.context() as context, pytest.raises(WorkersFailed, match=r"3 of 3[\s\S]*w2: ArithmeticError") as seen:
-        autograd.backward(context, sum(leaf.to_here().sum() for leaf in leaves), step=optimizer)
-    assert set(seen.value.errors) == {"w1", "w2", "w3"}
     with autograd.context() as context:
         future = autograd.backward_async(context, leaves[0].to_here().sum(), step=optimizer)
         with pytest.raises(WorkersFailed, match="3 of 3"):
@@ -325,80 +289,6 @@ def test_clipping(norm: float, limit: float, sent: Counter[str]) -> None:
         assert torch.allclose(clipped.norm, wanted.double())
     for mine, theirs in zip(one.state_dict().values(), other.state_dict().values(), strict=True):
         assert torch.allclose(mine, theirs)
-
-
-def test_a_norm_that_is_no_number() -> None:
-    leaf = nn.Parameter(torch.ones(2))
-    optimizer = DistributedOptimizer(torch.optim.SGD, [RRef(leaf)], lr=1)
-    with autograd.context() as context:
-        loss = (leaf * torch.tensor([inf, 1.0])).sum()
-        with pytest.raises(RuntimeError, match="cannot be clipped"):
-            autograd.backward(context, loss, step=optimizer.clipped(1.0, error_if_nonfinite=True))
-    assert leaf.tolist() == [1, 1]
-
-
-def test_what_was_kept_is_clipped_too() -> None:
-    leaf = nn.Parameter(torch.zeros(4))
-    optimizer = DistributedOptimizer(torch.optim.SGD, [RRef(leaf)], lr=1)
-    with autograd.context() as context:
-        autograd.backward(context, leaf.sum())
-        optimizer.accumulate(context)
-    with autograd.context() as context:
-        autograd.backward(context, leaf.sum(), step=optimizer.clipped(1.0))
-    assert leaf.tolist() == pytest.approx([-0.5] * 4, rel=1e-5)
-
-
-def test_hogwild() -> None:
-    module = RemoteModule("w1", Squared)
-    value = torch.ones(2, requires_grad=True)
-    worker = current.here()
-
-    def run(optimizer: DistributedOptimizer) -> None:
-        with autograd.context() as slow:
-            result = module(value).sum()
-
-            def step_of_another() -> None:
-                current.enter(worker)
-                with autograd.context() as quick:
-                    autograd.backward(quick, module(value).sum(), step=optimizer)
-
-            in_threads(step_of_another)
-            autograd.backward(slow, result, step=optimizer)
-
-    with pytest.raises(RuntimeError, match=r"modified by an inplace operation[\s\S]*hogwild=True"):
-        run(DistributedOptimizer(torch.optim.SGD, [module.module_rref], lr=0.1))
-    run(DistributedOptimizer(torch.optim.SGD, [module.module_rref], lr=0.1, hogwild=True))
-    start = 3 - 0.1 * 2 * 3
-    first = start - 0.1 * 2 * start
-    second = first - 0.1 * 2 * first
-    assert module.state_dict()["weight"].tolist() == pytest.approx([second] * 2)
-
-
-class Alone(torch.optim.SGD):
-    """Calls another worker in its step; notices when two steps overlap."""
-
-    inside = 0
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        Alone.inside += 1
-        assert Alone.inside == 1
-        rpc_sync("w0", torch.add, (torch.ones(1), 1))
-        super().step(closure)
-        Alone.inside -= 1
-
-
-def test_steps_over_the_same_parameters_take_turns(five: list[Worker]) -> None:
-    leaf = remote("w1", make_leaf)
-
-    def train(optimizer: DistributedOptimizer) -> None:
-        current.enter(five[0])
-        for _ in range(5):
-            with autograd.context() as context:
-                autograd.backward(context, leaf.to_here().sum(), step=optimizer)
-
-    optimizers = [DistributedOptimizer(Alone, [leaf], lr=0.125) for _ in range(4)]
-    in_threads(*(lambda own=own: train(own) for own in optimizers))
-    assert leaf.to_here()[0, 0] == 1 - 20 * 0.125
 
 
 class Waits(torch.optim.SGD):
