@@ -2,7 +2,7 @@
 
 from telegrad._core.references.control_messages import Id
 from telegrad._core.references.reference_table import ReferenceTable
-from telegrad._core.references.value_slot import SlotFilled, ValueSlot
+from telegrad._core.references.value_slot import ValueSlot
 from telegrad._core.rpc.restorable import RestorableRRef, Restore, check_restore, wait_for
 from telegrad._core.rpc.rref import Proxy, RRef
 from telegrad._core.worker.value_access import fetch, methods
@@ -14,7 +14,6 @@ __all__ = [
     "ReferenceTable",
     "RestorableRRef",
     "Restore",
-    "SlotFilled",
     "ValueSlot",
     "check_restore",
     "fetch",

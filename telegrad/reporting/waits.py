@@ -9,7 +9,7 @@ from typing import Any
 
 from telegrad.ext.calls import PendingCall, futures
 from telegrad.ext.graphs import Conductor
-from telegrad.ext.references import SlotFilled
+from telegrad.ext.references import ValueSlot
 from telegrad.ext.starting import join, stores
 from telegrad.ext.texts import progress
 from telegrad.ext.workers import Leaving, Membership
@@ -80,7 +80,7 @@ def _passing(names: Names, _: Missing) -> Wait:
 def _future(names: Names, _: Missing) -> Wait | None:
     future = names["future"]
     age = perf_counter() - names["begun"] if "begun" in names else 0.0
-    if isinstance(future, SlotFilled):
+    if isinstance(future, ValueSlot):
         about = "the value of a reference of this worker, which is not made yet"
         return Wait(what="value", on=[], about=about, age=age)
     if isinstance(getattr(future, "call", None), PendingCall):

@@ -60,10 +60,10 @@ def test_what_a_debugger_meets_tells_its_state_whoever_holds_a_lock(worker: Work
         told = [repr(each) for each in (worker, own, own._handle, own._handle.box, table, parting, membership)]
     assert told[0] == "<Worker 'w0', in <Members: w0, w1>>"
     assert told[1].endswith(" here: int>")
-    assert told[2].endswith(": <Box: int>>")
-    assert told[3] == "<Box: int>"
+    assert told[2].endswith(": <ValueSlot: int>>")
+    assert told[3] == "<ValueSlot: int>"
     assert told[4] == "<ReferenceTable of 'w0': 1 owned, 1 used>"
-    assert told[5].startswith("<LeavingTogether: 'w0' in <Farewell of 0: WAITING, led by 0, 0 of 2")
+    assert told[5].startswith("<LeavingTogether: 'w0' in <ShutdownBarrier of 0: WAITING, led by 0, 0 of 2")
     assert told[6] == "<Membership of 'w0': 2 present>"
     assert repr(other).startswith("<RRef w0/")
     assert repr(other._handle).endswith(": on 'w1'>")

@@ -1,4 +1,4 @@
-"""A handle of a reference in this process; the value lives at least as long as the handle."""
+"""A handle of a reference in this process, and the errors of unusable ones. The value outlives its handles."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ from typing import Any
 
 from telegrad._core.membership.members import Identity
 from telegrad._core.references.control_messages import Id, number
+from telegrad._core.references.reference_protocol import OWNER_DIED
 from telegrad._core.references.value_slot import ValueSlot
+from telegrad.errors import OwnerLost, RRefError, RRefLost
+
+DELETED = "deleted"  # fault of a handle that the program has released
 
 
 class Handle:
@@ -33,3 +37,17 @@ class Handle:
     def __repr__(self) -> str:
         state = self.fault or (repr(self.box) if self.box is not None else f"on {self.owner.name!r}")
         return f"<Handle of {number(self.id)}: {state}>"
+
+
+def error_for(fault: str, handle: Handle, made: str) -> RRefError:
+    """Return the error for a fault; `made` is the place where the reference was created, or empty."""
+    about = f"the reference {number(handle.id)} to a value of worker {handle.owner.name!r}"
+    about += f", made at {made}," if made else ""
+    if fault == OWNER_DIED:
+        return OwnerLost(f"{about} is lost: that worker has died or left. Make the value anew on another")
+    if fault == DELETED:
+        return RRefError(f"{about} was given up before this worker left its group")
+    return RRefLost(
+        f"{about} is lost: a connection broke while it was on its way, or its owner took this worker for dead. "
+        "Make or send it again"
+    )

@@ -251,9 +251,9 @@ class References:
     # Control messages
 
     def receive(self, sender: str, letter: ControlMessage) -> None:
-        """Handle a control message; each arrives once."""
+        """Handle a control message by the method `_on_` and its kind. Each arrives once."""
         kind, ref, fork = letter
-        _TAKE[kind](self, sender, ref, fork)
+        getattr(self, f"_on_{kind}")(sender, ref, fork)
 
     def _on_confirm(self, sender: str, ref: Id, fork: Id) -> None:
         owned = self.owned.get(ref)
@@ -431,17 +431,3 @@ class References:
             share.extras.append(share.fork)  # the owner may know it again: it was confirmed after FORGOT
         share.fork, share.confirmed = self._new_id(), False
         self._post(share.owner, CONFIRM, ref, share.fork)
-
-
-_TAKE = {
-    CONFIRM: References._on_confirm,
-    CONFIRMED: References._on_confirmed,
-    SETTLED: References._on_settled,
-    DROPPED: References._on_dropped,
-    ASK: References._on_ask,
-    MISSING: References._on_missing,
-    STILLBORN: References._on_stillborn,
-    WANTED: References._on_wanted,
-    GONE: References._on_gone,
-    FORGOT: References._on_forgot,
-}

@@ -24,15 +24,12 @@ from telegrad._core.calls.futures import Future
 from telegrad._core.membership.members import Identity
 from telegrad._core.pickling.exceptions import describe, fresh
 from telegrad._core.references.control_messages import ControlMessage, Id, key_of, number
-from telegrad._core.references.creation import Creation, ResultSlot, failed, tell_user
-from telegrad._core.references.creation_sites import Origins
 from telegrad._core.references.delivery import Batch, ReliableDelivery
-from telegrad._core.references.faults import DELETED, error_for
-from telegrad._core.references.handle import Handle
-from telegrad._core.references.making import CREATE, CREATED, Maker
-from telegrad._core.references.reference_protocol import OWNER_DIED, References
+from telegrad._core.references.handle import DELETED, Handle, error_for
+from telegrad._core.references.making import CREATE, CREATED, Creation, Maker, failed, tell_user, warn_of_leaks
+from telegrad._core.references.reference_protocol import OWNER_DIED
 from telegrad._core.references.value_slot import ValueSlot
-from telegrad._core.threads import LONGEST_WAIT, Background
+from telegrad._core.threads import LONGEST_WAIT
 from telegrad.errors import (
     GenerationOver,
     LimitReached,
@@ -56,57 +53,24 @@ class ReferenceTable(Maker):
     """All references of one worker.
 
     Uses of a reference take no lock. They rely on each of these being one step of the interpreter: `get` of the
-    dictionaries of shares, creations and origins, which change under the lock; to load or store one attribute of an
-    object found there, or of a handle; to load `_closed`.
+    dictionaries of shares, boxes, creations and sites, which change under the lock; to load or store one attribute of
+    an object found there, or of a handle; to load `_closed`.
     """
 
     def __init__(self, agent: Agent, wrap: Callable[[ReferenceTable, Handle], Any]) -> None:
-        """`wrap` creates the object for users from a handle."""
-        self.agent = agent
-        self._wrap = wrap
-        self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()  # ids of ended handles, None (to wake up), functions
-        self._thread = Background("telegrad-references", self._serve)
-        self._lock = threading.Lock()  # guards all fields below, and `done` and `future` of creations
-        self._origins = Origins()
-        self.name_is(agent.name)
+        super().__init__(agent, wrap, self._serve)
         self._courier: ReliableDelivery[ControlMessage] = ReliableDelivery()
-        self._boxes: dict[Id, ValueSlot] = {}  # of owned references
-        self._creations: dict[Id, Creation] = {}  # kept while the reference lives
         self._refused: dict[Id, LimitReached] = {}  # the latest refused creations, for requests of their values
-        self._expected: set[str] = set()  # owners whose answers to creating calls may have no reader
-        self._woken = False  # since the thread last checked
         self._closed = False
         self.over: PeerError | None = None  # why no other worker can be reached any more; stored once
         agent.layers.references = self
         agent.on(Batch, self._on_batch)
         agent.lost.append(lambda who, reason: self._events.put(lambda: self._on_lost(who, reason)))
 
-    def name_is(self, name: str) -> None:
-        """Set the worker's name, which may be assigned when it joins, before the first reference."""
-        self._me = f"{name}#{self.agent.incarnation}"
-        self._machine = References(self._me)
-
     def for_finalisers(self) -> Callable[[Callable[[], object]], None]:
         """Return a function that runs a given function on this table's thread, without taking a lock or sending."""
         self._thread.want()
         return self._events.put
-
-    # Creating references
-
-    def own(self, box: ValueSlot) -> Handle:
-        """Create a reference to the value that is, or will be, in `box`."""
-        self._thread.want()
-        with self._lock:
-            ref = self._machine.own()
-            self._boxes[ref] = box
-            return self._new_handle(ref, self.agent.me.identity, box)
-
-    def _new_handle(self, ref: Id, owner: Identity, box: ValueSlot | None, fault: str = "") -> Handle:
-        """Create a handle, with the lock held."""
-        self._origins.note(ref)
-        if (note := events.note) is not None:
-            note((events.MADE, now := perf_counter(), now, owner.name, number(ref)))
-        return Handle(self._events, ref, owner, box, fault)
 
     # Using references
 
@@ -133,7 +97,7 @@ class ReferenceTable(Maker):
         if error is not None and not says_more:
             raise failed(error)
         if fault:
-            raise error_for(fault, handle, self._origins.of(handle.id))
+            raise error_for(fault, handle, (self._sites or {}).get(handle.id, ""))
 
     def creation(self, handle: Handle) -> Future[None] | None:
         """Return a future of the creating call, if this worker made it and it has not succeeded yet."""
@@ -173,6 +137,9 @@ class ReferenceTable(Maker):
             RRefLost: there is none, and none will come.
             LimitReached: it was not made for that.
         """
+        known = self._boxes.get(ref)
+        if known is not None:
+            return known
         with self._lock:
             unknown = ref not in self._machine.owned
             if unknown:
@@ -181,9 +148,7 @@ class ReferenceTable(Maker):
                 if not self._machine.seek(ref):
                     raise RRefLost(f"worker {self.agent.name!r} has no value for the reference {number(ref)} any more")
                 self._wake()
-            box = self._boxes.get(ref)
-            if box is None:
-                box = self._boxes[ref] = ValueSlot()
+            box = self._boxes.setdefault(ref, ValueSlot())
         if unknown:
             self._thread.want()
         return box
@@ -256,7 +221,7 @@ class ReferenceTable(Maker):
 
     def _take_creation(
         self, sender: str, refusal: LimitReached | None, kind: int, ref: Id, fork: Id
-    ) -> ResultSlot | None:
+    ) -> ValueSlot | None:
         if kind == CREATED:
             self._machine.created(ref, fork, sender)
             return None
@@ -267,15 +232,10 @@ class ReferenceTable(Maker):
                 del self._refused[next(iter(self._refused))]
         elif kind == CREATE and self._machine.expect(ref, fork, sender):
             self._boxes[ref] = box  # otherwise nothing refers to the value
-        return ResultSlot(box, pickle.dumps(((), (CREATED, ref, fork)), 5))
+        box.answer = pickle.dumps(((), (CREATED, ref, fork)), 5)
+        return box
 
     # The thread for control messages and ended handles
-
-    def _wake(self) -> None:
-        """With the lock held: wake the thread. The caller starts the thread outside of the lock."""
-        if not self._woken:
-            self._woken = True
-            self._events.put(None)
 
     def _serve(self) -> None:
         wait = LONGEST_WAIT
@@ -340,7 +300,8 @@ class ReferenceTable(Maker):
         return wait
 
     def _forget(self, ref: Id) -> tuple[ValueSlot | None, Creation | None]:
-        self._origins.forget(ref)
+        if self._sites is not None:
+            self._sites.pop(ref, None)
         return self._boxes.pop(ref, None), self._creations.pop(ref, None)
 
     def _send(self, to: str, batch: Batch) -> None:
@@ -429,10 +390,10 @@ class ReferenceTable(Maker):
             self._closed = True
             boxes, self._boxes = self._boxes, {}
             machine = self._machine
-            leaked = [ref for ref, share in machine.shares.items() if share.handles]
-            leaked += [ref for ref, owned in machine.owned.items() if owned.handles]
+            held = [ref for each in (machine.shares, machine.owned) for ref, own in each.items() if own.handles]
         self._events.put(None)
-        self._origins.warn_of_leaks(leaked)
+        if self._sites is not None:
+            warn_of_leaks(self._sites.get(ref, "") for ref in held)
         del boxes
 
     def __repr__(self) -> str:

@@ -218,7 +218,7 @@ class Actors:
                 coming = self._coming[ref] = deque()
             coming.append(arrival)
         if first:
-            self.agent.later(lambda _: box.opening().add_done_callback(lambda _: self._has_come(ref, box)), None)
+            self.agent.later(lambda _: box.add_done_callback(lambda _: self._has_come(ref, box)), None)
         return True
 
     def _may_run(self, value: Any, arrival: Incoming) -> bool:

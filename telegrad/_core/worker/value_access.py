@@ -39,7 +39,7 @@ class RefPlaceholder(NamedTuple):
 def fetch(maker: str, number: int) -> Any:
     """Return the value of a reference that this worker owns."""
     box = current.references().box((maker, number))
-    return box.open() if box.full else Deferred(box.opening(), fetch)
+    return box.open() if box.full else Deferred(box, fetch)
 
 
 @known_as("future() of a reference")
@@ -60,7 +60,7 @@ def when_full(box: ValueSlot) -> Future[None]:
         else:
             future.set_result(None)
 
-    box.opening().add_done_callback(tell)
+    box.add_done_callback(tell)
     return future
 
 
@@ -175,7 +175,7 @@ def opened(box: ValueSlot, agent: Agent, timeout: float = 0) -> Any:
     Raises:
         TimeoutError: it was not after so many seconds (0 for no limit).
     """
-    if not box.full and not agent.wait_for(box.opening(), timeout or -1):
+    if not box.full and not agent.wait_for(box, timeout or -1):
         raise TimeoutError
     value = box.open()
     agent.streams.adopt(value)
@@ -188,7 +188,7 @@ def open_roots(table: ReferenceTable, values: Sequence[Any]) -> Future[list[Tens
     The future fails if one of them cannot be a root.
     """
     found: Future[list[Tensor]] = Future()
-    coming = [table.box(value).opening() if not isinstance(value, Tensor) else None for value in values]
+    coming = [table.box(value) if not isinstance(value, Tensor) else None for value in values]
 
     _look_at_roots(found, values, coming)
     return found
