@@ -19,7 +19,7 @@ from telegrad._core.worker.worker import Worker
 from telegrad.autograd.engine.schedule import GraphSchedule, GraphStep
 from telegrad.errors import CallTimeout, ContextEnded, NotOwner, RemoteError, UnusedSends, UsageError
 from telegrad.rpc import Future, RRef, functions, remote, rpc_async, rpc_sync
-from tests.cluster import PATIENCE, agents, in_threads, wait_until
+from tests.cluster import PATIENCE, agents, wait_until
 
 Call = Callable[..., Any]
 
@@ -42,32 +42,7 @@ def leaf(*shape: int) -> torch.Tensor:
     return torch.randn(*(shape or (3, 3)), dtype=torch.float64, requires_grad=True)
 
 
-def same_as_local(program: Callable[[Call], torch.Tensor], leaves: list[torch.Tensor], **options: Any) -> None:
-    """Gradients of `program(call)`, where a call is remote, and as the program gives them without workers."""
-    expected = torch.autograd.grad(program(lambda to, function, *args: function(*args)), leaves, allow_unused=True)
-    with autograd.context() as context:
-        autograd.backward(context, program(lambda to, function, *args: rpc_sync(to, function, args)), **options)
-        found = autograd.get_gradients(context)
-    for one, wanted in zip(leaves, expected, strict=True):
-        if wanted is None:
-            assert one not in found
-        else:
-            assert torch.allclose(found[one], wanted)
-        assert one.grad is None
-
-
 # The documents' examples
-
-
-def test_an_unused_result() -> None:
-    a, b, c = leaf(), leaf(), leaf()
-
-    def program(call: Call) -> torch.Tensor:
-        d = call("w1", torch.add, a, b)
-        call("w1", torch.mul, b, c)
-        return d.sum()
-
-    same_as_local(program, [a, b, c])
 
 
 def produce(numbers: list[int]) -> torch.Tensor:
@@ -171,32 +146,6 @@ def test_bad_roots(roots: Any, said: str) -> None:
 def test_a_mode_that_is_none() -> None:
     with autograd.context() as context, pytest.raises(UsageError, match="smart"):
         autograd.backward(context, leaf().sum(), mode="quick")
-
-
-def test_two_contexts_over_the_same_parameters_at_once() -> None:
-    weight = leaf()
-    inputs = [leaf(), leaf()]
-
-    def step(value: torch.Tensor) -> None:
-        current.enter(WORKERS[0])
-        for _ in range(20):
-            with autograd.context() as context:
-                autograd.backward(context, rpc_sync("w1", torch.mul, (weight, value)).sum())
-                assert torch.equal(autograd.get_gradients(context)[weight], value)
-
-    in_threads(*(lambda value=value: step(value) for value in inputs))
-    assert weight.grad is None
-
-
-def test_a_second_pass() -> None:
-    a, b = leaf(), leaf()
-    with autograd.context() as context:
-        loss = rpc_sync("w1", torch.mul, (a, b)).sum()
-        autograd.backward(context, loss, retain_graph=True)
-        autograd.backward(context, loss)
-        assert torch.allclose(autograd.get_gradients(context)[a], 2 * b)
-        with pytest.raises(RuntimeError, match="second time"):
-            autograd.backward(context, loss)
 
 
 def test_a_context_that_ends_under_its_pass() -> None:
@@ -462,39 +411,6 @@ def test_in_place_after_sending() -> None:
     assert torch.allclose(found, 2 * torch.cos(2 * x) - 6 * torch.sin(6 * x))
 
 
-def test_sparse_gradients_cross_sparse() -> None:
-    table = leaf(5, 3)
-    with autograd.context() as context:
-        autograd.backward(context, rpc_sync("w1", look_up, (table, torch.tensor([0, 2, 2]))).sum())
-        found = autograd.get_gradients(context)[table]
-    assert found.is_sparse
-    assert found.to_dense()[2].tolist() == [2, 2, 2]
-
-
-def look_up(table: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-    return nn.functional.embedding(indices, table, sparse=True)
-
-
-def test_hooks_after_accumulation_see_the_whole_gradient() -> None:
-    x = leaf()
-    seen = []
-    x.register_post_accumulate_grad_hook(lambda own: seen.append(own.grad.clone()))
-    with autograd.context() as context:
-        loss = sum(rpc_sync(f"w{number}", torch.mul, (x, number)).sum() for number in (1, 2, 3))
-        autograd.backward(context, loss)
-    assert [each.tolist() for each in seen] == [[[6.0] * 3] * 3]
-    assert x.grad is None
-
-
-@pytest.mark.filterwarnings("ignore:.*:UserWarning")
-def test_anomaly_mode_finds_the_nan() -> None:
-    x = torch.zeros(3, requires_grad=True)
-    with torch.autograd.detect_anomaly(), autograd.context() as context:
-        y = rpc_sync("w1", torch.mul, (x, 0.0))
-        with pytest.raises(RuntimeError, match="nan"):
-            autograd.backward(context, (y.sqrt() * 0).sum())
-
-
 @pytest.mark.filterwarnings("ignore:.*:UserWarning")
 @pytest.mark.parametrize("looks", [False, True], ids=["off", "on"])
 def test_a_gradient_that_is_no_number_is_an_error_in_anomaly_mode_alone(looks: bool) -> None:
@@ -555,23 +471,6 @@ def test_autocast_around_backward_holds_on_other_workers_for_that_pass_alone() -
         assert torch.allclose(gradient_of(lambda: autograd.backward(context, y)), exact)
 
 
-def test_gradients_of_gradients() -> None:
-    x = leaf()
-
-    def penalty(gradient: torch.Tensor) -> torch.Tensor:
-        return gradient.pow(2).sum()
-
-    y = (x**3).sin().sum()
-    (first,) = torch.autograd.grad(y, [x], create_graph=True)
-    (expected,) = torch.autograd.grad(penalty(first), [x])
-    with autograd.context() as context:
-        loss = rpc_sync("w2", torch.sin, (rpc_sync("w1", torch.pow, (x, 3)),)).sum()
-        autograd.backward(context, loss, create_graph=True)
-        first = autograd.get_gradients(context)[x]
-        autograd.backward(context, rpc_sync("w3", penalty, (first,)))
-        assert torch.allclose(autograd.get_gradients(context)[x] - first, expected)
-
-
 # Roots that live elsewhere
 
 
@@ -580,18 +479,6 @@ def test_a_reference_as_root() -> None:
     with autograd.context() as context:
         remote("w1", torch.sum, (remote("w1", torch.sin, (x,)).to_here(),)).backward(context)
         assert torch.allclose(autograd.get_gradients(context)[x], x.cos())
-
-
-def test_roots_on_several_workers() -> None:
-    x = leaf()
-    with autograd.context() as context:
-        roots = [remote(f"w{number}", scaled_sum, (x, number)) for number in (0, 1, 2, 3)]
-        autograd.backward(context, [*roots, x.sum()])
-        assert autograd.get_gradients(context)[x].tolist() == [[7.0] * 3] * 3
-
-
-def scaled_sum(x: torch.Tensor, factor: int) -> torch.Tensor:
-    return (x * factor).sum()
 
 
 def test_a_reference_to_no_tensor_as_root() -> None:
@@ -605,14 +492,6 @@ def test_a_reference_backward_without_context() -> None:
     assert x.grad is not None
     with pytest.raises(NotOwner):
         remote("w1", torch.ones, ((),), {"requires_grad": True}).backward()
-
-
-def test_the_asynchronous_form() -> None:
-    x = leaf()
-    with autograd.context() as context:
-        future = autograd.backward_async(context, rpc_sync("w1", torch.sin, (x,)).sum())
-        assert future.wait() is None
-        assert x in autograd.get_gradients(context)
 
 
 # What goes wrong
@@ -708,11 +587,6 @@ def test_a_pass_tells_for_whom_it_waits(trio: list[Worker]) -> None:
         GATE.set()
         future.wait()
     assert "drives []" in repr(trio[0].conductor)
-
-
-def test_fast_mode_where_all_takes_part() -> None:
-    a, b = leaf(), leaf()
-    same_as_local(lambda call: call("w1", torch.mul, call("w2", torch.sin, a), b).sum(), [a, b], mode="fast")
 
 
 def test_fast_mode_names_what_took_no_part() -> None:
