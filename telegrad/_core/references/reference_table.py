@@ -249,7 +249,7 @@ class ReferenceTable(Maker):
                     acts.popleft()()
                 wait = self._step(ended)
             except Exception:  # most likely without memory; try again
-                log.exception("telegrad: seeing to references failed")
+                log.exception("telegrad: processing reference events failed")
                 wait = TRY_AGAIN
 
     def _gather(self, acts: deque[Callable[[], None]], ended: deque[Id], wait: float) -> None:
@@ -315,7 +315,7 @@ class ReferenceTable(Maker):
         except (
             TelegradError
         ) as error:  # this worker is leaving, or cannot look up the other; `ReliableDelivery` tries again
-            log.debug("telegrad: no letter to %r now: %s", name, error)
+            log.debug("telegrad: cannot send to %r yet: %s", name, error)
 
     def _on_batch(self, sender: Identity, batch: Batch) -> None:
         self._thread.want()

@@ -107,8 +107,8 @@ def _check_inputs(roots: Sequence[Any], inputs: Sequence[Any]) -> None:
         if context.ended:
             raise UsageError(
                 f"the graph leads to tensors that came from worker {origins[0].sender.name!r} in context {context.id}, "
-                "which has ended, so nobody knows any more which gradients come back from there. Detach what outlives "
-                "its context"
+                "which has ended, so this worker cannot know which gradients come back from there. Detach what "
+                "outlives its context"
             )
         sends = {
             number: [edge_of(edge) if isinstance(edge, Tensor) else edge for edge in send.edges]

@@ -177,7 +177,7 @@ class AutogradContext:
 
     def __repr__(self) -> str:
         state = "has ended" if self.ended else "its graph runs" if self.running is not None else "nothing runs"
-        known = ", ".join(self._known.copy()) or "nobody else"
+        known = ", ".join(self._known.copy()) or "no other worker"
         return (
             f"<AutogradContext {self.id} of rank {self.owner}: {len(self._sends)} sends, gradients of "
             f"{len(self.gradients)} leaves, {state}; known to {known}>"
