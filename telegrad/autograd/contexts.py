@@ -234,7 +234,9 @@ class Contexts:
         dead = not isinstance(reason, PeerLost)
         doubtful = []
         for context in self._foreign():
-            if dead and context.may_be_of(who):
+            # the lost worker began the context, unless the context knows another worker of that rank
+            owners = [each for each in context.known if each.id == context.owner]
+            if dead and who.id == context.owner and (not owners or who in owners):
                 self._end(context.id, who, forsaken=True)
             elif context.met(who.name) == who:
                 doubtful.append(context)

@@ -5,15 +5,19 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from telegrad._core import checks, events
+from telegrad._core.atfork import in_child, renewed
 from telegrad._core.calls.call_names import known_as
 from telegrad._core.calls.deadlines import DEFAULT
 from telegrad._core.calls.futures import Future
@@ -22,11 +26,11 @@ from telegrad._core.modules.module_tree import RemotePart, parameters_of
 from telegrad._core.rpc.functions import must_finish
 from telegrad._core.rpc.rref import RRef
 from telegrad._core.worker import current
+from telegrad._core.worker.fifo_lock import FifoLock
 from telegrad.autograd.engine.gradients import Gradients, total
 from telegrad.autograd.engine.record import AutogradContext
 from telegrad.errors import UsageError
 from telegrad.optim import untraced
-from telegrad.optim.guards import guards_of, holding
 
 Hyperparameters = dict[str, Any]
 Changes = Mapping[int, Hyperparameters]  # of hyperparameters, by group number
@@ -38,6 +42,32 @@ USER_NAMES = {
     "kept": "state_dict",
     "load": "load_state_dict",
 }
+
+# Steps on the same parameters run one after another, others run concurrently.
+_lock = renewed(threading.Lock())  # guards _guards
+_guards: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # a lock for each parameter; often many have the same
+in_child(_guards.clear)  # threads of the parent that hold locks do not exist in a child
+
+
+def guards_of(parameters: Iterable[Tensor]) -> list[FifoLock]:
+    """Return the locks to hold while these parameters are changed. Parameters without a lock get a common new one."""
+    with _lock:
+        own = FifoLock()
+        found: set[FifoLock] = {_guards.setdefault(each, own) for each in parameters}  # type: ignore[no-untyped-call]
+    return sorted(found, key=id)  # lock order
+
+
+def holding(guards: list[FifoLock]) -> AbstractContextManager[None]:
+    """Hold `guards` in a `with` block, where only this thread changes these parameters."""
+    return guards[0].taken() if len(guards) == 1 else _holding_all(guards)
+
+
+@contextmanager
+def _holding_all(guards: list[FifoLock]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for guard in guards:
+            stack.enter_context(guard.taken())
+        yield
 
 
 class LocalOptimizer:

@@ -1,9 +1,15 @@
-"""Creates references to results of calls, on one worker or on many at once."""
+"""Creates references to results of calls, on one worker or on many at once.
+
+In debug mode the places are recorded where references are created, to list references that outlive their group.
+"""
 
 from __future__ import annotations
 
+import logging
 import queue
+import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable
 from time import perf_counter
 from typing import Any
@@ -11,20 +17,99 @@ from typing import Any
 from telegrad._core import events
 from telegrad._core.agent.agent import Agent
 from telegrad._core.agent.fanout import EachCall
+from telegrad._core.calls.futures import Future
+from telegrad._core.calls.unretrieved import UnretrievedError
+from telegrad._core.importing import PACKAGE
 from telegrad._core.membership.members import Identity
+from telegrad._core.pickling.exceptions import fresh
 from telegrad._core.pickling.remote_text import debugging
 from telegrad._core.references.control_messages import Id, key_of, number
-from telegrad._core.references.creation import Creation, tell_user
-from telegrad._core.references.creation_sites import caller
 from telegrad._core.references.handle import Handle
 from telegrad._core.references.reference_protocol import References
 from telegrad._core.references.value_slot import ValueSlot
 from telegrad._core.threads import Background
-from telegrad.errors import PeerError
+from telegrad.errors import CallCancelled, CallTimeout, PeerError
 
 CREATE, CREATED, HERE = range(3)  # kinds: a creating call, the answer to it, a creating call to the worker itself
 
+SHOWN = 20  # maximal number of places to log
+
 Target = tuple[int, Id, Id]
+
+log = logging.getLogger("telegrad")
+
+
+class Creation:
+    """A call of this worker that creates the value of a reference; the outcome of that call."""
+
+    __slots__ = ("_told", "about", "call", "cut_off", "done", "error", "fork", "future", "owner", "ref", "used")
+
+    quick = True
+
+    def __init__(self, ref: Id, fork: Id, owner: str, told: Callable[[Creation], None]) -> None:
+        self.ref = ref
+        self.fork = fork
+        self.owner = owner
+        self.call: Any = None
+        self.error: BaseException | None = None
+        self.cut_off = False  # it ended without an answer, which may still come
+        self.done = False
+        self.used = False  # the program has requested the value, or learns of a failure otherwise
+        self.about = ""
+        self.future: Future[None] | None = None  # for the user, if one was requested
+        self._told = told
+
+    def set_result(self, result: Any) -> None:
+        self._told(self)
+
+    def set_exception(self, result: BaseException) -> None:
+        self.error = fresh(result)
+        self.cut_off = isinstance(result, CallCancelled | CallTimeout)
+        self._told(self)
+
+    def cancel(self) -> bool:
+        """Cancel the call; return False if it is over."""
+        call = self.call
+        return call is not None and bool(call.cancel())
+
+    def dropped(self) -> None:
+        """Handle the end of the last handle: log an error that the program has not seen."""
+        if self.error is not None and not self.used:
+            UnretrievedError(self.about, self.error)
+
+
+def tell_user(creation: Creation) -> None:
+    future = creation.future
+    assert future is not None
+    future.follows = None
+    if creation.error is not None:
+        future.set_exception(creation.error)  # type: ignore[arg-type]
+    else:
+        future.set_result(None)
+
+
+def failed(error: BaseException) -> BaseException:
+    """Return the error for a value that was not created: the exception of the function, or the failure of the call."""
+    again = fresh(error)
+    if isinstance(again, (CallCancelled, CallTimeout, PeerError)):
+        again.args = (f"RRef creation failed, the value may not exist: {error}",)
+    return again
+
+
+def caller() -> str:
+    """Return the first line outside of this package."""
+    frame = sys._getframe()
+    while frame.f_code.co_filename.startswith(PACKAGE) and frame.f_back is not None:
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+def warn_of_leaks(places: Iterable[str]) -> None:
+    """List the references that outlive their group, by the places where they were created."""
+    counts = Counter(places)
+    if counts:
+        listed = "\n  ".join(sorted(f"{count} made at {place}" for place, count in counts.items())[:SHOWN])
+        log.warning("telegrad: %d references outlive their group:\n  %s", counts.total(), listed)
 
 
 class Maker:
@@ -38,7 +123,6 @@ class Maker:
         self._thread = Background("telegrad-references", serve)
         self._lock = threading.Lock()  # guards all fields below, and `done` and `future` of creations
         self._sites: dict[Id, str] | None = {} if debugging() else None  # where references were created
-        self._me, self._machine = "", References("")
         self._boxes: dict[Id, ValueSlot] = {}  # of owned references
         self._creations: dict[Id, Creation] = {}  # kept while the reference lives
         self._expected: set[str] = set()  # owners whose answers to creating calls may have no reader

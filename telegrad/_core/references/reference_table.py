@@ -24,11 +24,9 @@ from telegrad._core.calls.futures import Future
 from telegrad._core.membership.members import Identity
 from telegrad._core.pickling.exceptions import describe, fresh
 from telegrad._core.references.control_messages import ControlMessage, Id, key_of, number
-from telegrad._core.references.creation import Creation, failed, tell_user
-from telegrad._core.references.creation_sites import warn_of_leaks
 from telegrad._core.references.delivery import Batch, ReliableDelivery
 from telegrad._core.references.handle import DELETED, Handle, error_for
-from telegrad._core.references.making import CREATE, CREATED, Maker
+from telegrad._core.references.making import CREATE, CREATED, Creation, Maker, failed, tell_user, warn_of_leaks
 from telegrad._core.references.reference_protocol import OWNER_DIED
 from telegrad._core.references.value_slot import ValueSlot
 from telegrad._core.threads import LONGEST_WAIT
@@ -251,7 +249,7 @@ class ReferenceTable(Maker):
                     acts.popleft()()
                 wait = self._step(ended)
             except Exception:  # most likely without memory; try again
-                log.exception("telegrad: seeing to references failed")
+                log.exception("telegrad: processing reference events failed")
                 wait = TRY_AGAIN
 
     def _gather(self, acts: deque[Callable[[], None]], ended: deque[Id], wait: float) -> None:
@@ -317,7 +315,7 @@ class ReferenceTable(Maker):
         except (
             TelegradError
         ) as error:  # this worker is leaving, or cannot look up the other; `ReliableDelivery` tries again
-            log.debug("telegrad: no letter to %r now: %s", name, error)
+            log.debug("telegrad: cannot send to %r yet: %s", name, error)
 
     def _on_batch(self, sender: Identity, batch: Batch) -> None:
         self._thread.want()

@@ -95,20 +95,25 @@ class _GuardedEngine(type(Variable._execution_engine)):  # type: ignore[misc] # 
 
 def _check_inputs(roots: Sequence[Any], inputs: Sequence[Any]) -> None:
     """Raise UsageError if gradients of inputs come back from other workers."""
-    graph = Ancestors(node for root in roots if (node := _node_of(root)) is not None)
+    nodes = [root.node if isinstance(root, GradientEdge) else root.grad_fn for root in roots]
+    graph = Ancestors(node for node in nodes if node is not None)
     if not graph.recvs:
         return
-    edges = [each if isinstance(each, GradientEdge) else edge_of(each) for each in inputs if _has_edge(each)]
+    given = [each for each in inputs if isinstance(each, GradientEdge) or each.requires_grad]
+    edges = [each if isinstance(each, GradientEdge) else edge_of(each) for each in given]
     places = {(edge.node, edge.output_nr) for edge in edges}
     for context in {node.origin.context for node in graph.recvs}:
         origins = [node.origin for node in graph.recvs if node.origin.context is context]
         if context.ended:
             raise UsageError(
                 f"the graph leads to tensors that came from worker {origins[0].sender.name!r} in context {context.id}, "
-                "which has ended, so nobody knows any more which gradients come back from there. Detach what outlives "
-                "its context"
+                "which has ended, so this worker cannot know which gradients come back from there. Detach what "
+                "outlives its context"
             )
-        sends = {number: [_as_edge(edge) for edge in send.edges] for number, send in context.sends.items()}
+        sends = {
+            number: [edge_of(edge) if isinstance(edge, Tensor) else edge for edge in send.edges]
+            for number, send in context.sends.items()
+        }
         leading = Ancestors(edge.node for edges in sends.values() for edge in edges).of(places)
         first = first_leading_to(places, leading, sends)
         for origin in origins:
@@ -137,18 +142,6 @@ def _will_run(node: Any) -> bool:
         "context they may come at several times, or from other workers. Register a hook on each tensor, "
         "tensor.register_hook(hook)"
     )
-
-
-def _node_of(root: Any) -> Any:
-    return root.node if isinstance(root, GradientEdge) else root.grad_fn
-
-
-def _has_edge(given: Any) -> bool:
-    return isinstance(given, GradientEdge) or given.requires_grad
-
-
-def _as_edge(edge: GradientEdge | Tensor) -> GradientEdge:
-    return edge_of(edge) if isinstance(edge, Tensor) else edge
 
 
 def _check_callback(callback: Any) -> None:

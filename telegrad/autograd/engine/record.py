@@ -177,7 +177,7 @@ class AutogradContext:
 
     def __repr__(self) -> str:
         state = "has ended" if self.ended else "its graph runs" if self.running is not None else "nothing runs"
-        known = ", ".join(self._known.copy()) or "nobody else"
+        known = ", ".join(self._known.copy()) or "no other worker"
         return (
             f"<AutogradContext {self.id} of rank {self.owner}: {len(self._sends)} sends, gradients of "
             f"{len(self.gradients)} leaves, {state}; known to {known}>"
@@ -216,11 +216,6 @@ class AutogradContext:
     def met(self, name: str) -> Identity | None:
         """Return the worker that takes part under that name. A restarted worker of that name does not take part."""
         return self._known.get(name)
-
-    def may_be_of(self, who: Identity) -> bool:
-        """Return True if that worker began the context, or may have: another worker may get its rank later."""
-        holders = [each for each in self.known if each.id == self.owner]
-        return who.id == self.owner and (not holders or who in holders)
 
     def sent(self, tensors: Sequence[Tensor], to: Identity, what: Any, graph: bool) -> bytes:
         """Record the edges of sent tensors that have a graph. Return the bytes to append to the message."""

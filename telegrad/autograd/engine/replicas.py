@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -44,12 +44,11 @@ _turns: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 def watch() -> None:
     """Track all replicated modules from now on, for all process groups, because `forward` may be called directly."""
     global _watching
-    if not _watching:
-        register_module_module_registration_hook(_notice)  # registering twice is harmless
-        found = instances(DistributedDataParallel)
-        with _lock:
-            _seen.update(found)
-            _watching = True
+    register_module_module_registration_hook(_notice)  # registering twice is harmless
+    found = instances(DistributedDataParallel)
+    with _lock:
+        _seen.update(found)
+        _watching = True
 
 
 def _notice(module: Any, *_: Any) -> None:
@@ -64,7 +63,8 @@ def _notice(module: Any, *_: Any) -> None:
 
 def replicated() -> set[int]:
     """Return the ids of the parameters of all replicated modules."""
-    watch()
+    if not _watching:
+        watch()
     if not _seen:
         return set()
     with _lock:
@@ -92,10 +92,14 @@ def reduce(gradients: Mapping[Node, Tensor]) -> dict[Node, Tensor]:
     with contextlib.ExitStack() as stack:
         for turn in _turns_of(leaves):
             stack.enter_context(turn)
-        stack.enter_context(_hidden(leaves))
         stack.enter_context(no_pass())
         for leaf in leaves:
-            stack.enter_context(_silenced(leaf))
+            # a copy, since a reducer may write to the memory of `.grad`
+            stack.callback(setattr, leaf, "grad", leaf.grad.clone() if leaf.grad is not None else None)
+            leaf.grad = None
+            if (hooks := leaf._backward_hooks) is not None:  # they were called already
+                stack.callback(hooks.update, dict(hooks))
+                hooks.clear()
         torch.autograd.backward([GradientEdge(node, 0) for node in gradients], list(gradients.values()))
         return {node: leaf.grad.clone() for node, leaf in zip(gradients, leaves, strict=True) if leaf.grad is not None}
 
@@ -108,30 +112,3 @@ def _turns_of(leaves: Sequence[Tensor]) -> list[Any]:
     groups = {module.process_group for module in modules if not ids.isdisjoint(map(id, module.parameters()))}
     with _lock:
         return [_turns.setdefault(group, threading.RLock()) for group in sorted(groups, key=id)]
-
-
-@contextlib.contextmanager
-def _hidden(leaves: Sequence[Tensor]) -> Iterator[None]:
-    """Clear `.grad` inside. Restore a copy afterwards, since a reducer may write to its memory."""
-    hidden = [leaf.grad.clone() if leaf.grad is not None else None for leaf in leaves]
-    for leaf in leaves:
-        leaf.grad = None
-    try:
-        yield
-    finally:
-        for leaf, gradient in zip(leaves, hidden, strict=True):
-            leaf.grad = gradient
-
-
-@contextlib.contextmanager
-def _silenced(leaf: Tensor) -> Iterator[None]:
-    """Remove hooks that were called already, inside."""
-    hooks = leaf._backward_hooks
-    kept = dict(hooks or {})
-    if hooks is not None:
-        hooks.clear()
-    try:
-        yield
-    finally:
-        if hooks is not None:
-            hooks.update(kept)
