@@ -141,20 +141,16 @@ def swap_request(key: bytes, value: bytes | None, expected: int, lease: int) -> 
     return {"compare": [compare], "success": change, "failure": [read]}
 
 
-def list_request(prefix: bytes) -> Json:
-    return _range(prefix)
-
-
 def confirm_request(prefix: bytes) -> Json:
     """Return a read without entries, which only a member that follows a leader with a majority can answer."""
-    return {**_range(prefix), "count_only": True}
+    return {**list_request(prefix), "count_only": True}
 
 
 def watch_request(prefix: bytes, since: int) -> Json:
-    return {"create_request": {**_range(prefix), "start_revision": str(since + 1)}}
+    return {"create_request": {**list_request(prefix), "start_revision": str(since + 1)}}
 
 
-def _range(prefix: bytes) -> Json:
+def list_request(prefix: bytes) -> Json:
     end = prefix[:-1] + bytes([prefix[-1] + 1])  # the last byte is never 255: prefixes are UTF-8
     return {"key": _packed(prefix), "range_end": _packed(end)}
 

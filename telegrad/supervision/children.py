@@ -36,8 +36,9 @@ class Child:
         )
         assert self._process.stdout is not None
         assert self._process.stderr is not None
+        self._streams = {"stdout": self._process.stdout, "stderr": self._process.stderr}
         self.pid = self._process.pid
-        self.pipes = {"stdout": self._process.stdout.fileno(), "stderr": self._process.stderr.fileno()}
+        self.pipes = {name: stream.fileno() for name, stream in self._streams.items()}
         for pipe in self.pipes.values():
             os.set_blocking(pipe, False)
 
@@ -57,10 +58,8 @@ class Child:
     def close(self) -> None:
         """Kill the rest of the group, and close the pipes. Call it after the process ended."""
         self.signal(signal.SIGKILL)
-        assert self._process.stdout is not None
-        assert self._process.stderr is not None
-        self._process.stdout.close()
-        self._process.stderr.close()
+        for stream in self._streams.values():
+            stream.close()
 
 
 def read(pipe: int) -> bytes | None:

@@ -43,7 +43,8 @@ def main(arguments: list[str]) -> int:
     if command:
         given.roles.setdefault(given.last, {})["command"] = command
     try:
-        plan = read(_text(given.file), {**given.roles, **_set(logs=given.logs, grace=given.grace)})
+        options_of_run = {key: getattr(given, key) for key in ("logs", "grace") if getattr(given, key) is not None}
+        plan = read(Path(given.file).read_text() if given.file else "", {**given.roles, **options_of_run})
     except (UsageError, OSError, UnicodeDecodeError) as error:
         return _wrong(f"{given.file or 'options'}: {error}")
     try:
@@ -121,14 +122,6 @@ def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return the arguments before `--`, and those after it."""
     at = list(arguments).index("--") if "--" in arguments else len(arguments)
     return list(arguments[:at]), list(arguments[at + 1 :])
-
-
-def _set(**options: Any) -> dict[str, Any]:
-    return {key: value for key, value in options.items() if value is not None}
-
-
-def _text(file: str | None) -> str:
-    return Path(file).read_text() if file else ""
 
 
 def _place(master: str | None) -> tuple[str, int]:

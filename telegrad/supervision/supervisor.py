@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from math import inf
 from time import monotonic
+from typing import IO
 
 from telegrad.compat.inheritance import child_environment
 from telegrad.errors import UsageError
@@ -71,19 +72,26 @@ class Supervisor:
         self._lines: dict[Source, Lines] = {}
         self._signals: deque[int] = deque()
         self._host = host
-        self._listener = _listen(host, port) if node == 0 else None
+        self._listener: socket.socket | None = None
+        if node == 0:
+            address = host if is_address(host) else listening_address(host)
+            self._listener = socket.create_server((address, port), family=family_of(address), backlog=CROWD)
         self._port = self._listener.getsockname()[1] if self._listener is not None else port
         self._key_folder = _key_for_children(is_alone=not port)
         self._key = {FILE_VARIABLE: os.path.join(self._key_folder, FILE)} if self._key_folder else {}
         self._ready = False
-        self._storekeeper: subprocess.Popen[bytes] | None = None
+        self._storekeeper: subprocess.Popen[bytes]  # set by `_begin_storekeeper`, as are these two
+        self._to_storekeeper: IO[bytes]
+        self._from_storekeeper: IO[bytes]
 
     def run(self) -> int:
         """Run until all workers have ended; return the exit code."""
         try:
             with self._hears_signals():
                 self._begin_storekeeper()
-                self._introduce()
+                roles = ", ".join(f"{role.count} {role.name}" for role in self._plan.roles)
+                place = supervised.place(self._host, self._port)
+                self._output.say(f"starts {roles}; the group meets at {place}, its logs are in {self._output.folder}")
                 self._policy.begin(monotonic())
                 while (code := self._policy.code) is None:
                     self._turn()
@@ -96,11 +104,6 @@ class Supervisor:
             said = f" Its last lines:{last}" if last else ""
             self._output.say(f"{failed} has ended the group; {path} has all that it printed.{said}")
         return code
-
-    def _introduce(self) -> None:
-        roles = ", ".join(f"{role.count} {role.name}" for role in self._plan.roles)
-        place = supervised.place(self._host, self._port)
-        self._output.say(f"starts {roles}; the group meets at {place}, its logs are in {self._output.folder}")
 
     # Events
 
@@ -148,15 +151,12 @@ class Supervisor:
                 self._output.say(action.text)
 
     def _status(self) -> str:
-        now = monotonic()
-        return "\n".join(
-            f"{one.name} {one.state} for {format_duration(now - one.since)}, restarts: {one.restarts}"
-            f"{self._process(one.name)}"
-            for one in self._policy.statuses()
-        )
-
-    def _process(self, name: str) -> str:
-        return f", process {self._children[name].pid}" if name in self._children else ""
+        lines = []
+        for one in self._policy.statuses():
+            process = f", process {self._children[one.name].pid}" if one.name in self._children else ""
+            lasts = format_duration(monotonic() - one.since)
+            lines.append(f"{one.name} {one.state} for {lasts}, restarts: {one.restarts}{process}")
+        return "\n".join(lines)
 
     # Workers
 
@@ -220,47 +220,40 @@ class Supervisor:
     def _begin_storekeeper(self) -> None:
         """Start the storekeeper, for the first time or again."""
         self._ready = False
-        self._storekeeper = self._start_storekeeper()
+        listener = self._listener
+        self._storekeeper = process = subprocess.Popen(
+            [
+                *(sys.executable, *SAFE_PATH, "-m", "telegrad.supervision.storekeeper"),
+                *([str(listener.fileno()), self._host] if listener is not None else []),
+            ],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            pass_fds=[listener.fileno()] if listener is not None else [],
+            env=child_environment({**os.environ, **self._key}),
+            **new_session_options(),
+        )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        self._to_storekeeper, self._from_storekeeper = process.stdin, process.stdout
+        os.set_blocking(process.stdout.fileno(), False)
+        self._selector.register(process.stdout, selectors.EVENT_READ, "storekeeper")
         if self._key_folder:
             self._tell_storekeeper(f"key {self._key_folder}")
         for child in self._children.values():
             self._tell_storekeeper(f"+{child.pid}")
 
-    def _start_storekeeper(self) -> subprocess.Popen[bytes]:
-        place: list[str] = []
-        descriptors: list[int] = []
-        if self._listener is not None:
-            descriptors = [self._listener.fileno()]
-            place = [str(descriptors[0]), self._host]
-        process = subprocess.Popen(
-            [sys.executable, *SAFE_PATH, "-m", "telegrad.supervision.storekeeper", *place],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            pass_fds=descriptors,
-            env=child_environment({**os.environ, **self._key}),
-            **new_session_options(),
-        )
-        assert process.stdout is not None
-        os.set_blocking(process.stdout.fileno(), False)
-        self._selector.register(process.stdout, selectors.EVENT_READ, "storekeeper")
-        return process
-
     def _tell_storekeeper(self, word: str) -> None:
-        assert self._storekeeper is not None
-        assert self._storekeeper.stdin is not None
         with contextlib.suppress(OSError):  # it was killed
-            self._storekeeper.stdin.write(f"{word}\n".encode())
-            self._storekeeper.stdin.flush()
+            self._to_storekeeper.write(f"{word}\n".encode())
+            self._to_storekeeper.flush()
 
     def _hear_storekeeper(self) -> None:
-        assert self._storekeeper is not None
-        assert self._storekeeper.stdout is not None
-        data = children.read(self._storekeeper.stdout.fileno())
+        data = children.read(self._from_storekeeper.fileno())
         if data:
             self._ready = True
         elif data is not None:
-            self._selector.unregister(self._storekeeper.stdout)
-            self._storekeeper.stdout.close()
+            self._selector.unregister(self._from_storekeeper)
+            self._from_storekeeper.close()
             how = describe_exit(self._storekeeper.wait())
             if self._ready:
                 self._output.say(f"the process that kept the group's store ended with {how}; it is started again")
@@ -269,17 +262,14 @@ class Supervisor:
                 self._do(self._policy.abort(f"the group's store could not be served ({how})", monotonic()))
 
     def _part_from_storekeeper(self) -> None:
-        assert self._storekeeper is not None
-        assert self._storekeeper.stdin is not None
         with contextlib.suppress(OSError):
-            self._storekeeper.stdin.close()
+            self._to_storekeeper.close()
         if self._ready:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._storekeeper.wait(LAST_WORDS)
         self._storekeeper.kill()
         self._storekeeper.wait()
-        assert self._storekeeper.stdout is not None
-        self._storekeeper.stdout.close()
+        self._from_storekeeper.close()
         if self._listener is not None:
             self._listener.close()
 
@@ -310,11 +300,6 @@ class Supervisor:
                     signal.signal(number, handler)
                 signal.set_wakeup_fd(waker)
                 self._selector.close()
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    address = host if is_address(host) else listening_address(host)
-    return socket.create_server((address, port), family=family_of(address), backlog=CROWD)
 
 
 def _key_for_children(is_alone: bool) -> str:

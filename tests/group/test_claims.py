@@ -9,7 +9,7 @@ import pytest
 from telegrad._core.directory.directory import Directory, DirectoryLost, LeaseLost
 from telegrad._core.membership.dynamic import DynamicGroup
 from telegrad._core.membership.members import Member
-from telegrad._core.membership.registry import Claim, Claimed, Registry
+from telegrad._core.membership.registry import Claimed, Registry
 from telegrad.errors import InvalidArgument
 from tests.cluster import wait_until
 from tests.directory.naive import NaiveEngine
@@ -59,16 +59,6 @@ def test_a_claim_of_an_earlier_lease_is_not_that_of_the_next(registry: Registry,
         registry.claim("x", "a", second)
 
 
-def test_only_a_claim_that_stands_is_released(registry: Registry, directory: Directory) -> None:
-    lease = directory.grant(LONG)
-    early = registry.claim("x", "a", lease)
-    registry.release("x", early)
-    later = registry.claim("x", "a", lease)
-    assert later.token > early.token
-    registry.release("x", early)
-    assert registry.owner("x") == later
-
-
 def test_watchers_see_claims_and_their_ends(registry: Registry, directory: Directory) -> None:
     lease = directory.grant(LONG)
     since = registry.roster().revision
@@ -93,19 +83,6 @@ def join(engine: NaiveEngine, name: str, ttl: float = LONG) -> DynamicGroup:
     group = DynamicGroup(engine.client(), "", ttl)
     group.join(Member(name, -1, f"life of {name}", "", "host", "", ("127.0.0.1", 1)), lambda _: True)
     return group
-
-
-def test_what_is_older_than_what_is_known_changes_nothing(engine: NaiveEngine) -> None:
-    group = join(engine, "a")
-    told: list[str] = []
-    group.on_claim = told.append
-    later = Claim("b", 9)
-    for claim in (Claim("", 5), later, Claim("c", 7), Claim("", 8)):
-        group._apply(Claimed("x", claim))
-    assert group.claims["x"] == later
-    assert told == ["x", "x"]
-    assert not group.owns("x", Claim("life of a", 8))
-    group.leave()
 
 
 def test_a_member_that_joins_knows_the_claims_and_hears_of_their_ends(engine: NaiveEngine) -> None:
@@ -136,18 +113,6 @@ def test_a_look_that_is_later_than_the_watch_tells_of_ends_too(engine: NaiveEngi
     assert not other.claims["x"].life
     assert told == ["x"]
     other.leave()
-
-
-def test_an_owner_owns_only_while_its_lease_holds_by_its_own_clock(
-    engine: NaiveEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    owner = join(engine, "a")
-    claim = owner.claim("x")
-    owner._lease = owner._lease._replace(ends=0.0)
-    assert not owner.owns("x", claim)
-    owner.begin(lambda _: None)  # and renew the lease, which lives
-    wait_until(lambda: owner.owns("x", claim))
-    owner.leave()
 
 
 def test_a_directory_that_does_not_answer_makes_no_owner(engine: NaiveEngine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import datetime
 import os
 import pathlib
 import struct
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from telegrad import errors
 from telegrad._core.stores import file_store
-from tests.cluster import opened, wait_until
+from tests.cluster import opened
 from tests.other_user import NOBODY, as_nobody, is_root, shared
 
 pytest.importorskip("fcntl")  # without it, torch's own store is used
@@ -32,25 +32,28 @@ def content(entries: list[tuple[str, bytes]]) -> bytes:
     return b"".join(struct.pack("=I", len(part)) + part for part in parts)
 
 
+def put(store: Any, key: str, value: str) -> None:
+    assert store.compare_set(key, "", value) == value.encode()
+
+
 def test_torch_reads_what_it_writes_and_the_reverse(tmp_path: Path) -> None:
     path = str(tmp_path / "store")
     mine, theirs = file_store.FileStore(path), dist.FileStore(path, -1)
-    mine.set("a", "1")
+    put(mine, "a", "1")
     theirs.set("b", "2")
-    assert theirs.get("a") == mine.get("a") == b"1"
-    assert mine.get("b") == b"2"
+    assert mine.multi_get(["a", "b"]) == theirs.multi_get(["a", "b"]) == [b"1", b"2"]
     assert [mine.add("n", 2), theirs.add("n", 3), mine.add("n", 1)] == [2, 5, 6]
     for store in (mine, theirs):
         assert store.compare_set("c", "x", "y") == b"x"  # nothing is there
         assert not store.check(["c"])
-    assert mine.compare_set("c", "", "1") == b"1"
+    put(mine, "c", "1")
     assert theirs.compare_set("c", "2", "3") == b"1"
-    assert theirs.compare_set("c", "1", "3") == mine.get("c") == b"3"
-    assert mine.delete_key("c")
-    assert not theirs.check(["c"])
+    assert theirs.compare_set("c", "1", "3") == b"3"
+    assert mine.multi_get(["c"]) == [b"3"]
     assert theirs.delete_key("a")
     assert not mine.check(["a"])
-    assert mine.multi_get(["b", "n"]) == theirs.multi_get(["b", "n"])
+    assert sorted(mine.list_keys()) == ["b", "c", "n"]
+    assert mine.num_keys() == 3
 
 
 def test_counters_of_several_views_lose_nothing(tmp_path: Path) -> None:
@@ -61,7 +64,7 @@ def test_counters_of_several_views_lose_nothing(tmp_path: Path) -> None:
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(count, range(4)))
-    assert file_store.FileStore(str(tmp_path / "store")).get("n") == b"200"
+    assert file_store.FileStore(str(tmp_path / "store")).multi_get(["n"]) == [b"200"]
 
 
 @settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -91,7 +94,7 @@ def test_any_content_is_read_or_refused_at_once(
 def test_a_file_that_is_changed_while_it_is_used(tmp_path: Path, spoil: str) -> None:
     path = tmp_path / "store"
     store = file_store.FileStore(str(path))
-    store.set("a", "value")
+    put(store, "a", "value")
     if spoil == "cut":
         os.truncate(path, path.stat().st_size - 2)
     elif spoil == "replaced":
@@ -145,8 +148,8 @@ def test_a_lock_that_is_held_for_long(tmp_path: Path, monkeypatch: pytest.Monkey
     with path.open() as reader:
         fcntl.flock(reader, fcntl.LOCK_SH)
         with pytest.raises(errors.StoreLost, match=f"{path}.*locked by another process"):
-            store.set("a", "1")
-    store.set("a", "1")
+            store.add("n", 1)
+    store.add("n", 1)
 
 
 def test_a_look_needs_no_lock(tmp_path: Path) -> None:
@@ -155,21 +158,9 @@ def test_a_look_needs_no_lock(tmp_path: Path) -> None:
 
     path = tmp_path / "store"
     store = file_store.FileStore(str(path))
-    store.set("a", "1")
+    put(store, "a", "1")
     with path.open() as writer:
         fcntl.flock(writer, fcntl.LOCK_EX)
-        assert store.get("a") == store.compare_set("a", "2", "2") == b"1"
+        assert store.multi_get(["a"]) == [store.compare_set("a", "2", "2")] == [b"1"]
         assert store.compare_set("b", "2", "2") == b"2"
         assert not store.check(["b"])
-
-
-def test_what_is_waited_for(tmp_path: Path) -> None:
-    mine, theirs = (file_store.FileStore(str(tmp_path / "store")) for _ in range(2))
-    with ThreadPoolExecutor(1) as pool:
-        got = pool.submit(mine.get, "a")
-        wait_until(got.running)
-        theirs.set("a", "1")
-        assert got.result(SOON) == b"1"
-    with pytest.raises(dist.DistStoreError):
-        mine.wait(["b"], datetime.timedelta(0))
-    assert mine.num_keys() == 1

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import queue
+import threading
 
 import pytest
 
 from telegrad._core.directory.directory import DirectoryLost
+from telegrad._core.membership.message_sender import MessageQueue
 from telegrad._core.membership.registry import LEFT, LOST, MemberJoined, Registered
 from telegrad._core.worker.worker import Worker
 from telegrad.errors import PeerError, PeerLost, PeerSilent
@@ -85,3 +87,29 @@ def test_a_dead_member_is_taken_out_where_the_directory_does_not_answer(
             assert told.get(timeout=PATIENCE) == LOST
             assert worker.membership.present() == [worker.me]
         assert told.empty()
+
+
+def test_messages_are_sent_in_the_order_in_which_they_were_decided() -> None:
+    """By the thread that sends already, also where another thread decides meanwhile."""
+    sent: list[tuple[str]] = []
+    begun, goes_on = threading.Event(), threading.Event()
+
+    class Post:
+        def notify(self, to: int, message: tuple[str]) -> None:
+            begun.set()
+            assert goes_on.wait(PATIENCE)
+            sent.append(message)
+            if len(sent) == 1:
+                raise PeerLost("it has gone")
+
+    messages = MessageQueue(Post())  # type: ignore[arg-type]
+    messages.add([(1, ("first",)), (2, ("second",))])
+    sending = threading.Thread(target=messages.send)
+    sending.start()
+    assert begun.wait(PATIENCE)
+    messages.add([(1, ("third",))])
+    messages.send()
+    assert sent == []
+    goes_on.set()
+    sending.join(PATIENCE)
+    assert sent == [("first",), ("second",), ("third",)]

@@ -20,7 +20,6 @@ from telegrad._core.membership.registry import (
     Registered,
     Registry,
 )
-from telegrad.errors import WorkerTaken
 from tests.directory.naive import NaiveEngine
 
 LONG = 60.0
@@ -45,10 +44,6 @@ def worker(name: str = "", rank: int = -1, role: str = "") -> Member:
 
 def alive(_: Member) -> bool:
     return True
-
-
-def dead(_: Member) -> bool:
-    return False
 
 
 def join(registry: Registry, me: Member, lease: Lease, is_alive: IsAlive) -> Registered:
@@ -79,27 +74,6 @@ def test_a_role_names_its_workers(registry: Registry, directory: Directory) -> N
     assert Joined(registry, directory, worker(role="actor")).member.name == "actor1"
 
 
-@pytest.mark.parametrize("second", [worker("a"), worker("b", rank=1)], ids=["name", "rank"])
-def test_a_name_or_rank_of_a_living_member_is_refused(registry: Registry, directory: Directory, second: Member) -> None:
-    Joined(registry, directory, worker("a"))
-    with pytest.raises(WorkerTaken, match="is not unique, two workers claim it: 'a'"):
-        Joined(registry, directory, second)
-
-
-def test_the_name_of_a_dead_member_is_claimed_with_a_higher_epoch(registry: Registry, directory: Directory) -> None:
-    old = Joined(registry, directory, worker("a"))
-    new = join(registry, worker("a"), directory.grant(LONG), dead)
-    assert new.epoch > old.registered.epoch
-    assert registry.find("a") == new
-    assert list(registry.roster().members.values()) == [new]
-
-
-def test_a_claim_without_a_member_goes_with_its_lease(registry: Registry, directory: Directory) -> None:
-    """A worker that died between its first claim and its last."""
-    directory.swap(f"{PREFIX}name/a", b"unpublished", lease=directory.grant(LONG))
-    assert join(registry, worker("a"), directory.grant(LONG), alive).member.name == "a"
-
-
 def test_a_worker_out_of_reach_is_waited_for_where_changes_are_forgotten() -> None:
     engine = NaiveEngine()
     directory = engine.client()
@@ -127,15 +101,6 @@ def test_watchers_see_who_came_and_how_each_has_gone(registry: Registry, directo
     assert [(each.how, each.why) for each in gone.values()] == [(LEFT, ""), (LOST, "it is dead"), (LOST, EXPIRED)]
     assert changes[-1] == Ended("the first has left")
     assert registry.roster().members == {}
-
-
-def test_who_comes_after_an_end_is_not_concerned(registry: Registry, directory: Directory) -> None:
-    registry.end("rank 0 has left")
-    since = registry.roster().revision
-    Joined(registry, directory, worker("a"))
-    registry.end("rank 0 has left again")
-    changes = [change for _, change in registry.watch(since, 0.0)[1]]
-    assert [each for each in changes if isinstance(each, Ended)] == [Ended("rank 0 has left again")]
 
 
 def test_a_member_that_was_declared_lost_learns_so_as_it_leaves(registry: Registry, directory: Directory) -> None:

@@ -156,21 +156,6 @@ def test_a_role_is_started_again_together() -> None:
     assert group.failed == "a1"
 
 
-def test_who_was_not_started_yet_is_started_with_the_others() -> None:
-    group = policy(role("a", count=2, on_failure=RESTART_ROLE))
-    assert group.look(0) == [Start("a0", 0)]
-    group.ended("a0", 1, 1)
-    assert states(group) == [WAITS, WAITS]
-    assert started(group, 1) == [Start("a0", 1), Start("a1", 0)]
-
-
-def test_a_role_of_one_is_started_again_by_itself() -> None:
-    group = policy(role("a", on_failure=RESTART_ROLE))
-    started(group, 0)
-    assert done(group.ended("a0", 1, 5)) == []
-    assert started(group, 5) == [Start("a0", 1)]
-
-
 def test_who_serves_ends_after_the_others() -> None:
     group = policy(role("a"), role("s", serves=True, count=3))
     started(group, 0)
@@ -243,17 +228,6 @@ def test_a_command_that_is_not_there_ends_the_group() -> None:
     assert started(group, GRACE - 1) == []
     group.ended("a0", 0, 1)
     assert group.code == NOT_FOUND
-
-
-def test_what_cannot_be_started_any_more_does_not_end_a_group_twice() -> None:
-    group = policy(role("a", count=2))
-    started(group, 0)
-    group.ended("a0", 1, 1)
-    group.look(1)
-    group.signalled(SIGTERM, 1)
-    assert group.could_not_start("a0", "gone", 1) == []
-    group.ended("a1", 0, 2)
-    assert group.code == 128 + SIGTERM
 
 
 def test_a_group_that_cannot_be_ends() -> None:

@@ -153,6 +153,8 @@ class Server:
                 log.warning("telegrad: the directory cannot accept connections: %s (see `ulimit -n`)", error)
                 self._selector.unregister(self._listener)
                 self._accepts_at = monotonic() + PAUSE
+                for oldest in list(self._strangers)[:1]:
+                    self._refuse(oldest, "no descriptor is free")
                 return
             origin = f"{address[0]}:{address[1]}" if isinstance(address, tuple) else "this host"
             connection = _Connection(sock, origin, self._acceptor())

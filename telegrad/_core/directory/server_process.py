@@ -46,7 +46,12 @@ class ServerProcess:
             OSError: the port is taken, or the process cannot be started.
         """
         self._keys, self._limits = keys, limits
-        self.path = path or _private_path()
+        self.path = path
+        if not path:
+            with private_folder("directory") as folder:
+                name = f"{secrets.token_hex(8)}.sqlite"
+                folder.create(name).close()  # for this user only; SQLite makes its other files likewise
+                self.path = os.path.join(folder.path, name)
         self._listener = socket.create_server((host, port), family=family_of(host), backlog=BACKLOG)
         self.address: tuple[str, int] = (host, self._listener.getsockname()[1])
         self._has_ended = False  # the end of the process has been noted
@@ -78,7 +83,7 @@ class ServerProcess:
             self._note_end()
         if monotonic() < self._starts_at:
             return False
-        self._close_pipe(self._process)
+        self._close_pipe()
         self._process = self._start()
         self._has_ended = False
         return True
@@ -106,13 +111,14 @@ class ServerProcess:
         with contextlib.suppress(OSError, ValueError):  # it has ended, and could not be restarted
             self._process.stdin.write(b"\0")  # closing is not enough: forked processes may hold the pipe
             self._process.stdin.flush()
-        self._close_pipe(self._process)
-        run_in_thread("telegrad-keeper", _reap, self._process)  # otherwise it stays as a zombie
+        self._close_pipe()
+        # Otherwise it stays as a zombie.
+        run_in_thread("telegrad-keeper", self._process.wait)  # type: ignore[arg-type]
 
     def close(self) -> None:
         """End the process, and with it the directory."""
         self._listener.close()
-        self._close_pipe(self._process)
+        self._close_pipe()
         self._process.terminate()  # closing is not enough: forked processes may hold the pipe
         try:
             self._process.wait(PATIENCE)
@@ -157,21 +163,10 @@ class ServerProcess:
             return output.read().decode("utf-8", "replace").strip()
         return ""
 
-    def _close_pipe(self, process: subprocess.Popen[bytes]) -> None:
+    def _close_pipe(self) -> None:
         """Close the pipes; a process that still runs ends."""
-        assert process.stdin is not None
+        assert self._process.stdin is not None
         with contextlib.suppress(OSError):  # it has ended, and the last data cannot be written
-            process.stdin.close()
-        assert process.stdout is not None
-        process.stdout.close()
-
-
-def _reap(process: subprocess.Popen[bytes]) -> None:
-    process.wait()
-
-
-def _private_path() -> str:
-    with private_folder("directory") as folder:
-        name = f"{secrets.token_hex(8)}.sqlite"
-        folder.create(name).close()  # for this user only; SQLite makes its other files likewise
-        return os.path.join(folder.path, name)
+            self._process.stdin.close()
+        assert self._process.stdout is not None
+        self._process.stdout.close()

@@ -126,7 +126,10 @@ class _Joining:
                 continue
             self._wait.look()
             with contextlib.suppress(Compacted):  # too many changes: read all again
-                directory.watch(PREFIX if decides else GENERATION, self._state.revision, self._pause(decides))
+                quiet = self._came + LAST_CALL - monotonic()
+                pause = min(KNOCK_AGAIN, quiet if quiet > 0 else inf) if decides else LOOK
+                pause = max(0.0, min(pause, self._until - monotonic()))
+                directory.watch(PREFIX if decides else GENERATION, self._state.revision, pause)
 
     def _look(self, directory: Directory) -> None:
         """Read the arrivals, and probe the awaited members of the last generation."""
@@ -177,12 +180,6 @@ class _Joining:
                 f"{self._quorum.lacks()}. Look at the logs of the others, or allow more time with rpc_timeout"
             )
         return False
-
-    def _pause(self, decides: bool) -> float:
-        """Return the seconds until the next check, unless something changes."""
-        quiet = self._came + LAST_CALL - monotonic()
-        pause = min(KNOCK_AGAIN, quiet if quiet > 0 else inf) if decides else LOOK
-        return max(0.0, min(pause, self._until - monotonic()))
 
     def _lives(self, member: Member, fresh: bool = False) -> bool:
         """Return True if a worker answers, probed at intervals, or now if `fresh`. A dead worker stays dead."""

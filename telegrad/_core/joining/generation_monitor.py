@@ -31,7 +31,7 @@ from telegrad._core.membership.generation_steps import (
     StepReport,
 )
 from telegrad._core.membership.members import Identity, Member, listed
-from telegrad._core.membership.message_sender import MessageSender
+from telegrad._core.membership.message_sender import MessageQueue, MessageSender
 from telegrad._core.progress import Wait
 from telegrad._core.threads import Background
 from telegrad.errors import PeerError, PeerLost, RendezvousError
@@ -52,10 +52,10 @@ class GenerationMonitor:
         self._post = post
         self._me = me
         self._changed = threading.Condition()  # guards _steps; notified when it has a decision
+        self._messages = MessageQueue(post)
         self._steps = GenerationBarrier(me.id, [member.id for member in generation.members])
-        self._held: tuple[DirectoryLease, int, IsAlive] | None = (
-            None  # and the most workers; set before the thread begins
-        )
+        # And the most workers; set before the thread begins.
+        self._held: tuple[DirectoryLease, int, IsAlive] | None = None
         self._greet: Callable[[], None] = lambda: None  # opens connections whose ends report lost workers; likewise
         self._has_greeted = False
         self._failed = ""  # the logged error of the last check; used by the thread
@@ -129,11 +129,6 @@ class GenerationMonitor:
             return self._steps.leader == self._me.id
 
     @property
-    def _waits(self) -> bool:
-        with self._changed:
-            return self._steps.waits
-
-    @property
     def finished(self) -> bool:
         """Return True if all leave together."""
         return self._told(0) == FINISH
@@ -162,17 +157,13 @@ class GenerationMonitor:
     def _act(self, event: Callable[[], list[Letter]]) -> None:
         """Pass an event to the protocol, and send its messages."""
         with self._changed:
-            letters = event()
+            self._messages.add(event())
             if self._steps.told:
                 self._changed.notify_all()
             gone_on = self._steps.left_behind
         if gone_on:
             self.went_on(gone_on)
-        for to, message in letters:
-            try:
-                self._post.notify(to, message)
-            except PeerError:
-                log.debug("telegrad: %r has gone already", to)
+        self._messages.send()
 
     def _on_message(self, sender: Identity, message: Message) -> None:
         self._act(lambda: self._steps.receive(sender.id, message))
@@ -192,8 +183,9 @@ class GenerationMonitor:
             if self.leads and not self._has_greeted:
                 self._has_greeted = True
                 self._greet()
+            pause = None if self._held is None else LOOK if self.leads else LOOK_OF_OTHERS
             with suppress(queue.Empty):
-                member = self._gone.get(timeout=self._pause())
+                member = self._gone.get(timeout=pause)
                 if member is not None:
                     self._act(partial(self._steps.lost, member.id))
                 continue
@@ -202,12 +194,10 @@ class GenerationMonitor:
             except Exception:
                 log.exception("telegrad: the look for those who wait to join failed")
 
-    def _pause(self) -> float | None:
-        """Return the seconds until the next check."""
-        return None if self._held is None else LOOK if self.leads else LOOK_OF_OTHERS
-
     def _look(self) -> None:
-        if self._held is None or self._closed or not (self.leads or self._waits):
+        with self._changed:
+            waits = self._steps.waits
+        if self._held is None or self._closed or not (self.leads or waits):
             return
         held, most, is_alive = self._held
         held.serve_again()

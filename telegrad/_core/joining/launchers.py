@@ -79,13 +79,10 @@ def one_of_several(variables: Variables) -> str:
 
 
 def _launcher(variables: Variables) -> _Launcher | None:
-    return next((each for each in _LAUNCHERS if _started(each, variables)), None)
-
-
-def _started(launcher: _Launcher, variables: Variables) -> bool:
-    if launcher.name == _MPICH and variables.get("PMI_SIZE") == variables.get("SLURM_STEP_NUM_TASKS"):
-        return False  # srun uses this protocol, too, and has more information in its own variables
-    return launcher.rank in variables and launcher.size in variables
+    # srun uses the protocol of MPICH, too, and has more information in its own variables.
+    by_srun = variables.get("PMI_SIZE") == variables.get("SLURM_STEP_NUM_TASKS")
+    set_here = (each for each in _LAUNCHERS if each.rank in variables and each.size in variables)
+    return next((each for each in set_here if not (by_srun and each.name == _MPICH)), None)
 
 
 def _check_alone(variables: Variables) -> None:
@@ -122,14 +119,12 @@ def _place(launcher: _Launcher, variables: Variables) -> str:
             f"{launcher.name} does not tell on which of its hosts rank 0 runs: set MASTER_ADDR on all workers, "
             f"{launcher.hint}"
         )
-    port = _number(variables, "MASTER_PORT") if variables.get("MASTER_PORT") else _port(launcher, variables)
-    return f"tcp://{bracketed(host)}:{port}"
-
-
-def _port(launcher: _Launcher, variables: Variables) -> int:
-    """Return a port that is equal for all workers of a run, and most likely different for other runs."""
+    # A port that is equal for all workers of a run, and most likely different for other runs.
     run = "/".join(variables[name] for name in launcher.run if variables.get(name))
-    return FIRST_PORT + zlib.crc32(run.encode()) % PORTS if run else PORT
+    port = FIRST_PORT + zlib.crc32(run.encode()) % PORTS if run else PORT
+    if variables.get("MASTER_PORT"):
+        port = _number(variables, "MASTER_PORT")
+    return f"tcp://{bracketed(host)}:{port}"
 
 
 def _number(variables: Variables, name: str) -> int:
@@ -156,10 +151,6 @@ def _first_of_slurm(variables: Variables) -> str:
     if variables.get("SLURM_DISTRIBUTION", "").startswith("arbitrary"):
         return ""
     return first_host(variables.get("SLURM_STEP_NODELIST", ""))
-
-
-def _pods(_: Variables) -> str:
-    return ""
 
 
 _MPICH, _SLURM = "mpiexec", "Slurm"
@@ -199,7 +190,7 @@ _LAUNCHERS = (
         "Kubernetes",
         "JOB_COMPLETION_INDEX",
         "WORLD_SIZE",
-        _pods,
+        lambda _: "",
         "in the manifest: JOB-0.SERVICE for a Job with a headless Service, JOBSET-JOB-0-0.JOBSET for a JobSet",
     ),
 )

@@ -1,9 +1,9 @@
 """The rendezvous of a group of fixed size: its workers find each other through a store.
 
-Each worker agrees to the group's terms, and claims its rank and its name. The last to arrive finds the entry of each
-rank, and opens the first gate, COMPLETE. All read the table, which gives names to workers without one, and the last
-reader opens the second gate, READY. After that, no worker needs the store, so its server may end. The value of a gate
-is OPENED, VOID or a fault, and is final: a waiting worker reads only one key.
+Each worker agrees to the group's terms, claims its rank and its name, and says that it has come. The last one finds
+that all have, and opens the first gate, COMPLETE. All read the table, which gives names to workers without one, and the
+last reader opens the second gate, READY. After that, no worker needs the store, so its server may end. The value of a
+gate is OPENED, VOID or a fault, and is final: a waiting worker reads only one key.
 
 A lasting store serves one group after the other. Each forms in its own round. The store contains the number of the
 round, so earlier workers and new ones find the same one. A round is past once its first gate has a value: later workers
@@ -18,6 +18,7 @@ import json
 import logging
 import secrets
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from time import monotonic, time
 from typing import NamedTuple
 
@@ -90,26 +91,19 @@ def join_static(
     return _Static(store, me, world_size, timeout, is_alive, place, names).join()
 
 
+@dataclass
 class _Static:
-    def __init__(
-        self,
-        store: SealedStore,
-        me: Member,
-        world_size: int,
-        timeout: float,
-        is_alive: Callable[[Member], bool],
-        place: str,
-        names: Sequence[str],
-    ) -> None:
-        self._store = store
-        self._root = KeyValueStore(store)
-        self._me = me
-        self._size = world_size
-        self._timeout = timeout
-        self._is_alive = is_alive
-        self._place = place
-        self._names = names
-        self._until = monotonic() + timeout
+    store: SealedStore
+    me: Member
+    size: int
+    timeout: float
+    is_alive: Callable[[Member], bool]
+    place: str
+    names: Sequence[str]
+
+    def __post_init__(self) -> None:
+        self._root = KeyValueStore(self.store)
+        self._until = monotonic() + self.timeout
         self._formed_before: KeyValueStore | None = None  # a group that has formed in this store without this worker
         self._before = ""  # the outcome of the last group in this store, if it may explain a failure
 
@@ -138,7 +132,7 @@ class _Static:
         while True:
             number = self._root.swap(ROUND, "", "1")
             self._round = int(number)
-            board = KeyValueStore(self._store, f"telegrad/{number}")
+            board = KeyValueStore(self.store, f"telegrad/{number}")
             verdict = board.read(COMPLETE) if board.terms() else ""
             if not verdict or self._concerns(board, verdict):
                 self._look_back(int(number) - 1)
@@ -147,7 +141,7 @@ class _Static:
 
     def _look_back(self, number: int) -> None:
         """Record the outcome of the previous round."""
-        board = KeyValueStore(self._store, f"telegrad/{number}")
+        board = KeyValueStore(self.store, f"telegrad/{number}")
         verdict = board.read(COMPLETE) if number and board.terms() else VOID
         if verdict == OPENED:
             self._formed_before = board
@@ -161,21 +155,24 @@ class _Static:
         if verdict in (OPENED, VOID):
             return False
         kind, _, since, *_ = json.loads(verdict)
-        return kind != GroupIncomplete.__name__ and time() - since < STALE and not board.read(f"rank/{self._me.id}")
+        return kind != GroupIncomplete.__name__ and time() - since < STALE and not board.read(f"rank/{self.me.id}")
 
     def _meet(self) -> Roster:
-        self._attendance = ArrivalTable(self._size, self._me.id, self._names)
+        self._attendance = ArrivalTable(self.size, self.me.id, self.names)
         gate = COMPLETE
         try:
             self._claim()
+            self._board.swap(
+                f"come/{self.me.id}", "", OPENED
+            )  # after the claims, so that no open gate hides a conflict
             self._open(COMPLETE)
-            with Wait("init_rpc", self._awaited, self._attendance.missing, self._place, self._me.name) as wait:
+            with Wait("init_rpc", self._awaited, self._attendance.missing, self.place, self.me.name) as wait:
                 self._pass(COMPLETE, self._watch(wait))
-                entries = self._board.read_all([f"rank/{rank}" for rank in range(self._size)])
+                entries = self._board.read_all([f"rank/{rank}" for rank in range(self.size)])
                 members = Members(named(map(Member.from_json, entries)))
                 self._attendance.complete(members)
                 gate = READY
-                self._board.swap(f"read/{self._me.id}", "", OPENED)
+                self._board.swap(f"read/{self.me.id}", "", OPENED)
                 self._open(READY)
                 self._pass(READY, self._doubt(members, wait))
         except _Past:
@@ -183,13 +180,13 @@ class _Static:
         except BaseException as error:
             self._tell(gate, error)
             raise
-        self._leave(range(self._size))
+        self._leave(range(self.size))
         return Roster(members, self._board.group, self._round)
 
     def _open(self, gate: str) -> None:
-        """Open the gate if the entries of all ranks are there."""
-        entry = "rank" if gate == COMPLETE else "read"
-        keys = [f"{entry}/{rank}" for rank in range(self._size)]
+        """Open the gate if all ranks have come, or have read."""
+        entry = "come" if gate == COMPLETE else "read"
+        keys = [f"{entry}/{rank}" for rank in range(self.size)]
         if self._board.has_all(keys):
             self._board.read_all(keys)  # raises if one is forged
             if gate == READY:
@@ -197,7 +194,7 @@ class _Static:
             self._board.swap(gate, "", OPENED)
 
     def _claim(self) -> None:
-        me, size = self._me, self._size
+        me, size = self.me, self.size
         self._agree()  # first, because faults are bound to the group, too
         if not 0 <= me.id < size:
             raise RendezvousError(
@@ -222,11 +219,11 @@ class _Static:
             RendezvousError: the workers expect groups of different sizes.
         """
         try:
-            found = Terms.from_json(self._board.claim_terms(new_terms(self._size, self._me).to_json()))
-            if found.size != self._size:
+            found = Terms.from_json(self._board.claim_terms(new_terms(self.size, self.me).to_json()))
+            if found.size != self.size:
                 first = found.first or "who called it off"
                 raise RendezvousError(
-                    f"{self._me} expects a group of {self._size} workers, but {first} one of {found.size}: give all "
+                    f"{self.me} expects a group of {self.size} workers, but {first} one of {found.size}: give all "
                     "the same world_size"
                 )
         except TelegradError:
@@ -238,13 +235,13 @@ class _Static:
     def _check_present(self, other: Member) -> None:
         """Before reporting a conflict, check that the other worker is alive and still waits in the same round."""
         verdict = self._board.read(COMPLETE)
-        if not verdict and not self._is_alive(other):
+        if not verdict and not self.is_alive(other):
             verdict = self._board.swap(COMPLETE, "", VOID)
         if verdict in (OPENED, VOID) and monotonic() < self._until:
             raise _Past
 
     def _pass(self, gate: str, meanwhile: Callable[[], None]) -> None:
-        found = self._board.wait(gate, self._until, meanwhile, self._size)
+        found = self._board.wait(gate, self._until, meanwhile, self.size)
         if not found:  # too late: all give up, unless the gate can be opened now
             self._open(gate)
             found = self._board.read(gate) or self._board.swap(gate, "", _fault(self._incomplete(gate)))
@@ -263,9 +260,9 @@ class _Static:
             if monotonic() - since > DOUBT:
                 since = monotonic()
                 self._open(READY)
-                count = min(NEIGHBOURS, self._size - 1)
-                others = [members.find((self._me.id + step) % self._size) for step in range(1, count + 1)]
-                if not all(map(self._is_alive, others)):
+                count = min(NEIGHBOURS, self.size - 1)
+                others = [members.find((self.me.id + step) % self.size) for step in range(1, count + 1)]
+                if not all(map(self.is_alive, others)):
                     self._board.swap(READY, "", VOID)
             wait.look()
 
@@ -274,22 +271,23 @@ class _Static:
     def _tell(self, gate: str, error: BaseException) -> None:
         """Publish why this worker gives up, unless the gate is decided already."""
         if not isinstance(error, TelegradError):
-            error = GroupIncomplete(f"{self._me} gave up while the group formed: {type(error).__name__}")
+            error = GroupIncomplete(f"{self.me} gave up while the group formed: {type(error).__name__}")
         try:
             if not self._board.group and not self._board.terms():
                 return  # no worker has come
             self._root.write(SERVED, OVER)
             self._board.swap(gate, "", _fault(error))
-            self._leave([rank for rank in range(self._size) if self._board.has_all([f"rank/{rank}"])])
+            self._leave(rank for rank in range(self.size) if self._board.has_all([f"rank/{rank}"]))
         except RendezvousError:
             pass  # the store was lost, which waiting workers detect themselves
 
     def _leave(self, ranks: Iterable[int]) -> None:
         """Leave; the worker of rank 0, which may serve the store, leaves after these ranks."""
         with contextlib.suppress(RendezvousError):  # the server of the store did not wait any longer
-            self._board.write(f"gone/{self._me.id}", OPENED)
-            for _ in poll_intervals(monotonic() + LINGER) if self._me.id == 0 else ():
-                if self._board.has_all([f"gone/{rank}" for rank in ranks]):
+            self._board.write(f"gone/{self.me.id}", OPENED)
+            keys = [f"gone/{rank}" for rank in ranks] if self.me.id == 0 else []
+            for _ in poll_intervals(monotonic() + LINGER):
+                if not keys or self._board.has_all(keys):
                     break
 
     def _incomplete(self, gate: str) -> GroupIncomplete:
@@ -297,11 +295,11 @@ class _Static:
         self._attendance.look(self._entry_of)
         while not self._attendance.is_complete and monotonic() < limit:
             self._attendance.look(self._entry_of)
-        self._attendance.knock(self._is_alive)
+        self._attendance.knock(self.is_alive)
         self._look_for_refused()
         who = self._absent() or "a worker came, but ended before all had met"
         return GroupIncomplete(
-            f"the group of {self._size} workers is not {gate} after {self._timeout:g} s: {who}. "
+            f"the group of {self.size} workers is not {gate} after {self.timeout:g} s: {who}. "
             "Look at those workers' logs, or allow more time with rpc_timeout"
         )
 
@@ -316,7 +314,7 @@ class _Static:
                 self._look_for_refused()
                 self._open(COMPLETE)
             if knocks:  # more rarely, because each worker probes all
-                self._attendance.knock(self._is_alive)
+                self._attendance.knock(self.is_alive)
             wait.look()
 
         return look
@@ -330,8 +328,8 @@ class _Static:
         return self._board.read(f"rank/{rank}")
 
     def _awaited(self) -> str:
-        where = f" at {self._place}" if self._place else ""
-        return f"{self._absent() or 'all have come'} ({self._me.name!r} joins a group of {self._size}{where})"
+        where = f" at {self.place}" if self.place else ""
+        return f"{self._absent() or 'all have come'} ({self.me.name!r} joins a group of {self.size}{where})"
 
     def _absent(self) -> str:
         """Return which workers have not come, or have died since, and a possible cause."""
@@ -342,13 +340,13 @@ class _Static:
         """Warn if the worker of the same rank still runs in the group that formed in this store before."""
         if self._formed_before is None:
             return
-        entry = self._formed_before.read(f"rank/{self._me.id}")
-        other = Member.from_json(entry) if entry else self._me
-        if other.incarnation != self._me.incarnation and self._is_alive(other):
+        entry = self._formed_before.read(f"rank/{self.me.id}")
+        other = Member.from_json(entry) if entry else self.me
+        if other.incarnation != self.me.incarnation and self.is_alive(other):
             log.warning(
                 "telegrad: %s has joined a second group in the same store: %s still runs in the first. "
                 "If that one belongs to another run, give each run a port or a file of its own",
-                self._me,
+                self.me,
                 other,
             )
 

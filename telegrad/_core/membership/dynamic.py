@@ -419,9 +419,10 @@ class DynamicGroup:
         self._stopped.set()
         if me is not None and not self.over:
             self.over = HAS_LEFT
-            ends = f"worker {me.name!r} has left" if self._ends_with(me, in_order) else ""
+            # Workers that only serve end with rank 0, or with the worker that has made the group.
+            ends = me.id == 0 and in_order if self._launched else me.id == 0 or self._founded
             done = threading.Event()
-            run_in_thread("telegrad-leave", self._leave, me, ends, done)
+            run_in_thread("telegrad-leave", self._leave, me, f"worker {me.name!r} has left" if ends else "", done)
             done.wait(PATIENCE)  # if the directory does not answer, the lease expires
         self.directory.close()  # makes waiting operations raise
         self._thread.join(PATIENCE)
@@ -438,10 +439,6 @@ class DynamicGroup:
                 self.registry.leave(me, self._lease, ends)
         finally:
             done.set()
-
-    def _ends_with(self, me: Member, in_order: bool) -> bool:
-        """Return True if workers that only serve end when `me` leaves: it has rank 0, or has made the group."""
-        return me.id == 0 and in_order if self._launched else me.id == 0 or self._founded
 
     def __repr__(self) -> str:
         state = f"over: {self.over}" if self.over else f"epoch {self._epoch}"

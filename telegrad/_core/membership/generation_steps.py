@@ -8,11 +8,11 @@ The living worker with the smallest rank leads. All workers report their state t
 
 A worker without a report is within a step, and the leader waits for it. After all reports, the leader answers:
 
-    worker                      leader
-      | -- StepReport(how, step) > |
-      | <----------- Stay(step) - |     nothing has changed: continue with the next step
-      | <----------------- Move - |     to the next generation: a worker has died, leaves, or wants to join
-      | <--------------- Finish - |     to all: the others leave, and serving workers have no more work
+    worker                        leader
+      | -- StepReport(how, step) -> |
+      | <------------- Stay(step) - |     nothing has changed: continue with the next step
+      | <------------------- Move - |     to the next generation: a worker has died, leaves, or wants to join
+      | <----------------- Finish - |     to all: the others leave, and serving workers have no more work
 
 Serving workers wait without an answer as long as nothing changes. A worker that dies is removed; if it led, the others
 report to the next leader. A generation that has lost a worker never continues.

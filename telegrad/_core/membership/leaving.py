@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 import threading
-from collections import deque
 from collections.abc import Callable, Collection
 from functools import partial
 from math import inf
 from time import monotonic
 
 from telegrad._core.membership.members import Identity, Member, Members, listed
-from telegrad._core.membership.message_sender import MessageSender
+from telegrad._core.membership.message_sender import MessageQueue, MessageSender
 from telegrad._core.membership.shutdown_barrier import (
     DONE,
     WAITING,
@@ -33,8 +31,6 @@ from telegrad.errors import CallTimeout, LeftEarly, PeerError, PeerLost, PeerSil
 BROKEN = 2.0  # seconds for which handshakes with a worker may fail without any message of it
 ASK_AHEAD = 0.2  # seconds to ask the leader before the awaited workers are printed
 FIRST_LOOK, LAST_LOOK = 5e-4, 0.02  # seconds between checks if this worker is quiet, while that is needed
-
-log = logging.getLogger("telegrad")
 
 
 class Leaving:
@@ -140,9 +136,8 @@ class LeavingTogether(Leaving):
     def __init__(self, post: MessageSender, me: Member, members: Members) -> None:
         super().__init__(post, me)
         self._members = members
-        self._lock = threading.Lock()  # guards _farewell, _letters and _is_sending
-        self._letters: deque[Letter] = deque()  # to send, in the order of their decisions
-        self._is_sending = False  # a thread sends them
+        self._lock = threading.Lock()  # guards _farewell
+        self._messages = MessageQueue(post)
         self._farewell = ShutdownBarrier(me.id, {member.id for member in members})
         self._broken: dict[int, float] = {}  # by rank: when its handshakes began to fail; without the lock
         self._stories: dict[int, str] = {}  # of workers that left early or died; each added once, by setdefault
@@ -213,31 +208,10 @@ class LeavingTogether(Leaving):
     # Events
 
     def _act(self, event: Callable[[], list[Letter]]) -> None:
-        """Pass an event to the barrier and send its messages, unless another thread is already sending.
-
-        Messages are sent in the order in which they were decided. If a slow thread sent one after the other worker had
-        left, that would open a connection, and its failure would look like the death of that worker.
-        """
+        """Pass an event to the barrier, and send its messages."""
         with self._lock:
-            self._letters.extend(event())
-            letter = None if self._is_sending else self._next_letter()
-        while letter is not None:
-            to, message = letter
-            try:
-                self._post.notify(to, message)
-            except PeerError:
-                log.debug("telegrad: %r has gone already", to)
-            except BaseException:  # such as Ctrl-C
-                with self._lock:
-                    self._is_sending = False
-                raise
-            with self._lock:
-                letter = self._next_letter()
-
-    def _next_letter(self) -> Letter | None:
-        """Return the next message to send. After None, this thread must not send. Call it with the lock held."""
-        self._is_sending = bool(self._letters)
-        return self._letters.popleft() if self._is_sending else None
+            self._messages.add(event())
+        self._messages.send()
 
     def _on_message(self, sender: Identity, message: Message) -> None:
         self._broken.pop(sender.id, None)

@@ -181,7 +181,8 @@ class Membership:
         ) as wait:
             while few := self._lack(wanted, role):
                 if self._group is None or self._group.over:
-                    raise PeerLost(f"wait_for_workers waits in vain: {few}; {self._why_none_joins()}")
+                    why = self._group.over if self._group is not None else self.none_joins
+                    raise PeerLost(f"wait_for_workers waits in vain: {few}; {why}")
                 left = until - monotonic()
                 if left <= 0:
                     raise CallTimeout(f"wait_for_workers: after {timeout:g} s {few}")
@@ -203,9 +204,6 @@ class Membership:
 
     def _lack(self, wanted: int | Collection[str], role: str) -> str:
         return describe_missing(self._names(role if isinstance(wanted, int) else ""), wanted, role)
-
-    def _why_none_joins(self) -> str:
-        return self._group.over if self._group is not None else self.none_joins
 
     def on_join(self, callback: Callable[[WorkerInfo], Any]) -> None:
         """Call `callback` with each other worker: the present ones now, later ones when they join."""
@@ -342,8 +340,8 @@ class Membership:
             self._group.declare_lost(doubt.who, why, partial(self._find_dead, doubt))
         elif fate and self._group is None:
             self._find_dead(doubt)
-        elif self._hears_of_end(doubt.who):  # it may be alive: connect, to notice its next end
-            self._greet([doubt.who])
+        elif self._teller.hears_of_ends or doubt.who.incarnation == self._next:
+            self._greet([doubt.who])  # it may be alive: connect, to notice its next end
         return []
 
     def _find_dead(self, doubt: Suspect) -> None:
@@ -358,10 +356,6 @@ class Membership:
             self._take_out(who, doubt.why if how == LOST else None)
         if how == LOST:
             self.on_dead(who.identity, doubt.why)
-
-    def _hears_of_end(self, member: Member) -> bool:
-        """Return True if this worker must keep a connection to a member, to notice its end."""
-        return self._teller.hears_of_ends or member.incarnation == self._next
 
     def _watch_next(self) -> None:
         """Keep a connection to the next member of a dynamic group by rank."""

@@ -1,12 +1,17 @@
-"""The interface of an agent that its group uses."""
+"""The interface of an agent that its group uses, and a queue of messages to send by it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, Protocol
 
 from telegrad._core.membership.members import Identity
 from telegrad.errors import PeerError
+
+log = logging.getLogger("telegrad")
 
 
 class MessageSender(Protocol):
@@ -43,3 +48,33 @@ class MessageSender(Protocol):
 
     def cut(self, who: Identity, reason: PeerError) -> None:
         """Close the connections with a worker that is out of the group, and refuse later ones."""
+
+
+class MessageQueue:
+    """Sends messages in the order in which they were decided, from any thread.
+
+    If a slow thread sent one after the other worker had left, that would open a connection, and its failure would look
+    like the death of that worker.
+    """
+
+    def __init__(self, post: MessageSender) -> None:
+        self._post = post
+        self._messages: deque[tuple[int, tuple[Any, ...]]] = deque()
+        self._sending = threading.Lock()  # acquired without waiting
+
+    def add(self, messages: Iterable[tuple[int, tuple[Any, ...]]]) -> None:
+        """Queue messages under the lock of their decision. Call `send` after it is released."""
+        self._messages.extend(messages)
+
+    def send(self) -> None:
+        """Send the queued messages, unless another thread does: that one looks again after it releases the lock."""
+        while self._messages and self._sending.acquire(blocking=False):
+            try:
+                while self._messages:
+                    to, message = self._messages.popleft()
+                    try:
+                        self._post.notify(to, message)
+                    except PeerError:
+                        log.debug("telegrad: %r has gone already", to)
+            finally:
+                self._sending.release()

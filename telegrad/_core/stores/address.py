@@ -64,7 +64,10 @@ def own_address(wanted: str | None, store_host: str | None) -> str:
         return _checked(wanted)
     if store_host is not None:
         return local_address_towards(store_host)
-    return _of_host_name()
+    try:
+        return _checked(socket.gethostname())
+    except UsageError:
+        return loopback()
 
 
 def local_address_towards(host: str, port: int = ANY_PORT) -> str:
@@ -136,18 +139,13 @@ def _resolved(host: str, port: int) -> list[Any]:
         raise UsageError(
             f"the store's host {host!r} cannot be resolved ({error}): correct MASTER_ADDR or init_method"
         ) from error
-    if all(_means_many(str(address[0])) for *_, address in found):
+    addresses = [ipaddress.ip_address(str(address[0]).partition("%")[0]) for *_, address in found]
+    if all(each.is_multicast or str(each) == "255.255.255.255" for each in addresses):
         raise UsageError(
             f"the store's host {host!r} is an address of several hosts, to which nobody can connect: give the address "
             "of the host of rank 0 in MASTER_ADDR or init_method"
         )
     return found
-
-
-def _means_many(address: str) -> bool:
-    """Return True for a multicast address, and for the broadcast address."""
-    found = ipaddress.ip_address(address.partition("%")[0])
-    return found.is_multicast or str(found) == "255.255.255.255"
 
 
 def spelled(host: str) -> Any:
@@ -163,12 +161,12 @@ def answers(address: tuple[str, int], patience: float) -> bool:
 def knock(address: tuple[str, int], patience: float) -> bool | None:
     """Return True if a program listens there; None if that is unknown because the host does not answer."""
     try:
-        socket.create_connection(address, patience).close()
+        with socket.create_connection((spelled(address[0]), address[1]), patience) as probe:
+            return bool(probe.getsockname() != probe.getpeername())  # a probe may get a free port as its own
     except ConnectionRefusedError:
         return False
     except OSError:
         return None
-    return True
 
 
 def _source(family: int, address: tuple[str | int, ...] | tuple[int, bytes]) -> str | None:
@@ -208,10 +206,3 @@ def _checked(wanted: str) -> str:
             f"in the option `address` or in {ADDRESS_VARIABLE}"
         ) from error
     return str(address[0])
-
-
-def _of_host_name() -> str:
-    try:
-        return _checked(socket.gethostname())
-    except UsageError:
-        return loopback()

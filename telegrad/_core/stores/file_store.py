@@ -6,13 +6,13 @@ writes at most one entry, for which it locks the file. So each operation detects
 overwritten before it uses any content, and the error names the file.
 
 torch's own FileStore can use the same file, for example that of `init_process_group`. Its constructor waits for the
-file's lock while it holds the GIL. So this class locks only for writes, and never to read.
+file's lock while it holds the GIL. So this class locks only for writes, and never to read. It has the methods of
+torch's stores that `SealedStore` calls.
 """
 
 from __future__ import annotations
 
 import contextlib
-import datetime
 import os
 import stat
 import struct
@@ -20,20 +20,17 @@ import threading
 from collections.abc import Iterator, Sequence
 from time import monotonic, sleep
 
-import torch.distributed as dist
-
 from telegrad._core.host.private_files import UnsafePath, refuse_foreign
 from telegrad.errors import StoreLost, StoreUntrusted
 
 LOCKED = 20.0  # seconds for the lock, which others hold for less than a millisecond
-WAIT = 300.0  # seconds for a key to appear, as in torch
 SHORTEST_PAUSE, LONGEST_PAUSE = 1e-4, 2e-2  # seconds between two attempts
 _LENGTH = struct.Struct("=I")
 _OPEN = os.O_RDWR | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
 _MODE = 0o600
 
 
-class FileStore(dist.Store):
+class FileStore:
     """One process's view of the file. Thread-safe."""
 
     def __init__(self, path: str) -> None:
@@ -43,8 +40,7 @@ class FileStore(dist.Store):
             OSError: it cannot be opened, is not a regular file, or other users may write it.
             StoreUntrusted: its content is not that of a store.
         """
-        super().__init__()
-        self._path = path
+        self.path = path
         self._lock = threading.Lock()  # guards all below; held while the file is locked, for at most LOCKED
         self._values: dict[str, bytes] = {}
         self._end = 0  # number of bytes read
@@ -52,10 +48,6 @@ class FileStore(dist.Store):
         os.close(os.open(path, _OPEN | os.O_CREAT, _MODE))
         with self._opened():
             pass
-
-    def set(self, key: str, value: str | bytes) -> None:
-        with self._opened(writes=True) as file:
-            self._append(file, key, _bytes(value))
 
     def add(self, key: str, more: int) -> int:
         with self._opened(writes=True) as file:
@@ -66,8 +58,8 @@ class FileStore(dist.Store):
             self._append(file, key, str(total).encode())
             return total
 
-    def compare_set(self, key: str, expected: str | bytes, value: str | bytes) -> bytes:
-        expected, value = _bytes(expected), _bytes(value)
+    def compare_set(self, key: str, before: str, after: str) -> bytes:
+        expected, value = before.encode(), after.encode()
         for writes in (False, True):
             with self._opened(writes) as file:
                 found = self._values.get(key)
@@ -76,12 +68,6 @@ class FileStore(dist.Store):
                 if writes:
                     self._append(file, key, value)
         return value
-
-    def delete_key(self, key: str) -> bool:
-        with self._opened(writes=True) as file:
-            was = key in self._values
-            self._append(file, key, b"", "-/")
-            return was
 
     def check(self, keys: Sequence[str]) -> bool:
         with self._opened():
@@ -95,19 +81,10 @@ class FileStore(dist.Store):
         with self._opened():
             return list(self._values)
 
-    def wait(self, keys: Sequence[str], timeout: datetime.timedelta | None = None) -> None:
-        until = monotonic() + (WAIT if timeout is None else timeout.total_seconds())
-        while not self.check(keys):
-            if monotonic() > until:
-                raise dist.DistStoreError(f"wait timeout, keys: {', '.join(keys)}")
-            sleep(LONGEST_PAUSE)
-
-    def get(self, key: str) -> bytes:
-        return self.multi_get([key])[0]
-
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        self.wait(keys)
         with self._opened():
+            if gone := [key for key in keys if key not in self._values]:
+                raise self._refused(f"it has no key {gone[0]!r} any more")
             return [self._values[key] for key in keys]
 
     # The file
@@ -117,9 +94,9 @@ class FileStore(dist.Store):
         """Open the file and read new entries; lock it if this process `writes`."""
         with self._lock:
             try:
-                file = os.open(self._path, _OPEN)
+                file = os.open(self.path, _OPEN)
             except OSError as error:
-                raise StoreLost(f"the store {self._path!r} cannot be opened any more: {error.strerror}") from error
+                raise StoreLost(f"the store {self.path!r} cannot be opened any more: {error.strerror}") from error
             try:
                 self._check(os.fstat(file))
                 if not writes:
@@ -138,9 +115,9 @@ class FileStore(dist.Store):
         if not stat.S_ISREG(found.st_mode):
             raise OSError("it is no regular file")
         try:
-            refuse_foreign(found, self._path)
+            refuse_foreign(found, self.path)
         except UnsafePath as error:
-            raise UnsafePath(error.errno, f"{error.strerror}: chmod 600 it, or name another file", self._path) from None
+            raise UnsafePath(error.errno, f"{error.strerror}: chmod 600 it, or name another file", self.path) from None
         self._file = self._file or (found.st_dev, found.st_ino)
         if self._file != (found.st_dev, found.st_ino) or found.st_size < self._end:
             raise self._refused("it was replaced or cut short while it was in use")
@@ -156,8 +133,8 @@ class FileStore(dist.Store):
             except BlockingIOError:
                 if monotonic() > until:
                     raise StoreLost(
-                        f"the store {self._path!r} is locked by another process for {LOCKED:g} s "
-                        f"(`fuser -v {self._path}` shows which): end that process"
+                        f"the store {self.path!r} is locked by another process for {LOCKED:g} s "
+                        f"(`fuser -v {self.path}` shows which): end that process"
                     ) from None
             sleep(pause)
             pause = min(1.5 * pause, LONGEST_PAUSE)
@@ -187,8 +164,8 @@ class FileStore(dist.Store):
             raise self._refused(f"it is cut short, or garbage, at byte {start}")
         return os.pread(file, length, start), start + length
 
-    def _append(self, file: int, key: str, value: bytes, kind: str = "/") -> None:
-        name = f"{kind}{key}".encode()
+    def _append(self, file: int, key: str, value: bytes) -> None:
+        name = f"/{key}".encode()
         entry = memoryview(_LENGTH.pack(len(name)) + name + _LENGTH.pack(len(value)) + value)
         os.lseek(file, self._end, os.SEEK_SET)
         try:
@@ -196,18 +173,14 @@ class FileStore(dist.Store):
                 entry = entry[os.write(file, entry) :]
         except OSError as error:
             os.ftruncate(file, self._end)  # others would find half of the entry
-            raise StoreLost(f"the store {self._path!r} cannot be written: {error.strerror}") from error
+            raise StoreLost(f"the store {self.path!r} cannot be written: {error.strerror}") from error
         self._read(file)
 
     def _refused(self, why: str) -> StoreUntrusted:
         return StoreUntrusted(
-            f"the file {self._path!r} is not a store, or was changed by another program: {why}. Remove it, or name "
+            f"the file {self.path!r} is not a store, or was changed by another program: {why}. Remove it, or name "
             "another file, on all workers"
         )
 
     def __repr__(self) -> str:
-        return f"<FileStore {self._path!r}, {len(self._values)} keys>"
-
-
-def _bytes(value: str | bytes) -> bytes:
-    return value.encode() if isinstance(value, str) else bytes(value)
+        return f"<FileStore {self.path!r}, {len(self._values)} keys>"

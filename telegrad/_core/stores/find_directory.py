@@ -32,8 +32,8 @@ from telegrad._core.host.private_files import open_regular, private_folder, reas
 from telegrad._core.progress import Wait
 from telegrad._core.security.keyring import Keyring
 from telegrad._core.stores.address import answers, host_identity, knock, listening_address
-from telegrad._core.stores.key_value_store import KeyValueStore, poll_intervals, read_server_mark, short
-from telegrad._core.stores.sealed_store import SealedStore
+from telegrad._core.stores.key_value_store import KeyValueStore, poll_intervals, read_server_mark
+from telegrad._core.stores.sealed_store import SealedStore, short
 from telegrad._core.threads import Background
 from telegrad.errors import HandshakeError, StoreUnreachable, UsageError
 
@@ -293,16 +293,13 @@ def _remove_notes(folder: str) -> None:
         path, machine = os.path.join(folder, name), name.partition("-")[0]
         with contextlib.suppress(OSError, ValueError):
             if machine == _machine():
-                is_over = _is_over(_read_note(path))
+                # A running directory may have lost its file, because a logout can remove it.
+                pointer = _read_note(path)
+                is_over = not os.path.exists(pointer.path) and not answers(pointer.address, KNOCK)
             else:
                 is_over = len(machine) == MACHINE and os.stat(path).st_mtime < time.time() - LASTS
             if is_over:
                 os.unlink(path)
-
-
-def _is_over(pointer: Pointer) -> bool:
-    """Return True if a directory has ended. A running one may have lost its file, because a logout can remove it."""
-    return not os.path.exists(pointer.path) and not answers(pointer.address, KNOCK)
 
 
 def _read_note(path: str) -> Pointer:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Callable, Iterator
 from time import monotonic, sleep
 
 from telegrad._core.stores.sealed_store import TERMS, SealedStore
-from telegrad.errors import StoreLost, TelegradError
+from telegrad.errors import StoreLost
 
 SHORTEST_PAUSE, LONGEST_PAUSE = 5e-4, 5e-2  # seconds between two polls
+LONGEST_HINT = 6  # digits
 FEW = 64  # workers that may poll at that rate
 SERVED, OPEN, OVER = "telegrad/served", "open", "over"
 REFUSED = "telegrad/refused"  # a hint: the number of workers refused because of another key
@@ -25,18 +25,6 @@ class KeyValueStore:
         self.group = ""  # the group's identity, bound to all values but the terms; set by `terms` and `claim_terms`
         self._store = store
 
-    @contextlib.contextmanager
-    def _while_it_lasts(self) -> Iterator[SealedStore]:
-        try:
-            yield self._store
-        except TelegradError:
-            raise
-        except RuntimeError as error:
-            raise StoreLost(
-                f"the store was lost ({short(error)}): "
-                "the worker that serves it has ended or cannot be reached; see its log"
-            ) from error
-
     def _place(self, key: str) -> str:
         return f"{self._prefix}/{key}" if self._prefix else key
 
@@ -47,28 +35,30 @@ class KeyValueStore:
             StoreLost: the store is gone.
             StoreUntrusted: the current value was not written with the group's key.
         """
-        with self._while_it_lasts() as store:
-            return store.swap(self.group, self._place(key), expected, value)
+        return self._store.swap(self.group, self._place(key), expected, value)
 
     def read(self, key: str) -> str:
         """Return the value, "" for none. Raises the same errors as `swap`."""
-        with self._while_it_lasts() as store:
-            return store.read(self.group, self._place(key))
+        return self._store.read(self.group, self._place(key))
 
     def write(self, key: str, value: str) -> None:
-        """Write unconditionally. Others see it before any later write of this board."""
-        with self._while_it_lasts() as store:
-            store.write(self.group, self._place(key), value)
+        """Write unconditionally. Others see it before any later write of this board.
+
+        A retried compare-and-set ensures that no serial number is repeated.
+        """
+        place = self._place(key)
+        found, raw = self._store.look_up(self.group, place)
+        written = False
+        while not written:
+            written, found, raw = self._store.replace(self.group, place, raw, value, found.serial + 1)
 
     def terms(self) -> str:
         """Return the terms of the group that meets here, "" for none; bind this board to that group."""
-        with self._while_it_lasts() as store:
-            return self._bind(store.read("", self._place(TERMS)))
+        return self._bind(self._store.read("", self._place(TERMS)))
 
     def claim_terms(self, terms: str, expected: str = "") -> str:
         """Write terms if the current ones are `expected`; return the valid terms and bind this board to their group."""
-        with self._while_it_lasts() as store:
-            return self._bind(store.swap("", self._place(TERMS), expected, terms))
+        return self._bind(self._store.swap("", self._place(TERMS), expected, terms))
 
     def _bind(self, terms: str) -> str:
         if terms:
@@ -76,24 +66,22 @@ class KeyValueStore:
         return terms
 
     def add_hint(self, key: str) -> None:
-        """Increment a counter. It is not authenticated: do not rely on it."""
-        with self._while_it_lasts() as store:
-            store.add(self._place(key))
+        """Increment a counter, unless it is not a number: then torch's server would close the connection."""
+        if self.hint(key) or not self._store.ask(self._place(key)):
+            self._store.call("add", self._place(key), 1)
 
     def hint(self, key: str) -> int:
-        """Return a counter that `add_hint` increments; 0 if it is not a number."""
-        with self._while_it_lasts() as store:
-            return store.count(self._place(key))
+        """Return a counter, 0 if it is not a number. It is not authenticated: do not rely on it."""
+        raw = self._store.ask(self._place(key))
+        return int(raw) if raw.isascii() and raw.isdecimal() and len(raw) <= LONGEST_HINT else 0
 
     def has_all(self, keys: list[str]) -> bool:
         """Return True if each of these keys has a value, authenticated or not."""
-        with self._while_it_lasts() as store:
-            return store.has_all([self._place(key) for key in keys])
+        return bool(self._store.call("check", [self._place(key) for key in keys]))
 
     def read_all(self, keys: list[str]) -> list[str]:
         """Return the values of keys that are known to exist. Raises the same errors as `swap`."""
-        with self._while_it_lasts() as store:
-            return store.read_all(self.group, [self._place(key) for key in keys])
+        return self._store.read_all(self.group, [self._place(key) for key in keys])
 
     def wait(self, key: str, until: float, meanwhile: Callable[[], None] = lambda: None, waiting: int = 1) -> str:
         """Poll until the key has a value, or return "" at `until`. `waiting`: the number of workers that poll."""
@@ -129,8 +117,3 @@ def poll_intervals(until: float, waiting: int = 1) -> Iterator[float]:
             return
         sleep(min(pause, left))
         pause = min(1.5 * pause, longest)
-
-
-def short(error: BaseException) -> str:
-    """Return the first line of torch's message, without its C++ trace."""
-    return str(error).partition("\n")[0].partition("Exception raised from")[0].strip()

@@ -23,7 +23,7 @@ from time import monotonic
 from typing import Any, NamedTuple
 
 from telegrad._core.security.keyring import Keyring
-from telegrad.errors import StoreUntrusted
+from telegrad.errors import StoreLost, StoreUntrusted, TelegradError
 
 _FORMAT = "tg1"
 _LONGEST_NUMBER = 20  # digits
@@ -31,7 +31,6 @@ TERMS = "terms"  # a list that begins with the group's identity; itself bound to
 RENEW_AGAIN = 10.0  # seconds between two renewals of the whole store, while the file has two keys
 _MOST_PLACES = 1 << 16  # of a store that is renewed as a whole: an attacker may add any number of keys
 _OWN = "telegrad/"  # the prefix of this package's places
-_LONGEST_COUNT = 6  # digits
 
 
 class Opened(NamedTuple):
@@ -96,31 +95,42 @@ class SealedStore:
         # number may remain, and one older value would be accepted.
         self._seen: dict[tuple[str, str], int] = {}
 
+    def call(self, method: str, *args: Any) -> Any:
+        """Call a method of the store. Raises StoreLost if the store is gone."""
+        try:
+            return getattr(self.raw, method)(*args)
+        except TelegradError:
+            raise
+        except RuntimeError as error:
+            raise StoreLost(
+                f"the store was lost ({short(error)}): "
+                "the worker that serves it has ended or cannot be reached; see its log"
+            ) from error
+
+    def ask(self, place: str) -> str:
+        """Return the content at a place, authenticated or not; "" for none."""
+        absent = secrets.token_hex(16)  # not in the store, which returns this text if it has no value
+        raw = _text(self.call("compare_set", place, absent, absent))
+        return "" if raw == absent else raw
+
     def swap(self, group: str, place: str, expected: str, value: str) -> str:
         """Write `value` if the current value is `expected` ("" for none); return the value after that."""
         if not expected and (group, place) not in self._seen:
             found, raw = NOTHING, ""  # most claims are for places without a value
         else:
-            found, raw = self._look_up(group, place)
+            found, raw = self.look_up(group, place)
         while found.value == expected:
-            written, found, raw = self._replace(group, place, raw, value, found.serial + 1)
+            written, found, raw = self.replace(group, place, raw, value, found.serial + 1)
             if written:
                 return value
         return found.value
 
     def read(self, group: str, place: str) -> str:
         """Return the value, "" for none."""
-        found, raw = self._look_up(group, place)
+        found, raw = self.look_up(group, place)
         if not found.is_current:  # the key is being replaced: the older one will be unknown soon
-            self._replace(group, place, raw, found.value, found.serial + 1)
+            self.replace(group, place, raw, found.value, found.serial + 1)
         return found.value
-
-    def write(self, group: str, place: str, value: str) -> None:
-        """Write unconditionally. A retried compare-and-set ensures that no serial number is repeated."""
-        found, raw = self._look_up(group, place)
-        written = False
-        while not written:
-            written, found, raw = self._replace(group, place, raw, value, found.serial + 1)
 
     def read_all(self, group: str, places: list[str]) -> list[str]:
         """Return the values at places that must have one.
@@ -128,25 +138,11 @@ class SealedStore:
         Raises:
             StoreUntrusted: one of them has none.
         """
-        if not self.raw.check(places):  # torch would wait for it for minutes, and ignore Ctrl-C
-            raise unauthenticated(next((each for each in places if not self.raw.check([each])), places[0]))
+        if not self.call("check", places):  # torch would wait for it for minutes, and ignore Ctrl-C
+            raise unauthenticated(next((each for each in places if not self.call("check", [each])), places[0]))
         newest = [self._seen.get((group, place), 0) for place in places]
-        found = self.raw.multi_get(places)
+        found = self.call("multi_get", places)
         return [self._open(group, *each).value for each in zip(places, map(_text, found), newest, strict=True)]
-
-    def has_all(self, places: list[str]) -> bool:
-        """Return True if each of these places has a value, authenticated or not."""
-        return bool(self.raw.check(places))
-
-    def add(self, place: str) -> None:
-        """Increment a counter. Torch's server would close the connection if it is not a number."""
-        if self.count(place) or not self._ask(place):
-            self.raw.add(place, 1)
-
-    def count(self, place: str) -> int:
-        """Return a counter; 0 if it is not a number."""
-        raw = self._ask(place)
-        return int(raw) if raw.isascii() and raw.isdecimal() and len(raw) <= _LONGEST_COUNT else 0
 
     def renew(self) -> None:
         """Seal each value in the store with the first key, if another one was first before.
@@ -179,22 +175,17 @@ class SealedStore:
                 return [place for place in self.raw.list_keys() if place.startswith(_OWN)]
         return [place for _, place in list(self._seen)]
 
-    def _look_up(self, group: str, place: str) -> tuple[Opened, str]:
+    def look_up(self, group: str, place: str) -> tuple[Opened, str]:
         """Return the opened value and its sealed form."""
         newest = self._seen.get((group, place), 0)
-        raw = self._ask(place)
+        raw = self.ask(place)
         return self._open(group, place, raw, newest), raw
 
-    def _ask(self, place: str) -> str:
-        absent = secrets.token_hex(16)  # not in the store, which returns this text if it has no value
-        raw = _text(self.raw.compare_set(place, absent, absent))
-        return "" if raw == absent else raw
-
-    def _replace(self, group: str, place: str, raw: str, value: str, serial: int) -> tuple[bool, Opened, str]:
+    def replace(self, group: str, place: str, raw: str, value: str, serial: int) -> tuple[bool, Opened, str]:
         """Write a value if the current sealed form is `raw`; return whether that was done, and the current value."""
         newest = self._seen.get((group, place), 0)
         sealed = self._sealer.seal(group, place, value, serial)
-        now = _text(self.raw.compare_set(place, raw, sealed))
+        now = _text(self.call("compare_set", place, raw, sealed))
         return now == sealed, self._open(group, place, now, newest), now
 
     def _open(self, group: str, place: str, raw: str, newest: int) -> Opened:
@@ -211,6 +202,11 @@ class SealedStore:
 
     def __repr__(self) -> str:
         return f"<SealedStore over {type(self.raw).__name__}>"
+
+
+def short(error: BaseException) -> str:
+    """Return the first line of torch's message, without its C++ trace."""
+    return str(error).partition("\n")[0].partition("Exception raised from")[0].strip()
 
 
 def _text(raw: bytes) -> str:

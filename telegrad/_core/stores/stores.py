@@ -38,10 +38,9 @@ from telegrad._core.stores.key_value_store import (
     KeyValueStore,
     poll_intervals,
     read_server_mark,
-    short,
 )
 from telegrad._core.stores.sealed_directory import SealedDirectory
-from telegrad._core.stores.sealed_store import SealedStore
+from telegrad._core.stores.sealed_store import SealedStore, short
 from telegrad._core.stores.supervised import is_supervised, place
 from telegrad._core.stores.tcp_store import PROBE, listens, meet_tcp, serve_tcp
 from telegrad._core.stores.urls import Spot, is_here, split, spot_of
@@ -379,13 +378,10 @@ class _Site:
         except StoreUntrusted as error:
             if self.refused is None:
                 KeyValueStore(self.store).add_hint(REFUSED)
-            self._refuse(error)
+            self.refused = error
+            # Poll for a while: it may be an earlier program's store that is about to close.
+            self.until = min(self.until, monotonic() + STRANGE)
             return GONE
-
-    def _refuse(self, error: StoreUntrusted) -> None:
-        """Poll for a while: it may be an earlier program's store that is about to close."""
-        self.refused = error
-        self.until = min(self.until, monotonic() + STRANGE)
 
     def __repr__(self) -> str:
         return f"<_Site at {spot(*self.place)}: {self.why if self.store is None else 'a store'}>"

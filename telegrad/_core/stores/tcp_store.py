@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 from telegrad._core.addresses import family_of
-from telegrad._core.stores.address import is_address, listening_address, spelled
+from telegrad._core.stores.address import answers, is_address, listening_address, spelled
 from telegrad._core.threads import Thread
 
 log = logging.getLogger("telegrad")
@@ -59,11 +59,7 @@ def check_is_store(host: str, port: int, patience: float) -> None:
 
 
 def listens(host: str, port: int, patience: float = 0) -> bool:
-    try:
-        with socket.create_connection((spelled(host), port), max(patience, PROBE)) as probe:
-            return bool(probe.getsockname() != probe.getpeername())  # a probe may get a free port as its own
-    except OSError:
-        return False
+    return answers((host, port), max(patience, PROBE))
 
 
 def meet_tcp(host: str, port: int, patience: float) -> Any:

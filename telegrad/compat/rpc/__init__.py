@@ -12,6 +12,7 @@ import torch.distributed as dist
 from telegrad._core.calls.futures import Future
 from telegrad._core.membership.members import check_name
 from telegrad._core.start.life import check_free
+from telegrad._core.stores.file_store import FileStore
 from telegrad._core.stores.group_keys import find_keys
 from telegrad._core.stores.stores import open_store
 from telegrad._core.stores.urls import split
@@ -136,7 +137,10 @@ def init_rpc(
     meeting = open_store(rpc_backend_options.init_method, rank, world_size, keys, patience)
     dist_autograd._init(rank)
     known = {"met": meeting} if backend is BackendType.TENSORPIPE else {}
-    _init_rpc_backend(backend, meeting.store.raw, name, meeting.rank, meeting.world_size, rpc_backend_options, **known)
+    store = meeting.store.raw
+    if isinstance(store, FileStore):
+        store = dist.FileStore(store.path, -1)
+    _init_rpc_backend(backend, store, name, meeting.rank, meeting.world_size, rpc_backend_options, **known)
 
 
 def _missing_rank(init_method: str) -> int:
