@@ -103,7 +103,6 @@ PURE = [
     "groups/selection.py",
     "pipeline/pipeline_schedule.py",
     "weights/transfer/weight_messages.py",
-    "weights/transfer/chain.py",
     "weights/transfer/version_store.py",
     "weights/transfer/publisher_protocol.py",
     "weights/transfer/subscriber_protocol.py",
