@@ -30,6 +30,7 @@ class BackgroundSaves:
         self._agent = agent
         self._lock = threading.Lock()  # guards _pending
         self._pending: list[PendingSave] = []
+        current.here().before_end.append(self.wait)
 
     def begin(self, path: str, complete: Callable[[], None]) -> Future[str]:
         """Call `complete()` on a new thread; return a future of the path."""

@@ -8,21 +8,9 @@ from typing import Any
 
 from torch import nn
 
-from telegrad import checkpoint
+from telegrad import checkpoint, errors
 from telegrad.checkpoint.folders import Path
 from telegrad.checkpoint.state import folder_of
-from telegrad.errors import (
-    CallCancelled,
-    CallTimeout,
-    CannotRestore,
-    CheckpointFailed,
-    ContextEnded,
-    PeerError,
-    RRefError,
-    UnknownWorker,
-    UsageError,
-    WorkersFailed,
-)
 from telegrad.ext.arguments import checks
 from telegrad.ext.modules import restore_model
 from telegrad.ext.texts import Wait
@@ -32,7 +20,10 @@ from telegrad.rpc import RRef, get_worker_info
 PAUSE = 0.05  # seconds before the next attempt
 LEAST = 1.0  # minimum seconds for an attempt
 
-_OF_A_LOSS = PeerError, RRefError, UnknownWorker, CallTimeout, CallCancelled, ContextEnded
+_OF_A_LOSS = (
+    *(errors.PeerError, errors.RRefError, errors.UnknownWorker),
+    *(errors.CallTimeout, errors.CallCancelled, errors.ContextEnded),
+)
 
 
 def recover(
@@ -45,7 +36,8 @@ def recover(
     if after is not None and not _may_end(after):
         raise after
     if checkpoint_id is None:
-        raise UsageError("recover: there is no checkpoint to go on from; save one before the first step") from after
+        told = "recover: there is no checkpoint to go on from; save one before the first step"
+        raise errors.UsageError(told) from after
     folder_of("load", state, checkpoint_id)
     until = time.monotonic() + timeout if timeout else inf
     text = "recover: all parts are asked for"
@@ -61,7 +53,7 @@ def recover(
                         value.recover(left)
                 checkpoint.load(state, checkpoint_id)
                 return
-            except (*_OF_A_LOSS, WorkersFailed) as error:
+            except (*_OF_A_LOSS, errors.WorkersFailed) as error:
                 if time.monotonic() > until or not _may_end(error):
                     raise
                 text = f"recover: {error}"
@@ -71,7 +63,7 @@ def recover(
 
 def _may_end(error: BaseException) -> bool:
     """Return True if only workers were lost, and these may come back."""
-    if isinstance(error, CheckpointFailed) and error.__cause__ is not None:
+    if isinstance(error, errors.CheckpointFailed) and error.__cause__ is not None:
         return _may_end(error.__cause__)
-    several = error.errors.values() if isinstance(error, WorkersFailed) else [error]
-    return all(isinstance(each, _OF_A_LOSS) and not isinstance(each, CannotRestore) for each in several)
+    several = error.errors.values() if isinstance(error, errors.WorkersFailed) else [error]
+    return all(isinstance(each, _OF_A_LOSS) and not isinstance(each, errors.CannotRestore) for each in several)

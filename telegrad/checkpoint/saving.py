@@ -64,7 +64,7 @@ def save(state: Mapping[str, Any], checkpoint_id: Path, *, wait: bool = True, ke
     checks.flag("wait", wait)
     if keep is not None:
         checks.count("keep", keep, what="a number of checkpoints that stay, or None for all")
-    background = _background()
+    background = current.here().attached(BackgroundSaves)
     background.wait_for_previous()
     begun = _begin(state, path, copies=not wait)
     complete = partial(_complete, path, begun, keep, wait)
@@ -74,14 +74,6 @@ def save(state: Mapping[str, Any], checkpoint_id: Path, *, wait: bool = True, ke
     future: Future[str] = Future()
     future.set_result(path)
     return future
-
-
-def _background() -> BackgroundSaves:
-    worker = current.here()
-    found = worker.attached(BackgroundSaves)
-    if found.wait not in worker.before_end:
-        worker.before_end.append(found.wait)
-    return found
 
 
 def _begin(state: Mapping[str, Any], path: str, copies: bool) -> Begun:

@@ -10,12 +10,14 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from math import inf
 
-from telegrad.insight.finding import NOTE, WEIGHTS, Finding
 from telegrad.insight.phrases import (
     BUSY,
     DOES,
     FEW,
     LOCKED,
+    NOTE,
+    WEIGHTS,
+    Finding,
     counted,
     doing,
     lasting,
@@ -101,7 +103,6 @@ class Causes:
             yield self._finding(kind, workers, title, details, circle=nodes)
 
     def _link(self, node: Node, edge: Edge) -> list[str]:
-        """Return the lines for one edge of a cycle."""
         if node.kind in (WORKER, WORK) or (node.kind == THREAD and edge.why == "call"):  # the call's own line says it
             return []
         sentence, *lines = waiting(self._graph, node)
@@ -279,16 +280,11 @@ class Causes:
         graph, age, function = self._graph, self._graph.age(node), self._graph.function(node)
         calls = f"{count} calls of {function} on {node.to} have" if count > 1 else f"{function} on {node.to} has"
         return {
-            **node._asdict(),
-            "function": function,
-            "calls": calls,
-            "age": lasting(age),
-            "ago": seconds(age),
-            "phase": graph.accounts[node.to]["phase"] if node.to else "",
+            **node._asdict(), "function": function, "calls": calls, "age": lasting(age), "ago": seconds(age),
+            "phase": graph.accounts[node.to]["phase"] if node.to else "", "gone": graph.gone.get(node.worker),
             "silent": graph.sight.silent.get(node.worker, "nothing is known of it"),
-            "gone": graph.gone.get(node.worker),
             "names": several(sorted(graph.accounts)),
-        }
+        }  # fmt: skip
 
     def _thread(self, kind: str, first: Node, nodes: list[Node]) -> tuple[str, list[str], int | None]:
         """Return the title and details for threads at the same line, and a weight if it differs from the kind's."""

@@ -28,7 +28,7 @@ from telegrad.ext.workers import current
 from telegrad.insight.export import chrome_trace, clock_offsets
 from telegrad.insight.export.chrome_trace import WorkerTrace
 from telegrad.insight.export.clock_offsets import ClockOffset, Exchange
-from telegrad.insight.reading.source import Source
+from telegrad.insight.reading.history import Source
 from telegrad.insight.seen_groups import own_group
 from telegrad.rpc import rpc_async, rpc_sync, workers
 
@@ -103,7 +103,6 @@ class ClockComparison:
 
 
 def _from_all(names: Names, function: Callable[..., Any], patience: float = PATIENCE) -> dict[str, Any]:
-    """Call a function on all workers; return the results of those that answer."""
     calls = {}
     for name in names:
         with contextlib.suppress(TelegradError):
@@ -268,7 +267,6 @@ def _place_for(path: str | os.PathLike[str]) -> str:
 def _record(
     path: str, source: Source, comparison: ClockComparison, after: Mapping[str, float], profiles: Mapping[str, bytes]
 ) -> str:
-    """Write the events of all workers since `after`, and return a summary."""
     events = source.events(after)  # first, because the exchanges are events as well
     comparison.look()
     opened = {name: json.loads(gzip.decompress(packed)) for name, packed in profiles.items() if packed}

@@ -6,8 +6,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
-from telegrad.insight.finding import NOTE, WEIGHTS, Finding
-from telegrad.insight.phrases import lines_of, seconds, several, stacks
+from telegrad.insight.phrases import NOTE, WEIGHTS, Finding, lines_of, seconds, several, stacks
 from telegrad.insight.wait_graph import WaitGraph
 from telegrad.reporting.worker_state import JOINING, Wait, WorkerState
 

@@ -55,22 +55,15 @@ def uninstrument() -> None:
 
 
 class CallTracer:
-    """Makes spans and metrics of calls."""
-
     def __init__(self, tracer_provider: TracerProvider | None, meter_provider: MeterProvider | None) -> None:
         self._tracer = get_tracer("telegrad", VERSION, tracer_provider)
         meter = get_meter("telegrad", VERSION, meter_provider)
-        self._client = meter.create_histogram(
-            "rpc.client.call.duration",
-            "s",
-            "How long calls took, as their callers saw it",
-            explicit_bucket_boundaries_advisory=BOUNDS,
-        )
-        self._server = meter.create_histogram(
-            "rpc.server.call.duration",
-            "s",
-            "How long functions ran that others called",
-            explicit_bucket_boundaries_advisory=BOUNDS,
+        self._client, self._server = (
+            meter.create_histogram(f"rpc.{side}.call.duration", "s", text, explicit_bucket_boundaries_advisory=BOUNDS)
+            for side, text in (
+                ("client", "How long calls took, as their callers saw it"),
+                ("server", "How long functions ran that others called"),
+            )
         )
 
     # At the caller
@@ -181,13 +174,11 @@ class CallSpan(Attached):
         return value
 
     def around(self, inner: CoroutineType[Any, Any, Any]) -> Coroutine[Any, Any, Any]:
-        """Return a coroutine that runs another one inside the span."""
         made: Any = self._awaited(inner)
         made.__qualname__ = inner.__qualname__  # errors name the function by it
         return made  # type: ignore[no-any-return]
 
     def end_with(self, future: torch._C.Future[Any] | Signal) -> None:
-        """End the span when a future is done."""
         if isinstance(future, Signal):
             future.add_done_callback(self._done)
         else:

@@ -66,8 +66,6 @@ def own_account() -> WorkerState:
 
 
 class Metrics(Collector):
-    """A Prometheus collector for one worker."""
-
     def __init__(self, account: Callable[[], WorkerState]) -> None:
         """`account` is called at each scrape; it may raise a TelegradError if this process is in no group."""
         self.counters = EventCounters()

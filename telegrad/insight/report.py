@@ -11,10 +11,9 @@ from collections import Counter, defaultdict
 from typing import Any
 
 from telegrad.insight.causes import Causes
-from telegrad.insight.finding import NOTE, Finding, status
 from telegrad.insight.joins import generations, joining, unanswered
-from telegrad.insight.phrases import INDENT, doing, lasting, plural, seconds, several
-from telegrad.insight.reading.source import GroupSnapshot
+from telegrad.insight.phrases import INDENT, NOTE, Finding, doing, lasting, plural, seconds, several, status
+from telegrad.insight.reading.history import GroupSnapshot
 from telegrad.insight.wait_graph import Node, WaitGraph
 from telegrad.reporting.worker_state import JOINING, LEAVING, QUEUED, RUNNING, WorkerState, counts
 
@@ -128,7 +127,6 @@ class Report:
 
 
 def told(sight: GroupSnapshot) -> str:
-    """Return the report as text."""
     return Report(sight).text()
 
 

@@ -14,8 +14,8 @@ from telegrad.ext.events import Event
 from telegrad.ext.files import open_regular
 from telegrad.ext.texts import safe
 from telegrad.insight.phrases import several
+from telegrad.insight.reading.history import GroupSnapshot
 from telegrad.insight.reading.process_report import inspect
-from telegrad.insight.reading.source import GroupSnapshot
 from telegrad.reporting import debug_server
 from telegrad.reporting.debug_server import DebugAddress, ask_all
 from telegrad.reporting.decoding import ACCOUNT, DUMP, FILE, GROUP, GROUP_EVENTS, Malformed, decode
@@ -34,8 +34,6 @@ MOST = 2 * LARGEST  # bytes of a file: the state alone may exceed LARGEST
 
 
 class OwnGroup:
-    """The group of this process."""
-
     def __init__(self, witness: Any) -> None:
         self._witness: Introspection = witness  # its type is not part of the interface
 

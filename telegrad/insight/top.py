@@ -10,8 +10,7 @@ from typing import NamedTuple
 from telegrad.errors import UsageError
 from telegrad.ext.texts import safe
 from telegrad.insight.reading import tables
-from telegrad.insight.reading.history import GroupHistory
-from telegrad.insight.reading.source import Source
+from telegrad.insight.reading.history import GroupHistory, Source
 
 LEAST = 0.2  # minimum seconds between two queries
 NOTES = 3  # maximum number of lines with problems
@@ -19,8 +18,6 @@ HOME, END_OF_LINE, END = "\x1b[H", "\x1b[K\n", "\x1b[J"  # control sequences: to
 
 
 class View(NamedTuple):
-    """The settings of the view of a group."""
-
     sort: str = ""  # the column by which tables are sorted, if they have it
     words: str = ""  # show only rows with all of these
     worker: str = ""  # show this worker instead of the whole group

@@ -11,19 +11,9 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple
 
-from telegrad.insight.reading.source import GroupSnapshot
-from telegrad.reporting.worker_state import (
-    LEAVING,
-    MEETINGS,
-    MEMBER,
-    QUEUED,
-    RUNNING,
-    UNFINISHED,
-    CallIn,
-    CallOut,
-    Thread,
-    WorkerState,
-)
+from telegrad.insight.reading.history import GroupSnapshot
+from telegrad.reporting import worker_state as states
+from telegrad.reporting.worker_state import CallIn, CallOut, Thread, WorkerState
 
 CALL, THREAD = "call", "thread"
 SLOTS = "slots"  # the wait until one of a worker's slots is free
@@ -122,11 +112,13 @@ class GroupIndex:
         return [Node(CALL, call["caller"], call["number"], name) for call in calls if call["state"] in states]
 
     def queued(self, name: str) -> int:
-        return sum(1 + call.get("more", 0) for call in self.accounts[name]["calls_in"] if call["state"] == QUEUED)
+        return sum(
+            1 + call.get("more", 0) for call in self.accounts[name]["calls_in"] if call["state"] == states.QUEUED
+        )
 
     def holders(self, name: str) -> list[Node]:
         """Return the threads that hold a slot; a thread that waits for a call has released its slot."""
-        runs = (Node(THREAD, name, self.calls_in[call]["thread"] or 0) for call in self.came(name, RUNNING))
+        runs = (Node(THREAD, name, self.calls_in[call]["thread"] or 0) for call in self.came(name, states.RUNNING))
         return [each for each in runs if each in self.threads and not self.awaits[each] and not self.wait(each)]
 
     def wait(self, thread: Node | None) -> str:
@@ -285,26 +277,26 @@ class WaitGraph(GroupIndex):
             return [Edge(Node(WORKER, call.to), "call")]
         is_full = callee["busy"] >= callee["slots"]
         if came is None:  # the callee lists only some of many queued calls
-            queued = (each["caller"] for each in callee["calls_in"] if each["state"] == QUEUED)
+            queued = (each["caller"] for each in callee["calls_in"] if each["state"] == states.QUEUED)
             return [Edge(Node(SLOTS, call.to), "slots")] if is_full and call.worker in queued else []
-        if came["state"] == QUEUED:
+        if came["state"] == states.QUEUED:
             return [Edge(Node(SLOTS, call.to), "slots")] if is_full else _guesses("turn", self._ahead_of(call))
         if came["thread"] is not None and (thread := Node(THREAD, call.to, came["thread"])) in self.threads:
             return [Edge(thread, "runs")]
         for thread in self.threads_of(call.worker):  # in a meeting the caller knows the missing workers
             wait = self.threads[thread]["wait"]
-            if wait is not None and wait["what"] in MEETINGS and wait["about"] == came["function"]:
+            if wait is not None and wait["what"] in states.MEETINGS and wait["about"] == came["function"]:
                 return [Edge(thread, "meeting")]
         if self.is_fetch(call):
             return _guesses("value", self._makers(call))
         if _OF_PIPELINE in came["function"]:
             return self._to_stages(call)
-        return _guesses("future", self._unattended(call.to, came["age"])) if came["state"] != RUNNING else []
+        return _guesses("future", self._unattended(call.to, came["age"])) if came["state"] != states.RUNNING else []
 
     def _of_thread(self, node: Node) -> list[Edge]:
         thread, me = self.threads[node], node.worker
         wait, at, what = thread["wait"], thread["at"], self.wait(node)
-        if what in MEETINGS:
+        if what in states.MEETINGS:
             return []  # a rule examines the threads of all workers together
         if calls := [call for call in self.awaits[node] if self.age(call) >= self._young]:
             return [Edge(call, "call") for call in calls]
@@ -316,7 +308,7 @@ class WaitGraph(GroupIndex):
             passes = [Node(PASS, me, each["number"], context=each["context"]) for each in self.accounts[me]["passes"]]
             return [Edge(each, "pass") for each in passes or [Node(WORK, name) for name in wait["on"]]]
         if what == "value" and set(wait["on"]) <= {me}:
-            running = (call for call in self.came(me, RUNNING) if call != self.serves.get(node))
+            running = (call for call in self.came(me, states.RUNNING) if call != self.serves.get(node))
             return [Edge(call, "value", True) for call in running]
         if what == "room":
             out = [max(calls, key=self.age) for to in wait["on"] if (calls := self.calls(me, to))]
@@ -343,8 +335,8 @@ class WaitGraph(GroupIndex):
         account = self.accounts.get(name)
         if account is None:
             return []
-        if account["phase"] == LEAVING:
-            calls = [*self.calls(name), *filter(self._is_old, self.came(name, RUNNING, UNFINISHED))]
+        if account["phase"] == states.LEAVING:
+            calls = [*self.calls(name), *filter(self._is_old, self.came(name, states.RUNNING, states.UNFINISHED))]
             return [Edge(call, "shutdown") for call in calls if self.age(call) >= self._young]
         return [Edge(self.mains[name], "shutdown")] if name in self.mains else []
 
@@ -357,8 +349,8 @@ class WaitGraph(GroupIndex):
 
     def _not_in_shutdown(self) -> list[str]:
         """Return the members that have not called shutdown, or else those whose calls have not ended."""
-        members = [name for name, account in self.accounts.items() if account["phase"] == MEMBER]
-        leaving = (name for name, account in self.accounts.items() if account["phase"] == LEAVING)
+        members = [name for name, account in self.accounts.items() if account["phase"] == states.MEMBER]
+        leaving = (name for name, account in self.accounts.items() if account["phase"] == states.LEAVING)
         return [*members, *self.sight.silent] or [name for name in leaving if self._of_worker(name)]
 
     # Guesses
@@ -366,15 +358,17 @@ class WaitGraph(GroupIndex):
     def _ahead_of(self, call: Node) -> list[Node]:
         """Return the method calls that began: a call that waits despite free slots waits for its actor."""
         owner = _class_of(self.calls_in[call])
-        begun = list(filter(self._is_old, self.came(call.to, RUNNING, UNFINISHED)))
+        begun = list(filter(self._is_old, self.came(call.to, states.RUNNING, states.UNFINISHED)))
         methods = [other for other in begun if _class_of(self.calls_in[other]).rpartition(".")[2][:1].isupper()]
         alike = [other for other in methods if _class_of(self.calls_in[other]) == owner]
         return alike or methods or begun
 
     def _makers(self, fetch: Node) -> list[Node]:
         """Return the calls that may make a value; mostly the fetching worker has made that call."""
-        running = list(filter(self._is_old, self.came(fetch.to, RUNNING)))
-        return [call for call in (*running, *self.came(fetch.to, QUEUED)) if call.worker == fetch.worker] or running
+        running = list(filter(self._is_old, self.came(fetch.to, states.RUNNING)))
+        return [
+            call for call in (*running, *self.came(fetch.to, states.QUEUED)) if call.worker == fetch.worker
+        ] or running
 
     def _is_old(self, came: Node) -> bool:
         return self.calls_in[came]["age"] >= self._young

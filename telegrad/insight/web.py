@@ -22,9 +22,8 @@ from urllib.parse import parse_qs, quote, urlsplit
 
 from telegrad.ext.processes import bracketed
 from telegrad.insight.export.serving import BoundedServer
-from telegrad.insight.reading.history import GroupHistory
+from telegrad.insight.reading.history import GroupHistory, GroupSnapshot, Source
 from telegrad.insight.reading.snapshot import detail, snapshot
-from telegrad.insight.reading.source import GroupSnapshot, Source
 
 PAUSE = 1.0  # minimum seconds between two queries of the group
 SPANS = (2.0, 5.0, 15.0, 60.0)  # the spans in seconds that the page offers; each is computed once in PAUSE
@@ -156,8 +155,8 @@ class _Handler(BaseHTTPRequestHandler):
         dashboard = self.server.dashboard
         path, _, rest = self.path.partition("?")
         query = parse_qs(rest)
-        token = query.get("token", [""])[0]
-        if not self._may_look(token):
+        token, cookies = query.get("token", [""])[0], self.headers.get("Cookie", "")
+        if not (dashboard.is_called(self.headers.get("Host", "")) and dashboard.lets_in(token, cookies)):
             self._answer(403, b"Open the address that the dashboard has printed: it has the token in it.")
         elif path == "/data":
             seconds = _number(query.get("seconds", [""])[0])
@@ -175,11 +174,6 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
         pass  # the addresses contain the token
-
-    def _may_look(self, token: str) -> bool:
-        dashboard = self.server.dashboard
-        called, cookies = self.headers.get("Host", ""), self.headers.get("Cookie", "")
-        return dashboard.is_called(called) and dashboard.lets_in(token, cookies)
 
     def _page(self, name: str) -> None:
         body = self.server.pages.get(name)

@@ -40,8 +40,6 @@ class BatchInputs(NamedTuple):
 
 
 class BatchResult(NamedTuple):
-    """The results of one station."""
-
     losses: list[Tensor]
     outputs: list[Any]
     gradients: dict[int, Sequence[Tensor | None]]  # of inputs, by micro-batch
@@ -55,9 +53,8 @@ class StageMessage(NamedTuple):
     batch: BatchId
     key: InputKey
     body: bytes
-    positions: list[
-        int
-    ]  # for a value: indices of the tensors that require gradients; else for each tensor, True if it is present
+    # For a value: indices of the tensors that require gradients; else for each tensor, True if it is present.
+    positions: list[int]
     tensors: Sequence[Tensor] = ()
 
     def opened(self) -> Any:

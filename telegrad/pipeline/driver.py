@@ -57,7 +57,6 @@ class PipelineDriver:
         self._under_way: list[int] = []
 
     def pack(self, stage: int, value: Any) -> PackedValue:
-        """Pack a value for a stage."""
         worker, _ = self.workers[self.stations_of[stage]]
         return pack_value(value, current.agent().shares_program(worker))
 

@@ -213,11 +213,13 @@ class Pipeline(nn.Module, Recoverable):
         pipeline = cls(stages, chunks, schedule, tied)
         pipeline.training = model.training
         pipeline._inputs = found.inputs
-        _use_model_names(pipeline, found.parts)
+        # A pipeline that was split from a model uses the model's names in its state.
+        pipeline.register_state_dict_post_hook(_name_as_whole)  # type: ignore[no-untyped-call]
+        by_stages = partial(_name_by_stages, found.parts)
+        pipeline.register_load_state_dict_pre_hook(by_stages)  # type: ignore[no-untyped-call]
         return pipeline
 
     def _parts_of(self, inputs: Any) -> list[Any]:
-        """Return the inputs of each micro-batch."""
         if self._inputs is None:
             return parts_of(inputs, self.chunks)
         parts = parts_of(self._inputs(inputs), self.chunks)
@@ -308,7 +310,6 @@ class Pipeline(nn.Module, Recoverable):
 def _sent(
     parts: Sequence[nn.Module], places: Sequence[tuple[str | WorkerInfo, str | int]], restore: Restore
 ) -> list[RemoteModule]:
-    """Send the stages to their workers."""
     stages: list[RemoteModule] = []
     owners = [f"rank {owner}" if isinstance(owner, int) else owner for _, owner in places]
 
@@ -349,16 +350,6 @@ def _arrived(stage: nn.Module) -> nn.Module:
 
 def _trains(stage: nn.Module) -> bool:
     return stage._trains if isinstance(stage, RemoteModule) else any(each.requires_grad for each in stage.parameters())
-
-
-# A pipeline that was split from a model uses the model's names in its state
-
-
-def _use_model_names(pipeline: nn.Module, parts: Sequence[Sequence[str]]) -> None:
-    """Make the state of a pipeline use the names of the model that it was split from."""
-    pipeline.register_state_dict_post_hook(_name_as_whole)  # type: ignore[no-untyped-call]
-    by_stages = partial(_name_by_stages, parts)
-    pipeline.register_load_state_dict_pre_hook(by_stages)  # type: ignore[no-untyped-call]
 
 
 def _name_as_whole(_: nn.Module, state: Any, prefix: str, *__: Any) -> None:

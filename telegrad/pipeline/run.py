@@ -22,23 +22,10 @@ from telegrad.ext.events import events
 from telegrad.ext.graphs import AutogradContext, check_root
 from telegrad.ext.values import INFERENCE, NO_GRAD
 from telegrad.ext.workers import current
+from telegrad.pipeline import pipeline_schedule as schedule
 from telegrad.pipeline.batches import BatchInputs, BatchResult, BatchSpec, StageMessage
 from telegrad.pipeline.microbatches import check_scalar
-from telegrad.pipeline.pipeline_schedule import (
-    ADD_GRADIENT,
-    BACKWARD,
-    FORWARD,
-    INPUT,
-    LOAD_WEIGHT,
-    SEND_GRADIENT,
-    SEND_WEIGHT,
-    WEIGHTS,
-    Action,
-    InputKey,
-    input_of,
-    plan,
-    with_tied,
-)
+from telegrad.pipeline.pipeline_schedule import Action, InputKey, input_of, plan, with_tied
 from telegrad.pipeline.stage import PackedValue, Stage, pack_value
 from telegrad.pipeline.stage_backward import Backward, StageInput
 
@@ -149,12 +136,12 @@ class BatchRun:
     def _do(self, action: Action, given: Any) -> None:
         stage = self._stages[action.stage]
         self._doing = stage.name
-        if action.kind == FORWARD:
+        if action.kind == schedule.FORWARD:
             packed = self._given.inputs[action.batch] if action.stage == 0 else given
             (self._train if self.spec.trains else self._infer)(stage, action, packed)
-        elif action.kind == WEIGHTS:
+        elif action.kind == schedule.WEIGHTS:
             self._backwards.pop((action.stage, action.batch))[0].run_weights()
-        elif action.kind in (BACKWARD, INPUT):
+        elif action.kind in (schedule.BACKWARD, schedule.INPUT):
             self._backward(action, given)
         else:
             self._keep_tied(stage, action, given)
@@ -202,10 +189,10 @@ class BatchRun:
         name, _ = self.spec.workers[self.spec.stations[action.stage + 1]]
         made = pack_value(output, self._agent.shares_program(name))
         body, tensors, positions = made.detached()
-        self._send((FORWARD, action.stage + 1, action.batch), tensors, positions, body)
+        self._send((schedule.FORWARD, action.stage + 1, action.batch), tensors, positions, body)
         if not made.positions:
             with self._lock:
-                self._arrived[BACKWARD, action.stage, action.batch] = []
+                self._arrived[schedule.BACKWARD, action.stage, action.batch] = []
         return made.differentiable
 
     def _send_tensors(self, key: InputKey, given: Sequence[Tensor | None]) -> None:
@@ -220,7 +207,7 @@ class BatchRun:
                 self._arrived[key] = message._replace(tensors=tensors).opened()
         else:
             name, incarnation = self.spec.workers[station]
-            self._agent.notify(name, message, incarnation, tensors, as_arguments=kind == FORWARD)
+            self._agent.notify(name, message, incarnation, tensors, as_arguments=kind == schedule.FORWARD)
 
     # Backward
 
@@ -230,13 +217,13 @@ class BatchRun:
             gradients = list(map(torch.ones_like, made.outputs))
         assert self._context is not None
         with self._context.entered():
-            found = made.run(gradients, in_steps=action.kind == INPUT)
-        if action.kind != INPUT:
+            found = made.run(gradients, in_steps=action.kind == schedule.INPUT)
+        if action.kind != schedule.INPUT:
             del self._backwards[action.stage, action.batch]
         if action.stage == 0:
             self._result.gradients[action.batch] = found[:count]
         elif count:
-            self._send_tensors((BACKWARD, action.stage - 1, action.batch), found[:count])
+            self._send_tensors((schedule.BACKWARD, action.stage - 1, action.batch), found[:count])
         if self._is_last(action):
             self._result.of_targets[action.batch] = found[count:]
 
@@ -244,19 +231,19 @@ class BatchRun:
 
     def _keep_tied(self, stage: Stage, action: Action, given: Sequence[Tensor | None]) -> None:
         tie, number = self.spec.tied[action.batch], action.batch
-        if action.kind == SEND_WEIGHT:
+        if action.kind == schedule.SEND_WEIGHT:
             value = stage.weight(tie.name).detach()
-            self._send_tensors((LOAD_WEIGHT, tie.replica, number), [value])
+            self._send_tensors((schedule.LOAD_WEIGHT, tie.replica, number), [value])
             return
-        if action.kind == LOAD_WEIGHT:
+        if action.kind == schedule.LOAD_WEIGHT:
             assert given[0] is not None
             stage.set_weight(tie.name_there, given[0])
             return
         assert self._context is not None
         gradients = self._context.gradients
-        if action.kind == SEND_GRADIENT:
+        if action.kind == schedule.SEND_GRADIENT:
             gradient = gradients.take(stage.weight(tie.name_there))
-            self._send_tensors((ADD_GRADIENT, tie.owner, number), [gradient])
+            self._send_tensors((schedule.ADD_GRADIENT, tie.owner, number), [gradient])
         elif given[0] is not None and stage.weight(tie.name).requires_grad:
             gradients.add(stage.weight(tie.name), given[0], False)
 

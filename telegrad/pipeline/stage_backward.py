@@ -20,17 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from telegrad.ext.graphs import (
-    KINDS,
-    PLAIN,
-    UNSHARED,
-    Gradients,
-    edge_of,
-    is_function,
-    replicas,
-    run_backward,
-    sharded_gradients,
-)
+from telegrad.ext import graphs
 
 Node = Any
 
@@ -102,7 +92,9 @@ def _find_leaves(starts: Iterable[Node], inlet: Node | None) -> _Graph:
     leaves: list[Node] = []
     nodes: list[Node] = []
     is_plain = True
-    averaged = replicas.replicated() | sharded_gradients.unsharded_ids(sharded_gradients.sharded_modules())
+    averaged = graphs.replicas.replicated() | graphs.sharded_gradients.unsharded_ids(
+        graphs.sharded_gradients.sharded_modules()
+    )
     seen = {None, inlet}
     stack = [(node, False) for node in starts]
     while stack:
@@ -111,11 +103,11 @@ def _find_leaves(starts: Iterable[Node], inlet: Node | None) -> _Graph:
             nodes.append(node)
         elif node not in seen:
             seen.add(node)
-            kind = KINDS.get(type(node))
+            kind = graphs.KINDS.get(type(node))
             if kind is None:
                 stack.append((node, True))
                 stack += [(following, False) for following, _ in node.next_functions]
-            elif kind(node) == PLAIN and id(node.variable) not in averaged:
+            elif kind(node) == graphs.PLAIN and id(node.variable) not in averaged:
                 leaves.append(node)
             else:
                 is_plain = False
@@ -152,7 +144,7 @@ class Backward:
 
     def __init__(
         self,
-        sums: Gradients,
+        sums: graphs.Gradients,
         outputs: Sequence[Tensor],
         inlet: StageInput | None,
         run_distributed: Callable[[Tensor], None],
@@ -178,7 +170,7 @@ class Backward:
         inlet, self.outputs = self._inlet, ()
         if there:
             outputs, self._entering = [output for output, _ in there], [gradient for _, gradient in there]
-            self._edges = list(map(edge_of, outputs))
+            self._edges = list(map(graphs.edge_of, outputs))
             graph = _find_leaves([edge.node for edge in self._edges], inlet and inlet.node)
             if not graph.is_plain:
                 self._run_distributed(root_of(outputs, self._entering))
@@ -195,14 +187,14 @@ class Backward:
         wanted = [*(GradientEdge(leaf, 0) for leaf in leaves), *others]
         if not wanted:
             return ()
-        given = run_backward(edges, entering, wanted, False, False)
+        given = graphs.run_backward(edges, entering, wanted, False, False)
         self._add(leaves, given)
         return given[len(leaves) :]
 
     def _add(self, leaves: list[Node], given: Sequence[Tensor | None]) -> None:
         for leaf, gradient in zip(leaves, given, strict=False):
             if gradient is not None:
-                shared = getrefcount(gradient) > UNSHARED
+                shared = getrefcount(gradient) > graphs.UNSHARED
                 self._sums.add(leaf.variable, gradient, False, shared)
 
     # In two steps
@@ -218,7 +210,7 @@ class Backward:
         apart = [(edge, gradient) for edge, gradient in roots if edge.node not in lead]
         aside = [_find_leaves([each for each, _ in node.next_functions if each not in lead], None) for node in nodes]
         alone = _find_leaves([edge.node for edge, _ in apart], None)
-        if any(map(is_function, nodes)) or sum(len(each.leaves) for each in (*aside, alone)) > len(graph.leaves):
+        if any(map(graphs.is_function, nodes)) or sum(len(each.leaves) for each in (*aside, alone)) > len(graph.leaves):
             return False
         if apart:
             self._junctions.append(
@@ -227,7 +219,7 @@ class Backward:
         if inlet is not None and len(apart) < len(roots):
             edges = [[GradientEdge(node, number) for number in range(len(node._input_metadata))] for node in nodes]
             wanted = [*inlet.edges, *(edge for own in edges for edge in own)]
-            given = iter(run_backward(self._edges, self._entering, wanted, True, False))
+            given = iter(graphs.run_backward(self._edges, self._entering, wanted, True, False))
             inlet.gradients = [next(given) for _ in inlet.edges]
             for own, weights in zip(edges, aside, strict=True):
                 came = [(edge, gradient) for edge in own if (gradient := next(given)) is not None]
@@ -241,10 +233,10 @@ class Backward:
         junctions, self._junctions = self._junctions, []
         for junction in junctions:
             wanted = [*(GradientEdge(leaf, 0) for leaf in junction.leaves), *junction.edges]
-            given = run_backward(junction.edges, junction.gradients, wanted, True, False)
+            given = graphs.run_backward(junction.edges, junction.gradients, wanted, True, False)
             passed = given[len(junction.leaves) :]
             if any(one is not other for one, other in zip(passed, junction.gradients, strict=True)):
                 # A tensor hook changed the gradients here a second time. Compute them again from the outputs.
                 wanted = [GradientEdge(leaf, 0) for leaf in junction.leaves]
-                given = run_backward(self._edges, self._entering, wanted, True, False)
+                given = graphs.run_backward(self._edges, self._entering, wanted, True, False)
             self._add(junction.leaves, given)

@@ -146,13 +146,13 @@ def run_stage(station: RRef[StageWorker], stage: int, value: Any) -> Any:
 runs_as(run_stage, lambda station, stage, _: station.local_value().stages[stage].name)
 
 
-@known_as("checkpoint.save")
+@known_as("Pipeline.state_dict")
 def weight_of(station: RRef[StageWorker], stage: int, name: str) -> Tensor:
     """Return a tied weight, on its owner."""
     return station.local_value().stages[stage].weight(name).detach()
 
 
-@known_as("checkpoint.save")
+@known_as("Pipeline.state_dict")
 def set_weight(station: RRef[StageWorker], stage: int, name: str, value: Tensor) -> None:
     """Set a tied weight, on its replica."""
     station.local_value().stages[stage].set_weight(name, value)

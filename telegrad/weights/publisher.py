@@ -197,8 +197,6 @@ def _state_of(reference: RRef[Any]) -> Any:
 
 
 class PublisherEndpoint(Endpoint):
-    """The endpoint of a publisher, whose state machine is a `PublisherProtocol`."""
-
     def __init__(self, service: WeightsService, name: str, keep: int) -> None:
         me = service.party(publishes=True)
         self._name = name
@@ -251,7 +249,6 @@ def check_published(name: Any, dtype: Any, deltas: Any) -> None:
 
 
 def check_wait(wait: Any) -> None:
-    """Raise InvalidArgument if `wait` is no timeout."""
     if wait is not None:
         checks.seconds("wait", wait)
 

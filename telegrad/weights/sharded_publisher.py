@@ -53,8 +53,6 @@ class Shard(NamedTuple):
 
 
 class Content(NamedTuple):
-    """An owner's part of one tensor."""
-
     part: Part
     shape: tuple[int, ...]  # of the whole tensor
 
@@ -129,8 +127,6 @@ class ShardedPublisher:
 
 
 class Owner:
-    """The parts that one worker owns."""
-
     def __init__(self, name: str, share: list[RemotePart] | State, dtype: Rounding, deltas: Deltas) -> None:
         self._share = share
         self._state: dict[str, Tensor] = {}
@@ -336,8 +332,6 @@ class ShardedSubscriber:
 
 
 class Plan:
-    """How to make a state from the owners' parts."""
-
     def __init__(self, contents: dict[str, list[Content]], wanted: Wanted) -> None:
         self.contents = contents
         shapes = {content.part.name: content.shape for theirs in contents.values() for content in theirs}

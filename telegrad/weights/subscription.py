@@ -12,18 +12,11 @@ from telegrad.errors import DeltaRefused, PublisherLost, TelegradError, UnknownP
 from telegrad.ext.calls import known_as
 from telegrad.ext.workers import Identity, current, listed
 from telegrad.weights.publisher import PublisherEndpoint
+from telegrad.weights.transfer import weight_messages as messages
 from telegrad.weights.transfer.deltas import Delta, apply_deltas
 from telegrad.weights.transfer.subscriber_protocol import SubscriberProtocol
 from telegrad.weights.transfer.tree_layout import Layout
-from telegrad.weights.transfer.weight_messages import (
-    Closed,
-    EndpointAddress,
-    JoinAgain,
-    Piece,
-    VersionInfo,
-    VersionOpened,
-    WholeVersion,
-)
+from telegrad.weights.transfer.weight_messages import EndpointAddress, VersionInfo
 from telegrad.weights.transfer.weight_service import TICK, Endpoint, WeightsService
 from telegrad.weights.weight_version import Version
 
@@ -31,8 +24,6 @@ MARGIN = 5.0  # seconds added to a call's timeout beyond the wait on the callee
 
 
 class SubscriberEndpoint(Endpoint):
-    """The endpoint of a subscriber."""
-
     def __init__(self, service: WeightsService, name: str, publisher: Identity, limit: float) -> None:
         """Join. Wait for a publisher of that name, `limit` seconds at most, 0 for no limit."""
         self._name = name
@@ -127,16 +118,16 @@ class SubscriberEndpoint(Endpoint):
     def take(self, sender: EndpointAddress, message: Any, tensors: Any) -> None:
         if self.machine.publisher is None:  # the joining call has not returned: the sender is the publisher
             self.machine.publisher = sender
-        if sender == self.machine.publisher and isinstance(message, JoinAgain):
+        if sender == self.machine.publisher and isinstance(message, messages.JoinAgain):
             self.join()
-        elif isinstance(message, Closed):
+        elif isinstance(message, messages.Closed):
             self.over = True
             self.wake_waiters()
-        elif isinstance(message, Piece):
+        elif isinstance(message, messages.Piece):
             self._store(sender, message, tensors)
         else:
-            memory = tensors[0] if isinstance(message, WholeVersion) else None
-            if isinstance(message, VersionOpened):
+            memory = tensors[0] if isinstance(message, messages.WholeVersion) else None
+            if isinstance(message, messages.VersionOpened):
                 memory = self._service.agent.memory.common(message.info.size)
             self.update(lambda: self._received(sender, message, memory))
             self.wake_waiters()
@@ -144,12 +135,12 @@ class SubscriberEndpoint(Endpoint):
     def _received(self, sender: EndpointAddress, message: Any, memory: Tensor | None) -> Any:
         if memory is not None and message.number not in self.machine.store.info:
             self.memory[message.number] = memory
-            if isinstance(message, VersionOpened) or sender.incarnation == self.me.incarnation:
+            if isinstance(message, messages.VersionOpened) or sender.incarnation == self.me.incarnation:
                 self._common.add(message.number)
         self._common &= self.memory.keys()
         return self.machine.receive(sender, message)
 
-    def _store(self, sender: EndpointAddress, message: Piece, content: Sequence[Tensor]) -> None:
+    def _store(self, sender: EndpointAddress, message: messages.Piece, content: Sequence[Tensor]) -> None:
         with self.changed:
             new, old = self.memory.get(message.number), self.memory.get(message.base)
             if new is None or not self.machine.expects(message):
@@ -174,7 +165,7 @@ class SubscriberEndpoint(Endpoint):
         if self.machine.store.is_complete(message.number):
             self.wake_waiters()
 
-    def _stored(self, sender: EndpointAddress, message: Piece, deltas: list[Delta], size: int) -> Any:
+    def _stored(self, sender: EndpointAddress, message: messages.Piece, deltas: list[Delta], size: int) -> Any:
         for number, delta in enumerate(deltas, message.base + 1):
             self.deltas.keep(number, message.piece, delta, size)
         return self.machine.receive(sender, message)

@@ -1,18 +1,37 @@
-"""A version as a reader sees it."""
+"""A version as a reader sees it.
+
+Copy the tensors of a version into a module or a state dict, or refuse before anything is changed.
+
+A target may share memory where the published tensors do not: a layer that is used under two names, or a buffer that is
+a view of a weight. It is loaded if the published tensors agree on the content of that memory. Otherwise no result would
+be correct, and the target is refused.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import cache
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
-from telegrad.errors import InvalidArgument
+from telegrad.errors import InvalidArgument, TelegradError
 from telegrad.ext.arguments import checks
-from telegrad.weights.load_version import load, load_by_load_state_dict, own_state, swap, tensors_of
-from telegrad.weights.transfer.tree_layout import Layout
+from telegrad.ext.values import repeats
+from telegrad.weights.transfer.rounding import named
+from telegrad.weights.transfer.tree_layout import Layout, groups_of, looks, place_of
 
 _MODULE = "a module, or its state dict"
+SHOWN = 5  # names in an error message
+PLAIN = (Tensor, nn.Parameter)  # types whose values are in their own memory
+
+Pair = tuple[str, Tensor, Tensor]  # name, published tensor, target
+
+_can_cast = cache(torch.can_cast)
 
 
 class Version:
@@ -125,3 +144,264 @@ def check_module(module: Any) -> None:
     """Raise InvalidArgument for a value that tensors cannot be loaded into."""
     if not isinstance(module, nn.Module):
         checks.mapping("module", module, _MODULE)
+
+
+# Loading
+
+
+def own_state(module: nn.Module) -> dict[str, Tensor] | None:
+    """Return the parameters and buffers that are the state of a module, or None if its state contains more."""
+    live: set[int] = set()
+    kinds = set()
+    for each in module.modules():
+        if each._load_state_dict_pre_hooks or each._load_state_dict_post_hooks:
+            return None
+        kinds.add(type(each))
+        live.update(map(id, each._parameters.values()), map(id, each._buffers.values()))
+    if any(map(_has_own_rule, kinds)):
+        return None
+    state: dict[str, Tensor] = module.state_dict(keep_vars=True)
+    return state if live.issuperset(map(id, state.values())) else None
+
+
+def _has_own_rule(kind: type[nn.Module]) -> bool:
+    """Return True if a class outside of torch overrides how its state is loaded."""
+    rules = (kind._load_from_state_dict, kind.load_state_dict)
+    return any(not (rule.__module__ or "").startswith("torch.nn.") for rule in rules)
+
+
+def tensors_of(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the tensors of a state dict, including nested dictionaries, by their names.
+
+    Raises:
+        InvalidArgument: two of them have the same name.
+    """
+    if {*map(type, state.values())} <= {Tensor, nn.Parameter} and {*map(type, state)} <= {str}:
+        return {**state}
+    counts = Counter(name for name, _ in named(state))
+    twice = [name for name, count in counts.items() if count > 1]
+    if twice:
+        raise InvalidArgument(f"two tensors have one name: {_listed(twice)}")
+    return dict(named(state))
+
+
+def _paired(number: int, theirs: Mapping[str, Tensor], mine: Mapping[str, Tensor]) -> list[Pair]:
+    """Pair the tensors of a version with their targets.
+
+    Raises:
+        InvalidArgument: names, shapes or types do not match.
+    """
+    pairs: list[Pair] = []
+    shapes, types = [], []
+    for name, value in mine.items():
+        source = theirs.get(name)
+        if source is None:
+            continue
+        pairs.append((name, source, value))
+        if value.is_meta or is_lazy(value):
+            kind = "on the meta device" if value.is_meta else "of a lazy module"
+            raise InvalidArgument(f"{name!r} here has no memory, since it is {kind}: give it some before loading")
+        if type(value) not in PLAIN and type(value).__torch_dispatch__ != Tensor.__torch_dispatch__:
+            raise InvalidArgument(
+                f"{name!r} here is a {type(value).__name__}, which is made of other tensors: load into these, or read "
+                "its part by a ShardedSubscriber"
+            )
+        if value.shape != source.shape:
+            shapes.append(f"{name} ({tuple(value.shape)} here, {tuple(source.shape)} there)")
+        if value.dtype != source.dtype and not _can_cast(source.dtype, value.dtype):
+            types.append(f"{name} ({value.dtype} here, {source.dtype} there)")
+    faults = {
+        "not in it": mine.keys() - theirs.keys(),
+        "only in it": theirs.keys() - mine.keys(),
+        "of another shape in it": shapes,
+        "of a type in it that cannot be converted without a loss": types,
+    }
+    said = [f"{what}: {_listed(sorted(names))}" for what, names in faults.items() if names]
+    if said:
+        raise InvalidArgument(f"version {number} does not fit: {'; '.join(said)}")
+    return pairs
+
+
+class Checked(NamedTuple):
+    """Indices of targets and of the sources that are copied to them, valid for any version of one layout."""
+
+    names: list[str]
+    looks: Any
+    at_once: list[tuple[int, int]]
+    others: list[tuple[int, int]]
+
+
+def load(
+    number: int, layout: Layout | None, sources: Sequence[Tensor], names: Mapping[str, int], mine: Mapping[str, Tensor]
+) -> None:
+    """Copy published tensors into others.
+
+    Args:
+        number: the version.
+        layout: the version's layout, which caches the result of the checks for the next version.
+        sources: the tensors of the version.
+        names: maps names to indices of `sources`.
+        mine: the tensors to copy to, by name.
+
+    Raises:
+        InvalidArgument: names, shapes or types do not match. Or some of the tensors share memory, and the published
+            tensors do not agree on its content.
+    """
+    targets = [*mine.values()]
+    seen = [*mine], looks(targets)
+    checked: Checked | None = layout.checked if layout is not None else None
+    if checked is None or seen[1] is None or checked[:2] != seen:
+        pairs = _paired(number, {name: sources[each] for name, each in names.items()}, mine)
+        again, lasts = _find_repeated(pairs)
+        checked = Checked(*seen, [], [])
+        for place, (name, source, target) in enumerate(pairs):
+            if name not in again:
+                flags = target.is_inference(), target.is_conj(), target.is_neg(), source.is_conj(), source.is_neg()
+                is_usual = type(target) in PLAIN and not any(flags) and 0 not in target.stride()
+                (checked.at_once if is_usual else checked.others).append((place, names[name]))  # at once: in one call
+        if layout is not None and lasts:
+            layout.checked = checked
+    if checked.at_once:
+        places, others = zip(*checked.at_once, strict=True)
+        with torch.no_grad():
+            torch._foreach_copy_([targets[place] for place in places], [sources[each] for each in others])
+    for place, each in checked.others:
+        _write(targets[place], sources[each])
+
+
+def load_by_load_state_dict(number: int, state: Any, theirs: Mapping[str, Tensor], module: nn.Module) -> None:
+    """Load a state by a module's own `load_state_dict`.
+
+    Raises:
+        InvalidArgument: the module refuses it, maybe after loading a part. Or some of its tensors share memory, and the
+            published tensors do not agree on its content; then nothing was changed.
+    """
+    mine = tensors_of(module.state_dict())
+    _find_repeated(
+        [
+            (name, theirs[name], value)
+            for name, value in mine.items()
+            if name in theirs and not is_lazy(value) and value.shape == theirs[name].shape and not value.is_meta
+        ]
+    )
+    try:
+        module.load_state_dict(state)
+    except TelegradError:
+        raise
+    except RuntimeError as error:
+        raise InvalidArgument(f"version {number} does not fit: {error}") from error
+
+
+def swap(number: int, theirs: Mapping[str, Tensor], mine: Mapping[str, Tensor], module: nn.Module) -> None:
+    """Make the tensors of a module's state use the memory of the published tensors.
+
+    Raises:
+        InvalidArgument: names, shapes, types or devices do not match, or the tensors share memory in a different way
+            than
+            those of the version. Nothing was changed.
+    """
+    pairs = _paired(number, theirs, mine)
+    known = {*map(id, mine.values())}
+    hidden = [each for each in (*module.parameters(), *module.buffers()) if id(each) not in known]
+    apart: list[str] = []
+    for group in groups_of([*(value for _, _, value in pairs), *hidden]):
+        inside = [pairs[each] for each in group if each < len(pairs)]
+        if len(inside) < len(group) or not all(_lie_alike(pair, inside[0]) for pair in inside):
+            apart += [pairs[each][0] if each < len(pairs) else "a tensor outside of its state" for each in group]
+    others = [name for name, new, value in pairs if value.dtype != new.dtype]
+    away = [name for name, new, value in pairs if value.device != new.device]
+    for names, fault, hint in (
+        (others, "whose tensors are of other types", "converts them"),
+        (away, "that is elsewhere than on the host", "copies it there"),
+        (apart, "whose tensors share memory in another way", "copies it, where that is possible"),
+    ):
+        if names:
+            raise InvalidArgument(
+                f"version {number} cannot be swapped into a module {fault}: {_listed(names)}. load_into {hint}"
+            )
+    for _, new, value in pairs:
+        value.data = new
+
+
+def _lie_alike(one: Pair, first: Pair) -> bool:
+    """Return True if two tensors have the same relative position in memory as their replacements."""
+    (_, new, tensor), (_, other_new, other) = one, first
+    if tensor is other:
+        return bool(place_of(new) == place_of(other_new))
+    return (
+        tensor.data_ptr() - other.data_ptr() == new.data_ptr() - other_new.data_ptr()
+        and tensor.stride() == new.stride()
+        and other.stride() == other_new.stride()
+    )
+
+
+def _write(tensor: Tensor, values: Tensor) -> None:
+    """Copy values into a tensor, including one made by `expand`, whose repeated values agree."""
+    with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+        for dimension, step in enumerate(tensor.stride()) if type(tensor) in PLAIN else ():
+            if step == 0 and tensor.shape[dimension] > 1:
+                tensor, values = tensor.narrow(dimension, 0, 1), values.narrow(dimension, 0, 1)
+        tensor.copy_(values)
+
+
+def _find_repeated(pairs: Sequence[Pair]) -> tuple[set[str], bool]:
+    """Return the names of tensors that other names cover, and True if this holds for any values.
+
+    Raises:
+        InvalidArgument: tensors share memory, and the published tensors do not agree on its content.
+    """
+    plain = [pair for pair in pairs if type(pair[2]) in PLAIN]
+    groups = groups_of([tensor for _, _, tensor in plain])
+    shared = {number for group in groups for number in group}
+    groups += [
+        [number]
+        for number, (_, _, tensor) in enumerate(plain)
+        if number not in shared and not tensor.is_contiguous() and repeats(tensor.shape, tensor.stride())
+    ]
+    again: set[str] = set()
+    lasts = True
+    for group in groups:
+        members = [plain[number] for number in group]
+        if len(group) > 1 and len({(place_of(source), place_of(tensor)) for _, source, tensor in members}) == 1:
+            again.update(name for name, *_ in members[1:])
+        else:
+            _try_out(members)
+            lasts = False
+    return again, lasts
+
+
+def _try_out(members: Sequence[Pair]) -> None:
+    """Write to tensors that share memory, check that each then has its own values, and undo the writes.
+
+    Raises:
+        InvalidArgument: a tensor has other values, or torch refuses to write to it, since its elements overlap.
+    """
+    pairs = [(tensor.data, source) for _, source, tensor in members]  # autograd does not count changes of `.data`
+    before = [(tensor, tensor.clone()) for tensor, _ in pairs]
+    try:
+        for tensor, source in pairs:
+            _write(tensor, source)
+        agree = all(_same_bits(tensor, source.to(tensor.device, tensor.dtype)) for tensor, source in pairs)
+    except RuntimeError:
+        agree = False
+    for tensor, values in before:
+        with suppress(RuntimeError):
+            _write(tensor, values)
+    if not agree:
+        raise InvalidArgument(
+            f"{_listed([name for name, *_ in members])} share memory here, and were published with values that no "
+            "memory can hold at once: nothing was loaded"
+        )
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    rows = []
+    for each in (one, other):
+        # also normalizes strides of dimensions of size 1
+        row = each.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+        rows.append(row.view(-1).view(torch.uint8))
+    return torch.equal(*rows)
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:SHOWN]) + f" and {len(names) - SHOWN} more" * (len(names) > SHOWN)

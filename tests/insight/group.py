@@ -7,50 +7,18 @@ from typing import Any
 
 from benchmarks.schedule_simulation import simulate
 from telegrad._core.events import BACKWARD_PASS, BACKWARD_TASKS, CALLED, RAN, STAGED, STEPPED, Event
-from telegrad.insight.reading.source import GroupSnapshot
+from telegrad.insight.reading.history import GroupSnapshot
 from telegrad.pipeline.pipeline_schedule import plan
-from telegrad.reporting.worker_state import MEMBER, RUNNING, WorkerState
+from telegrad.reporting.worker_state import RUNNING, WorkerState
+from tests.insight import accounts
+from tests.insight.accounts import START
 
 WORKERS = ["trainer", "stage1", "stage2", "stage3"]
-DAY = 1_790_000_000.0  # the time of day at which their clocks show START
-START = 5000.0
 
 
 def account(worker: str, clock: float = START, **known: Any) -> WorkerState:
-    """Of a worker that does nothing, but for what is `known`."""
-    blank: WorkerState = {
-        "worker": worker,
-        "rank": WORKERS.index(worker) if worker in WORKERS else 0,
-        "group": "g",
-        "pid": 100,
-        "host": "node",
-        "program": "train.py",
-        "clock": clock,
-        "time": DAY + clock - START,
-        "phase": MEMBER,
-        "phase_age": clock - START + 60,
-        "idle": 0.5,
-        "missing": [],
-        "place": "tcp://node:29500",
-        "size": len(WORKERS),
-        "generation": 1,
-        "members": {},
-        "gone": {},
-        "threads": [],
-        "calls_out": [],
-        "calls_in": [],
-        "slots": 16,
-        "busy": 0,
-        "passes": [],
-        "contexts": 0,
-        "references": {},
-        "bytes_out": {},
-        "bytes_in": {},
-        "calls_done": 0,
-        "memory": 300 * 2**20,
-        "shared": 0,
-    }
-    return blank | known  # type: ignore[return-value]
+    rank = WORKERS.index(worker) if worker in WORKERS else 0
+    return accounts.account(worker, clock, **{"rank": rank, **known})
 
 
 class Group:
@@ -103,7 +71,6 @@ class Group:
         )
 
     def _batch(self, number: int) -> dict[str, list[Event]]:
-        """What all record of one batch."""
         begun = START + number * self.step
         scale = self.step * 0.75 / _TIMELINE.length
         found: dict[str, list[Event]] = {worker: [] for worker in WORKERS}

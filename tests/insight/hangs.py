@@ -328,7 +328,6 @@ def idle(rank: int, stage: Stage) -> None:
 
 
 def work(rank: int, stage: Stage) -> None:
-    """Not at all: training as it should be, without an end."""
     stage.join(rank, 3)
     stage.hangs()
     if rank:

@@ -41,7 +41,6 @@ def main() -> None:
 
 
 def small(picture: Image.Image) -> Image.Image:
-    """With the 256 colours that are most of it, just as they are."""
     common = sorted(picture.getcolors(1 << 24) or [], reverse=True)[:256]
     palette = Image.new("P", (1, 1))
     palette.putpalette([part for _, colour in common for part in colour])  # type: ignore[attr-defined]

@@ -4,18 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from telegrad.insight.reading.source import GroupSnapshot
-from telegrad.reporting.worker_state import (
-    LEAVING,
-    MEMBER,
-    QUEUED,
-    RUNNING,
-    UNFINISHED,
-    Line,
-    Thread,
-    Wait,
-    WorkerState,
-)
+from telegrad.insight.reading.history import GroupSnapshot
+from telegrad.reporting.worker_state import LEAVING, QUEUED, RUNNING, UNFINISHED, Line, Thread, Wait, WorkerState
+from tests.insight.accounts import account
 
 FOLDER = "/home/ann/project"
 
@@ -40,20 +31,11 @@ class Scene:
     def thread(self, worker: str, place: str = "", **more: Any) -> int:
         """A thread that stands at a place; `inside`: frames within that line."""
         threads = self[worker]["threads"]
-        line = at(place) if place else None
+        line, number, waits = at(place) if place else None, self._number(), more.get("wait")
         stack = [f"{line['file']}:{line['line']} {line['function']}"] if line else []
-        number = self._number()
-        name = more.get("name", "MainThread" if not threads else "telegrad-worker")
-        threads.append(
-            Thread(
-                number=number,
-                name=name,
-                at=line,
-                stack=[*more.get("outside", []), *stack, *more.get("inside", [])],
-                wait=more.get("wait"),
-                asleep=more.get("asleep", True),
-            )
-        )
+        stack = [*more.get("outside", []), *stack, *more.get("inside", [])]
+        name, asleep = more.get("name", "telegrad-worker" if threads else "MainThread"), more.get("asleep", True)
+        threads.append(Thread(number=number, name=name, at=line, stack=stack, wait=waits, asleep=asleep))
         return number
 
     def call(self, caller: str, to: str, function: str, age: float, **more: Any) -> int | None:
@@ -63,14 +45,8 @@ class Scene:
         """
         number = self._number()
         if caller in self.accounts:
-            out = {
-                "to": to,
-                "number": number,
-                "function": function,
-                "age": age,
-                "timeout": 0.0,
-                "thread": more.pop("by", None),
-            }
+            out = {"to": to, "number": number, "function": function, "age": age, "timeout": 0.0}
+            out |= {"thread": more.pop("by", None)}
             self[caller]["calls_out"].append(out)  # type: ignore[arg-type]
         if to not in self.accounts or more.pop("lost", False):
             return None
@@ -81,10 +57,6 @@ class Scene:
         if state == RUNNING:
             self[to]["busy"] += 1
         return thread
-
-    def waits(self, worker: str, thread: int) -> None:
-        """A thread waits for a call: it has given its slot back."""
-        self[worker]["busy"] -= 1
 
     @property
     def sight(self) -> GroupSnapshot:
@@ -103,38 +75,10 @@ def wait(what: str, *on: str, about: str = "", age: float = 0) -> Wait:
 
 
 def _account(name: str, rank: int, names: tuple[str, ...], slots: int) -> WorkerState:
-    return WorkerState(
-        worker=name,
-        rank=rank,
-        group="g",
-        pid=100 + rank,
-        host="hosta",
-        program="train.py",
-        clock=1000.0,
-        time=1.7e9,
-        phase=MEMBER,
-        phase_age=100.0,
-        idle=100.0,
-        missing=[],
-        place="tcp://127.0.0.1:29500",
-        size=len(names),
-        generation=1,
-        members=dict.fromkeys(names, "hosta"),
-        gone={},
-        threads=[],
-        calls_out=[],
-        calls_in=[],
-        slots=slots,
-        busy=0,
-        passes=[],
-        contexts=0,
-        references={},
-        bytes_out={},
-        bytes_in={},
-        calls_done=0,
-        memory=0,
-        shared=0,
-    )
+    return account(
+        name, rank=rank, pid=100 + rank, host="hosta", phase_age=100.0, idle=100.0, place="tcp://127.0.0.1:29500",
+        size=len(names), members=dict.fromkeys(names, "hosta"), slots=slots,
+    )  # fmt: skip
 
 
 __all__ = ["LEAVING", "QUEUED", "RUNNING", "UNFINISHED", "Scene", "at", "wait"]

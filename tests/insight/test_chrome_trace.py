@@ -134,7 +134,6 @@ def moved(event: Event, by: float) -> Event:
 
 
 def written(workers: dict[str, WorkerTrace], hidden: tuple[str, ...] = ()) -> list[dict[str, Any]]:
-    """Return the events of the file as it is read again, after a check of its form."""
     file = json.loads(json.dumps(merge(workers, hidden)))
     check(file)
     return file["traceEvents"]
@@ -145,8 +144,6 @@ def of_two(a: list[Event], b: list[Event], clock: ClockOffset = BESIDE) -> list[
 
 
 def arrows(events: list[dict[str, Any]]) -> list[tuple[str, Any, Any]]:
-    """Return the names of arrows, and those of the slices that they join."""
-
     def inside(end: dict[str, Any]) -> str:
         return next(
             each["name"]
@@ -268,14 +265,8 @@ def test_moments_unknown_kinds_and_hidden_calls() -> None:
     ]
     events = written({"a": WorkerTrace(own, HERE)}, hidden=("add",))
     shown = {event["name"]: event["ph"] for event in events if event["ph"] in "Xi"}
-    assert shown == {
-        "joined as a": "i",
-        "connected to b": "X",
-        "lost b": "i",
-        "made": "i",
-        "of an extension": "X",
-        "of tomorrow": "X",
-    }
+    moments, spans = ("joined as a", "lost b", "made"), ("connected to b", "of an extension", "of tomorrow")
+    assert shown == dict.fromkeys(moments, "i") | dict.fromkeys(spans, "X")
     kinds = {value for name, value in vars(instruments).items() if name.isupper() and isinstance(value, str)}
     assert kinds == set(chrome_trace.KINDS)
 

@@ -40,7 +40,6 @@ def members(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Process]]
 
 @pytest.fixture(scope="module")
 def chosen(members: list[Process]) -> list[str]:
-    """The option that names their group."""
     pids = {member.pid for member in members}
     (name,) = [name for name, found in groups_here().items() if {place.pid for place in found._places} >= pids]
     return ["--group", name]

@@ -26,7 +26,6 @@ def board() -> Any:
 
 @pytest.fixture(scope="module")
 def samples() -> dict[str, set[str]]:
-    """The labels of each name in a scrape; Prometheus adds two more."""
     registry = CollectorRegistry()
     registered = register(registry, made_up)
     for event in EVENTS:
@@ -41,7 +40,6 @@ def samples() -> dict[str, set[str]]:
 
 
 def queries(board: Any) -> list[tuple[str, str]]:
-    """What is asked, and how it is shown."""
     targets = [target for panel in board["panels"] for target in panel.get("targets", ())]
     return [(target["expr"], target["legendFormat"]) for target in targets]
 

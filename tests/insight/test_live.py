@@ -18,16 +18,17 @@ from telegrad.insight.reading.history import (
     SECONDS,
     Flow,
     GroupHistory,
+    GroupSnapshot,
     Rate,
     functions,
     percentile,
 )
 from telegrad.insight.reading.snapshot import detail, gantt, lanes, snapshot, spend, training
-from telegrad.insight.reading.source import GroupSnapshot
 from telegrad.insight.reading.tables import Columns, Row, Table, amount, count, duration, lines, of_group, texts
 from telegrad.insight.top import View
 from telegrad.reporting.worker_state import RUNNING
-from tests.insight.group import DAY, START, WORKERS, Group, account
+from tests.insight.accounts import DAY, START
+from tests.insight.group import WORKERS, Group, account
 
 
 def ran(ended: float) -> Event:
@@ -312,8 +313,6 @@ def training_group() -> list[GroupSnapshot]:
 
 
 class Looks:
-    """A source of what was seen."""
-
     def __init__(self) -> None:
         self.sights = training_group()
 

@@ -49,27 +49,22 @@ class Exporter(InMemorySpanExporter):
 
 
 class Seen:
-    """What was exported."""
-
     def __init__(self) -> None:
         self.exporter = Exporter()
         self.reader = InMemoryMetricReader()
 
     def span(self, name: str, kind: SpanKind) -> Any:
-        """That one, as soon as it has ended."""
         with self.exporter.changed:
             assert self.exporter.changed.wait_for(lambda: (name, kind) in self.spans(), PATIENCE), self.names()
         return self.spans()[name, kind]
 
     def spans(self) -> dict[tuple[str, SpanKind], Any]:
-        """By the last part of their names, and their kinds."""
         return {_key(each): each for each in self.exporter.get_finished_spans()}
 
     def names(self) -> list[str]:
         return sorted(each.name.rpartition(".")[2] for each in self.exporter.get_finished_spans())
 
     def parent(self, name: str, kind: SpanKind) -> tuple[str, SpanKind]:
-        """Of a span, the one that it is in."""
         parent = self.span(name, kind).parent
         found: list[ReadableSpan] = []
 
@@ -82,7 +77,6 @@ class Seen:
         return _key(found[0])
 
     def counts(self) -> dict[tuple[str, str], int]:
-        """Of each histogram, and the last part of a method's name: how many entries."""
         data: Any = self.reader.get_metrics_data()
         return {
             (metric.name, str(point.attributes["rpc.method"]).rpartition(".")[2]): point.count
@@ -98,7 +92,6 @@ def _key(span: ReadableSpan) -> tuple[str, SpanKind]:
 
 
 def begin() -> Seen:
-    """Instrument this process, as a program would."""
     global tracer
     made, spans = Seen(), TracerProvider()
     spans.add_span_processor(SimpleSpanProcessor(made.exporter))
@@ -179,13 +172,9 @@ def test_a_call_is_a_span_at_either_end_and_what_the_function_does_is_inside(see
     client, server = seen.spans()["outer", CLIENT], seen.spans()["outer", SERVER]
     assert client.name == server.name == f"{__name__}.outer"
     assert dict(client.attributes) == {
-        "rpc.system.name": "telegrad",
-        "rpc.method": f"{__name__}.outer",
-        "server.address": "w1",
-        "rpc.system": "telegrad",
-        "rpc.service": __name__,
-        "telegrad.worker": "w0",
-    }
+        "rpc.system.name": "telegrad", "rpc.method": f"{__name__}.outer", "server.address": "w1",
+        "rpc.system": "telegrad", "rpc.service": __name__, "telegrad.worker": "w0",
+    }  # fmt: skip
     assert server.attributes["server.address"] == server.attributes["telegrad.worker"] == "w1"
     assert server.attributes["client.address"] == "w0"
     assert seen.counts() == {

@@ -87,30 +87,17 @@ def test_what_a_worker_tells_of_itself(served: Served) -> None:
     found = scrape(served.port)
     # group, host, pid, program, rank, version, worker
     assert found["telegrad_info", "b7", "here", "4711", "train.py", "0", VERSION, "worker0"] == 1
-    for name, value in {
-        ("telegrad_phase", "member"): 1,
-        ("telegrad_phase", "leaving"): 0,
-        ("telegrad_phase_age_seconds",): 12.5,
-        ("telegrad_members",): 3,
-        ("telegrad_size",): 4,
-        ("telegrad_members_gone",): 1,
-        ("telegrad_slots",): 16,
-        ("telegrad_slots_busy",): 1,
-        ("telegrad_calls_in_flight", "worker1"): 2,
-        ("telegrad_oldest_call_seconds",): 3,
-        ("telegrad_serving", "running"): 1,
-        ("telegrad_serving", "queued"): 0,
-        ("telegrad_answered_total",): 99,
-        ("telegrad_references", "owners"): 5,
-        ("telegrad_contexts",): 2,
-        ("telegrad_passes_in_progress",): 1,
-        ("telegrad_waits", "backward"): 1,
-        ("telegrad_sent_bytes_total", "worker2"): 10,
-        ("telegrad_received_bytes_total", "worker1"): 2000,
-        ("telegrad_resident_memory_bytes",): 1 << 30,
+    told = {
+        ("telegrad_phase", "member"): 1, ("telegrad_phase", "leaving"): 0, ("telegrad_phase_age_seconds",): 12.5,
+        ("telegrad_members",): 3, ("telegrad_size",): 4, ("telegrad_members_gone",): 1, ("telegrad_slots",): 16,
+        ("telegrad_slots_busy",): 1, ("telegrad_calls_in_flight", "worker1"): 2, ("telegrad_oldest_call_seconds",): 3,
+        ("telegrad_serving", "running"): 1, ("telegrad_serving", "queued"): 0, ("telegrad_answered_total",): 99,
+        ("telegrad_references", "owners"): 5, ("telegrad_contexts",): 2, ("telegrad_passes_in_progress",): 1,
+        ("telegrad_waits", "backward"): 1, ("telegrad_sent_bytes_total", "worker2"): 10,
+        ("telegrad_received_bytes_total", "worker1"): 2000, ("telegrad_resident_memory_bytes",): 1 << 30,
         ("telegrad_shared_memory_bytes",): 1 << 20,
-    }.items():
-        assert found[name] == value, name
+    }  # fmt: skip
+    assert {name: found[name] for name in told} == told
 
 
 def test_outside_of_a_group_it_says_so() -> None:

@@ -28,7 +28,6 @@ SERVERS: dict[str, tuple[Callable[[], Any], str]] = {
 
 @pytest.fixture(params=SERVERS)
 def served(request: pytest.FixtureRequest) -> Iterator[tuple[int, str]]:
-    """The port of a server, and the path of what it answers with."""
     make, path = SERVERS[request.param]
     before = threads_that_serve()
     server = make()

@@ -22,7 +22,7 @@ from telegrad._core.events import CALLED, RAN, Event
 from telegrad.errors import UsageError
 from telegrad.insight import collect
 from telegrad.insight.export.clock_offsets import MEASURED, REFERENCE, SAME, UNKNOWN, ClockOffset, offset_of_profile
-from telegrad.insight.reading.source import GroupSnapshot
+from telegrad.insight.reading.history import GroupSnapshot
 from tests.cluster import Process
 from tests.insight.checking import check
 

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
-from telegrad.insight.finding import Finding, status
-from telegrad.insight.phrases import seconds
-from telegrad.insight.reading.source import GroupSnapshot
+from telegrad.insight.phrases import Finding, seconds, status
+from telegrad.insight.reading.history import GroupSnapshot
 from telegrad.insight.report import Report
 from telegrad.reporting.worker_state import JOINING, LEAVING, WorkerState
 from tests.insight.scenes import QUEUED, UNFINISHED, Scene, wait
+
+SLEEPS = "time.sleep(1e6)"
 
 
 def only(scene: Scene, kind: str, *workers: str) -> tuple[Finding, str]:
@@ -73,10 +74,10 @@ def test_a_barrier_that_one_has_not_come_to() -> None:
     scene = Scene("worker0", "worker1", "worker2", "worker3")
     for name in ("worker0", "worker1", "worker3"):
         scene.thread(name, "train.py:40 step: dist.barrier()")
-    scene.thread("worker2", "train.py:30 load: time.sleep(1000)")
+    scene.thread("worker2", f"train.py:30 load: {SLEEPS}")
     _, told = only(scene, "barrier", "worker2")
     assert "worker2 has not come, it seems, to where worker0, worker1 and worker3 wait" in told
-    assert "train.py:30 in load: time.sleep(1000)" in told
+    assert f"train.py:30 in load: {SLEEPS}" in told
 
 
 def test_a_barrier_to_which_a_dead_worker_does_not_come() -> None:
@@ -120,7 +121,7 @@ def test_servers_that_wait_for_a_driver_at_work_are_no_hang() -> None:
 
 
 def test_a_driver_that_calls_now_and_then_is_at_work() -> None:
-    scene = leaving("train.py:33 main: time.sleep(5)")
+    scene = leaving(f"train.py:33 main: {SLEEPS}")
     _tell(scene["worker2"], idle=5.0)  # since it called one of those that wait since 20 s
     finding, told = only(scene, "shutdown", "worker2")
     assert status([finding]) == 0
@@ -132,7 +133,7 @@ def test_a_driver_that_calls_now_and_then_is_at_work() -> None:
 
 def test_workers_that_serve_are_well() -> None:
     scene = Scene("worker0", "worker1")
-    scene.thread("worker0", "train.py:9 main: time.sleep(10)")
+    scene.thread("worker0", f"train.py:9 main: {SLEEPS}")
     scene.thread("worker1", wait=wait("serve", about="what others call"))
     assert Report(scene.sight).findings == []
     assert "worker1: main thread serves the others" in Report(scene.sight).text()
@@ -157,7 +158,7 @@ def test_a_wait_of_this_package_of_another_kind() -> None:
 def test_a_shutdown_that_waits_for_a_call() -> None:
     scene = leaving("train.py:70 main: rpc.shutdown()", wait=wait("shutdown", "worker0"))
     _tell(scene["worker2"], phase=LEAVING, phase_age=20.0, missing=["worker0"])
-    scene.call("worker0", "worker2", "train.slow", 30, runs="train.py:20 slow: time.sleep(1e6)")
+    scene.call("worker0", "worker2", "train.slow", 30, runs=f"train.py:20 slow: {SLEEPS}")
     finding, told = only(scene, "asleep", "worker2")
     assert "worker2 runs train.slow, for 30 s, and sleeps" in told
     assert set(finding.waiting) == {"worker0", "worker1", "worker2"}
@@ -204,10 +205,10 @@ def test_generations_that_differ() -> None:
 def test_a_lock_that_another_thread_holds() -> None:
     scene = Scene("worker0")
     scene.thread("worker0", "train.py:9 main: with lock:")
-    scene.thread("worker0", "train.py:33 collect: time.sleep(1e6)", name="collector")
+    scene.thread("worker0", f"train.py:33 collect: {SLEEPS}", name="collector")
     finding, told = only(scene, "lock", "worker0")
     assert "that another thread holds, it seems" in finding.title
-    assert "train.py:33 in collect: time.sleep(1e6)" in told
+    assert f"train.py:33 in collect: {SLEEPS}" in told
     assert "train.py:9 in main: with lock:" in told
 
 
@@ -267,7 +268,7 @@ def test_a_call_that_has_not_arrived() -> None:
 def test_an_actor_whose_turn_does_not_end() -> None:
     scene = Scene("worker0", "worker1")
     main = scene.thread("worker0", "train.py:9 main: counter.rpc_sync().get()")
-    scene.call("worker0", "worker1", "train.Counter.add", 9, runs="train.py:20 add: time.sleep(1e6)")
+    scene.call("worker0", "worker1", "train.Counter.add", 9, runs=f"train.py:20 add: {SLEEPS}")
     scene.call("worker0", "worker1", "train.Counter.get", 8, by=main, state=QUEUED)
     finding, told = only(scene, "asleep", "worker1")
     assert "train.Counter.add" in finding.title
@@ -304,7 +305,7 @@ def test_a_backward_pass_that_no_thread_waits_for() -> None:
     outside = ["/lib/torch/autograd/graph.py:823 _engine_run_backward"]
     main = scene.thread("worker0", "train.py:9 main: print(loss)", asleep=False)
     hook = scene.thread("worker1", "train.py:50 hook: rpc.rpc_sync('worker0', note)", outside=outside)
-    scene.call("worker1", "worker0", "train.note", 6.4, by=hook, runs="train.py:60 note: time.sleep(1e6)")
+    scene.call("worker1", "worker0", "train.note", 6.4, by=hook, runs=f"train.py:60 note: {SLEEPS}")
     finding, told = only(scene, "asleep", "worker0")
     assert "worker0 drives a backward pass of context 7, for 6.5 s" in told
     assert main
@@ -322,7 +323,7 @@ def test_a_value_that_nothing_makes() -> None:
 def test_a_value_that_its_owner_waits_for() -> None:
     scene = Scene("worker0", "worker1")
     scene.thread("worker0", "train.py:9 main: reference.to_here()", wait=wait("value", age=5))
-    scene.call("worker1", "worker0", "train.make", 6, runs="train.py:20 make: time.sleep(1e6)")
+    scene.call("worker1", "worker0", "train.make", 6, runs=f"train.py:20 make: {SLEEPS}")
     finding, told = only(scene, "value", "worker0")
     assert "worker0's main thread waits for the value of a reference, for 5.0 s" in told
     assert finding.waiting == ["worker1", "worker0"]
@@ -330,7 +331,7 @@ def test_a_value_that_its_owner_waits_for() -> None:
 
 def test_calls_that_are_alike_are_counted() -> None:
     scene = Scene("worker0", "worker1", slots=1)
-    scene.call("worker0", "worker1", "train.slow", 6, runs="train.py:20 slow: time.sleep(1e6)")
+    scene.call("worker0", "worker1", "train.slow", 6, runs=f"train.py:20 slow: {SLEEPS}")
     for _ in range(1000):
         scene.call("worker0", "worker1", "train.quick", 5)
     finding, told = only(scene, "slots", "worker1")
@@ -353,7 +354,7 @@ def test_a_stage_of_a_pipeline_that_sleeps() -> None:
     scene.call("worker0", "worker1", "stage 1 of 2 of a Pipeline (First)", 7, by=main, state=UNFINISHED)
     scene.call("worker0", "worker2", "stage 2 of 2 of a Pipeline (Second)", 7, state=UNFINISHED)
     outside = ["/lib/telegrad/pipeline/run.py:120 _do"]
-    scene.thread("worker2", "train.py:30 forward: time.sleep(1e6)", outside=outside, name="telegrad-worker")
+    scene.thread("worker2", f"train.py:30 forward: {SLEEPS}", outside=outside, name="telegrad-worker")
     finding, told = only(scene, "asleep", "worker2")
     assert "train.py:30 in forward" in told
     assert set(finding.waiting) == {"worker0"}
@@ -371,7 +372,7 @@ def test_several_that_wait_for_a_lock() -> None:
     main = scene.thread("worker1", "train.py:9 main: rpc.rpc_sync('worker0', add)")
     for _ in range(3):
         scene.call("worker1", "worker0", "train.add", 9, by=main, runs="train.py:20 add: with table_lock:")
-    scene.thread("worker0", "train.py:40 save: time.sleep(1e6)", name="saver")
+    scene.thread("worker0", f"train.py:40 save: {SLEEPS}", name="saver")
     finding, told = only(scene, "lock", "worker0")
     assert "3 threads of worker0 wait for a lock (table_lock) that another thread holds" in finding.title
     assert "worker0's thread saver is in save, and sleeps" in told
@@ -424,11 +425,10 @@ def test_whatever_workers_tell_there_are_words_for_it(seed: int) -> None:
 
 
 def at_random(chance: random.Random) -> Scene:
-    """Accounts that fit together badly."""
     names = [f"worker{rank}" for rank in range(chance.randint(1, 5))]
     strangers = [*names, "worker8", "worker9", "rank 3"]
     scene = Scene(*names, slots=chance.randint(1, 3))
-    places = ["with lock:", "time.sleep(9)", "dist.barrier()", "f.wait()", "x.acquire()", "pass", "reference.to_here()"]
+    places = ["with lock:", SLEEPS, "dist.barrier()", "f.wait()", "x.acquire()", "pass", "reference.to_here()"]
     functions = ["train.f", "train.Box.get", "to_here() of a reference", "stage 1 of 2 of a Pipeline (A)", ""]
     waits = ["shutdown", "backward", "future", "value", "init_rpc", "room", "store", "workers", "else"]
     for name in names:

@@ -12,8 +12,8 @@ from contextlib import contextmanager, suppress
 
 import pytest
 
-from telegrad.insight.finding import NOTE, Finding
-from telegrad.insight.reading.source import GroupSnapshot
+from telegrad.insight.phrases import NOTE, Finding
+from telegrad.insight.reading.history import GroupSnapshot
 from telegrad.insight.report import Report
 from telegrad.insight.seen_groups import HostGroup
 from telegrad.reporting import debug_server
@@ -53,7 +53,6 @@ def hanging(hang: Hang, folder: pathlib.Path) -> Iterator[list[Process]]:
 
 
 def explained(group: list[Process], hang: Hang) -> tuple[Report, str, float]:
-    """What is found, and how long the last look took; looks again while the wait is young."""
     until = time.monotonic() + LONG + 2 * WITHIN
     while True:
         begun = time.monotonic()
@@ -75,7 +74,6 @@ def expected_status(hang: Hang) -> int:
 
 
 def is_it(hang: Hang, found: list[Finding], told: str) -> bool:
-    """Whether what is meant to be found stands first."""
     said = " ".join(told.split())
     first = (found[0].kind, *found[0].workers) if found else ("",)
     return first == (hang.kind, *hang.workers) and all(words in said for words in hang.words)

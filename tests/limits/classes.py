@@ -138,7 +138,6 @@ def _given(case: Case) -> list[Tensor]:
 
 
 def _score(outputs: Any) -> Tensor:
-    """A scalar of all that a module has returned."""
     differentiable = [each for each in _tensors(outputs) if each.requires_grad]
     return torch.stack([each.pow(2).sum() for each in differentiable]).sum()
 
@@ -152,7 +151,6 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def made_there(name: str, made: Any, backward: Any, gradients: Any, optimizer: Any) -> Any:
-    """What a module that is made there gives, its gradients, and its state after a step."""
     case = MODULES[name]
     with torch.random.fork_rng():
         trains = any(True for _ in case.make().parameters())
@@ -165,7 +163,6 @@ def made_there(name: str, made: Any, backward: Any, gradients: Any, optimizer: A
 
 
 def sent(name: str, call: Any, backward: Any, gradients: Any) -> Any:
-    """What a module that is sent gives, and the gradients that come back for it."""
     case = MODULES[name]
     module, given = case.make().double(), _given(case)
     if any(nn.parameter.is_lazy(each) for each in module.parameters()):  # such parameters are refused in a context

@@ -25,7 +25,6 @@ def _three() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _no_process_group() -> Iterator[None]:
-    """A program that fails leaves no process group to the next one."""
     yield
     if dist.is_initialized():
         dist.destroy_process_group()

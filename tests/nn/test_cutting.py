@@ -44,8 +44,6 @@ class Block(nn.Module):
 
 
 class Choosing(nn.Module):
-    """Cannot be recorded."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layer, self.last = linear(), linear()
@@ -55,8 +53,6 @@ class Choosing(nn.Module):
 
 
 class Layers(nn.Module):
-    """Blocks in a list."""
-
     def __init__(self, count: int = 4, block: Callable[[], nn.Module] = Block) -> None:
         super().__init__()
         self.layers = nn.ModuleList(block() for _ in range(count))
@@ -116,8 +112,6 @@ class Own(nn.Module):
 
 
 class Inside(nn.Module):
-    """Its layers are deeper."""
-
     def __init__(self) -> None:
         super().__init__()
         self.encoder, self.head = Layers(3), linear()
@@ -157,7 +151,6 @@ CASES = {
 
 
 def sent(made: SplitModel) -> list[nn.Module]:
-    """As the workers get them."""
     return [pickle.loads(pickle.dumps(stage)) for stage in made.stages]
 
 
@@ -211,8 +204,6 @@ def test_a_sequence_stays_one() -> None:
 
 
 class Switching(nn.Module):
-    """Looks at its mode."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = linear(), linear()
@@ -269,8 +260,6 @@ def test_a_count_of_children_for_each_stage() -> None:
 
 
 class Tied(nn.Module):
-    """Uses the weights of its first part in its last one."""
-
     def __init__(self) -> None:
         super().__init__()
         self.embed, self.middle, self.head = linear(), linear(), nn.Linear(WIDTH, WIDTH, bias=False)
@@ -303,23 +292,13 @@ class Counting(nn.Module):
 
 
 class Unnamed(nn.Module):
-    """Has no argument of a name."""
-
     def forward(self, *values: Any) -> Any:
         return values
 
 
-def hooked() -> nn.Module:
-    model = sequence()
-    model.register_forward_hook(lambda *_: None)
-    return model
-
-
 REFUSED: dict[str, tuple[Callable[[], Any], int, dict[str, Any], str]] = {
     "no module": (lambda: [linear()], 1, {}, "model must be a module"),
-    "both": (sequence, 2, {"at": ["2"], "balance": [2, 3]}, "by `at` or by `balance`, not by both"),
     "a name": (sequence, 2, {"at": "2"}, "at must be a list of the names of modules, not '2'"),
-    "too few names": (sequence, 3, {"at": ["2"]}, "for 3 workers 2, not 1"),
     "an unknown name": (Layers, 2, {"at": ["layer.1"]}, r"no module 'layer.1' with .* There are 'layers'"),
     "an unknown part": (Layers, 2, {"at": ["layers.9"]}, "There are 'layers.0', 'layers.1', 'layers.2', 'layers.3'"),
     "a part of a leaf": (sequence, 2, {"at": ["2.weight"]}, "no module '2.weight' .* '2' has no parts"),
@@ -327,7 +306,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], int, dict[str, Any], str]] = {
     "the first, traced": (Layers, 2, {"at": ["layers.0"]}, "a stage would be empty"),
     "one twice": (sequence, 3, {"at": ["2", "2"]}, "a stage would be empty"),
     "one and its first part": (Inside, 3, {"at": ["encoder", "encoder.layers.0"]}, "a stage would be empty"),
-    "the wrong order": (sequence, 3, {"at": ["4", "2"]}, r"name these in the order \['2', '4'\]"),
     "a list": (Layers, 2, {"at": ["layers"]}, "'layers' is not called itself"),
     "values that choose": (Choosing, 2, {"at": ["last"]}, r"Choosing cannot be cut at 'last'.*\n.*by hand"),
     "no name of an input": (Unnamed, 2, {}, "Unnamed.forward names no argument"),
@@ -337,14 +315,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], int, dict[str, Any], str]] = {
         2,
         {"example": torch.ones(0, WIDTH)},
         "`example` consists of tensors with the samples",
-    ),
-    "hooks": (hooked, 2, {"at": ["2"]}, r"'' \(Sequential\) has hooks"),
-    "counts of no sequence": (Layers, 2, {"balance": [2, 2]}, "counts the children of an nn.Sequential, and Layers is"),
-    "too many counts": (
-        sequence,
-        2,
-        {"balance": [2, 2, 1]},
-        r"5 children each of the 2 stages gets.*\[2, 2, 1\] does not",
     ),
     "a wrong sum": (sequence, 2, {"balance": [2, 2]}, r"\[2, 2\] does not"),
     "an empty stage": (sequence, 3, {"balance": [5, 0, 0]}, "balance must be a whole number, 1 or more, not 0"),
@@ -367,8 +337,6 @@ def test_what_cannot_be_cut(what: str) -> None:
 
 
 class Slow(nn.Module):
-    """Waits while it is traced."""
-
     def __init__(self, others: Callable[[], None]) -> None:
         super().__init__()
         self.first, self.second, self.others = linear(), linear(), others

@@ -21,8 +21,6 @@ WORDS, LENGTH = 50, 10
 
 
 class Attention(nn.Module):
-    """A block of a GPT."""
-
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
@@ -61,8 +59,6 @@ class GPT(nn.Module):
 
 
 class Encoder(nn.Module):
-    """A language model around torch's encoder."""
-
     def __init__(self, width: int = 32) -> None:
         super().__init__()
         layer = nn.TransformerEncoderLayer(width, 4, 64, batch_first=True, dropout=0.0)

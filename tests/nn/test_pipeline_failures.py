@@ -26,7 +26,8 @@ from telegrad.pipeline.batches import BatchInputs, BatchSpec
 from telegrad.pipeline.pipeline_schedule import SCHEDULES
 from telegrad.pipeline.station import StageWorkerRegistry
 from telegrad.rpc import RRef, actor, remote, rpc_sync
-from tests.cluster import PATIENCE, agents, group
+from tests.cluster import PATIENCE, agents, group, wait_until
+from tests.nn.training import batch, train, train_alone
 
 WIDTH = 4
 MORE_DEATHS = [
@@ -39,8 +40,6 @@ CHUNKS = 6
 
 
 class Failing(torch.autograd.Function):
-    """Does in one of its passes what its stage says."""
-
     @staticmethod
     def forward(ctx: Any, value: Tensor, stage: Stage) -> Tensor:
         ctx.stage = stage
@@ -54,8 +53,6 @@ class Failing(torch.autograd.Function):
 
 
 class Stage(nn.Module):
-    """A layer that fails where it is told to, once."""
-
     def __init__(self, seed: int) -> None:
         super().__init__()
         self.layer = nn.Linear(WIDTH, WIDTH)
@@ -92,33 +89,8 @@ def fails(stage: RemoteModule, *when: Any, dies: bool = False) -> None:
     rpc_sync(stage.module_rref.owner(), prepare, (stage.module_rref, when, dies))
 
 
-def batch(step: int) -> tuple[Tensor, Tensor]:
-    chance = torch.Generator().manual_seed(step)
-    return tuple(torch.randn(12, WIDTH, generator=chance).double() for _ in range(2))  # type: ignore[return-value]
-
-
-def train(pipeline: Pipeline, optimizer: DistributedOptimizer, steps: range) -> list[float]:
-    losses = []
-    for step in steps:
-        with autograd.context() as context:
-            losses.append(pipeline.forward_backward(context, *batch(step), mse_loss).item())
-            optimizer.step(context)
-    return losses
-
-
-def alone(steps: int, stages: int) -> list[float]:
-    """What one process would compute."""
-    whole = nn.Sequential(*map(Stage, range(stages)))
-    optimizer = torch.optim.Adam(whole.parameters(), lr=0.05)
-    losses = []
-    for step in range(steps):
-        inputs, targets = batch(step)
-        optimizer.zero_grad()
-        loss = mse_loss(whole(inputs), targets)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+def alone(steps: int) -> list[float]:
+    return train_alone(nn.Sequential(*map(Stage, range(3))), steps)
 
 
 @pytest.mark.usefixtures("here")
@@ -139,7 +111,7 @@ def test_a_stage_that_raises_stops_all_and_the_next_batch_runs(
         pipeline.forward_backward(context, *batch(0), mse_loss)
     for each in stages:
         fails(each, "never", 0)
-    assert train(pipeline, optimizer, range(3)) == pytest.approx(alone(3, 3))
+    assert train(pipeline, optimizer, range(3)) == pytest.approx(alone(3))
 
 
 def trained_through_a_death(folder: str, schedule: str, when: tuple[str, int], stage: int) -> tuple[list[float], float]:
@@ -176,7 +148,7 @@ def test_a_worker_that_dies_is_named_at_once_and_its_stage_goes_on_elsewhere(
 ) -> None:
     with group(4) as workers:
         losses, taken = workers[0].run(trained_through_a_death, str(tmp_path / "two"), schedule, when, stage)
-    assert losses == pytest.approx(alone(5, 3))
+    assert losses == pytest.approx(alone(5))
     assert taken < 1
 
 
@@ -198,8 +170,6 @@ def test_a_stage_that_is_not_there_cannot_be_replaced() -> None:
 
 
 class Held(nn.Module):
-    """Waits until it is told to go on."""
-
     begun, goes_on = threading.Event(), threading.Event()
 
     def forward(self, value: Tensor) -> Tensor:
@@ -222,10 +192,7 @@ def test_stations_give_up_a_batch_whose_driver_has_died() -> None:
             (station,) = second.attached(StageWorkerRegistry)._stations.values()
             driver.agent.close()
             ended.result(PATIENCE)
-            deadline = time.monotonic() + PATIENCE
-            while station._runs and time.monotonic() < deadline:
-                time.sleep(0.01)
-            assert not station._runs
+            wait_until(lambda: not station._runs)
             Held.goes_on.set()
 
 
@@ -270,17 +237,18 @@ def test_an_actor_that_drives_a_pipeline_whose_stage_calls_it(trains: bool) -> N
 
 
 class Rider:
-    """Has a message look for work during its turn."""
-
     def __init__(self) -> None:
         self.turns = 0
+        self.again = threading.Event()
 
     def ride(self, context_id: int, request: bytes) -> None:
         self.turns += 1
+        if self.turns > 1:
+            self.again.set()
         (station,) = current.here().attached(StageWorkerRegistry)._stations.values()
         for run in station._runs.values():
             run._go_on()
-        time.sleep(0.05)  # as long as a step, so that a second turn would begin meanwhile
+        self.again.wait(0.05)  # as long as a step, so that a second turn would begin meanwhile
 
 
 def test_a_rider_has_one_turn_also_where_a_message_looks_for_work() -> None:

@@ -20,6 +20,7 @@ from telegrad.nn import Pipeline, RemoteModule
 from telegrad.optim import DistributedOptimizer
 from telegrad.pipeline.pipeline_schedule import SCHEDULES
 from tests.nn.test_cutting import CASES, WIDTH, Layers, Own, Tied, named, sequence
+from tests.nn.training import train_both
 
 pytestmark = pytest.mark.usefixtures("here")
 
@@ -27,8 +28,6 @@ WORKERS = ["w1", "w2", "w0"]
 
 
 class Masked(nn.Module):
-    """Takes a batch and a mask, which are used in each layer."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
@@ -51,18 +50,7 @@ def plain_batch() -> tuple[Any, Tensor]:
 
 
 def trains_alike(pipeline: Pipeline, model: nn.Module, batch: Callable[[], tuple[Any, Tensor]]) -> None:
-    ours = DistributedOptimizer.for_module(torch.optim.Adam, pipeline, lr=0.05)
-    theirs = torch.optim.Adam(model.parameters(), lr=0.05)
-    for _ in range(3):
-        inputs, targets = batch()
-        with autograd.context() as context:
-            loss = pipeline.forward_backward(context, inputs, targets, mse_loss)
-            ours.step(context)
-        theirs.zero_grad()
-        wanted = mse_loss(model(**inputs) if isinstance(inputs, dict) else model(inputs), targets)
-        wanted.backward()
-        theirs.step()
-        assert torch.allclose(loss, wanted.detach(), rtol=1e-8)
+    train_both(pipeline, model, torch.optim.Adam, (batch() for _ in range(3)), lr=0.05)
     state = pipeline.state_dict()
     assert list(state) == list(model.state_dict())
     for name, value in model.state_dict().items():

@@ -36,8 +36,6 @@ GLOBAL: list[int] = []
 
 
 class Two(nn.Module):
-    """Two layers, a buffer, and a function between and behind them."""
-
     counts = 0
     state: Tensor
     a: nn.Linear

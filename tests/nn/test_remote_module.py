@@ -24,8 +24,6 @@ pytestmark = pytest.mark.usefixtures("here")
 
 
 class Words(nn.Module):
-    """Takes several arguments, has a buffer, and behaves differently in evaluation."""
-
     shift: Tensor
 
     def __init__(self, factor: int, shift: int = 0) -> None:
@@ -44,8 +42,6 @@ class Words(nn.Module):
 
 
 class Parent(nn.Module):
-    """An ordinary module with one that is elsewhere."""
-
     def __init__(self) -> None:
         super().__init__()
         self.far = RemoteModule("w1", nn.Linear, (3, 4))
@@ -95,16 +91,10 @@ def test_an_error_there_is_raised_here() -> None:
 
 
 def test_what_makes_no_module() -> None:
-    with pytest.raises(
-        ValueError, match=r"`module_cls\(\*args, \*\*kwargs\)` returns an instance of <class nn.Module>"
-    ):
-        RemoteModule("w1", dict)  # type: ignore[arg-type]
     with pytest.raises(TypeError):
         RemoteModule("w1", nn.Linear)
     with pytest.raises(UnknownWorker):
         RemoteModule("nobody/cpu", nn.Linear, (1, 1))
-    with pytest.raises(ValueError, match=r"of <class 'list'>, not of <class nn\.Module>"):
-        RemoteModule.init_from_module_rref("w1", remote("w1", list))
 
 
 def test_gradients_find_their_way() -> None:
@@ -136,8 +126,6 @@ def test_from_a_reference() -> None:
     elsewhere = remote("w1", make_linear, (2, 3), {"device": "meta"})
     assert RemoteModule.init_from_module_rref("w1", elsewhere).device == "meta"
     assert RemoteModule.init_from_module_rref("w1/meta", reference).device == "meta"
-    with pytest.raises(UsageError, match="not on worker 'w2', but on 'w1'"):
-        RemoteModule.init_from_module_rref("w2", reference)
 
 
 def test_sent_to_another_worker() -> None:
@@ -155,8 +143,6 @@ def test_a_module_that_has_one_inside_can_be_sent() -> None:
 
 
 class Double(RemoteModule):
-    """A handle of one's own."""
-
     def forward(self, *args: Tensor) -> Tensor:
         return super().forward(*args) * 2
 
@@ -275,24 +261,6 @@ def test_remote_parameters() -> None:
     assert module.remote_parameters(recurse=False) == []
 
 
-@pytest.mark.parametrize(
-    ("method", "args"),
-    [
-        ("parameters", ()),
-        ("named_parameters", ()),
-        ("buffers", ()),
-        ("named_buffers", ()),
-        ("register_buffer", ("name", torch.ones(1))),
-        ("register_parameter", ("name", None)),
-        ("add_module", ("name", None)),
-    ],
-)
-def test_what_cannot_be_done_from_afar_says_what_can(method: str, args: tuple[Any, ...]) -> None:
-    module = RemoteModule("w1", nn.Identity)
-    with pytest.raises(UsageError, match=rf"Method ``{method}`` not supported for RemoteModule\. \w+"):
-        getattr(module, method)(*args)
-
-
 def test_attributes_of_the_module_are_not_those_of_the_handle() -> None:
     module = RemoteModule("w1", Words, (3,))
     with pytest.raises(AttributeError, match=r"get_module_rref\(\)\.rpc_sync\(\)\.where"):
@@ -301,8 +269,6 @@ def test_attributes_of_the_module_are_not_those_of_the_handle() -> None:
         torch.save(module, io.BytesIO())
     with pytest.raises(UsageError, match=r"a RemoteModule cannot be copied.*Words lives on worker 'w1'.*state_dict"):
         copy.deepcopy(module)
-    with pytest.raises(UsageError, match="keep"):
-        module.state_dict(keep_vars=True)
 
 
 def test_the_module_goes_with_its_last_handle() -> None:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import mse_loss
 
 import telegrad
 import telegrad.autograd as autograd
@@ -18,6 +17,8 @@ import telegrad.rpc as rpc
 from telegrad import errors
 from telegrad.nn import Pipeline, RemoteModule
 from telegrad.optim import DistributedOptimizer
+from tests.nn.training import batch, train
+from tests.nn.training import train_alone as alone
 from tests.rpc.test_publishing import Crowd
 from tests.test_checkpoint_values import Growing
 
@@ -25,8 +26,6 @@ WIDTH = 4
 
 
 class Layer(nn.Module):
-    """With the same parameters wherever it is made."""
-
     def __init__(self, seed: int) -> None:
         super().__init__()
         with torch.random.fork_rng():
@@ -38,8 +37,6 @@ class Layer(nn.Module):
 
 
 class Outer(nn.Module):
-    """Has a part on another worker."""
-
     def __init__(self, worker: str) -> None:
         super().__init__()
         self.own = Layer(1)
@@ -51,8 +48,6 @@ class Outer(nn.Module):
 
 
 class Tied(nn.Module):
-    """Its first and last part share a weight."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(Layer(1), Layer(2), Layer(3))
@@ -68,39 +63,6 @@ def restart(crowd: Crowd, *names: str) -> None:
         crowd.lose(name)
     for name in names:
         crowd.add(name)
-
-
-def batch(step: int) -> tuple[Tensor, Tensor]:
-    chance = torch.Generator().manual_seed(step)
-    return tuple(torch.randn(8, WIDTH, generator=chance).double() for _ in range(2))  # type: ignore[return-value]
-
-
-def train(model: nn.Module, optimizer: DistributedOptimizer, steps: range) -> list[float]:
-    losses = []
-    for step in steps:
-        inputs, targets = batch(step)
-        with autograd.context() as context_id:
-            if isinstance(model, Pipeline):
-                loss = model.forward_backward(context_id, inputs, targets, mse_loss)
-            else:
-                loss = mse_loss(model(inputs), targets)
-                autograd.backward(context_id, loss)
-            optimizer.step(context_id)
-        losses.append(loss.item())
-    return losses
-
-
-def alone(model: nn.Module, steps: int) -> list[float]:
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
-    losses = []
-    for step in range(steps):
-        inputs, targets = batch(step)
-        optimizer.zero_grad()
-        loss = mse_loss(model(inputs), targets)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
 
 
 def check(crowd: Crowd, folder: pathlib.Path, model: nn.Module, whole: nn.Module, *lost: str) -> None:
@@ -185,8 +147,6 @@ def test_a_handle_on_another_worker_finds_the_module_too(crowd: Crowd) -> None:
 
 
 class Around(nn.Module):
-    """Was given a handle."""
-
     def __init__(self, inner: RemoteModule) -> None:
         super().__init__()
         self.inner = inner

@@ -8,22 +8,8 @@ import pytest
 
 from benchmarks.schedule_simulation import Timeline, simulate
 from telegrad.errors import UsageError
-from telegrad.pipeline.pipeline_schedule import (
-    ADD_GRADIENT,
-    BACKWARD,
-    FORWARD,
-    INPUT,
-    LOAD_WEIGHT,
-    SCHEDULES,
-    SEND_GRADIENT,
-    SEND_WEIGHT,
-    WEIGHTS,
-    Action,
-    TiedWeight,
-    parse_tied,
-    plan,
-    with_tied,
-)
+from telegrad.pipeline import pipeline_schedule as schedules
+from telegrad.pipeline.pipeline_schedule import SCHEDULES, Action, TiedWeight, parse_tied, plan, with_tied
 
 WORLDS = 2_500  # of each schedule
 
@@ -77,7 +63,11 @@ def random_world(chance: random.Random, schedule: str) -> tuple[tuple[int, ...],
 
 
 def check_complete(schedule: str, plans: list[list[Action]], stations: tuple[int, ...], batches: int) -> None:
-    kinds = [FORWARD, INPUT, WEIGHTS] if schedule == "zero-bubble" else [FORWARD, BACKWARD]
+    kinds = (
+        [schedules.FORWARD, schedules.INPUT, schedules.WEIGHTS]
+        if schedule == "zero-bubble"
+        else [schedules.FORWARD, schedules.BACKWARD]
+    )
     wanted = {
         Action(kind, stage, batch) for kind in kinds for stage in range(len(stations)) for batch in range(batches)
     }
@@ -102,15 +92,14 @@ def test_any_pipeline_comes_to_its_end_whatever_takes_how_long(schedule: str) ->
 
 
 def needs(action: Action, stages: int, schedule: str) -> list[Action]:
-    """What must have been done before."""
     kind, stage, batch = action
-    back = INPUT if schedule == "zero-bubble" else BACKWARD
-    if kind == FORWARD:
-        return [Action(FORWARD, stage - 1, batch)] if stage else []
-    if kind == WEIGHTS:
-        return [Action(INPUT, stage, batch)]
+    back = schedules.INPUT if schedule == "zero-bubble" else schedules.BACKWARD
+    if kind == schedules.FORWARD:
+        return [Action(schedules.FORWARD, stage - 1, batch)] if stage else []
+    if kind == schedules.WEIGHTS:
+        return [Action(schedules.INPUT, stage, batch)]
     behind = [Action(back, stage + 1, batch)] if stage < stages - 1 else []
-    return [Action(FORWARD, stage, batch), *behind]
+    return [Action(schedules.FORWARD, stage, batch), *behind]
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -119,7 +108,11 @@ def test_inference_goes_forward_only(schedule: str) -> None:
     assert [len(own) for own in plans] == [4, 4, 4]
     assert simulate(plans, around(3), 4).length == 6
     tied = with_tied(plans, around(3), [TiedWeight(2, "head", 0, "table")], trains=False)
-    assert tied == [[Action(LOAD_WEIGHT, 0, 0), *plans[0]], plans[1], [Action(SEND_WEIGHT, 2, 0), *plans[2]]]
+    assert tied == [
+        [Action(schedules.LOAD_WEIGHT, 0, 0), *plans[0]],
+        plans[1],
+        [Action(schedules.SEND_WEIGHT, 2, 0), *plans[2]],
+    ]
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -127,11 +120,13 @@ def test_tied_values_come_before_and_gradients_go_after_all_that_the_replica_doe
     stations = around(2, 2)
     plans = plan(schedule, stations, 4)
     first, second = with_tied(plans, stations, [TiedWeight(0, "table", 3, "head")], trains=True)
-    assert first == [Action(SEND_WEIGHT, 0, 0), *plans[0], Action(ADD_GRADIENT, 0, 0)]
+    assert first == [Action(schedules.SEND_WEIGHT, 0, 0), *plans[0], Action(schedules.ADD_GRADIENT, 0, 0)]
     own = [action.kind for action in second if action.stage == 3]
-    assert (own[0], own[-1]) == (LOAD_WEIGHT, SEND_GRADIENT)
-    assert second.index(Action(LOAD_WEIGHT, 3, 0)) > 0  # the other stage does not wait
-    assert [action for action in second if action.kind not in (LOAD_WEIGHT, SEND_GRADIENT)] == plans[1]
+    assert (own[0], own[-1]) == (schedules.LOAD_WEIGHT, schedules.SEND_GRADIENT)
+    assert second.index(Action(schedules.LOAD_WEIGHT, 3, 0)) > 0  # the other stage does not wait
+    assert [
+        action for action in second if action.kind not in (schedules.LOAD_WEIGHT, schedules.SEND_GRADIENT)
+    ] == plans[1]
 
 
 def test_names_of_tied_weights() -> None:

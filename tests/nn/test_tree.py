@@ -21,8 +21,6 @@ def found(model: Net | RRef[Any] | RemoteModule) -> dict[str, str]:
 
 
 class Net(nn.Module):
-    """Holds whatever it is given."""
-
     def __init__(self, **parts: Any) -> None:
         super().__init__()
         for name, part in parts.items():
@@ -30,7 +28,6 @@ class Net(nn.Module):
 
 
 def make_net(**places: str) -> Net:
-    """On its owner, a module that holds a reference to one on another worker for each name."""
     return Net(**{name: remote(place, nn.Linear, (2, 2)) for name, place in places.items()})
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from typing import Any
 
@@ -29,11 +28,10 @@ from telegrad.weights.transfer.deltas import (
 )
 from telegrad.weights.transfer.tree_layout import Layout, Snapshots
 from telegrad.weights.transfer.weight_messages import Piece, VersionInfo
-from tests.weights.test_weights import eventually, on, on_hosts
+from tests.cluster import wait_until
+from tests.weights.test_weights import on, on_hosts
+from tests.weights.trees import run_seeds
 
-SEED = os.environ.get("TELEGRAD_SEED")
-SEEDS = [int(SEED)] if SEED else range(150)
-MANY_SEEDS = [int(SEED)] if SEED else range(150, 5_000)
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 PIECE = 4096
 SIZE = 50_000
@@ -50,12 +48,10 @@ def filled(dtype: torch.dtype, count: int) -> Tensor:
 
 
 def changed(row: Tensor, share: float) -> Tensor:
-    """A copy with new bits in some of the elements."""
     return torch.where(torch.rand(len(row)) < share, filled(row.dtype, len(row)), row)
 
 
 def check(old: list[Tensor], new: list[Tensor], small: bool = True) -> Delta:
-    """The delta, once it has proved to lead from one to the other."""
     delta = encode(old, new, small)
     here = [row.clone() for row in old]
     apply(delta, here)
@@ -143,22 +139,14 @@ def run_seed(seed: int) -> None:
         assert all(rights) or any(head[1] != good[1] for head, good in zip(heads, delta.heads, strict=True))
 
 
-def run_seeds(seeds: list[int] | range) -> None:
-    for seed in seeds:
-        try:
-            run_seed(seed)
-        except Exception as error:
-            raise AssertionError(f"SEED={seed} {error!r}") from error
-
-
 def test_random_rows_and_damage() -> None:
-    run_seeds(SEEDS)
+    run_seeds(run_seed, 0, 150)
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_many_random_rows_and_damage() -> None:
-    run_seeds(MANY_SEEDS)
+    run_seeds(run_seed, 150, 5_000)
 
 
 # Versions
@@ -240,7 +228,6 @@ def test_the_last_versions_are_kept() -> None:
 
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> Sent:
-    """What leaves for other hosts."""
     seen: Sent = []
     send = weight_service.WeightsService.send
 
@@ -352,7 +339,7 @@ def test_deltas_can_be_off(monkeypatch: pytest.MonkeyPatch, sent: Sent, off: boo
         state |= nudged(state)
         policy.publish()
         assert_is(reader.at_least(2), state)
-        eventually(lambda: bool(sent))
+        wait_until(lambda: bool(sent))
         assert {base for base, _ in sent} == {0} if off else {0, 1}
         with pytest.raises(UsageError, match="'sometimes'"):
             on(workers[0], Publisher, "other", state, deltas="sometimes")

@@ -83,7 +83,6 @@ def publish_from(size: int, deltas: Deltas) -> None:
 
 
 def publish() -> int:
-    """With 2% of the values changed."""
     publisher, weight = _held[0]
     weight[torch.randint(0, len(weight), (len(weight) // 50,))] += 1
     return int(publisher.publish())
@@ -94,7 +93,6 @@ def subscribe() -> None:
 
 
 def read(number: int) -> float:
-    """When a version was there."""
     assert _held[-1].at_least(number).number == number
     return time.monotonic()
 
@@ -104,7 +102,6 @@ def leave() -> None:
 
 
 def seconds(learner: Process, readers: list[Process]) -> float:
-    """From the publishing of a version until the last reader has it."""
     for reader in readers:
         reader.run(subscribe)
     taken = []
@@ -121,7 +118,6 @@ def seconds(learner: Process, readers: list[Process]) -> float:
 
 @contextlib.contextmanager
 def joined(hosts: list[str], readers: int, deltas: Deltas) -> Iterator[list[Process]]:
-    """A learner on the first host, and readers on the others."""
     port, count = free_port(), readers + 1
     with processes(count) as group:
         places = [hosts[0], *(hosts[1 + number % (HOSTS - 1)] for number in range(readers))]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 
 import pytest
@@ -12,14 +11,10 @@ from torch.distributed.checkpoint.resharding import _shards_get_overlap_region_w
 
 from telegrad.errors import UsageError
 from telegrad.weights.shards import Box, Part, overlap, plan, slices, within, without
-
-SEED = os.environ.get("TELEGRAD_SEED")
-SEEDS = [int(SEED)] if SEED else range(300)
-MANY_SEEDS = [int(SEED)] if SEED else range(300, 10_000)
+from tests.weights.trees import run_seeds
 
 
 def box(*spans: tuple[int, int]) -> Box:
-    """By its starts and ends."""
     return Box(tuple(start for start, _ in spans), tuple(end - start for start, end in spans))
 
 
@@ -49,7 +44,6 @@ def random_box(chance: random.Random, shape: list[int]) -> Box:
 
 
 def split(chance: random.Random, whole: Box) -> list[Box]:
-    """Into boxes that do not overlap."""
     parts = [whole]
     for _ in range(chance.randrange(6)):
         cut = random_box(chance, [*whole.sizes])
@@ -103,18 +97,10 @@ def check_overlaps(chance: random.Random) -> None:
         assert [at for _, _, at, _ in regions] == [*within(both, other).offsets]
 
 
-def run_seeds(seeds: list[int] | range) -> None:
-    for seed in seeds:
-        try:
-            run_seed(seed)
-        except Exception as error:
-            raise AssertionError(f"SEED={seed} {error!r}") from error
-
-
 def test_whatever_is_wanted_comes_out_each_element_once() -> None:
-    run_seeds(SEEDS)
+    run_seeds(run_seed, 0, 300)
 
 
 @pytest.mark.nightly
 def test_whatever_is_wanted_comes_out_many_times() -> None:
-    run_seeds(MANY_SEEDS)
+    run_seeds(run_seed, 300, 10_000)

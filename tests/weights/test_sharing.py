@@ -107,7 +107,6 @@ WHOLE = torch.randn(6, 4)
 
 
 def rows(first: int, end: int) -> dict[str, Any]:
-    """A part of one tensor under two names."""
     part = WHOLE[first:end]
     return {name: Shard(each, (first, 0), (6, 4)) for name, each in (("w", part), ("tied", part.detach()))}
 
@@ -159,7 +158,6 @@ def test_parts_of_several_types_are_refused(workers: list[Worker]) -> None:
 
 
 def tied_model(seed: int) -> nn.Sequential:
-    """With random layers under several names, random ties and a buffer that is a view."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
     layers: list[Any] = [nn.Linear(3, 3), nn.Linear(3, 3), nn.Embedding(3, 3), nn.BatchNorm1d(3)]
@@ -173,7 +171,6 @@ def tied_model(seed: int) -> nn.Sequential:
 
 
 def fits(target: nn.Module, state: dict[str, Tensor]) -> bool:
-    """Whether it can hold all of the state, as `load_state_dict` finds out by doing it."""
     target.load_state_dict(state)
     return all(torch.equal(bits(value), bits(state[name])) for name, value in target.state_dict().items())
 
@@ -203,7 +200,6 @@ def test_modules_that_tie_other_weights(seed: int, other: int) -> None:
 
 
 def test_a_language_model_with_tied_weights() -> None:
-    """Through the publishers of a module and of parts."""
     model, twin = Language(50, 8), Language(50, 8)
     version = published(model.state_dict())
     assert version._memory.numel() < model.embedding.weight.nbytes + 2 * (8 * 8 * 4 + 64) + 64  # its memory goes once
@@ -222,8 +218,6 @@ def test_a_language_model_with_tied_weights() -> None:
 
 
 class Extra(nn.Module):
-    """Has more state than tensors, and state that is made anew each time."""
-
     def __init__(self, value: Any) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(2))
@@ -336,7 +330,6 @@ def test_sharing_and_strides_that_change() -> None:
 
 
 def test_what_was_refused_is_refused_again() -> None:
-    """And is not taken for the tree before it."""
     layouts, memory = Snapshots(), torch.zeros(16, dtype=torch.uint8)
     published({"a": torch.ones(2), "b": torch.ones(2)}, layouts)
     split = torch.from_numpy(memory.numpy()[2:10]).view(torch.float32)

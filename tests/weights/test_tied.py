@@ -36,8 +36,6 @@ class Language(nn.Module):
 
 
 class Albert(nn.Module):
-    """Uses one layer twice."""
-
     def __init__(self) -> None:
         super().__init__()
         first, other = nn.Linear(8, 8), nn.Linear(8, 8)

@@ -68,8 +68,6 @@ if __name__ == "__main__":
 
 
 class Collector:
-    """What the scheme needs of one that is remote."""
-
     def __init__(self) -> None:
         self.policy = nn.Linear(3, 2)
         self.schemes: dict[str, Any] = {}
@@ -89,8 +87,6 @@ class Collector:
 
 
 class Trainer:
-    """With two collectors on other workers."""
-
     def __init__(self) -> None:
         self.policy = nn.Linear(3, 2)
         self.collector_rrefs = [remote(worker, Collector) for worker in ("w1", "w2")]

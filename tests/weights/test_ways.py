@@ -23,7 +23,8 @@ from telegrad.nn import Pipeline, RemoteModule
 from telegrad.weights import Box, Publisher, Shard, ShardedPublisher, ShardedSubscriber, Subscriber
 from telegrad.weights.transfer.rounding import named
 from telegrad.weights.transfer.tree_layout import bare
-from tests.weights.test_weights import eventually, on, on_hosts, speaking_for
+from tests.cluster import wait_until
+from tests.weights.test_weights import on, on_hosts, speaking_for
 from tests.weights.trees import Maker, assert_equal, assert_shared_alike, bits, published
 
 STEPS = 3
@@ -50,8 +51,6 @@ class Holder(nn.Module):
 
 
 class Source:
-    """Publishes trees in one way."""
-
     def __init__(self, way: str, learner: Worker, name: str, deltas: Any) -> None:
         self._way = way
         self._learner = learner
@@ -71,7 +70,6 @@ class Source:
             self.publisher = Publisher(name, made[way](), deltas=deltas)
 
     def publish(self, tree: Any) -> tuple[int, Any]:
-        """Return the number of a version, and what readers are to have."""
         self._state.clear()
         self._state.update(tree)
         wanted = tree
@@ -84,7 +82,6 @@ class Source:
 
     @property
     def is_here(self) -> bool:
-        """Whether the tensors themselves are published, and not what came of them from another worker."""
         return self._way not in ("remote", "pipeline")
 
 
@@ -130,7 +127,7 @@ def one_feed(workers: list[Worker], seed: int) -> None:
 
     def add() -> None:
         readers.append(on(places.pop(), Subscriber, "w0", name))
-        eventually(lambda: len(source.publisher.subscribers) == len(readers))
+        wait_until(lambda: len(source.publisher.subscribers) == len(readers))
 
     for _ in range(3):
         add()
@@ -145,7 +142,7 @@ def one_feed(workers: list[Worker], seed: int) -> None:
             readers.pop(
                 rng.randrange(len(readers))
             ).close()  # perhaps the one from which others of its host get versions
-            eventually(lambda: len(source.publisher.subscribers) == len(readers))
+            wait_until(lambda: len(source.publisher.subscribers) == len(readers))
             add()
         for reader in readers:
             check(reader.at_least(number), wanted, source.is_here, seed + step)
@@ -169,7 +166,6 @@ def parts_of_w2() -> dict[str, Any]:
 
 
 def one_spread_feed(workers: list[Worker], seed: int) -> None:
-    """Tensors in parts of random sizes on two workers, of which readers want random boxes."""
     rng, maker, name = random.Random(seed), Maker(seed), next(_feeds)
     torch.manual_seed(seed)
     parts = _parts

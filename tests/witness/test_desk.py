@@ -6,6 +6,7 @@ import contextlib
 import copy
 import json
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -19,9 +20,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from telegrad.insight.reading.history import GroupHistory
+from telegrad.insight.reading.history import GroupHistory, GroupSnapshot
 from telegrad.insight.reading.snapshot import detail, snapshot
-from telegrad.insight.reading.source import GroupSnapshot
 from telegrad.insight.report import Report
 from telegrad.insight.seen_groups import groups_here
 from telegrad.insight.top import View
@@ -30,6 +30,7 @@ from telegrad.reporting.debug_server import DebugAddress, DebugServer, ask_all, 
 from telegrad.reporting.decoding import ACCOUNT, DUMP, EVENTS, GROUP, Malformed, decode
 from telegrad.reporting.observer import Observer
 from tests.cluster import PATIENCE
+from tests.insight import accounts
 from tests.other_user import NOBODY, as_nobody, is_root
 
 pytestmark = pytest.mark.skipif(not debug_server.HAS_DEBUG_SERVERS, reason="there are no such sockets here")
@@ -47,9 +48,8 @@ def answers(line: bytes) -> Talk:
 
 def drips(sock: socket.socket) -> None:
     sock.recv(1 << 16)
-    while True:  # until the asker has gone
+    while not select.select([sock], [], [], 0.05)[0]:  # until the asker has gone
         sock.sendall(b" ")
-        time.sleep(0.05)
 
 
 def floods(sock: socket.socket) -> None:
@@ -315,7 +315,6 @@ def test_more_workers_than_there_are_descriptors_are_asked_in_turn(monkeypatch: 
 
 
 def controls(text: str) -> list[str]:
-    """What a terminal may obey: all that is neither printable nor a space of any kind."""
     return [each for each in text if not each.isprintable() and each != "\n" and unicodedata.category(each) != "Zs"]
 
 
@@ -323,7 +322,6 @@ EVIL = "a\x1b[31m\x9b2J\x07\x7f\r\b\u202e\u2066\u2028\ud800<b>"
 
 
 def evil(value: Any) -> Any:
-    """The same, with evil in each text, but for those that are compared."""
     if isinstance(value, str):
         return value + EVIL
     if isinstance(value, dict):
@@ -334,38 +332,13 @@ def evil(value: Any) -> Any:
 LINE = {"file": "/x/train.py", "line": 1, "function": "main", "text": "x()"}
 THREAD = {"number": 1, "name": "MainThread", "at": LINE, "stack": ["a:1 b"], "asleep": True}
 WAIT = {"what": "shutdown", "on": ["w8"], "about": "red", "age": 50.0}
-TOLD: dict[str, Any] = {
-    "worker": "w9",
-    "rank": 0,
-    "group": "aa",
-    "pid": 1,
-    "host": "h",
-    "program": "train.py",
-    "clock": 7.0,
-    "time": 8.0,
-    "phase": "member",
-    "phase_age": 9.0,
-    "idle": 9.0,
-    "missing": [],
-    "place": "here",
-    "size": 2,
-    "generation": 0,
-    "members": {"w9": "h", "w8": "h"},
-    "gone": {"w7": "died"},
-    "slots": 16,
-    "busy": 1,
-    "contexts": 0,
-    "threads": [{**THREAD, "wait": WAIT}, {**THREAD, "number": 2, "wait": None}],
-    "calls_out": [{"to": "w8", "number": 1, "function": "f", "age": 9.0, "timeout": 0.0, "thread": 1}],
-    "calls_in": [{"caller": "w8", "number": 1, "function": "g", "age": 9.0, "state": "running", "thread": 2}],
-    "passes": [{"context": 1, "number": 1, "age": 3.0, "owing": ["w8"]}],
-    "references": {"owners": 1},
-    "bytes_out": {"w8": 1},
-    "bytes_in": {"w8": 1},
-    "calls_done": 0,
-    "memory": 1,
-    "shared": 0,
-}
+TOLD: Any = accounts.account(
+    "w9", group="aa", size=2, members={"w9": "h", "w8": "h"}, gone={"w7": "died"}, busy=1, references={"owners": 1},
+    threads=[{**THREAD, "wait": WAIT}, {**THREAD, "number": 2, "wait": None}], bytes_out={"w8": 1}, bytes_in={"w8": 1},
+    calls_out=[{"to": "w8", "number": 1, "function": "f", "age": 9.0, "timeout": 0.0, "thread": 1}],
+    calls_in=[{"caller": "w8", "number": 1, "function": "g", "age": 9.0, "state": "running", "thread": 2}],
+    passes=[{"context": 1, "number": 1, "age": 3.0, "owing": ["w8"]}],
+)  # fmt: skip
 
 
 def test_no_control_character_is_shown() -> None:
@@ -399,7 +372,6 @@ PLAIN = st.recursive(
 
 
 def places_in(value: Any) -> list[tuple[Any, Any]]:
-    """Each container in a value, with each of its keys."""
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     return [place for key, each in inner for place in [(value, key), *places_in(each)]]
 
@@ -473,7 +445,8 @@ def squat(names: list[tuple[str, bytes]]) -> None:
             with contextlib.suppress(OSError), sock:
                 while True:
                     sock.sendall(sends)
-                    time.sleep(0.05)
+                    if select.select([sock], [], [], 0.05)[0]:
+                        sock.recv(1 << 16)
 
     for name, sends in names:
         listening = socket.socket(socket.AF_UNIX)

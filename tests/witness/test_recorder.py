@@ -14,7 +14,6 @@ from telegrad.reporting.recorder import LAST, Recorder, recorder
 
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody else listens."""
     monkeypatch.setattr(events, "_listeners", [])
     monkeypatch.setattr(events, "note", None)
 

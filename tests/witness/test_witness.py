@@ -43,7 +43,6 @@ def wait_here() -> None:
 
 
 def ask_back(times: int) -> None:
-    """To and fro, and at the end it stands."""
     here = current.here().agent.name
     if times:
         rpc.rpc_sync({"w0": "w1", "w1": "w0"}[here], ask_back, (times - 1,))

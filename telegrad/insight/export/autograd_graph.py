@@ -39,8 +39,6 @@ Root = Tensor | RRef[Any]
 
 
 class Node(NamedTuple):
-    """A node of one worker."""
-
     kind: str
     name: str  # torch's name of the operation; of a leaf the parameter's name, of a send or receive the function
     detail: str = ""  # shapes; of a send or receive the other worker
@@ -133,7 +131,6 @@ class GradientGraph:
         return "\n".join([*lines, ""])
 
     def _links(self) -> list[tuple[str, str, str]]:
-        """Return both ends and the label of each message."""
         place = {worker: at for at, worker in enumerate(self.parts)}
         return [
             (
@@ -170,7 +167,6 @@ class GradientGraph:
 
 
 def _words(node: Node) -> tuple[str, str]:
-    """Return the two text lines of a node."""
     if node.kind == SEND:
         return f"send {node.name}", f"to {node.detail}"
     if node.kind == RECEIVE:
@@ -328,7 +324,6 @@ class GraphWalk:
         self._names: dict[int, str] | None = None
 
     def root(self, value: Any) -> None:
-        """Add a root."""
         if not isinstance(value, Tensor):
             raise UsageError(f"a root is a tensor or a reference to one, not {type(value).__name__}")
         end = self._add(Node(ROOT, "root", _shape(value)))
@@ -336,7 +331,6 @@ class GraphWalk:
             self._lead(edge_of(value).node, end)
 
     def send(self, number: int, send: Send) -> None:
-        """Add a sent message."""
         end = self._sends[number] = self._add(Node(SEND, _short(user_name(send.what)), send.to))
         for edge in send.edges:
             self._lead(edge_of(edge).node if isinstance(edge, Tensor) else edge.node, end)

@@ -17,22 +17,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from telegrad.ext.events import (
-    BACKWARD_PASS,
-    BACKWARD_TASKS,
-    CALLED,
-    CONNECTED,
-    FREED,
-    JOINED,
-    LEFT,
-    LOST,
-    MADE,
-    NOTED,
-    RAN,
-    STAGED,
-    STEPPED,
-    Event,
-)
+from telegrad.ext import events as kinds
+from telegrad.ext.events import Event
 from telegrad.insight.export import clock_offsets
 from telegrad.insight.export.clock_offsets import ClockOffset, Exchange
 from telegrad.pipeline.pipeline_schedule import FORWARD, WEIGHTS
@@ -42,36 +28,28 @@ VALUES = ("Concrete Inputs",)  # values of the program that torch's profiler rec
 
 # By kind of event: its track, its title, and the names of its values.
 KINDS = {
-    CALLED: ("calls made", "{function} → {to}", "to number function bytes failure"),
-    RAN: ("calls run", "{function}", "caller number function failure"),
-    BACKWARD_PASS: ("passes", "backward", "context number failure"),
-    BACKWARD_TASKS: ("passes", "part in the pass of {driver}", "context driver number"),
-    STAGED: ("pipeline stages", "{kind} {stage}, micro-batch {microbatch}", "batch kind stage microbatch"),
-    STEPPED: ("optimizer steps", "{optimizer}", "context optimizer"),
-    CONNECTED: ("connections", "connected to {to}", "to how"),
-    LOST: ("connections", "lost {to}", "to why"),
-    JOINED: ("connections", "joined as {name}", "name rank size"),
-    LEFT: ("connections", "left", "how"),
-    MADE: ("references", "made", "owner number"),
-    FREED: ("references", "freed", "number"),
-    NOTED: ("extensions", "{title}", "title text"),
+    kinds.CALLED: ("calls made", "{function} → {to}", "to number function bytes failure"),
+    kinds.RAN: ("calls run", "{function}", "caller number function failure"),
+    kinds.BACKWARD_PASS: ("passes", "backward", "context number failure"),
+    kinds.BACKWARD_TASKS: ("passes", "part in the pass of {driver}", "context driver number"),
+    kinds.STAGED: ("pipeline stages", "{kind} {stage}, micro-batch {microbatch}", "batch kind stage microbatch"),
+    kinds.STEPPED: ("optimizer steps", "{optimizer}", "context optimizer"),
+    kinds.CONNECTED: ("connections", "connected to {to}", "to how"),
+    kinds.LOST: ("connections", "lost {to}", "to why"),
+    kinds.JOINED: ("connections", "joined as {name}", "name rank size"),
+    kinds.LEFT: ("connections", "left", "how"),
+    kinds.MADE: ("references", "made", "owner number"),
+    kinds.FREED: ("references", "freed", "number"),
+    kinds.NOTED: ("extensions", "{title}", "title text"),
 }
 OTHERS = ("others", "", "")  # for kinds that a newer worker may record
-LASTING = (
-    CALLED,
-    RAN,
-    BACKWARD_PASS,
-    BACKWARD_TASKS,
-    STAGED,
-    STEPPED,
-)  # always slices, however short; the others may be instants
+# Always slices, however short; the others may be instants.
+LASTING = (kinds.CALLED, kinds.RAN, kinds.BACKWARD_PASS, kinds.BACKWARD_TASKS, kinds.STAGED, kinds.STEPPED)
 FROM_END = ("answer", "step", "activation", "gradient", "its gradient")  # arrows that start at the end of a slice
 TO_END = ("answer",)
 
 Written = dict[str, Any]  # an event of the file, with times in nanoseconds
-Placed = tuple[
-    Mapping[str, Any], float, float
-]  # an event of torch's profiler, and its two times on the reference clock
+Placed = tuple[Mapping[str, Any], float, float]  # an event of torch's profiler, and its times on the reference clock
 
 
 class WorkerTrace(NamedTuple):
@@ -116,7 +94,6 @@ def merge(workers: Mapping[str, WorkerTrace], hidden: Collection[str] = ()) -> d
 
 
 def summary(file: Mapping[str, Any]) -> str:
-    """Return a summary of the file, for users."""
     workers = file["otherData"]["workers"]
     arrows = sum(event["ph"] == "s" and event.get("cat") == "telegrad" for event in file["traceEvents"])
     width = max(map(len, workers), default=0)
@@ -138,11 +115,11 @@ def clocks_of(
     `hosts` has the known hosts of workers.
     """
     clocks = {name: hosts.get(name, f"worker {name}") for name in {**hosts, **events}}
-    ran = {(event[3], name, event[4]): event for name, own in events.items() for event in own if event[0] == RAN}
+    ran = {(event[3], name, event[4]): event for name, own in events.items() for event in own if event[0] == kinds.RAN}
     exchanges: dict[tuple[str, str], list[Exchange]] = {}
     for name, own in events.items():
         for event in own:
-            run = ran.get((name, event[3], event[4])) if event[0] == CALLED else None
+            run = ran.get((name, event[3], event[4])) if event[0] == kinds.CALLED else None
             if run is not None and run[2] - run[1] <= event[2] - event[1]:  # else the caller timed out first
                 pair = clocks[name], clocks[event[3]]
                 exchanges.setdefault(pair, []).append(Exchange(event[1], run[1], run[2], event[2]))
@@ -187,8 +164,8 @@ def _by(events: Mapping[str, Sequence[Written]], kind: str, *keys: str) -> dict[
 
 
 def _of_calls(events: Mapping[str, Sequence[Written]]) -> Iterator[Arrow]:
-    ran = _by(events, RAN, "caller", "number")
-    for (caller, callee, number), calls in _by(events, CALLED, "to", "number").items():
+    ran = _by(events, kinds.RAN, "caller", "number")
+    for (caller, callee, number), calls in _by(events, kinds.CALLED, "to", "number").items():
         runs = ran.get((callee, caller, number))
         for call in calls if runs else ():
             run = min(runs, key=lambda run: abs(run["ts"] - call["ts"]))  # type: ignore[arg-type]
@@ -200,11 +177,11 @@ def _of_calls(events: Mapping[str, Sequence[Written]]) -> Iterator[Arrow]:
 
 def _of_passes(events: Mapping[str, Sequence[Written]]) -> Iterator[Arrow]:
     """Yield arrows from a pass to the first part of each worker in it, and to the steps with its gradients."""
-    passes = _by(events, BACKWARD_PASS, "context", "number")
-    for (_, driver, context, number), parts in _by(events, BACKWARD_TASKS, "driver", "context", "number").items():
+    passes = _by(events, kinds.BACKWARD_PASS, "context", "number")
+    for (_, driver, context, number), parts in _by(events, kinds.BACKWARD_TASKS, "driver", "context", "number").items():
         for passed in passes.get((driver, context, number), ()):
             yield "pass", passed, parts[0]
-    for (_, context), steps in _by(events, STEPPED, "context").items():
+    for (_, context), steps in _by(events, kinds.STEPPED, "context").items():
         of_context = [each for (_, passed_in, _), own in passes.items() if passed_in == context for each in own]
         for step in steps if of_context else ():
             before = [each for each in of_context if each["ts"] <= step["ts"]] or of_context
@@ -216,7 +193,7 @@ def _of_stages(events: Mapping[str, Sequence[Written]]) -> Iterator[Arrow]:
     found = {}
     for own in events.values():
         for each in own:
-            if each["cat"] == STAGED and (args := each["args"])["kind"] != WEIGHTS:
+            if each["cat"] == kinds.STAGED and (args := each["args"])["kind"] != WEIGHTS:
                 found[args["kind"] == FORWARD, args["batch"], args["microbatch"], args["stage"]] = each
     for (is_forward, batch, microbatch, stage), each in found.items():
         before = found.get((is_forward, batch, microbatch, stage - 1 if is_forward else stage + 1))
@@ -228,8 +205,6 @@ def _of_stages(events: Mapping[str, Sequence[Written]]) -> Iterator[Arrow]:
 
 
 class _Writer:
-    """Collects the events of the file."""
-
     def __init__(self, zero: float) -> None:
         self.written: list[Written] = []
         self._zero = zero

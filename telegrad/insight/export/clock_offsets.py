@@ -18,13 +18,8 @@ from operator import attrgetter
 from typing import NamedTuple
 
 FAR = 1.0  # minimum seconds between exchanges to estimate drift
-REFERENCE, SAME, MEASURED, CALLS, UNKNOWN = (
-    "the reference",
-    "the same clock as the reference",
-    "measured by exchanges",
-    "from recorded calls",
-    "unknown",
-)
+REFERENCE, SAME, UNKNOWN = "the reference", "the same clock as the reference", "unknown"
+MEASURED, CALLS = "measured by exchanges", "from recorded calls"
 
 
 class Exchange(NamedTuple):

@@ -56,13 +56,11 @@ class Histogram:
         self.size += size
 
     def join(self, other: Histogram) -> None:
-        """Add the events of another histogram."""
         self.counts = [mine + theirs for mine, theirs in zip(self.counts, other.counts, strict=True)]
         self.sum += other.sum
         self.size += other.size
 
     def buckets(self) -> list[tuple[str, float]]:
-        """Return the cumulative number of events for each bound."""
         return list(zip((*map(str, BOUNDS), "+Inf"), map(float, accumulate(self.counts)), strict=True))
 
 

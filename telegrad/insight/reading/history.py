@@ -1,4 +1,4 @@
-"""The history of a group: its two latest snapshots, and a minute of events of all workers on one clock.
+"""Snapshots of a group, and its history: the two latest ones, and a minute of events of all workers on one clock.
 
 No I/O: a `Source` queries the group, and times are part of its results.
 """
@@ -9,10 +9,9 @@ from bisect import bisect_right
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice, pairwise, takewhile
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from telegrad.ext.events import CALLED, RAN, Event
-from telegrad.insight.reading.source import GroupSnapshot, Source
 from telegrad.reporting.worker_state import WorkerState, counts
 
 Events = Mapping[str, Sequence[Event]]  # by worker
@@ -26,6 +25,21 @@ LOOKS = 600  # snapshots whose memory figures are kept
 BOUNDS = tuple(digit * 10.0**power for power in range(-5, 2) for digit in (1, 2, 5))
 
 
+class GroupSnapshot(NamedTuple):
+    accounts: Sequence[WorkerState]
+    silent: Mapping[str, str]  # workers that did not answer, and the known reasons
+
+
+class Source(Protocol):
+    """Queries one group, from inside or outside of it. Its methods may be called from any thread."""
+
+    def look(self) -> GroupSnapshot:
+        """Query all workers. Block until all have answered, for a few seconds at most."""
+
+    def events(self, after: Mapping[str, float]) -> dict[str, list[Event]]:
+        """Return the events of each worker after its time in `after`, on the worker's own clock; oldest first."""
+
+
 class Memory(NamedTuple):
     """The memory of a worker at one moment, in bytes."""
 
@@ -35,8 +49,6 @@ class Memory(NamedTuple):
 
 
 class Recent(NamedTuple):
-    """The recent events, by worker."""
-
     events: dict[str, list[Event]]
     window: float  # seconds without a gap; fewer than requested if events were dropped or left out
 
@@ -60,8 +72,6 @@ class Rate(NamedTuple):
 
 
 class Function(NamedTuple):
-    """The calls of one function."""
-
     name: str
     calls: int
     failures: int
@@ -205,18 +215,15 @@ def functions(events: Events) -> list[Function]:
         failures = failed[CALLED if name in called else RAN, name]
         p50, p99 = percentile(ordered, 0.5), percentile(ordered, 0.99)
         running = percentile(runs, 0.5) if runs else None
-        found.append((-sum(ordered), Function(name, len(ordered), failures, p50, p99, running, _histogram(ordered))))
+        ends = [0, *(bisect_right(ordered, bound) for bound in BOUNDS), len(ordered)]
+        histogram = tuple(end - begin for begin, end in pairwise(ends))
+        found.append((-sum(ordered), Function(name, len(ordered), failures, p50, p99, running, histogram)))
     return [function for _, function in sorted(found)]
 
 
 def percentile(ordered: Sequence[float], share: float) -> float:
     """Return the value that this share of them does not exceed. `ordered` must not be empty."""
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
-
-
-def _histogram(ordered: Sequence[float]) -> tuple[int, ...]:
-    ends = [bisect_right(ordered, bound) for bound in BOUNDS] + [len(ordered)]
-    return tuple(end - begin for begin, end in pairwise([0, *ends]))
 
 
 def _grown(old: int, new: int) -> int:

@@ -200,20 +200,17 @@ def _packed(own: Sequence[Event], least: float, rows: int) -> list[Span]:
         begun, ended = event[1], event[2]
         row = next((row for row, span in enumerate(last) if span is None or begun >= span.ended), rows - 1)
         fresh, before = Span(row, begun, ended, 1, event[5], event[3], event[-1]), last[row]
-        if before is not None and (begun < before.ended or _are_short(before, fresh, least)):
-            longer = max(before, fresh, key=lambda span: span.ended - span.begun)
-            ended, calls = max(before.ended, ended), before.calls + 1
-            fresh = Span(row, before.begun, ended, calls, longer.function, longer.peer, before.failure or fresh.failure)
-        elif before is not None:
-            spans.append(before)
+        if before is not None:
+            is_short = before.calls > 1 or before.ended - before.begun < least
+            if begun < before.ended or (is_short and max(ended - begun, begun - before.ended) < least):
+                longer = max(before, fresh, key=lambda span: span.ended - span.begun)
+                failure, calls = before.failure or fresh.failure, before.calls + 1
+                ended = max(before.ended, ended)
+                fresh = Span(row, before.begun, ended, calls, longer.function, longer.peer, failure)
+            else:
+                spans.append(before)
         last[row] = fresh
     return sorted([*spans, *filter(None, last)], key=lambda span: (span.row, span.begun))
-
-
-def _are_short(before: Span, span: Span, least: float) -> bool:
-    """Return True if two spans of a row are too short and too close to show separately."""
-    short = before.calls > 1 or before.ended - before.begun < least
-    return short and span.ended - span.begun < least and span.begun - before.ended < least
 
 
 def _worker(account: WorkerState, rate: Rate) -> dict[str, Any]:

@@ -69,8 +69,6 @@ def verify_stages(model: nn.Module, stages: Sequence[nn.Module], inputs: Inputs 
 
 
 class _Comparison:
-    """Copies of a model and of its stages."""
-
     def __init__(self, model: nn.Module, stages: Sequence[nn.Module], inputs: Inputs | None, example: Any) -> None:
         self._whole, self._parts = copied(model), [copy.deepcopy(stage) for stage in stages]
         self._inputs = inputs

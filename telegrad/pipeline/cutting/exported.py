@@ -177,7 +177,6 @@ class Inputs:
         return self.named(self.leaves)
 
     def named(self, leaves: Sequence[Any]) -> dict[str, Any]:
-        """Return values by the names of the arguments."""
         found: dict[str, Any] = tree_unflatten(list(leaves), self._form)
         return found
 

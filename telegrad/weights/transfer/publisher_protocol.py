@@ -1,27 +1,26 @@
-"""The publisher's state machine: its subscribers, their progress, and the versions that are kept for them."""
+"""The publisher's state machine: its subscribers, their progress, and the versions that are kept for them.
+
+The source of each subscriber. Hosts form a chain, in the order in which they joined, as do subscribers of one host.
+
+    publisher ---> first of host B ---> first of host C ---> ...        in pieces, forwarded as each arrives
+        |                |                    |
+     others of A      others of B          others of C                  whole, in shared memory
+
+A source that has gone, or that a reader has reported twice, is skipped: the reader gets the next source above. A host
+that joins late is the last of the chain, and so gets versions from a neighbor.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
-from telegrad.weights.transfer.chain import RelayChain
+from telegrad.weights.transfer import weight_messages as messages
 from telegrad.weights.transfer.version_store import VersionStore
-from telegrad.weights.transfer.weight_messages import (
-    Alive,
-    Available,
-    Closed,
-    EndpointAddress,
-    Finished,
-    JoinAgain,
-    Leave,
-    Outgoing,
-    PieceRequest,
-    Progress,
-    SourceFailed,
-    VersionInfo,
-    VersionRequest,
-)
+from telegrad.weights.transfer.weight_messages import EndpointAddress, Outgoing, VersionInfo
 
+MAX_REPORTS = 2  # a source with this many reports is no longer used
 PATIENCE = 10  # ticks for which versions are kept for a lost subscriber that reads every one
 
 
@@ -51,29 +50,29 @@ class PublisherProtocol:
 
     def receive(self, sender: EndpointAddress, message: Any) -> Outgoing:
         if sender not in self.taken:
-            return [(sender, JoinAgain())] if not isinstance(message, Leave) else []
-        if isinstance(message, Alive):
+            return [(sender, messages.JoinAgain())] if not isinstance(message, messages.Leave) else []
+        if isinstance(message, messages.Alive):
             return []
-        if isinstance(message, Leave):
+        if isinstance(message, messages.Leave):
             return self._remove(sender)
-        if isinstance(message, Progress):
+        if isinstance(message, messages.Progress):
             self._set_progress(sender, max(message.number, self.taken[sender]), message.every)
             self._chain.mark_working(sender)
             return self._announce(self.store.newest)
-        if isinstance(message, SourceFailed):
+        if isinstance(message, messages.SourceFailed):
             return self._chain.report_source(sender, message.source)
-        if isinstance(message, VersionRequest):
+        if isinstance(message, messages.VersionRequest):
             return self.store.request_version(sender, message)
-        if isinstance(message, PieceRequest):
+        if isinstance(message, messages.PieceRequest):
             return self.store.request_piece(sender, message)
-        assert isinstance(message, Finished), message
+        assert isinstance(message, messages.Finished), message
         return self.store.finish(sender, message.number)
 
     def join(self, party: EndpointAddress, host: str, taken: int, every: bool) -> Outgoing:
         """Add a subscriber, new or joining again."""
         self._set_progress(party, taken, every)
         self._absent.pop(party, None)
-        available: Outgoing = [(party, Available(self.store.newest, self.store.oldest))]
+        available: Outgoing = [(party, messages.Available(self.store.newest, self.store.oldest))]
         return available + self._chain.add(party, host)
 
     def lost(self, incarnation: str) -> Outgoing:
@@ -82,7 +81,7 @@ class PublisherProtocol:
         for party in [party for party in self.taken if party.incarnation == incarnation]:
             if party in self._every:
                 self._absent[party] = self.taken[party], 0
-            out += [*self._remove(party), (party, JoinAgain())]
+            out += [*self._remove(party), (party, messages.JoinAgain())]
         return out
 
     def on_tick(self) -> Outgoing:
@@ -91,7 +90,7 @@ class PublisherProtocol:
         return self._announce(self.store.newest)
 
     def close(self) -> Outgoing:
-        return [(party, Closed()) for party in self.taken]
+        return [(party, messages.Closed()) for party in self.taken]
 
     def behind(self, number: int) -> list[EndpointAddress]:
         """Return the subscribers whose users have read neither that version nor a later one."""
@@ -113,5 +112,85 @@ class PublisherProtocol:
         oldest = min(newest, max(wanted, newest - self._keep + 1))
         before = self.store.newest, self.store.oldest
         out = self.store.set_available(newest, oldest)
-        now = Available(self.store.newest, self.store.oldest)
+        now = messages.Available(self.store.newest, self.store.oldest)
         return out + [(party, now) for party in self.taken] if now != before else out
+
+
+class RelayChain:
+    """The sources of the subscribers of one publisher."""
+
+    def __init__(self, publisher: EndpointAddress, host: str) -> None:
+        self._publisher = publisher
+        self._host = host
+        self._hosts: dict[str, list[EndpointAddress]] = {}
+        self._host_of: dict[EndpointAddress, str] = {}
+        self._reported: dict[EndpointAddress, Counter[EndpointAddress]] = {}  # by reader: reports per source
+        self._told: dict[EndpointAddress, tuple[EndpointAddress, bool]] = {}  # by reader: its current source
+        self._count = 0  # number of messages
+
+    def __contains__(self, party: EndpointAddress) -> bool:
+        return party in self._host_of
+
+    @property
+    def leaves_the_host(self) -> bool:
+        """True if a subscriber is on another host."""
+        return bool(self._hosts.keys() - {self._host})
+
+    def add(self, party: EndpointAddress, host: str) -> Outgoing:
+        """Add a subscriber, or send its source to one that joins again."""
+        if party not in self:
+            self._host_of[party] = host
+            self._hosts.setdefault(host, []).append(party)
+        self._told.pop(party, None)
+        return self._changes()
+
+    def remove(self, party: EndpointAddress) -> Outgoing:
+        host = self._host_of.pop(party, None)
+        if host is None:
+            return []
+        self._hosts[host].remove(party)
+        if not self._hosts[host]:
+            del self._hosts[host]
+        self._told.pop(party, None)
+        self._reported.pop(party, None)
+        for reports in self._reported.values():
+            del reports[party]
+        return self._changes()
+
+    def report_source(self, party: EndpointAddress, source: EndpointAddress) -> Outgoing:
+        """Count a report that `party` gets no data from `source`. Send it a source, which makes it try again."""
+        if self._told.get(party, (None,))[0] == source:
+            self._reported.setdefault(party, Counter())[source] += 1
+        self._told.pop(party, None)
+        return self._changes()
+
+    def mark_working(self, party: EndpointAddress) -> None:
+        """Reset the reports of a subscriber that has received a version."""
+        self._reported.pop(party, None)
+
+    def _changes(self) -> Outgoing:
+        out: Outgoing = []
+        for party in self._host_of:
+            route = self._route(party)
+            if self._told.get(party) != route:
+                self._told[party] = route
+                self._count += 1
+                out.append((party, messages.FetchFrom(self._count, *route)))
+        return out
+
+    def _route(self, party: EndpointAddress) -> tuple[EndpointAddress, bool]:
+        host = self._host_of[party]
+        reports = self._reported.get(party, Counter())
+        source = next((source for source in self._above(party) if reports[source] < MAX_REPORTS), self._publisher)
+        return source, self._host_of.get(source, self._host) == host
+
+    def _above(self, party: EndpointAddress) -> Iterator[EndpointAddress]:
+        """Yield the sources of a subscriber, the nearest first."""
+        host = self._host_of[party]
+        if host == self._host:
+            return
+        first = self._hosts[host][0]
+        if first != party:
+            yield first
+        heads = [parties[0] for name, parties in self._hosts.items() if name != self._host]
+        yield from reversed(heads[: heads.index(first)])

@@ -10,34 +10,15 @@ from __future__ import annotations
 
 from typing import Any
 
+from telegrad.weights.transfer import weight_messages as messages
 from telegrad.weights.transfer.version_store import VersionStore
-from telegrad.weights.transfer.weight_messages import (
-    Alive,
-    Available,
-    EndpointAddress,
-    FetchFrom,
-    Finished,
-    JoinAgain,
-    Leave,
-    Outgoing,
-    Piece,
-    PieceRequest,
-    Progress,
-    Refused,
-    SourceFailed,
-    VersionInfo,
-    VersionOpened,
-    VersionRequest,
-    WholeVersion,
-)
+from telegrad.weights.transfer.weight_messages import EndpointAddress, Outgoing, VersionInfo
 
 WINDOW = 4  # pieces requested at a time
 PATIENCE = 10  # ticks without an answer after which the source is reported
 
 
 class SubscriberProtocol:
-    """The state machine of one subscriber."""
-
     def __init__(self, publisher: EndpointAddress | None = None) -> None:
         """`publisher` must be set before the first message is processed."""
         self.publisher = publisher
@@ -45,7 +26,7 @@ class SubscriberProtocol:
         self.source: EndpointAddress | None = None
         self.whole = True  # True if the source shares its memory
         self._route = 0  # the number of the last FetchFrom
-        self._request: VersionRequest | None = None  # for the user, if versions are shared whole
+        self._request: messages.VersionRequest | None = None  # for the user, if versions are shared whole
         self._taken = 0  # the last version that the user has read, unless it reads every one
         self._number = 0  # the version whose pieces are being fetched, or 0
         self._requested: set[int] = set()  # pieces
@@ -60,31 +41,31 @@ class SubscriberProtocol:
 
     def receive(self, sender: EndpointAddress, message: Any) -> Outgoing:
         """Process a message of a reader, of the source or of the publisher."""
-        if isinstance(message, VersionRequest):
+        if isinstance(message, messages.VersionRequest):
             return self.store.request_version(sender, message)
-        if isinstance(message, PieceRequest):
+        if isinstance(message, messages.PieceRequest):
             return self.store.request_piece(sender, message)
-        if isinstance(message, Finished):
+        if isinstance(message, messages.Finished):
             return self.store.finish(sender, message.number)
-        if isinstance(message, Leave):
+        if isinstance(message, messages.Leave):
             return self.store.forget(sender) + self._report(sender)
-        if isinstance(message, Available):
+        if isinstance(message, messages.Available):
             return self._set_available(message.newest, message.oldest)
-        if isinstance(message, FetchFrom):
+        if isinstance(message, messages.FetchFrom):
             return self._set_source(message)
         self._ticks = 0
-        if isinstance(message, WholeVersion):
+        if isinstance(message, messages.WholeVersion):
             return self._lent(message)
-        if isinstance(message, VersionOpened):
+        if isinstance(message, messages.VersionOpened):
             return self._opened(sender, message)
-        if isinstance(message, Piece):
+        if isinstance(message, messages.Piece):
             return self._arrived(message)
-        if isinstance(message, Refused):
+        if isinstance(message, messages.Refused):
             return self._refused(sender, message)
-        assert isinstance(message, JoinAgain), message
+        assert isinstance(message, messages.JoinAgain), message
         return self._again() if sender == self.source else []
 
-    def expects(self, message: Piece) -> bool:
+    def expects(self, message: messages.Piece) -> bool:
         """Return True if the bytes of a piece must be stored."""
         return message.piece in self.store.missing(message.number)
 
@@ -96,7 +77,7 @@ class SubscriberProtocol:
     def want(self, least: int, exact: bool, patient: bool) -> Outgoing:
         """Request a version that is not here, for the user."""
         out = self.store.pin(least if exact else 0)
-        want, before = VersionRequest(least, exact, patient, True, self._known()), self._request
+        want, before = messages.VersionRequest(least, exact, patient, True, self._known()), self._request
         is_ahead = before is not None and not (before.patient or exact) and before.least <= least
         if not self.whole or want == before or is_ahead:  # the answer to that request tells if it was enough
             return out
@@ -107,20 +88,20 @@ class SubscriberProtocol:
         """Report to the publisher that the user has read that version."""
         assert self.publisher is not None
         self._taken = number if not every else 0
-        return [(self.publisher, Progress(number, every)), *self.store.pin(0)]
+        return [(self.publisher, messages.Progress(number, every)), *self.store.pin(0)]
 
     def lost(self, incarnation: str) -> Outgoing:
         """Drop the readers on a worker whose connection has ended, and report a source there."""
         out: Outgoing = []
         for reader in [reader for reader in self.store.readers() if reader.incarnation == incarnation]:
-            out += [*self.store.forget(reader), (reader, JoinAgain())]
+            out += [*self.store.forget(reader), (reader, messages.JoinAgain())]
         if self.source is not None and self.source.incarnation == incarnation:
             out += self._report(self.source)
         return out
 
     def on_tick(self) -> Outgoing:
         """Repeat requests without an answer: other endpoints may have dropped this one and failed to notify it."""
-        out: Outgoing = [(self.publisher, Alive())] if self.publisher is not None else []
+        out: Outgoing = [(self.publisher, messages.Alive())] if self.publisher is not None else []
         if self.source is None or not (self._request or self._number):
             return out
         self._ticks += 1
@@ -129,19 +110,17 @@ class SubscriberProtocol:
         return out + self._again() if self._ticks > 1 else out
 
     def leave(self) -> Outgoing:
-        """Stop being a source and a reader."""
-        return self._stop() + ([(self.publisher, Leave())] if self.publisher is not None else [])
+        return self._stop() + ([(self.publisher, messages.Leave())] if self.publisher is not None else [])
 
     def _stop(self) -> Outgoing:
-        """Notify the source that nothing more is wanted."""
         number = self._number or (self._request.least if self._request is not None else 0)
-        return [(self.source, Finished(number))] if self.source is not None and number else []
+        return [(self.source, messages.Finished(number))] if self.source is not None and number else []
 
     def _report(self, source: EndpointAddress) -> Outgoing:
         """Report the source, unless it is the publisher."""
         if self.publisher is None or source != self.source or source == self.publisher:
             return []
-        return [(self.publisher, SourceFailed(source))]
+        return [(self.publisher, messages.SourceFailed(source))]
 
     # Answers
 
@@ -151,7 +130,7 @@ class SubscriberProtocol:
             out += self.want(self._taken + 1, exact=False, patient=False)
         return out
 
-    def _set_source(self, route: FetchFrom) -> Outgoing:
+    def _set_source(self, route: messages.FetchFrom) -> Outgoing:
         if route.number <= self._route:
             return []
         out = self._stop() if route.source != self.source else []
@@ -164,7 +143,7 @@ class SubscriberProtocol:
             self.store.drop_lent()
         return out + self._again()
 
-    def _lent(self, lent: WholeVersion) -> Outgoing:
+    def _lent(self, lent: messages.WholeVersion) -> Outgoing:
         if not self.whole:  # sent before the source changed; now the version is fetched in pieces
             return []
         info = self._described(lent.info)
@@ -175,7 +154,7 @@ class SubscriberProtocol:
             self._request = None
         return out + self._pursue()
 
-    def _opened(self, sender: EndpointAddress, opened: VersionOpened) -> Outgoing:
+    def _opened(self, sender: EndpointAddress, opened: messages.VersionOpened) -> Outgoing:
         if sender != self.source or opened.number != self._number:
             return []
         info = self._described(opened.info)
@@ -185,11 +164,11 @@ class SubscriberProtocol:
         self._requested.clear()
         return out + self._request_pieces()
 
-    def _arrived(self, message: Piece) -> Outgoing:
+    def _arrived(self, message: messages.Piece) -> Outgoing:
         out = self.store.add_piece(message.number, message.piece)
         return out + self._request_pieces() if message.number == self._number else out
 
-    def _refused(self, sender: EndpointAddress, refused: Refused) -> Outgoing:
+    def _refused(self, sender: EndpointAddress, refused: messages.Refused) -> Outgoing:
         out = self.store.set_available(refused.newest, refused.oldest)
         if sender == self.source:
             if self._request is not None and refused.least == self._request.least:
@@ -217,7 +196,7 @@ class SubscriberProtocol:
         if not self._number:
             return self._pursue()
         self._requested.clear()
-        return [(self.source, VersionRequest(self._number, True, True, False, self._known()))]
+        return [(self.source, messages.VersionRequest(self._number, True, True, False, self._known()))]
 
     def _request_pieces(self) -> Outgoing:
         """Request the next pieces, or begin with the next version."""
@@ -225,13 +204,13 @@ class SubscriberProtocol:
         missing = self.store.missing(self._number)
         self._requested.intersection_update(missing)
         if not missing:
-            out: Outgoing = [(self.source, Finished(self._number))]
+            out: Outgoing = [(self.source, messages.Finished(self._number))]
             self._number = 0
             return out + self._pursue()
         fresh = [piece for piece in missing if piece not in self._requested][: WINDOW - len(self._requested)]
         self._requested.update(fresh)
         base = self._base()
-        return [(self.source, PieceRequest(self._number, piece, base)) for piece in fresh]
+        return [(self.source, messages.PieceRequest(self._number, piece, base)) for piece in fresh]
 
     def _base(self) -> int:
         """Return a version that is here and may be the base of deltas for the one being fetched, or 0."""

@@ -107,7 +107,7 @@ class Layout:
         self._body, views, self._slots, self.size = pickle.loads(description)
         self.views = [View(*view) for view in views]
         self._views = Views(self.views)
-        self.checked: Any = None  # targets that any version may be copied into: see `load_version.load`
+        self.checked: Any = None  # targets that any version may be copied into: see `weight_version.load`
         self._names: list[dict[str, int] | None] = []  # empty until they are computed
 
     def rows(self, memory: Tensor, start: int, end: int) -> list[Tensor]:

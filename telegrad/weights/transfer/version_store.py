@@ -12,17 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from telegrad.weights.transfer.weight_messages import (
-    EndpointAddress,
-    Outgoing,
-    Piece,
-    PieceRequest,
-    Refused,
-    VersionInfo,
-    VersionOpened,
-    VersionRequest,
-    WholeVersion,
-)
+from telegrad.weights.transfer import weight_messages as messages
+from telegrad.weights.transfer.weight_messages import EndpointAddress, Outgoing, VersionInfo
 
 
 class VersionStore:
@@ -35,10 +26,9 @@ class VersionStore:
         self.info: dict[int, VersionInfo] = {}
         self._lent: set[int] = set()  # lent to this endpoint, for its user only
         self._missing: dict[int, set[int]] = {}  # pieces of incomplete versions
-        self._requests: dict[EndpointAddress, VersionRequest] = {}  # requests that cannot be answered yet
-        self._awaited: dict[
-            tuple[int, int], list[tuple[EndpointAddress, int]]
-        ] = {}  # by version and piece: readers and bases
+        self._requests: dict[EndpointAddress, messages.VersionRequest] = {}  # requests that cannot be answered yet
+        # By version and piece: readers and bases.
+        self._awaited: dict[tuple[int, int], list[tuple[EndpointAddress, int]]] = {}
         self._reads: dict[EndpointAddress, int] = {}  # the version whose pieces each reader fetches
 
     def is_complete(self, number: int) -> bool:
@@ -79,7 +69,7 @@ class VersionStore:
             return []
         missing.remove(piece)
         out: Outgoing = [
-            (reader, Piece(number, piece, base)) for reader, base in self._awaited.pop((number, piece), ())
+            (reader, messages.Piece(number, piece, base)) for reader, base in self._awaited.pop((number, piece), ())
         ]
         if missing:
             return out
@@ -94,7 +84,7 @@ class VersionStore:
         readers = [reader for reader, read in self._reads.items() if read == number]
         for reader in readers:
             self._end_read(reader)
-        return [(reader, Refused(number, self.newest, self.oldest)) for reader in readers]
+        return [(reader, messages.Refused(number, self.newest, self.oldest)) for reader in readers]
 
     def pin(self, number: int) -> Outgoing:
         """Keep that version, once it is here, until another is pinned."""
@@ -108,19 +98,19 @@ class VersionStore:
 
     # Readers
 
-    def request_version(self, reader: EndpointAddress, request: VersionRequest) -> Outgoing:
+    def request_version(self, reader: EndpointAddress, request: messages.VersionRequest) -> Outgoing:
         self._end_read(reader)
         self._requests[reader] = request
         return self._settle()
 
-    def request_piece(self, reader: EndpointAddress, request: PieceRequest) -> Outgoing:
+    def request_piece(self, reader: EndpointAddress, request: messages.PieceRequest) -> Outgoing:
         number, piece, base = request
         if self._reads.get(reader) != number:
             return []  # sent before the reader knew that this version was dropped
         if piece in self._missing.get(number, ()):
             self._awaited.setdefault((number, piece), []).append((reader, base))
             return []
-        return [(reader, Piece(number, piece, base))]
+        return [(reader, messages.Piece(number, piece, base))]
 
     def finish(self, reader: EndpointAddress, number: int) -> Outgoing:
         """Drop a reader's requests for that version."""
@@ -156,18 +146,18 @@ class VersionStore:
         return out
 
     def _answers(
-        self, reader: EndpointAddress, request: VersionRequest
-    ) -> Iterator[WholeVersion | VersionOpened | Refused]:
+        self, reader: EndpointAddress, request: messages.VersionRequest
+    ) -> Iterator[messages.WholeVersion | messages.VersionOpened | messages.Refused]:
         number = request.least if request.exact else self.newest_complete()
         is_here = number >= request.least and number in self.info and number not in self._lent
         if is_here and (self.is_complete(number) or not request.whole):
             del self._requests[reader]
             info = self.info[number].without_known(request.layout)
             if request.whole:
-                yield WholeVersion(number, info)
+                yield messages.WholeVersion(number, info)
             else:
                 self._reads[reader] = number
-                yield VersionOpened(number, info)
+                yield messages.VersionOpened(number, info)
         elif not request.patient or (request.exact and not is_here and request.least < self.oldest):
             del self._requests[reader]
-            yield Refused(request.least, self.newest, self.oldest)
+            yield messages.Refused(request.least, self.newest, self.oldest)

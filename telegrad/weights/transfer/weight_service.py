@@ -43,8 +43,6 @@ class Machine(Protocol):
 
 
 class Endpoint:
-    """A publisher or subscriber on this worker."""
-
     def __init__(self, service: WeightsService, me: EndpointAddress, machine: Machine) -> None:
         self.me = me
         self.changed = threading.Condition()  # guards the machine, and all fields below
@@ -69,7 +67,6 @@ class Endpoint:
             self._service.send(self, to, message, tensors)
 
     def take(self, sender: EndpointAddress, message: Any, tensors: Sequence[Tensor]) -> None:
-        """Process a message."""
         self.update(lambda: self._machine.receive(sender, message))
         self.wake_waiters()
 
@@ -103,14 +100,11 @@ class Endpoint:
         return message, ()
 
     def piece(self, message: Piece) -> Tensor:
-        """Return the memory of a piece."""
         length = self._machine.store.info[message.number].piece
         return self.memory[message.number][message.piece * length : (message.piece + 1) * length]
 
 
 class WeightsService:
-    """The endpoints of one worker."""
-
     def __init__(self, agent: Agent) -> None:
         self.agent = agent
         self.changed = threading.Condition()  # guards all fields below; `_endpoints` is also read without the lock

@@ -1,0 +1,68 @@
+"""Trains a pipeline, and the same model in one process beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+import telegrad.autograd as autograd
+from telegrad.nn import Pipeline
+from telegrad.optim import DistributedOptimizer
+
+
+def train_both(
+    pipeline: Pipeline, whole: nn.Module, optimizer: Any, batches: Iterable[tuple[Any, Tensor]], **options: Any
+) -> DistributedOptimizer:
+    """Fail if a batch has another loss in one process than over workers."""
+    ours = DistributedOptimizer.for_module(optimizer, pipeline, **options)
+    theirs = optimizer(whole.parameters(), **options)
+    for inputs, targets in batches:
+        with autograd.context() as context:
+            loss = pipeline.forward_backward(context, inputs, targets, mse_loss)
+            ours.step(context)
+        theirs.zero_grad()
+        wanted = mse_loss(whole(**inputs) if isinstance(inputs, dict) else whole(inputs.clone()), targets)
+        wanted.backward()
+        theirs.step()
+        assert torch.allclose(loss, wanted.detach(), rtol=1e-8), pipeline
+        assert not loss.requires_grad
+    return ours
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    chance = torch.Generator().manual_seed(step)
+    return tuple(torch.randn(12, 4, generator=chance).double() for _ in range(2))  # type: ignore[return-value]
+
+
+def train(model: nn.Module, optimizer: DistributedOptimizer, steps: range) -> list[float]:
+    """Train a spread model with these batches; return the losses."""
+    losses = []
+    for step in steps:
+        inputs, targets = batch(step)
+        with autograd.context() as context_id:
+            if isinstance(model, Pipeline):
+                loss = model.forward_backward(context_id, inputs, targets, mse_loss)
+            else:
+                loss = mse_loss(model(inputs), targets)
+                autograd.backward(context_id, loss)
+            optimizer.step(context_id)
+        losses.append(loss.item())
+    return losses
+
+
+def train_alone(model: nn.Module, steps: int) -> list[float]:
+    """Train in one process; return the losses."""
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    losses = []
+    for step in range(steps):
+        inputs, targets = batch(step)
+        optimizer.zero_grad()
+        loss = mse_loss(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
