@@ -37,6 +37,7 @@ class BatchInputs(NamedTuple):
     targets: Sequence[PackedValue] = ()
     loss: Loss | None = None
     weights: Sequence[float] = ()
+    is_unsure: bool = False  # the losses of the micro-batches may not sum up to that of the batch
 
 
 class BatchResult(NamedTuple):

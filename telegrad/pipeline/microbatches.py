@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -62,19 +63,51 @@ def joined(parts: list[Any]) -> Any:
     )
 
 
-def shares(loss: Loss, reduction: str | None, sizes: Sequence[int], targets: Any) -> tuple[Loss, list[float]]:
+def shares(loss: Loss, reduction: str | None, sizes: Sequence[int], targets: Any) -> tuple[Loss, list[float], bool]:
     """Return the loss for a micro-batch, and a factor for each. The sum of the products is the loss of the batch.
+
+    The last value is True if `check_sum` must confirm that. It is False for torch's own losses and one micro-batch.
 
     Raises:
         UsageError: `loss` returns no scalar, or contradicts `reduction`.
     """
+    unsure = reduction is None and len(sizes) > 1 and not _is_of_torch(loss)
     if _reduction_of(loss, reduction) == "sum":
-        return loss, [1.0] * len(sizes)
+        return loss, [1.0] * len(sizes), unsure
     counted = _by_count(loss, targets)
     if counted is not None:
         summed, count = counted
-        return summed, [1 / count if count else float("nan")] * len(sizes)
-    return loss, [size / sum(sizes) for size in sizes]
+        return summed, [1 / count if count else float("nan")] * len(sizes), unsure
+    return loss, [size / sum(sizes) for size in sizes], unsure
+
+
+def _is_of_torch(loss: Any) -> bool:
+    """Return True for torch's own losses without the options that replace `reduction`."""
+    options = loss.keywords if isinstance(loss, partial) else {}
+    function = loss.func if isinstance(loss, partial) and not loss.args else loss
+    home = type(function).__module__ if isinstance(function, nn.Module) else getattr(function, "__module__", None)
+    return home in ("torch.nn.modules.loss", "torch.nn.functional") and not {"size_average", "reduce"} & options.keys()
+
+
+def check_sum(loss: Loss, outputs: Sequence[Any], targets: Sequence[Any], losses: Sequence[Tensor]) -> None:
+    """Raise UsageError if the scaled losses of all micro-batches do not sum up to the loss of the batch."""
+    leaves = [leaf for leaf in tree_leaves([*outputs, *targets]) if isinstance(leaf, Tensor)]
+    if not all(leaf.dim() for leaf in leaves):
+        return  # such a value is of one micro-batch, so the batch has none
+    with torch.no_grad():
+        value = loss(joined([*outputs]), joined([*targets]))
+    coarsest = max(torch.finfo(each.dtype).eps for each in (value, *leaves) if each.is_floating_point())
+    whole, parts = value.item(), [each.item() for each in losses]
+    if whole == sum(parts) or abs(whole - sum(parts)) <= math.sqrt(coarsest) * sum(map(abs, parts)):
+        return
+    if math.isnan(whole) and math.isnan(sum(parts)):
+        return
+    raise UsageError(
+        f"the loss {getattr(loss, '__qualname__', type(loss).__name__)} of this batch is {whole:.6g}, but its "
+        f"micro-batches give {sum(parts):.6g}: it is not the mean over their samples. If it is a sum, give "
+        "reduction='sum'; if it divides by something else, sum in it, divide by the number for the batch, and give "
+        "reduction='sum'. With reduction='mean', the mean of the losses of the micro-batches counts"
+    )
 
 
 def _reduction_of(loss: Any, said: str | None) -> str:

@@ -280,11 +280,12 @@ class Pipeline(nn.Module, Recoverable):
         if reduction is not None:
             checks.one_of("reduction", reduction, ("mean", "sum"))
         sizes = sizes_of(inputs, targets, self.chunks)
-        loss, weights = shares(loss, reduction, sizes, targets)
+        loss, weights, is_unsure = shares(loss, reduction, sizes, targets)
         driver = self._drive()
         own = [driver.pack(0, part) for part in self._parts_of(inputs)]
         wanted = [driver.pack(-1, part) for part in parts_of(targets, self.chunks)]
-        given = BatchInputs([each.detached() for each in own], [each.detached() for each in wanted], loss, weights)
+        packed_inputs, packed_targets = ([each.detached() for each in packed] for packed in (own, wanted))
+        given = BatchInputs(packed_inputs, packed_targets, loss, weights, is_unsure)
         context = current.conductor().contexts.find(context_id)
         ride = step._telegrad_ride(context_id) if step is not None else None
         with context.entered():

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from telegrad.autograd import backward
 from telegrad.ext.calls import Agent, Future, call_context
@@ -24,7 +25,7 @@ from telegrad.ext.values import INFERENCE, NO_GRAD
 from telegrad.ext.workers import current
 from telegrad.pipeline import pipeline_schedule as schedule
 from telegrad.pipeline.batches import BatchInputs, BatchResult, BatchSpec, StageMessage
-from telegrad.pipeline.microbatches import check_scalar
+from telegrad.pipeline.microbatches import check_scalar, check_sum
 from telegrad.pipeline.pipeline_schedule import Action, InputKey, input_of, plan, with_tied
 from telegrad.pipeline.stage import PackedValue, Stage, pack_value
 from telegrad.pipeline.stage_backward import Backward, StageInput
@@ -60,6 +61,8 @@ class BatchRun:
         # Used only by the thread that runs the actions:
         self._backwards: dict[tuple[int, int], tuple[Backward, int]] = {}  # and the number of gradients to send back
         self._result = BatchResult([], [], {}, {}, [])
+        self._outputs: list[Any] = []  # of the micro-batches, with their targets, if the loss must be checked
+        self._targets: list[Any] = []
         self._doing = next(iter(stages.values())).name
         self._lock = threading.Lock()  # guards all fields below
         plans = plan(spec.schedule, spec.stations, spec.batches, spec.trains)
@@ -166,9 +169,8 @@ class BatchRun:
             output = stage.run(given.value(tensors[:count]))
             if targets is not None:
                 self._doing = f"the loss, after {stage.name}"
-                loss = self._loss(
-                    output, stage.to_own_device(targets.value(tensors[count:])), self._given.weights[action.batch]
-                )
+                wanted = stage.to_own_device(targets.value(tensors[count:]))
+                loss = self._loss(output, wanted, self._given.weights[action.batch])
         trained = [loss] if targets is not None else self._send_on(action, output)
         assert self._context is not None
         made = Backward(self._context.gradients, trained, inlet, partial(backward, self._context.id))
@@ -178,7 +180,13 @@ class BatchRun:
         assert self._given.loss is not None
         loss = check_scalar(self._given.loss(output, targets), self._given.loss) * weight
         check_root(loss)
-        self._result.losses.append(loss.detach())
+        losses = self._result.losses
+        losses.append(loss.detach())
+        if self._given.is_unsure:
+            for values, value in ((self._outputs, output), (self._targets, targets)):
+                values.append(tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, value))
+            if len(losses) == self.spec.batches:  # before the last backward pass, so no worker has stepped
+                check_sum(self._given.loss, self._outputs, self._targets, losses)
         return loss
 
     def _is_last(self, action: Action) -> bool:

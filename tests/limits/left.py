@@ -55,6 +55,16 @@ call(torch.set_grad_enabled, False)
 found = torch.is_grad_enabled()
 torch.set_grad_enabled(True)
 -> `with torch.no_grad()` around the calls
+## hooks of a tensor on both sides of a call: each sees what passes on its worker, the receiver's first
+def f(a):
+    b = a * 1
+    b.register_hook(lambda g: g + 1)
+    return b
+b = call(f, x)
+b.register_hook(lambda g: g * 10)
+backward(b.sum())
+found = gradients(x)
+-> register all hooks of a tensor on one worker
 ## a leaf that is sent in a context, or a parameter that is returned, is no leaf where it arrives
 found = [call(getattr, x, "is_leaf"), call(nn.Linear, 3, 3).weight.is_leaf]
 -> `get_gradients` on the worker that made it
@@ -122,6 +132,17 @@ call(torch.add, torch.ones(3), torch.ones(3), out=total)
 call(torch.rand, 3, generator=chance)
 found = [total, torch.rand(3, generator=chance)]
 -> return what has changed
+## what a closure has captured goes with each call, as a copy: what the function changes in it there is lost
+def make():
+    count = 0
+    def step():
+        nonlocal count
+        count += 1
+        return count
+    return step
+step = make()
+found = [call(step), call(step)]
+-> a class, whose instance is at the worker: `rpc.remote`
 """,
 }
 

@@ -205,6 +205,30 @@ def test_a_loss_that_a_pipeline_cannot_use_is_refused(what: str) -> None:
         spread(chunks=4).forward_backward(context, inputs, targets, loss, reduction)
 
 
+class OwnCrossEntropy(nn.CrossEntropyLoss):
+    """Has other code, for all that the pipeline knows."""
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        OwnCrossEntropy(),
+        lambda outputs, targets: cross_entropy(outputs, targets),
+        lambda outputs, _: ((outputs - 1) ** 2).sum(),
+        lambda outputs, _: (outputs**2).mean().sqrt(),
+        lambda outputs, _: outputs.flatten().logsumexp(0),
+        partial(cross_entropy, size_average=False),
+    ],
+)
+def test_a_loss_that_is_no_mean_over_the_samples_is_refused_unless_the_caller_says_that_it_counts(loss: Any) -> None:
+    pipeline, inputs = spread(chunks=4), batch(8)[0]
+    targets = torch.tensor([-100, -100, -100, 1, 2, 0, 1, 2])
+    with pytest.raises(UsageError, match="not the mean over their samples"), autograd.context() as context:
+        pipeline.forward_backward(context, inputs, targets, loss)
+    with autograd.context() as context:
+        pipeline.forward_backward(context, inputs, targets, loss, "mean")
+
+
 def test_the_context_comes_first() -> None:
     inputs, targets = batch(8)
     with pytest.raises(UsageError, match=r"takes the id of a context \(context_id\) first, not Tensor"):
