@@ -14,7 +14,15 @@ import torch
 import telegrad.rpc as rpc
 from telegrad import errors
 from telegrad._core.retries import idempotency
-from telegrad._core.retries.idempotency import ENTRY, LONGEST, IdempotencyTable, IdempotentCalls, run_once, size_of
+from telegrad._core.retries.idempotency import (
+    ENTRY,
+    LATE,
+    LONGEST,
+    IdempotencyTable,
+    IdempotentCalls,
+    run_once,
+    size_of,
+)
 from telegrad._core.worker import current
 from tests.cluster import wait_until
 from tests.rpc.test_returns import Stage, stage
@@ -53,7 +61,7 @@ class Calls:
         assert entry.outcome is None
         entry.outcome = key
         self.running.append(key)
-        self.until[key] = self.now + (left or LONGEST)
+        self.until[key] = self.now + (left or LONGEST) + LATE
 
     def end(self) -> None:
         if self.running:

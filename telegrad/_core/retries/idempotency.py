@@ -4,7 +4,7 @@ Each call has the incarnation of its caller and a number. The first call with bo
 and gets the result of the first.
 
 An entry stays until the caller confirms the answer (`AnswerAcknowledged`), or the call has timed out, after which it is
-not repeated. A running call always keeps its entry.
+not repeated, and no earlier repetition can be under way. A running call always keeps its entry.
 
 Answers take at most MOST_OF_CALLER bytes for one caller, and MOST in total, besides the newest of each caller, which
 may be larger. Above these limits the oldest answer is dropped, of the caller with most bytes. Its number becomes the
@@ -41,6 +41,7 @@ from telegrad._core.worker import current
 from telegrad.errors import AnswerLost
 
 LONGEST = 3600.0  # seconds for which the answer of a call without a timeout is kept
+LATE = 30.0  # seconds that a repetition, sent before the timeout, may take to arrive
 MOST_OF_CALLER = 256 << 20  # bytes
 MOST = 1 << 30  # bytes
 ENTRY = 1 << 10  # bytes that an answer counts besides its value
@@ -96,7 +97,7 @@ class IdempotencyTable:
             if number <= caller.floor:
                 return None
             entry = caller.entries[number] = Entry()
-        entry.until = max(entry.until, now + (left or LONGEST))
+        entry.until = max(entry.until, now + (left or LONGEST) + LATE)
         return entry
 
     def ended(self, name: str, number: int, weight: int = 0) -> list[Entry]:
