@@ -86,6 +86,7 @@ def test_workers_that_others_have_called_are_asked_too() -> None:
 def test_roots_of_other_workers() -> None:
     with autograd.context() as context_id:
         kept = rpc.remote("w3", double, (torch.ones(3, requires_grad=True),))
+        kept.future().wait()
         found = graph(context_id, [kept])
     assert edges(found, "w3") == {("double", "MulBackward0"), ("MulBackward0", "root")}
 
