@@ -51,8 +51,9 @@ class Batched:
             return self
         method = functools.partial(self._function, instance)
         bound = Batched(method, self._max_size, self._max_wait, home=(instance, self._name))
-        instance.__dict__[self._name] = bound  # Python finds it there from now on
-        return bound
+        # Python finds it there from now on. Threads that make it at once get the same one.
+        found: Batched = instance.__dict__.setdefault(self._name, bound)
+        return found
 
     def __reduce__(self) -> Any:
         """Pickle a function by name, a method of a class that is sent by value by its code, a bound method by its
