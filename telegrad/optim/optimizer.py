@@ -169,19 +169,19 @@ class DistributedOptimizer(Optimizer):
                 worker, add_group, (self.locals.get(worker), self._rider, self._maker, number, own, options)
             ),
         )
-        names: list[str] = []
-        for worker, (local, own_names, settled) in added.items():
-            if not own_names:
+        placed: list[tuple[tuple[int, ...], str]] = []
+        for worker, (local, own, settled) in added.items():
+            if not own:
                 continue  # do not keep an empty part, which each step would call
             self.locals[worker] = local
-            self._names.setdefault(worker, set()).update(own_names)
-            names += own_names
+            self._names.setdefault(worker, set()).update(name for _, name in own)
+            placed += own
             options = settled
-        if not names:
+        if not placed:
             raise UsageError(
                 "there is no parameter to optimize: the modules have none, or this optimizer has all of them already"
             )
-        return names, options
+        return [name for _, name in sorted(placed)], options  # torch's optimizers load states by position
 
     def recover(self, timeout: float = DEFAULT) -> None:
         """Continue after workers were lost and restarted: all owners start again, with the current hyperparameters.
@@ -219,7 +219,7 @@ class DistributedOptimizer(Optimizer):
         several = [params] if isinstance(params, RRef) else checks.several("params", params, "a list of references")
         first = sum(len(group["params"]) for group in self.param_groups)
         return [
-            each if isinstance(each, RemotePart) else RemotePart(str(position), _reference(each))
+            each if isinstance(each, RemotePart) else RemotePart(str(position), _reference(each), (position,))
             for position, each in enumerate(several, first)
         ]
 
@@ -346,7 +346,7 @@ class DistributedOptimizer(Optimizer):
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the whole state, by parameter names. Its form does not depend on the number of workers."""
+        """Return the whole state, by names in the order of the parameters, for any distribution of them."""
         has_map = current.agent().maps_devices_to
         states = call_all(self.locals, lambda worker, local: ask(local, "state", has_map(worker)))
         return {
@@ -383,17 +383,18 @@ class DistributedOptimizer(Optimizer):
         if not {"param_groups", "state"} <= state_dict.keys():
             checks.raise_invalid("state_dict", wanted, state_dict)
         state = checks.mapping("state_dict['state']", state_dict["state"], "a dictionary by the names of parameters")
-        self.load_groups(state_dict["param_groups"])
+        self.load_groups(state_dict["param_groups"], state)
         shares = {
             worker: {name: state[name] for name in names if name in state} for worker, names in self._names.items()
         }
         call_all(shares, lambda worker, own: ask(self.locals[worker], "load", own))
 
-    def load_groups(self, groups: list[dict[str, Any]]) -> None:
+    def load_groups(self, groups: list[dict[str, Any]], state: Iterable[str] = ()) -> None:
         """Load the hyperparameters of a state. The owners get them with the next step.
 
         Args:
             groups: the `"param_groups"` of a state.
+            state: the names in its `"state"`.
 
         Raises:
             UsageError: the groups are for other parameters.
@@ -401,13 +402,15 @@ class DistributedOptimizer(Optimizer):
         for group in checks.several("groups", groups, _GROUPS):
             if not isinstance(group, Mapping) or "params" not in group:
                 checks.raise_invalid("groups", _GROUPS, group)
-        if [set(group["params"]) for group in groups] != [set(group["param_names"]) for group in self.param_groups]:
-            ours = {name for group in self.param_groups for name in group["param_names"]}
-            theirs = {name for group in groups for name in group["params"]}
-            differ = sorted(ours ^ theirs)
+        ours = {name for group in self.param_groups for name in group["param_names"]}
+        theirs = {name for group in groups for name in group["params"]}.union(state)
+        named = [set(group["param_names"]) for group in self.param_groups]
+        if theirs != ours or [set(group["params"]) for group in groups] != named:
+            differ = sorted(map(str, ours ^ theirs))
             raise UsageError(
                 "this state is of other parameters, or of others in each group"
                 + (f"; of one side only: {', '.join(differ[:5])}{' ...' * (len(differ) > 5)}" if differ else "")
+                + ". A state of torch's optimizers has positions: write names" * (int in map(type, theirs))
             )
         for own, group in zip(self.param_groups, groups, strict=True):
             own.update(hyperparameters(group))

@@ -22,7 +22,7 @@ from telegrad._core.calls.call_names import known_as
 from telegrad._core.calls.deadlines import DEFAULT
 from telegrad._core.calls.futures import Future
 from telegrad._core.modules.module_host import on_host
-from telegrad._core.modules.module_tree import RemotePart, parameters_of
+from telegrad._core.modules.module_tree import RemotePart, parameters_of, places_of
 from telegrad._core.rpc.functions import must_finish
 from telegrad._core.rpc.rref import RRef
 from telegrad._core.worker import current
@@ -91,10 +91,10 @@ class LocalOptimizer:
 
     def add_group(
         self, number: int, branches: Sequence[RemotePart], options: Hyperparameters
-    ) -> tuple[list[str], Hyperparameters]:
+    ) -> tuple[list[tuple[tuple[int, ...], str]], Hyperparameters]:
         """Add a parameter group, whose `number` is its index in the distributed optimizer.
 
-        Return the names of its parameters, and its options including the optimizer's defaults.
+        Return the places and names of its parameters, and its options including the optimizer's defaults.
         """
         named = _named_parameters(branches, self.parameters)
         parameters = list(named.values())
@@ -111,7 +111,9 @@ class LocalOptimizer:
         self.parameters += parameters
         self._targets += targets
         self._guards = guards_of(self.parameters)
-        return list(named), copy.deepcopy(hyperparameters(self._optimizer.param_groups[-1]))
+        places = {key: place for branch in reversed(branches) for key, place in places_of(branch).items()}
+        placed = [(places.get(id(each), ()), name) for name, each in named.items()]
+        return placed, copy.deepcopy(hyperparameters(self._optimizer.param_groups[-1]))
 
     # Stepping
 
@@ -243,7 +245,7 @@ def add_group(
     number: int,
     own: list[RemotePart],
     options: Hyperparameters,
-) -> tuple[RRef[LocalOptimizer], list[str], Hyperparameters]:
+) -> tuple[RRef[LocalOptimizer], list[tuple[tuple[int, ...], str]], Hyperparameters]:
     """On an owner: add a group of its parameters. The first group creates the optimizer."""
     if local is None:
         local = RRef(LocalOptimizer(*maker))

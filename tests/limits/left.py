@@ -113,6 +113,14 @@ found = call(getattr, x, "grad")
 ## what arrives is in memory of the receiver's own: not pinned, not shared
 found = call(echo, torch.ones(3).share_memory_()).is_shared()
 -> `share_memory_()` there
+## arrays of numpy that share memory with one another, or with a tensor, may arrive apart
+import numpy
+def written(one, other):
+    one += 1
+    return float(other.sum())
+whole = numpy.zeros(4)
+found = [call(written, whole, whole[1:]), call(written, whole, torch.from_numpy(whole))]
+-> the tensor alone, `torch.from_numpy(array)`, and `numpy()` there
 ## tensors that were made in `inference_mode` arrive as ordinary ones
 with torch.inference_mode():
     made_so = torch.ones(3)

@@ -319,7 +319,7 @@ found = (torch.ones(2, dtype=torch.float16) + call(echo, torch.tensor(2.0))).dty
 ## memory formats
 found = [call(torch.Tensor.to, torch.ones(1, 2, 3, 3), memory_format=torch.channels_last).stride()]
 found.append(call(torch.Tensor.stride, torch.ones(1, 2, 3, 3, 3).to(memory_format=torch.channels_last_3d)))
-## scalars of numpy, arrays that share memory with tensors
+## scalars of numpy, arrays that are made of tensors
 import numpy
 found = [call(echo, numpy.float32(1.5)).item(), call(numpy.asarray, torch.ones(3)).tolist()]
 ## enumerations of torch

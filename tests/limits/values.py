@@ -34,16 +34,10 @@ x.data.untyped_storage().resize_(0)
 rpc.rpc_sync('w1', id, (x,))
 CannotEncode: a tensor of shape (3, 3) cannot be sent: it has no memory, or that was freed; send it before its
 -> send it before
-## a tensor that is written to after its `yield`
-def running():
-    total = torch.zeros(3)
-    for _ in range(3):
-        total += 1
-        yield total
-
-list(rpc.rpc_stream("w1", running))
-UsageError: a tensor of shape (3,) was written to after the stream's function had yielded it: its reader might get
--> `yield tensor.clone()`
+## a nested tensor without parts
+rpc.rpc_sync('w1', id, (torch.nested.nested_tensor([]),))
+CannotEncode: a nested tensor without parts cannot be sent, since torch cannot load it; send []
+-> `[]`
 ## resizing a tensor that has arrived
 rpc.rpc_sync('w1', torch.ones, (3,)).resize_(10)
 RuntimeError: Trying to resize storage that is not resizable

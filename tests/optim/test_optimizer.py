@@ -337,6 +337,54 @@ def test_state_goes_from_few_workers_to_many() -> None:
         DistributedOptimizer.for_module(torch.optim.Adam, nn.Linear(2, 2)).load_state_dict(state)
 
 
+class Outer(nn.Module):
+    """Has parts on other workers before, between and in its own."""
+
+    def __init__(self, spread: bool) -> None:
+        super().__init__()
+        self.first = RemoteModule("w1", Inner, (spread,)) if spread else Inner(spread)
+        self.second = nn.Linear(2, 3)
+        self.third = RemoteModule("w1", nn.Linear, (3, 2)) if spread else nn.Linear(3, 2)
+        self.scale = nn.Parameter(torch.ones(2))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.third(self.second(self.first(x))) * self.scale
+
+
+class Inner(nn.Module):
+    def __init__(self, spread: bool) -> None:
+        super().__init__()
+        self.far = RemoteModule("w2", nn.Linear, (4, 4)) if spread else nn.Linear(4, 4)
+        self.near = nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.near(self.far(x))
+
+
+def test_the_state_lists_parameters_in_the_order_of_the_model() -> None:
+    spread, whole = Outer(True), Outer(False)
+    optimizer = DistributedOptimizer.for_module(torch.optim.Adam, spread)
+    with autograd.context() as context:
+        autograd.backward(context, spread(torch.ones(4)).sum())
+        optimizer.step(context)
+    state = optimizer.state_dict()
+    assert state["param_groups"][0]["params"] == [name for name, _ in whole.named_parameters()]
+    alone = torch.optim.Adam(whole.parameters())
+    alone.load_state_dict(state)
+    for name, parameter in whole.named_parameters():
+        assert torch.equal(alone.state[parameter]["exp_avg"], state["state"][name]["exp_avg"])
+    with pytest.raises(UsageError, match=r"of one side only: 0, 1, .* has positions: write names"):
+        optimizer.load_state_dict(alone.state_dict())
+    with pytest.raises(UsageError, match="has positions"):
+        optimizer.load_state_dict({**alone.state_dict(), "param_groups": state["param_groups"]})
+
+
+def test_the_state_lists_references_in_the_order_in_which_they_were_given() -> None:
+    parts = [remote(worker, nn.Linear, (1, 1)) for worker in ("w2", "w1", "w2")]
+    names = DistributedOptimizer(torch.optim.SGD, parts, lr=0.1).state_dict()["param_groups"][0]["params"]
+    assert names == [f"{number}.{name}" for number in range(3) for name in ("weight", "bias")]
+
+
 class Fails(torch.optim.SGD):
     """Fails in every way that is asked for."""
 

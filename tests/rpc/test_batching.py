@@ -50,6 +50,17 @@ class Adder:
         assert entered_id() is None
         return [(torch.is_grad_enabled(), value.requires_grad) for value in values]
 
+    @functions.batch(max_size=2, max_wait=LONG)
+    async def modes(self, values: list[torch.Tensor]) -> list[Any]:
+        found = (values[0] @ values[0]).dtype, torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        with torch.no_grad():
+            await asyncio.sleep(0)  # while other batches begin
+        return [found] * len(values)
+
+    @functions.batch(max_size=2, max_wait=LONG)
+    async def times(self, values: list[torch.Tensor]) -> list[torch.Tensor]:
+        return list(torch.stack(values) * 3)
+
     def seen(self) -> list[int]:
         return self.sizes
 
@@ -89,6 +100,29 @@ def test_each_object_has_batches_of_its_own() -> None:
     assert not any(call.done() for call in calls)
     calls += [each.rpc_async().full(1) for each in (one, other)]
     assert [call.wait() for call in calls] == [2] * 8
+
+
+def test_callers_of_equal_modes_share_a_batch_which_runs_in_these() -> None:
+    adder, given = remote("w1", Adder), torch.ones(2, 2)
+    calls = []
+    for _ in range(2):
+        calls.append(adder.rpc_async().modes(given))
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            calls.append(adder.rpc_async().modes(given))
+        with torch.inference_mode():
+            calls.append(adder.rpc_async().modes(given))
+    wanted = [(torch.float32, True, False), (torch.bfloat16, False, False), (torch.float32, False, True)]
+    assert [call.wait() for call in calls] == wanted * 2
+
+
+def test_gradients_go_through_a_batch_of_one_context() -> None:
+    adder = remote("w1", Adder)
+    given = [torch.ones(2, requires_grad=True) for _ in range(2)]
+    with autograd.context() as context:
+        calls = [adder.rpc_async().times(each) for each in given]
+        autograd.backward(context, [sum(call.wait().sum() for call in calls)])
+        found = autograd.get_gradients(context)
+        assert [found[each].tolist() for each in given] == [[3, 3], [3, 3]]
 
 
 def test_a_function_by_its_name() -> None:
@@ -138,7 +172,7 @@ def test_a_wrong_call_harms_no_other() -> None:
 def test_runs_outside_of_its_callers_contexts() -> None:
     adder = remote("w1", Adder)
     with autograd.context(), torch.no_grad():
-        assert adder.rpc_sync().context(torch.ones(1)) == (True, False)
+        assert adder.rpc_sync().context(torch.ones(1)) == (False, False)
 
 
 def test_awaited_in_place() -> None:

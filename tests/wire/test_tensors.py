@@ -113,6 +113,12 @@ def test_sparse(tensor: torch.Tensor) -> None:
         assert back.is_coalesced() == tensor.is_coalesced()
 
 
+def test_a_nested_tensor_without_parts() -> None:
+    with pytest.raises(errors.CannotEncode, match="without parts"):
+        pack([torch.nested.nested_tensor([])])
+    torch.testing.assert_close(journey(torch.nested.nested_tensor([torch.ones(0)]))[0].unbind()[0], torch.ones(0))
+
+
 def test_rare_kinds() -> None:
     quantized = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])

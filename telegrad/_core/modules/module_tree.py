@@ -37,6 +37,9 @@ class RemotePart(NamedTuple):
 
     name: str  # in the model; empty for the whole model
     root: RRef[Any]
+    # In the order of the model's parameters. Each step down adds the number of the module that has the part, 0 for its
+    # own parameters and 1 for its references, and a number among these.
+    place: tuple[int, ...] = ()
 
 
 def branches(model: Model) -> list[RemotePart]:
@@ -99,9 +102,9 @@ def _look(branch: RemotePart) -> tuple[bool, list[RemotePart]]:
     """Return True if a value of this worker is part of a model, and the branches to which the value leads."""
     value = branch.root.local_value()
     if isinstance(value, RRef):
-        return False, [RemotePart(branch.name, value)]
+        return False, [branch._replace(root=value)]
     if isinstance(value, nn.Module):
-        return True, list(references_of(value, branch.name))
+        return True, list(references_of(value, branch.name, branch.place))
     return isinstance(value, nn.Parameter), []
 
 
@@ -125,16 +128,22 @@ def _restore_parts(module: nn.Module, name: str, timeout: float) -> list[RemoteP
     return found
 
 
-def references_of(module: nn.Module, prefix: str = "") -> Iterator[RemotePart]:
+def references_of(module: nn.Module, prefix: str = "", place: tuple[int, ...] = ()) -> Iterator[RemotePart]:
     """Yield the branches to which a module of this worker, or one of its parts, leads."""
-    for name, part in module.named_modules():
+    for number, (name, part) in enumerate(module.named_modules()):
         path = joined(prefix, name)
         if isinstance(part, RemoteModule):
-            yield RemotePart(path.removesuffix(part._surplus).removesuffix("."), part.module_rref)
+            yield RemotePart(
+                path.removesuffix(part._surplus).removesuffix("."), part.module_rref, (*place, number, 1, 0)
+            )
         else:
-            for attribute, value in vars(part).items():
-                if attribute not in _OF_EVERY_MODULE:
-                    yield from _references_in(value, joined(path, attribute))
+            found = [
+                each
+                for attribute, value in vars(part).items()
+                if attribute not in _OF_EVERY_MODULE
+                for each in _references_in(value, joined(path, attribute))
+            ]
+            yield from (each._replace(place=(*place, number, 1, index)) for index, each in enumerate(found))
 
 
 def _references_in(value: Any, path: str) -> Iterator[RemotePart]:
@@ -158,6 +167,18 @@ def parameters_of(branch: RemotePart) -> list[tuple[str, Tensor]]:
     if isinstance(value, Tensor):
         return [(branch.name, value)]
     raise UsageError(f"{branch.root!r} refers to neither a parameter nor a module, but to {type(value).__name__}")
+
+
+def places_of(branch: RemotePart) -> dict[int, tuple[int, ...]]:
+    """Return the place in the model of each parameter of a branch of this worker, by `id`."""
+    value = branch.root.local_value()
+    if not isinstance(value, nn.Module):
+        return {id(value): branch.place}
+    return {
+        id(parameter): (*branch.place, number, 0, index)
+        for number, part in reversed([*enumerate(value.modules())])  # the first of several is kept
+        for index, parameter in enumerate(part._parameters.values())
+    }
 
 
 def state_of(branch: RemotePart) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Generator, Iterator
+from functools import partial
 from types import CoroutineType
 from typing import Any
 from weakref import finalize
@@ -15,7 +16,7 @@ from telegrad._core.calls.awaiting import completion_of
 from telegrad._core.calls.call_names import user_name
 from telegrad._core.calls.futures import Signal
 from telegrad._core.pickling.exceptions import without_frames
-from telegrad._core.streams.items import NOTHING_TO_CHECK, Counts, packed
+from telegrad._core.streams.items import packed
 from telegrad._core.streams.producer import Feed, current_call, reader
 from telegrad._core.worker import current
 from telegrad._core.worker.actors import GeneratorTurn, steps_of
@@ -81,7 +82,6 @@ class Producer:
 
     def _run(self, agent: Agent, feed: Feed, steps: Steps, iterator: Iterator[Any]) -> Any:
         """Run the iterator until its end, or until the stream is closed; return its result."""
-        counts = NOTHING_TO_CHECK
         try:
             while True:
                 while (room := feed.room()) is not None:
@@ -89,13 +89,11 @@ class Producer:
                 if feed.closed:
                     return None
                 try:
-                    item = next(iterator) if steps is None else _in_turn(steps, agent, next, iterator)
+                    made = self._next(iterator) if steps is None else _in_turn(steps, agent, self._next, iterator)
                 except StopIteration as stop:
-                    counts.check()
                     return stop.value
-                counts.check()
-                counts = self._put(agent, feed, item)
-                del item
+                feed.put(*made)
+                del made
         finally:
             try:
                 if isinstance(iterator, Generator):
@@ -114,7 +112,6 @@ class Producer:
         await completion_of(feed.drained)
 
     async def _drive_to_end(self, agent: Agent, feed: Feed, steps: Steps, made: Any, name: str) -> None:
-        counts = NOTHING_TO_CHECK
         try:
             if isinstance(made, CoroutineType):
                 made = await _awaited_in_turn(steps, lambda: made)
@@ -128,12 +125,10 @@ class Producer:
                     if feed.closed:
                         return
                     try:
-                        item = await _awaited_in_turn(steps, iterator.__anext__)
+                        item = await _awaited_in_turn(steps, partial(self._anext, iterator))
                     except StopAsyncIteration:
-                        counts.check()
                         return
-                    counts.check()
-                    counts = self._put(agent, feed, item)
+                    feed.put(*item)
                     del item
             finally:
                 if isinstance(iterator, AsyncGenerator):
@@ -142,11 +137,19 @@ class Producer:
             feed.on_end()
             feed.end()
 
-    def _put(self, agent: Agent, feed: Feed, item: Any) -> Counts:
-        sent, weight, counts = packed(item, self._same_program)
+    def _next(self, iterator: Iterator[Any]) -> tuple[Any, int]:
+        """Return the next item, encoded: in an actor's turn, after which other methods may change its tensors."""
+        return self._packed(next(iterator))
+
+    async def _anext(self, iterator: AsyncIterator[Any]) -> tuple[Any, int]:
+        return self._packed(await anext(iterator))
+
+    def _packed(self, item: Any) -> tuple[Any, int]:
+        agent = current.agent()
+        graphs = agent.layers.graphs
+        made = packed(item, self._same_program, graphs is not None and graphs.current() is not None)
         agent.streams.publish()
-        feed.put(sent, weight)
-        return counts
+        return made
 
 
 def _once_drained(feed: Feed, name: str, value: Any = None, error: BaseException | None = None) -> Any:

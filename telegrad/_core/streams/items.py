@@ -1,7 +1,8 @@
 """Encoding of stream items: at the yield. Decoding: on the thread that takes them.
 
-Later changes of a yielded list therefore have no effect, an item that cannot be sent fails at its yield, and the reader
-thread of a connection decodes no user data. Tensors are sent from their own memory, perhaps much later.
+Later changes of an item therefore have no effect, an item that cannot be sent fails at its yield, and the reader thread
+of a connection decodes no user data. Tensors are copied, since they are sent perhaps much later, and torch counts no
+writes by `data`, by numpy, by fused optimizers, or to inference tensors.
 """
 
 from __future__ import annotations
@@ -15,9 +16,8 @@ from torch import Tensor
 from telegrad._core.pickling.pickling import decode, encode
 from telegrad._core.pickling.reducers import REDUCERS, reduce_reference
 from telegrad._core.references.handle import Handle
-from telegrad.errors import UsageError
+from telegrad._core.wire.unpacking import copied
 
-LARGE = 1 << 16  # bytes from which a tensor's memory is not kept only to detect writes
 _ATOMS = frozenset({int, float, bool, str, bytes, complex, type(None)})
 
 
@@ -30,59 +30,38 @@ class EncodedItem(NamedTuple):
     weight: int
 
 
-class Counts(NamedTuple):
-    """Version counters of an item's tensors at the yield."""
+def packed(item: Any, same_program: bool, recorded: bool) -> tuple[Any, int]:
+    """Return the encoded item, with copies of its tensors and arrays, and its approximate size in bytes.
 
-    tensors: Sequence[tuple[Tensor, int, tuple[int, ...]]]  # tensors that share the counters, counts, and shapes
-
-    def check(self) -> None:
-        """Raise UsageError if a tensor was written to."""
-        for tensor, count, shape in self.tensors:
-            if tensor._version != count:
-                raise UsageError(
-                    f"a tensor of shape {shape} was written to after the stream's function had yielded "
-                    "it: its reader might get the old values, the new ones, or some of each, since the function goes "
-                    "on before the reader has it. Yield tensor.clone(), or make a new tensor for each item"
-                )
-
-
-NOTHING_TO_CHECK = Counts(())
-
-
-def packed(item: Any, same_program: bool) -> tuple[Any, int, Counts]:
-    """Return the encoded item, its approximate size in bytes, and counters of tensors that must not change from now on.
+    `recorded`: gradients of the copies go to the tensors.
 
     Raises:
-        CannotEncode: something in it cannot be pickled.
+        CannotEncode: something in it cannot be sent.
     """
     if type(item) in _ATOMS:
-        return item, weight_of(item), NOTHING_TO_CHECK
-    body, tensors, references, buffers = encode(item, same_program)
-    whole = len(tensors) - buffers
+        return item, weight_of(item)
+    body, tensors, references, _ = encode(item, same_program)
     weight = len(body) + sum(each.numel() * each.element_size() for each in tensors)
-    counts = Counts(
-        [(_counter(each), each._version, _shape(each)) for each in tensors[:whole] if not each.is_inference()]
-    )
-    memory = [each.clone() for each in tensors[whole:]]  # buffers of arrays, which have no version counters
-    return EncodedItem(body, [*tensors[:whole], *memory], references, weight), weight, counts
+    copies = [*copied(tensors)]
+    if recorded:
+        with torch.enable_grad():
+            for slot, tensor in enumerate(tensors):
+                if tensor.requires_grad:
+                    made = [copies[slot].requires_grad_(False)]
+                    copies[slot] = _Copied.apply(tensor, made)  # type: ignore[no-untyped-call]
+    return EncodedItem(body, copies, references, weight), weight
 
 
-def _counter(tensor: Tensor) -> Tensor:
-    """Return a tensor that shares the version counter of another, and not its memory if that is large.
+class _Copied(torch.autograd.Function):
+    """Not `clone`, which loses the strides, and the memory that several tensors share."""
 
-    The result is kept while the function waits for its reader, and would keep the item's memory. A detached tensor
-    shares the counter of its source even after its `data` was replaced.
-    """
-    plain = type(tensor) is Tensor and tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized)
-    if not plain or tensor.numel() * tensor.element_size() < LARGE:
-        return tensor
-    counter = tensor.detach()
-    counter.data = tensor.new_empty(0)
-    return counter
+    @staticmethod
+    def forward(ctx: Any, source: Tensor, made: list[Tensor]) -> Tensor:
+        return made[0]
 
-
-def _shape(tensor: Tensor) -> tuple[int, ...]:
-    return () if tensor.is_nested else tuple(tensor.shape)
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
 
 
 def unpacked(item: Any) -> Any:

@@ -185,6 +185,8 @@ class _Leaves:
             return "compressed", flags, parts, tuple(tensor.shape), str(tensor.layout).removeprefix("torch.")
         if tensor.is_mkldnn:
             return "mkldnn" if target == HOST else "dense", flags, [self.take(plain.to_dense())]
+        if plain.is_nested and not plain.size(0):
+            raise CannotEncode("a nested tensor without parts cannot be sent, since torch cannot load it; send []")
         file = io.BytesIO()
         torch.save(plain.cpu(), file)
         saved = torch.frombuffer(bytearray(file.getbuffer()), dtype=torch.uint8)

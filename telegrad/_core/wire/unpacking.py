@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from telegrad._core.host import out_of_memory
-from telegrad._core.wire.packing import any_overlap, extent_of
+from telegrad._core.wire import raw_memory
+from telegrad._core.wire.packing import SMALL, any_overlap, extent_of, pack
 from telegrad._core.wire.raw_memory import is_intercepted
-from telegrad._core.wire.tensors import CONJ, CPU, DTYPES, GRAD, HOST, NEG, Memory, Spec, memory, nothing
+from telegrad._core.wire.tensors import CONJ, CPU, DTYPES, GRAD, HOST, NEG, DeviceBlob, Memory, Spec, memory, nothing
 from telegrad.errors import CannotDecode
 
 
@@ -47,6 +48,51 @@ def unpack(meta: bytes | memoryview, blobs: Sequence[Tensor]) -> list[Tensor]:
             f"a tensor arrived but cannot be rebuilt: {type(error).__name__}: {error}; "
             f"{out_of_memory.advice(error, 'use the same version of torch on all workers')}"
         ) from error
+
+
+class _Stays:
+    """Map each device to itself."""
+
+    keeps_host = True
+
+    def __call__(self, device: torch.device) -> int:
+        return HOST if device.type == "cpu" else device.index or 0
+
+
+def copied(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return copies of tensors on their devices, with equal strides and shared memory, and without history.
+
+    Raises:
+        CannotEncode: torch cannot serialize a tensor of this kind.
+        CannotDecode: torch cannot rebuild a tensor of this kind.
+    """
+    if not tensors:
+        return []
+    if is_intercepted():  # otherwise a mode of fake tensors would have copies without memory
+        with _disable_current_modes():
+            return copied(tensors)
+    if len(tensors) == 1 and _is_small_and_dense(tensors[0]):  # the usual item of a stream, in a tenth of the time
+        return [tensors[0].detach().clone().requires_grad_(tensors[0].requires_grad)]
+    meta, blobs = pack(tensors, _Stays())
+    with torch.inference_mode(False), torch.no_grad():
+        made = [
+            each.blob.clone() if isinstance(each, DeviceBlob) else raw_memory.copied(memory(each)) for each in blobs
+        ]
+    return unpack(meta, made)
+
+
+def _is_small_and_dense(tensor: Tensor) -> bool:
+    return (
+        type(tensor) is Tensor
+        and tensor.layout is torch.strided
+        and tensor.is_cpu
+        and not tensor.is_nested
+        and not tensor.is_complex()
+        and not tensor.is_neg()
+        and tensor.is_contiguous()
+        and 0 < tensor.nbytes < SMALL
+        and tensor.untyped_storage().nbytes() >= (tensor.storage_offset() + tensor.numel()) * tensor.itemsize
+    )
 
 
 def as_views_of_shared(tensors: Sequence[Tensor]) -> list[Tensor]:

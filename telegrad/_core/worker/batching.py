@@ -5,16 +5,23 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import Context
 from typing import Any
 
+import torch
+
 from telegrad._core import checks
+from telegrad._core.calls import call_context
+from telegrad._core.calls.cancelling import serving
+from telegrad._core.devices.device_streams import Streams
 from telegrad._core.pickling.exceptions import without_frames
 from telegrad.errors import UsageError
 
 _MAINS = ("__main__", "__mp_main__")
 Function = Callable[..., Awaitable[Sequence[Any]]]
+Modes = tuple[bool, bool, bytes] | None  # of the callers: inference mode, grad mode, autocast; None outside of calls
 Calls = list[tuple[tuple[Any, ...], asyncio.Future[Any]]]  # arguments and results
 
 
@@ -31,8 +38,9 @@ class Batched:
         self._max_wait = max_wait
         self._name = ""  # in its class
         self._home = home  # the object and the name of a bound method
-        # By event loop: the batch that waits for more calls, and the timer that starts it. A loop may end before.
-        self._waiting: dict[asyncio.AbstractEventLoop, tuple[Calls, asyncio.TimerHandle]] = {}
+        # By event loop and modes: the batch that waits for more calls, and the timer that starts it. A loop may end
+        # before.
+        self._waiting: dict[tuple[asyncio.AbstractEventLoop, Modes], tuple[Calls, asyncio.TimerHandle]] = {}
         self._running: set[asyncio.Task[None]] = set()  # strong references, since the loop keeps weak ones
 
     def __set_name__(self, owner: type, name: str) -> None:
@@ -43,8 +51,9 @@ class Batched:
             return self
         method = functools.partial(self._function, instance)
         bound = Batched(method, self._max_size, self._max_wait, home=(instance, self._name))
-        instance.__dict__[self._name] = bound  # Python finds it there from now on
-        return bound
+        # Python finds it there from now on. Threads that make it at once get the same one.
+        found: Batched = instance.__dict__.setdefault(self._name, bound)
+        return found
 
     def __reduce__(self) -> Any:
         """Pickle a function by name, a method of a class that is sent by value by its code, a bound method by its
@@ -60,30 +69,34 @@ class Batched:
         call.apply_defaults()
         loop = asyncio.get_running_loop()
         result = loop.create_future()
-        if loop not in self._waiting:
-            for ended in [each for each in self._waiting.copy() if each.is_closed()]:
+        modes = None
+        if serving.get() is not None:
+            modes = torch.is_inference_mode_enabled(), torch.is_grad_enabled(), call_context.described_autocast()
+        if (loop, modes) not in self._waiting:
+            for ended in [each for each in self._waiting.copy() if each[0].is_closed()]:
                 self._waiting.pop(ended, None)
-            self._waiting[loop] = [], loop.call_later(self._max_wait, self._begin, loop)
-        waiting, _ = self._waiting[loop]
+            self._waiting[loop, modes] = [], loop.call_later(self._max_wait, self._begin, loop, modes)
+        waiting, _ = self._waiting[loop, modes]
         waiting.append((call.args, result))
         if len(waiting) >= self._max_size:
-            self._begin(loop)
+            self._begin(loop, modes)
         return await result
 
-    def _begin(self, loop: asyncio.AbstractEventLoop) -> None:
-        waiting, timer = self._waiting.pop(loop)
+    def _begin(self, loop: asyncio.AbstractEventLoop, modes: Modes) -> None:
+        waiting, timer = self._waiting.pop((loop, modes))
         timer.cancel()
         calls = [each for each in waiting if not each[1].done()]  # the others are cancelled
         if not calls:
             return
-        task = Context().run(loop.create_task, self._run(calls))  # in an empty context: it has no single caller
+        task = Context().run(loop.create_task, self._run(calls, modes))  # in an empty context: it has no single caller
         self._running.add(task)
         task.add_done_callback(self._running.discard)
 
-    async def _run(self, calls: Calls) -> None:
+    async def _run(self, calls: Calls, modes: Modes) -> None:
         waiting = [result for _, result in calls]
         try:
-            values = await self._function(*(list(column) for column in zip(*(args for args, _ in calls), strict=True)))
+            run: Any = self._function(*(list(column) for column in zip(*(args for args, _ in calls), strict=True)))
+            values = await (call_context.in_setting(run, lambda: _setting(modes), Streams()) if modes else run)
             if len(values) != len(calls):
                 raise ValueError(f"{self._path} gave {len(values)} results for a batch of {len(calls)} calls")
         except BaseException as error:
@@ -98,6 +111,17 @@ class Batched:
                     result.set_result(value)
 
 
+@contextmanager
+def _setting(modes: tuple[bool, bool, bytes]) -> Iterator[None]:
+    inference, records, autocast = modes
+    with (
+        torch.inference_mode(inference),
+        torch.set_grad_enabled(records),
+        call_context.under_autocast(autocast),
+    ):
+        yield
+
+
 def _of_class(function: Function, max_size: int, max_wait: float, name: str) -> Batched:
     made = Batched(function, max_size, max_wait)
     made._name = name
@@ -109,8 +133,10 @@ def batch(max_size: int, max_wait: float) -> Callable[[Function], Batched]:
 
     The function gets a list for each argument, and returns a sequence with the result of each call. It runs once
     `max_size` calls have arrived, or `max_wait` seconds after the first. Meant for serving, as a method of an object
-    that other workers call with `policy_rref.rpc_sync().act(state)`. The function runs outside of the autograd contexts
-    of its callers, so no gradient passes through it.
+    that other workers call with `policy_rref.rpc_sync().act(state)`. The function runs with the grad mode and autocast
+    of its callers: a batch has callers of equal modes only. It runs outside of their autograd contexts, so its remote
+    calls belong to none. Gradients go through it if all calls of a batch are of one context; if they are of several,
+    `backward` raises UsageError. The results must not be views of memory that the next batch writes to.
 
     Args:
         max_size: the maximal number of calls in a batch.
