@@ -60,6 +60,17 @@ def run(*command: str, variables: dict[str, str] | None = None, with_errors: boo
 
 
 @pytest.mark.timeout(5 * PATIENCE)
+@pytest.mark.parametrize("begin", ["telegrad.local(1, rpc_timeout=5)", "rpc.init_rpc('w0', rank=0, world_size=1)"])
+def test_a_host_whose_loopback_interface_is_down(begin: str) -> None:
+    program = f"import telegrad, telegrad.rpc as rpc; {begin}"
+    variables = {**os.environ, "PYTHONPATH": str(ROOT), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    command = ["unshare", "-n", sys.executable, "-c", program]
+    ended = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=2 * PATIENCE)
+    assert "StoreUnreachable: the store cannot be served: this host cannot connect to its own address" in ended.stderr
+    assert ended.stderr.strip().endswith("`ip link set lo up`")
+
+
+@pytest.mark.timeout(5 * PATIENCE)
 def test_local_workers_and_the_dashboard() -> None:
     assert run("python", "-c", LOCAL) == "3 worker0\nTrue\n"
 
