@@ -33,6 +33,7 @@ from telegrad.ext.processes import (
     listening_address,
     new_session_options,
     shared_cores,
+    socket_address,
 )
 from telegrad.ext.texts import format_duration
 from telegrad.supervision import children
@@ -314,7 +315,7 @@ class Supervisor:
 
 def _listen(host: str, port: int) -> socket.socket:
     address = host if is_address(host) else listening_address(host)
-    return socket.create_server((address, port), family=family_of(address), backlog=CROWD)
+    return socket.create_server(socket_address(address, port), family=family_of(address), backlog=CROWD)
 
 
 def _key_for_children(is_alone: bool) -> str:

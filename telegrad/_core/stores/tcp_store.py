@@ -14,7 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from telegrad._core.addresses import family_of
+from telegrad._core.addresses import family_of, socket_address, text_of
 from telegrad._core.stores.address import is_address, listening_address, spelled
 from telegrad._core.threads import Thread
 from telegrad.errors import StoreUnreachable
@@ -119,7 +119,7 @@ def serve_tcp(host: str, port: int, shared: bool = False) -> tuple[Any, int]:
             host,
         )
     try:
-        listener = socket.create_server((address, port), family=family_of(address), backlog=CROWD)
+        listener = socket.create_server(socket_address(address, port), family=family_of(address), backlog=CROWD)
     except OSError:
         if not shared:
             raise
@@ -134,7 +134,8 @@ def serve_on(listener: socket.socket, shared: bool = False) -> tuple[Any, int]:
     Raises:
         StoreUnreachable: this process cannot connect to that socket.
     """
-    host, port = listener.getsockname()[:2]
+    bound = listener.getsockname()
+    host, port = text_of(bound), bound[1]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # at which this process can connect
     try:  # torch connects to its own server, and would retry that for minutes, without Ctrl-C
         socket.create_connection((host, port), OWN_HOST).close()

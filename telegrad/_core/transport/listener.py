@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from time import monotonic
 
-from telegrad._core.addresses import family_of
+from telegrad._core.addresses import family_of, socket_address
 from telegrad._core.host.open_files import error_text
 from telegrad._core.security import handshake
 from telegrad._core.security.keyring import Keyring
@@ -71,7 +71,7 @@ class Listener:
             door.bind(unix_address(self.unix))
             self._doors.append(_ListeningSocket(door, self, True))
         door = socket.socket(family_of(address))
-        door.bind((address, 0))
+        door.bind(socket_address(address, 0))
         self.tcp: tuple[str, int] = (address, door.getsockname()[1])
         self._doors.append(_ListeningSocket(door, self, False))
         for each in self._doors:
