@@ -33,8 +33,8 @@ class KeyValueStore:
             raise
         except RuntimeError as error:
             raise StoreLost(
-                f"the store was lost ({short(error)}): "
-                "the worker that serves it has ended or cannot be reached; see its log"
+                f"the store was lost ({short(error)}): the worker that serves it has ended or cannot be reached, "
+                "see its log; or another program, without the group's key, has spoiled what is in the store"
             ) from error
 
     def _place(self, key: str) -> str:
