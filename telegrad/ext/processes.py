@@ -1,7 +1,7 @@
 """Processes, threads, forks, signals and addresses of this host."""
 
 from telegrad._core import forks, interrupts
-from telegrad._core.addresses import bracketed, family_of
+from telegrad._core.addresses import bracketed, family_of, socket_address
 from telegrad._core.atfork import in_child, renewed
 from telegrad._core.host.live_objects import instances
 from telegrad._core.host.open_files import error_text, translate_error
@@ -23,6 +23,6 @@ __all__ = [
     "HAS_UNIX", "SAFE_PATH", "STOPPED", "Background", "Thread", "bracketed", "describe_exit", "error_text",
     "family_of", "forks", "in_child", "install", "instances", "interrupts", "is_address", "knock",
     "listening_address", "loopback", "new_session_options", "quoted", "raised_by_handler", "renewed",
-    "run_in_thread", "shared_cores", "shut", "signal_at_parents_end", "state_of", "stopped", "translate_error",
-    "tune_tcp", "uninterrupted",
+    "run_in_thread", "shared_cores", "shut", "signal_at_parents_end", "socket_address", "state_of", "stopped",
+    "translate_error", "tune_tcp", "uninterrupted",
 ]  # fmt: skip

@@ -172,7 +172,8 @@ class Group:
         return Group, (self._selection,)
 
     def __repr__(self) -> str:
-        return f"<Group {self._selection}{f': {listed(self.names)}' if self.live else ''}>"
+        names = f": {listed(self.names)}" if self.live and current.worker is not None else ""
+        return f"<Group {self._selection}{names}>"
 
     # Groups made from this one
 

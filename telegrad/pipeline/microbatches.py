@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_leaves, tree_unflatten
 
 from telegrad.errors import UsageError
 
@@ -58,6 +58,12 @@ def sizes_of(inputs: Any, targets: Any, chunks: int) -> list[int]:
 def joined(parts: list[Any]) -> Any:
     """Join the outputs of all micro-batches."""
     leaves, form = [tree_leaves(part) for part in parts], tree_flatten(parts[0])[1]
+    for path, value in tree_flatten_with_path(parts[0])[0]:
+        if isinstance(value, Tensor) and not value.ndim:
+            raise UsageError(
+                f"the output{keystr(path)} of the model is one number for each micro-batch, and has no dimension along "
+                "which these can be joined: return it with one, as value[None], and combine the elements"
+            )
     return tree_unflatten(
         [torch.cat(same) if isinstance(same[0], Tensor) else same[0] for same in zip(*leaves, strict=True)], form
     )

@@ -34,6 +34,7 @@ from telegrad.ext.processes import (
     listening_address,
     new_session_options,
     shared_cores,
+    socket_address,
 )
 from telegrad.ext.texts import format_duration
 from telegrad.supervision import children
@@ -75,7 +76,9 @@ class Supervisor:
         self._listener: socket.socket | None = None
         if node == 0:
             address = host if is_address(host) else listening_address(host)
-            self._listener = socket.create_server((address, port), family=family_of(address), backlog=CROWD)
+            self._listener = socket.create_server(
+                socket_address(address, port), family=family_of(address), backlog=CROWD
+            )
         self._port = self._listener.getsockname()[1] if self._listener is not None else port
         self._key_folder = _key_for_children(is_alone=not port)
         self._key = {FILE_VARIABLE: os.path.join(self._key_folder, FILE)} if self._key_folder else {}

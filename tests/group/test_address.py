@@ -109,6 +109,12 @@ def test_an_address_of_several_hosts_is_no_host_of_a_store(host: str) -> None:
         address.check_resolves(host)
 
 
+def test_a_link_local_address_needs_its_interface() -> None:
+    with pytest.raises(errors.UsageError, match="write fe80::1%eth0"):
+        address.check_resolves("fe80::1")
+    address.check_resolves(f"fe80::1%{socket.if_indextoname(1)}")
+
+
 def test_one_host_is_one() -> None:
     assert host_identity() == host_identity() != ""
 

@@ -21,6 +21,7 @@ from telegrad.autograd.engine.gradients import Gradients
 from telegrad.errors import UsageError
 from telegrad.nn import Pipeline, RemoteModule
 from telegrad.optim import DistributedOptimizer
+from telegrad.pipeline import microbatches
 from telegrad.pipeline.pipeline_schedule import SCHEDULES, plan
 from telegrad.pipeline.stage_backward import Backward, StageInput
 from telegrad.pipeline.station import set_weight, weight_of
@@ -64,6 +65,11 @@ class Kind(nn.Module):
 
 def several(m: Kind, value: Tensor) -> Any:
     return m.layers[0](value), {"other": m.layers[1](value).tanh(), "mask": value > 0, "scale": 0.5}
+
+
+def test_an_output_without_a_dimension_is_refused_by_name() -> None:
+    with pytest.raises(UsageError, match=r"output\['loss'\] of the model .* return it with one, as value\[None\]"):
+        microbatches.joined([{"loss": torch.tensor(1.0)}] * 2)
 
 
 def joined(m: Kind, value: Any) -> Tensor:

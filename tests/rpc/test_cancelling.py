@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import pathlib
 import signal
@@ -262,13 +263,15 @@ class Watched:
     ],
     ids=["call", "group", "waits for workers", "gather", "references"],
 )
-def test_the_callee_hears_of_an_interrupt(call: Callable[[], Any]) -> None:
+def test_the_callee_hears_of_an_interrupt(call: Callable[[], Any], caplog: pytest.LogCaptureFixture) -> None:
     timer = threading.Timer(0.1, lambda: os.kill(os.getpid(), signal.SIGINT))
     timer.start()
     with pytest.raises(KeyboardInterrupt):
         call()
     timer.join()
     story.wait_for("watch sees", SOON)
+    gc.collect()
+    assert "nobody has looked" not in caplog.text
 
 
 def test_it_reaches_the_callee_soon() -> None:

@@ -126,6 +126,16 @@ def test_a_required_worker_that_died_is_an_error_in_the_end(require: bool | list
             assert [line for line in lines if "'worker0'" in line]
 
 
+def test_a_misspelt_required_worker_leaves_the_group_intact() -> None:
+    with group(2) as made:
+        for name in ("wroker1", "7"):
+            for end in (rpc.shutdown, rpc.serve):
+                kind, text = made[0].run(partial(outcome, require=["worker1", name]), end)
+                assert kind is errors.UnknownWorker
+                assert repr(name) in text
+        assert made[0].run(rpc.rpc_sync, "worker1", int) == made[1].run(rpc.rpc_sync, "worker0", int) == 0
+
+
 def leaves_with(require: bool | list[str] | list[int]) -> tuple[type[Exception] | None, str, list[str]]:
     kind, text = outcome(leave, require=require)
     return kind, text, said()

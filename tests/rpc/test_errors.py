@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import operator
 import re
+import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -13,11 +15,14 @@ import torch
 from torch import nn
 
 import telegrad.autograd as autograd
+from telegrad._core.agent.answers import MOST_FAILURES
 from telegrad._core.calls.futures import Future
+from telegrad._core.security.refusals import PERIOD
 from telegrad.errors import WorkersFailed
 from telegrad.nn import Pipeline, RemoteModule
 from telegrad.optim import DistributedOptimizer
 from telegrad.rpc import RRef, functions, remote, rpc_async, rpc_sync
+from tests.cluster import agents
 
 pytestmark = pytest.mark.usefixtures("here")
 
@@ -220,3 +225,13 @@ def test_futures_of_the_same_program_keep_where_they_failed() -> None:
     with pytest.raises(ValueError, match="boom") as raised:
         asyncio.run(wait())
     assert str(raised.value).count("Traceback") == 1
+
+
+def test_one_caller_does_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    with agents(2) as (first, second):
+        for _ in range(MOST_FAILURES + 5):
+            with pytest.raises(ZeroDivisionError):
+                first.agent.call("w1", operator.truediv, (1, 0), None)
+        assert caplog.text.count("raised ZeroDivisionError") == MOST_FAILURES
+        second.agent._server.answers.tick(time.monotonic() + PERIOD)
+        assert "telegrad: 5 more calls of w0 failed in the last minute" in caplog.text

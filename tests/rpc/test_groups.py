@@ -449,4 +449,4 @@ def test_who_could_not_be_reached_for_a_moment_is_not_taken_for_dead() -> None:
     with agents(2) as (first, second):
         for told in second.agent.lost:
             told(first.me.identity, errors.PeerUnreachable("it broke off the handshake"))
-        in_threads(*[partial(worker.shutdown, True, PATIENCE / 2, True) for worker in (first, second)])
+        in_threads(*[partial(worker.shutdown, True, PATIENCE / 2, [first.me, second.me]) for worker in (first, second)])

@@ -194,6 +194,7 @@ def test_a_server_of_a_dynamic_group_serves_until_it_is_told_or_the_group_ends()
         boss.run(join, "boss", where, 0, False)
         for process, name in zip(servers, "xyz", strict=True):
             process.run(join, name, where, -1, False)
+            assert process.run(serve, "boss", "bos")[0] is errors.UnknownWorker  # and it is still in the group
             process.begin(serve)
             assert boss.run(call, name) == 3
         boss.run(call, "x", rpc.stop_serving, ())

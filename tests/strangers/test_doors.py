@@ -136,6 +136,22 @@ def test_doors_that_are_shut_open_again(doors: Doors, monkeypatch: pytest.Monkey
     assert doors.failures == []
 
 
+def test_time_in_which_this_worker_did_not_run_is_not_counted(doors: Doors) -> None:
+    began = time.monotonic()
+    doors.listener.tick(began)
+    with doors.knock() as sock:
+        assert doors.look(1.0)
+        late = began + 2 * listener.PATIENCE  # a function has held the interpreter
+        for second in range(int(listener.PATIENCE)):
+            doors.listener.tick(late + second)
+        sock.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            sock.recv(1)
+        doors.listener.tick(late + listener.PATIENCE + 1)
+        sock.settimeout(2.0)
+        assert sock.recv(1) == b""
+
+
 def test_a_crowd_that_comes_and_goes_leaves_the_doors_open(doors: Doors, lines: list[Any]) -> None:
     doors.listener.most_strangers, doors.listener.patience = (
         2,

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+import threading
 from asyncio import CancelledError
 from collections.abc import Callable, Iterator
 from functools import partial
+from math import inf
+from time import monotonic
 from typing import Any
 
 import torch
@@ -20,6 +23,7 @@ from telegrad._core.pickling.exceptions import describe, readable
 from telegrad._core.pickling.pickling import encode
 from telegrad._core.pickling.remote_text import already_described, first_line
 from telegrad._core.reactor.reactor import Reactor
+from telegrad._core.security.refusals import Refusals
 from telegrad._core.transport.link import Link
 from telegrad._core.transport.loopback import LoopEnd
 from telegrad._core.wire.messages import FAILURE, HAS_GRAPH, HAS_REFERENCES, NO_GRAD, RESULT, Message, append
@@ -29,6 +33,7 @@ from telegrad.errors import CallCancelled, CannotEncode, LimitReached, PeerError
 
 _NOTHING = encode(None, False)
 
+MOST_FAILURES = 300  # failed calls of one caller that are logged in a minute
 SMALL = 1 << 14  # bytes; smaller answers may wait and leave together
 
 log = logging.getLogger("telegrad")
@@ -51,6 +56,8 @@ class Answers:
         self._layers = layers
         self._streams = streams
         self._undelivered = undelivered
+        self._lock = threading.Lock()  # guards _failures
+        self._failures = Refusals(MOST_FAILURES)  # by caller
         self._refusal = "", b""  # text and encoding of the last refusal: many in a row are equal
         self.sent_memory: Callable[[Caller, Link | LoopEnd], None] = lambda *_: None  # called after answers with memory
 
@@ -127,10 +134,21 @@ class Answers:
             return  # refusals may be many; the other errors were raised here by an earlier call, which logged them
         if isinstance(error, ShutDown) and isinstance(call.link.closed, ShutDown):
             return  # the call failed since this worker or the caller has left
+        with self._lock:
+            if not self._failures.should_log(call.caller.name, monotonic()):
+                return
         log.warning(
             "telegrad: worker %r: %s, called by worker %r, raised %s: %s",
             *(self.name, name or "a call", call.caller.name, type(error).__name__, first_line(error)),
         )
+
+    def tick(self, now: float) -> float:
+        """Log how many failures were left out of the log; return the time of the next check."""
+        with self._lock:
+            left_out = self._failures.left_out(now)
+        for caller, count in left_out:
+            log.warning("telegrad: %d more calls of %s failed in the last minute", count, caller)
+        return inf
 
     def send(self, call: Incoming, answer: Message) -> None:
         """Send the response and end the call. A cancelled call gets a response only if that carries references."""

@@ -91,10 +91,10 @@ class Server:
         self._layers = layers
         self._streams = streams
         self._on_notice = on_notice
-        self._answers = Answers(name, reactor, layers, streams, undelivered)
+        self.answers = Answers(name, reactor, layers, streams, undelivered)
         self._runs = self._run  # one bound method for all calls: fewer objects for the garbage collector
         self.intake = BackPressure(reactor, *most_waiting)
-        self._answers.sent_memory = self.intake.sent
+        self.answers.sent_memory = self.intake.sent
         self._loop = EventLoop(entered)
         self.doorkeeper: CallScheduler | None = None
         self.orders = False  # also ask the doorkeeper about functions that are known to be short
@@ -141,7 +141,7 @@ class Server:
             ):
                 # On another thread: describing an error takes longer than reading a call, and others wait for the
                 # reader thread.
-                self._reactor.submit(Work(partial(self._answers.refuse, excess), come, size=size), caller.control)
+                self._reactor.submit(Work(partial(self.answers.refuse, excess), come, size=size), caller.control)
                 continue
             head = message.head
             short = head and self._short.get(head)
@@ -273,12 +273,12 @@ class Server:
             elif hasattr(function, ASYNC_MARK):
                 self._when_done(call, its_future(function, result), function)
             else:
-                answer = self._answers.made_of(call, result, function)
+                answer = self.answers.made_of(call, result, function)
                 del result  # as above: it may be one of the arguments
                 if (note := events.note) is not None:
                     failure = CANCELLED if call.cancelled else ""
                     note((RAN, start, perf_counter(), call.caller.name, message.id, call.name, failure))
-                self._answers.send(call, answer)
+                self.answers.send(call, answer)
 
     def _fail(self, call: Incoming, name: str, error: BaseException | None = None) -> None:
         """Answer with an error: the given one, or the one that is being handled.
@@ -290,7 +290,7 @@ class Server:
         error = error or sys.exc_info()[1]
         assert error is not None
         _note(call, error)
-        self._answers.fail(call, error, name)
+        self.answers.fail(call, error, name)
 
     def _open(self, call: Incoming) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
         message, attachments = call.message, call.attachments
@@ -317,7 +317,7 @@ class Server:
     # Ordered calls
 
     def name_is(self, name: str) -> None:
-        self.name = self._answers.name = name
+        self.name = self.answers.name = name
 
     def _run_in_order(self, caller: Caller) -> None:
         if not caller.opening.acquire(blocking=False):
@@ -340,7 +340,7 @@ class Server:
         try:
             call.opened(self._open(call))
         except BaseException as error:
-            self._answers.fail(call, error, "")
+            self.answers.fail(call, error, "")
             return False
         self.in_turn.add(call)
         try:
@@ -366,7 +366,7 @@ class Server:
     def refuse(self, call: Incoming, error: BaseException) -> None:
         """Fail a call that was not admitted at once and will not run."""
         self.in_turn.discard(call)
-        self._answers.fail(call, error, user_name(call.function, call.args))
+        self.answers.fail(call, error, user_name(call.function, call.args))
 
     # Functions that continue after they return
 
@@ -417,7 +417,7 @@ class Server:
 
     def _answer(self, call: Incoming, result: Any, function: Any) -> None:
         _note(call)
-        self._answers.send(call, self._answers.made_of(call, result, function))
+        self.answers.send(call, self.answers.made_of(call, result, function))
 
     def _end_going_on(self, call: Incoming) -> None:
         call.stop = None

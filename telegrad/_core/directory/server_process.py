@@ -17,7 +17,7 @@ import subprocess
 import sys
 from time import monotonic
 
-from telegrad._core.addresses import family_of
+from telegrad._core.addresses import family_of, socket_address
 from telegrad._core.directory.directory_server import BACKLOG
 from telegrad._core.directory.lease_table import DEFAULT, LOG, Limits, remove
 from telegrad._core.host.private_files import open_regular, private_folder, replacing
@@ -52,7 +52,7 @@ class ServerProcess:
                 name = f"{secrets.token_hex(8)}.sqlite"
                 folder.create(name).close()  # for this user only; SQLite makes its other files likewise
                 self.path = os.path.join(folder.path, name)
-        self._listener = socket.create_server((host, port), family=family_of(host), backlog=BACKLOG)
+        self._listener = socket.create_server(socket_address(host, port), family=family_of(host), backlog=BACKLOG)
         self.address: tuple[str, int] = (host, self._listener.getsockname()[1])
         self._has_ended = False  # the end of the process has been noted
         self._told = ""  # the reason of its last end, if it reported one

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Sequence
 from functools import partial
 from math import inf
 from time import monotonic
@@ -113,15 +113,7 @@ class Leaving:
     def over(self) -> None:
         """End the wait, because the group ends: the program that started this worker has ended."""
 
-    def required(self, require: bool | Collection[str | int]) -> list[Member]:
-        """Return the workers that the group must not lose before its end; a dynamic group has no common end.
-
-        Raises:
-            UnknownWorker: one of them is not in the group.
-        """
-        return []
-
-    def check(self, required: list[Member]) -> None:
+    def check(self, required: Sequence[Member]) -> None:
         """Raise PeerLost if one of them was lost."""
 
     def __repr__(self) -> str:
@@ -194,10 +186,7 @@ class LeavingTogether(Leaving):
             absent, busy = sorted(self._farewell.missing), sorted(self._farewell.busy)
         return [self._members.find(id_).name for id_ in absent], [self._members.find(id_).name for id_ in busy]
 
-    def required(self, require: bool | Collection[str | int]) -> list[Member]:
-        return list(self._members) if require is True else [self._members.find(to) for to in require or ()]
-
-    def check(self, required: list[Member]) -> None:
+    def check(self, required: Sequence[Member]) -> None:
         with self._lock:
             lost = set(self._farewell.lost_ones)
         missed = [member for member in required if member.id in lost]

@@ -191,7 +191,7 @@ class Membership:
                     self._changed.wait(min(left, LOOK))
         return self.workers()
 
-    def wait_for_end(self, required: list[Member]) -> None:
+    def wait_for_end(self, required: Sequence[Member]) -> None:
         """Wait until a dynamic group ends, this worker must stop serving, or a required worker dies."""
         with self._changed:
             self.serving.begin(required, self._gone)
@@ -236,7 +236,7 @@ class Membership:
             others = self._others()
         self._greet(others)
 
-    def _greet(self, members: list[Member]) -> None:
+    def _greet(self, members: Sequence[Member]) -> None:
         for member in members:
             with contextlib.suppress(TelegradError):  # gone, which will be noticed; or this worker cannot call it
                 self._post.notify(member.name, Greeting())

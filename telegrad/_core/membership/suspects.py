@@ -9,7 +9,7 @@ from errno import ECONNREFUSED, EINPROGRESS, EWOULDBLOCK
 from time import monotonic
 from typing import Any, NamedTuple
 
-from telegrad._core.addresses import family_of
+from telegrad._core.addresses import family_of, socket_address
 from telegrad._core.membership.members import Member
 from telegrad.errors import PeerError, PeerSilent, PeerUnreachable
 
@@ -57,7 +57,7 @@ class Probes:
         try:
             sock = socket.socket(family_of(doubt.who.tcp[0]))
             sock.setblocking(False)
-            code = sock.connect_ex(doubt.who.tcp)
+            code = sock.connect_ex(socket_address(*doubt.who.tcp))
         except OSError:  # such as no free descriptor, which says nothing about the worker
             self._answers.append((doubt, True))
             return

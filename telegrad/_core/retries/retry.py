@@ -413,7 +413,8 @@ def wait_or_cancel(future: Future[Any]) -> Any:
     try:
         return future.wait()
     finally:
-        if not future.done():  # this thread was interrupted
+        if not future.done():  # this thread was interrupted, which is what its caller learns
+            future.heed()
             future.cancel()
 
 

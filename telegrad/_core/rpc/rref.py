@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 from torch import Tensor
 
-from telegrad._core import checks
+from telegrad._core import checks, forks
 from telegrad._core.calls import profiling
 from telegrad._core.calls.call_names import user_name
 from telegrad._core.calls.compiling import not_compiled
@@ -349,6 +349,8 @@ class RRef(Operators, Generic[T]):
         return self
 
     def __repr__(self) -> str:
+        if forks.is_inherited(self._table):  # logs may show it
+            return "<RRef of the process that this one was forked from>"
         name, box = f"RRef {number(self._handle.id)}", self._handle.box
         if box is None:
             confirmed = self._table.confirmed(self._handle)

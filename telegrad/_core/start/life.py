@@ -184,6 +184,7 @@ def shutdown(
     Raises:
         NotInitialized: this process is in no group.
         UsageError: a remote call, or a callback of one, calls it: it would wait for itself.
+        UnknownWorker: a worker in `require` was never in this group of fixed size; this worker stays in it.
         CallTimeout: the others did not call this in time; this worker has left all the same.
         PeerLost: a required worker died, or left without the others; this worker has left all the same. Or the
             directory of the dynamic group has declared this worker lost.
@@ -200,7 +201,7 @@ def shutdown(
         raise
     checks.flag("graceful", graceful)
     checks.seconds("timeout", timeout)
-    required = require if isinstance(require, bool) else several(require, "require")
+    required = worker.required(require if isinstance(require, bool) else several(require, "require"))
     if graceful:
         check_may_wait(worker, "shutdown")
         if worker.elastic is not None:
@@ -235,7 +236,7 @@ def serve(require: bool | Collection[str | int | WorkerInfo] = ()) -> None:
     Raises:
         NotInitialized: this process is in no group.
         UsageError: a remote call, or a callback of one, calls it.
-        UnknownWorker: a worker in `require` is not in the group.
+        UnknownWorker: a worker in `require` is not in the group; this worker stays in it, and does not serve.
         PeerLost: a worker that is in `require` died, or left a group of fixed size early; or the directory of the
             dynamic group has declared this worker lost.
 
@@ -244,11 +245,13 @@ def serve(require: bool | Collection[str | int | WorkerInfo] = ()) -> None:
         >>> rpc.serve()  # others would call it meanwhile; alone in its group, it ends at once
     """
     worker = current.joined()
-    required = require if isinstance(require, bool) else several(require, "require")
+    wanted = require if isinstance(require, bool) else several(require, "require")
+    required = worker.required(wanted, serving=True)
     check_may_wait(worker, "serve")
     try:
         if worker.elastic is not None:
             worker = worker.elastic.serve(worker)
+            required = worker.required(wanted, serving=True)  # of its last generation
         worker.serve(required)
     finally:
         current.leave(worker)

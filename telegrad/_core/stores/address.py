@@ -13,6 +13,7 @@ import uuid
 from time import monotonic, sleep
 from typing import Any
 
+from telegrad._core.addresses import text_of
 from telegrad._core.progress import Wait, report_in_background
 from telegrad.errors import UsageError
 
@@ -100,7 +101,7 @@ def listening_address(host: str) -> str:
         for family, kind, protocol, _, address in sorted(found, key=lambda each: each[0] != socket.AF_INET):
             with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
                 probe.bind(address)
-                here = str(address[0])
+                here = text_of(address)
                 if means_loopback(host) or not _is_loopback(here):
                     return here
     return "::" if loopback() != LOOPBACK else "0.0.0.0"
@@ -145,6 +146,11 @@ def _resolved(host: str, port: int) -> list[Any]:
             f"the store's host {host!r} is an address of several hosts, to which nobody can connect: give the address "
             "of the host of rank 0 in MASTER_ADDR or init_method"
         )
+    if all(address[3:] == (0,) and ipaddress.ip_address(address[0]).is_link_local for *_, address in found):
+        raise UsageError(
+            f"the store's host {host!r} is a link-local address without its interface: write {host}%eth0, with the "
+            "name that `ip addr` shows, in MASTER_ADDR or init_method"
+        )
     return found
 
 
@@ -173,7 +179,7 @@ def _source(family: int, address: tuple[str | int, ...] | tuple[int, bytes]) -> 
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(address)
-            return str(probe.getsockname()[0])
+            return text_of(probe.getsockname())
     except OSError:
         return None
 
@@ -205,4 +211,4 @@ def _checked(wanted: str) -> str:
             f"{wanted!r} is no address of this host ({error}); give one that `ip addr` shows, "
             f"in the option `address` or in {ADDRESS_VARIABLE}"
         ) from error
-    return str(address[0])
+    return text_of(address)

@@ -104,7 +104,8 @@ class SealedStore:
         except RuntimeError as error:
             raise StoreLost(
                 f"the store was lost ({short(error)}): "
-                "the worker that serves it has ended or cannot be reached; see its log"
+                "the worker that serves it has ended or cannot be reached, see its log; or another program, without "
+                "the group's key, has spoiled what is in the store"
             ) from error
 
     def ask(self, place: str) -> str:

@@ -14,15 +14,17 @@ from typing import Any
 
 import torch.distributed as dist
 
-from telegrad._core.addresses import family_of
+from telegrad._core.addresses import family_of, socket_address, text_of
 from telegrad._core.stores.address import answers, is_address, listening_address, spelled
 from telegrad._core.threads import Thread
+from telegrad.errors import StoreUnreachable
 
 log = logging.getLogger("telegrad")
 
 ANYWHERE = ("0.0.0.0", "::")
 CROWD = 1024  # connections waiting to be accepted
 PROBE = 0.25  # seconds for a connection to be accepted
+OWN_HOST = 2.0  # seconds for a connection from this host to itself, which the kernel alone makes
 LEAST = 1e-3  # seconds for a read; 0 would mean non-blocking
 # In torch's protocol, in the host's byte order: VALIDATE with its magic number, the first message of each client, and
 # GETNUMKEYS, whose response is an int64.
@@ -113,7 +115,7 @@ def serve_tcp(host: str, port: int, shared: bool = False) -> tuple[Any, int]:
             host,
         )
     try:
-        listener = socket.create_server((address, port), family=family_of(address), backlog=CROWD)
+        listener = socket.create_server(socket_address(address, port), family=family_of(address), backlog=CROWD)
     except OSError:
         if not shared:
             raise
@@ -123,12 +125,20 @@ def serve_tcp(host: str, port: int, shared: bool = False) -> tuple[Any, int]:
 
 
 def serve_on(listener: socket.socket, shared: bool = False) -> tuple[Any, int]:
-    """Serve a store on a listening socket, which stays open for the caller; return the store and its port."""
-    host, port = listener.getsockname()[:2]
+    """Serve a store on a listening socket, which stays open for the caller; return the store and its port.
+
+    Raises:
+        StoreUnreachable: this process cannot connect to that socket.
+    """
+    bound = listener.getsockname()
+    host, port = text_of(bound), bound[1]
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # at which this process can connect
+    try:  # torch connects to its own server, and would retry that for minutes, without Ctrl-C
+        socket.create_connection((host, port), OWN_HOST).close()
+    except OSError as error:
+        raise StoreUnreachable(
+            f"the store cannot be served: this host cannot connect to its own address {host} ({error}). "
+            "Is its loopback interface up? `ip link set lo up`"
+        ) from error
     served = listener.dup().detach()  # the store closes it
-    return _store(_reachable(host), port, is_master=True, master_listen_fd=served, multi_tenant=shared), port
-
-
-def _reachable(address: str) -> str:
-    """Return the address at which this process can connect to a socket that is bound to `address`."""
-    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(address, address)
+    return _store(host, port, is_master=True, master_listen_fd=served, multi_tenant=shared), port

@@ -12,9 +12,10 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
+from math import inf
 from time import monotonic
 
-from telegrad._core.addresses import family_of
+from telegrad._core.addresses import family_of, socket_address
 from telegrad._core.host.open_files import error_text
 from telegrad._core.security import handshake
 from telegrad._core.security.keyring import Keyring
@@ -27,6 +28,7 @@ from telegrad._core.transport.process_state import process_at, stranger_at
 from telegrad.errors import HandshakeError, PeerUnreachable, ProtocolViolation, UsageError
 
 PATIENCE = 5.0  # seconds that a handshake may take
+HELD = 2.0  # seconds between two ticks in which a worker did not run: they come once a second
 MOST_STRANGERS = 256  # concurrent handshakes; above it, the oldest one of the host with the most is refused
 MOST_FOREIGN = 256  # refused processes of other users that are remembered
 HERE = "this host"
@@ -63,6 +65,7 @@ class Listener:
         self.patience, self.most_strangers = PATIENCE, MOST_STRANGERS
         self._serves: tuple[Keyring, handshake.Claim] | None = None  # the group's keys, and this worker's claim
         self._shut = False  # no descriptor is free for new connections
+        self._ticked = inf
         self._doors: list[_ListeningSocket] = []
         self.unix = ""
         if HAS_UNIX and transport != "tcp" and tls is None:
@@ -71,7 +74,7 @@ class Listener:
             door.bind(unix_address(self.unix))
             self._doors.append(_ListeningSocket(door, self, True))
         door = socket.socket(family_of(address))
-        door.bind((address, 0))
+        door.bind(socket_address(address, 0))
         self.tcp: tuple[str, int] = (address, door.getsockname()[1])
         self._doors.append(_ListeningSocket(door, self, False))
         for each in self._doors:
@@ -169,7 +172,10 @@ class Listener:
             self._shut = False
             for door in self._doors:
                 self._poller.watch(door, read=True)
+        was_held, self._ticked = now - self._ticked > HELD, now
         with self._lock:
+            for stranger in self._strangers if was_held else ():
+                stranger.since = now  # a held interpreter, or a stopped process, has not read its messages
             left_out = self._refusals.left_out(now)
             late = [stranger for stranger in self._strangers if now - stranger.since > self.patience]
         for host, count in left_out:

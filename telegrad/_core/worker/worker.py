@@ -107,9 +107,17 @@ class Worker:
             self.at_end.append(renewal.close)
         self.extensions.each(lambda extension: extension.on_join(self))
 
-    def shutdown(
-        self, graceful: bool, timeout: float, require: bool | Collection[str | int] = (), serving: bool = False
-    ) -> None:
+    def required(self, require: bool | Collection[str | int], serving: bool = False) -> list[Member]:
+        """Return the workers that this one must not lose: until the end of a fixed group, or while it is serving.
+
+        Raises:
+            UnknownWorker: one of them is not in the group.
+        """
+        if isinstance(require, bool):
+            return list(self.directory) if require and isinstance(self.directory, Members) else []
+        return [self.agent.find(to) for to in require] if serving or self.parting.together else []
+
+    def shutdown(self, graceful: bool, timeout: float, required: Sequence[Member] = (), serving: bool = False) -> None:
         """Leave the group. With `graceful`, first wait until no call is in flight, in a fixed group on any worker.
 
         Raises:
@@ -117,7 +125,6 @@ class Worker:
             PeerLost: a required worker died or left early; this worker has left all the same. Or it was declared lost.
         """
         how = "it did not wait for them (graceful=False, a timeout, or an error)"
-        required = self.parting.required(require)
         try:
             if graceful:
                 for act in self.before_end:
@@ -133,17 +140,17 @@ class Worker:
         if graceful:
             self.parting.check(required)
 
-    def serve(self, require: bool | Collection[str | int]) -> None:
+    def serve(self, required: Sequence[Member]) -> None:
         """Serve until the group ends or `stop_serving` is called; then leave.
 
         Raises:
             PeerLost: a required worker died, or left a group of fixed size early; this one was declared lost.
         """
         if self.parting.together:
-            self.shutdown(True, 0, require, serving=True)
+            self.shutdown(True, 0, required, serving=True)
             return
         try:
-            self.membership.wait_for_end([] if isinstance(require, bool) else [self.agent.find(to) for to in require])
+            self.membership.wait_for_end(required)
         finally:
             self.shutdown(self.membership.serving.missed is None, 0)
         if missed := self.membership.serving.missed:

@@ -11,7 +11,7 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from telegrad.ext.processes import Thread, family_of, forks
+from telegrad.ext.processes import Thread, family_of, forks, socket_address
 
 MOST_CONNECTIONS = 64  # each has a thread; a browser opens at most six
 LONGEST_CONNECTION = 60.0  # seconds to receive a request and send the response
@@ -33,7 +33,7 @@ class BoundedServer(ThreadingHTTPServer):
         self.address_family = family_of(host)
         self._lock = threading.Lock()  # guards _ends
         self._ends: dict[socket.socket, float] = {}  # the deadline of each open connection, oldest first
-        super().__init__((host, port), handler)
+        super().__init__(socket_address(host, port), handler)
         self._thread: threading.Thread | None = None
         self._depth = forks.depth
 
