@@ -226,7 +226,8 @@ def serve(require: bool | Collection[str | int | WorkerInfo] = ()) -> None:
     """Serve calls until the group ends, then leave: the whole program of a worker after `init_rpc`.
 
     A group of fixed size ends when all workers have called this or `shutdown`. A dynamic group ends for workers in
-    `serve` when rank 0, or the worker that started the group, leaves in order. `stop_serving` ends it for one worker.
+    `serve` when rank 0, or the worker that started the group, leaves in order; if its program ends without
+    `shutdown`, and no launcher keeps the directory, that is a PeerLost. `stop_serving` ends it for one worker.
     Ctrl-C leaves at once.
 
     Args:
