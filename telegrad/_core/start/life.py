@@ -294,6 +294,7 @@ def rendezvous_again(timeout: float = DEFAULT) -> Generation:
         NotInitialized: this process is in no group.
         UsageError: the group is not elastic; a remote call, or a callback of one, calls this; or two threads do.
         GroupIncomplete: too few workers came; this worker is in no group any more.
+        ShutDown: another thread has called `shutdown`.
 
     Example:
         >>> rpc.init_rpc("trainer", min_workers=1)
