@@ -453,6 +453,7 @@ def test_a_stopped_leader_does_not_count_that_time_for_the_others(tcp: str) -> N
         for process in made:
             process.run(rpc.rendezvous_again)  # the first returns at once
         leader.begin(rpc.rendezvous_again, 4)
+        time.sleep(1)  # it waits by now
         leader.kill(signal.SIGSTOP)
         time.sleep(5)
         leader.kill(signal.SIGCONT)
