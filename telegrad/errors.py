@@ -140,7 +140,7 @@ class ShutDown(PeerError):
 
 
 class LeftEarly(ShutDown):
-    """The other worker of a fixed-size group left before the rest: by `graceful=False`, or at its program's end."""
+    """The other worker left a group of fixed size before the rest, or a dynamic one without `shutdown`."""
 
 
 class GenerationOver(ShutDown):

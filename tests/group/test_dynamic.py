@@ -151,14 +151,15 @@ def test_many_join_at_once(make: Make) -> None:
 
 @pytest.mark.parametrize("launched", [False, True])
 @pytest.mark.parametrize(
-    ("first", "others", "leaver", "in_order", "ends"),
+    ("first", "others", "leaver", "lost", "ends"),
     [
-        (1, (0, 2), 0, True, "alone launched"),
-        (0, (1, 2), 0, True, "alone launched"),
-        (0, (1, 2), 0, False, "alone"),  # a launcher starts it anew
-        (1, (2, 3), 1, True, "alone"),  # else a launcher has made the group
-        (1, (2, 3), 2, True, ""),
-        (0, (1, 2), 1, True, ""),
+        (1, (0, 2), 0, "", "alone launched"),
+        (0, (1, 2), 0, "", "alone launched"),
+        (0, (1, 2), 0, "it failed", "alone"),  # a launcher starts it anew
+        (1, (2, 3), 1, "", "alone"),  # else a launcher has made the group
+        (1, (2, 3), 1, "it failed", "alone"),
+        (1, (2, 3), 2, "", ""),
+        (0, (1, 2), 1, "", ""),
     ],
 )
 def test_with_whom_those_end_that_only_serve(
@@ -168,19 +169,24 @@ def test_with_whom_those_end_that_only_serve(
     first: int,
     others: tuple[int, ...],
     leaver: int,
-    in_order: bool,
+    lost: str,
     ends: str,
 ) -> None:
     workers = {rank: make(f"w{rank}", rank, launched=launched).join() for rank in (first, *others)}
-    workers[leaver].group.leave(in_order)
+    workers[leaver].group.leave(lost)
     assert has_ended(engine) == (("launched" if launched else "alone") in ends.split())
 
 
-def test_an_end_is_told_once_and_to_those_that_were_there(make: Make) -> None:
+@pytest.mark.parametrize(
+    ("lost", "end"),
+    [("", (LEFT, "worker 'boss' has left")), ("it failed", (LOST, "worker 'boss' was lost: it failed"))],
+)
+def test_an_end_is_told_once_and_to_those_that_were_there(make: Make, lost: str, end: tuple[str, str]) -> None:
     boss, server = make("boss", 0).join(), make("server").join().watch()
-    boss.group.leave()
+    boss.group.leave(lost)
     wait_until(lambda: len(server.told) > 1)
-    assert [each for each in server.told if isinstance(each, Ended)] == [Ended("worker 'boss' has left")]
+    assert server.gone() == [MemberGone(boss.me.incarnation, end[0], lost)]
+    assert [each for each in server.told if isinstance(each, Ended)] == [Ended(*end)]
     late = make("late").join().watch()
     again = make("boss", 0).join()
     wait_until(lambda: late.told)

@@ -12,7 +12,7 @@ from telegrad._core.directory.directory import DirectoryLost
 from telegrad._core.membership.message_sender import MessageQueue
 from telegrad._core.membership.registry import LEFT, LOST, MemberJoined, Registered
 from telegrad._core.worker.worker import Worker
-from telegrad.errors import PeerError, PeerLost, PeerSilent
+from telegrad.errors import LeftEarly, PeerError, PeerLost, PeerSilent
 from tests.cluster import PATIENCE, agents, wait_until
 
 
@@ -67,6 +67,35 @@ def test_a_member_that_leaves_is_not_taken_for_lost_where_the_directory_tells_it
     assert not [each.message for each in caplog.records if each.levelno >= logging.WARNING]
 
 
+may_end = threading.Event()
+
+
+def wait_until_it_may_end() -> None:
+    assert may_end.wait(PATIENCE)
+
+
+@pytest.mark.parametrize("ends", ["declared lost", "program"])
+def test_a_member_is_lost_where_its_connection_tells_before_the_directory(ends: str) -> None:
+    with agents(2, dynamic=True) as (worker, other):
+        may_end.clear()
+        told = ends_of(worker)
+        reasons: queue.SimpleQueue[str] = queue.SimpleQueue()
+        worker.membership.on_lost(lambda _, why: reasons.put(str(why)))
+        call = worker.agent.call_async("w1", wait_until_it_may_end, (), {})
+        wait_until(lambda: not other.agent.idle)
+        with worker.directory._applying:  # the watch waits
+            if ends == "program":
+                other.end_with_the_program()
+            else:
+                worker.directory.registry.declare_lost(other.me.incarnation, "a test")
+            with pytest.raises(LeftEarly, match=r"declared lost|its program ended"):
+                call.wait()
+            assert told.empty()
+        may_end.set()
+        assert told.get(timeout=PATIENCE) == LOST
+        assert ("a test" if ends == "declared lost" else "ended without rpc") in reasons.get(timeout=PATIENCE)
+
+
 @pytest.mark.parametrize("is_known", [True, False])
 def test_a_dead_member_is_taken_out_where_the_directory_does_not_answer(
     is_known: bool, monkeypatch: pytest.MonkeyPatch
@@ -81,8 +110,7 @@ def test_a_dead_member_is_taken_out_where_the_directory_does_not_answer(
         with worker.directory._applying, monkeypatch.context() as patched:
             patched.setattr(worker.directory, "is_lost", is_known)
             patched.setattr(worker.directory.registry, "declare_lost", unanswered)
-            other.end("")
-            worker.membership._parted.clear()
+            other.end("a test", lost=True)
             worker.membership._on_lost(other.me.identity, PeerLost("its connection broke"))
             assert told.get(timeout=PATIENCE) == LOST
             assert worker.membership.present() == [worker.me]

@@ -99,8 +99,17 @@ def test_watchers_see_who_came_and_how_each_has_gone(registry: Registry, directo
         if isinstance(each, MemberGone):
             gone.setdefault(each.life, each)
     assert [(each.how, each.why) for each in gone.values()] == [(LEFT, ""), (LOST, "it is dead"), (LOST, EXPIRED)]
-    assert changes[-1] == Ended("the first has left")
+    assert changes[-1] == Ended(LEFT, "the first has left")
     assert registry.roster().members == {}
+
+
+def test_who_comes_after_an_end_is_not_concerned(registry: Registry, directory: Directory) -> None:
+    registry.end("rank 0 has left")
+    since = registry.roster().revision
+    Joined(registry, directory, worker("a"))
+    registry.end("rank 0 has left again")
+    changes = [change for _, change in registry.watch(since, 0.0)[1]]
+    assert [each for each in changes if isinstance(each, Ended)] == [Ended(LEFT, "rank 0 has left again")]
 
 
 def test_a_member_that_was_declared_lost_learns_so_as_it_leaves(registry: Registry, directory: Directory) -> None:

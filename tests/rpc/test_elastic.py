@@ -6,10 +6,12 @@ import json
 import os
 import pathlib
 import random
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -418,6 +420,45 @@ def test_waiting_says_what_lets_workers_in_and_a_call_does_not_wait_for_itself(t
         alone, called = made[0].run(in_vain, tcp)
     assert alone.endswith("not 2: w; who comes waits for the next generation: rpc.rendezvous_again() lets it in")
     assert "rpc.rendezvous_again() was called on worker 'w' by a remote call" in called
+
+
+def wait_and_leave(place: str) -> tuple[str, float]:
+    """Shut down on this thread while another waits for a worker that does not call rendezvous_again."""
+    join(place, "a", 2, 2)
+    rpc.rendezvous_again()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(rpc.rendezvous_again, 0)
+        wait_until(lambda: current.here().turning._steps._how)
+        began = time.monotonic()
+        with pytest.raises(errors.CallTimeout):
+            rpc.shutdown(timeout=2)
+        assert current.worker is None
+        return type(waiting.exception(PATIENCE)).__name__, time.monotonic() - began
+
+
+def test_a_shutdown_ends_the_wait_of_another_thread(tcp: str) -> None:
+    with processes(2) as made:
+        made[1].begin(join, tcp, "b", 2, 2)
+        made[0].begin(wait_and_leave, tcp)
+        name, seconds = made[0].end(2 * PATIENCE)
+        assert (name, seconds < 2 + PATIENCE / 3) == ("ShutDown", True)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="has no SIGSTOP")
+def test_a_stopped_leader_does_not_count_that_time_for_the_others(tcp: str) -> None:
+    with processes(2) as made:
+        for process, name in zip(made, "ab", strict=True):
+            process.begin(join, tcp, name, 2, 2)
+        leader, other = sorted(made, key=lambda process: process.end(2 * PATIENCE).rank)
+        for process in made:
+            process.run(rpc.rendezvous_again)  # the first returns at once
+        leader.begin(rpc.rendezvous_again, 4)
+        time.sleep(1)  # it waits by now
+        leader.kill(signal.SIGSTOP)
+        time.sleep(5)
+        leader.kill(signal.SIGCONT)
+        other.begin(rpc.rendezvous_again)
+        assert {(each.number, each.size) for each in (leader.end(), other.end())} == {(1, 2)}
 
 
 def chaos(place: str, folder: pathlib.Path, seed: int, kills: int) -> None:

@@ -240,6 +240,24 @@ def test_who_serves_for_somebody_ends_where_that_one_dies() -> None:
         assert "'boss' was lost" in text
 
 
+def test_who_serves_ends_with_an_error_where_the_program_of_rank_0_ends_without_shutdown() -> None:
+    where = f"tcp://127.0.0.1:{free_port()}"
+    with processes(4) as made:
+        boss, *servers, y = made
+        boss.run(join, "boss", where, 0, False)
+        y.run(join, "y", where)
+        for process, required in zip(servers, ((), ("boss",)), strict=True):
+            process.run(join, f"w{len(required)}", where, -1, False)
+            process.begin(serve_for, *required)
+            assert boss.run(call, f"w{len(required)}") == 3
+        boss.run(lambda: current.here().end_with_the_program())
+        for process in servers:
+            kind, text = process.end()
+            assert kind is errors.PeerLost
+            assert "'boss' was lost" in text
+        assert [y.run(next_event)[:2] for _ in range(4)][-1] == ("lost", "boss")
+
+
 def hold_changes() -> None:
     """Have what the directory tells wait."""
     current.here().directory._applying.acquire()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from math import inf
 from typing import TYPE_CHECKING, Any
 
 from telegrad._core.directory.directory import ABSENT, Compacted, DirectoryLost, Events, Lease, LeaseLost, Listing, Swap
 from telegrad._core.directory.lease_table import Limits, Table
-from telegrad._core.membership.registry import _departure
+from telegrad._core.membership.registry import Ended, _departure
 
 if TYPE_CHECKING:
     from tests.sim.dynamic_worker import Worker
@@ -35,7 +36,7 @@ class Server:
         self.epochs: dict[str, int] = {}  # the last one, by name
         self.tokens: dict[str, int] = {}  # the last one that an owner was told, by value
         self.holders: dict[str, list[str]] = {}  # the lives that have claimed a name or a rank, by its key
-        self.decisions: list[tuple[int, str]] = []  # each that the group ends, with its revision
+        self.decisions: list[tuple[int, Ended]] = []  # each that the group ends, with its revision
         self._rate = rate
         self._stopped_at = 0.0
 
@@ -70,7 +71,7 @@ class Server:
             if (entry := event.entry) is not None:
                 kind, _, rest = entry.key.removeprefix("live/").partition("/")
                 if kind == "ended":
-                    self.decisions.append((entry.revision, entry.value.decode()))
+                    self.decisions.append((entry.revision, Ended(*json.loads(entry.value.decode()))))
                 elif kind in ("name", "rank"):
                     self.holders.setdefault(entry.key, []).append(entry.value.decode())
                 elif kind == "member" and entry.created == entry.revision and _departure(entry.value) is None:

@@ -119,7 +119,7 @@ class Checked:
     def check_decided(self, worker: Worker, change: Ended) -> None:
         """Check that an end of the group that a worker has heard of is in the directory."""
         self.count("end of the group that is heard of")
-        if not any(at > worker.since and why == change.why for at, why in self.server.decisions):
+        if not any(at > worker.since and told == change for at, told in self.server.decisions):
             self.broken(f"G1: {worker} was told that the group has ended ({change.why}), which the directory never was")
 
     def check_refusal(self, worker: Worker, since: dict[str, int]) -> None:

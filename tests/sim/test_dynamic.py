@@ -35,6 +35,7 @@ from telegrad._core.directory.directory import ABSENT, Entry, Lease
 from telegrad._core.membership.dynamic import DynamicGroup
 from telegrad._core.membership.members import Member
 from telegrad._core.membership.registry import (
+    LEFT,
     Change,
     Claim,
     Claimed,
@@ -240,7 +241,7 @@ class EndsWithRankZero(DynamicGroup):
         known = self._known.get(change.life) if isinstance(change, MemberGone) else None
         super()._apply(change)
         if known is not None and known.member.id == 0:
-            self._on_change(Ended("rank 0 was lost"))
+            self._on_change(Ended(LEFT, "rank 0 was lost"))
 
 
 class JoinsAgain(DynamicGroup):

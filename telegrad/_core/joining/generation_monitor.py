@@ -34,10 +34,11 @@ from telegrad._core.membership.members import Identity, Member, listed
 from telegrad._core.membership.message_sender import MessageQueue, MessageSender
 from telegrad._core.progress import Wait
 from telegrad._core.threads import Background
-from telegrad.errors import PeerError, PeerLost, RendezvousError
+from telegrad.errors import PeerError, PeerLost, RendezvousError, ShutDown
 
 LOOK = 0.25  # seconds between the leader's checks
 LOOK_OF_OTHERS = 1.0  # seconds between those of another worker, while it waits for the others
+TICK = 1.0  # seconds between two looks at the clock, to notice that this worker was stopped
 GRACE = 2.0  # seconds for the leader to answer Impatient
 PATIENCE = 2.0  # seconds for a check to end, once it is not needed any more
 
@@ -82,7 +83,9 @@ class GenerationMonitor:
         self._gone.put(member)
 
     def close(self) -> None:
-        self._closed = True
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
         self._gone.put(None)
         self._thread.join(PATIENCE)
 
@@ -93,11 +96,19 @@ class GenerationMonitor:
         self._act(lambda: self._steps.stand(how))
 
     def wait(self, timeout: float) -> str:
-        """Wait for all reports, and return the decision. After `timeout` seconds (0: no limit), move without others."""
-        deadline = monotonic() + timeout if timeout else inf
+        """Wait for all reports, and return the decision. After `timeout` seconds (0: no limit), move without others.
+
+        Raises:
+            ShutDown: another thread leaves the group.
+        """
+        seen = monotonic()
+        deadline = seen + timeout if timeout else inf
         with Wait("rendezvous_again", self._awaited, self._missing, worker=self._me.name) as wait:
-            while (told := self._told(min(wait.left, deadline - monotonic()))) == "":
-                if monotonic() > deadline:
+            while (told := self._told(pause := max(0.0, min(wait.left, deadline - seen, TICK)), self._left)) == "":
+                # Leave out the time in which this worker did not run itself, such as after SIGSTOP.
+                deadline += max(0.0, (now := monotonic()) - seen - pause)
+                seen = now
+                if seen >= deadline:
                     return self._wait_no_more(timeout)
                 wait.look()
         return told
@@ -108,19 +119,24 @@ class GenerationMonitor:
             pass
         return told
 
-    def _told(self, timeout: float) -> str:
+    def _told(self, timeout: float, left: Callable[[], bool] = lambda: False) -> str:
         with self._changed:
-            self._changed.wait_for(lambda: self._steps.told, max(0.0, timeout))
+            self._changed.wait_for(lambda: self._steps.told or left(), timeout)
+            if left():
+                raise ShutDown(f"worker {self._me.name!r} leaves its group: another thread has called rpc.shutdown()")
             return self._steps.told
+
+    def _left(self) -> bool:
+        return self._closed or self._steps.leaves
 
     def _wait_no_more(self, timeout: float) -> str:
         missing = self._missing()
         who = listed([repr(name) for name in missing]) if missing else "a worker"
         log.warning("telegrad: %s did not call rendezvous_again within %g s; the group goes on without", who, timeout)
         self._act(self._steps.give_up)
-        if not self._told(GRACE):
+        if not self._told(GRACE, self._left):
             self._act(self._steps.move_alone)
-        return self._told(0)
+        return self._told(0, self._left)
 
     @property
     def leads(self) -> bool:
@@ -158,7 +174,7 @@ class GenerationMonitor:
         """Pass an event to the protocol, and send its messages."""
         with self._changed:
             self._messages.add(event())
-            if self._steps.told:
+            if self._steps.told or self._steps.leaves:
                 self._changed.notify_all()
             gone_on = self._steps.left_behind
         if gone_on:

@@ -84,7 +84,12 @@ class GenerationBarrier:
     @property
     def left_behind(self) -> set[int]:
         """The workers that moved on, if this worker leaves."""
-        return self.alive - set(self.without) if self.told == MOVE and self._how == LEAVING else set()
+        return self.alive - {self._me, *self.without} if self.told == MOVE and self.leaves else set()
+
+    @property
+    def leaves(self) -> bool:
+        """Return True if shutdown() was called."""
+        return self._how == LEAVING
 
     @property
     def leader(self) -> int:
@@ -157,8 +162,8 @@ class GenerationBarrier:
         return self._conclude()
 
     def lost(self, other: int) -> list[Letter]:
-        """Remove a worker that has died or left."""
-        if other not in self.alive:
+        """Remove another worker that has died or left."""
+        if other not in self.alive - {self._me}:
             return []
         led = self.leader
         self.alive.discard(other)

@@ -60,7 +60,7 @@ class ServeState:
     def __init__(self, me: Member) -> None:
         self._me = me
         self.ended = threading.Event()  # this worker no longer serves
-        self.missed: Member | None = None  # a required member that was lost; set once, before `ended`
+        self.missed = ""  # why it must not serve on: a member was lost; set once, before `ended`
         self._only_serves = False
         self._required: Sequence[Member] = ()
 
@@ -78,9 +78,13 @@ class ServeState:
     def miss(self, member: Member, how: str) -> None:
         """Record that a member is gone, which may be required."""
         required = member.incarnation == self._me.incarnation or member.name in {each.name for each in self._required}
-        if how == LOST and required and self.missed is None:
-            self.missed = member
-            self.ended.set()
+        if how == LOST and required:
+            self.fail(f"worker {member.name!r} was lost, without which {self._me.name!r} shall not serve; see its log")
+
+    def fail(self, why: str) -> None:
+        """End with an error."""
+        self.missed = self.missed or why
+        self.ended.set()
 
 
 class Membership:
@@ -253,7 +257,7 @@ class Membership:
                 remember(self._lost_unseen, who.incarnation, reason)
             if member is None or self._closed:
                 return
-            if parted := isinstance(reason, ShutDown):
+            if parted := self._has_parted(reason):
                 self._parted.add(who.incarnation)
             if self._group is not None and isinstance(reason, PeerSilent):
                 return  # its lease decides
@@ -266,6 +270,10 @@ class Membership:
         if not parted:
             self._watch.want()
         self._wake.set()
+
+    def _has_parted(self, reason: PeerError) -> bool:
+        """Return True if that worker announced its departure. In a dynamic group, one that leaves early is lost."""
+        return isinstance(reason, ShutDown) and (self._group is None or not isinstance(reason, LeftEarly))
 
     def _take_out(self, member: Member, lost: PeerError | None) -> None:
         """Remove a member; without a reason of its loss, it has left. Call it with the lock held."""
@@ -287,7 +295,7 @@ class Membership:
         """Add a member, which may have been called and lost before it was seen here. Call it with the lock held."""
         self._present[member.incarnation] = member
         if (reason := self._lost_unseen.pop(member.incarnation, None)) is not None:
-            self._parted |= {member.incarnation} if isinstance(reason, ShutDown) else set()
+            self._parted |= {member.incarnation} if self._has_parted(reason) else set()
             if not isinstance(reason, PeerSilent):  # its lease decides
                 self._doubts.append(Suspect(member, reason, monotonic(), monotonic()))
         self._new_version()
@@ -388,6 +396,9 @@ class Membership:
             self._note_gone(change)
         else:
             log.info("telegrad: the group has ended for those who only serve: %s", change.why)
+            with self._changed:
+                if change.how == LOST and not self.serving.ended.is_set():
+                    self.serving.fail(f"the group of {self._me.name!r}, which only serves, has ended: {change.why}")
             self.serving.ended.set()
         assert self._group is not None
         self._watch_next()
@@ -396,7 +407,7 @@ class Membership:
     def _note_gone(self, change: MemberGone) -> None:
         with self._changed:
             member = self._present.get(change.life)
-            if member is None:
+            if member is None or self._closed:
                 return
             is_lost = change.how == LOST and change.life not in self._parted
             reason = PeerLost(f"worker {member.name!r} was lost: {change.why}") if is_lost else None

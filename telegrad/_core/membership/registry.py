@@ -5,17 +5,17 @@
     rank/RANK            LIFE of the member that has this rank
     live/member/LIFE     what a member publishes about itself
     live/published/NAME  LIFE of the member that owns the value published under this name
-    live/ended           why members that only serve must end; written for each such end, and deleted at once
+    live/ended           how and why members that only serve must end; written for each such end, and deleted at once
 
 All members watch only the keys below `live/`: with each watched key, a start of n workers costs n * n events. LIFE is
 the member's incarnation, which no other process ever has. The three keys of a member have its lease. They are deleted
 together, and others can claim the name and the rank as soon as the lease has ended. The revision that created
 `live/member/LIFE` is the member's epoch: of two workers with the same name, the later one has the higher epoch.
 
-A member that leaves normally writes LEFT into `live/member/LIFE` before it revokes its lease. A member that finds
-another one dead writes LOST there, with the reason, and revokes that lease. So each watcher sees how a member has gone.
-A lease that ends without either was not renewed in time, which is a loss, too. A member that sees the end of its own
-life must end, because another may have its name already.
+A member that leaves writes LEFT into `live/member/LIFE`, or LOST if its program ends without shutdown, before it
+revokes its lease. A member that finds another one dead writes LOST there, with the reason, and revokes that lease. So
+each watcher sees how a member has gone. A lease that ends without either was not renewed in time, which is a loss, too.
+A member that sees the end of its own life must end, because another may have its name already.
 """
 
 from __future__ import annotations
@@ -78,8 +78,9 @@ class MemberGone(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """The group has ended."""
+    """The group has ended (LEFT), or was ended by a worker whose program failed (LOST)."""
 
+    how: str
     why: str
 
 
@@ -158,14 +159,15 @@ class Registry:
             raise LeaseLost("another worker has claimed the name or the rank meanwhile, or an earlier lease has it")
         return Registered(me, swap.entry.created)
 
-    def leave(self, me: Member, lease: Lease, ends: str = "") -> bool:
-        """Leave normally, and free the name and the rank. Return False if the member was out before.
+    def leave(self, me: Member, lease: Lease, lost: str = "", ends: bool = False) -> bool:
+        """Leave, and free the name and the rank. Return False if the member was out before.
 
-        With the reason `ends`, the group ends with this member, unless it was out before.
+        With the reason `lost`, it counts as lost. With `ends`, the group ends with it, unless it was out before.
         """
-        marked = self._mark(me.incarnation, LEFT, "")
+        how = LOST if lost else LEFT
+        marked = self._mark(me.incarnation, how, lost)
         if marked is not None and ends:
-            self.end(ends)
+            self.end(f"worker {me.name!r} was lost: {lost}" if lost else f"worker {me.name!r} has left", how)
         self._directory.revoke(lease)
         return marked is not None
 
@@ -177,10 +179,10 @@ class Registry:
         self._directory.revoke(_holder(entry))
         return True
 
-    def end(self, why: str) -> None:
-        """End the members that only serve. Later workers are not affected."""
-        found = self._read(ENDED)
-        swap = self._directory.swap(self._key(ENDED), why.encode(), found.revision if found else ABSENT)
+    def end(self, why: str, how: str = LEFT) -> None:
+        """End the members that only serve, with an error if `how` is LOST. Later workers are not affected."""
+        found, ended = self._read(ENDED), json.dumps([how, why]).encode()
+        swap = self._directory.swap(self._key(ENDED), ended, found.revision if found else ABSENT)
         if swap.entry is not None:  # watchers have seen it
             self._directory.swap(self._key(ENDED), None, swap.entry.revision)
 
@@ -318,7 +320,7 @@ class Registry:
     @staticmethod
     def _change(key: str, entry: Entry | None, revision: int) -> Change | Claimed | None:
         if key == ENDED and entry is not None:
-            return Ended(entry.value.decode())
+            return Ended(*json.loads(entry.value.decode()))
         if key.startswith(PUBLISHED):
             claim = Claim(entry.value.decode(), entry.created) if entry is not None else Claim("", revision)
             return Claimed(key[len(PUBLISHED) :], claim)

@@ -164,8 +164,8 @@ class ShutdownBarrier:
         return [(self.leader, Quiet(number, begun))]
 
     def lost(self, other: int, died: bool = True) -> list[Letter]:
-        """Remove a worker that died or left early. With `died` False, it left with the group, and Leave follows."""
-        if other not in self._alive or self.state == DONE:
+        """Remove another worker that died or left early; without `died`, it left with the group, and Leave follows."""
+        if other not in self._alive - {self._me} or self.state == DONE:
             return []
         led = other == self.leader
         self._alive.discard(other)

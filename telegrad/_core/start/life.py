@@ -227,7 +227,8 @@ def serve(require: bool | Collection[str | int | WorkerInfo] = ()) -> None:
     """Serve calls until the group ends, then leave: the whole program of a worker after `init_rpc`.
 
     A group of fixed size ends when all workers have called this or `shutdown`. A dynamic group ends for workers in
-    `serve` when rank 0, or the worker that started the group, leaves in order. `stop_serving` ends it for one worker.
+    `serve` when rank 0, or the worker that started the group, leaves in order; if its program ends without
+    `shutdown`, and no launcher keeps the directory, that is a PeerLost. `stop_serving` ends it for one worker.
     Ctrl-C leaves at once.
 
     Args:
@@ -296,6 +297,7 @@ def rendezvous_again(timeout: float = DEFAULT) -> Generation:
         NotInitialized: this process is in no group.
         UsageError: the group is not elastic; a remote call, or a callback of one, calls this; or two threads do.
         GroupIncomplete: too few workers came; this worker is in no group any more.
+        ShutDown: another thread has called `shutdown`.
 
     Example:
         >>> rpc.init_rpc("trainer", min_workers=1)

@@ -144,7 +144,8 @@ class Worker:
         """Serve until the group ends or `stop_serving` is called; then leave.
 
         Raises:
-            PeerLost: a required worker died, or left a group of fixed size early; this one was declared lost.
+            PeerLost: a required worker died, or left a group of fixed size early; this one was declared lost; the
+                program of the worker that a dynamic group ends with has ended without shutdown.
         """
         if self.parting.together:
             self.shutdown(True, 0, required, serving=True)
@@ -152,11 +153,9 @@ class Worker:
         try:
             self.membership.wait_for_end(required)
         finally:
-            self.shutdown(self.membership.serving.missed is None, 0)
+            self.shutdown(not self.membership.serving.missed, 0)
         if missed := self.membership.serving.missed:
-            raise PeerLost(
-                f"worker {missed.name!r} was lost, without which {self.me.name!r} shall not serve; see its log"
-            )
+            raise PeerLost(missed)
 
     def stop_serving(self) -> None:
         """Make `serve` return.
@@ -172,10 +171,10 @@ class Worker:
         self.membership.serving.ended.set()
 
     @uninterrupted
-    def end(self, how: str, *, reason: PeerError | None = None, in_order: bool = True) -> None:
-        """Leave now. A fixed group gets `how`, unless this worker leaves in order.
+    def end(self, how: str, *, reason: PeerError | None = None, lost: bool = False) -> None:
+        """Leave now. A fixed group gets `how`, unless this worker leaves in order; a dynamic one if it is `lost`.
 
-        Calls in flight here, and later calls, fail for that `reason`. `in_order` is False if the program has ended.
+        Calls in flight here, and later calls, fail for that `reason`.
         """
         for act in self.at_end:
             act()
@@ -186,21 +185,21 @@ class Worker:
             how = OVER
         try:
             if isinstance(self.directory, DynamicGroup):
-                self.directory.leave(in_order)
+                self.directory.leave(how if lost else "")
         finally:
-            self.agent.close(reason, how if self.parting.together else "")
+            self.agent.close(reason, how if self.parting.together or lost else "")
             self.extensions.each(lambda extension: extension.close())
 
     def _declared_lost(self) -> None:
         """Stop this worker: the group continues without it, and may have given its name to another worker."""
         assert isinstance(self.directory, DynamicGroup)
         error = PeerLost(self.directory.over)
-        self.end(str(error), reason=error)
+        self.end("it was declared lost", reason=error, lost=True)
         self.at_declared_lost(error)
 
     def end_with_the_program(self) -> None:
         """Leave when the program ends without `shutdown`."""
-        self.end("its program ended without rpc.shutdown()", in_order=False)
+        self.end("its program ended without rpc.shutdown()", lost=True)
 
     def abandon(self) -> None:
         """In a forked child: close the descriptors, and let each use of this worker raise NotInitialized."""
