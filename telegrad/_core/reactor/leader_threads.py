@@ -47,6 +47,7 @@ class LeaderThreads:
         self._ended = ended
         self._standby: list[ReactorThread] = []
         self._threads: dict[ReactorThread, threading.Thread] = {}
+        self._lacks_threads = False  # since the last one that could be started; the first failure is logged
         self.local = threading.local()
 
     def __len__(self) -> int:
@@ -94,11 +95,13 @@ class LeaderThreads:
             return
         try:
             self._spawn(new)
+            self._lacks_threads = False
         except (RuntimeError, MemoryError) as error:
             with self.lock:
                 if self.leader is new:
                     self.leader = runner
-            level = logging.DEBUG if program_has_ended() else logging.WARNING
+            level = logging.DEBUG if program_has_ended() or self._lacks_threads else logging.WARNING
+            self._lacks_threads = True
             log.log(level, "telegrad: %s; a thread that works goes on leading, and the clock tries again", error)
 
     def _spawn(self, runner: ReactorThread) -> None:
