@@ -250,14 +250,19 @@ def _serve_or_share(place: Spot, rank: int, keys: Keyring, timeout: float) -> tu
     rival = _Site(place, keys)
     text = f"port {place[1]}, where this worker should serve the store, is still in use"
     with Wait("init_rpc", lambda: text, place=spot(*place)) as wait:
-        marked = monotonic() + MARKED
-        for left in poll_intervals(monotonic() + min(GOING, timeout)):
+        marked, until = monotonic() + MARKED, monotonic() + min(GOING, timeout)
+        for left in poll_intervals(monotonic() + timeout):
             wait.look()
             try:
                 return serve(*place, keys), True
             except StorePortTaken as error:
                 taken = error
             found = rival.look(PROBE, min(left, TAKEN))
+            may_answer = (
+                rank < 0 and rival.is_silent
+            )  # another worker may serve the store, and be stopped or overloaded
+            if monotonic() > until and not may_answer:
+                break
             if found in (OVER, GONE):  # it may be about to close
                 continue
             if rival.store is not None and (rank != 0 or found == OPEN):
@@ -283,9 +288,9 @@ def serve(host: str, port: int, keys: Keyring) -> SealedStore:
             raise
         if any(sign in str(error) for sign in ("EADDRINUSE", "in use", "10048")):  # the last is Windows' error number
             raise StorePortTaken(
-                f"port {port}, where this worker should serve the store, is in use by another program "
-                f"(`ss -ltnp sport = :{port}` shows which): choose another MASTER_PORT, or port in init_method, "
-                "the same on all workers"
+                f"port {port}, where this worker should serve the store, is in use, and no store of this group answers "
+                f"there (`ss -ltnp sport = :{port}` shows which program has it): if that is a worker of the group, it is "
+                "stopped or overloaded; else choose another MASTER_PORT, or port in init_method, the same on all workers"
             ) from error
         raise StoreUnreachable(f"the store cannot be served at {host}:{port}: {short(error)}") from error
     return store
@@ -327,9 +332,10 @@ def find_store(
     if site.refused is not None:
         raise site.refused
     if listens(host, port):
+        silent = ", or its worker is stopped or overloaded" if site.is_silent else ""
         raise StoreUnreachable(
-            f"what listens at {host}:{port} is not the group's store ({site.why}): "
-            "another program may have that port; choose another one on all workers"
+            f"what listens at {host}:{port} is not the group's store{silent} ({site.why}): "
+            "if another program has that port, choose another one on all workers"
         )
     raise StoreUnreachable(
         f"nobody serves the store at {host}:{port} after {timeout:g} s: is the worker of rank 0 running, "
@@ -351,6 +357,7 @@ class _Site:
         self.refused: StoreUntrusted | None = None  # the store was not written with the key of this worker
         self._keys = keys
         self.why = "it came too late"  # why it cannot be used
+        self.is_silent = False  # it has accepted a connection, and did not answer in time
         self.until = inf  # when to stop polling
 
     def look(self, probe: float, patience: float) -> str:
@@ -360,8 +367,8 @@ class _Site:
             if not isinstance(found, Exception):
                 self.store = SealedStore(found, self._keys)
             else:
-                self.why = short(found)
-                if not isinstance(found, TimeoutError):
+                self.why, self.is_silent = short(found), isinstance(found, TimeoutError)
+                if not self.is_silent:
                     self.until = min(self.until, monotonic() + STRANGE)
         mark = self._mark()
         if mark == GONE:
