@@ -258,17 +258,13 @@ def _serve_or_share(place: Spot, rank: int, keys: Keyring, timeout: float) -> tu
             except StorePortTaken as error:
                 taken = error
             found = rival.look(PROBE, min(left, TAKEN))
-            may_answer = (
-                rank < 0 and rival.is_silent
-            )  # another worker may serve the store, and be stopped or overloaded
-            if monotonic() > until and not may_answer:
-                break
-            if found in (OVER, GONE):  # it may be about to close
-                continue
-            if rival.store is not None and (rank != 0 or found == OPEN):
-                return rival.store, False
-            if monotonic() > marked:
-                break
+            if found not in (OVER, GONE):  # such a store may be about to close
+                if rival.store is not None and (rank != 0 or found == OPEN):
+                    return rival.store, False
+                if monotonic() > marked:
+                    break
+            if monotonic() > until and not (rank < 0 and rival.is_silent):
+                break  # otherwise it may be the store of another worker, which is stopped or overloaded
     assert taken is not None
     raise rival.refused or taken
 
@@ -289,8 +285,8 @@ def serve(host: str, port: int, keys: Keyring) -> SealedStore:
         if any(sign in str(error) for sign in ("EADDRINUSE", "in use", "10048")):  # the last is Windows' error number
             raise StorePortTaken(
                 f"port {port}, where this worker should serve the store, is in use, and no store of this group answers "
-                f"there (`ss -ltnp sport = :{port}` shows which program has it): if that is a worker of the group, it is "
-                "stopped or overloaded; else choose another MASTER_PORT, or port in init_method, the same on all workers"
+                f"there (`ss -ltnp sport = :{port}` shows which program has it): if that is a worker of the group, it "
+                "is stopped or overloaded; else choose another MASTER_PORT, or port in init_method, on all workers"
             ) from error
         raise StoreUnreachable(f"the store cannot be served at {host}:{port}: {short(error)}") from error
     return store
