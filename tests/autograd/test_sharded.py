@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from telegrad import autograd
-from telegrad.autograd.engine.sharded_gradients import ShardedPart
 from telegrad.nn import Pipeline, RemoteModule
 from telegrad.optim import DistributedOptimizer
 from telegrad.rpc import RRef
@@ -306,15 +305,3 @@ def as_stage(rank: int, schedule: str) -> list[bool]:
 class Sine(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.sin()
-
-
-class Unread:
-    """A node of a graph that is not to be walked."""
-
-    @property
-    def next_functions(self) -> None:
-        raise AssertionError("the graph is walked")
-
-
-def test_the_graph_is_not_walked_where_there_is_no_sharded_module() -> None:
-    assert not ShardedPart([], {0: [Unread()]})
