@@ -40,8 +40,8 @@ def interrupt(*_: Any) -> None:
     [
         pytest.param(find_directory, "write_pointer", 0, id="directory-started"),
         pytest.param(EmbeddedDirectory, "list", 1, id="directory-found"),
-        pytest.param(join, "mark_of", 0, id="first-joined"),
-        pytest.param(join, "mark_of", 1, id="joined"),
+        pytest.param(join, "read_server_mark", 0, id="first-joined"),
+        pytest.param(join, "read_server_mark", 1, id="joined"),
         pytest.param(cluster, "_check", 1, id="checked"),
     ],
 )
