@@ -94,5 +94,5 @@ _check(reactor, "Scheduler", "ready", "waiting", "held_up", "busy", "count")
 _check(peer, "CallTable", "begun", "in_flight", "is_full", "next_due")
 
 
-# Handlers of signals raise in code of the user at once, but not in that of the package, where this stands in for `Lock`.
+# Handlers of signals raise at once in code of the user, but not in that of the package, in which this replaces `Lock`.
 __name__ = "telegrad.tests.locks"
