@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, overload
 
-from telegrad.errors import InvalidArgument, UnknownWorker, UsageError
+from telegrad.errors import InvalidArgument, NotInitialized, UnknownWorker, UsageError
 from telegrad.ext.arguments import checks
 from telegrad.ext.calls import DEFAULT, RetryPolicy, check_timeout, convert, not_compiled, retry, target
 from telegrad.ext.workers import View, WorkerInfo, current, listed
@@ -172,7 +172,10 @@ class Group:
         return Group, (self._selection,)
 
     def __repr__(self) -> str:
-        names = f": {listed(self.names)}" if self.live and current.worker is not None else ""
+        try:
+            names = f": {listed(self.names)}" if self.live else ""
+        except NotInitialized:  # in a forked child, too
+            names = ""
         return f"<Group {self._selection}{names}>"
 
     # Groups made from this one

@@ -403,7 +403,7 @@ class DistributedOptimizer(Optimizer):
             if not isinstance(group, Mapping) or "params" not in group:
                 checks.raise_invalid("groups", _GROUPS, group)
         ours = {name for group in self.param_groups for name in group["param_names"]}
-        theirs = {name for group in groups for name in group["params"]}.union(state)
+        theirs = {name for group in groups for name in group["params"]}.union(checks.several("state", state, "names"))
         named = [set(group["param_names"]) for group in self.param_groups]
         if theirs != ours or [set(group["params"]) for group in groups] != named:
             differ = sorted(map(str, ours ^ theirs))

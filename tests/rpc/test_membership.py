@@ -227,8 +227,7 @@ def test_who_serves_for_somebody_ends_where_that_one_dies() -> None:
         boss.run(join, "boss", where, 0, False)
         for process, name in ((x, "x"), (y, "y")):
             process.run(join, name, where, -1, False)
-        assert x.run(serve_for, "nobody")[0] is errors.UnknownWorker
-        x.run(join, "x", where, -1, False)
+        assert x.run(serve_for, "nobody")[0] is errors.UnknownWorker  # and x stays in the group
         x.begin(serve, "boss")
         assert boss.run(call, "y") == 3
         y.kill()

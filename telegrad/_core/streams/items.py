@@ -46,7 +46,9 @@ def packed(item: Any, same_program: bool, recorded: bool) -> tuple[Any, int]:
     if recorded:
         with torch.enable_grad():
             for slot, tensor in enumerate(tensors):
-                if tensor.requires_grad:
+                if tensor.is_nested and tensor.requires_grad:
+                    copies[slot] = tensor  # which is refused, as torch records no copy of it
+                elif tensor.requires_grad:
                     made = [copies[slot].requires_grad_(False)]
                     copies[slot] = _Copied.apply(tensor, made)  # type: ignore[no-untyped-call]
     return EncodedItem(body, copies, references, weight), weight
