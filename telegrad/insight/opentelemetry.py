@@ -187,7 +187,7 @@ class CallSpan(Attached):
 
     def _done(self, future: Any) -> None:
         failure = getattr(future, "failure", None)
-        if failure is not None:
+        if hasattr(failure, "kind"):  # of a future of this package, which is not to count as seen
             self._fail(failure.kind, failure.text)
         else:
             try:
