@@ -186,7 +186,7 @@ class CallSpan(Attached):
             torch._C.Future.add_done_callback(future, self._done)
 
     def _done(self, future: Any) -> None:
-        failure = getattr(future, "failure", None)
+        failure: Any = getattr(future, "failure", None)
         if hasattr(failure, "kind"):  # of a future of this package, which is not to count as seen
             self._fail(failure.kind, failure.text)
         else:
