@@ -309,6 +309,7 @@ class Polling:
         if not events:
             self.asleep = True
             try:
+                # `_submitted` first: `_add_submitted` adds a work to `ready` before it removes it there.
                 events = self.poller.poll(0 if self._submitted or ready or self._closed else None)
             finally:
                 self.asleep = False

@@ -298,7 +298,7 @@ class RestorableValues:
     """One worker's state of restorable values: as their creator, and as their owner."""
 
     def __init__(self, agent: Agent) -> None:
-        # those with recipes, by their first ids
+        # the references with recipes, by their first ids
         self.lasting: WeakValueDictionary[Id, RestorableRRef[Any]] = WeakValueDictionary()
         self._lock = threading.Lock()  # guards removals from _anew; `setdefault` is atomic
         self._anew: dict[Id, Future[Id]] = {}  # the id of the recreated value, or a future id
