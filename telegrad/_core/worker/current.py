@@ -46,6 +46,7 @@ def joined() -> Worker:
         PeerLost: it was, until it was declared lost.
     """
     if worker is None:
+        forks.exit_if_user_code_ended()
         if isinstance(ended_by, StoreUntrusted | PeerLost):
             raise type(ended_by)(f"this process has left its group: {ended_by}")
         if _has_left:
