@@ -18,6 +18,7 @@ from typing import Any
 
 import cloudpickle
 
+from telegrad._core.interrupts import install
 from telegrad._core.security.keyring import Keyring
 from telegrad._core.start.cluster import start
 from telegrad._core.stores.group_keys import find_keys
@@ -64,6 +65,7 @@ def agents(
     **options: Any,
 ) -> Iterator[list[Worker]]:
     """A group of `count` workers in this process; closed without ceremony. `of_rank` gives the options of one alone."""
+    install()  # as init_rpc does, which this does not call
     with tempfile.TemporaryDirectory() as folder:
 
         def begin(rank: int) -> Worker:
