@@ -20,7 +20,7 @@ from benchmarks.command import choose, run
 from benchmarks.groups import Group, work
 from benchmarks.measuring import MB, TELEGRAD, Row
 from benchmarks.turns import take_turns
-from telegrad._core.transport.connect import Channel
+from telegrad._core.transport.connect import OpenedChannel
 
 _TCP = ("tcp",)
 AT_MOST = {  # times as long
@@ -52,8 +52,8 @@ ROWS = [
 
 def work_in_plain(pipe: Connection, *args: Any) -> None:
     """Be a worker whose connections are not encrypted."""
-    behind = Channel.behind
-    with patch.object(Channel, "behind", lambda *given: behind(*given)._replace(ciphers=None)):
+    behind = OpenedChannel.behind
+    with patch.object(OpenedChannel, "behind", lambda *given: behind(*given)._replace(ciphers=None)):
         work(pipe, *args)
 
 

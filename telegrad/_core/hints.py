@@ -13,26 +13,26 @@ from telegrad.errors import TelegradWarning
 
 _PASSED_OVER = ("telegrad", "torch", "threading")  # modules whose lines are not the user's
 
-_said: set[tuple[str, Line]] = set()
+_said: set[tuple[str, ProgramLine]] = set()
 
 
-class Line(NamedTuple):
+class ProgramLine(NamedTuple):
     file: str
     number: int
     module: str
 
 
-def users_line() -> Line:
+def users_line() -> ProgramLine:
     """Return the innermost line of the user's program on the stack."""
     inner = sys._getframe(1)
     frame: FrameType | None = inner
     while frame is not None and _module_of(frame).partition(".")[0] in _PASSED_OVER:
         frame = frame.f_back
     frame = frame or inner
-    return Line(frame.f_code.co_filename, frame.f_lineno, _module_of(frame))
+    return ProgramLine(frame.f_code.co_filename, frame.f_lineno, _module_of(frame))
 
 
-def hint(kind: str, text: str, line: Line | None = None) -> None:
+def hint(kind: str, text: str, line: ProgramLine | None = None) -> None:
     """Warn at `line`, by default the current line of the user's program, once for each kind of hint."""
     line = line or users_line()
     if (kind, line) not in _said:

@@ -163,7 +163,7 @@ def clear_line() -> None:
     _line.clear()
 
 
-class _Line:
+class _StatusLine:
     def __init__(self) -> None:
         # Guards _of and the output. Reentrant, since a finalizer that logs may run while it is held.
         self._lock = renewed(threading.RLock())
@@ -190,7 +190,7 @@ class _Line:
                 _write(f"{_REST}{_SAVE}{_DOWN}{_REST}{_RESTORE}")
 
 
-_line = _Line()
+_line = _StatusLine()
 
 
 def _write(codes: str) -> None:

@@ -28,7 +28,7 @@ from telegrad._core.pickling.reducers import ask_whether_recorded
 from telegrad.autograd.contexts import Contexts
 from telegrad.autograd.engine import guard
 from telegrad.autograd.engine.captures import Capture
-from telegrad.autograd.engine.passes import Abandon, Driver, Failed, LeftOut, PassSpec, Report, Task
+from telegrad.autograd.engine.passes import Abandon, Driver, Failed, LeftOut, PassReport, PassSpec, Task
 from telegrad.autograd.engine.record import AutogradContext, entered_id, read_id
 from telegrad.autograd.pass_parts import LocalParts, OpenRoots
 from telegrad.errors import CallTimeout, ContextEnded, PeerError, PeerLost, TelegradError, UnusedSends, UsageError
@@ -56,7 +56,7 @@ class DrivenPass(Driver):
         self._keeps = keeps  # kept alive until the pass has ended
         self._lock = threading.Lock()  # reports of several workers come concurrently
 
-    def report(self, worker: str, report: Report) -> list[tuple[str, Task]]:
+    def report(self, worker: str, report: PassReport) -> list[tuple[str, Task]]:
         with self._lock:
             return super().report(worker, report)
 
@@ -85,7 +85,7 @@ class Conductor:
         self._numbers = itertools.count(1)  # pass numbers; `next` is atomic
         self._driven: dict[PassSpec, DrivenPass] = {}  # no lock: each use is one atomic operation of a dict
         self._closed = False
-        agent.on(Report, lambda sender, message: self._on_report(sender.name, message))
+        agent.on(PassReport, lambda sender, message: self._on_report(sender.name, message))
         agent.on(Failed, lambda sender, message: self._on_failed(message.spec, rebuild(message.failure)))
         agent.layers.graphs = self
         agent.lost.append(self._on_lost)
@@ -229,7 +229,7 @@ class Conductor:
                 self._fail(driven, error)
                 return
 
-    def _on_report(self, worker: str, report: Report) -> None:
+    def _on_report(self, worker: str, report: PassReport) -> None:
         driven = self._driven.get(report.spec)
         if driven is None:
             if worker != self.name:  # this worker joined the pass after the pass had failed

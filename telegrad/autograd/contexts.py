@@ -34,7 +34,7 @@ class Release(NamedTuple):
     context: int
 
 
-class Knock(NamedTuple):
+class ContextQuestion(NamedTuple):
     """Ask the owner which of these contexts have ended, as a release may be lost, and detect a lost owner."""
 
     contexts: tuple[int, ...]
@@ -60,7 +60,7 @@ class Contexts:
         self._next_ask = 0.0
         self._old: set[int] = set()  # the contexts of other workers that existed at the last question
         agent.on(Release, lambda sender, message: self.release(message.context, sender))
-        agent.on(Knock, self._on_knock)
+        agent.on(ContextQuestion, self._on_knock)
         agent.lost.append(self._on_lost)
         agent.ticking.append(self._tick)
 
@@ -211,14 +211,14 @@ class Contexts:
             by_owner.setdefault(context.owner, []).append(context.id)
         for rank, ids in by_owner.items():
             try:
-                self._tell(self._agent.identify(rank), Knock(tuple(ids)))
+                self._tell(self._agent.identify(rank), ContextQuestion(tuple(ids)))
             except UnknownWorker:
                 for id_ in ids:
                     self.release(id_)
             except TelegradError:  # this worker leaves, or the lookup fails for now
                 pass
 
-    def _on_knock(self, sender: Identity, knock: Knock) -> None:
+    def _on_knock(self, sender: Identity, knock: ContextQuestion) -> None:
         for id_ in knock.contexts:
             context = self._contexts.get(id_)
             if context is None:

@@ -33,8 +33,8 @@ from telegrad.autograd.engine.passes import (
     Key,
     Mark,
     PackedShipment,
+    PassReport,
     PassSpec,
-    Report,
     Start,
     Task,
 )
@@ -104,14 +104,14 @@ class LocalPart:
         self._waits_to_ride = False
         self._rode = outcome
 
-    def report(self) -> Report:
+    def report(self) -> PassReport:
         """Return the report for the driver. All other messages must have been sent before."""
         done, self._done = self._done, []
         rode, self._rode = self._rode, None
         self._reports += 1
         spec, runner = self.outbox.spec, self._runner
         waiting = [*itertools.islice(runner.waiting, NAMED)] if spec.fast else ()
-        return Report(spec, self._reports, done, self.outbox.pop_sent(), runner.starved, waiting, rode)
+        return PassReport(spec, self._reports, done, self.outbox.pop_sent(), runner.starved, waiting, rode)
 
 
 class LocalParts:
@@ -122,7 +122,7 @@ class LocalParts:
         agent: Agent,
         contexts: Contexts,
         open_roots: OpenRoots,
-        reported: Callable[[str, Report], None],
+        reported: Callable[[str, PassReport], None],
         failed: Callable[[PassSpec, BaseException], None],
     ) -> None:
         """`open_roots` gives the tensors of values on this worker, once they are available.
@@ -164,7 +164,7 @@ class LocalParts:
         else:
             self.tell(context, worker, task)
 
-    def tell(self, context: AutogradContext, worker: str, message: Task | Report | Abandon) -> None:
+    def tell(self, context: AutogradContext, worker: str, message: Task | PassReport | Abandon) -> None:
         """Send a message to a worker that takes part, but not to a restarted worker of the same name."""
         who = context.met(worker)
         if who is None:
@@ -188,7 +188,7 @@ class LocalParts:
         spec, report = PassSpec(*shipment.spec), shipment.report
         self._take_task(sender, shipment._replace(spec=spec))
         if report is not None:
-            self._reported(sender.name, Report(spec, *report))
+            self._reported(sender.name, PassReport(spec, *report))
 
     def _post(self, context: AutogradContext, task: Task, here: bool = False, by_who_waits: bool = False) -> None:
         """Queue a task. If no thread runs the tasks of its context, this thread or another one begins to."""

@@ -10,7 +10,7 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, M
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from telegrad.checkpoint.folders import CONTENTS, Files, Path
-from telegrad.checkpoint.state import NO_LIMIT, Share, folder_of, pickled, shares_of, unpacked
+from telegrad.checkpoint.state import NO_LIMIT, OwnerState, folder_of, pickled, shares_of, unpacked
 from telegrad.errors import UsageError
 from telegrad.ext.calls import StepCounter, call_all
 from telegrad.ext.files import UnsafePath, reason
@@ -66,7 +66,7 @@ def load(state: dict[str, Any], checkpoint_id: Path) -> None:
 # Called on each worker
 
 
-def _load_shares(path: str, shares: list[Share]) -> None:
+def _load_shares(path: str, shares: list[OwnerState]) -> None:
     metadata = _contents(path)  # only once: for a large model, unpickling takes long
     for key, branch in shares:
         value = branch.root.local_value()

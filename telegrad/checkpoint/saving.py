@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from telegrad.checkpoint.background import BackgroundSaves
 from telegrad.checkpoint.folders import Files, Path, discard, keep_newest, tidy
 from telegrad.checkpoint.host_copies import Copies, HostMemoryPool
-from telegrad.checkpoint.state import NO_LIMIT, Share, folder_of, packed, pickled, shares_of
+from telegrad.checkpoint.state import NO_LIMIT, OwnerState, folder_of, packed, pickled, shares_of
 from telegrad.ext.arguments import checks
 from telegrad.ext.calls import Future, StepCounter, call_all
 from telegrad.ext.modules import LocalOptimizer, RemotePart, state_of
@@ -136,7 +136,7 @@ def _marked(plan: SavePlan, mark: str) -> SavePlan:
 class Saver:
     """One worker's part of a checkpoint."""
 
-    def __init__(self, path: str, shares: list[Share], own: dict[str, Any], copies: bool) -> None:
+    def __init__(self, path: str, shares: list[OwnerState], own: dict[str, Any], copies: bool) -> None:
         """With `copies`, save the current values, even if they change before they are written."""
         here = current.here()
         self._copies = Copies(here.attached(HostMemoryPool), here.attached(StepCounter).note) if copies else None
@@ -174,7 +174,9 @@ def _writer_to(path: str, is_coordinator: bool) -> FileSystemWriter:
     return writer
 
 
-def _begin_share(path: str, shares: list[Share], own: dict[str, Any], copies: bool) -> tuple[RRef[Saver], SavePlan]:
+def _begin_share(
+    path: str, shares: list[OwnerState], own: dict[str, Any], copies: bool
+) -> tuple[RRef[Saver], SavePlan]:
     saver = Saver(path, shares, own, copies)
     return RRef(saver), saver.plan
 

@@ -18,7 +18,7 @@ from telegrad.rpc import RRef
 NO_LIMIT = 0  # seconds: writing is limited only by the time without progress of an owner
 
 
-class Share(NamedTuple):
+class OwnerState(NamedTuple):
     """A part of the state on one worker: a module, a parameter, or a part of an optimizer."""
 
     key: str  # in the state
@@ -40,18 +40,18 @@ def folder_of(function: str, state: Any, checkpoint_id: Any) -> str:
     return str(os.fspath(checkpoint_id))
 
 
-def shares_of(state: Mapping[str, Any]) -> tuple[dict[str, list[Share]], dict[str, Any]]:
+def shares_of(state: Mapping[str, Any]) -> tuple[dict[str, list[OwnerState]], dict[str, Any]]:
     """Return the parts of the state by worker, and this worker's own values as they are saved."""
-    shares: list[Share] = []
+    shares: list[OwnerState] = []
     own: dict[str, Any] = {}
     for key, value in state.items():
         if isinstance(value, (nn.Module, RRef)):
-            shares += [Share(key, branch) for branch in branches(value)]
+            shares += [OwnerState(key, branch) for branch in branches(value)]
         elif isinstance(value, DistributedOptimizer):
-            shares += [Share(key, RemotePart("", local)) for local in value.locals.values()]
+            shares += [OwnerState(key, RemotePart("", local)) for local in value.locals.values()]
         else:
             own[key] = value.state_dict() if hasattr(value, "state_dict") else value
-    by_worker: dict[str, list[Share]] = {}
+    by_worker: dict[str, list[OwnerState]] = {}
     for share in shares:
         by_worker.setdefault(share.branch.root.owner_name(), []).append(share)
     return by_worker, own

@@ -46,7 +46,7 @@ _enabled = profiling.enabled
 _kind = torch._C._autograd._profiler_type
 
 
-class Session:
+class ProfilerSession:
     """One profiler that runs on one thread."""
 
     def __init__(self, options: Options) -> None:
@@ -86,10 +86,10 @@ _ids = itertools.count(1 << 40)  # distinct from torch's ids
 _here = threading.local()  # .session
 
 
-def session() -> Session | None:
+def session() -> ProfilerSession | None:
     """Return the session of the legacy profiler that runs on this thread; None if none does."""
     if _enabled() and _kind() == _LEGACY:
-        found: Session | None = getattr(_here, "session", None)
+        found: ProfilerSession | None = getattr(_here, "session", None)
         return found
     return None
 
@@ -110,7 +110,7 @@ def ProfilerConfig(state: Any, *options: Any) -> Any:  # noqa: N802
 
 def _enable_profiler_legacy(config: Any) -> None:
     _enable(config)
-    _here.session = Session(getattr(_here, "options", PLAIN))
+    _here.session = ProfilerSession(getattr(_here, "options", PLAIN))
 
 
 def _parse_legacy_records(thread_records: Any) -> list[FunctionEvent]:
@@ -119,7 +119,7 @@ def _parse_legacy_records(thread_records: Any) -> list[FunctionEvent]:
     for event in events:
         if event.node_id == -1:
             event.node_id = _rank()
-    ended: Session | None = _here.__dict__.pop("session", None)
+    ended: ProfilerSession | None = _here.__dict__.pop("session", None)
     if ended is not None:
         events += [_function_event(**event) for event in ended.events]
     return sorted(events, key=lambda event: (event.time_range.start, -event.time_range.end))
@@ -186,7 +186,7 @@ class Profiled:
         states = torch.autograd.ProfilerState  # type: ignore[attr-defined]
         experimental = torch._C._profiler._ExperimentalConfig()
         _enable_profiler_legacy(ProfilerConfig(states.CUDA if on_cuda else states.CPU, *flags, experimental))
-        self._session: Session = _here.session
+        self._session: ProfilerSession = _here.session
         try:
             return function(*args, **kwargs)
         finally:

@@ -41,8 +41,8 @@ from time import monotonic
 from typing import Concatenate, ParamSpec, TypeVar
 
 from telegrad.directories import etcd_messages as messages
-from telegrad.directories.etcd_client import Answer, EtcdClient, EtcdSession
-from telegrad.directories.etcd_messages import Json, Malformed, Refused, Settings
+from telegrad.directories.etcd_client import EtcdAnswer, EtcdClient, EtcdSession
+from telegrad.directories.etcd_messages import EtcdMalformed, EtcdRefused, EtcdSettings, Json
 from telegrad.errors import StoreUntrusted
 from telegrad.ext.directories import (
     ABSENT,
@@ -86,7 +86,7 @@ def _trusted(method: Callable[Concatenate[EtcdDirectory, P], T]) -> Callable[Con
     def trusted(self: EtcdDirectory, /, *args: P.args, **kwargs: P.kwargs) -> T:
         try:
             return method(self, *args, **kwargs)
-        except Malformed as error:
+        except EtcdMalformed as error:
             raise StoreUntrusted(
                 f"etcd at {self._client.name} gave an answer for the keys under {self.scope!r} that no etcd gives "
                 f"({error}): see whether another server has its address, or a proxy in front alters what it answers"
@@ -98,7 +98,7 @@ def _trusted(method: Callable[Concatenate[EtcdDirectory, P], T]) -> Callable[Con
 class EtcdDirectory:
     """The `Directory` of a group on an etcd cluster."""
 
-    def __init__(self, settings: Settings, patience: float) -> None:
+    def __init__(self, settings: EtcdSettings, patience: float) -> None:
         self.scope = settings.prefix  # distinguishes this directory from those of other groups
         self._prefix = settings.prefix.encode()
         self._client = EtcdClient(settings, patience)
@@ -180,7 +180,7 @@ class EtcdDirectory:
             follow = partial(self._follow, name, since, min(now + silence, ends))
             try:
                 events = sessions.run(follow, until=until, limit=self._client.limit).value
-            except Refused as error:
+            except EtcdRefused as error:
                 raise _refused(error) from None
             if events:
                 # Not the header's revision: when a watch catches up, that one is later than these events.
@@ -222,10 +222,10 @@ class EtcdDirectory:
 
     def _ask(
         self, path: str, body: Json, until: float | None = None, repeat: bool = True, limit: float | None = None
-    ) -> Answer:
+    ) -> EtcdAnswer:
         try:
             return self._client.ask(path, body, until, repeat, limit)
-        except Refused as error:
+        except EtcdRefused as error:
             raise _refused(error) from None
 
     def _check_version(self, until: float) -> None:
@@ -235,7 +235,7 @@ class EtcdDirectory:
         self._is_checked = True
         try:
             version = str(self._client.ask("/v3/maintenance/status", {}, until).content.get("version"))
-        except (DirectoryLost, Refused):  # the user may have no permission to read it
+        except (DirectoryLost, EtcdRefused):  # the user may have no permission to read it
             return
         if messages.ends_live_leases(version):
             hint(
@@ -245,7 +245,7 @@ class EtcdDirectory:
             )
 
 
-def _refused(error: Refused) -> Exception:
+def _refused(error: EtcdRefused) -> Exception:
     if error.code == messages.NOT_FOUND and "lease" in error.message:
         return LeaseLost(f"the lease has ended, and its keys are deleted ({error.message}): begin another one")
     if error.code == messages.RESOURCE_EXHAUSTED:

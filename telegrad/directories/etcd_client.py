@@ -14,7 +14,7 @@ from time import monotonic
 from typing import Any, NamedTuple
 
 from telegrad.directories import etcd_messages as messages
-from telegrad.directories.etcd_messages import Header, Json, Refused, Settings
+from telegrad.directories.etcd_messages import EtcdRefused, EtcdSettings, Header, Json
 from telegrad.errors import UsageError
 from telegrad.ext.directories import DirectoryRefused, DirectoryReset, Sessions, Unanswered, Unsent, is_quiet, left
 from telegrad.ext.files import read_secret
@@ -25,7 +25,7 @@ LINEARIZABLE = ("/v3/kv/range", "/v3/kv/txn")
 PASSWORD_BYTES = 4096
 
 
-class Answer(NamedTuple):
+class EtcdAnswer(NamedTuple):
     """A response of etcd."""
 
     content: Json
@@ -139,7 +139,7 @@ def _broken() -> Iterator[None]:
 class EtcdClient:
     """Client of one cluster. All methods may be called from any thread."""
 
-    def __init__(self, settings: Settings, patience: float) -> None:
+    def __init__(self, settings: EtcdSettings, patience: float) -> None:
         """`patience`: seconds for all attempts of one request together."""
         # An endpoint that does not answer uses up to `limit` of the patience; the other endpoints have the rest. A
         # write waits longer, for a slow disk, because its caller has to read again after a failure. A write forwarded
@@ -164,7 +164,7 @@ class EtcdClient:
 
     def ask(
         self, path: str, body: Json, until: float | None = None, repeat: bool = True, limit: float | None = None
-    ) -> Answer:
+    ) -> EtcdAnswer:
         """Send a request to one endpoint after another until one answers, within the patience or until `until`.
 
         `repeat`: the request may be executed twice. Without it, no other attempt follows once etcd may have received
@@ -181,20 +181,20 @@ class EtcdClient:
             lambda session, deadline: self.attempt(session, path, body, deadline), repeat, until, limit
         ).value
 
-    def attempt(self, session: EtcdSession, path: str, body: Json, deadline: float) -> Answer:
+    def attempt(self, session: EtcdSession, path: str, body: Json, deadline: float) -> EtcdAnswer:
         """Send a request to one endpoint once. Raises Unsent, Unanswered, Refused, DirectoryReset."""
         token = self.token(session, deadline)
         floor, sent = self._continuity.revision, monotonic()
         content = self.read(*session.ask(path, body, token, deadline))
         header = messages.header_of(content)
         self.check(header, floor, path in LINEARIZABLE)
-        return Answer(content, header, sent)
+        return EtcdAnswer(content, header, sent)
 
     def read(self, status: int, body: bytes) -> Json:
         """Return the content of a response. Raises Unsent, Unanswered, Refused."""
         try:
             return messages.answer_of(status, body)
-        except Refused as error:
+        except EtcdRefused as error:
             if error.needs_token() and self._user:
                 self._token = ""
                 raise Unsent(error.message) from None
@@ -222,14 +222,14 @@ class EtcdClient:
             raise DirectoryReset(wrong)
 
 
-def _read_password(settings: Settings) -> str:
+def _read_password(settings: EtcdSettings) -> str:
     try:
         return read_secret(settings.password_file, PASSWORD_BYTES).decode().strip()
     except (OSError, ValueError) as error:
         raise UsageError(f"the password of etcd cannot be read from {settings.password_file!r}: {error}") from error
 
 
-def _tls(settings: Settings) -> ssl.SSLContext:
+def _tls(settings: EtcdSettings) -> ssl.SSLContext:
     try:
         context = ssl.create_default_context(cafile=None if settings.ca == "system" else settings.ca)
         if settings.cert:

@@ -32,7 +32,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class Settings(NamedTuple):
+class EtcdSettings(NamedTuple):
     """The settings in a URL."""
 
     endpoints: tuple[tuple[str, int], ...]
@@ -53,7 +53,7 @@ class Header(NamedTuple):
     term: int  # that of the last entry of the Raft log that the member has applied
 
 
-class Refused(Exception):
+class EtcdRefused(Exception):
     """etcd answered with an error."""
 
     def __init__(self, code: int, message: str) -> None:
@@ -74,7 +74,7 @@ class Refused(Exception):
         return self.code == UNAUTHENTICATED or self.message.endswith("revision of auth store is old")
 
 
-class Malformed(Exception):
+class EtcdMalformed(Exception):
     """A response, or an entry in one, does not have the form that etcd uses."""
 
 
@@ -86,12 +86,12 @@ def _checked(read: Callable[Concatenate[Json, P], T]) -> Callable[Concatenate[Js
         try:
             return read(answer, *args, **kwargs)
         except (AttributeError, LookupError, TypeError, ValueError, OverflowError) as error:
-            raise Malformed(f"{type(error).__name__}: {error}") from None
+            raise EtcdMalformed(f"{type(error).__name__}: {error}") from None
 
     return checked
 
 
-def parse_url(url: str) -> Settings:
+def parse_url(url: str) -> EtcdSettings:
     """Parse a URL.
 
     Raises:
@@ -116,7 +116,7 @@ def parse_url(url: str) -> Settings:
     if ("user" in options) != ("password_file" in options):
         raise UsageError("a user of etcd needs both: ?user=NAME&password_file=FILE")
     endpoints = tuple(_endpoint(text) for text in parts.netloc.split(","))
-    return Settings(endpoints, (parts.path.strip("/") or DEFAULT_PREFIX) + "/", **options)
+    return EtcdSettings(endpoints, (parts.path.strip("/") or DEFAULT_PREFIX) + "/", **options)
 
 
 def _endpoint(text: str) -> tuple[str, int]:
@@ -248,9 +248,9 @@ def answer_of(status: int, body: bytes) -> Json:
         raise _misplaced(status, body)
     error = answer.get("error")
     if isinstance(error, dict):  # in a stream
-        raise Refused(_code(error.get("grpc_code") or error.get("code")), str(error.get("message", "")))
+        raise EtcdRefused(_code(error.get("grpc_code") or error.get("code")), str(error.get("message", "")))
     if status != 200:
-        raise Refused(_code(answer.get("code")), str(answer.get("message") or error or f"status {status}"))
+        raise EtcdRefused(_code(answer.get("code")), str(answer.get("message") or error or f"status {status}"))
     result = answer.get("result", answer)
     return result if isinstance(result, dict) else {}
 
@@ -277,7 +277,7 @@ def _misplaced(status: int, body: bytes) -> Exception:
         )
     if status in (400, 421):  # checks of host names and certificates that etcd does before the gateway
         return DirectoryRefused(f"the server does not take requests to etcd's JSON gateway from here: {text!r}")
-    return Refused(2, f"status {status}: {text!r}")  # such as from a proxy that has lost the member
+    return EtcdRefused(2, f"status {status}: {text!r}")  # such as from a proxy that has lost the member
 
 
 class Continuity:

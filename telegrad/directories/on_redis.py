@@ -46,7 +46,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from telegrad.directories.redis_connections import RedisSession, ScriptFailed, ScriptUnknown, ServerError, check_own
-from telegrad.directories.redis_replies import Malformed, Reply, is_of_malformed_keys, read_reply
+from telegrad.directories.redis_replies import RedisMalformed, RedisReply, is_of_malformed_keys, read_reply
 from telegrad.directories.redis_settings import parse
 from telegrad.errors import StoreUntrusted
 from telegrad.ext.directories import (
@@ -149,10 +149,12 @@ class RedisDirectory:
     def close(self) -> None:
         self._sessions.close()  # a waiting watch raises within a second
 
-    def _run(self, *operation: bytes | str | int, repeat: bool = True, wait_until: float = 0.0) -> tuple[float, Reply]:
+    def _run(
+        self, *operation: bytes | str | int, repeat: bool = True, wait_until: float = 0.0
+    ) -> tuple[float, RedisReply]:
         """Run an operation of the script; return when it was sent, and the reply. Only a watch has a `wait_until`."""
 
-        def ask(session: RedisSession, deadline: float) -> Reply:
+        def ask(session: RedisSession, deadline: float) -> RedisReply:
             session.deadline = deadline
             return self._ask(session, operation, wait_until)
 
@@ -166,7 +168,7 @@ class RedisDirectory:
         except ServerError as error:
             raise self._sessions.lost("answers with an error", {0: str(error)}) from error
 
-    def _ask(self, session: RedisSession, operation: tuple[bytes | str | int, ...], wait_until: float) -> Reply:
+    def _ask(self, session: RedisSession, operation: tuple[bytes | str | int, ...], wait_until: float) -> RedisReply:
         """Run an operation. If it is a watch without events, wait for the next change or end of a lease.
 
         Raises:
@@ -174,7 +176,7 @@ class RedisDirectory:
         """
         try:
             return self._ask_script(session, operation, wait_until)
-        except Malformed as error:
+        except RedisMalformed as error:
             field = f", field {error.field!r}," if error.field else ""
             raise self._untrusted(error.key, f"{field} has a content that no worker of the group has written") from None
         except ScriptFailed as error:
@@ -182,7 +184,9 @@ class RedisDirectory:
                 raise self._untrusted("*", f" cannot be used ({error})") from None
             raise
 
-    def _ask_script(self, session: RedisSession, operation: tuple[bytes | str | int, ...], wait_until: float) -> Reply:
+    def _ask_script(
+        self, session: RedisSession, operation: tuple[bytes | str | int, ...], wait_until: float
+    ) -> RedisReply:
         name, *arguments = operation
         command = (len(self._keys), *self._keys, name, self._incarnation, self._seen, HISTORY, *arguments)
         try:
@@ -212,7 +216,7 @@ class RedisDirectory:
             "database of the server. Keep others from it, and begin the group anew in another database"
         )
 
-    def _check(self, reply: Reply) -> None:
+    def _check(self, reply: RedisReply) -> None:
         """Raise the error that the status of a reply reports, and store its revision."""
         status, revision, _ = reply
         if status == b"reset":

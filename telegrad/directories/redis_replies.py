@@ -17,7 +17,7 @@ _RECORD = re.compile(rb"(\d{1,19}) (\d{1,19}) (\d{1,19}) (.*)", re.DOTALL)  # as
 _FAILURES = re.compile("WRONGTYPE|not an integer|not a valid float|would overflow|attempt to|equal or smaller")
 
 
-class Malformed(Exception):
+class RedisMalformed(Exception):
     """A key has a content that no worker can have written."""
 
     def __init__(self, key: str, field: str = "") -> None:
@@ -34,7 +34,7 @@ class Changes(NamedTuple):
     milliseconds: int  # until the next lease ends; -1: no lease
 
 
-class Reply(NamedTuple):
+class RedisReply(NamedTuple):
     """A reply of the script."""
 
     status: bytes
@@ -42,27 +42,29 @@ class Reply(NamedTuple):
     content: Any = None  # the result of the operation, if it was executed
 
 
-def read_reply(operation: str, about: object, reply: object) -> Reply:
+def read_reply(operation: str, about: object, reply: object) -> RedisReply:
     """Parse the reply to an operation; `about` is its first argument.
 
     Raises:
         Malformed: other programs have written to the group's keys.
     """
     if not isinstance(reply, list) or len(reply) < 2:
-        raise Malformed("state")
+        raise RedisMalformed("state")
     status, revision, content = reply[0], _number(reply[1], "state"), reply[2:]
     if status in _FAILED:
-        return Reply(status, revision)
+        return RedisReply(status, revision)
     if operation in ("write", "delete") and status in (b"done", b"differs"):
         record = _only(content, "entries")
-        return Reply(status, revision, None if record is None else _entry(_name(about, "entries"), record, "entries"))
+        return RedisReply(
+            status, revision, None if record is None else _entry(_name(about, "entries"), record, "entries")
+        )
     if status != b"done":
-        raise Malformed("state")
+        raise RedisMalformed("state")
     read = _READERS.get(operation)
     found = read(content) if read else None
     if isinstance(found, Changes) and found.since > revision:
-        raise Malformed("history")  # each change raises the revision, so another program wrote this one
-    return Reply(status, revision, found)
+        raise RedisMalformed("history")  # each change raises the revision, so another program wrote this one
+    return RedisReply(status, revision, found)
 
 
 def is_of_malformed_keys(error: str) -> bool:
@@ -73,7 +75,7 @@ def is_of_malformed_keys(error: str) -> bool:
 def _incarnation(content: list[Any]) -> bytes:
     found = _only(content, "state")
     if not isinstance(found, bytes):
-        raise Malformed("state", "incarnation")
+        raise RedisMalformed("state", "incarnation")
     return found
 
 
@@ -84,7 +86,7 @@ def _lease(content: list[Any]) -> int:
 def _entries(content: list[Any]) -> tuple[Entry, ...]:
     found = _only(content, "order")
     if not isinstance(found, list):
-        raise Malformed("order")
+        raise RedisMalformed("order")
     entries = []
     for each in found:
         name, record = each if isinstance(each, list) and len(each) == 2 else (None, None)
@@ -94,13 +96,13 @@ def _entries(content: list[Any]) -> tuple[Entry, ...]:
 
 def _changes(content: list[Any]) -> Changes:
     if len(content) != 3 or not isinstance(content[1], list) or type(content[2]) is not int:
-        raise Malformed("history")
+        raise RedisMalformed("history")
     return Changes(_number(content[0], "history"), [_event(each) for each in content[1]], content[2])
 
 
 def _event(change: object) -> Event:
     if not isinstance(change, list) or not 2 <= len(change) <= 3:
-        raise Malformed("history")
+        raise RedisMalformed("history")
     revision, name = _number(change[0], "history"), _name(change[1], "history")
     record = change[2] if len(change) == 3 else None
     return Event(revision, name, None if record is None else _entry(name, record, "history"))
@@ -117,24 +119,24 @@ _READERS: dict[str, Callable[[list[Any]], Any]] = {
 def _entry(name: str, record: object, key: str) -> Entry:
     parts = _RECORD.fullmatch(record) if isinstance(record, bytes) else None
     if parts is None:
-        raise Malformed(key, name)
+        raise RedisMalformed(key, name)
     revision, created, lease = map(int, parts.groups()[:3])
     return Entry(name, parts[4], revision, created, lease)
 
 
 def _only(content: list[Any], key: str) -> Any:
     if len(content) != 1:
-        raise Malformed(key)
+        raise RedisMalformed(key)
     return content[0]
 
 
 def _number(value: object, key: str) -> int:
     if type(value) is not int or value < 0:
-        raise Malformed(key)
+        raise RedisMalformed(key)
     return value
 
 
 def _name(name: object, key: str) -> str:
     if not isinstance(name, bytes):
-        raise Malformed(key)
+        raise RedisMalformed(key)
     return name.decode("utf-8", "backslashreplace")  # a key that no worker wrote has no seal either, and is skipped

@@ -13,7 +13,7 @@ from telegrad._core.calls.call_names import known_as, runs_as, user_name
 from telegrad._core.calls.compiling import not_compiled
 from telegrad._core.calls.deadlines import DEFAULT, check_timeout, limit_of
 from telegrad._core.calls.futures import Future, Helper, Signal
-from telegrad._core.calls.profiling import Event
+from telegrad._core.calls.profiling import CallEvent
 from telegrad._core.retries import retry
 from telegrad._core.retries.retry import await_workers, wait_or_cancel
 from telegrad._core.retries.retry_queue import RetryPolicy
@@ -24,12 +24,12 @@ from telegrad._core.rpc.stalls import StepCounter
 from telegrad._core.streams.producer import current_call
 from telegrad._core.worker.caller_context import CallerContext
 from telegrad._core.worker.fifo_lock import FifoLock
-from telegrad._core.worker.prepared_call import Call
+from telegrad._core.worker.prepared_call import PreparedCall
 from telegrad._core.worker.targets import target
 
 __all__ = [
-    "ASYNC_MARK", "DEFAULT", "Agent", "Call", "CallerContext", "Deferred", "EachCall", "Event", "FifoLock",
-    "Future", "Helper", "Incoming", "NestedCall", "PendingCall", "RetryPolicy", "Signal", "StepCounter",
+    "ASYNC_MARK", "DEFAULT", "Agent", "CallEvent", "CallerContext", "Deferred", "EachCall", "FifoLock", "Future",
+    "Helper", "Incoming", "NestedCall", "PendingCall", "PreparedCall", "RetryPolicy", "Signal", "StepCounter",
     "await_workers", "call_all", "call_context", "check_timeout", "completion_of", "convert", "current_call",
     "futures", "inspection", "known_as", "limit_of", "not_compiled", "profiling", "remote", "retry", "rpc_async",
     "rpc_sync", "runs_as", "summary", "target", "user_name", "wait_or_cancel",

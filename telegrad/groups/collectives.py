@@ -29,7 +29,7 @@ Key = tuple[str, str, str]  # the called function, the description of the group,
 _numbers = itertools.count()  # numbers of this process's arrivals; `next` is atomic
 
 
-class Members(Protocol):
+class Participants(Protocol):
     """The part of a group that a meeting needs."""
 
     @property
@@ -42,7 +42,7 @@ class Members(Protocol):
     def __contains__(self, worker: str) -> bool: ...
 
 
-def meet(kind: str, group: Members, name: str, value: Any, timeout: float, op: Op | None = None) -> Any:
+def meet(kind: str, group: Participants, name: str, value: Any, timeout: float, op: Op | None = None) -> Any:
     """Wait for all workers of the group. Return their names and values, or the values combined by `op` in that order.
 
     Raises:
@@ -109,7 +109,7 @@ def add(first: Any, second: Any) -> Any:
 # On the worker that manages a meeting
 
 
-class Arrival(NamedTuple):
+class CollectiveArrival(NamedTuple):
     """One worker in one meeting. Several threads of a worker may wait, each in a different meeting."""
 
     worker: Identity
@@ -121,7 +121,9 @@ class Collective:
 
     def __init__(self, members: list[str]) -> None:
         self.members = members
-        self.arrived: dict[str, tuple[Arrival, Any, Future[Any]]] = {}  # with the value, and the future of the result
+        self.arrived: dict[
+            str, tuple[CollectiveArrival, Any, Future[Any]]
+        ] = {}  # with the value, and the future of the result
         self.withdrew: set[str] = set()
 
     def awaits(self, name: str) -> bool:
@@ -150,7 +152,9 @@ class CollectiveManager:
         if not listens:
             current.here().membership.on_leave(self._on_leave)
 
-    def arrive(self, key: Key, arrival: Arrival, members: list[str], value: Any, op: Op | None) -> Future[Any]:
+    def arrive(
+        self, key: Key, arrival: CollectiveArrival, members: list[str], value: Any, op: Op | None
+    ) -> Future[Any]:
         met: Future[Any] = Future()
         met.follows = _Place(self, arrival)
         name = arrival.worker.name
@@ -169,7 +173,7 @@ class CollectiveManager:
             _conclude(meeting, op)
         return met
 
-    def missing(self, arrival: Arrival, withdraws: bool = False) -> list[str] | None:
+    def missing(self, arrival: CollectiveArrival, withdraws: bool = False) -> list[str] | None:
         """Return the workers that an arrival waits for, or None if it no longer waits. Withdraw it if asked to."""
         name = arrival.worker.name
         with self._lock:
@@ -208,7 +212,7 @@ class _Place(NamedTuple):
     """A worker's arrival in a meeting, which is withdrawn if the call that made it is cancelled."""
 
     meetings: CollectiveManager
-    arrival: Arrival
+    arrival: CollectiveArrival
 
     def cancel(self) -> bool:
         return self.meetings.missing(self.arrival, withdraws=True) is not None
@@ -233,7 +237,7 @@ def _absent(name: str, why: str) -> PeerLost:
     return PeerLost(f"worker {name!r}, which all wait for here, will not come: {why}")
 
 
-def arrive(key: Key, number: int, group: Members, value: Any, op: Op | None) -> Future[Any]:
+def arrive(key: Key, number: int, group: Participants, value: Any, op: Op | None) -> Future[Any]:
     """Record that the caller has arrived. Return a future of the result."""
     here, arrival = current.here(), _arrival(number)
     name = arrival.worker.name
@@ -254,9 +258,9 @@ def who_is_missing(number: int, withdraws: bool) -> list[str] | None:
     return current.here().attached(CollectiveManager).missing(_arrival(number), withdraws)
 
 
-def _arrival(number: int) -> Arrival:
+def _arrival(number: int) -> CollectiveArrival:
     """Return the arrival of the worker whose call this thread serves."""
-    return Arrival(current_call().caller.identity, number)
+    return CollectiveArrival(current_call().caller.identity, number)
 
 
 setattr(arrive, ASYNC_MARK, True)

@@ -13,12 +13,12 @@ from telegrad.errors import CallCancelled, GroupError, InvalidArgument, PeerErro
 from telegrad.ext.arguments import checks
 from telegrad.ext.calls import (
     Agent,
-    Call,
     CallerContext,
     EachCall,
     Future,
     Helper,
     NestedCall,
+    PreparedCall,
     RetryPolicy,
     Signal,
     completion_of,
@@ -38,7 +38,7 @@ Key = Any  # a worker's name, or the number of an item
 
 
 def begin(
-    version: int, workers: Sequence[WorkerInfo], call: Call, timeout: float, policy: RetryPolicy | None = None
+    version: int, workers: Sequence[WorkerInfo], call: PreparedCall, timeout: float, policy: RetryPolicy | None = None
 ) -> GroupFuture:
     agent = current.agent()
     names = [worker.name for worker in workers]
@@ -90,7 +90,7 @@ def zipped(items: Sequence[Iterable[Any]]) -> list[tuple[Any, ...]]:
     return calls
 
 
-def begin_one(slot: ResultSlot, to: str, call: Call, timeout: float, policy: RetryPolicy | None) -> None:
+def begin_one(slot: ResultSlot, to: str, call: PreparedCall, timeout: float, policy: RetryPolicy | None) -> None:
     """Make a single call, which is an event in profiles."""
     agent = current.agent()
 
@@ -105,7 +105,7 @@ def begin_one(slot: ResultSlot, to: str, call: Call, timeout: float, policy: Ret
         begin(slot)
         return
     name = profiling.event_name("async", call.users, agent.name, to)
-    slot.follow(profiling.called_async(profiling.Event(name, call.users, agent.name, to), begin, Future()))
+    slot.follow(profiling.called_async(profiling.CallEvent(name, call.users, agent.name, to), begin, Future()))
 
 
 class ResultSlot:

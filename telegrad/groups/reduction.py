@@ -15,7 +15,7 @@ from typing import Any
 
 from telegrad.errors import CallTimeout, PeerLost, UsageError
 from telegrad.ext.arguments import checks
-from telegrad.ext.calls import Agent, Call, EachCall, Future, known_as, limit_of, user_name
+from telegrad.ext.calls import Agent, EachCall, Future, PreparedCall, known_as, limit_of, user_name
 from telegrad.ext.values import describe, rebuild
 from telegrad.ext.workers import WorkerInfo, current
 from telegrad.groups.group_calls import GroupFuture, group_error
@@ -28,7 +28,9 @@ Combine = Callable[[Any, Any], Any]
 Combined = tuple[list[Any], dict[str, bytes]]  # one value, or none if all failed; and descriptions of errors
 
 
-def begin(version: int, workers: Sequence[WorkerInfo], call: Call, timeout: float, combine: Combine) -> GroupFuture:
+def begin(
+    version: int, workers: Sequence[WorkerInfo], call: PreparedCall, timeout: float, combine: Combine
+) -> GroupFuture:
     checks.function("reduce", combine, "a function of two values, such as torch.add")
     agent = current.agent()
     limit = limit_of(timeout, agent.timeout)

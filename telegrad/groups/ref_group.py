@@ -9,9 +9,9 @@ from telegrad.errors import InvalidArgument, UnknownWorker
 from telegrad.ext.arguments import checks
 from telegrad.ext.calls import (
     DEFAULT,
-    Call,
     EachCall,
     Future,
+    PreparedCall,
     RetryPolicy,
     await_workers,
     check_timeout,
@@ -34,7 +34,9 @@ def kept_value(value: T) -> T:
     return value
 
 
-def create(workers: Sequence[WorkerInfo], call: Call, timeout: float, policy: RetryPolicy | None = None) -> RefGroup:
+def create(
+    workers: Sequence[WorkerInfo], call: PreparedCall, timeout: float, policy: RetryPolicy | None = None
+) -> RefGroup:
     """Create a value on each of these workers.
 
     Raises:

@@ -31,7 +31,7 @@ from telegrad.insight.phrases import (
     who,
 )
 from telegrad.insight.wait_graph import CALL, GATHER, SLOTS, THREAD, WORK, WORKER, Edge, Node, WaitGraph, lock_of
-from telegrad.reporting.worker_state import LEAVING, MEETINGS, QUEUED, RUNNING, Thread, counts
+from telegrad.reporting.worker_state import LEAVING, MEETINGS, QUEUED, RUNNING, ThreadState, counts
 
 LULL = 60.0  # seconds that a worker may be idle and still counts as busy
 
@@ -401,7 +401,7 @@ class Causes:
         return node
 
 
-def _meets(thread: Thread) -> bool:
+def _meets(thread: ThreadState) -> bool:
     """Return True if a thread seems to wait at a line where several workers synchronize."""
     at = thread["at"]
     if at is None or thread["wait"] is not None or thread_state(thread) == BUSY:

@@ -119,7 +119,7 @@ def _top(given: argparse.Namespace) -> int:
     group = _one_group(given.group)
     if group is None:
         return NONE_HERE
-    view = top.View(given.sort, given.filter, given.worker, given.stacks)
+    view = top.TopView(given.sort, given.filter, given.worker, given.stacks)
     if given.once:
         print(top.once(group, view=view))
     else:

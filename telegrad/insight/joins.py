@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from telegrad.insight.phrases import NOTE, WEIGHTS, Finding, lines_of, seconds, several, stacks
 from telegrad.insight.wait_graph import WaitGraph
-from telegrad.reporting.worker_state import JOINING, Wait, WorkerState
+from telegrad.reporting.worker_state import JOINING, WaitState, WorkerState
 
 _STORE = re.compile(r"the store at (\S+?),")
 
@@ -26,7 +26,7 @@ def joining(graph: WaitGraph) -> Iterator[Finding]:
             yield _join(graph, place, sorted(accounts, key=lambda each: (each["rank"], each["worker"])))
 
 
-def _join_wait(account: WorkerState) -> Wait | None:
+def _join_wait(account: WorkerState) -> WaitState | None:
     waits = (thread["wait"] for thread in account["threads"])
     return next((wait for wait in waits if wait is not None and wait["what"] in ("init_rpc", "store")), None)
 

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from telegrad.ext.calls import ASYNC_MARK, Deferred, Event, Future, Signal, call_context, profiling, user_name
+from telegrad.ext.calls import ASYNC_MARK, CallEvent, Deferred, Future, Signal, call_context, profiling, user_name
 from telegrad.ext.values import first_line
 from telegrad.insight.export.event_counters import function_label
 from telegrad.version import VERSION
@@ -46,7 +46,7 @@ def instrument(tracer_provider: TracerProvider | None = None, meter_provider: Me
         tracer_provider: the provider of spans; by default the one that the program has set.
         meter_provider: the provider of metrics; by default the one that the program has set.
     """
-    profiling.follow(CallTracer(tracer_provider, meter_provider))
+    profiling.follow(SpanTracer(tracer_provider, meter_provider))
 
 
 def uninstrument() -> None:
@@ -54,7 +54,7 @@ def uninstrument() -> None:
     profiling.follow(None)
 
 
-class CallTracer:
+class SpanTracer:
     def __init__(self, tracer_provider: TracerProvider | None, meter_provider: MeterProvider | None) -> None:
         self._tracer = get_tracer("telegrad", VERSION, tracer_provider)
         meter = get_meter("telegrad", VERSION, meter_provider)
@@ -68,21 +68,21 @@ class CallTracer:
 
     # At the caller
 
-    def called(self, event: Event, call: Callable[[], T]) -> T:
+    def called(self, event: CallEvent, call: Callable[[], T]) -> T:
         span = self._client_span(event)
         with span:
             value = call()
         span.end()
         return value
 
-    def begun(self, event: Event, call: Callable[[], tuple[T, Future[Any]]]) -> T:
+    def begun(self, event: CallEvent, call: Callable[[], tuple[T, Future[Any]]]) -> T:
         span = self._client_span(event)
         with span:
             value, future = call()
         span.end_with(future)
         return value
 
-    def _client_span(self, event: Event) -> CallSpan:
+    def _client_span(self, event: CallEvent) -> CallSpan:
         method = function_label(user_name(event.function))
         return self._span(SpanKind.CLIENT, self._client, _attributes(method, event.there, event.here, ""), None)
 

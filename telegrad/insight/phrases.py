@@ -9,7 +9,7 @@ from math import isinf
 from typing import NamedTuple
 
 from telegrad.insight.wait_graph import CALL, GATHER, PASS, SLOTS, THREAD, WORK, GroupIndex, Node, is_innermost, lock_of
-from telegrad.reporting.worker_state import QUEUED, Line, Thread
+from telegrad.reporting.worker_state import QUEUED, SourceLine, ThreadState
 
 NOTE = 10  # findings of this weight and below are not hangs
 
@@ -89,16 +89,16 @@ def plural(count: int, one: str, many: str = "") -> str:
     return f"{count:,} {one if count == 1 else many or one + 's'}"
 
 
-def line(at: Line) -> str:
+def line(at: SourceLine) -> str:
     return f"{INDENT}{at['file']}:{at['line']} in {at['function']}" + (f": {at['text']}" if at["text"] else "")
 
 
-def lines_of(thread: Thread | None) -> list[str]:
+def lines_of(thread: ThreadState | None) -> list[str]:
     """Return the line that a thread executes, if it is known."""
     return [line(thread["at"])] if thread is not None and thread["at"] is not None else []
 
 
-def thread_state(thread: Thread) -> str:
+def thread_state(thread: ThreadState) -> str:
     """Return the state of a thread that is in no wait of this package."""
     text = thread["at"]["text"] if thread["at"] is not None else ""
     innermost = thread["stack"][-1] if thread["stack"] else ""
@@ -130,7 +130,7 @@ def who(group: GroupIndex, thread: Node) -> str:
     return f"{thread.worker}'s main thread" if name == "MainThread" else f"{thread.worker}'s thread {name}"
 
 
-def doing(thread: Thread) -> str:
+def doing(thread: ThreadState) -> str:
     """Return what a thread waits for, or else does."""
     wait = thread["wait"]
     if wait is None:

@@ -154,7 +154,7 @@ def _counter(name: str, text: str, values: Mapping[Any, float], labels: Sequence
     return family
 
 
-class Registered:
+class RegisteredCollector:
     """Metrics in a registry, until `close`."""
 
     def __init__(self, account: Callable[[], WorkerState], registry: CollectorRegistry) -> None:
@@ -174,7 +174,9 @@ class Registered:
         self._registry.unregister(self.metrics)
 
 
-def register(registry: CollectorRegistry = REGISTRY, account: Callable[[], WorkerState] = own_account) -> Registered:
+def register(
+    registry: CollectorRegistry = REGISTRY, account: Callable[[], WorkerState] = own_account
+) -> RegisteredCollector:
     """Add this worker's metrics to a registry that the program serves itself.
 
     Args:
@@ -187,22 +189,24 @@ def register(registry: CollectorRegistry = REGISTRY, account: Callable[[], Worke
     Raises:
         UsageError: this registry has these metrics already.
     """
-    return Registered(account, registry)
+    return RegisteredCollector(account, registry)
 
 
-class _Handler(MetricsHandler):
+class _MetricsHandler(MetricsHandler):
     server_version, sys_version = "telegrad", ""
     timeout = 10.0  # seconds to receive a request
 
 
-class Served(Registered):
+class ServedMetrics(RegisteredCollector):
     """Metrics served at an address, until `close`."""
 
     def __init__(self, account: Callable[[], WorkerState], registry: CollectorRegistry, host: str, port: int) -> None:
         super().__init__(account, registry)
         try:
             address = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]
-            self._server = BoundedServer(str(address), port, type("_Handler", (_Handler,), {"registry": registry}))
+            self._server = BoundedServer(
+                str(address), port, type("_MetricsHandler", (_MetricsHandler,), {"registry": registry})
+            )
         except (OSError, OverflowError) as error:
             super().close()
             why = error.strerror if isinstance(error, OSError) else error
@@ -229,7 +233,7 @@ def serve_metrics(
     host: str | None = None,
     registry: CollectorRegistry = REGISTRY,
     account: Callable[[], WorkerState] = own_account,
-) -> Served:
+) -> ServedMetrics:
     """Serve this worker's metrics and all others of the registry at `http://host:port/metrics`, on its own thread.
 
     It may be called before `init_rpc`, and continues after the group ends.
@@ -246,4 +250,4 @@ def serve_metrics(
     Raises:
         UsageError: the port is taken, or this registry has these metrics already.
     """
-    return Served(account, registry, host or loopback(), port)
+    return ServedMetrics(account, registry, host or loopback(), port)

@@ -17,7 +17,7 @@ NOTES = 3  # maximum number of lines with problems
 HOME, END_OF_LINE, END = "\x1b[H", "\x1b[K\n", "\x1b[J"  # control sequences: to the top; clear the rest of line, screen
 
 
-class View(NamedTuple):
+class TopView(NamedTuple):
     sort: str = ""  # the column by which tables are sorted, if they have it
     words: str = ""  # show only rows with all of these
     worker: str = ""  # show this worker instead of the whole group
@@ -56,10 +56,10 @@ class View(NamedTuple):
         return "\n".join(found)
 
 
-GROUP = View()
+GROUP = TopView()
 
 
-def run(source: Source, interval: float = 1.0, view: View = GROUP) -> None:
+def run(source: Source, interval: float = 1.0, view: TopView = GROUP) -> None:
     """Show a group, and query it every `interval` seconds, until Ctrl-C.
 
     Raises:
@@ -78,7 +78,7 @@ def run(source: Source, interval: float = 1.0, view: View = GROUP) -> None:
         time.sleep(max(0.0, begun + max(interval, LEAST) - time.monotonic()))
 
 
-def once(source: Source, between: float = 1.0, view: View = GROUP) -> str:
+def once(source: Source, between: float = 1.0, view: TopView = GROUP) -> str:
     """Return one view as text with all lines; rates are over `between` seconds."""
     history = GroupHistory()
     history.update(source)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from telegrad.insight.reading.history import GroupSnapshot
 from telegrad.reporting import worker_state as states
-from telegrad.reporting.worker_state import CallIn, CallOut, Thread, WorkerState
+from telegrad.reporting.worker_state import CallIn, CallOut, ThreadState, WorkerState
 
 CALL, THREAD = "call", "thread"
 SLOTS = "slots"  # the wait until one of a worker's slots is free
@@ -71,7 +71,7 @@ class GroupIndex:
             for name, why in account["gone"].items()
             if name not in self.accounts  # else it was restarted
         }
-        self.threads: dict[Node, Thread] = {}
+        self.threads: dict[Node, ThreadState] = {}
         self.mains: dict[str, Node] = {}
         self.calls_out: dict[Node, CallOut] = {}
         self.calls_in: dict[Node, CallIn] = {}
@@ -427,7 +427,7 @@ def _class_of(came: CallIn) -> str:
     return came["function"].rpartition(".")[0]
 
 
-def lock_of(thread: Thread) -> str | None:
+def lock_of(thread: ThreadState) -> str | None:
     """Return the lock that a thread waits for, as its line names it; None if it takes none."""
     at = thread["at"]
     if at is None or thread["wait"] is not None or thread["asleep"] is False:
@@ -437,7 +437,7 @@ def lock_of(thread: Thread) -> str | None:
     return (found["with"] or found["name"]) if found and here else None
 
 
-def is_innermost(thread: Thread) -> bool:
+def is_innermost(thread: ThreadState) -> bool:
     """Return True if no Python code runs below the line of the user's program."""
     at = thread["at"]
     return at is not None and bool(thread["stack"]) and thread["stack"][-1].startswith(f"{at['file']}:{at['line']} ")

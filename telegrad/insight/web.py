@@ -143,10 +143,10 @@ class _Server(BoundedServer):
         self.dashboard = dashboard
         files = resources.files("telegrad.insight").joinpath("pages").iterdir()
         self.pages = {file.name: file.read_bytes() for file in files}
-        super().__init__(host, port, _Handler)
+        super().__init__(host, port, _PageHandler)
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _PageHandler(BaseHTTPRequestHandler):
     server: _Server
     server_version, sys_version = "telegrad", ""
     timeout = 10.0  # seconds to receive a request

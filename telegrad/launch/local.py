@@ -39,7 +39,7 @@ from telegrad.ext.processes import (
     uninterrupted,
 )
 from telegrad.ext.texts import Wait, clear_line, report_in_background
-from telegrad.supervision.lines import LONGEST, Lines
+from telegrad.supervision.lines import LONGEST, LineBuffer
 
 if TYPE_CHECKING:
     from typing import Self
@@ -270,7 +270,7 @@ class _Worker:
         return False
 
     def _pump(self, pipe: IO[bytes], stream: str) -> None:
-        lines = Lines()
+        lines = LineBuffer()
         while data := os.read(pipe.fileno(), LONGEST):
             now = monotonic()
             self._print(stream, lines.feed(data, now) + lines.look(now))

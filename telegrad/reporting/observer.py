@@ -30,8 +30,8 @@ from telegrad.reporting.worker_state import (
     CallIn,
     CallOut,
     PassOut,
-    Thread,
-    Wait,
+    ThreadState,
+    WaitState,
     WorkerState,
     listed,
 )
@@ -180,12 +180,12 @@ class Observer:
         ]
         return f": for {call['age']:.1f} s by now{where[0] if len(where) == 1 else ''}"
 
-    def _threads(self, now: float) -> tuple[list[Thread], list[CallIn], dict[int, int]]:
+    def _threads(self, now: float) -> tuple[list[ThreadState], list[CallIn], dict[int, int]]:
         """Return the threads, the calls that they run, and the waiting threads by id of the call."""
         found = stacks.all_stacks()
         mine = found[threading.get_ident()]
         del mine[mine.index(sys._getframe()) :]  # otherwise this frame would reference itself and all others
-        threads: list[Thread] = []
+        threads: list[ThreadState] = []
         calls_in: list[CallIn] = []
         waiting: dict[int, int] = {}
         for thread in threading.enumerate():
@@ -202,17 +202,19 @@ class Observer:
                 threads.append(described)
         return threads, calls_in, waiting
 
-    def _thread(self, thread: threading.Thread, frames: list[FrameType], stood: inspection.Stands) -> Thread | None:
+    def _thread(
+        self, thread: threading.Thread, frames: list[FrameType], stood: inspection.Stands
+    ) -> ThreadState | None:
         told = wait_of(thread.ident)
         wait = told if told is not None and told["what"] in MEETINGS else wait_on(frames, self.missing)
         if stood.room is not None:
-            wait = Wait(what="room", on=[stood.room.name], about="as many calls as may be are in flight to it")
+            wait = WaitState(what="room", on=[stood.room.name], about="as many calls as may be are in flight to it")
         elif wait is None and stood.waits is None and not stood.serves:
             wait = told
         serves = stood.serves or stood.waits or wait or any(map(stacks.is_users, frames))
         if thread.name.startswith("telegrad-") and not serves:
             return None
-        return Thread(
+        return ThreadState(
             number=thread.ident or 0,
             name=thread.name,
             at=stacks.user_line(frames),

@@ -10,7 +10,7 @@ import threading
 from types import FrameType
 
 from telegrad.ext.processes import in_child, renewed
-from telegrad.reporting.worker_state import Line
+from telegrad.reporting.worker_state import SourceLine
 
 _OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _STANDARD = os.path.dirname(os.__file__) + os.sep
@@ -70,14 +70,14 @@ def _stack_of(frame: FrameType | None) -> list[FrameType]:
     return found[::-1]
 
 
-def line_of(frame: FrameType) -> Line:
+def line_of(frame: FrameType) -> SourceLine:
     """Return the current line of a frame."""
     file, number = frame.f_code.co_filename, frame.f_lineno
     text = linecache.getline(file, number).strip()
-    return Line(file=_short(file), line=number, function=frame.f_code.co_name, text=text)
+    return SourceLine(file=_short(file), line=number, function=frame.f_code.co_name, text=text)
 
 
-def user_line(frames: list[FrameType]) -> Line | None:
+def user_line(frames: list[FrameType]) -> SourceLine | None:
     """Return the innermost line that is not in a library, or else the innermost one not in Python or this package."""
     for is_foreign in (is_library, _is_pythons):
         for frame in reversed(frames):

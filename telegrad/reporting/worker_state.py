@@ -12,7 +12,7 @@ RUNNING, QUEUED, UNFINISHED = "running", "queued", "going on"
 MOST_ALIKE = 256  # maximum number of similar calls in a list
 
 
-class Line(TypedDict):
+class SourceLine(TypedDict):
     """The line of a program that a thread executes."""
 
     file: str
@@ -55,7 +55,7 @@ class _Dated(TypedDict, total=False):
     age: float  # seconds, if known
 
 
-class Wait(_Dated):
+class WaitState(_Dated):
     """A wait of this package that a thread is in, except waits for calls, which `CallOut` lists."""
 
     what: str  # "shutdown", "serve", "backward", "future", "value", "init_rpc", "room", or the called function
@@ -63,14 +63,14 @@ class Wait(_Dated):
     about: str  # further text for the user
 
 
-class Thread(TypedDict):
+class ThreadState(TypedDict):
     """A thread, except this package's idle threads."""
 
     number: int
     name: str
-    at: Line | None  # the innermost line of the user's program; None if there is none
+    at: SourceLine | None  # the innermost line of the user's program; None if there is none
     stack: list[str]  # all frames as "file:line function", innermost last
-    wait: Wait | None
+    wait: WaitState | None
     asleep: bool | None  # True if the kernel has it asleep; None if unknown
 
 
@@ -103,7 +103,7 @@ class WorkerState(TypedDict):
     generation: int
     members: dict[str, str]  # hosts of the known members, by name
     gone: dict[str, str]  # members that died or left early, and why
-    threads: list[Thread]
+    threads: list[ThreadState]
     calls_out: list[CallOut]
     calls_in: list[CallIn]
     slots: int  # calls that may run at once

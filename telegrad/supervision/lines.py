@@ -8,7 +8,7 @@ PATIENCE = 1.0  # seconds until an incomplete line is shown
 LONGEST = 1 << 16  # bytes
 
 
-class Lines:
+class LineBuffer:
     """The lines of one stream. Of a line overwritten after carriage returns, only the last version is shown."""
 
     def __init__(self) -> None:

@@ -31,14 +31,14 @@ NOT_FOUND = 127  # the exit code if a command could not be started, as in shells
 SIGINT, SIGKILL, SIGTERM = 2, 9, 15  # of POSIX
 
 
-class Start(NamedTuple):
+class StartProcess(NamedTuple):
     """Start a worker; `restarts` counts its earlier starts."""
 
     name: str
     restarts: int
 
 
-class Signal(NamedTuple):
+class SendSignal(NamedTuple):
     """Send a signal to a worker's process group."""
 
     name: str
@@ -55,7 +55,7 @@ class Log(NamedTuple):
     text: str
 
 
-Action = Start | Signal | EndServing | Log
+Action = StartProcess | SendSignal | EndServing | Log
 
 
 class WorkerStatus(NamedTuple):
@@ -159,14 +159,14 @@ class Policy:
                 one.become(RUNS, now)
                 one.begun = now
                 one.starts += 1
-                return [*actions, Start(one.name, one.starts - 1)]
+                return [*actions, StartProcess(one.name, one.starts - 1)]
             if one.state == RUNS:  # it has not ended after EndServing
                 actions += self._ask(one, SIGTERM, now)
             elif one.state == ENDING:
                 one.due = inf
                 actions += [
                     Log(f"{one.name} does not end within {self._grace:g} s and is killed"),
-                    Signal(one.name, SIGKILL),
+                    SendSignal(one.name, SIGKILL),
                 ]
         return actions
 
@@ -197,7 +197,7 @@ class Policy:
             living = self._in(RUNS, ENDING)
             for one in living:
                 one.become(ENDING, now)
-            return [Log("all are killed"), *(Signal(one.name, SIGKILL) for one in living)]
+            return [Log("all are killed"), *(SendSignal(one.name, SIGKILL) for one in living)]
         if all(one.role.serves for one in self._in(RUNS, ENDING)):
             return self._end(128 + number, number, now)
         self._begin_to_end(128 + number, now)
@@ -211,7 +211,7 @@ class Policy:
 
     def _ask(self, one: _WorkerState, number: int, now: float) -> list[Action]:
         one.become(ENDING, now, now + self._grace)
-        return [Signal(one.name, number)]
+        return [SendSignal(one.name, number)]
 
     def _after_failure(self, one: _WorkerState, code: int, now: float) -> list[Action]:
         lasted = now - one.begun

@@ -39,9 +39,9 @@ from telegrad.ext.processes import (
 from telegrad.ext.texts import format_duration
 from telegrad.supervision import children
 from telegrad.supervision.children import Child
-from telegrad.supervision.lines import Lines
+from telegrad.supervision.lines import LineBuffer
 from telegrad.supervision.output import STREAMS, Output
-from telegrad.supervision.policy import Action, EndServing, Log, Policy, Signal, Start
+from telegrad.supervision.policy import Action, EndServing, Log, Policy, SendSignal, StartProcess
 from telegrad.supervision.roles import RunConfig, WorkerSlot
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -70,7 +70,7 @@ class Supervisor:
         self._output = output
         self._children: dict[str, Child] = {}
         self._selector = selectors.DefaultSelector()
-        self._lines: dict[Source, Lines] = {}
+        self._lines: dict[Source, LineBuffer] = {}
         self._signals: deque[int] = deque()
         self._host = host
         self._listener: socket.socket | None = None
@@ -143,9 +143,9 @@ class Supervisor:
 
     def _do(self, actions: list[Action]) -> None:
         for action in actions:
-            if isinstance(action, Start):
+            if isinstance(action, StartProcess):
                 self._start(self._seats[action.name], action.restarts)
-            elif isinstance(action, Signal):
+            elif isinstance(action, SendSignal):
                 if action.name in self._children:
                     self._children[action.name].signal(action.number)
             elif isinstance(action, EndServing):
@@ -173,7 +173,7 @@ class Supervisor:
         self._tell_storekeeper(f"+{child.pid}")
         self._children[slot.name] = child
         for stream, pipe in child.pipes.items():
-            self._lines[slot.name, stream] = Lines()
+            self._lines[slot.name, stream] = LineBuffer()
             self._selector.register(pipe, selectors.EVENT_READ, (slot.name, stream))
         if restarts:
             self._output.raw(

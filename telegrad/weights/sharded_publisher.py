@@ -24,7 +24,7 @@ from telegrad.ext.modules import RemotePart, branches, state_of
 from telegrad.ext.workers import WorkerInfo
 from telegrad.rpc import RRef, remote
 from telegrad.weights.publisher import Publisher, check_published, check_wait
-from telegrad.weights.shards import Box, Copy, Part, plan, slices
+from telegrad.weights.shards import Box, Part, ShardCopy, plan, slices
 from telegrad.weights.subscriber import Subscriber
 from telegrad.weights.transfer.deltas import Deltas
 from telegrad.weights.transfer.rounding import Rounding
@@ -82,7 +82,7 @@ class ShardedPublisher:
         check_published(name, dtype, deltas)
         self.name = name
         self._owners = {
-            worker: remote(worker, Owner, (name + PARTS, share, dtype, deltas))
+            worker: remote(worker, ShardOwner, (name + PARTS, share, dtype, deltas))
             for worker, share in _shares(source).items()
         }
         self._contents: dict[str, list[Content]] = {}
@@ -126,7 +126,7 @@ class ShardedPublisher:
         return f"<ShardedPublisher {self.name!r}: parts of {len(self._owners)} workers, at version {self.version}>"
 
 
-class Owner:
+class ShardOwner:
     def __init__(self, name: str, share: list[RemotePart] | State, dtype: Rounding, deltas: Deltas) -> None:
         self._share = share
         self._state: dict[str, Tensor] = {}
@@ -341,7 +341,7 @@ class Plan:
             raise UsageError(f"nobody publishes {', '.join(missing)}; there are {', '.join(sorted(shapes))}")
         whole = {name: Box((0,) * len(shape), shape) for name, shape in shapes.items()}
         self._parts = [Part(name, box or whole[name]) for name, box in boxes.items()]
-        self._copies: list[list[Copy]] = [[] for _ in self._parts]
+        self._copies: list[list[ShardCopy]] = [[] for _ in self._parts]
         owned = {owner: [content.part for content in theirs] for owner, theirs in contents.items()}
         for copy in plan(owned, self._parts):
             self._copies[copy.wanted].append(copy)

@@ -30,7 +30,7 @@ class Part(NamedTuple):
     box: Box
 
 
-class Copy(NamedTuple):
+class ShardCopy(NamedTuple):
     """Copy `source` in an owner's part to `target` in a wanted part. Both boxes are relative to their part."""
 
     owner: str
@@ -40,7 +40,7 @@ class Copy(NamedTuple):
     target: Box
 
 
-def plan(owned: Mapping[str, Sequence[Part]], wanted: Sequence[Part]) -> list[Copy]:
+def plan(owned: Mapping[str, Sequence[Part]], wanted: Sequence[Part]) -> list[ShardCopy]:
     """Return the copies that make all wanted parts, with each element copied once.
 
     An element that several owners have is copied from the first of them.
@@ -52,7 +52,7 @@ def plan(owned: Mapping[str, Sequence[Part]], wanted: Sequence[Part]) -> list[Co
     for owner, theirs in owned.items():
         for number, part in enumerate(theirs):
             parts.setdefault(part.name, []).append((owner, number, part.box))
-    copies: list[Copy] = []
+    copies: list[ShardCopy] = []
     for number, part in enumerate(wanted):
         missing = [] if 0 in part.box.sizes else [part.box]
         for owner, index, box in parts.get(part.name, ()):
@@ -60,7 +60,7 @@ def plan(owned: Mapping[str, Sequence[Part]], wanted: Sequence[Part]) -> list[Co
                 has, wants = len(box.sizes), len(part.box.sizes)
                 raise UsageError(f"{part.name!r} has {has} dimensions on {owner!r}, and {wants} where it is wanted")
             found = [both for both in (overlap(box, rest) for rest in missing) if both is not None]
-            copies += [Copy(owner, index, within(both, box), number, within(both, part.box)) for both in found]
+            copies += [ShardCopy(owner, index, within(both, box), number, within(both, part.box)) for both in found]
             missing = [rest for each in missing for rest in without(each, box)]
         if missing:
             raise UsageError(

@@ -123,7 +123,7 @@ class SubscriberEndpoint(Endpoint):
         elif isinstance(message, messages.Closed):
             self.over = True
             self.wake_waiters()
-        elif isinstance(message, messages.Piece):
+        elif isinstance(message, messages.WeightPiece):
             self._store(sender, message, tensors)
         else:
             memory = tensors[0] if isinstance(message, messages.WholeVersion) else None
@@ -140,7 +140,7 @@ class SubscriberEndpoint(Endpoint):
         self._common &= self.memory.keys()
         return self.machine.receive(sender, message)
 
-    def _store(self, sender: EndpointAddress, message: messages.Piece, content: Sequence[Tensor]) -> None:
+    def _store(self, sender: EndpointAddress, message: messages.WeightPiece, content: Sequence[Tensor]) -> None:
         with self.changed:
             new, old = self.memory.get(message.number), self.memory.get(message.base)
             if new is None or not self.machine.expects(message):
@@ -165,7 +165,7 @@ class SubscriberEndpoint(Endpoint):
         if self.machine.store.is_complete(message.number):
             self.wake_waiters()
 
-    def _stored(self, sender: EndpointAddress, message: messages.Piece, deltas: list[Delta], size: int) -> Any:
+    def _stored(self, sender: EndpointAddress, message: messages.WeightPiece, deltas: list[Delta], size: int) -> Any:
         for number, delta in enumerate(deltas, message.base + 1):
             self.deltas.keep(number, message.piece, delta, size)
         return self.machine.receive(sender, message)

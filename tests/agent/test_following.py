@@ -13,7 +13,7 @@ import torch
 
 from telegrad._core.calls import call_context, profiling
 from telegrad._core.calls.futures import Future
-from telegrad._core.calls.profiling import Event
+from telegrad._core.calls.profiling import CallEvent
 from telegrad.rpc import remote, rpc_async, rpc_sync
 from tests.cluster import wait_until
 
@@ -29,11 +29,11 @@ class Notes:
     def __init__(self) -> None:
         self.lines: list[str] = []
 
-    def called(self, event: Event, call: Callable[[], T]) -> T:
+    def called(self, event: CallEvent, call: Callable[[], T]) -> T:
         self.lines.append(f"{event.here} calls {profiling.function_name(event.function)} on {event.there}")
         return call()
 
-    def begun(self, event: Event, call: Callable[[], tuple[T, Future[Any]]]) -> T:
+    def begun(self, event: CallEvent, call: Callable[[], tuple[T, Future[Any]]]) -> T:
         value, future = call()
         torch._C.Future.add_done_callback(future, lambda _: self.lines.append(f"{event.there} is done"))
         return value

@@ -11,7 +11,7 @@ import pytest
 from telegrad._core.calls.futures import Future
 from telegrad._core.reactor import helping
 from telegrad._core.reactor.scheduler import Work
-from telegrad._core.transport.reading import Owner, ReadRight
+from telegrad._core.transport.reading import ReadOwner, ReadRight
 
 
 class Reactor:
@@ -76,7 +76,7 @@ def test_does_what_it_reads_and_what_follows_from_that(reactor: Reactor) -> None
     assert done == ["first", "second"]
     assert reactor.given == []
     assert link.watched
-    assert link.reading.owner is Owner.LEADER
+    assert link.reading.owner is ReadOwner.LEADER
 
 
 def test_leaves_the_rest_to_others_since_it_may_wait_for_it(reactor: Reactor) -> None:
@@ -100,7 +100,7 @@ def test_does_not_take_a_connection_from_one_who_reads_it(reactor: Reactor) -> N
     link = Link(lambda: pytest.fail("read by two"))
     assert link.reading.take()
     run_for(Future(), [link], reactor)
-    assert link.reading.owner is Owner.WAITER
+    assert link.reading.owner is ReadOwner.WAITER
 
 
 def test_a_connection_that_ends_is_forgotten(reactor: Reactor) -> None:

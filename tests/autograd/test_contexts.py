@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from telegrad._core.membership.members import Identity
-from telegrad.autograd.contexts import REMEMBERED, Contexts, Knock, Release
+from telegrad.autograd.contexts import REMEMBERED, ContextQuestion, Contexts, Release
 from telegrad.autograd.engine.record import OWNER_SHIFT
 from telegrad.errors import ContextLost, PeerUnreachable
 from tests.autograd.rivals import Rival
@@ -64,7 +64,7 @@ def test_owners_are_asked_every_two_seconds_and_not_at_the_first_look(contexts: 
         agent.sent.clear()
         contexts._tick(float(now))
         if agent.sent:
-            assert agent.sent == [("owner", Knock((FOREIGN,)))]
+            assert agent.sent == [("owner", ContextQuestion((FOREIGN,)))]
             asked.append(now)
     assert asked == [2, 4, 6]
     contexts.release(FOREIGN)

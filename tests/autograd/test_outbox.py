@@ -14,7 +14,7 @@ from telegrad._core.agent.notices import notice_to
 from telegrad._core.membership.members import Identity
 from telegrad._core.wire.messages import HAS_GRAPH, LOW_PRIORITY
 from telegrad.autograd.engine.outbox import Outbox
-from telegrad.autograd.engine.passes import Key, PackedShipment, PassSpec, Report
+from telegrad.autograd.engine.passes import Key, PackedShipment, PassReport, PassSpec
 from telegrad.autograd.engine.record import AutogradContext
 from tests.autograd.rivals import Rival
 
@@ -45,8 +45,8 @@ def outbox(agent: Any) -> Outbox:
     return Outbox(agent, AutogradContext(1, count(1)), SPEC, True, lambda _: None)
 
 
-def report() -> Report:
-    return Report(SPEC, 1, [], [], False, [])
+def report() -> PassReport:
+    return PassReport(SPEC, 1, [], [], False, [])
 
 
 def test_the_last_gradients_for_the_driver_take_the_report_along(outbox: Outbox, agent: Agent) -> None:
@@ -92,6 +92,6 @@ def test_a_thread_that_finds_nothing_to_send_finds_what_has_left(
 
 def test_a_message_that_waits_for_company_may_have_a_context() -> None:
     context: Any = SimpleNamespace(sent=lambda *_: b"of the context")
-    report = Report(SPEC, 1, (), (), False, ())
+    report = PassReport(SPEC, 1, (), (), False, ())
     notice = notice_to(SimpleNamespace(identity=OTHER), report, (), context, True, False)  # type: ignore[arg-type]
     assert notice.flags == LOW_PRIORITY | HAS_GRAPH

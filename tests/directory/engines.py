@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from telegrad._core.directory import directory_server
 from telegrad._core.directory.client import EmbeddedDirectory, EmbeddedSession
-from telegrad._core.directory.directory_server import Server
+from telegrad._core.directory.directory_server import DirectoryServer
 from telegrad._core.directory.lease_table import DEFAULT, Limits
 from telegrad._core.directory.server_process import ServerProcess
 from telegrad._core.security.keyring import Keyring
@@ -66,7 +66,7 @@ class ThreadEngine:
     def __init__(self, keys: Keyring = KEYS, limits: Limits = DEFAULT) -> None:
         listener = socket.create_server(("127.0.0.1", 0), backlog=directory_server.BACKLOG)
         self.address: tuple[str, int] = listener.getsockname()
-        self.server = Server(listener, keys, limits=limits)
+        self.server = DirectoryServer(listener, keys, limits=limits)
         self.limits = limits
         self._thread = threading.Thread(target=self.server.run, daemon=True)
         self._thread.start()

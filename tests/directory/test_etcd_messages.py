@@ -15,10 +15,10 @@ from telegrad._core.directory.directory import DirectoryRefused, Listing, Swap
 from telegrad.directories import etcd, etcd_messages
 from telegrad.directories.etcd_messages import (
     Continuity,
+    EtcdMalformed,
+    EtcdRefused,
+    EtcdSettings,
     Header,
-    Malformed,
-    Refused,
-    Settings,
     ends_live_leases,
     parse_url,
 )
@@ -28,17 +28,17 @@ from telegrad.errors import UsageError
 @pytest.mark.parametrize(
     ("url", "settings"),
     [
-        ("etcd://a:1", Settings((("a", 1),), "telegrad/")),
-        ("etcd://a,b:7/", Settings((("a", 2379), ("b", 7)), "telegrad/")),
-        ("etcd://[::1]:5,10.0.0.1:6/jobs/7/", Settings((("::1", 5), ("10.0.0.1", 6)), "jobs/7/")),
-        ("etcd://a/x?ca=system", Settings((("a", 2379),), "x/", ca="system")),
+        ("etcd://a:1", EtcdSettings((("a", 1),), "telegrad/")),
+        ("etcd://a,b:7/", EtcdSettings((("a", 2379), ("b", 7)), "telegrad/")),
+        ("etcd://[::1]:5,10.0.0.1:6/jobs/7/", EtcdSettings((("::1", 5), ("10.0.0.1", 6)), "jobs/7/")),
+        ("etcd://a/x?ca=system", EtcdSettings((("a", 2379),), "x/", ca="system")),
         (
             "etcd://a/x?ca=/c&cert=/d&key=/e&user=u&password_file=/f%20g",
-            Settings((("a", 2379),), "x/", "/c", "/d", "/e", "u", "/f g"),
+            EtcdSettings((("a", 2379),), "x/", "/c", "/d", "/e", "u", "/f g"),
         ),
     ],
 )
-def test_addresses(url: str, settings: Settings) -> None:
+def test_addresses(url: str, settings: EtcdSettings) -> None:
     assert parse_url(url) == settings
 
 
@@ -149,7 +149,7 @@ def test_an_answer_of_any_shape_is_read_or_malformed(data: some.DataObject) -> N
     arguments = () if name in ("header_of", "ttl_of", "lease_of", "token_of", "compacted_of") else (b"",)
     assert isinstance(read(answer, *arguments), kind)
     status = data.draw(some.sampled_from([200, 200, 500]))
-    with contextlib.suppress(Malformed, Refused, DirectoryRefused):
+    with contextlib.suppress(EtcdMalformed, EtcdRefused, DirectoryRefused):
         content = etcd_messages.answer_of(status, json.dumps(altered(answer, data)).encode())
         assert isinstance(read(content, *arguments), kind)
 
@@ -157,14 +157,14 @@ def test_an_answer_of_any_shape_is_read_or_malformed(data: some.DataObject) -> N
 def test_an_error_of_any_shape_is_read() -> None:
     answer: dict[str, Any]
     for answer in ({"error": {"grpc_code": "x"}}, {"error": {"code": [], "message": 7}}, {"code": None, "error": []}):
-        with pytest.raises(Refused):
+        with pytest.raises(EtcdRefused):
             etcd_messages.answer_of(500, json.dumps(answer).encode())
-    with pytest.raises(Refused):
+    with pytest.raises(EtcdRefused):
         etcd_messages.answer_of(200, b"[" * 100_000)
 
 
 def test_the_key_of_an_entry_that_cannot_be_read_is_named() -> None:
-    with pytest.raises(Malformed, match="the key 'a'"):
+    with pytest.raises(EtcdMalformed, match="the key 'a'"):
         etcd_messages.listing_of({"kvs": [{**KEY_VALUE, "mod_revision": "x"}]}, b"")
 
 

@@ -10,31 +10,31 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from telegrad._core.directory.directory import Entry, Event
-from telegrad.directories.redis_replies import Changes, Malformed, Reply, read_reply
+from telegrad.directories.redis_replies import Changes, RedisMalformed, RedisReply, read_reply
 
 ENTRY = Entry("a", b"of a value\n", 7, 5, 2)
 RECORD = b"7 5 2 of a value\n"
 REPLIES = [
-    ("attach", [b"done", 7, b"ab"], Reply(b"done", 7, b"ab")),
-    ("grant", [b"done", 7, 3], Reply(b"done", 7, 3)),
-    ("renew", [b"done", 7], Reply(b"done", 7)),
-    ("renew", [b"lease lost", 7], Reply(b"lease lost", 7)),
-    ("revoke", [b"done", 7], Reply(b"done", 7)),
-    ("write", [b"done", 7, RECORD], Reply(b"done", 7, ENTRY)),
-    ("write", [b"differs", 7, None], Reply(b"differs", 7)),
-    ("delete", [b"done", 7, None], Reply(b"done", 7)),
-    ("list", [b"done", 7, [[b"a", RECORD]]], Reply(b"done", 7, (ENTRY,))),
+    ("attach", [b"done", 7, b"ab"], RedisReply(b"done", 7, b"ab")),
+    ("grant", [b"done", 7, 3], RedisReply(b"done", 7, 3)),
+    ("renew", [b"done", 7], RedisReply(b"done", 7)),
+    ("renew", [b"lease lost", 7], RedisReply(b"lease lost", 7)),
+    ("revoke", [b"done", 7], RedisReply(b"done", 7)),
+    ("write", [b"done", 7, RECORD], RedisReply(b"done", 7, ENTRY)),
+    ("write", [b"differs", 7, None], RedisReply(b"differs", 7)),
+    ("delete", [b"done", 7, None], RedisReply(b"done", 7)),
+    ("list", [b"done", 7, [[b"a", RECORD]]], RedisReply(b"done", 7, (ENTRY,))),
     (
         "watch",
         [b"done", 8, 8, [[7, b"a", RECORD], [8, b"a"]], -1],
-        Reply(b"done", 8, Changes(8, [Event(7, "a", ENTRY), Event(8, "a", None)], -1)),
+        RedisReply(b"done", 8, Changes(8, [Event(7, "a", ENTRY), Event(8, "a", None)], -1)),
     ),
-    ("watch", [b"compacted", 8], Reply(b"compacted", 8)),
+    ("watch", [b"compacted", 8], RedisReply(b"compacted", 8)),
 ]
 
 
 @pytest.mark.parametrize(("operation", "raw", "reply"), REPLIES)
-def test_replies(operation: str, raw: list[Any], reply: Reply) -> None:
+def test_replies(operation: str, raw: list[Any], reply: RedisReply) -> None:
     assert read_reply(operation, b"a", raw) == reply
 
 
@@ -62,7 +62,7 @@ CONTENTS: dict[str, tuple[type, ...]] = {
 def test_a_reply_of_any_shape_is_read_or_malformed(data: some.DataObject) -> None:
     operation, raw, _ = data.draw(some.sampled_from(REPLIES))
     reply = data.draw(VALUES | some.just(altered(raw, data)))
-    with contextlib.suppress(Malformed):
+    with contextlib.suppress(RedisMalformed):
         found = read_reply(operation, b"a", reply)
         assert type(found.revision) is int
         assert type(found.content) in CONTENTS[operation] or found.status in (b"reset", b"lease lost", b"compacted")
@@ -80,11 +80,11 @@ def altered(raw: Any, data: some.DataObject) -> Any:
 @pytest.mark.parametrize("record", [b"junk", b"1 1 1", b"999 x y z w", b"-1 1 1 ", b"1_0 1 1 ", b"", None, 5])
 def test_the_entry_that_is_spoilt_is_named(record: Any) -> None:
     for operation, reply in (("list", [[b"b", record]]), ("write", record or b"")):
-        with pytest.raises(Malformed) as caught:
+        with pytest.raises(RedisMalformed) as caught:
             read_reply(operation, b"b", [b"done", 7, reply])
         assert (caught.value.key, caught.value.field) == ("entries", "b")
 
 
 def test_changes_that_the_revision_does_not_count_are_another_programs() -> None:
-    with pytest.raises(Malformed, match="history"):
+    with pytest.raises(RedisMalformed, match="history"):
         read_reply("watch", b"", [b"done", 7, 8, [[8, b"a"]], -1])

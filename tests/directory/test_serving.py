@@ -14,7 +14,7 @@ from telegrad._core.directory import directory_server
 from telegrad._core.directory import requests as messages
 from telegrad._core.directory.client import EmbeddedDirectory, EmbeddedSession
 from telegrad._core.directory.directory import Directory, DirectoryLost, LeaseLost
-from telegrad._core.directory.directory_server import Server
+from telegrad._core.directory.directory_server import DirectoryServer
 from telegrad._core.directory.requests import Request, write_request
 from telegrad._core.directory.sessions import KEPT
 from telegrad._core.security.keyring import Keyring, open_ring
@@ -212,7 +212,7 @@ def test_nothing_is_answered_that_could_not_be_stored() -> None:
     """A server whose disk is full ends; what it did is neither stored nor told."""
     listener = socket.create_server(("127.0.0.1", 0))
     address = listener.getsockname()
-    found, errors = Server(listener, KEYS), []
+    found, errors = DirectoryServer(listener, KEYS), []
 
     def fail(revision: int) -> None:
         raise UsageError("database or disk is full")

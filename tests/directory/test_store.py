@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from telegrad._core.directory import lease_table as table
-from telegrad._core.directory.lease_table import Limits, Table, remove
+from telegrad._core.directory.lease_table import LeaseTable, Limits, remove
 from telegrad.errors import UsageError
 
 
@@ -21,7 +21,7 @@ def path(tmp_path: pathlib.Path) -> str:
     return str(tmp_path / "directory")
 
 
-def content(table: Table) -> dict[str, Any]:
+def content(table: LeaseTable) -> dict[str, Any]:
     """Return all that a table says."""
     leases = {lease: ttl for lease, (_, ttl) in table._leases.items()}
     return {
@@ -35,7 +35,7 @@ def content(table: Table) -> dict[str, Any]:
     }
 
 
-def work(table: Table, chance: random.Random) -> None:
+def work(table: LeaseTable, chance: random.Random) -> None:
     """Do something at random."""
     leases = list(table._leases)
     key, client = f"{chance.randrange(6)}", f"client{chance.randrange(3)}"
@@ -54,7 +54,7 @@ def work(table: Table, chance: random.Random) -> None:
 @pytest.mark.parametrize("seed", range(8))
 def test_what_was_stored_is_there_again(path: str, seed: int) -> None:
     chance, limits = random.Random(seed), Limits(changes=20)
-    opened = Table(path, limits)
+    opened = LeaseTable(path, limits)
     identity = opened.identity
     for _ in range(12):
         for _ in range(chance.randrange(30)):
@@ -63,7 +63,7 @@ def test_what_was_stored_is_there_again(path: str, seed: int) -> None:
         if chance.random() < 0.7:
             before = content(opened)
             opened.file.close()
-            opened = Table(path, limits)
+            opened = LeaseTable(path, limits)
             assert content(opened) == before
             assert opened.identity == identity
     assert opened.file.one("SELECT count(*) FROM changes") <= 20
@@ -71,59 +71,59 @@ def test_what_was_stored_is_there_again(path: str, seed: int) -> None:
 
 
 def test_what_was_not_committed_is_not_there(path: str) -> None:
-    opened = Table(path)
+    opened = LeaseTable(path)
     opened.swap("a", b"")
     opened.file.commit(opened.revision)
     opened.swap("b", b"")
     opened.file.close()
-    assert [entry.key for entry in Table(path).list("").entries] == ["a"]
+    assert [entry.key for entry in LeaseTable(path).list("").entries] == ["a"]
 
 
 def test_an_empty_value_is_no_deletion(path: str) -> None:
-    opened = Table(path)
+    opened = LeaseTable(path)
     opened.swap("a", b"")
     opened.file.commit(opened.revision)
     opened.file.close()
-    assert Table(path).changes("", 0)[1][0].entry == ("a", b"", 1, 1, 0)
+    assert LeaseTable(path).changes("", 0)[1][0].entry == ("a", b"", 1, 1, 0)
 
 
 def test_two_servers_do_not_share_a_file(path: str) -> None:
-    opened = Table(path)
+    opened = LeaseTable(path)
     with pytest.raises(UsageError, match="Another server"):
-        Table(path)
+        LeaseTable(path)
     opened.file.close()
-    Table(path).file.close()
+    LeaseTable(path).file.close()
 
 
 def test_a_file_of_another_boot_is_not_trusted(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened = Table(path)
+    opened = LeaseTable(path)
     opened.swap("a", b"")
     opened.file.commit(opened.revision)
     opened.file.close()
     monkeypatch.setattr(table, "_boot", lambda: "another")
-    again = Table(path)
+    again = LeaseTable(path)
     assert (again.revision, again.list("").entries) == (0, ())
     assert again.identity != opened.identity
     again.file.close()
-    assert Table(path).identity == again.identity
+    assert LeaseTable(path).identity == again.identity
 
 
 @pytest.mark.parametrize("spoil", [lambda data: b"x" * len(data), lambda data: data[:100] + b"\xff" * 2000])
 def test_a_file_that_is_damaged(path: str, spoil: Callable[[bytes], bytes]) -> None:
-    Table(path).file.close()
+    LeaseTable(path).file.close()
     file = pathlib.Path(path)
     file.write_bytes(spoil(file.read_bytes()))
     with pytest.raises(UsageError, match="damaged"):
-        Table(path)
+        LeaseTable(path)
 
 
 def test_a_folder_that_is_not_there() -> None:
     with pytest.raises(UsageError, match="cannot be used"):
-        Table("/nowhere/directory")
+        LeaseTable("/nowhere/directory")
 
 
 def test_no_file_is_left(path: str) -> None:
-    opened = Table(path)
+    opened = LeaseTable(path)
     opened.swap("a", b"")
     opened.file.commit(opened.revision)
     assert len(os.listdir(os.path.dirname(path))) >= 2
@@ -134,7 +134,7 @@ def test_no_file_is_left(path: str) -> None:
 
 def test_files_beside_it_are_as_private_as_it_is(path: str) -> None:
     os.close(os.open(path, os.O_CREAT, 0o600))
-    opened = Table(path)
+    opened = LeaseTable(path)
     opened.swap("a", b"")
     opened.file.commit(opened.revision)
     folder = pathlib.Path(path).parent

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
 from telegrad._core.directory.directory import ABSENT, Compacted, Event, LeaseLost, Swap
-from telegrad._core.directory.lease_table import OVERHEAD, Limits, Table
+from telegrad._core.directory.lease_table import OVERHEAD, LeaseTable, Limits
 from telegrad.errors import LimitReached
 from tests.directory.naive import Naive
 
@@ -27,7 +27,7 @@ class Beside(RuleBasedStateMachine):
         super().__init__()
         self.now = 0.0
         self.model = Naive()
-        self.table = Table(limits=Limits(changes=KEPT))
+        self.table = LeaseTable(limits=Limits(changes=KEPT))
 
     @rule(target=leases, ttl=st.sampled_from([1.0, 2.0, 5.0]))
     def grant(self, ttl: float) -> int:
@@ -137,27 +137,27 @@ TestBeside.settings = settings(max_examples=60, stateful_step_count=60, deadline
 
 
 def test_a_table_that_is_empty() -> None:
-    table = Table()
+    table = LeaseTable()
     assert (table.revision, table.list("").entries, table.next_end()) == (0, (), None)
     assert table.changes("", 0) == (0, [])
 
 
 def test_a_revision_of_another_directory() -> None:
-    table = Table()
+    table = LeaseTable()
     table.swap("a", b"")
     with pytest.raises(Compacted, match="list again"):
         table.changes("", 2)
 
 
 def test_the_keys_that_have_changed() -> None:
-    table = Table()
+    table = LeaseTable()
     for n, key in enumerate("abca", 1):
         table.swap(key, b"", 1 if n == 4 else ABSENT)
     assert [table.changed(since) for since in range(5)] == [{*"abc"}, {*"abc"}, {*"ac"}, {"a"}, set()]
 
 
 def test_keys_of_odd_characters_are_under_their_prefix() -> None:
-    table = Table()
+    table = LeaseTable()
     keys = sorted(["a", "a\U0010ffff", "a\U0010ffffb", "aé", "b"])
     for key in keys:
         table.swap(key, b"")
@@ -166,7 +166,7 @@ def test_keys_of_odd_characters_are_under_their_prefix() -> None:
 
 
 def test_the_changes_of_one_revision_are_forgotten_together() -> None:
-    table = Table(limits=Limits(changes=8))
+    table = LeaseTable(limits=Limits(changes=8))
     lease = table.grant(1.0, 0.0)
     for n in range(8):
         table.swap(f"{n}", b"", lease=lease)
@@ -180,14 +180,14 @@ def test_the_changes_of_one_revision_are_forgotten_together() -> None:
 
 
 def test_large_changes_are_forgotten_sooner() -> None:
-    table = Table(limits=Limits(change_bytes=10_000))
+    table = LeaseTable(limits=Limits(change_bytes=10_000))
     for _ in range(20):
         table.swap("a", bytes(1000), table.revision)
     assert 5 <= len(table.changes("", table.compacted)[1]) <= 10
 
 
 def test_one_client_does_not_fill_the_table() -> None:
-    table = Table(limits=Limits(keys=4, keys_of_one=2))
+    table = LeaseTable(limits=Limits(keys=4, keys_of_one=2))
     for key in "ab":
         table.swap(key, b"", client="one")
     with pytest.raises(LimitReached, match="this client has 2 keys"):
@@ -205,7 +205,7 @@ def test_one_client_does_not_fill_the_table() -> None:
 
 
 def test_values_and_leases_have_limits() -> None:
-    table = Table(limits=Limits(bytes=2 * OVERHEAD + 10, leases=1))
+    table = LeaseTable(limits=Limits(bytes=2 * OVERHEAD + 10, leases=1))
     table.swap("a", bytes(9))
     with pytest.raises(LimitReached, match="bytes"):
         table.swap("b", b"")
@@ -221,7 +221,7 @@ def test_values_and_leases_have_limits() -> None:
 @given(st.lists(st.sampled_from([0.0, 0.5, 1.0, 3.0])))
 def test_renewals_never_shorten_a_lease(times: list[float]) -> None:
     """However the clock goes."""
-    table = Table()
+    table = LeaseTable()
     lease, latest = table.grant(2.0, 0.0), 0.0
     for now in times:
         latest = max(latest, now)
@@ -233,7 +233,7 @@ def test_renewals_never_shorten_a_lease(times: list[float]) -> None:
 
 
 def test_one_client_may_have_as_many_keys_as_the_page_says() -> None:
-    table = Table()
+    table = LeaseTable()
     for n in range(8192):
         table.swap(f"{n}", b"", ABSENT, 0, "one")
     with pytest.raises(LimitReached):

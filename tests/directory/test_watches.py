@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from telegrad._core.directory import requests
 from telegrad._core.directory.directory import ABSENT, Compacted, Events, LeaseLost
 from telegrad._core.directory.directory_server import do
-from telegrad._core.directory.lease_table import Limits, Table
+from telegrad._core.directory.lease_table import LeaseTable, Limits
 from telegrad._core.directory.requests import Reply, Request, read_reply
 from telegrad._core.directory.watches import EACH, LONGEST_GATHERING, Watches
 from telegrad.errors import InvalidArgument, LimitReached
@@ -21,7 +21,7 @@ PREFIXES = ["", "a", "a/", "b"]
 KEYS = ["a", "a/1", "b", "c"]
 
 
-def write(table: Table, key: str) -> None:
+def write(table: LeaseTable, key: str) -> None:
     found = table.list(key).entries
     table.swap(key, b"", found[0].revision if found and found[0].key == key else ABSENT)
 
@@ -63,7 +63,7 @@ class Life:
 
     def __init__(self, seed: int, kept: int) -> None:
         self.chance = random.Random(seed)
-        self.table, self.now = Table(limits=Limits(changes=kept)), 0.0
+        self.table, self.now = LeaseTable(limits=Limits(changes=kept)), 0.0
         self.watches = Watches[int](self.table)
         self.log: Events = []  # all changes
         self.watchers = [Watcher(n, self.chance.choice(PREFIXES), 0) for n in range(8)]
@@ -112,7 +112,7 @@ def test_watchers_miss_nothing(seed: int, steps: int, kept: int) -> None:
 
 
 def test_a_watch_that_waits_needs_no_changes_of_other_prefixes() -> None:
-    table = Table(limits=Limits(changes=6))
+    table = LeaseTable(limits=Limits(changes=6))
     watches = Watches[int](table)
     watches.add(1, "a", 0, 10.0, 0.0)
     for _ in range(50):
@@ -125,7 +125,7 @@ def test_a_watch_that_waits_needs_no_changes_of_other_prefixes() -> None:
 
 
 def test_a_change_is_told_at_once() -> None:
-    table = Table()
+    table = LeaseTable()
     watches = Watches[int](table)
     assert watches.add(1, "a", 0, 10.0, 0.0) is None
     assert watches.collect(0.0) == []
@@ -139,7 +139,7 @@ def test_a_change_is_told_at_once() -> None:
 
 
 def test_changes_that_many_watch_are_gathered() -> None:
-    table, count = Table(), 100
+    table, count = LeaseTable(), 100
     watches = Watches[int](table)
 
     def watch(since: int, now: float) -> None:
@@ -163,7 +163,7 @@ def test_changes_that_many_watch_are_gathered() -> None:
 
 
 def test_what_many_watch_does_not_delay_what_one_watches() -> None:
-    table = Table()
+    table = LeaseTable()
     watches = Watches[int](table)
     for n in range(1000):
         watches.add(n, "a", 0, 10.0, 0.0)
@@ -178,7 +178,7 @@ def test_what_many_watch_does_not_delay_what_one_watches() -> None:
 
 
 def test_a_prefix_that_nobody_watches_is_forgotten() -> None:
-    table = Table()
+    table = LeaseTable()
     watches = Watches[int](table)
     for n in range(50):
         watches.add(n, f"{n}", 0, 0.1, 0.0)
@@ -195,7 +195,7 @@ def test_a_prefix_that_nobody_watches_is_forgotten() -> None:
 
 def test_what_was_answered_does_not_stay() -> None:
     """The heap of times does not grow with the watches that ended before theirs."""
-    table = Table()
+    table = LeaseTable()
     watches = Watches[int](table)
     for n in range(5000):
         watches.add(1, "a", table.revision, 3600.0, 0.0)
@@ -207,7 +207,7 @@ def test_what_was_answered_does_not_stay() -> None:
 # Requests that do not wait
 
 
-def ask(table: Table, *request: Any, now: float = 0.0, **fields: Any) -> Reply:
+def ask(table: LeaseTable, *request: Any, now: float = 0.0, **fields: Any) -> Reply:
     return read_reply(do(table, "client", Request(*request, **fields), now))
 
 
@@ -225,14 +225,14 @@ def ask(table: Table, *request: Any, now: float = 0.0, **fields: Any) -> Reply:
 )
 def test_requests_that_are_refused(request_: Request) -> None:
     """A client of this package asks for none of them."""
-    table = Table()
+    table = LeaseTable()
     with pytest.raises(InvalidArgument, match="install one version" if request_.operation == 99 else None):
         do(table, "client", request_, 0.0)
     assert table.revision == 0
 
 
 def test_outcomes() -> None:
-    table = Table(limits=Limits(keys=1, changes=8))
+    table = LeaseTable(limits=Limits(keys=1, changes=8))
     lease = ask(table, requests.GRANT, seconds=1.0).revision
     assert ask(table, requests.RENEW, lease=lease).outcome == requests.DONE
     assert ask(table, requests.SWAP, "a", b"", lease=lease).outcome == requests.DONE

@@ -16,7 +16,7 @@ from telegrad._core.joining import form_generations
 from telegrad._core.joining.directory_lease import DirectoryLease
 from telegrad._core.joining.form_generations import JoinRequest
 from telegrad._core.joining.generation_keys import COME, GENERATION, arrivals_in, end, is_wanted, lives_in, look
-from telegrad._core.joining.quorum import Arrival, Before, Formed, Limits
+from telegrad._core.joining.quorum import Arrival, Before, Formed, GroupSize
 from telegrad._core.membership.members import Member
 from telegrad._core.stores.find_directory import Found
 from telegrad._core.stores.stores import RendezvousStore
@@ -56,7 +56,7 @@ class Place:
     def come(
         self,
         name: str,
-        limits: Limits,
+        limits: GroupSize,
         before: Before | None = None,
         life: int = 0,
         timeout: float = WAIT,
@@ -100,7 +100,7 @@ def before(formed: Formed, me: str, life: int = 0, without: tuple[str, ...] = ()
 
 
 def test_all_who_come_form_the_first_one(place: Place) -> None:
-    coming = [place.come(name, Limits(2, 3)) for name in "abc"]
+    coming = [place.come(name, GroupSize(2, 3)) for name in "abc"]
     results = [future.result(WAIT) for future in coming]
     assert all(formed == results[0] for formed in results)
     assert (results[0].number, results[0].survivors, sorted(names(results[0]))) == (1, 0, ["a", "b", "c"])
@@ -109,17 +109,17 @@ def test_all_who_come_form_the_first_one(place: Place) -> None:
 
 def test_the_last_call(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(form_generations, "LAST_CALL", 0.2)
-    coming = [place.come(name, Limits(2)) for name in "ab"]
+    coming = [place.come(name, GroupSize(2)) for name in "ab"]
     assert [sorted(names(future.result(WAIT))) for future in coming] == [["a", "b"]] * 2
 
 
 def test_too_few_are_told(place: Place) -> None:
     with pytest.raises(errors.GroupIncomplete, match=r"0\.1 s for a group of 2 to 4 .* 1 worker of 2 to 4 came: 'a'"):
-        place.come("a", Limits(2, 4), timeout=0.1).result(WAIT)
+        place.come("a", GroupSize(2, 4), timeout=0.1).result(WAIT)
 
 
 def test_survivors_come_first_and_let_in_who_waits(place: Place) -> None:
-    limits = Limits(2, 3)
+    limits = GroupSize(2, 3)
     first = [place.come(name, limits) for name in "abc"]
     formed = first[0].result(WAIT)
     gone, *stay = names(formed)
@@ -134,7 +134,7 @@ def test_survivors_come_first_and_let_in_who_waits(place: Place) -> None:
 
 
 def test_one_who_died_as_it_waited_is_in_nobodys_way(place: Place) -> None:
-    limits = Limits(2, 2)
+    limits = GroupSize(2, 2)
     place.dead.add("dead/0")
     place.put(COME + "dead/0", Arrival(member("dead"), limits=str(limits)).to_json())
     coming = [place.come(name, limits) for name in "ab"]
@@ -142,7 +142,7 @@ def test_one_who_died_as_it_waited_is_in_nobodys_way(place: Place) -> None:
 
 
 def test_one_who_died_as_it_was_chosen_is_dropped_in_the_next(place: Place) -> None:
-    limits = Limits(2, 2)
+    limits = GroupSize(2, 2)
     chosen = Formed(1, (member("ghost")._replace(id=0), member("a")._replace(id=1)), 0, str(limits))
     first = place.come("a", limits)
     place.wait_for("a")
@@ -155,7 +155,7 @@ def test_one_who_died_as_it_was_chosen_is_dropped_in_the_next(place: Place) -> N
 
 
 def test_the_next_one_decides_where_the_first_has_died(place: Place) -> None:
-    limits = Limits(2, 3)
+    limits = GroupSize(2, 3)
     place.put(COME + "ghost/0", Arrival(member("ghost"), limits=str(limits)).to_json())
     coming = [place.come(name, limits) for name in "abc"]
     place.wait_for(*"abc")
@@ -166,7 +166,7 @@ def test_the_next_one_decides_where_the_first_has_died(place: Place) -> None:
 
 
 def test_a_name_that_is_taken(place: Place) -> None:
-    limits = Limits(2, 2)
+    limits = GroupSize(2, 2)
     coming = [place.come("same", limits), place.come("same", limits, life=1)]
     wait_until(lambda: len(look(place.directory).arrivals) == 2)
     coming.append(place.come("other", limits))
@@ -175,7 +175,7 @@ def test_a_name_that_is_taken(place: Place) -> None:
 
 
 def test_who_comes_later_under_a_name_waits_until_it_gets_free(place: Place) -> None:
-    limits = Limits(1, 2)
+    limits = GroupSize(1, 2)
     coming = [place.come(name, limits) for name in "ab"]
     formed = coming[0].result(WAIT)
     late = place.come("a", limits, life=1)
@@ -187,28 +187,28 @@ def test_who_comes_later_under_a_name_waits_until_it_gets_free(place: Place) -> 
 
 
 def test_other_limits_are_told_to_who_has_them(place: Place) -> None:
-    limits = Limits(2, 2)
+    limits = GroupSize(2, 2)
     first = place.come("a", limits)
     place.wait_for("a")
     with pytest.raises(errors.RendezvousError, match=r"of 2 to 3 workers, but 'a' .* one of 2: .* max_workers"):
-        place.come("c", Limits(2, 3)).result(WAIT)
+        place.come("c", GroupSize(2, 3)).result(WAIT)
     second = place.come("d", limits)
     assert first.result(WAIT) == second.result(WAIT)
     with pytest.raises(errors.RendezvousError, match="min_workers and max_workers"):
-        place.come("c", Limits(2, 3), life=1).result(WAIT)
+        place.come("c", GroupSize(2, 3), life=1).result(WAIT)
 
 
 def test_an_earlier_run_whose_workers_are_dead_is_followed_whatever_its_limits(place: Place) -> None:
-    first = place.come("a", Limits(1, 1)).result(WAIT)
+    first = place.come("a", GroupSize(1, 1)).result(WAIT)
     place.dead.add("a/0")
-    formed = place.come("b", Limits(1, 2), timeout=1.0).result(WAIT)
+    formed = place.come("b", GroupSize(1, 2), timeout=1.0).result(WAIT)
     assert (formed.number, names(formed), formed.limits) == (2, ["b"], "1 to 2")
     assert formed.group == first.group
 
 
 def test_who_waits_for_a_group_that_ends_is_told(place: Place) -> None:
-    formed = place.come("a", Limits(1, 1)).result(WAIT)
-    spare = place.come("b", Limits(1, 1), timeout=0.5)
+    formed = place.come("a", GroupSize(1, 1)).result(WAIT)
+    spare = place.come("b", GroupSize(1, 1), timeout=0.5)
     place.wait_for("b")
     sleep(1.0)  # a spare waits longer than its time
     assert not spare.done()
@@ -217,11 +217,11 @@ def test_who_waits_for_a_group_that_ends_is_told(place: Place) -> None:
     with pytest.raises(errors.GroupEnded, match="after generation 1"):
         spare.result(WAIT)
     place.dead |= {"a/0", "b/0"}
-    assert names(place.come("c", Limits(1, 1)).result(WAIT)) == ["c"]
+    assert names(place.come("c", GroupSize(1, 1)).result(WAIT)) == ["c"]
 
 
 def test_a_generation_that_was_followed_ends_nothing(place: Place) -> None:
-    limits = Limits(1, 1)
+    limits = GroupSize(1, 1)
     formed = place.come("a", limits).result(WAIT)
     place.come("a", limits, before(formed, "a"), 1).result(WAIT)
     assert not end(place.directory, formed)
@@ -230,14 +230,14 @@ def test_a_generation_that_was_followed_ends_nothing(place: Place) -> None:
 
 def test_whether_a_group_is_there(place: Place) -> None:
     assert not lives_in(place.directory, place.lives)
-    place.come("a", Limits(1, 1)).result(WAIT)
+    place.come("a", GroupSize(1, 1)).result(WAIT)
     assert lives_in(place.directory, place.lives)
     place.dead.add("a/0")
     assert not lives_in(place.directory, place.lives)
 
 
 def test_a_straggler_comes_back_as_a_new_one(place: Place) -> None:
-    limits = Limits(1, 2)
+    limits = GroupSize(1, 2)
     coming = [place.come(name, limits) for name in "ab"]
     formed = coming[0].result(WAIT)
     coming[1].result(WAIT)
@@ -253,7 +253,7 @@ def test_a_straggler_comes_back_as_a_new_one(place: Place) -> None:
 
 
 def test_who_was_chosen_while_it_stood_and_left_out_comes_again_by_itself(place: Place) -> None:
-    limits = Limits(1, 2)
+    limits = GroupSize(1, 2)
     formed = Formed(2, (member("b", 1)._replace(id=0),), 1, str(limits))
     first = place.come("a", limits, timeout=0.3)
     place.wait_for("a")
@@ -288,7 +288,7 @@ class Losing(NaiveClient):
 @pytest.mark.parametrize("done", [True, False])
 def test_a_write_of_which_the_outcome_is_unknown_forms_one_generation(place: Place, key: str, done: bool) -> None:
     clients = [Losing(place.engine, key, done) for _ in "ab"]
-    coming = [place.come(name, Limits(2, 2), client=client) for name, client in zip("ab", clients, strict=True)]
+    coming = [place.come(name, GroupSize(2, 2), client=client) for name, client in zip("ab", clients, strict=True)]
     results = [future.result(WAIT) for future in coming]
     assert results[0] == results[1]
     assert [each.number for each in place.history()] == [1]
@@ -298,17 +298,17 @@ def test_a_write_of_which_the_outcome_is_unknown_forms_one_generation(place: Pla
 
 def test_while_the_directory_is_away_those_who_come_wait(place: Place) -> None:
     clients = [place.engine.client(0.05) for _ in "ab"]
-    coming = [place.come(name, Limits(2, 2), client=client) for name, client in zip("a", clients, strict=False)]
+    coming = [place.come(name, GroupSize(2, 2), client=client) for name, client in zip("a", clients, strict=False)]
     place.wait_for("a")
     place.engine.kill()
     sleep(0.3)
     place.engine.start()
-    coming.append(place.come("b", Limits(2, 2), client=clients[1]))
+    coming.append(place.come("b", GroupSize(2, 2), client=clients[1]))
     assert all(sorted(names(future.result(WAIT))) == ["a", "b"] for future in coming)
 
 
 def test_a_directory_that_stays_away_is_told_in_time(place: Place) -> None:
-    coming = place.come("a", Limits(2, 2), timeout=0.3, client=place.engine.client(0.05))
+    coming = place.come("a", GroupSize(2, 2), timeout=0.3, client=place.engine.client(0.05))
     place.wait_for("a")
     place.engine.kill()
     with pytest.raises(DirectoryLost):
@@ -316,13 +316,13 @@ def test_a_directory_that_stays_away_is_told_in_time(place: Place) -> None:
 
 
 def test_who_has_lost_its_lease_comes_anew(place: Place) -> None:
-    first = place.come("a", Limits(2, 2))
+    first = place.come("a", GroupSize(2, 2))
     place.wait_for("a")
     with place.engine.changed:
         for lease in list(place.engine.state.leases):
             place.engine.state.revoke(lease)
     wait_until(lambda: not place.directory.list(COME).entries)
-    second = place.come("b", Limits(2, 2))
+    second = place.come("b", GroupSize(2, 2))
     assert first.result(WAIT) == second.result(WAIT)
 
 
@@ -346,25 +346,25 @@ def test_a_lease_is_renewed_as_long_as_it_is_held_and_ends_with_that(place: Plac
 
 
 def test_survivors_refuse_a_directory_that_has_forgotten_them(place: Place) -> None:
-    formed = place.come("a", Limits(1, 1)).result(WAIT)
+    formed = place.come("a", GroupSize(1, 1)).result(WAIT)
     other = Place()
     with pytest.raises(errors.DirectoryReset, match="start the group again"):
-        other.come("a", Limits(1, 1), before(formed, "a"), 1).result(WAIT)
+        other.come("a", GroupSize(1, 1), before(formed, "a"), 1).result(WAIT)
     assert not other.history()
 
 
 def test_many_changes_that_were_missed_are_no_harm(place: Place) -> None:
-    first = place.come("a", Limits(2, 2))
+    first = place.come("a", GroupSize(2, 2))
     place.wait_for("a")
     place.engine.forget()
     place.put("other", "change")
     place.engine.forget()
-    assert names(place.come("b", Limits(2, 2)).result(WAIT)) == names(first.result(WAIT))
+    assert names(place.come("b", GroupSize(2, 2)).result(WAIT)) == names(first.result(WAIT))
 
 
 def test_many_who_decide_at_once_form_one_generation_of_each_number(place: Place) -> None:
     """All are late at the same moment, so all decide."""
-    limits = Limits(1)
+    limits = GroupSize(1)
     coming = {name: place.come(name, limits, timeout=0.2) for name in "abcdef"}
     formed = {name: future.result(WAIT) for name, future in coming.items()}
     numbers = [each.number for each in place.history()]
@@ -378,9 +378,9 @@ def test_one_that_decides_behind_another_changes_nothing(place: Place) -> None:
         wait_until(place.history)  # asked of the other one, before this one writes what it has decided
         return True
 
-    first = place.come("a", Limits(2, 2), lives=lives)
+    first = place.come("a", GroupSize(2, 2), lives=lives)
     place.wait_for("a")
-    second = place.come("b", Limits(2, 2), timeout=0.1)  # it is late, and decides, too
+    second = place.come("b", GroupSize(2, 2), timeout=0.1)  # it is late, and decides, too
     assert first.result(WAIT) == second.result(WAIT)
     assert [each.number for each in place.history()] == [1]
 
@@ -391,7 +391,7 @@ def test_torchrun_without_world_size_is_refused(monkeypatch: pytest.MonkeyPatch,
     if size is None:
         monkeypatch.delenv("WORLD_SIZE")
     with pytest.raises(errors.UsageError, match=f"WORLD_SIZE is {size or ''!r}"):
-        JoinRequest(None, KEYS, Limits(1, 1), Before(), -1, WAIT).meet(0)
+        JoinRequest(None, KEYS, GroupSize(1, 1), Before(), -1, WAIT).meet(0)
 
 
 def test_interrupts_reach_who_waits(place: Place) -> None:
@@ -401,9 +401,9 @@ def test_interrupts_reach_who_waits(place: Place) -> None:
         ended.set()
         raise KeyboardInterrupt
 
-    place.come("a", Limits(1, 1)).result(WAIT)
+    place.come("a", GroupSize(1, 1)).result(WAIT)
     held = place.held()
-    coming = JoinRequest(held, KEYS, Limits(1, 1), Before(), -1, WAIT)
+    coming = JoinRequest(held, KEYS, GroupSize(1, 1), Before(), -1, WAIT)
     with pytest.raises(KeyboardInterrupt):
         coming.join(held, member("b"), lives)
     assert ended.is_set()

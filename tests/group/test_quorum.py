@@ -6,10 +6,10 @@ import random
 
 import pytest
 
-from telegrad._core.joining.quorum import NONE, Arrival, Before, Formed, Limits, Quorum
+from telegrad._core.joining.quorum import NONE, Arrival, Before, Formed, GroupSize, Quorum
 from telegrad._core.membership.members import Member
 
-ANY = Limits(1)
+ANY = GroupSize(1)
 
 
 def member(name: str, id_: int = -1, life: int = 0) -> Member:
@@ -20,17 +20,17 @@ def generation(number: int, *names: str, has_ended: bool = False) -> Formed:
     return Formed(number, tuple(member(name, rank) for rank, name in enumerate(names)), has_ended=has_ended)
 
 
-def again(name: str, number: int, without: tuple[str, ...] = (), limits: Limits = ANY) -> Arrival:
+def again(name: str, number: int, without: tuple[str, ...] = (), limits: GroupSize = ANY) -> Arrival:
     """Return a worker that was in that generation."""
     before = Before(number, "group", tuple(f"{each}/0" for each in without), f"{name}/0")
     return Arrival(member(name, life=1), before, str(limits))
 
 
-def new(name: str, rank: int = -1, limits: Limits = ANY) -> Arrival:
+def new(name: str, rank: int = -1, limits: GroupSize = ANY) -> Arrival:
     return Arrival(member(name, rank, life=2), limits=str(limits))
 
 
-def quorum(limits: Limits, *arrivals: Arrival, running: Formed = NONE, dead: tuple[str, ...] = ()) -> Quorum:
+def quorum(limits: GroupSize, *arrivals: Arrival, running: Formed = NONE, dead: tuple[str, ...] = ()) -> Quorum:
     same = [each._replace(limits=str(limits)) for each in arrivals]
     return Quorum(limits, running, same, {f"{name}/0" for name in dead})
 
@@ -42,7 +42,7 @@ def names(made: Quorum, quiet: bool = False, late: bool = False) -> list[str]:
 
 
 def test_the_first_generation_waits_for_the_most_or_for_a_last_call() -> None:
-    limits = Limits(2, 3)
+    limits = GroupSize(2, 3)
     assert names(quorum(limits, new("a")), quiet=True) == []
     assert names(quorum(limits, new("a"), new("b"))) == []
     assert names(quorum(limits, new("a"), new("b")), quiet=True) == ["a", "b"]
@@ -55,23 +55,23 @@ def test_the_first_generation_waits_for_the_most_or_for_a_last_call() -> None:
 
 
 def test_ranks_that_are_wished_are_heeded_among_those_who_are_new() -> None:
-    assert names(quorum(Limits(1, 4), new("b"), new("c", 2), new("a", 0)), quiet=True) == ["a", "c", "b"]
+    assert names(quorum(GroupSize(1, 4), new("b"), new("c", 2), new("a", 0)), quiet=True) == ["a", "c", "b"]
 
 
 def test_workers_with_other_limits_are_not_counted() -> None:
-    limits = Limits(2)
-    assert names(Quorum(limits, NONE, [new("a", limits=limits), new("b", limits=Limits(3))]), quiet=True) == []
+    limits = GroupSize(2)
+    assert names(Quorum(limits, NONE, [new("a", limits=limits), new("b", limits=GroupSize(3))]), quiet=True) == []
 
 
 def test_survivors_come_first_by_their_ranks() -> None:
     running = generation(4, "a", "b", "c")
     come = new("x"), again("c", 4), again("b", 4), new("y")
-    made = quorum(Limits(2, 4), *come, running=running)
+    made = quorum(GroupSize(2, 4), *come, running=running)
     assert made.awaited() == [member("a", 0)]
     assert "generation 4 runs: 'a' did not come" in made.lacks()
     assert made.missing() == ["a"]
     assert names(made) == []
-    made = quorum(Limits(2, 4), *come, running=running, dead=("a",))
+    made = quorum(GroupSize(2, 4), *come, running=running, dead=("a",))
     assert names(made) == ["b", "c", "x", "y"]
     formed = made.decide(False, False)
     assert formed is not None
@@ -80,22 +80,22 @@ def test_survivors_come_first_by_their_ranks() -> None:
 
 def test_who_does_not_come_is_waited_for_until_it_is_late() -> None:
     running = generation(1, "a", "b", "c")
-    made = quorum(Limits(2), again("a", 1), again("b", 1), running=running)
+    made = quorum(GroupSize(2), again("a", 1), again("b", 1), running=running)
     assert names(made) == []
     assert names(made, late=True) == ["a", "b"]
-    assert names(quorum(Limits(3), again("a", 1), running=running), late=True) == []
+    assert names(quorum(GroupSize(3), again("a", 1), running=running), late=True) == []
 
 
 def test_who_was_left_out_is_not_waited_for() -> None:
-    made = quorum(Limits(2), again("a", 1, without=("b",)), again("c", 1), running=generation(1, "a", "b", "c"))
+    made = quorum(GroupSize(2), again("a", 1, without=("b",)), again("c", 1), running=generation(1, "a", "b", "c"))
     assert names(made) == ["a", "c"]
 
 
 def test_who_was_left_out_comes_back_as_a_new_one() -> None:
     running = generation(2, "a", "c")
     late = again("b", 1, without=("a",))  # what it knows of its own generation does not hold for this one
-    assert quorum(Limits(1), late, running=running).missing() == ["a", "c"]
-    formed = quorum(Limits(1), late, again("a", 2), again("c", 2), running=running).decide(False, False)
+    assert quorum(GroupSize(1), late, running=running).missing() == ["a", "c"]
+    formed = quorum(GroupSize(1), late, again("a", 2), again("c", 2), running=running).decide(False, False)
     assert formed is not None
     assert [each.name for each in formed.members] == ["a", "c", "b"]
     assert formed.survivors == 2
@@ -103,8 +103,8 @@ def test_who_was_left_out_comes_back_as_a_new_one() -> None:
 
 def test_those_who_are_new_wait_for_a_generation_that_runs() -> None:
     running = generation(7, "a", "b")
-    assert names(quorum(Limits(1), new("x"), running=running), quiet=True) == []
-    made = quorum(Limits(1), new("x"), running=running, dead=("a", "b"))
+    assert names(quorum(GroupSize(1), new("x"), running=running), quiet=True) == []
+    made = quorum(GroupSize(1), new("x"), running=running, dead=("a", "b"))
     assert names(made, quiet=True) == ["x"]
     formed = made.decide(True, False)
     assert formed is not None
@@ -113,14 +113,14 @@ def test_those_who_are_new_wait_for_a_generation_that_runs() -> None:
 
 def test_a_member_that_does_not_know_it_yet_is_waited_for_and_does_not_come_anew() -> None:
     running = Formed(1, (new("a").member._replace(id=0), member("b", 1)))
-    made = quorum(Limits(1), new("a"), again("b", 1), running=running)
+    made = quorum(GroupSize(1), new("a"), again("b", 1), running=running)
     assert made.missing() == ["a"]
     assert names(made, late=True) == ["b"]
 
 
 def test_after_a_group_that_has_ended_the_numbers_go_on() -> None:
     running = generation(3, "a", "b", has_ended=True)
-    made = quorum(Limits(1), new("x"), again("a", 3), running=running)
+    made = quorum(GroupSize(1), new("x"), again("a", 3), running=running)
     assert made.awaited() == []
     formed = made.decide(True, False)
     assert formed is not None
@@ -128,7 +128,7 @@ def test_after_a_group_that_has_ended_the_numbers_go_on() -> None:
 
 
 def test_a_name_is_refused_to_the_second_who_has_it() -> None:
-    made = quorum(Limits(1), new("a"), again("a", 1), again("b", 1), new("c"), running=generation(1, "a", "b"))
+    made = quorum(GroupSize(1), new("a"), again("a", 1), again("b", 1), new("c"), running=generation(1, "a", "b"))
     formed = made.decide(False, False)
     assert formed is not None
     assert [each.incarnation for each in formed.members] == ["a/1", "b/1", "c/2"]
@@ -136,19 +136,19 @@ def test_a_name_is_refused_to_the_second_who_has_it() -> None:
 
 def test_who_has_no_name_gets_one_by_its_role_and_rank() -> None:
     arrivals = [Arrival(member("", life=number)._replace(role="actor", incarnation=str(number))) for number in range(3)]
-    formed = quorum(Limits(3, 3), *arrivals).decide(False, False)
+    formed = quorum(GroupSize(3, 3), *arrivals).decide(False, False)
     assert formed is not None
     assert [each.name for each in formed.members] == ["actor0", "actor1", "actor2"]
     assert [each.id for each in formed.members] == [0, 1, 2]
 
 
 def test_room_is_for_survivors_first() -> None:
-    made = quorum(Limits(1, 2), new("x"), again("b", 1), again("a", 1), running=generation(1, "a", "b"))
+    made = quorum(GroupSize(1, 2), new("x"), again("b", 1), again("a", 1), running=generation(1, "a", "b"))
     assert names(made) == ["a", "b"]
 
 
-@pytest.mark.parametrize("limits", [Limits(2), Limits(2, 5)])
-def test_what_is_lacking_is_told(limits: Limits) -> None:
+@pytest.mark.parametrize("limits", [GroupSize(2), GroupSize(2, 5)])
+def test_what_is_lacking_is_told(limits: GroupSize) -> None:
     assert "1 worker of 2 " in quorum(limits, new("a")).lacks()
     assert "2 workers" in quorum(limits, new("a"), new("b")).lacks()
     assert "'a', 'b'; more may come" in quorum(limits, new("a"), new("b")).lacks()
@@ -168,4 +168,4 @@ def test_the_order_of_coming_changes_nothing_for_survivors() -> None:
         chance = random.Random(seed)
         arrivals = [again(name, 1) for name in "abcde"]
         chance.shuffle(arrivals)
-        assert names(quorum(Limits(1), *arrivals, running=generation(1, *"abcde"))) == list("abcde")
+        assert names(quorum(GroupSize(1), *arrivals, running=generation(1, *"abcde"))) == list("abcde")

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from telegrad import errors
 from telegrad._core import progress
-from telegrad._core.joining.rendezvous import Roster, join_static
+from telegrad._core.joining.rendezvous import RankTable, join_static
 from telegrad._core.membership.members import Member
 from telegrad._core.security.keyring import Keyring, new_key
 from telegrad._core.stores.key_value_store import REFUSED, KeyValueStore
@@ -118,7 +118,7 @@ def test_what_is_taken_twice_is_told_to_all(stores: Stores, second: tuple[str, i
 
 
 def test_two_that_serve_the_store_hear_of_each_other() -> None:
-    def join(name: str) -> Roster:
+    def join(name: str) -> RankTable:
         return join_static(opened(url, 0, 2, WAIT).store, member(name, 0), 2, WAIT)
 
     url = f"tcp://127.0.0.1:{free_port()}"

@@ -20,7 +20,7 @@ from telegrad import errors
 from telegrad._core.directory.directory import Directory
 from telegrad._core.joining.directory_lease import DirectoryLease
 from telegrad._core.joining.form_generations import JoinRequest
-from telegrad._core.joining.quorum import Before, Limits
+from telegrad._core.joining.quorum import Before, GroupSize
 from telegrad._core.security.keyring import Keyring, new_key, read_keys
 from telegrad._core.start.cluster import start
 from telegrad._core.stores import sealed_store
@@ -211,7 +211,7 @@ def test_a_group_of_fixed_size_in_a_store_that_lasts(file: KeyFile, tmp_path: pa
 
 def test_an_elastic_group(file: KeyFile, tmp_path: pathlib.Path) -> None:
     def meet(held: DirectoryLease) -> RendezvousStore:
-        return JoinRequest(held, held.keys, Limits(1, 1), Before(), -1, PATIENCE).meet(0)
+        return JoinRequest(held, held.keys, GroupSize(1, 1), Before(), -1, PATIENCE).meet(0)
 
     first, second = (DirectoryLease(f"file://{tmp_path}/store", keys, 60.0) for keys in (file.ring(), Keyring([NEW])))
     with contextlib.closing(first), contextlib.closing(second):

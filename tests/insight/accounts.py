@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from telegrad.reporting.worker_state import MEMBER, RUNNING, CallIn, CallOut, PassOut, Thread, Wait, WorkerState
+from telegrad.reporting.worker_state import (
+    MEMBER,
+    RUNNING,
+    CallIn,
+    CallOut,
+    PassOut,
+    ThreadState,
+    WaitState,
+    WorkerState,
+)
 
 DAY = 1_790_000_000.0  # the time of day at which their clocks show START
 START = 5000.0
@@ -24,14 +33,14 @@ def account(worker: str, clock: float = START, **known: Any) -> WorkerState:
 
 def made_up() -> WorkerState:
     """Of a worker in the midst of its work."""
-    waits = Wait(what="backward", on=[], about="")
+    waits = WaitState(what="backward", on=[], about="")
     calls = enumerate([("worker1", 3.0), ("worker1", 1.0), ("worker2", 0.5)])
     return account(
         "worker0", group="b7", pid=4711, host="here", phase_age=12.5, gone={"worker3": "it died"}, busy=1, contexts=2,
         members={"worker0": "here", "worker1": "here", "worker2": "there"}, references={"owners": 5, "users": 3},
         threads=[
-            Thread(number=1, name="main", at=None, stack=[], wait=waits, asleep=True),
-            Thread(number=2, name="other", at=None, stack=[], wait=None, asleep=None),
+            ThreadState(number=1, name="main", at=None, stack=[], wait=waits, asleep=True),
+            ThreadState(number=2, name="other", at=None, stack=[], wait=None, asleep=None),
         ],
         calls_out=[CallOut(to=to, number=n, function="f", age=age, timeout=0, thread=None) for n, (to, age) in calls],
         calls_in=[CallIn(caller="worker1", number=7, function="g", age=1.0, state=RUNNING, thread=2)],

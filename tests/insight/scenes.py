@@ -5,18 +5,27 @@ from __future__ import annotations
 from typing import Any
 
 from telegrad.insight.reading.history import GroupSnapshot
-from telegrad.reporting.worker_state import LEAVING, QUEUED, RUNNING, UNFINISHED, Line, Thread, Wait, WorkerState
+from telegrad.reporting.worker_state import (
+    LEAVING,
+    QUEUED,
+    RUNNING,
+    UNFINISHED,
+    SourceLine,
+    ThreadState,
+    WaitState,
+    WorkerState,
+)
 from tests.insight.accounts import account
 
 FOLDER = "/home/ann/project"
 
 
-def at(place: str) -> Line:
+def at(place: str) -> SourceLine:
     """Of "train.py:12 main: text"."""
     where, _, text = place.partition(": ")
     file, function = where.split(" ")
     name, number = file.split(":")
-    return Line(file=f"{FOLDER}/{name}", line=int(number), function=function, text=text)
+    return SourceLine(file=f"{FOLDER}/{name}", line=int(number), function=function, text=text)
 
 
 class Scene:
@@ -35,7 +44,7 @@ class Scene:
         stack = [f"{line['file']}:{line['line']} {line['function']}"] if line else []
         stack = [*more.get("outside", []), *stack, *more.get("inside", [])]
         name, asleep = more.get("name", "telegrad-worker" if threads else "MainThread"), more.get("asleep", True)
-        threads.append(Thread(number=number, name=name, at=line, stack=stack, wait=waits, asleep=asleep))
+        threads.append(ThreadState(number=number, name=name, at=line, stack=stack, wait=waits, asleep=asleep))
         return number
 
     def call(self, caller: str, to: str, function: str, age: float, **more: Any) -> int | None:
@@ -67,8 +76,8 @@ class Scene:
         return self._numbers
 
 
-def wait(what: str, *on: str, about: str = "", age: float = 0) -> Wait:
-    made = Wait(what=what, on=list(on), about=about)
+def wait(what: str, *on: str, about: str = "", age: float = 0) -> WaitState:
+    made = WaitState(what=what, on=list(on), about=about)
     if age:
         made["age"] = age
     return made

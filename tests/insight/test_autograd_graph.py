@@ -23,9 +23,9 @@ from telegrad.insight.export.autograd_graph import (
     ROOT,
     SEND,
     GradientGraph,
-    Message,
-    Node,
-    Part,
+    GraphNode,
+    SentTensor,
+    WorkerPart,
     graph,
     joined,
     limited,
@@ -66,9 +66,9 @@ def test_the_picture_of_the_documentation() -> None:
         ("w0", "w2", "decode"),
         ("w2", "w0", "decode"),
     }
-    assert Node(LEAF, "Sequential.0.weight", "16 × 8") in found.parts["w1"].nodes
-    assert Node(OPERATION, "AddmmBackward0", "5 × 16") in found.parts["w1"].nodes
-    assert Node(ROOT, "root", "scalar") in found.parts["w0"].nodes
+    assert GraphNode(LEAF, "Sequential.0.weight", "16 × 8") in found.parts["w1"].nodes
+    assert GraphNode(OPERATION, "AddmmBackward0", "5 × 16") in found.parts["w1"].nodes
+    assert GraphNode(ROOT, "root", "scalar") in found.parts["w0"].nodes
     assert str(found).endswith(": 3 workers, 28 nodes, 3 messages")
 
 
@@ -122,7 +122,7 @@ def test_shapes_and_types() -> None:
     layer = nn.Embedding(10, 4, dtype=torch.float64)
     with autograd.context() as context_id:
         found = graph(context_id, layer(torch.tensor([1])).sum())
-    assert Node(LEAF, "Embedding.weight", "10 × 4 float64") in found.parts["w0"].nodes
+    assert GraphNode(LEAF, "Embedding.weight", "10 × 4 float64") in found.parts["w0"].nodes
 
 
 def test_what_is_said_where_a_worker_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,7 +141,9 @@ def test_what_is_said_where_a_worker_does_not_answer(monkeypatch: pytest.MonkeyP
 @pytest.fixture
 def small() -> GradientGraph:
     """A leaf, and a message of which the receiver knows nothing."""
-    return GradientGraph(1, {"a": Part([Node(LEAF, 'w"', "3"), Node(SEND, "f", "b")], [(0, 1)], {7: 1}, {})}, {})
+    return GradientGraph(
+        1, {"a": WorkerPart([GraphNode(LEAF, 'w"', "3"), GraphNode(SEND, "f", "b")], [(0, 1)], {7: 1}, {})}, {}
+    )
 
 
 @pytest.fixture
@@ -215,32 +217,34 @@ def test_what_cannot_be_drawn() -> None:
 # Parts of several workers
 
 
-def chain(length: int) -> Part:
+def chain(length: int) -> WorkerPart:
     """A leaf, operations one after the other, and a send of the last."""
-    nodes = [Node(LEAF, "w"), *(Node(OPERATION, f"op{i}") for i in range(length)), Node(SEND, "f", "b")]
-    return Part(nodes, [(i, i + 1) for i in range(length + 1)], {1: length + 1}, {})
+    nodes = [GraphNode(LEAF, "w"), *(GraphNode(OPERATION, f"op{i}") for i in range(length)), GraphNode(SEND, "f", "b")]
+    return WorkerPart(nodes, [(i, i + 1) for i in range(length + 1)], {1: length + 1}, {})
 
 
 def test_a_send_is_joined_with_its_receive() -> None:
-    receiver = Part([Node(OPERATION, "op"), Node(RECEIVE, "", "a")], [(1, 0)], {}, {("a", 1): 1})
+    receiver = WorkerPart([GraphNode(OPERATION, "op"), GraphNode(RECEIVE, "", "a")], [(1, 0)], {}, {("a", 1): 1})
     parts, messages = joined({"a": chain(1), "b": receiver})
-    assert messages == [Message("a", "b", 1, 2, 1, "f")]
-    assert parts["b"].nodes == [Node(OPERATION, "op"), Node(RECEIVE, "f", "a")], "the sender knows what it was"
+    assert messages == [SentTensor("a", "b", 1, 2, 1, "f")]
+    assert parts["b"].nodes == [GraphNode(OPERATION, "op"), GraphNode(RECEIVE, "f", "a")], (
+        "the sender knows what it was"
+    )
 
 
 def test_a_message_that_led_nowhere_ends_all_the_same() -> None:
-    given = {"a": chain(1), "b": Part([], [], {}, {})}
+    given = {"a": chain(1), "b": WorkerPart([], [], {}, {})}
     parts, messages = joined(given)
-    assert messages == [Message("a", "b", 1, 2, 0, "f")]
-    assert parts["b"].nodes == [Node(RECEIVE, "f", "a")]
+    assert messages == [SentTensor("a", "b", 1, 2, 0, "f")]
+    assert parts["b"].nodes == [GraphNode(RECEIVE, "f", "a")]
     assert given["b"].nodes == [], "what was given stays as it is"
     assert list(joined({"a": chain(1)})[0]) == ["a", "b"], "also where the receiver did not answer"
 
 
 def test_nodes_above_the_limit_are_left_out_and_counted() -> None:
     assert limited(chain(10)) == chain(10)
-    nodes = [Node(SEND, "f", "b"), *(Node(LEAF, f"w{i}") for i in range(3000)), Node(RECEIVE, "", "b")]
-    part = Part(nodes, [(i, 0) for i in range(1, 3002)], {1: 0}, {("b", 9): 3001})
+    nodes = [GraphNode(SEND, "f", "b"), *(GraphNode(LEAF, f"w{i}") for i in range(3000)), GraphNode(RECEIVE, "", "b")]
+    part = WorkerPart(nodes, [(i, 0) for i in range(1, 3002)], {1: 0}, {("b", 9): 3001})
     found = limited(part, 100)
     assert (len(found.nodes), found.left_out, len(found.edges)) == (100, 2902, 99)
     assert found.nodes[found.sends[1]].kind == SEND
@@ -249,7 +253,7 @@ def test_nodes_above_the_limit_are_left_out_and_counted() -> None:
 
 
 def test_texts_of_other_processes_are_safe() -> None:
-    part = Part([Node(SEND, "f\x1b[2J", "w1"), Node(OPERATION, "g", "\u202e(3)")], [], {1: 0}, {})
+    part = WorkerPart([GraphNode(SEND, "f\x1b[2J", "w1"), GraphNode(OPERATION, "g", "\u202e(3)")], [], {1: 0}, {})
     found, messages = joined({"w0": part})
     assert [node.name for node in found["w0"].nodes] == [r"f\x1b[2J", "g"]
     assert found["w0"].nodes[1].detail == r"\u202e(3)"

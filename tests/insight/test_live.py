@@ -25,7 +25,7 @@ from telegrad.insight.reading.history import (
 )
 from telegrad.insight.reading.snapshot import detail, gantt, lanes, snapshot, spend, training
 from telegrad.insight.reading.tables import Columns, Row, Table, amount, count, duration, lines, of_group, texts
-from telegrad.insight.top import View
+from telegrad.insight.top import TopView
 from telegrad.reporting.worker_state import RUNNING
 from tests.insight.accounts import DAY, START
 from tests.insight.group import WORKERS, Group, account
@@ -351,7 +351,7 @@ def test_top_once_has_workers_functions_and_troubles() -> None:
 
 
 def test_top_of_one_worker() -> None:
-    text = top.once(Looks(), between=0.0, view=View(worker="w2", stacks=True))
+    text = top.once(Looks(), between=0.0, view=TopView(worker="w2", stacks=True))
     assert squeezed(text)[4:] == [
         "w2 rank 2 on node1, pid 100: train.py",
         "member for 62s, generation 1; slots 1/16; memory 300M, lent 0; contexts 0",
@@ -389,16 +389,16 @@ def test_top_of_one_worker() -> None:
 
 def test_top_of_workers_that_do_not_answer() -> None:
     history = history_of(*training_group())
-    assert "! w10 gives no account: its process 204" in View(worker="w10").text(history)
+    assert "! w10 gives no account: its process 204" in TopView(worker="w10").text(history)
     history.add(GroupSnapshot([training_group()[1].accounts[0] | {"time": DAY + 5.0}], {"w2": "no answer"}))
-    text = View(worker="w2").text(history)
+    text = TopView(worker="w2").text(history)
     assert "! w2 gives no account: no answer\nWhat it told 3.0s before the others did:\nw2 rank 2" in text
     assert "Server.push" in text
-    assert View(worker="w2").text(GroupHistory()).startswith("0 workers")
+    assert TopView(worker="w2").text(GroupHistory()).startswith("0 workers")
     with pytest.raises(UsageError, match="no worker is called 'x' here; there are: ps, w2"):
-        View(worker="x").text(history)
+        TopView(worker="x").text(history)
     with pytest.raises(UsageError, match="no table has a column 'x'; there are: worker, rank"):
-        View(sort="x").text(history)
+        TopView(sort="x").text(history)
     assert detail(history, "x") == {"about": "no worker is called 'x' here; there are: ps, w2", "tables": []}
 
 
@@ -407,13 +407,13 @@ def test_top_fits_into_the_terminal() -> None:
         GroupSnapshot([account(f"w{number}", rank=number) for number in range(100)], {"x": "a", "y": "b"})
     )
     history.add_events({"w1": [called(START - 1, START, f"f{number}") for number in range(100)]})
-    text = View("rank").text(history, 30).splitlines()
+    text = TopView("rank").text(history, 30).splitlines()
     assert len(text) <= 30
     assert text[6].startswith("w99 ")
     assert len([line for line in text if line.startswith("... and ")]) == 2
-    assert len(View().text(history).splitlines()) > 200
+    assert len(TopView().text(history).splitlines()) > 200
     silent = history_of(GroupSnapshot([], {str(number): "stuck" for number in range(10)}))
-    assert View().text(silent, 30).splitlines()[3] == "! and 8 more"
+    assert TopView().text(silent, 30).splitlines()[3] == "! and 8 more"
 
 
 def test_figures_of_functions_are_of_a_shorter_time_where_more_was_called() -> None:

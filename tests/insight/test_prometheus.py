@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from telegrad._core import events
 from telegrad.errors import UsageError
 from telegrad.insight.export.event_counters import BOUNDS, MOST, OTHER, EventCounters
-from telegrad.insight.prometheus import Served, register, serve_metrics
+from telegrad.insight.prometheus import ServedMetrics, register, serve_metrics
 from telegrad.version import VERSION
 from tests.cluster import PATIENCE
 from tests.insight.accounts import made_up
@@ -51,13 +51,13 @@ def scrape(port: int) -> dict[tuple[str, ...], float]:
 
 
 @pytest.fixture
-def served() -> Iterator[Served]:
+def served() -> Iterator[ServedMetrics]:
     made = serve_metrics(0, registry=CollectorRegistry(), account=made_up)
     yield made
     made.close()
 
 
-def test_what_has_happened_is_counted(served: Served) -> None:
+def test_what_has_happened_is_counted(served: ServedMetrics) -> None:
     for event in EVENTS:
         served.metrics.counters(event)
     found = scrape(served.port)
@@ -83,7 +83,7 @@ def test_what_has_happened_is_counted(served: Served) -> None:
     assert found["telegrad_step_duration_seconds_bucket", "0.005", "Adam"] == 1
 
 
-def test_what_a_worker_tells_of_itself(served: Served) -> None:
+def test_what_a_worker_tells_of_itself(served: ServedMetrics) -> None:
     found = scrape(served.port)
     # group, host, pid, program, rank, version, worker
     assert found["telegrad_info", "b7", "here", "4711", "train.py", "0", VERSION, "worker0"] == 1
@@ -129,7 +129,7 @@ def test_an_own_registry_and_the_listener_come_and_go() -> None:
     register(registry, made_up).close()
 
 
-def test_a_port_that_is_taken_leaves_nothing_behind(served: Served) -> None:
+def test_a_port_that_is_taken_leaves_nothing_behind(served: ServedMetrics) -> None:
     registry = CollectorRegistry()
     with pytest.raises(UsageError):
         serve_metrics(served.port, registry=registry, account=made_up)

@@ -6,14 +6,14 @@ import pytest
 import torch
 
 import telegrad.autograd as autograd
-from telegrad.insight.prometheus import Served, serve_metrics
+from telegrad.insight.prometheus import ServedMetrics, serve_metrics
 from telegrad.rpc import remote, rpc_async, rpc_sync
 from tests.cluster import Process
 from tests.insight.test_prometheus import scrape
 
 pytest.importorskip("telegrad.reporting.introspection")
 
-_served: list[Served] = []
+_served: list[ServedMetrics] = []
 
 
 def begin() -> int:

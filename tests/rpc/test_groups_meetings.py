@@ -27,7 +27,7 @@ from telegrad._core.worker import current
 from telegrad._core.worker.options import TelegradOptions
 from telegrad._core.worker.worker import Worker
 from telegrad.groups import collectives
-from telegrad.groups.collectives import Arrival, CollectiveManager
+from telegrad.groups.collectives import CollectiveArrival, CollectiveManager
 from tests.cluster import PATIENCE, agents, group, processes, run_all, wait_until
 
 come: list[str] = []
@@ -188,12 +188,12 @@ def test_meetings_in_any_order_of_events(seed: int) -> None:
     names = ["a", "b", "c"][: draw.randint(2, 3)]
     key = ("barrier", "everybody", "")
     numbers = itertools.count()
-    waits: dict[str, list[tuple[Arrival, int, Any]]] = {name: [] for name in names}
+    waits: dict[str, list[tuple[CollectiveArrival, int, Any]]] = {name: [] for name in names}
     got: dict[str, list[list[int]]] = {name: [] for name in names}
     brought = dict.fromkeys(names, 0)
     while min(map(len, got.values())) < 4:
         name = draw.choice(names)
-        arrival = Arrival(Identity(name, 0, name), next(numbers))
+        arrival = CollectiveArrival(Identity(name, 0, name), next(numbers))
         if draw.random() < 0.3 and waits[name]:
             given_up, value, _ = waits[name].pop()  # the last: so the values that count are in order
             missing = server.missing(given_up)

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from telegrad import errors
-from telegrad._core.security.handshake import Claim, Initiator
+from telegrad._core.security.handshake import Hello, Initiator
 from telegrad._core.security.keyring import Keyring
 from telegrad._core.security.tls import TlsFiles
 from telegrad._core.worker.worker import Worker
@@ -95,7 +95,7 @@ def test_who_goes_in_its_handshake_costs_no_line(
 ) -> None:
     """As a worker that leaves while it connects: what it has not read yet makes its kernel reset the connection."""
     _, b = worker
-    end = Initiator(Keyring([b"the key of the group"]), Claim("w0", 0, "x", ""), b.agent.incarnation)
+    end = Initiator(Keyring([b"the key of the group"]), Hello("w0", 0, "x", ""), b.agent.incarnation)
     with caplog.at_level(logging.DEBUG, "telegrad"):
         with knock(b) as sock:
             sock.sendall(end.start())
@@ -114,7 +114,7 @@ def test_who_is_silent_is_turned_away(worker: tuple[Worker, Worker]) -> None:
 
 def test_a_wrong_key_is_told_at_both_ends(worker: tuple[Worker, Worker], caplog: pytest.LogCaptureFixture) -> None:
     _, b = worker
-    end = Initiator(Keyring([b"another key"]), Claim("w0", 0, "x", ""), b.agent.incarnation)
+    end = Initiator(Keyring([b"another key"]), Hello("w0", 0, "x", ""), b.agent.incarnation)
     with knock(b) as sock, caplog.at_level(logging.WARNING, "telegrad"):
         sock.sendall(end.start())
         sock.sendall(end.receive(sock.recv(4096)))

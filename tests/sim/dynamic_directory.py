@@ -8,7 +8,7 @@ from math import inf
 from typing import TYPE_CHECKING, Any
 
 from telegrad._core.directory.directory import ABSENT, Compacted, DirectoryLost, Events, Lease, LeaseLost, Listing, Swap
-from telegrad._core.directory.lease_table import Limits, Table
+from telegrad._core.directory.lease_table import LeaseTable, Limits
 from telegrad._core.membership.registry import Ended, _departure
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ class Server:
 
     def __init__(self, world: World, limits: Limits, rate: float) -> None:
         self.world = world
-        self.table = Table(limits=limits)
+        self.table = LeaseTable(limits=limits)
         self._noted = 0  # the revision until which was noted what has changed
         self._leases: set[int] = set()
         self.state = UP
@@ -149,7 +149,7 @@ class Link:
         return request.value
 
 
-Operation = Callable[[Table, float], Any]
+Operation = Callable[[LeaseTable, float], Any]
 
 
 class Request:

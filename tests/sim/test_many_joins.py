@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 
 from telegrad._core.directory.directory import ABSENT, Events, Lease, Listing, Swap
-from telegrad._core.directory.lease_table import Table
+from telegrad._core.directory.lease_table import LeaseTable
 from telegrad._core.membership.dynamic import DynamicGroup
 from telegrad._core.membership.members import Member
 from telegrad._core.membership.registry import NEAR, Registry
@@ -23,7 +23,7 @@ CROWD = 200  # workers that join at the same moment
 class Directory:
     """A table that answers at once, and counts."""
 
-    def __init__(self, table: Table, client: str) -> None:
+    def __init__(self, table: LeaseTable, client: str) -> None:
         self.table, self.client = table, client
         self.asked: Counter[str] = Counter()
         self.read = 0  # entries
@@ -65,7 +65,7 @@ class Directory:
 class Crowded(Directory):
     """One at which other workers ask between any two operations."""
 
-    def __init__(self, table: Table, client: str, fibers: Fibers, waiting: list[Fiber]) -> None:
+    def __init__(self, table: LeaseTable, client: str, fibers: Fibers, waiting: list[Fiber]) -> None:
         super().__init__(table, client)
         self._fibers, self._waiting = fibers, waiting
 
@@ -84,11 +84,11 @@ def alive(_: Member) -> bool:
 
 
 @pytest.fixture
-def table() -> Table:
-    return Table()
+def table() -> LeaseTable:
+    return LeaseTable()
 
 
-def fill(table: Table, present: range) -> None:
+def fill(table: LeaseTable, present: range) -> None:
     """Have these workers be there."""
     for number in present:
         directory = Directory(table, f"client {number}")
@@ -97,14 +97,14 @@ def fill(table: Table, present: range) -> None:
         assert directory.asked == {"grant": 1, "swap": 3}
 
 
-def join(table: Table, name: str) -> tuple[DynamicGroup, Directory]:
+def join(table: LeaseTable, name: str) -> tuple[DynamicGroup, Directory]:
     directory = Directory(table, name)
     group = DynamicGroup(directory, "", TTL)
     group.join(member(name)._replace(incarnation=name), alive)
     return group, directory
 
 
-def test_a_join_asks_as_often_with_ten_thousand_workers_as_with_none(table: Table) -> None:
+def test_a_join_asks_as_often_with_ten_thousand_workers_as_with_none(table: LeaseTable) -> None:
     """All members are read once, and nothing else that grows."""
     asked = {"swap": 4, "grant": 1, "list": 2}
     present = 0
@@ -120,7 +120,7 @@ def test_a_join_asks_as_often_with_ten_thousand_workers_as_with_none(table: Tabl
     assert present == MANY
 
 
-def test_a_join_costs_the_same_after_ten_thousand_joins(table: Table) -> None:
+def test_a_join_costs_the_same_after_ten_thousand_joins(table: LeaseTable) -> None:
     asked = set()
     for number in range(MANY):
         group, directory = join(table, f"w{number}")
@@ -132,7 +132,7 @@ def test_a_join_costs_the_same_after_ten_thousand_joins(table: Table) -> None:
 
 
 @pytest.mark.parametrize("name", ["w", ""], ids=["named", "by role"])
-def test_many_that_join_at_once_find_free_numbers_soon(table: Table, name: str) -> None:
+def test_many_that_join_at_once_find_free_numbers_soon(table: LeaseTable, name: str) -> None:
     """Each would else try the ranks of all others, one after the other."""
     chance, fibers, waiting = random.Random(1), Fibers(), list[Fiber]()
     joined: list[tuple[DynamicGroup, Directory]] = []

@@ -259,12 +259,12 @@ class World:
             self.post("0", to, task)
         while self.mail:
             sender, to, message = self.mail.pop(self.draw.randrange(len(self.mail)))
-            if isinstance(message, passes.Report):
+            if isinstance(message, passes.PassReport):
                 for worker, task in self.driver.report(sender, message):
                     self.post("0", worker, task)
                 continue
             tasks = [message]
-            for other in [each for each in self.mail if each[1] == to and not isinstance(each[2], passes.Report)]:
+            for other in [each for each in self.mail if each[1] == to and not isinstance(each[2], passes.PassReport)]:
                 if self.draw.random() < 0.5:
                     self.mail.remove(other)
                     tasks.append(other[2])

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from telegrad._core.transport.reading import Owner, ReadRight
+from telegrad._core.transport.reading import ReadOwner, ReadRight
 from tests.sim.baton import Baton, Lock
 
 SEEDS = 400
@@ -24,16 +24,16 @@ class Peeked(ReadRight):
     """The baton is passed after each look at the owner without the lock, too."""
 
     baton: Baton
-    _owner = Owner.NOBODY
+    _owner = ReadOwner.NOBODY
 
     @property
-    def owner(self) -> Owner:
+    def owner(self) -> ReadOwner:
         owner = self._owner
         self.baton.pass_on()
         return owner
 
     @owner.setter
-    def owner(self, owner: Owner) -> None:
+    def owner(self, owner: ReadOwner) -> None:
         self._owner = owner
 
 
@@ -171,7 +171,7 @@ class PeeksAtAnyOwner(Peeked):
     """Whoever has the right, it is left to him to look whether something is expected: he may have looked before."""
 
     def watch(self) -> None:
-        if self.owner is Owner.NOBODY:
+        if self.owner is ReadOwner.NOBODY:
             super().watch()
 
 

@@ -28,10 +28,10 @@ from telegrad.weights.transfer.weight_messages import (
     Closed,
     EndpointAddress,
     JoinAgain,
-    Leave,
-    Piece,
+    Unsubscribe,
     VersionInfo,
     VersionOpened,
+    WeightPiece,
     WholeVersion,
 )
 
@@ -201,7 +201,7 @@ class World:
             if isinstance(message, WholeVersion):
                 content = dict(stock[message.number])
                 assert WRITTEN not in content.values(), "W8"
-            elif isinstance(message, Piece):
+            elif isinstance(message, WeightPiece):
                 assert set(stock[message.number]) >= {message.piece}, "W1"
                 content = {message.piece: stock[message.number][message.piece]}
                 assert WRITTEN not in content.values(), "W8"
@@ -221,8 +221,8 @@ class World:
             self.check_kept()
         elif to in self.readers:
             self.take(self.readers[to], sender, message, content)
-        elif not isinstance(message, Leave | JoinAgain):
-            self.lines.setdefault((to.worker, sender.worker), []).append((to, sender, Leave(), None))
+        elif not isinstance(message, Unsubscribe | JoinAgain):
+            self.lines.setdefault((to.worker, sender.worker), []).append((to, sender, Unsubscribe(), None))
 
     def take(self, reader: Reader, sender: EndpointAddress, message: Any, content: Content | None) -> None:
         machine = reader.machine
@@ -230,7 +230,7 @@ class World:
             if reader.party not in self.joins:
                 self.joins.append(reader.party)
             return
-        if isinstance(message, Piece) and machine.expects(message):
+        if isinstance(message, WeightPiece) and machine.expects(message):
             assert content is not None
             base = reader.memory.get(message.base, {0: WRITTEN})
             if message.base and (WRITTEN in base.values() or self.random.random() < 0.05):

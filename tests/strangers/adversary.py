@@ -11,13 +11,13 @@ import itertools
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from telegrad._core.security.handshake import LONGEST, Acceptor, Claim, Initiator
+from telegrad._core.security.handshake import LONGEST, Acceptor, Hello, Initiator
 from telegrad._core.security.keyring import Keyring
 from telegrad.errors import HandshakeError, PeerUnreachable
 
 NAMED = (HandshakeError, PeerUnreachable)
 MOST_ENDS = 8
-MEMBERS = [Claim(name, id_, f"incarnation of {name}", "") for id_, name in enumerate("abc")]
+MEMBERS = [Hello(name, id_, f"incarnation of {name}", "") for id_, name in enumerate("abc")]
 KEYS = [Keyring([b"the key of the group"]), Keyring([b"the key of a stranger"])]
 
 INITIATE, ACCEPT, DELIVER, FLIP, CUT, JOIN, RENAME, RAW = range(8)
@@ -36,7 +36,7 @@ class Move(NamedTuple):
 class Party:
     """One end, and what it said and heard."""
 
-    def __init__(self, end: Initiator | Acceptor, claim: Claim, key: Keyring, wanted: Claim | None = None) -> None:
+    def __init__(self, end: Initiator | Acceptor, claim: Hello, key: Keyring, wanted: Hello | None = None) -> None:
         self.end, self.claim, self.key, self.wanted = end, claim, key, wanted
         self.said, self.heard = b"", b""
         self.grounds = b""  # what it had understood when it last spoke

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from telegrad._core.security.handshake import Claim, Initiator
+from telegrad._core.security.handshake import Hello, Initiator
 from telegrad._core.security.keyring import Keyring
 from telegrad._core.transport import listener
 from telegrad._core.transport.listener import Listener
@@ -23,7 +23,7 @@ from telegrad._core.transport.poller import READ, Poller
 from tests.strangers.door import HAS_PROC, eventually
 
 KEY = Keyring([b"the key of the group"])
-ME = Claim("w0", 0, "x", "")
+ME = Hello("w0", 0, "x", "")
 
 
 class Doors:

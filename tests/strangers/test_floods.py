@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from telegrad._core.security.handshake import Claim, Initiator
+from telegrad._core.security.handshake import Hello, Initiator
 from telegrad._core.security.keyring import Keyring
 from telegrad._core.security.refusals import MOST_LINES
 from telegrad._core.transport import listener
@@ -89,7 +89,7 @@ def crowd(worker: Worker, count: int = CROWD) -> Iterator[list[socket.socket]]:
 
 def greet(worker: Worker) -> None:
     """As a member does that comes anew."""
-    end = Initiator(worker.agent.keys, Claim("w0", 0, "another", ""), worker.agent.incarnation)
+    end = Initiator(worker.agent.keys, Hello("w0", 0, "another", ""), worker.agent.incarnation)
     with knock(worker) as sock:
         sock.settimeout(2.0)
         sock.sendall(end.start())
@@ -121,7 +121,7 @@ def test_garbage_from_all_sides(worker: tuple[Worker, Worker], caplog: pytest.Lo
 
     def babble(seed: int) -> None:
         chance = random.Random(seed)
-        hello = Initiator(OTHER, Claim("w0", 0, "x", ""), "x").start()
+        hello = Initiator(OTHER, Hello("w0", 0, "x", ""), "x").start()
         for _ in range(60):
             with knock(b) as sock:
                 say(sock, chance.choice([b"", hello[: chance.randrange(40)], hello]))
@@ -148,7 +148,7 @@ def test_garbage_from_all_sides(worker: tuple[Worker, Worker], caplog: pytest.Lo
 def test_who_is_slow_is_turned_away_though_never_silent(worker: tuple[Worker, Worker]) -> None:
     a, b = worker
     b.agent._connections.listener.patience = 0.4
-    hello = Initiator(OTHER, Claim("w0", 0, "x", ""), "x").start()
+    hello = Initiator(OTHER, Hello("w0", 0, "x", ""), "x").start()
     with given_back(), contextlib.ExitStack() as stack:
         slow = [stack.enter_context(knock(b)) for _ in range(20)]
         start = time.monotonic()
@@ -165,7 +165,7 @@ def test_who_is_slow_is_turned_away_though_never_silent(worker: tuple[Worker, Wo
 def test_a_member_may_be_slow(worker: tuple[Worker, Worker]) -> None:
     """Its handshake comes byte by byte."""
     _, b = worker
-    end = Initiator(b.agent.keys, Claim("w0", 0, "another", ""), b.agent.incarnation)
+    end = Initiator(b.agent.keys, Hello("w0", 0, "another", ""), b.agent.incarnation)
     with knock(b) as sock:
         said = end.start()
         while not end.done:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from telegrad._core.security.handshake import PROTOCOL, Acceptor, Claim
+from telegrad._core.security.handshake import PROTOCOL, Acceptor, Hello
 from telegrad._core.security.keyring import Keyring
 from telegrad._core.security.tls import TlsFiles
 from telegrad._core.transport.connect import Target, connect
@@ -20,7 +20,7 @@ from telegrad.errors import AuthenticationFailed, PeerUnreachable, ProtocolViola
 from tests.transport.test_tls import Authority
 
 KEY = Keyring([b"the key of the group"])
-ME, OTHER = Claim("w0", 0, "x", ""), Claim("w1", 1, "y", "")
+ME, OTHER = Hello("w0", 0, "x", ""), Hello("w1", 1, "y", "")
 TIMEOUT = 0.4
 NAMED = (AuthenticationFailed, PeerUnreachable, ProtocolViolation, VersionMismatch)
 ABORT = struct.pack("ii", 1, 0)

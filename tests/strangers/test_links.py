@@ -18,7 +18,7 @@ from telegrad._core.devices.device_streams import Streams
 from telegrad._core.devices.staging import Staging
 from telegrad._core.memory.blobs import MemorySources
 from telegrad._core.memory.warm_memory import ReceiveBufferPool
-from telegrad._core.security.handshake import Claim, Initiator
+from telegrad._core.security.handshake import Hello, Initiator
 from telegrad._core.transport.link import Link
 from telegrad._core.transport.poller import Poller
 from telegrad._core.wire.messages import (
@@ -133,7 +133,7 @@ def worker() -> Iterator[list[Worker]]:
 )
 def test_a_worker_closes_a_connection_that_makes_no_sense(worker: list[Worker], said: bytes, behind: bool) -> None:
     a, b = worker
-    end = Initiator(b.agent.keys, Claim("w0", 0, "another", ""), b.agent.incarnation)
+    end = Initiator(b.agent.keys, Hello("w0", 0, "another", ""), b.agent.incarnation)
     with knock(b) as sock:
         visitor = Visitor(sock, end, said if behind else b"")
         if not behind:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from telegrad import errors
 from telegrad._core.joining.rendezvous import join_static
 from telegrad._core.membership.members import Member
-from telegrad._core.security.handshake import Claim, Initiator
+from telegrad._core.security.handshake import Hello, Initiator
 from telegrad._core.security.keyring import Keyring, new_key
 from telegrad._core.worker.worker import Worker
 from tests.chaos.test_hosts import ip, why_not
@@ -150,7 +150,7 @@ def attack_door(address: tuple[str, int], recorded: bytes) -> list[str]:
     for _ in range(FEW):
         say(os.urandom(200))
     say(recorded, recorded)
-    me = Claim("w1", 1, "x", "")
+    me = Hello("w1", 1, "x", "")
     with socket.create_connection(address, SOON) as sock:
         end = Initiator(Keyring([new_key()]), me, me.incarnation)
         with contextlib.suppress(errors.TelegradError, OSError):
@@ -163,7 +163,7 @@ def attack_door(address: tuple[str, int], recorded: bytes) -> list[str]:
 
 def test_the_door_lets_nobody_in(elsewhere: str) -> None:
     with agents(2, transport="tcp", key=SECRET, address=HERE if elsewhere else "127.0.0.1") as (a, b):
-        worker = Claim("w0", 0, "x", "")
+        worker = Hello("w0", 0, "x", "")
         recorded = Initiator(Keyring([SECRET.encode()]), worker, b.agent.me.incarnation).start()
         address, served = b.agent.me.tcp, b.agent.served
         assert by_another_user(lambda: attack_door(address, recorded), elsewhere) == []

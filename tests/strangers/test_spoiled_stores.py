@@ -13,7 +13,7 @@ import torch.distributed as dist
 import telegrad.rpc as rpc
 from telegrad import errors
 from telegrad._core.joining import rendezvous
-from telegrad._core.joining.rendezvous import Roster, join_static
+from telegrad._core.joining.rendezvous import RankTable, join_static
 from telegrad._core.membership.members import Member
 from telegrad._core.stores.find_directory import POINTER, find_directory
 from telegrad._core.stores.sealed_directory import SealedDirectory
@@ -46,7 +46,7 @@ class Spoiled:
         return getattr(self.store, method)
 
 
-def joined(store: Any, rank: int, size: int, timeout: float) -> Roster | errors.TelegradError:
+def joined(store: Any, rank: int, size: int, timeout: float) -> RankTable | errors.TelegradError:
     try:
         return join_static(sealed(store), member(f"w{rank}", rank), size, timeout)
     except errors.TelegradError as error:
@@ -65,7 +65,7 @@ def test_a_fixed_group_forms_or_names_the_spoiled_key(key: str, forged: str, mon
     with ThreadPoolExecutor(2) as pool:
         found = list(pool.map(lambda rank: joined(store, rank, 2, 3.0), range(2)))
     for outcome in found:
-        if not isinstance(outcome, Roster):
+        if not isinstance(outcome, RankTable):
             assert isinstance(outcome, errors.StoreUntrusted), repr(outcome)
             assert f"{key}'" in str(outcome)
             assert key in ("come/1", "read/1")  # nothing depends on the others

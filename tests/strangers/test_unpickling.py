@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from telegrad._core.pickling import pickling
-from telegrad._core.security.handshake import Acceptor, Claim, Initiator
+from telegrad._core.security.handshake import Acceptor, Hello, Initiator
 from telegrad._core.security.keyring import Keyring
 from telegrad._core.wire.frames import FrameReader
 from telegrad._core.wire.messages import CALL, NOTICE, Message, encode
@@ -71,8 +71,8 @@ def reached(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     exploded.clear()
 
 
-def claim() -> Claim:
-    return Claim(MARK.decode(), 0, "x", "")
+def claim() -> Hello:
+    return Hello(MARK.decode(), 0, "x", "")
 
 
 def with_another_key(hello: bytes, challenge: bytes) -> bytes:
@@ -118,7 +118,7 @@ def test_nothing_of_a_stranger_is_read(
 
 def test_a_recording_of_a_member_opens_no_door(worker: list[Worker], reached: list[Any]) -> None:
     _, b = worker
-    end = Initiator(b.agent.keys, Claim("w0", 0, "x", ""), b.agent.incarnation)
+    end = Initiator(b.agent.keys, Hello("w0", 0, "x", ""), b.agent.incarnation)
     with knock(b) as sock:
         recording = [end.start()]
         while not end.done:

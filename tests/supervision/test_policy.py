@@ -25,8 +25,8 @@ from telegrad.supervision.policy import (
     EndServing,
     Log,
     Policy,
-    Signal,
-    Start,
+    SendSignal,
+    StartProcess,
 )
 from telegrad.supervision.roles import END, POLICIES, RESTART_ROLE, Role, RunConfig
 
@@ -44,12 +44,12 @@ def role(name: str, serves: bool = False, **options: Any) -> Role:
     return Role(name, serves=serves, **options)
 
 
-def started(of: Policy, now: float) -> list[Start]:
+def started(of: Policy, now: float) -> list[StartProcess]:
     """All that start now, which they do one by one."""
-    found: list[Start] = []
+    found: list[StartProcess] = []
     while of.due <= now:
         actions = of.look(now)
-        starts = [action for action in actions if isinstance(action, Start)]
+        starts = [action for action in actions if isinstance(action, StartProcess)]
         assert len(starts) <= 1
         found += starts
     return found
@@ -70,7 +70,7 @@ def states(of: Policy) -> list[str]:
 
 def test_a_group_ends_when_its_workers_have() -> None:
     group = policy(role("a", count=2))
-    assert started(group, 0) == [Start("a0", 0), Start("a1", 0)]
+    assert started(group, 0) == [StartProcess("a0", 0), StartProcess("a1", 0)]
     assert said(group.ended("a0", 0, 1)) == "a0 has ended with exit code 0"
     assert group.code is None
     assert done(group.ended("a1", 0, 2)) == [EndServing()]
@@ -81,7 +81,7 @@ def test_who_fails_is_started_again_later_and_later_until_its_restarts_are_used_
     group = policy(role("a", restarts=4))
     now, times = 0.0, []
     for restarts in range(4):
-        assert started(group, now) == [Start("a0", restarts)]
+        assert started(group, now) == [StartProcess("a0", restarts)]
         times.append(now)
         assert f"({restarts + 1} of 4 within 300 s)" in said(group.ended("a0", 1, now + 0.5))
         assert states(group) == [WAITS]
@@ -107,7 +107,7 @@ def test_who_has_run_for_long_comes_back_at_once() -> None:
     now += LONG
     group.ended("a0", 1, now)
     assert group.due == now
-    assert started(group, now) == [Start("a0", 4)]
+    assert started(group, now) == [StartProcess("a0", 4)]
 
 
 def test_restarts_that_are_long_ago_do_not_count() -> None:
@@ -131,11 +131,11 @@ def test_a_failure_can_end_the_group() -> None:
     group = policy(role("a", count=2, on_failure=END), role("b"))
     started(group, 0)
     actions = group.ended("a0", 3, 1)
-    assert done(actions) == [EndServing(), Signal("a1", SIGTERM), Signal("b0", SIGTERM)]
+    assert done(actions) == [EndServing(), SendSignal("a1", SIGTERM), SendSignal("b0", SIGTERM)]
     group.ended("b0", 0, 2)
     assert group.due == 1 + GRACE
     actions = group.look(1 + GRACE)
-    assert done(actions) == [Signal("a1", SIGKILL)]
+    assert done(actions) == [SendSignal("a1", SIGKILL)]
     assert "a1 does not end within 10 s and is killed" in said(actions)
     assert (group.due, group.code) == (inf, None)
     assert group.ended("a1", -SIGKILL, 12) == []
@@ -147,11 +147,11 @@ def test_a_role_is_started_again_together() -> None:
     started(group, 0)
     group.ended("a2", 0, 1)
     actions = group.ended("a0", 1, 5)
-    assert done(actions) == [Signal("a1", SIGTERM)]
+    assert done(actions) == [SendSignal("a1", SIGTERM)]
     assert "all of role 'a' are started again (1 of 1 within 300 s)" in said(actions)
     assert states(group) == [ENDED, ENDING, ENDED, RUNS]
     assert group.ended("a1", -SIGTERM, 6) == []
-    assert started(group, 6) == [Start("a0", 1), Start("a1", 1), Start("a2", 1)]
+    assert started(group, 6) == [StartProcess("a0", 1), StartProcess("a1", 1), StartProcess("a2", 1)]
     group.ended("a1", 1, 7)
     assert group.failed == "a1"
 
@@ -168,8 +168,8 @@ def test_who_serves_ends_after_the_others() -> None:
     assert states(group)[-1] == ENDED
     assert group.ended("s0", 0, 1) == []
     assert group.due == 0.5 + GRACE
-    assert done(group.look(group.due)) == [Signal("s1", SIGTERM)]
-    assert done(group.look(group.due)) == [Signal("s1", SIGKILL)]
+    assert done(group.look(group.due)) == [SendSignal("s1", SIGTERM)]
+    assert done(group.look(group.due)) == [SendSignal("s1", SIGKILL)]
     assert group.ended("s1", -SIGKILL, 30) == []
     assert group.code == 0
 
@@ -188,10 +188,10 @@ def test_the_first_signal_asks_and_the_second_kills() -> None:
     started(group, 0)
     group.ended("b0", 1, 0.1)
     assert states(group) == [RUNS, RUNS, WAITS]
-    assert done(group.signalled(SIGINT, 1)) == [Signal("a0", SIGINT), Signal("a1", SIGINT)]
+    assert done(group.signalled(SIGINT, 1)) == [SendSignal("a0", SIGINT), SendSignal("a1", SIGINT)]
     assert states(group) == [ENDING, ENDING, ENDED]
     assert group.ended("a1", 130, 1) == []
-    assert done(group.signalled(SIGINT, 2)) == [Signal("a0", SIGKILL)]
+    assert done(group.signalled(SIGINT, 2)) == [SendSignal("a0", SIGKILL)]
     assert group.ended("a0", -SIGKILL, 2) == [EndServing()]
     assert group.code == 128 + SIGINT
 
@@ -199,7 +199,7 @@ def test_the_first_signal_asks_and_the_second_kills() -> None:
 def test_after_a_signal_too_who_serves_ends_after_the_others() -> None:
     group = policy(role("a"), role("s", serves=True, count=2))
     started(group, 0)
-    assert done(group.signalled(SIGTERM, 1)) == [Signal("a0", SIGTERM)]
+    assert done(group.signalled(SIGTERM, 1)) == [SendSignal("a0", SIGTERM)]
     assert group.ended("s1", 1, 2) == []
     assert states(group) == [ENDING, RUNS, ENDED]
     assert group.ended("a0", 0, 3) == [EndServing()]
@@ -211,7 +211,7 @@ def test_after_a_signal_too_who_serves_ends_after_the_others() -> None:
 def test_a_signal_goes_to_those_that_serve_where_all_do() -> None:
     group = policy(role("s", serves=True, count=2))
     started(group, 0)
-    assert done(group.signalled(SIGTERM, 1)) == [EndServing(), Signal("s0", SIGTERM), Signal("s1", SIGTERM)]
+    assert done(group.signalled(SIGTERM, 1)) == [EndServing(), SendSignal("s0", SIGTERM), SendSignal("s1", SIGTERM)]
     group.ended("s0", 0, 1)
     assert group.ended("s1", 0, 1) == []
     assert group.code == 128 + SIGTERM
@@ -219,10 +219,10 @@ def test_a_signal_goes_to_those_that_serve_where_all_do() -> None:
 
 def test_a_command_that_is_not_there_ends_the_group() -> None:
     group = policy(role("a", count=3))
-    assert done(group.look(0)) == [Start("a0", 0)]
-    assert done(group.look(0)) == [Start("a1", 0)]
+    assert done(group.look(0)) == [StartProcess("a0", 0)]
+    assert done(group.look(0)) == [StartProcess("a1", 0)]
     actions = group.could_not_start("a1", "no such file", 0)
-    assert done(actions) == [EndServing(), Signal("a0", SIGTERM)]
+    assert done(actions) == [EndServing(), SendSignal("a0", SIGTERM)]
     assert "a1 could not be started: no such file: the group ends" in said(actions)
     assert group.due == GRACE
     assert started(group, GRACE - 1) == []
@@ -234,7 +234,7 @@ def test_a_group_that_cannot_be_ends() -> None:
     group = policy(role("a"))
     started(group, 0)
     actions = group.abort("no store", 1)
-    assert (said(actions), done(actions)) == ("no store: the group ends", [EndServing(), Signal("a0", SIGTERM)])
+    assert (said(actions), done(actions)) == ("no store: the group ends", [EndServing(), SendSignal("a0", SIGTERM)])
     assert group.abort("no store", 1) == []
     group.ended("a0", -SIGTERM, 2)
     assert group.code == 1
@@ -298,9 +298,9 @@ class World:
 
     def _do(self, actions: list[Action]) -> None:
         for action in actions:
-            if isinstance(action, Start):
+            if isinstance(action, StartProcess):
                 self._start(action)
-            elif isinstance(action, Signal) and action.name in self.running:
+            elif isinstance(action, SendSignal) and action.name in self.running:
                 if action.number == SIGKILL or self.random.random() < 0.5:
                     del self.running[action.name]
                     self._do(self.group.ended(action.name, -action.number, self.now))
@@ -308,7 +308,7 @@ class World:
                 assert not self.over, "the group ends once"
                 self.over = True
 
-    def _start(self, action: Start) -> None:
+    def _start(self, action: StartProcess) -> None:
         assert action.name not in self.running, "it runs already"
         assert not self.over, "the group has ended"
         if self.random.random() < 0.01:

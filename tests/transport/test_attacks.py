@@ -22,7 +22,7 @@ from telegrad._core.devices.staging import Staging
 from telegrad._core.memory.blobs import MemorySources
 from telegrad._core.memory.warm_memory import ReceiveBufferPool
 from telegrad._core.security.encrypted_records import RECORD, RecordWriter
-from telegrad._core.security.handshake import Acceptor, Claim, Initiator
+from telegrad._core.security.handshake import Acceptor, Hello, Initiator
 from telegrad._core.security.keyring import Keyring
 from telegrad._core.security.noise import Ciphers, CipherState
 from telegrad._core.transport.connect import Target, connect
@@ -37,7 +37,7 @@ from tests.wire.recording import messages
 
 KEY = b"the key of the group"
 RING = Keyring([KEY])
-A, B = Claim("w0", 0, "incarnation of a", ""), Claim("w1", 1, "incarnation of b", "")
+A, B = Hello("w0", 0, "incarnation of a", ""), Hello("w1", 1, "incarnation of b", "")
 ran: list[Any] = []
 
 

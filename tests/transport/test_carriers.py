@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from telegrad._core.security.handshake import Claim, Initiator
+from telegrad._core.security.handshake import Hello, Initiator
 from telegrad._core.security.keyring import Keyring
 from telegrad._core.security.tls import TlsFiles, client_context, server_context
 from telegrad._core.sockets import HAS_UNIX, unix_address
@@ -25,7 +25,7 @@ from tests.strangers.door import wait_closed
 from tests.transport.test_tls import Authority
 
 RING = Keyring([b"the key of the group"])
-A, B = Claim("w0", 0, "incarnation of a", ""), Claim("w1", 1, "incarnation of b", "")
+A, B = Hello("w0", 0, "incarnation of a", ""), Hello("w1", 1, "incarnation of b", "")
 NOBODY = 65534
 
 # Unix sockets, of this user only

@@ -9,14 +9,14 @@ import threading
 
 import pytest
 
-from telegrad._core.security.handshake import UNIX, Acceptor, Claim, StreamId
+from telegrad._core.security.handshake import UNIX, Acceptor, Hello, StreamId
 from telegrad._core.security.keyring import Keyring, new_key
 from telegrad._core.sockets import HAS_UNIX, unix_address
 from telegrad._core.transport.connect import Target, connect
 from telegrad.errors import HandshakeError, PeerUnreachable
 from tests.cluster import PATIENCE, in_threads, wait_until
 
-ME, OTHER = Claim("w0", 0, "life of w0", ""), Claim("w1", 1, "life of w1", "")
+ME, OTHER = Hello("w0", 0, "life of w0", ""), Hello("w1", 1, "life of w1", "")
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -17,7 +17,7 @@ from telegrad._core.security.handshake import (
     TLS,
     UNIX,
     Acceptor,
-    Claim,
+    Hello,
     Initiator,
     VersionRange,
     is_hello,
@@ -27,8 +27,8 @@ from telegrad._core.security.tls import HANDSHAKE
 from telegrad.errors import AuthenticationFailed, HandshakeError, PeerUnreachable
 
 KEY, NEXT, LAST = (Keyring([name]) for name in (b"the key of the group", b"the next key", b"the last key"))
-A = Claim("a", 0, "incarnation of a", "program")
-B = Claim("b", 1, "incarnation of b", "")
+A = Hello("a", 0, "incarnation of a", "program")
+B = Hello("b", 1, "incarnation of b", "")
 
 
 def ends(key_a: Keyring = KEY, key_b: Keyring = KEY, wanted: str = B.incarnation) -> tuple[Initiator, Acceptor]:

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from telegrad._core.transport.reading import Owner, ReadRight
+from telegrad._core.transport.reading import ReadOwner, ReadRight
 
 
 class Connection:
@@ -22,8 +22,8 @@ class Connection:
         self.finished += 1
 
 
-@pytest.mark.parametrize(("expects", "owner"), [(True, Owner.LEADER), (False, Owner.NOBODY)])
-def test_a_waiter_leaves_it_to_the_leader_where_more_is_expected(expects: bool, owner: Owner) -> None:
+@pytest.mark.parametrize(("expects", "owner"), [(True, ReadOwner.LEADER), (False, ReadOwner.NOBODY)])
+def test_a_waiter_leaves_it_to_the_leader_where_more_is_expected(expects: bool, owner: ReadOwner) -> None:
     connection = Connection(expects)
     assert connection.reading.take()
     assert not connection.reading.take()
@@ -33,23 +33,23 @@ def test_a_waiter_leaves_it_to_the_leader_where_more_is_expected(expects: bool, 
     assert connection.armed == [True] * expects
 
 
-@pytest.mark.parametrize("owner", Owner)
-def test_who_reads_finishes_and_else_who_ends_it(owner: Owner) -> None:
+@pytest.mark.parametrize("owner", ReadOwner)
+def test_who_reads_finishes_and_else_who_ends_it(owner: ReadOwner) -> None:
     connection = Connection()
     reading = connection.reading
-    if owner is Owner.LEADER:
+    if owner is ReadOwner.LEADER:
         reading.watch()
-    elif owner is not Owner.NOBODY:
+    elif owner is not ReadOwner.NOBODY:
         assert reading.take()
-        if owner is Owner.LANE:
+        if owner is ReadOwner.LANE:
             reading.pass_on()
     reading.end()
-    reads = owner in (Owner.WAITER, Owner.LANE)
+    reads = owner in (ReadOwner.WAITER, ReadOwner.LANE)
     assert connection.finished == (not reads)
     if reads:
         reading.give_back()
     assert connection.finished == 1
     assert not reading.take()
     reading.watch()
-    assert reading.owner is Owner.NOBODY
+    assert reading.owner is ReadOwner.NOBODY
     assert connection.armed in ([], [True, False])

@@ -27,7 +27,7 @@ from telegrad.weights.transfer.deltas import (
     encode,
 )
 from telegrad.weights.transfer.tree_layout import Layout, Snapshots
-from telegrad.weights.transfer.weight_messages import Piece, VersionInfo
+from telegrad.weights.transfer.weight_messages import VersionInfo, WeightPiece
 from tests.cluster import wait_until
 from tests.weights.test_weights import on, on_hosts
 from tests.weights.trees import run_seeds
@@ -232,7 +232,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> Sent:
     send = weight_service.WeightsService.send
 
     def watched(self: Any, endpoint: Any, to: Any, message: Any, tensors: Any = ()) -> None:
-        if isinstance(message, Piece):
+        if isinstance(message, WeightPiece):
             seen.append((message.base, sum(tensor.nbytes for tensor in tensors)))
         send(self, endpoint, to, message, tensors)
 

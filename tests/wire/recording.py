@@ -30,7 +30,7 @@ from telegrad._core.membership.members import Member
 from telegrad._core.pickling.exceptions import rebuild
 from telegrad._core.pickling.function_names import resolve
 from telegrad._core.pickling.pickling import decode
-from telegrad._core.security.handshake import PROTOCOL, Acceptor, Claim, Initiator, StreamId, VersionRange
+from telegrad._core.security.handshake import PROTOCOL, Acceptor, Hello, Initiator, StreamId, VersionRange
 from telegrad._core.security.keyring import Keyring
 from telegrad._core.transport.link import Link
 from telegrad._core.wire.frames import FrameReader
@@ -209,7 +209,7 @@ def record(story: Callable[[], None]) -> Streams:
 
 def ends(spoken: VersionRange = PROTOCOL) -> tuple[Initiator, Acceptor]:
     """Of the handshake whose bytes are kept."""
-    a, b = (Claim(name, rank, INCARNATIONS[name], "program") for rank, name in enumerate(INCARNATIONS))
+    a, b = (Hello(name, rank, INCARNATIONS[name], "program") for rank, name in enumerate(INCARNATIONS))
     keys, stream_id = Keyring([KEY.encode()]), StreamId("connection", 1)
     return (
         Initiator(keys, a, b.incarnation, stream_id=stream_id, random=lambda size: b"a" * size, spoken=spoken),

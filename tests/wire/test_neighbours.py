@@ -11,7 +11,7 @@ import pytest
 from telegrad._core.agent.agent import Agent
 from telegrad._core.joining.quorum import Arrival, Formed
 from telegrad._core.membership.members import Member
-from telegrad._core.security.handshake import PROTOCOL, Claim, Initiator, VersionRange
+from telegrad._core.security.handshake import PROTOCOL, Hello, Initiator, VersionRange
 from telegrad._core.wire.messages import FAILURE, PREFIX, Message
 from tests.strangers.door import Visitor, knock
 from tests.wire import recording
@@ -85,7 +85,7 @@ def test_a_worker_of_that_version_gets_the_answers_that_it_got(version: int, new
     wanted = messages((folder / "plain-answers-of-w1.bin").read_bytes())
     # One thread serves the calls, in the order in which they come: they add to one counter.
     with recording.two_workers(num_worker_threads=1) as workers, knock(workers[1]) as sock:
-        me = Claim("w0", 0, INCARNATIONS["w0"], "another program")
+        me = Hello("w0", 0, INCARNATIONS["w0"], "another program")
         end = Initiator(workers[1].agent.keys, me, INCARNATIONS["w1"], spoken=VersionRange(version, newest))
         visitor = Visitor(sock, end)
         visitor.say(calls)

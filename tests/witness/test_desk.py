@@ -24,7 +24,7 @@ from telegrad.insight.reading.history import GroupHistory, GroupSnapshot
 from telegrad.insight.reading.snapshot import detail, snapshot
 from telegrad.insight.report import Report
 from telegrad.insight.seen_groups import groups_here
-from telegrad.insight.top import View
+from telegrad.insight.top import TopView
 from telegrad.reporting import debug_server
 from telegrad.reporting.debug_server import DebugAddress, DebugServer, ask_all, places
 from telegrad.reporting.decoding import ACCOUNT, DUMP, EVENTS, GROUP, Malformed, decode
@@ -355,8 +355,8 @@ def test_no_control_character_is_shown() -> None:
         json.dumps(Report(sight).as_json(), ensure_ascii=False),
         json.dumps(snapshot(history, 60.0), ensure_ascii=False),
         json.dumps(detail(history, shown["worker"]), ensure_ascii=False),
-        View().text(history),
-        View(worker=shown["worker"], stacks=True).text(history),
+        TopView().text(history),
+        TopView(worker=shown["worker"], stacks=True).text(history),
     ]
     for text in texts:
         assert controls(text) == []
@@ -392,8 +392,8 @@ def test_what_is_decoded_can_be_explained(number: int, value: Any) -> None:
     history = GroupHistory()
     history.add(sight)
     json.dumps(snapshot(history, 60.0) | detail(history, shown["worker"]))
-    View().text(history)
-    View(worker=shown["worker"], stacks=True).text(history)
+    TopView().text(history)
+    TopView(worker=shown["worker"], stacks=True).text(history)
 
 
 @given(st.sampled_from([ACCOUNT, GROUP, EVENTS, DUMP, "group events", "file", "call"]), PLAIN | st.binary())

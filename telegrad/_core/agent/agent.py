@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from telegrad._core.agent.call_server import Server
-from telegrad._core.agent.connections import Connections, Directory
+from telegrad._core.agent.connections import Connections, MemberDirectory
 from telegrad._core.agent.fanout import EachCall, Fanout
 from telegrad._core.agent.incoming import CallScheduler
 from telegrad._core.agent.notices import Handlers, notice_to
@@ -106,7 +106,7 @@ class Agent:
         reached = listener.unix, listener.tcp
         return Member(self.name, id_, self.incarnation, self.program, host, *reached, self.settings.devices)
 
-    def join(self, me: Member, keys: Keyring, directory: Directory, used: Iterable[int] = ()) -> None:
+    def join(self, me: Member, keys: Keyring, directory: MemberDirectory, used: Iterable[int] = ()) -> None:
         """Join a group and accept calls from now on. Calls may use the accelerators in `used`."""
         self.name = me.name
         self._server.name_is(me.name)

@@ -35,10 +35,10 @@ from telegrad._core.pickling.exceptions import fresh
 from telegrad._core.reactor.lazy_link import AnyLink
 from telegrad._core.reactor.reactor import Reactor
 from telegrad._core.reactor.scheduler import Work
-from telegrad._core.security.handshake import Claim, StreamId
+from telegrad._core.security.handshake import Hello, StreamId
 from telegrad._core.security.keyring import Keyring
 from telegrad._core.threads import Thread, results
-from telegrad._core.transport.connect import Channel, Target, connect
+from telegrad._core.transport.connect import OpenedChannel, Target, connect
 from telegrad._core.transport.connection_errors import lost, part
 from telegrad._core.transport.link import Link
 from telegrad._core.transport.listener import MOST_CONNECTIONS, Listener
@@ -50,7 +50,7 @@ CONNECT_WITHIN = 10.0  # seconds, and as many for the handshake
 log = logging.getLogger("telegrad")
 
 
-class Directory(Protocol):
+class MemberDirectory(Protocol):
     """Lists the members of the group."""
 
     def find(self, to: str | int) -> Member: ...
@@ -59,8 +59,8 @@ class Directory(Protocol):
 class _Joined(NamedTuple):
     me: Member
     keys: Keyring
-    directory: Directory
-    claim: Claim  # of this worker
+    directory: MemberDirectory
+    claim: Hello  # of this worker
 
 
 class Connections:
@@ -113,9 +113,9 @@ class Connections:
         )
         self.memory = SharedBuffers(self._pool, bool(self.listener.unix))
 
-    def join(self, me: Member, keys: Keyring, directory: Directory) -> None:
+    def join(self, me: Member, keys: Keyring, directory: MemberDirectory) -> None:
         """Accept connections from now on."""
-        claim = Claim(me.name, me.id, me.incarnation, me.program)
+        claim = Hello(me.name, me.id, me.incarnation, me.program)
         self._joined = _Joined(me, keys, directory, claim)
         self.listener.serve(keys, claim)
 
@@ -217,7 +217,7 @@ class Connections:
             note((events.CONNECTED, now := perf_counter(), now, member.name, "unix" if shared else "tcp"))
         return link
 
-    def _reach(self, target: Target) -> Channel:
+    def _reach(self, target: Target) -> OpenedChannel:
         settings = self.settings
         with open_files.translate_error(f"worker {target.name!r} was not called", PeerUnreachable):
             return connect(
@@ -243,12 +243,12 @@ class Connections:
         except Exception as error:
             log.info("telegrad: worker %r and this one have one stream for large tensors: %s", target.name, error)
 
-    def _link(self, channel: Channel, peer: str, *args: Any, **options: Any) -> Link:
+    def _link(self, channel: OpenedChannel, peer: str, *args: Any, **options: Any) -> Link:
         stores = MemorySources(self._arena, self._pool if channel.shared else None, self.staging)
         options["ciphers"] = channel.ciphers
         return Link(channel.sock, peer, self.reactor.poller, stores, *args, **options)
 
-    def _claim_to(self, name: str) -> Claim:
+    def _claim_to(self, name: str) -> Hello:
         return self.joined.claim._replace(map=tuple(self.joined.me.devices.maps.get(name, {}).items()))
 
     def _loop(self, peer: Peer) -> LoopEnd:
@@ -272,7 +272,7 @@ class Connections:
 
     # Accepted
 
-    def _accept(self, channel: Channel, claim: Claim, stream_id: StreamId) -> None:
+    def _accept(self, channel: OpenedChannel, claim: Hello, stream_id: StreamId) -> None:
         """Accept the connection of an authenticated worker."""
         if claim.incarnation in self._cut:
             channel.sock.close()
@@ -302,7 +302,7 @@ class Connections:
             link.feed(channel.leftover)
             link.reading.watch()
 
-    def _join(self, channel: Channel, claim: Claim, stream_id: StreamId) -> None:
+    def _join(self, channel: OpenedChannel, claim: Hello, stream_id: StreamId) -> None:
         with self._lock:
             wanted = claim.incarnation, stream_id.connection
             link = next((link for link, connection in self._accepted.items() if connection == wanted), None)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from telegrad._core.calls.call_names import user_name
-from telegrad._core.hints import Line, hint, users_line
+from telegrad._core.hints import ProgramLine, hint, users_line
 from telegrad._core.wire.packing import SMALL
 
 _empty = torch.empty(0, device="cpu")
@@ -27,7 +27,7 @@ class MutationCheck:
 
     def __init__(self, tensors: Sequence[Tensor], waits: bool) -> None:
         """`waits`: the calling thread itself runs the check."""
-        self._line: Line | None = None if waits else users_line()
+        self._line: ProgramLine | None = None if waits else users_line()
         self._counters = [_counter_of(each) for each in tensors if _is_watched(each)]
 
     def check(self, asked: Any, worker: str) -> None:

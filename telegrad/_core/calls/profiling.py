@@ -19,7 +19,7 @@ from telegrad._core.calls.futures import Future
 T = TypeVar("T")
 
 
-class Event(NamedTuple):
+class CallEvent(NamedTuple):
     name: str  # as the profiler shows it
     function: Any  # the function that the user called, or its name
     here: str
@@ -29,10 +29,10 @@ class Event(NamedTuple):
 class CallTracer(Protocol):
     """Wraps calls, for tracing. The methods must be quick and must not raise."""
 
-    def called(self, event: Event, call: Callable[[], T]) -> T:
+    def called(self, event: CallEvent, call: Callable[[], T]) -> T:
         """Run `call()`, which makes a call and waits for its value, and return that."""
 
-    def begun(self, event: Event, call: Callable[[], tuple[T, Future[Any]]]) -> T:
+    def begun(self, event: CallEvent, call: Callable[[], tuple[T, Future[Any]]]) -> T:
         """Run `call()`, which begins a call, and return its first result. Its second is done when the call ends."""
 
     def in_place_of(
@@ -81,13 +81,13 @@ def function_name(function: Any) -> str:
 # Calls
 
 
-def called(event: Event, call: Callable[..., T], *args: Any) -> T:
+def called(event: CallEvent, call: Callable[..., T], *args: Any) -> T:
     """Return the value of `call(*args)`, which makes a call and waits for it."""
     act = partial(recorded, event.name, call, *args) if enabled() else partial(call, *args)
     return act() if follower is None else follower.called(event, act)
 
 
-def called_async(event: Event, call: Callable[..., Future[T]], *args: Any) -> Future[T]:
+def called_async(event: CallEvent, call: Callable[..., Future[T]], *args: Any) -> Future[T]:
     """Return the future of `call(*args)`; the event ends with the future."""
 
     def begin() -> tuple[Future[T], Future[Any]]:
@@ -97,7 +97,7 @@ def called_async(event: Event, call: Callable[..., Future[T]], *args: Any) -> Fu
     return begin()[0] if follower is None else follower.begun(event, begin)
 
 
-def called_creation(event: Event, call: Callable[..., T], *args: Any) -> T:
+def called_creation(event: CallEvent, call: Callable[..., T], *args: Any) -> T:
     """Return the reference that `call(*args)` creates; the event ends when the value exists."""
 
     def begin() -> tuple[T, Future[Any]]:

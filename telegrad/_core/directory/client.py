@@ -31,7 +31,7 @@ from telegrad._core.directory.directory import (
 from telegrad._core.directory.requests import Reply, Request, read_reply, write_request
 from telegrad._core.directory.sessions import Result, Sessions, Unanswered, Unsent, is_quiet, left
 from telegrad._core.directory.watches import LONGEST_WATCH
-from telegrad._core.security.handshake import Claim, Initiator
+from telegrad._core.security.handshake import Hello, Initiator
 from telegrad._core.security.keyring import Keyring
 from telegrad._core.security.noise import DecryptionFailed
 from telegrad._core.sockets import shut, tune_tcp
@@ -46,13 +46,13 @@ PIECE = 1 << 18
 _ERRORS = {requests.LEASE_LOST: LeaseLost, requests.COMPACTED: Compacted, requests.FULL: LimitReached}
 
 
-class _Peer:
+class _ServerConnection:
     """The directory that a client is connected to."""
 
     def __init__(self, address: tuple[str, int], keys: Keyring, path: str) -> None:
         self.address, self.keys = address, keys
         self.at = f"the directory at {bracketed(address[0])}:{address[1]}"
-        self.claim = Claim(secrets.token_hex(8), 0, "", "")
+        self.claim = Hello(secrets.token_hex(8), 0, "", "")
         self.identity = ""  # of the first directory that answered
         self._name = name_of(path) if path else ""
 
@@ -71,7 +71,7 @@ class _Peer:
 class EmbeddedSession:
     """A connection that carries one request at a time."""
 
-    def __init__(self, peer: _Peer) -> None:
+    def __init__(self, peer: _ServerConnection) -> None:
         self._peer = peer
         self._sock: socket.socket | None = None
         self._channel: Channel | None = None
@@ -159,7 +159,7 @@ class EmbeddedDirectory:
             patience: seconds that an operation waits for the server.
             path: the directory's file. The directory of another group that has got the port since is refused.
         """
-        peer = _Peer(address, keys, path)
+        peer = _ServerConnection(address, keys, path)
         self._sessions = Sessions(
             lambda _: EmbeddedSession(peer),
             [peer.at],

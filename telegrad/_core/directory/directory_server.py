@@ -26,10 +26,10 @@ from typing import NamedTuple
 from telegrad._core.directory import requests
 from telegrad._core.directory.channel import INCARNATION, Channel, name_of
 from telegrad._core.directory.directory import Compacted, Event, LeaseLost, check_key, check_ttl, check_value
-from telegrad._core.directory.lease_table import DEFAULT, Limits, Table, remove
+from telegrad._core.directory.lease_table import DEFAULT, LeaseTable, Limits, remove
 from telegrad._core.directory.requests import LONGEST_REQUEST, Request, read_request, write_reply
 from telegrad._core.directory.watches import Watches
-from telegrad._core.security.handshake import Acceptor, Claim
+from telegrad._core.security.handshake import Acceptor, Hello
 from telegrad._core.security.keyring import Keyring
 from telegrad._core.security.noise import DecryptionFailed
 from telegrad._core.security.refusals import Refusals, host_of, to_give_way
@@ -74,7 +74,7 @@ class Config(NamedTuple):
     limits: Limits
 
 
-class Server:
+class DirectoryServer:
     """A directory on a listening socket."""
 
     def __init__(
@@ -85,10 +85,10 @@ class Server:
         Raises:
             UsageError: the file cannot be used.
         """
-        self.table = Table(path, limits, monotonic())
+        self.table = LeaseTable(path, limits, monotonic())
         self.watches: Watches[_Connection] = Watches(self.table)
         self.stopped = False  # set by any thread; `run` returns after its next event
-        self._acceptor = partial(Acceptor, keys, Claim(name_of(path) + self.table.identity, 0, INCARNATION, ""))
+        self._acceptor = partial(Acceptor, keys, Hello(name_of(path) + self.table.identity, 0, INCARNATION, ""))
         self._listener = listener
         self._selector = selectors.DefaultSelector()
         self._strangers: dict[_Connection, None] = {}  # oldest first
@@ -247,7 +247,7 @@ class Server:
             return write_reply(outcome, text=str(error))
 
 
-def do(table: Table, client: str, request: Request, now: float) -> bytes:
+def do(table: LeaseTable, client: str, request: Request, now: float) -> bytes:
     """Carry out a request that does not wait, and return its reply."""
     operation, key, value, revision, lease, seconds = request
     if operation == requests.SWAP:
@@ -336,7 +336,7 @@ def main(pipe: int) -> None:
     config = Config(*pickle.loads(_read_all(pipe, size)))  # written by the process that started this one
     listener = socket.socket(fileno=config.listener)
     try:
-        Server(listener, config.keys, config.path, config.limits).run(pipe, config.parent)
+        DirectoryServer(listener, config.keys, config.path, config.limits).run(pipe, config.parent)
     except TelegradError as error:  # the file's disk may be that of the log, and full
         with contextlib.suppress(OSError):  # the keeper has ended
             os.write(sys.stdout.fileno(), str(error).encode())

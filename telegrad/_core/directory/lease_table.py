@@ -137,7 +137,7 @@ class _Used:
     change_bytes: int
 
 
-class Table:
+class LeaseTable:
     """The directory. One thread at a time."""
 
     def __init__(self, path: str = ":memory:", limits: Limits = DEFAULT, now: float = 0.0) -> None:

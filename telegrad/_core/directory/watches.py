@@ -15,7 +15,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 from telegrad._core.directory import requests
 from telegrad._core.directory.directory import Compacted
-from telegrad._core.directory.lease_table import Table
+from telegrad._core.directory.lease_table import LeaseTable
 from telegrad._core.directory.requests import write_reply
 
 EACH = 1e-3  # seconds: a notification takes a third of that, on the processors of watchers that share a host
@@ -47,7 +47,7 @@ class _Prefix(Generic[C]):
 class Watches(Generic[C]):
     """All watches of a table, one for each connection at most. One thread at a time."""
 
-    def __init__(self, table: Table) -> None:
+    def __init__(self, table: LeaseTable) -> None:
         self._table = table
         self._seen = table.revision  # changed prefixes are known up to this revision
         self._prefixes: dict[str, _Prefix[C]] = {}

@@ -127,6 +127,3 @@ class DirectoryLease:
                 found.directory.revoke(self.lease)
         finally:
             done.set()
-
-    def __repr__(self) -> str:
-        return f"<DirectoryLease at {self._init_method}: {self.found or 'to be found'}>"

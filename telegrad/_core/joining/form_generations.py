@@ -16,7 +16,7 @@ from typing import NamedTuple
 from telegrad._core.directory.directory import ABSENT, Compacted, Directory, DirectoryLost, DirectoryReset, LeaseLost
 from telegrad._core.joining.directory_lease import DirectoryLease
 from telegrad._core.joining.generation_keys import COME, GENERATION, PREFIX, ElasticState, IsAlive, look
-from telegrad._core.joining.quorum import Arrival, Before, Formed, Limits, Quorum
+from telegrad._core.joining.quorum import Arrival, Before, Formed, GroupSize, Quorum
 from telegrad._core.membership.members import Member
 from telegrad._core.membership.registry import Registry
 from telegrad._core.progress import Wait
@@ -34,7 +34,7 @@ class JoinRequest(NamedTuple):
 
     held: DirectoryLease | None  # None: a launcher decides the members
     keys: Keyring
-    limits: Limits
+    limits: GroupSize
     before: Before  # the generation that it was in
     rank: int  # the preferred one
     timeout: float  # seconds; without limit for a spare worker while a generation runs

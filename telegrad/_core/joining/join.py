@@ -18,7 +18,7 @@ from telegrad._core.joining.directory_lease import DirectoryLease
 from telegrad._core.joining.form_generations import JoinRequest
 from telegrad._core.joining.generation_keys import lives_in
 from telegrad._core.joining.quorum import Formed
-from telegrad._core.joining.rendezvous import Roster, StoreOver, fixed_group_lives, join_static, mixed
+from telegrad._core.joining.rendezvous import RankTable, StoreOver, fixed_group_lives, join_static, mixed
 from telegrad._core.membership.dynamic import DynamicGroup
 from telegrad._core.membership.members import Member, Members
 from telegrad._core.membership.registry import Registry
@@ -162,7 +162,7 @@ def _reopened(meeting: RendezvousStore, until: float) -> RendezvousStore:
     return meeting._replace(store=store, serves=serves)
 
 
-def _join_static(meeting: RendezvousStore, me: Member, size: int, timeout: float) -> Roster:
+def _join_static(meeting: RendezvousStore, me: Member, size: int, timeout: float) -> RankTable:
     """Meet the others in this store. If it still belonged to another group, use the next one at its place."""
     until = monotonic() + timeout
     store = meeting.store

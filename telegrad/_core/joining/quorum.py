@@ -73,7 +73,7 @@ class Formed(NamedTuple):
 NONE = Formed()
 
 
-class Limits(NamedTuple):
+class GroupSize(NamedTuple):
     """The limits of the number of workers of a generation."""
 
     least: int
@@ -89,7 +89,7 @@ class Quorum:
     """The workers that have come, as one of them sees it."""
 
     def __init__(
-        self, limits: Limits, running: Formed = NONE, arrivals: Sequence[Arrival] = (), dead: Collection[str] = ()
+        self, limits: GroupSize, running: Formed = NONE, arrivals: Sequence[Arrival] = (), dead: Collection[str] = ()
     ) -> None:
         """`running` is the last generation that has formed; `arrivals` are in the order in which the workers came.
 

@@ -53,7 +53,7 @@ _FAULTS: dict[str, type[TelegradError]] = {
 log = logging.getLogger("telegrad")
 
 
-class Roster(NamedTuple):
+class RankTable(NamedTuple):
     """The result of a rendezvous."""
 
     members: Members
@@ -77,7 +77,7 @@ def join_static(
     is_alive: Callable[[Member], bool] = lambda _: True,
     place: str = "",
     names: Sequence[str] = (),
-) -> Roster:
+) -> RankTable:
     """Meet the other workers of a group of fixed size. An error of one worker is raised in all.
 
     `place` is the location of the store, for messages. `names` are those of all ranks, if known in advance.
@@ -107,7 +107,7 @@ class _Static:
         self._formed_before: KeyValueStore | None = None  # a group that has formed in this store without this worker
         self._before = ""  # the outcome of the last group in this store, if it may explain a failure
 
-    def join(self) -> Roster:
+    def join(self) -> RankTable:
         try:
             is_new = self._root.read(ROUND) in ("", "1")
             self._refused = 0 if is_new else self._root.hint(REFUSED)  # by earlier groups of this store
@@ -157,7 +157,7 @@ class _Static:
         kind, _, since, *_ = json.loads(verdict)
         return kind != GroupIncomplete.__name__ and time() - since < STALE and not board.read(f"rank/{self.me.id}")
 
-    def _meet(self) -> Roster:
+    def _meet(self) -> RankTable:
         self._attendance = ArrivalTable(self.size, self.me.id, self.names)
         gate = COMPLETE
         try:
@@ -181,7 +181,7 @@ class _Static:
             self._tell(gate, error)
             raise
         self._leave(range(self.size))
-        return Roster(members, self._board.group, self._round)
+        return RankTable(members, self._board.group, self._round)
 
     def _open(self, gate: str) -> None:
         """Open the gate if all ranks have come, or have read."""

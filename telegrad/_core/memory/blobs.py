@@ -191,7 +191,7 @@ class Outgoing:
             self._pool.abandon(self._lent)
 
 
-class Incoming:
+class IncomingBlob:
     """The blobs that are received on one connection. Only the reader thread uses it."""
 
     def __init__(self, stores: MemorySources, lanes: ExtraStreams) -> None:

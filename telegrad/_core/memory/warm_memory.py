@@ -79,7 +79,7 @@ class Lender:
         self._ended(lease.token)
 
 
-class _Shelf:
+class _FreeBlocks:
     """Unused memory by kind, of which the newest is used first, and the oldest is freed first."""
 
     def __init__(self) -> None:
@@ -109,7 +109,7 @@ class ReceiveBufferPool:
     def __init__(self, limit: int) -> None:
         self._limit = min(limit, MOST_KEPT)
         self._lock = threading.Lock()  # guards _shelf and _kept
-        self._shelf = _Shelf()
+        self._shelf = _FreeBlocks()
         self._kept = 0
         self._ended: deque[memoryview] = deque()
         self._lender = Lender(self._ended.append)
@@ -166,7 +166,7 @@ class SharedBlockPool:
         self._warned = False  # that the limit was reached
         self._bytes: Counter[int] = Counter()  # by device
         self.most_files, self._files = open_files.to_lend(), 0  # memory files of the host
-        self._shelf = _Shelf()
+        self._shelf = _FreeBlocks()
         self._lent: dict[int, AnyBlock] = {}  # by number of the block, or of the loan of a common block
         self._common: dict[int, Block] = {}  # in use, by address
         # Common blocks whose tensor in this process has died, and ended loans to this worker itself.

@@ -42,7 +42,7 @@ class Program(NamedTuple):
     argv: tuple[str, ...] = ()  # its arguments, which its import may read
 
 
-class Source(NamedTuple):
+class ProgramSource(NamedTuple):
     """The names of a program, by the place where its source binds them."""
 
     guarded: bool
@@ -68,20 +68,20 @@ def find(key: str) -> Program:
 
 
 @lru_cache(8)
-def source_of(path: str) -> Source:
+def source_of(path: str) -> ProgramSource:
     """Return the names of a program; none if its file is not Python source."""
     try:
         with open_regular(path) as file:
             tree = ast.parse(file.read())
     except (OSError, SyntaxError, ValueError):
-        return Source(False, frozenset(), frozenset(), frozenset(), False)
+        return ProgramSource(False, frozenset(), frozenset(), frozenset(), False)
     guards = [node for node in tree.body if isinstance(node, ast.If) and _is_guard(node.test)]
     main = {name for guard in guards for node in guard.body for name in _bound(node)}
     rest = [node for node in tree.body if node not in guards]
     rest += [node for guard in guards for node in guard.orelse]
     top = {name for node in rest for name in _bound(node)}
     declared = {name for node in ast.walk(tree) if isinstance(node, ast.Global) for name in node.names}
-    return Source(bool(guards), frozenset(top), frozenset(main), frozenset(declared), "*" in top)
+    return ProgramSource(bool(guards), frozenset(top), frozenset(main), frozenset(declared), "*" in top)
 
 
 def _is_guard(test: ast.expr) -> bool:

@@ -77,7 +77,7 @@ class Text(str):
         return str, (str.__str__(self),)
 
 
-class Lines(str):
+class TracebackLines(str):
     """A note with the lines where an exception was raised, kept without its frames."""
 
 
@@ -129,12 +129,12 @@ def keep_lines(error: BaseException, traceback_: TracebackType | None) -> None:
     """Add a note with the lines where an exception was raised, before its frames are dropped."""
     lines = _lines(traceback_)
     if lines:
-        notes = [*getattr(error, "__notes__", ()), Lines(lines)]
+        notes = [*getattr(error, "__notes__", ()), TracebackLines(lines)]
         error.__notes__ = notes
 
 
 def own_notes(error: BaseException) -> list[str]:
-    return [cut(note) if isinstance(note, str) else note for note in _notes(error) if type(note) is not Lines]
+    return [cut(note) if isinstance(note, str) else note for note in _notes(error) if type(note) is not TracebackLines]
 
 
 def _notes(error: BaseException) -> list[str]:
@@ -222,7 +222,7 @@ def _type_and_text(error: BaseException) -> str:
 
 def _all_lines(error: BaseException) -> str:
     """Return the lines of the current traceback, then those kept from earlier raises, the latest first."""
-    notes = [note for note in _notes(error) if type(note) is Lines]
+    notes = [note for note in _notes(error) if type(note) is TracebackLines]
     return _lines(error.__traceback__) + "".join(reversed(notes))
 
 

@@ -27,7 +27,7 @@ from telegrad.errors import PeerError, PeerLost, PeerSilent, PeerStopped, PeerUn
 AnyLink = Link | LoopEnd
 
 
-class Call(Protocol):
+class QueuedCall(Protocol):
     """The part of a call that sending its message needs."""
 
     id: int
@@ -64,9 +64,9 @@ class LazyLink:
         self._lock = lock
         self._how = ""  # how this worker left; set before `closed`
         self._is_connecting = False
-        self._queue: list[tuple[Message, Call | None]] = []
+        self._queue: list[tuple[Message, QueuedCall | None]] = []
 
-    def send(self, message: Message, call: Call | None = None, later: bool = False) -> None:
+    def send(self, message: Message, call: QueuedCall | None = None, later: bool = False) -> None:
         """Send a message, with its call if it has one, or queue it until there is a connection.
 
         With `later`, leave the message in the outbox: the reactor sends it soon, together with others.
@@ -165,7 +165,7 @@ class LazyLink:
                 return False
         return True
 
-    def _next_batch(self, link: AnyLink) -> deque[tuple[Message, Call | None]]:
+    def _next_batch(self, link: AnyLink) -> deque[tuple[Message, QueuedCall | None]]:
         with self._lock:
             batch = deque(waiting for waiting in self._queue if not _is_obsolete(*waiting))
             self._queue = []
@@ -177,7 +177,7 @@ class LazyLink:
         return batch
 
     def _abort(
-        self, unsent: Iterable[tuple[Message, Call | None]], error: Exception, keeps_notices: bool = False
+        self, unsent: Iterable[tuple[Message, QueuedCall | None]], error: Exception, keeps_notices: bool = False
     ) -> bool:
         """Drop queued and unsent messages and fail their calls; return True if there were any calls."""
         with self._lock:
@@ -196,7 +196,7 @@ class LazyLink:
         return "not connected" if self.link is None else "connected"
 
 
-def _is_obsolete(message: Message, call: Call | None) -> bool:
+def _is_obsolete(message: Message, call: QueuedCall | None) -> bool:
     """Return True if the message need not be sent: its call has ended, and it carries no references."""
     return call is not None and (call.abandoned or call.done) and not message.flags & HAS_REFERENCES
 

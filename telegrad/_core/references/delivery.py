@@ -34,7 +34,7 @@ class _Sent(Generic[L]):
         self.due = due
 
 
-class _Line(Generic[L]):
+class _PeerDelivery(Generic[L]):
     """The state between this worker and another one."""
 
     def __init__(self) -> None:
@@ -70,8 +70,8 @@ class ReliableDelivery(Generic[L]):
     """Delivers the control messages of one worker exactly once."""
 
     def __init__(self) -> None:
-        self._lines: dict[str, _Line[L]] = {}  # `outgoing` iterates over all of them each time
-        self._buried: dict[str, _Line[L]] = {}  # of the workers that have left most recently
+        self._lines: dict[str, _PeerDelivery[L]] = {}  # `outgoing` iterates over all of them each time
+        self._buried: dict[str, _PeerDelivery[L]] = {}  # of the workers that have left most recently
 
     def post(self, to: str, letter: L) -> None:
         self._line(to).fresh.append(letter)
@@ -92,7 +92,7 @@ class ReliableDelivery(Generic[L]):
                 out.append((to, Batch(0, [], self._receipts(line))))
         return out
 
-    def _receipts(self, line: _Line[L]) -> list[int]:
+    def _receipts(self, line: _PeerDelivery[L]) -> list[int]:
         receipts, line.receipts, line.owed_by = line.receipts, [], inf
         return receipts
 
@@ -144,8 +144,8 @@ class ReliableDelivery(Generic[L]):
             len(line.fresh) + sum(len(sent.letters) for sent in line.sent.values()) for line in self._lines.values()
         )
 
-    def _line(self, worker: str) -> _Line[L]:
+    def _line(self, worker: str) -> _PeerDelivery[L]:
         line = self._lines.get(worker)
         if line is None:
-            line = self._lines[worker] = self._buried.pop(worker) if worker in self._buried else _Line()
+            line = self._lines[worker] = self._buried.pop(worker) if worker in self._buried else _PeerDelivery()
         return line

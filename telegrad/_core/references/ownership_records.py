@@ -20,7 +20,7 @@ def remember(table: dict[K, V], key: K, value: V, most: int) -> None:
         del table[next(iter(table))]
 
 
-class Share:
+class SharedFork:
     """A user's state of a reference: its one fork, and what keeps the fork alive."""
 
     __slots__ = ("children", "confirmed", "extras", "fault", "fork", "handles", "owner", "parents")

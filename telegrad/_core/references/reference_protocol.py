@@ -52,7 +52,7 @@ from telegrad._core.references.control_messages import (
     ControlMessage,
     Id,
 )
-from telegrad._core.references.ownership_records import Holders, Owned, Share, remember
+from telegrad._core.references.ownership_records import Holders, Owned, SharedFork, remember
 
 # Faults: why a reference cannot be used.
 OWNER_DIED, VALUE_GONE, CAME_LATE = "owner died", "value gone", "came late"
@@ -69,7 +69,7 @@ class References:
 
     def __init__(self, me: str) -> None:
         self.me = me
-        self.shares: dict[Id, Share] = {}
+        self.shares: dict[Id, SharedFork] = {}
         self.owned: dict[Id, Owned] = {}
         self.holders = Holders()
         self.letters: list[tuple[str, ControlMessage]] = []
@@ -102,7 +102,7 @@ class References:
     def create(self, owner: str) -> tuple[Id, Id]:
         """Create a reference to the result of a call to `owner`, with one handle; return it and the fork to send."""
         ref, fork = self._new_id(), self._new_id()
-        self.shares[ref] = Share(owner, fork, confirmed=False)
+        self.shares[ref] = SharedFork(owner, fork, confirmed=False)
         self._creating[ref] = False
         return ref, fork
 
@@ -177,7 +177,7 @@ class References:
             self._merge(ref, share, fork, sender)
             return
         if share is None:
-            share = self.shares[ref] = Share(owner, fork, confirmed=True, handles=0)
+            share = self.shares[ref] = SharedFork(owner, fork, confirmed=True, handles=0)
         share.handles += 1
         if owner in self._dead:
             share.fault = OWNER_DIED
@@ -191,7 +191,7 @@ class References:
         if not share.confirmed:
             self._post(owner, CONFIRM, ref, fork)
 
-    def _merge(self, ref: Id, share: Share, fork: Id, sender: str) -> None:
+    def _merge(self, ref: Id, share: SharedFork, fork: Id, sender: str) -> None:
         if sender == share.owner:
             if share.confirmed:
                 self._post(sender, DROPPED, ref, fork)
@@ -290,7 +290,7 @@ class References:
         elif not share.confirmed:
             self._conclude(ref, share)
 
-    def _conclude(self, ref: Id, share: Share) -> None:
+    def _conclude(self, ref: Id, share: SharedFork) -> None:
         """Settle with the parents: the owner knows the fork, or it has failed. Either way no worker needs to wait."""
         share.confirmed = True
         for parent, fork in share.parents:
@@ -316,7 +316,7 @@ class References:
         if share is not None and share.fork == fork and not share.fault:
             self._fail(ref, share, VALUE_GONE)
 
-    def _fail(self, ref: Id, share: Share, fault: str) -> None:
+    def _fail(self, ref: Id, share: SharedFork, fault: str) -> None:
         self._creating.pop(ref, None)
         share.fault = fault
         self._conclude(ref, share)
@@ -348,7 +348,7 @@ class References:
         else:
             self._post(sender, MISSING, ref, fork)
 
-    def _settle(self, parent: str, share: Share, ref: Id, fork: Id) -> None:
+    def _settle(self, parent: str, share: SharedFork, ref: Id, fork: Id) -> None:
         """Release a parent once the owner knows this worker's fork."""
         if share.confirmed:
             self._post(parent, SETTLED, ref, fork)
@@ -426,7 +426,7 @@ class References:
             if not owned.made and ref[0] == sender:
                 self._post(sender, WANTED, ref, ref)
 
-    def _confirm_anew(self, ref: Id, share: Share) -> None:
+    def _confirm_anew(self, ref: Id, share: SharedFork) -> None:
         if share.confirmed:
             share.extras.append(share.fork)  # the owner may know it again: it was confirmed after FORGOT
         share.fork, share.confirmed = self._new_id(), False

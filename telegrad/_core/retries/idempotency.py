@@ -57,7 +57,7 @@ class AnswerAcknowledged(NamedTuple):
     number: int
 
 
-class Entry:
+class CallEntry:
     """A call that was started here."""
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ class Entry:
 
 class _Caller:
     def __init__(self) -> None:
-        self.entries: dict[int, Entry] = {}  # by number; ended calls are in the order of their ends
+        self.entries: dict[int, CallEntry] = {}  # by number; ended calls are in the order of their ends
         self.kept = 0  # bytes
         self.floor = 0.0  # unknown calls up to this number may have run
 
@@ -85,7 +85,7 @@ class IdempotencyTable:
     def __len__(self) -> int:
         return sum(len(caller.entries) for caller in self._callers.values())
 
-    def enter(self, name: str, number: int, left: float, now: float) -> Entry | None:
+    def enter(self, name: str, number: int, left: float, now: float) -> CallEntry | None:
         """Record a call with this time `left` (0 for no limit); return None if it may have run and its answer was
         dropped.
 
@@ -96,11 +96,11 @@ class IdempotencyTable:
         if entry is None:
             if number <= caller.floor:
                 return None
-            entry = caller.entries[number] = Entry()
+            entry = caller.entries[number] = CallEntry()
         entry.until = max(entry.until, now + (left or LONGEST) + LATE)
         return entry
 
-    def ended(self, name: str, number: int, weight: int = 0) -> list[Entry]:
+    def ended(self, name: str, number: int, weight: int = 0) -> list[CallEntry]:
         """Record that a call has ended, with the bytes of its value; return the entries that are dropped."""
         caller = self._callers[name]
         entry = caller.entries.pop(number)
@@ -121,7 +121,7 @@ class IdempotencyTable:
             over.append(dropped)
         return over
 
-    def _drop_oldest(self, caller: _Caller) -> Entry | None:
+    def _drop_oldest(self, caller: _Caller) -> CallEntry | None:
         """Drop the oldest answer of a caller, but not its only one."""
         ended = [*islice((number for number, entry in caller.entries.items() if entry.ended), 2)]
         if len(ended) < 2:
@@ -129,13 +129,13 @@ class IdempotencyTable:
         caller.floor = max(caller.floor, ended[0])
         return self._take_out(caller, ended[0])
 
-    def _take_out(self, caller: _Caller, number: int) -> Entry:
+    def _take_out(self, caller: _Caller, number: int) -> CallEntry:
         entry = caller.entries.pop(number)
         caller.kept -= entry.weight
         self.kept -= entry.weight
         return entry
 
-    def settled(self, name: str, number: int) -> Entry | None:
+    def settled(self, name: str, number: int) -> CallEntry | None:
         """Record that the caller has the answer, or wants none; return the entry if it is dropped."""
         caller = self._callers.get(name)
         entry = caller.entries.get(number) if caller is not None else None
@@ -144,14 +144,14 @@ class IdempotencyTable:
         entry.settled = True
         return self._take_out(caller, number) if entry.ended else None
 
-    def expire(self, now: float) -> list[Entry]:
+    def expire(self, now: float) -> list[CallEntry]:
         over = []
         for caller in self._callers.values():
             late = [number for number, entry in caller.entries.items() if entry.ended and entry.until <= now]
             over += [self._take_out(caller, number) for number in late]
         return over
 
-    def died(self, name: str) -> list[Entry]:
+    def died(self, name: str) -> list[CallEntry]:
         """Record that a caller has died or left; return the entries of its ended calls."""
         caller = self._callers.pop(name, None) or _Caller()
         self._callers[name] = caller  # as the last

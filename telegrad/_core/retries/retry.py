@@ -33,7 +33,7 @@ from telegrad._core.retries.idempotency import AnswerAcknowledged, IdempotentCal
 from telegrad._core.retries.retry_queue import Failure, RetryPolicy, RetryQueue, backoff, classify, should_retry
 from telegrad._core.worker import current
 from telegrad._core.worker.caller_context import CallerContext
-from telegrad._core.worker.prepared_call import Call
+from telegrad._core.worker.prepared_call import PreparedCall
 from telegrad._core.worker.worker import Worker
 from telegrad.errors import CallCancelled, CallTimeout, ShutDown, TelegradError
 
@@ -104,9 +104,9 @@ class Retries:
             call.fail(ShutDown(f"worker {self.agent.name!r} shut down while {call.described} waited for the worker"))
 
 
-class Request(NamedTuple):
+class RetryRequest(NamedTuple):
     to: str | int
-    call: Call
+    call: PreparedCall
     policy: RetryPolicy
     number: int  # of an idempotent call, by which the callee identifies it; otherwise 0
     begun: float  # on the `monotonic` clock
@@ -128,7 +128,7 @@ class RetriedCall:
     quick = False
     about: str
 
-    def __init__(self, retries: Retries, request: Request, timeout: float, outcome: Outcome) -> None:
+    def __init__(self, retries: Retries, request: RetryRequest, timeout: float, outcome: Outcome) -> None:
         self.request = request
         self.timeout = timeout
         self.outcome = outcome
@@ -367,22 +367,26 @@ def policy_of(wait_for_worker: bool | None, idempotent: bool) -> RetryPolicy | N
 
 
 def _made(
-    outcomes: Iterable[tuple[Outcome, str | int]], policy: RetryPolicy, call: Call, timeout: float
+    outcomes: Iterable[tuple[Outcome, str | int]], policy: RetryPolicy, call: PreparedCall, timeout: float
 ) -> list[RetriedCall]:
     """Create calls without starting them. They share one number, since each callee has its own table."""
     retries = current.here().attached(Retries)
     limit = limit_of(timeout, retries.agent.timeout)
     number = next(retries.numbers) if policy.repeats and call.function is not ping else 0
     now = monotonic()
-    return [RetriedCall(retries, Request(to, call, policy, number, now), limit, outcome) for outcome, to in outcomes]
+    return [
+        RetriedCall(retries, RetryRequest(to, call, policy, number, now), limit, outcome) for outcome, to in outcomes
+    ]
 
 
-def begin(outcome: Outcome, policy: RetryPolicy, to: str | int, call: Call, timeout: float) -> None:
+def begin(outcome: Outcome, policy: RetryPolicy, to: str | int, call: PreparedCall, timeout: float) -> None:
     """Start a call with a policy; raise an error that no retry can fix."""
     _made([(outcome, to)], policy, call, timeout)[0].begin()
 
 
-def begin_many(outcomes: Iterable[tuple[Outcome, str]], policy: RetryPolicy, call: Call, timeout: float) -> None:
+def begin_many(
+    outcomes: Iterable[tuple[Outcome, str]], policy: RetryPolicy, call: PreparedCall, timeout: float
+) -> None:
     """Call several workers with a policy. The first attempt is one call to all; each call is retried separately."""
     made = _made(outcomes, policy, call, timeout)
     try:
@@ -398,13 +402,13 @@ def begin_many(outcomes: Iterable[tuple[Outcome, str]], policy: RetryPolicy, cal
         raise
 
 
-def call_async(policy: RetryPolicy, to: str | int, call: Call, timeout: float) -> Future[Any]:
+def call_async(policy: RetryPolicy, to: str | int, call: PreparedCall, timeout: float) -> Future[Any]:
     future: Future[Any] = Future()
     begin(future, policy, to, call, timeout)
     return future
 
 
-def call_sync(policy: RetryPolicy, to: str | int, call: Call, timeout: float) -> Any:
+def call_sync(policy: RetryPolicy, to: str | int, call: PreparedCall, timeout: float) -> Any:
     return wait_or_cancel(call_async(policy, to, call, timeout))
 
 
@@ -418,7 +422,7 @@ def wait_or_cancel(future: Future[Any]) -> Any:
             future.cancel()
 
 
-def await_workers(policy: RetryPolicy | None, workers: list[str | int], call: Call, timeout: float) -> float:
+def await_workers(policy: RetryPolicy | None, workers: list[str | int], call: PreparedCall, timeout: float) -> float:
     """Wait until all workers are reachable, before creating values on them; return the time left.
 
     Raises:
@@ -430,7 +434,7 @@ def await_workers(policy: RetryPolicy | None, workers: list[str | int], call: Ca
     name = user_name(call.users)
     for to in workers:
         future: Future[Any] = Future()
-        (asking,) = _made([(future, to)], RetryPolicy(True, True), Call(ping, None, None, None, name), limit)
+        (asking,) = _made([(future, to)], RetryPolicy(True, True), PreparedCall(ping, None, None, None, name), limit)
         asking.begin()
         wait_or_cancel(future)
         limit = asking.left()

@@ -162,7 +162,3 @@ class RetryQueue(Generic[C]):
         waiting = [call for target in self._targets.values() for call, at in target.calls.items() if at < inf]
         self._targets.clear()
         return waiting
-
-    def __repr__(self) -> str:
-        waiting = ", ".join(f"{len(target.calls)} to {to!r}" for to, target in self._targets.items())
-        return f"<RetryQueue: {waiting or 'empty'}>"

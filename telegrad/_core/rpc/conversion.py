@@ -23,7 +23,7 @@ from torch import Tensor
 
 from telegrad._core import checks
 from telegrad._core.rpc.rref import RRef
-from telegrad._core.worker.prepared_call import Call
+from telegrad._core.worker.prepared_call import PreparedCall
 from telegrad._core.worker.value_access import with_values
 from telegrad.errors import InvalidArgument
 
@@ -46,7 +46,7 @@ _BOUND = (type, types.MethodType)  # the caller does not pass their first parame
 _plans: weakref.WeakKeyDictionary[Any, _Plan | None] = weakref.WeakKeyDictionary()
 
 
-def convert(function: Any, args: Any, kwargs: Any) -> Call:
+def convert(function: Any, args: Any, kwargs: Any) -> PreparedCall:
     """Return a call with converted arguments.
 
     Raises:
@@ -57,18 +57,18 @@ def convert(function: Any, args: Any, kwargs: Any) -> Call:
     if kwargs is not None and type(kwargs) is not dict:
         kwargs = _as_dict(kwargs)
     if type(function) is types.FunctionType and not function.__annotations__:  # fast path of `_plan_of`
-        return _new(Call, (function, args, kwargs, None, None))
+        return _new(PreparedCall, (function, args, kwargs, None, None))
     plan = _plan_of(function)
     if plan is None or not (args or kwargs):
-        return Call(function, args, kwargs)
+        return PreparedCall(function, args, kwargs)
     args, kwargs = args or (), kwargs or {}
     wanted = plan.positional + [plan.rest] * (len(args) - len(plan.positional))
     lent: list[RRef[Any]] = []
     new_args = tuple(_convert(target, each, lent) for target, each in zip(wanted, args, strict=False))
     new_kwargs = {name: _convert(plan.named.get(name, plan.others), each, lent) for name, each in kwargs.items()}
     if lent:
-        return Call(with_values, (function, *new_args), new_kwargs, lent, function)
-    return Call(function, new_args, new_kwargs)
+        return PreparedCall(with_values, (function, *new_args), new_kwargs, lent, function)
+    return PreparedCall(function, new_args, new_kwargs)
 
 
 def _as_tuple(args: Any) -> tuple[Any, ...]:

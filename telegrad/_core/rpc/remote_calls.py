@@ -17,7 +17,7 @@ from telegrad._core.rpc.restorable import Restore, check_restore, make_restorabl
 from telegrad._core.rpc.rref import RRef
 from telegrad._core.streams.streams import WINDOW, Stream
 from telegrad._core.worker import current
-from telegrad._core.worker.prepared_call import Call
+from telegrad._core.worker.prepared_call import PreparedCall
 from telegrad._core.worker.targets import named, target
 from telegrad.errors import UnknownWorker
 
@@ -219,7 +219,7 @@ def _persistent(make: Callable[..., Any], wait_for_worker: bool | None, idempote
 def _once_there(
     make: Callable[[Any, float], T],
     to: str | int | WorkerInfo,
-    call: Call,
+    call: PreparedCall,
     timeout: float,
     wait_for_worker: bool | None,
 ) -> T:
@@ -235,12 +235,14 @@ def _once_there(
                 raise
 
 
-def call_sync(to: str | int | WorkerInfo, call: Call, timeout: float) -> Any:
+def call_sync(to: str | int | WorkerInfo, call: PreparedCall, timeout: float) -> Any:
     there = to if type(to) is str else target(to)  # fast path of `target`
     return current.agent().call(there, call.function, call.args, call.kwargs, timeout, call.asked)
 
 
-def call_async(to: str | int | WorkerInfo, call: Call, timeout: float, kind: type[Future[Any]] = Future) -> Future[Any]:
+def call_async(
+    to: str | int | WorkerInfo, call: PreparedCall, timeout: float, kind: type[Future[Any]] = Future
+) -> Future[Any]:
     future = kind()
     current.agent().call_for(
         future, target(to), call.function, call.args, call.kwargs, timeout, call.keeps, asked=call.asked
@@ -248,15 +250,15 @@ def call_async(to: str | int | WorkerInfo, call: Call, timeout: float, kind: typ
     return future
 
 
-def create(to: str | int | WorkerInfo, call: Call, timeout: float) -> RRef[Any]:
+def create(to: str | int | WorkerInfo, call: PreparedCall, timeout: float) -> RRef[Any]:
     made: RRef[Any] = current.references().create(target(to), *call[:3], timeout, call.keeps, call.asked)
     return made
 
 
-def event_of(kind: str, to: str | int | WorkerInfo, function: Any) -> profiling.Event:
+def event_of(kind: str, to: str | int | WorkerInfo, function: Any) -> profiling.CallEvent:
     agent, there = current.agent(), named(to)
     here, there = agent.name, there if isinstance(there, str) else agent.identify(there).name
-    return profiling.Event(profiling.event_name(kind, function, here, there), function, here, there)
+    return profiling.CallEvent(profiling.event_name(kind, function, here, there), function, here, there)
 
 
 def get_worker_info(worker_name: str | None = None) -> WorkerInfo:

@@ -23,7 +23,7 @@ from telegrad._core.references.value_slot import ValueSlot
 from telegrad._core.rpc.operators import Operators, is_tensor_method
 from telegrad._core.streams.streams import MOST_WINDOW, WINDOW, Stream
 from telegrad._core.worker import current
-from telegrad._core.worker.prepared_call import Call
+from telegrad._core.worker.prepared_call import PreparedCall
 from telegrad._core.worker.value_access import (
     RefPlaceholder,
     call_method,
@@ -126,7 +126,7 @@ class RRef(Operators, Generic[T]):
         if profiling.wanted():
             here, there = self._table.agent.name, self._handle.owner.name
             return profiling.called(
-                profiling.Event(f"to_here#({here})->({there})", "to_here", here, there), self._fetch, timeout
+                profiling.CallEvent(f"to_here#({here})->({there})", "to_here", here, there), self._fetch, timeout
             )
         return self._fetch(timeout)
 
@@ -288,14 +288,16 @@ class RRef(Operators, Generic[T]):
     @not_compiled
     def _stream(self, window: int, method: str, timeout: float, args: Any, kwargs: Any) -> Stream[Any]:
         owner = self._reach(timeout)
-        return Stream(owner, Call(methods.of(method), (*self._handle.id, *args), kwargs, self), timeout, window)
+        return Stream(owner, PreparedCall(methods.of(method), (*self._handle.id, *args), kwargs, self), timeout, window)
 
     @not_compiled
     def _create(self, method: str, timeout: float, args: Any, kwargs: Any) -> RRef[Any]:
         owner = self._reach(timeout)
-        return self._make(owner, method, Call(methods.of(method), (*self._handle.id, *args), kwargs, self), timeout)
+        return self._make(
+            owner, method, PreparedCall(methods.of(method), (*self._handle.id, *args), kwargs, self), timeout
+        )
 
-    def _make(self, owner: Identity, name: str, call: Call, timeout: float) -> RRef[Any]:
+    def _make(self, owner: Identity, name: str, call: PreparedCall, timeout: float) -> RRef[Any]:
         """Create another value at the owner; a profiler shows the call as `name`."""
         create = self._table.create
         if profiling.wanted():
@@ -303,10 +305,10 @@ class RRef(Operators, Generic[T]):
         made: RRef[Any] = create(owner, call.function, call.args, call.kwargs, timeout, call.keeps, call.asked)
         return made
 
-    def _event(self, kind: str, method: str, asked: Any = None) -> profiling.Event:
+    def _event(self, kind: str, method: str, asked: Any = None) -> profiling.CallEvent:
         what = user_name(asked) if asked is not None else method or "__call__"
         here, there = self._table.agent.name, self._handle.owner.name
-        return profiling.Event(profiling.event_name(kind, what, here, there), what, here, there)
+        return profiling.CallEvent(profiling.event_name(kind, what, here, there), what, here, there)
 
     # Operators and methods of tensors
 
@@ -319,7 +321,7 @@ class RRef(Operators, Generic[T]):
         args = (function, *(each._lent() if isinstance(each, RRef) else each for each in operands))
         kwargs = {name: each._lent() if isinstance(each, RRef) else each for name, each in named.items()}
         name = operands[1] if function is call_method else profiling.function_name(function)
-        return self._make(self._reach(), name, Call(with_values, args, kwargs, held, function), DEFAULT)
+        return self._make(self._reach(), name, PreparedCall(with_values, args, kwargs, held, function), DEFAULT)
 
     def _lent(self) -> RefPlaceholder:
         name, rank, incarnation = self._handle.owner

@@ -78,7 +78,7 @@ class VersionRange(NamedTuple):
 PROTOCOL = VersionRange(8, 8)  # two adjacent versions, from the second released one on
 
 
-class Claim(NamedTuple):
+class Hello(NamedTuple):
     name: str
     id: int
     incarnation: str
@@ -99,11 +99,11 @@ ITSELF = StreamId()
 class _End:
     """The common part of both ends: splitting the stream into messages, and refusals."""
 
-    def __init__(self, mine: Claim, carrier: bytes, random: Random, spoken: VersionRange, awaits: bytes) -> None:
+    def __init__(self, mine: Hello, carrier: bytes, random: Random, spoken: VersionRange, awaits: bytes) -> None:
         self._state = awaits  # the kind of the next message
         self.carrier = carrier  # must be final when the first message is received
         self.done = False
-        self.peer: Claim | None = None
+        self.peer: Hello | None = None
         self.ciphers: Ciphers | None = None  # set when done
         self.version = 0  # the common version, set after HELLO and REPLY
         self.refusal = ""  # the reason given by the peer, if it refused
@@ -176,12 +176,12 @@ class _End:
             )
         self._prologue += kind + body
 
-    def _read_claim(self, text: bytes) -> tuple[Claim, list[object]]:
+    def _read_claim(self, text: bytes) -> tuple[Hello, list[object]]:
         """Return the authenticated claim, and the fields after it."""
         try:
             name, id_, incarnation, program, map_, *more = json.loads(text)
             devices = tuple((str(here), str(there)) for here, there in map_)
-            return Claim(str(name), int(id_), str(incarnation), str(program), devices), more
+            return Hello(str(name), int(id_), str(incarnation), str(program), devices), more
         except (ValueError, TypeError, OverflowError, RecursionError):
             raise self._refuse("stranger", "it holds the key, but what it claims is no claim") from None
 
@@ -202,7 +202,7 @@ class Initiator(_End):
     def __init__(
         self,
         keys: Keyring,
-        mine: Claim,
+        mine: Hello,
         wanted: str,
         carrier: bytes = TCP,
         stream_id: StreamId = ITSELF,
@@ -218,7 +218,7 @@ class Initiator(_End):
         self._wanted = wanted
         self._stream_id = stream_id
         self._noise: NoiseHandshake | None = None
-        self._acceptor: Claim | None = None  # claim of the acceptor until it has accepted
+        self._acceptor: Hello | None = None  # claim of the acceptor until it has accepted
 
     @property
     def has_other_key(self) -> bool:
@@ -255,7 +255,7 @@ class Acceptor(_End):
     def __init__(
         self,
         keys: Keyring,
-        mine: Claim,
+        mine: Hello,
         carrier: bytes = TCP,
         random: Random = secrets.token_bytes,
         spoken: VersionRange = PROTOCOL,

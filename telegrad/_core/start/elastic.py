@@ -19,7 +19,7 @@ from telegrad._core.joining.form_generations import JoinRequest
 from telegrad._core.joining.generation_monitor import GenerationMonitor
 from telegrad._core.joining.join import is_alive, ttl_of
 from telegrad._core.joining.launched import find_place
-from telegrad._core.joining.quorum import Before, Limits
+from telegrad._core.joining.quorum import Before, GroupSize
 from telegrad._core.membership.generation_steps import FINISH, HERE, LEAVING, SERVING, STAY
 from telegrad._core.rpc.rref import RRef
 from telegrad._core.start.cluster import start
@@ -48,7 +48,7 @@ class Elastic:
     """The state that a process keeps across the generations of its group."""
 
     def __init__(
-        self, name: str | None, role: str, rank: int, options: TelegradOptions, limits: Limits, kind: type[RRef[Any]]
+        self, name: str | None, role: str, rank: int, options: TelegradOptions, limits: GroupSize, kind: type[RRef[Any]]
     ) -> None:
         self._name = name
         self._role = role
@@ -165,7 +165,7 @@ def _await_end(timeout: float) -> None:
     )
 
 
-def limits_of(least: int | None, most: int | None, size: int | None) -> Limits:
+def limits_of(least: int | None, most: int | None, size: int | None) -> GroupSize:
     """Return the size limits of a group.
 
     Raises:
@@ -173,7 +173,7 @@ def limits_of(least: int | None, most: int | None, size: int | None) -> Limits:
     """
     if size is not None:
         raise UsageError("init_rpc takes either world_size, or min_workers and max_workers")
-    limits = Limits(1 if least is None else least, most or 0)
+    limits = GroupSize(1 if least is None else least, most or 0)
     if limits.least < 1 or (most is not None and most < limits.least):
         raise UsageError(f"min_workers must be at least 1, and max_workers no less: not {least} and {most}")
     return limits

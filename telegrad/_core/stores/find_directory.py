@@ -144,9 +144,6 @@ class DirectoryMonitor:
                 elif knock(self.pointer.address, KNOCK) is False and os.path.exists(self.pointer.path):
                     self._keeper = ServerProcess(self._keys, self._host, self.pointer.port, self.pointer.path)
 
-    def __repr__(self) -> str:
-        return f"<DirectoryMonitor of the directory at {self.pointer}>"
-
 
 def connect(pointer: Pointer, keys: Keyring, patience: float = PATIENCE) -> Directory:
     """Return a client of the directory that a pointer names. Nothing is sent yet."""

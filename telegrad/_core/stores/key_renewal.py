@@ -43,6 +43,3 @@ class SealRenewal:
             except (TelegradError, RuntimeError) as error:
                 log.debug("telegrad: the store cannot be sealed anew, as it is lost: %s", error)
                 return
-
-    def __repr__(self) -> str:
-        return f"<SealRenewal by {self._renew!r}{', closed' * self._over.is_set()}>"

@@ -38,7 +38,7 @@ from telegrad._core.streams.generator_runs import Producer
 from telegrad._core.streams.items import unpacked, weight_of
 from telegrad._core.streams.producer import MOST_BYTES, Taken, pull
 from telegrad._core.worker import current
-from telegrad._core.worker.prepared_call import Call
+from telegrad._core.worker.prepared_call import PreparedCall
 from telegrad.errors import CallTimeout, ShutDown, TelegradError, UsageError
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ class Stream(Generic[T]):
 
     value: Any = None
 
-    def __init__(self, to: str | int | Identity, made: Call, timeout: float, window: int) -> None:
+    def __init__(self, to: str | int | Identity, made: PreparedCall, timeout: float, window: int) -> None:
         """Start the function of a call."""
         checks.count("window", window, 1, MOST_WINDOW, "a number of items")
         here = current.here()

@@ -10,7 +10,7 @@ import ssl
 from time import monotonic, sleep
 from typing import NamedTuple
 
-from telegrad._core.security.handshake import ITSELF, ONE_SIDED, TCP, TLS, UNIX, Acceptor, Claim, Initiator, StreamId
+from telegrad._core.security.handshake import ITSELF, ONE_SIDED, TCP, TLS, UNIX, Acceptor, Hello, Initiator, StreamId
 from telegrad._core.security.keyring import Keyring
 from telegrad._core.security.noise import Ciphers
 from telegrad._core.security.tls import (
@@ -40,7 +40,7 @@ class Target(NamedTuple):
     stream_id: StreamId = ITSELF
 
 
-class Channel(NamedTuple):
+class OpenedChannel(NamedTuple):
     """A connection after its handshake."""
 
     sock: socket.socket
@@ -49,13 +49,13 @@ class Channel(NamedTuple):
     ciphers: Ciphers | None  # encrypt all further data; None if TLS or the kernel protects it
 
     @classmethod
-    def behind(cls, sock: socket.socket, end: Initiator | Acceptor) -> Channel:
+    def behind(cls, sock: socket.socket, end: Initiator | Acceptor) -> OpenedChannel:
         return cls(sock, end.carrier == UNIX, end.leftover, end.ciphers if end.carrier == TCP else None)
 
 
 def connect(
-    target: Target, keys: Keyring, mine: Claim, tls: TlsFiles | None, transport: str, timeout: float, silence: float
-) -> Channel:
+    target: Target, keys: Keyring, mine: Hello, tls: TlsFiles | None, transport: str, timeout: float, silence: float
+) -> OpenedChannel:
     """Connect and perform the handshake.
 
     If the other end does not know this worker's first key, try the next one on a new connection.
@@ -71,7 +71,7 @@ def connect(
         end = Initiator(keys, mine, target.incarnation, carrier, target.stream_id, attempt)
         try:
             _shake_hands(sock, end, monotonic() + timeout, pid, silence if pid else 0.0)
-            return Channel.behind(sock, end)
+            return OpenedChannel.behind(sock, end)
         except (HandshakeError, PeerUnreachable) as error:
             sock.close()
             if not end.has_other_key:

@@ -15,13 +15,13 @@ from collections.abc import Callable, Iterable
 from functools import partial
 
 from telegrad._core.memory import fd_passing
-from telegrad._core.memory.blobs import Chunk, Incoming, MemorySources, Outgoing, Prepared
+from telegrad._core.memory.blobs import Chunk, IncomingBlob, MemorySources, Outgoing, Prepared
 from telegrad._core.memory.extra_streams import NO_LANES, ExtraStreams
 from telegrad._core.pickling.exceptions import fresh
 from telegrad._core.security.encrypted_records import RECORD, RecordReader, RecordWriter, not_authentic
 from telegrad._core.security.noise import Ciphers, DecryptionFailed
 from telegrad._core.sockets import NOT_NOW, shut
-from telegrad._core.transport.connect import Channel
+from telegrad._core.transport.connect import OpenedChannel
 from telegrad._core.transport.connection_errors import broken, departed_error, lost
 from telegrad._core.transport.poller import Poller
 from telegrad._core.transport.process_state import process_at
@@ -78,7 +78,7 @@ class Link:
             NO_LANES if self._shares else ExtraStreams(sends, self._broke, widen and partial(widen, self, sends))
             for sends in (False, True)
         )
-        self._incoming = Incoming(stores, self.lanes_in)
+        self._incoming = IncomingBlob(stores, self.lanes_in)
         self._maps = self._incoming.maps
         # While the frame reader awaits lanes, the reading thread has nothing to read and must call `stop_reading`.
         self.reader = FrameReader(self._incoming.allocate, self._incoming.attach, self._control, self.lanes_in.is_idle)
@@ -428,7 +428,7 @@ class Link:
             lanes.close()
         self._on_closed(self, reason)
 
-    def join(self, sends: bool, channel: Channel) -> None:
+    def join(self, sends: bool, channel: OpenedChannel) -> None:
         (self.lanes_out if sends else self.lanes_in).add(channel.sock, channel.leftover, channel.ciphers)
 
     def fail(self, error: BaseException) -> None:

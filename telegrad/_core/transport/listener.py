@@ -22,7 +22,7 @@ from telegrad._core.security.keyring import Keyring
 from telegrad._core.security.refusals import Refusals, host_of, to_give_way
 from telegrad._core.security.tls import TlsFiles, own_digest, peer_digest, server_context
 from telegrad._core.sockets import HAS_UNIX, NOT_NOW, tune_tcp, tune_unix, unix_address
-from telegrad._core.transport.connect import Channel
+from telegrad._core.transport.connect import OpenedChannel
 from telegrad._core.transport.poller import Poller
 from telegrad._core.transport.process_state import process_at, stranger_at
 from telegrad.errors import HandshakeError, PeerUnreachable, ProtocolViolation, UsageError
@@ -35,7 +35,7 @@ HERE = "this host"
 BACKLOG = 512
 MOST_CONNECTIONS = 4  # of one worker, which needs one, not counting lanes; above it, its oldest is closed
 
-Accepted = Callable[[Channel, handshake.Claim, handshake.StreamId], None]
+Accepted = Callable[[OpenedChannel, handshake.Hello, handshake.StreamId], None]
 
 log = logging.getLogger("telegrad")
 
@@ -63,7 +63,7 @@ class Listener:
         self._refusals = Refusals()  # guarded by _lock, like _foreign
         self._foreign: deque[int] = deque(maxlen=MOST_FOREIGN)  # processes of other users that were refused
         self.patience, self.most_strangers = PATIENCE, MOST_STRANGERS
-        self._serves: tuple[Keyring, handshake.Claim] | None = None  # the group's keys, and this worker's claim
+        self._serves: tuple[Keyring, handshake.Hello] | None = None  # the group's keys, and this worker's claim
         self._shut = False  # no descriptor is free for new connections
         self._ticked = inf
         self._doors: list[_ListeningSocket] = []
@@ -81,7 +81,7 @@ class Listener:
             each.sock.setblocking(False)
             each.sock.listen(BACKLOG)
 
-    def serve(self, keys: Keyring, mine: handshake.Claim) -> None:
+    def serve(self, keys: Keyring, mine: handshake.Hello) -> None:
         """Accept connections that prove to hold one of `keys`. Earlier ones have waited in the kernel's queue."""
         self._serves = keys, mine
         for door in self._doors:
@@ -134,7 +134,7 @@ class Listener:
         end = stranger.end
         assert end.peer is not None
         if self._dismiss(stranger):
-            self._accepted(Channel.behind(stranger.sock, end), end.peer, end.stream_id)
+            self._accepted(OpenedChannel.behind(stranger.sock, end), end.peer, end.stream_id)
 
     def turn_away(self, stranger: _Handshake, why: Exception) -> None:
         if not self._dismiss(stranger):

@@ -20,7 +20,7 @@ from contextlib import AbstractContextManager
 from enum import Enum
 
 
-class Owner(Enum):
+class ReadOwner(Enum):
     NOBODY = "nobody"
     LEADER = "the leader"
     WAITER = "a waiter"
@@ -43,7 +43,7 @@ class ReadRight:
         self._arm = arm
         self._expected = expected
         self._finish = finish
-        self.owner = Owner.NOBODY
+        self.owner = ReadOwner.NOBODY
         self._at_it = False  # the leader is reading, not only waiting for a notification
         self._is_held = False  # the leader must not read
         self._ended = False
@@ -52,19 +52,19 @@ class ReadRight:
         """Return True if the calling thread, which waits for a response, may read. `give_back` must follow."""
         with self._lock:
             owner = self.owner
-            if owner is Owner.LEADER:
+            if owner is ReadOwner.LEADER:
                 if self._at_it:
                     return False
                 self._arm(False)
-            elif owner is not Owner.NOBODY or self._ended:
+            elif owner is not ReadOwner.NOBODY or self._ended:
                 return False
-            self.owner = Owner.WAITER
+            self.owner = ReadOwner.WAITER
             return True
 
     def begin(self) -> bool:
         """Return True if the leader may read available data and must call `give_back` afterwards."""
         with self._lock:
-            if self.owner is not Owner.LEADER or self._at_it or self._is_held:
+            if self.owner is not ReadOwner.LEADER or self._at_it or self._is_held:
                 return False
             self._at_it = True
             return True
@@ -73,20 +73,20 @@ class ReadRight:
         """Pass the right to the lanes: the thread that receives the last stripe continues."""
         with self._lock:
             self._put_down()
-            self.owner = Owner.LANE
+            self.owner = ReadOwner.LANE
 
     def give_back(self) -> None:
         with self._lock:
             ended = self._ended
             if ended:
-                self.owner = Owner.NOBODY
-            elif self.owner is Owner.LEADER:
+                self.owner = ReadOwner.NOBODY
+            elif self.owner is ReadOwner.LEADER:
                 self._at_it = False
             elif self._expected():
-                self.owner = Owner.LEADER
+                self.owner = ReadOwner.LEADER
                 self._arm(not self._is_held)
             else:
-                self.owner = Owner.NOBODY
+                self.owner = ReadOwner.NOBODY
         if ended:
             self._finish()
 
@@ -96,34 +96,34 @@ class ReadRight:
         The first check needs no lock: a thread that takes the right from the leader checks `expected` when it gives it
         back.
         """
-        if self.owner is Owner.LEADER:
+        if self.owner is ReadOwner.LEADER:
             return
         with self._lock:
-            if self.owner is Owner.NOBODY and not self._ended:
-                self.owner = Owner.LEADER
+            if self.owner is ReadOwner.NOBODY and not self._ended:
+                self.owner = ReadOwner.LEADER
                 self._arm(not self._is_held)
 
     def hold(self, is_held: bool) -> None:
         """Stop the leader from reading, or let it read again. Threads that wait may always read."""
         with self._lock:
             self._is_held = is_held
-            if self.owner is Owner.LEADER and not self._ended:
+            if self.owner is ReadOwner.LEADER and not self._ended:
                 self._arm(not is_held)
 
     def end(self) -> None:
         """Mark the connection as ended. `finish` is called now, or when the reading thread gives the right back."""
         with self._lock:
             self._ended = True
-            free = self.owner is Owner.NOBODY or (self.owner is Owner.LEADER and not self._at_it)
+            free = self.owner is ReadOwner.NOBODY or (self.owner is ReadOwner.LEADER and not self._at_it)
             if free:
                 self._put_down()
-                self.owner = Owner.NOBODY
+                self.owner = ReadOwner.NOBODY
         if free:
             self._finish()
 
     def _put_down(self) -> None:
         """Take the right from the leader if it owns it. Call it with the lock held."""
-        if self.owner is Owner.LEADER:
+        if self.owner is ReadOwner.LEADER:
             self._at_it = False
             self._arm(False)
 

@@ -37,6 +37,3 @@ class Silence:
     @property
     def pause(self) -> float:
         return self._limit * (WHILE_HEARD if self._quiet_since == inf else WHILE_QUIET)
-
-    def __repr__(self) -> str:
-        return f"<Silence: {'heard' if self._quiet_since == inf else 'quiet'} at the last look>"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 
-class Call(NamedTuple):
+class PreparedCall(NamedTuple):
     """A function with its arguments, and an object that must live until the call is answered."""
 
     function: Any

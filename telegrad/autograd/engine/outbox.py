@@ -11,7 +11,7 @@ from torch import Tensor
 
 from telegrad._core.agent.agent import Agent
 from telegrad._core.membership.members import Identity
-from telegrad.autograd.engine.passes import NOWHERE, WITHOUT, Key, PackedShipment, PassSpec, Report
+from telegrad.autograd.engine.passes import NOWHERE, WITHOUT, Key, PackedShipment, PassReport, PassSpec
 from telegrad.autograd.engine.record import AutogradContext
 
 SMALL = 4096  # bytes
@@ -20,7 +20,7 @@ Gradients = list[tuple[int, Sequence[Any]]]  # of messages, by their numbers
 
 
 def packed(
-    spec: PassSpec, key: Key, gradients: Gradients, report: Report | None
+    spec: PassSpec, key: Key, gradients: Gradients, report: PassReport | None
 ) -> tuple[PackedShipment, list[Tensor]]:
     """Return the message for gradients of several sent messages, with an optional report, and its tensors."""
     tensors: list[Tensor] = []
@@ -123,7 +123,7 @@ class Outbox:
         self.rides_with_report = False
         self.flush()
 
-    def send_with(self, report: Callable[[], Report]) -> bool:
+    def send_with(self, report: Callable[[], PassReport]) -> bool:
         """Send the gradients for the driver together with the report.
 
         Return False if there are none, as after `send_early`.
@@ -135,7 +135,7 @@ class Outbox:
             sent |= self.send(worker, report)
         return sent
 
-    def send(self, worker: Identity, report: Callable[[], Report] | None = None) -> bool:
+    def send(self, worker: Identity, report: Callable[[], PassReport] | None = None) -> bool:
         """Send the gradients for a worker, and the result of `report` with them. Return False if there are none."""
         with self._lock:
             gathered = self._ready.pop(worker, None)

@@ -96,7 +96,7 @@ class DeclareDead(NamedTuple):
     key: Key
 
 
-class Report(NamedTuple):
+class PassReport(NamedTuple):
     """What a worker has done since its last report. Sent to the driver."""
 
     spec: PassSpec
@@ -142,7 +142,7 @@ class Driver:
         self.rode: dict[str, tuple[bool, Any]] = {}  # by workers, the outcome of the rider where it ran
         self._balance: dict[Key, int] = {}
         self._asked: dict[Key, str] = {}  # of keys in the balance that were sent: the worker that has the task
-        self._last: dict[str, Report] = {}
+        self._last: dict[str, PassReport] = {}
         self._keys = 0
 
     def __repr__(self) -> str:
@@ -162,7 +162,7 @@ class Driver:
         """Return the messages that start the pass at values of the given workers."""
         return [self._ask(worker, Start, there) for worker, there in values]
 
-    def report(self, worker: str, report: Report) -> list[tuple[str, Task]]:
+    def report(self, worker: str, report: PassReport) -> list[tuple[str, Task]]:
         """Process a worker's report; return the next messages.
 
         Raises:

@@ -16,9 +16,9 @@ from telegrad._core.rpc import remote_calls
 from telegrad._core.rpc.conversion import convert
 from telegrad._core.rpc.remote_calls import UNSET_RPC_TIMEOUT
 from telegrad._core.rpc.rref import RRef
-from telegrad._core.worker.prepared_call import Call
+from telegrad._core.worker.prepared_call import PreparedCall
 from telegrad.compat import profiler
-from telegrad.compat.profiler import Session, fetch_report, profile_and_run
+from telegrad.compat.profiler import ProfilerSession, fetch_report, profile_and_run
 from telegrad.compat.rpc.futures import Future as CallFuture
 from telegrad.compat.rpc.futures import translated
 from telegrad.errors import TelegradError, UnknownWorker, UsageError
@@ -73,7 +73,7 @@ def remote(
         return remote_calls.create(to, call, timeout)
     made: list[RRef[Any]] = []
 
-    def create(seen: Call) -> Future[Any]:
+    def create(seen: PreparedCall) -> Future[Any]:
         made.append(remote_calls.create(to, seen, timeout))
         return made[0].future()
 
@@ -82,7 +82,7 @@ def remote(
     return made[0]
 
 
-def _event(kind: str, to: To, function: Any) -> profiling.Event:
+def _event(kind: str, to: To, function: Any) -> profiling.CallEvent:
     """Return an event of `torch.profiler`, renamed because torch's tests require that no name contains `async`."""
     event = remote_calls.event_of(kind, to, function)
     return event._replace(name=event.name.replace(f"rpc_{kind}", _EVENTS[kind], 1))
@@ -91,7 +91,7 @@ def _event(kind: str, to: To, function: Any) -> profiling.Event:
 _EVENTS = {"sync": "call", "async": "future", "remote": "reference"}
 
 
-def _call(to: To, function: Any, args: Any, kwargs: Any) -> Call:
+def _call(to: To, function: Any, args: Any, kwargs: Any) -> PreparedCall:
     if not callable(function):
         raise TypeError(f"function should be callable, {function!r} is not")
     if not isinstance(to, To):
@@ -114,18 +114,22 @@ def _check_arguments(function: torch.jit.ScriptFunction[Any, Any], args: Any, kw
             raise UsageError(f"{function.name}() has no argument named {name!r}; it has {', '.join(expected)}")
 
 
-def _profiled(kind: str, to: To, call: Call, session: Session, begin: Callable[[Call], Future[Any]]) -> Future[Any]:
+def _profiled(
+    kind: str, to: To, call: PreparedCall, session: ProfilerSession, begin: Callable[[PreparedCall], Future[Any]]
+) -> Future[Any]:
     """Return a future that is done once the call is, and `session` has the callee's events."""
     name = remote_calls.event_of(kind, to, call.function).name
     token = secrets.token_hex(8)
     args = (token, session.options, call.function, *(call.args or ()))
     began = session.now()
-    future = begin(Call(profile_and_run, args, call.kwargs, call.keeps, call.asked or call.function))
+    future = begin(PreparedCall(profile_and_run, args, call.kwargs, call.keeps, call.asked or call.function))
     complete: Future[Any] = CallFuture()
 
     def fetch(_: Any) -> None:
         try:
-            remote_calls.call_async(to, Call(fetch_report, (token,), None), UNSET_RPC_TIMEOUT).add_done_callback(finish)
+            remote_calls.call_async(
+                to, PreparedCall(fetch_report, (token,), None), UNSET_RPC_TIMEOUT
+            ).add_done_callback(finish)
         except TelegradError:  # the callee has gone, and the call itself fails
             finish(None)
 

@@ -38,23 +38,23 @@ COLOURS = {OPERATION: "#ffffff", LEAF: "#ddf4ff", ROOT: "#dafbe1", SEND: "#fff8c
 Root = Tensor | RRef[Any]
 
 
-class Node(NamedTuple):
+class GraphNode(NamedTuple):
     kind: str
     name: str  # torch's name of the operation; of a leaf the parameter's name, of a send or receive the function
     detail: str = ""  # shapes; of a send or receive the other worker
 
 
-class Part(NamedTuple):
+class WorkerPart(NamedTuple):
     """The nodes of one worker. Edges refer to nodes by their indices in the list."""
 
-    nodes: list[Node]
+    nodes: list[GraphNode]
     edges: list[tuple[int, int]]  # forward: from a node to one that uses its value
     sends: dict[int, int]  # the node of each sent message, by message number
     receives: dict[tuple[str, int], int]  # the node of each received message, by sender and number
     left_out: int = 0  # number of nodes omitted because of `MOST`
 
 
-class Message(NamedTuple):
+class SentTensor(NamedTuple):
     """An edge between two workers."""
 
     sender: str
@@ -76,10 +76,10 @@ class GradientGraph:
         ...     telegrad.insight.graph(context_id, loss).save("graph.dot")
     """
 
-    def __init__(self, context_id: int, parts: Mapping[str, Part], silent: Mapping[str, str]) -> None:
+    def __init__(self, context_id: int, parts: Mapping[str, WorkerPart], silent: Mapping[str, str]) -> None:
         self.context_id = context_id
-        self.parts: dict[str, Part]
-        self.messages: list[Message]
+        self.parts: dict[str, WorkerPart]
+        self.messages: list[SentTensor]
         self.parts, self.messages = joined(parts)
         self.silent: dict[str, str] = dict(silent)  # workers that did not answer, and why
 
@@ -166,7 +166,7 @@ class GradientGraph:
             file.write(text.encode())
 
 
-def _words(node: Node) -> tuple[str, str]:
+def _words(node: GraphNode) -> tuple[str, str]:
     if node.kind == SEND:
         return f"send {node.name}", f"to {node.detail}"
     if node.kind == RECEIVE:
@@ -174,7 +174,7 @@ def _words(node: Node) -> tuple[str, str]:
     return node.name, node.detail
 
 
-def _title(worker: str, part: Part) -> str:
+def _title(worker: str, part: WorkerPart) -> str:
     return f"{worker} ({part.left_out:,} more nodes)" if part.left_out else worker
 
 
@@ -186,7 +186,7 @@ def _escaped(text: str) -> str:
     return re.sub(r"[^\w .,×…-]", lambda found: f"#{ord(found[0])};", text)
 
 
-def joined(parts: Mapping[str, Part]) -> tuple[dict[str, Part], list[Message]]:
+def joined(parts: Mapping[str, WorkerPart]) -> tuple[dict[str, WorkerPart], list[SentTensor]]:
     """Return the parts, and the messages between them.
 
     If the receiver does not know a message's node, it is added: autograd finds a `RecvNode` only from tensors computed
@@ -194,7 +194,7 @@ def joined(parts: Mapping[str, Part]) -> tuple[dict[str, Part], list[Message]]:
     """
     found = {
         name: part._replace(
-            nodes=[Node(node.kind, safe(node.name), safe(node.detail, lines=True)) for node in part.nodes],
+            nodes=[GraphNode(node.kind, safe(node.name), safe(node.detail, lines=True)) for node in part.nodes],
             receives={**part.receives},
         )
         for name, part in parts.items()
@@ -203,20 +203,20 @@ def joined(parts: Mapping[str, Part]) -> tuple[dict[str, Part], list[Message]]:
     for sender, part in [*found.items()]:
         for number, start in part.sends.items():
             node = part.nodes[start]
-            receiver = found.setdefault(node.detail, Part([], [], {}, {}))
+            receiver = found.setdefault(node.detail, WorkerPart([], [], {}, {}))
             end = receiver.receives.setdefault((sender, number), len(receiver.nodes))
-            receiver.nodes[end : end + 1] = [Node(RECEIVE, node.name, sender)]
-            messages.append(Message(sender, node.detail, number, start, end, node.name))
+            receiver.nodes[end : end + 1] = [GraphNode(RECEIVE, node.name, sender)]
+            messages.append(SentTensor(sender, node.detail, number, start, end, node.name))
     return found, messages
 
 
-def limited(part: Part, most: int = MOST) -> Part:
+def limited(part: WorkerPart, most: int = MOST) -> WorkerPart:
     """Return the part with at most that many nodes; the last operations and leaves are dropped."""
     loose = [index for index, node in enumerate(part.nodes) if node.kind in (OPERATION, LEAF)]
     gone = set(loose[-(len(part.nodes) - most) :]) if len(part.nodes) > most else set[int]()
     kept = [index for index in range(len(part.nodes)) if index not in gone]
     place = {index: number for number, index in enumerate(kept)}
-    return Part(
+    return WorkerPart(
         [part.nodes[index] for index in kept],
         [(place[start], place[end]) for start, end in part.edges if start in place and end in place],
         {number: place[index] for number, index in part.sends.items()},
@@ -252,7 +252,7 @@ def graph(context_id: int, roots: Root | Sequence[Root] = ()) -> GradientGraph:
     check_context_id(context_id)
     here.conductor.contexts.find(context_id)
     own, elsewhere = _roots(here.agent.name, roots)
-    parts: dict[str, Part] = {}
+    parts: dict[str, WorkerPart] = {}
     silent: dict[str, str] = {}
     parts[here.agent.name], known = look(context_id, own)
     ahead = known | set(elsewhere)
@@ -279,10 +279,10 @@ def _roots(here: str, roots: Root | Sequence[Root]) -> tuple[list[Root], dict[st
 
 def _asked(
     workers: Sequence[str], context_id: int, roots: Mapping[str, list[Root]]
-) -> dict[str, tuple[Part, set[str]] | str]:
+) -> dict[str, tuple[WorkerPart, set[str]] | str]:
     """Return the parts of workers with the workers they know, or why a worker did not answer."""
-    found: dict[str, tuple[Part, set[str]] | str] = {}
-    calls: dict[str, Future[tuple[Part, set[str]]]] = {}
+    found: dict[str, tuple[WorkerPart, set[str]] | str] = {}
+    calls: dict[str, Future[tuple[WorkerPart, set[str]]]] = {}
     for name in workers:
         try:
             calls[name] = rpc_async(name, look, (context_id, roots.get(name, [])), timeout=PATIENCE)
@@ -296,7 +296,7 @@ def _asked(
     return found
 
 
-def look(context_id: int, roots: Sequence[Root]) -> tuple[Part, set[str]]:
+def look(context_id: int, roots: Sequence[Root]) -> tuple[WorkerPart, set[str]]:
     """Return this worker's part of a context, and the participants that it knows. Called remotely."""
     context = current.conductor().contexts.get(context_id)
     walk = GraphWalk()
@@ -314,7 +314,7 @@ class GraphWalk:
     """Walks the graph of one worker backward, from sends and roots to leaves and receives."""
 
     def __init__(self) -> None:
-        self._nodes: list[Node] = []
+        self._nodes: list[GraphNode] = []
         self._edges: dict[tuple[int, int], None] = {}
         self._sends: dict[int, int] = {}
         self._receives: dict[tuple[str, int], int] = {}
@@ -326,12 +326,12 @@ class GraphWalk:
     def root(self, value: Any) -> None:
         if not isinstance(value, Tensor):
             raise UsageError(f"a root is a tensor or a reference to one, not {type(value).__name__}")
-        end = self._add(Node(ROOT, "root", _shape(value)))
+        end = self._add(GraphNode(ROOT, "root", _shape(value)))
         if value.requires_grad:
             self._lead(edge_of(value).node, end)
 
     def send(self, number: int, send: Send) -> None:
-        end = self._sends[number] = self._add(Node(SEND, _short(user_name(send.what)), send.to))
+        end = self._sends[number] = self._add(GraphNode(SEND, _short(user_name(send.what)), send.to))
         for edge in send.edges:
             self._lead(edge_of(edge).node if isinstance(edge, Tensor) else edge.node, end)
 
@@ -343,10 +343,10 @@ class GraphWalk:
                 if before is not None:
                     self._lead(before, self._places[node])
 
-    def part(self) -> Part:
-        return Part(self._nodes, list(self._edges), self._sends, self._receives)
+    def part(self) -> WorkerPart:
+        return WorkerPart(self._nodes, list(self._edges), self._sends, self._receives)
 
-    def _add(self, node: Node) -> int:
+    def _add(self, node: GraphNode) -> int:
         self._nodes.append(node)
         return len(self._nodes) - 1
 
@@ -360,16 +360,16 @@ class GraphWalk:
                 self._receives[origin.sender.name, origin.number] = place
         self._edges[self._places[node], end] = None
 
-    def _described(self, node: Any) -> Node:
+    def _described(self, node: Any) -> GraphNode:
         origin = _origin(node)
         if origin is not None:
-            return Node(RECEIVE, "", origin.sender.name)
+            return GraphNode(RECEIVE, "", origin.sender.name)
         variable = getattr(node, "variable", None)
         if isinstance(variable, Tensor):
             if self._names is None:
                 self._names = _names_of_parameters()
-            return Node(LEAF, self._names.get(id(variable), "leaf"), _shape(variable))
-        return Node(OPERATION, node.name().rpartition("::")[2], _shapes(node))
+            return GraphNode(LEAF, self._names.get(id(variable), "leaf"), _shape(variable))
+        return GraphNode(OPERATION, node.name().rpartition("::")[2], _shapes(node))
 
 
 def _origin(node: Any) -> Origin | None:

@@ -12,7 +12,7 @@ from telegrad.errors import UsageError
 from telegrad.ext.events import CALLED
 from telegrad.ext.texts import safe
 from telegrad.insight.reading.history import GroupHistory, functions
-from telegrad.reporting.worker_state import MEMBER, QUEUED, RUNNING, Line, Thread, WorkerState, counts
+from telegrad.reporting.worker_state import MEMBER, QUEUED, RUNNING, SourceLine, ThreadState, WorkerState, counts
 
 SILENT, GONE = "silent", "gone"  # phases of workers without a state report
 WINDOW = 10.0  # seconds over which the statistics of functions are taken
@@ -185,7 +185,7 @@ def _threads(account: WorkerState) -> Table:
     return Table("Threads", THREADS, rows)
 
 
-def doing(account: WorkerState, thread: Thread) -> str:
+def doing(account: WorkerState, thread: ThreadState) -> str:
     """Return the call that a thread runs, and what it waits for."""
     number = thread["number"]
     runs = [
@@ -227,7 +227,7 @@ def _passes(account: WorkerState) -> Table:
     return Table("Passes", PASSES, rows)
 
 
-def _place(line: Line | None) -> str | None:
+def _place(line: SourceLine | None) -> str | None:
     """Return a short form of a line of the user's program."""
     if line is None:
         return None

@@ -214,7 +214,7 @@ def _sent(value: Any) -> Any:
 _one_by_one = renewed(threading.RLock())  # guards saved_tensors_hooks.__enter__
 
 
-class _Writer(pickle.Pickler):
+class _ReportWriter(pickle.Pickler):
     """A pickler that writes tensors, modules, classes and functions by their identity, and other values completely."""
 
     def __init__(self, file: io.BytesIO) -> None:
@@ -233,7 +233,7 @@ class _Writer(pickle.Pickler):
 def _fingerprint(value: Any) -> bytes | None:
     """Return bytes that change if the value changes. Return None for a value whose pickle is different each time."""
     files = io.BytesIO(), io.BytesIO()
-    writers = [_Writer(file) for file in files]
+    writers = [_ReportWriter(file) for file in files]
     try:
         for writer in writers:
             writer.dump(value)

@@ -50,12 +50,12 @@ class PublisherProtocol:
 
     def receive(self, sender: EndpointAddress, message: Any) -> Outgoing:
         if sender not in self.taken:
-            return [(sender, messages.JoinAgain())] if not isinstance(message, messages.Leave) else []
+            return [(sender, messages.JoinAgain())] if not isinstance(message, messages.Unsubscribe) else []
         if isinstance(message, messages.Alive):
             return []
-        if isinstance(message, messages.Leave):
+        if isinstance(message, messages.Unsubscribe):
             return self._remove(sender)
-        if isinstance(message, messages.Progress):
+        if isinstance(message, messages.TransferProgress):
             self._set_progress(sender, max(message.number, self.taken[sender]), message.every)
             self._chain.mark_working(sender)
             return self._announce(self.store.newest)

@@ -47,7 +47,7 @@ class SubscriberProtocol:
             return self.store.request_piece(sender, message)
         if isinstance(message, messages.Finished):
             return self.store.finish(sender, message.number)
-        if isinstance(message, messages.Leave):
+        if isinstance(message, messages.Unsubscribe):
             return self.store.forget(sender) + self._report(sender)
         if isinstance(message, messages.Available):
             return self._set_available(message.newest, message.oldest)
@@ -58,14 +58,14 @@ class SubscriberProtocol:
             return self._lent(message)
         if isinstance(message, messages.VersionOpened):
             return self._opened(sender, message)
-        if isinstance(message, messages.Piece):
+        if isinstance(message, messages.WeightPiece):
             return self._arrived(message)
         if isinstance(message, messages.Refused):
             return self._refused(sender, message)
         assert isinstance(message, messages.JoinAgain), message
         return self._again() if sender == self.source else []
 
-    def expects(self, message: messages.Piece) -> bool:
+    def expects(self, message: messages.WeightPiece) -> bool:
         """Return True if the bytes of a piece must be stored."""
         return message.piece in self.store.missing(message.number)
 
@@ -88,7 +88,7 @@ class SubscriberProtocol:
         """Report to the publisher that the user has read that version."""
         assert self.publisher is not None
         self._taken = number if not every else 0
-        return [(self.publisher, messages.Progress(number, every)), *self.store.pin(0)]
+        return [(self.publisher, messages.TransferProgress(number, every)), *self.store.pin(0)]
 
     def lost(self, incarnation: str) -> Outgoing:
         """Drop the readers on a worker whose connection has ended, and report a source there."""
@@ -110,7 +110,7 @@ class SubscriberProtocol:
         return out + self._again() if self._ticks > 1 else out
 
     def leave(self) -> Outgoing:
-        return self._stop() + ([(self.publisher, messages.Leave())] if self.publisher is not None else [])
+        return self._stop() + ([(self.publisher, messages.Unsubscribe())] if self.publisher is not None else [])
 
     def _stop(self) -> Outgoing:
         number = self._number or (self._request.least if self._request is not None else 0)
@@ -164,7 +164,7 @@ class SubscriberProtocol:
         self._requested.clear()
         return out + self._request_pieces()
 
-    def _arrived(self, message: messages.Piece) -> Outgoing:
+    def _arrived(self, message: messages.WeightPiece) -> Outgoing:
         out = self.store.add_piece(message.number, message.piece)
         return out + self._request_pieces() if message.number == self._number else out
 

@@ -49,7 +49,7 @@ _LOOKS: tuple[Callable[[Tensor], Any], ...] = (
 )
 
 
-class View(NamedTuple):
+class TensorView(NamedTuple):
     """The position of a tensor in a version: its first element, and the strides to the others."""
 
     dtype: torch.dtype
@@ -62,7 +62,7 @@ class View(NamedTuple):
 class Views:
     """Creates the tensors of versions, in few Python steps, since there may be thousands."""
 
-    def __init__(self, views: Sequence[View]) -> None:
+    def __init__(self, views: Sequence[TensorView]) -> None:
         self._count = len(views)
         self._flagged = [(number, view.flags) for number, view in enumerate(views) if view.flags]
         rows: dict[torch.dtype, list[Any]] = {}
@@ -94,7 +94,7 @@ class Copy(NamedTuple):
     number: int  # of the tensor
     # shape, strides, and offset to its first element; None: the whole tensor
     part: tuple[tuple[int, ...], Strides, int] | None
-    there: View
+    there: TensorView
 
 
 class Layout:
@@ -105,7 +105,7 @@ class Layout:
         self.description = description
         # Of each slot the first byte, the size, and the size of its elements; 1 if these have several sizes.
         self._body, views, self._slots, self.size = pickle.loads(description)
-        self.views = [View(*view) for view in views]
+        self.views = [TensorView(*view) for view in views]
         self._views = Views(self.views)
         self.checked: Any = None  # targets that any version may be copied into: see `weight_version.load`
         self._names: list[dict[str, int] | None] = []  # empty until they are computed
@@ -147,7 +147,7 @@ class Layout:
         if not isinstance(tree, Mapping):
             return None
         numbers = {id(view): number for number, view in enumerate(self.views)}
-        found = [(name, numbers[id(view)]) for name, view in named(tree, kind=View)]
+        found = [(name, numbers[id(view)]) for name, view in named(tree, kind=TensorView)]
         names = dict(found)
         return names if len(names) == len(found) and len({*names.values()}) == len(self.views) else None
 
@@ -248,7 +248,7 @@ class Snapshots:
                 there = contiguous_strides(shape) if strides is None else strides
                 if offset is None:
                     there = _closed_up(distinct(shape, strides), strides)
-                views[number] = View(dtype, tuple(shape), there, end + (offset or 0) * dtype.itemsize, flags)
+                views[number] = TensorView(dtype, tuple(shape), there, end + (offset or 0) * dtype.itemsize, flags)
             if len(blob):
                 copies.append(_copy(group, tensors, blob, views[group[0]], end, to))
                 itemsizes = {views[number].dtype.itemsize for number in group}
@@ -312,7 +312,7 @@ class _AsBlobs:
 
 
 def _copy(
-    group: list[int], tensors: list[Tensor], blob: Tensor, first: View, start: int, dtype: torch.dtype | None
+    group: list[int], tensors: list[Tensor], blob: Tensor, first: TensorView, start: int, dtype: torch.dtype | None
 ) -> Copy:
     """Return how to copy the memory of some tensors to the slot at `start`, in which the first of them is `first`."""
     number, tensor, size = group[0], tensors[group[0]], len(blob)
@@ -328,7 +328,7 @@ def _copy(
         is_inside = storage.data_ptr() <= begin and begin + size <= storage.data_ptr() + storage.nbytes()
         if is_inside and not rest and size % tensor.itemsize == 0:
             shape = (size // tensor.itemsize,)
-            return Copy(number, (shape, (1,), skip), View(dtype or tensor.dtype, shape, (1,), start, 0))
+            return Copy(number, (shape, (1,), skip), TensorView(dtype or tensor.dtype, shape, (1,), start, 0))
     raise InvalidArgument("tensors over arrays of several types overlap in memory, and cannot be published: clone one")
 
 

@@ -69,7 +69,8 @@ class VersionStore:
             return []
         missing.remove(piece)
         out: Outgoing = [
-            (reader, messages.Piece(number, piece, base)) for reader, base in self._awaited.pop((number, piece), ())
+            (reader, messages.WeightPiece(number, piece, base))
+            for reader, base in self._awaited.pop((number, piece), ())
         ]
         if missing:
             return out
@@ -110,7 +111,7 @@ class VersionStore:
         if piece in self._missing.get(number, ()):
             self._awaited.setdefault((number, piece), []).append((reader, base))
             return []
-        return [(reader, messages.Piece(number, piece, base))]
+        return [(reader, messages.WeightPiece(number, piece, base))]
 
     def finish(self, reader: EndpointAddress, number: int) -> Outgoing:
         """Drop a reader's requests for that version."""

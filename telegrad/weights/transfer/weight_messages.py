@@ -41,11 +41,11 @@ class Alive(NamedTuple):
     """The subscriber is alive. The publisher answers JoinAgain if it has dropped the subscriber."""
 
 
-class Leave(NamedTuple):
+class Unsubscribe(NamedTuple):
     """The subscriber has closed. Its worker also answers with this to later messages."""
 
 
-class Progress(NamedTuple):
+class TransferProgress(NamedTuple):
     """The user has read that version. `every`: it also wants each following version."""
 
     number: int
@@ -124,7 +124,7 @@ class VersionOpened(NamedTuple):
     info: VersionInfo
 
 
-class Piece(NamedTuple):
+class WeightPiece(NamedTuple):
     """A piece, sent with its bytes, or with deltas from version `base`."""
 
     number: int

@@ -20,7 +20,14 @@ from telegrad.ext.processes import forks
 from telegrad.ext.workers import Identity
 from telegrad.weights.transfer.deltas import DeltaCache
 from telegrad.weights.transfer.version_store import VersionStore
-from telegrad.weights.transfer.weight_messages import EndpointAddress, JoinAgain, Leave, Outgoing, Piece, WholeVersion
+from telegrad.weights.transfer.weight_messages import (
+    EndpointAddress,
+    JoinAgain,
+    Outgoing,
+    Unsubscribe,
+    WeightPiece,
+    WholeVersion,
+)
 
 TICK = 1.0  # seconds after which unanswered requests are repeated
 
@@ -90,7 +97,7 @@ class Endpoint:
     def _with_bytes(self, message: Any) -> tuple[Any, Sequence[Tensor]]:
         if isinstance(message, WholeVersion):
             return message, (self.memory[message.number],)
-        if isinstance(message, Piece):
+        if isinstance(message, WeightPiece):
             whole = self.piece(message)
             deltas = self.deltas.between(message.base, message.number, message.piece, len(whole))
             if not deltas:
@@ -99,7 +106,7 @@ class Endpoint:
             return message._replace(heads=heads), [tensor for delta in deltas for tensor in delta.tensors]
         return message, ()
 
-    def piece(self, message: Piece) -> Tensor:
+    def piece(self, message: WeightPiece) -> Tensor:
         length = self._machine.store.info[message.number].piece
         return self.memory[message.number][message.piece * length : (message.piece + 1) * length]
 
@@ -174,8 +181,8 @@ class WeightsService:
         endpoint = self._endpoints.get(envelope.to)
         if endpoint is not None:
             endpoint.take(sender, envelope.message, envelope.tensors)
-        elif not isinstance(envelope.message, Leave | JoinAgain):
-            self._send(sender, Envelope(sender.number, envelope.to, Leave()))
+        elif not isinstance(envelope.message, Unsubscribe | JoinAgain):
+            self._send(sender, Envelope(sender.number, envelope.to, Unsubscribe()))
 
     def _lost(self, who: Identity, _: PeerError) -> None:
         for endpoint in list(self._endpoints.values()):
