@@ -683,7 +683,7 @@ def test_nothing_is_asked_where_everything_takes_part(trio: list[Worker], monkey
     with autograd.context() as context:
         autograd.backward(context, rpc_sync("w1", nested, (x, 6)).sum())
     kinds = {kind for each in sent for kind in each}
-    assert kinds <= {"PackedShipment", "Report", "Release"}
+    assert kinds <= {"PackedShipment", "PassReport", "Release"}
 
 
 def test_a_circle_of_any_depth() -> None:

@@ -29,7 +29,7 @@ from tests.optim.test_optimizer import Fails, Model, data, linear, loss_of, make
 
 pytestmark = pytest.mark.usefixtures("here")
 
-OF_PASSES = ("Start", "PackedShipment", "Report", "Mark", "DeclareDead")
+OF_PASSES = ("Start", "PackedShipment", "PassReport", "Mark", "DeclareDead")
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def test_a_step_on_a_parameter_server_needs_no_message_of_its_own(sent: Counter[
         with autograd.context() as context:
             loss = server(data(0)).sum()
             assert backward(sent, context, loss, step=optimizer) == alone
-        assert alone == {"PackedShipment": 1, "Report": 1}
+        assert alone == {"PackedShipment": 1, "PassReport": 1}
 
 
 def test_a_step_on_a_chain_of_workers_needs_no_call(sent: Counter[str]) -> None:
@@ -86,8 +86,8 @@ def test_a_step_on_a_chain_of_workers_needs_no_call(sent: Counter[str]) -> None:
             loss = loss_of(spread, seed)
             counts = backward(sent, context, loss, step=optimizer)
         assert counts["PackedShipment"] == 6
-        assert counts["Report"] <= 6
-        assert counts.keys() == {"PackedShipment", "Report"}
+        assert counts["PassReport"] <= 6
+        assert counts.keys() == {"PackedShipment", "PassReport"}
         reference.zero_grad()
         loss_of(whole, seed).backward()
         reference.step()

@@ -336,7 +336,7 @@ def test_nothing_is_asked_where_all_takes_part() -> None:
     world.run()
     assert world.driver.ended
     assert not world.driver.marked
-    assert world.letters == {"Start": 1, "PackedShipment": 8, "Report": 9}
+    assert world.letters == {"Start": 1, "PackedShipment": 8, "PassReport": 9}
 
 
 def test_a_fast_pass_names_what_is_missing() -> None:

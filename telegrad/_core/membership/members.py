@@ -9,7 +9,7 @@ Three types describe a worker, for different uses:
 
 A worker that joins with only a role has no name yet: it gets a name from its role and a number (`named`).
 
-Related types describe connections: a `Claim` is what a worker claims in the handshake, before it is authenticated; a
+Related types describe connections: a `Hello` is what a worker claims in the handshake, before it is authenticated; a
 `Peer` holds the calls from here to a worker, and a `Caller` those from a worker to here.
 """
 
