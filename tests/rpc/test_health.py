@@ -78,7 +78,7 @@ def test_a_stopped_process_is_told_and_can_be_called_again_once_it_goes_on() -> 
     with group(3, silence=SILENCE) as workers:
         workers[0].run(account)
         workers[1].run(account)
-        assert workers[0].run(call, "worker1") == 3
+        assert workers[0].run(call, "worker1") == workers[1].run(call, "worker0") == 3
         workers[0].begin(error_of, "worker1", time.sleep, (PATIENCE,))
         time.sleep(0.2)
         workers[1].kill(signal.SIGSTOP)
@@ -100,6 +100,7 @@ def test_a_stopped_process_is_told_and_can_be_called_again_once_it_goes_on() -> 
         time.sleep(1.2)
         workers[1].kill(signal.SIGCONT)
         assert "did not run" in workers[1].run(line_with, "this process")
+        assert "because this worker gave no sign of life" in workers[1].run(line_with, "worker0")
         assert workers[0].run(call, "worker1") == workers[1].run(call, "worker0") == 3
         assert workers[1].run(is_quiet)
 

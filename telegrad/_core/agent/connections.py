@@ -43,6 +43,7 @@ from telegrad._core.transport.connection_errors import lost, part
 from telegrad._core.transport.link import Link
 from telegrad._core.transport.listener import MOST_CONNECTIONS, Listener
 from telegrad._core.transport.loopback import LoopEnd
+from telegrad._core.wire.messages import SILENT
 from telegrad.errors import DeviceError, LeftEarly, PeerError, PeerLost, PeerUnreachable, ShutDown, UnknownWorker
 
 CONNECT_WITHIN = 10.0  # seconds, and as many for the handshake
@@ -101,7 +102,7 @@ class Connections:
         self._cut: dict[str, PeerError] = {}  # the most recent incarnations of workers that are out of the group
         self._warned: set[str] = set()  # incarnations of workers whose loss was logged, or that left in order
         self._health = Health(
-            settings.silence, settings.heartbeat, lambda link, why: reactor.submit(Work(link.close, why))
+            settings.silence, settings.heartbeat, lambda *silent: reactor.submit(Work(_end_silent, silent))
         )
         self.closed = False
         self._over: PeerError | None = None  # why calls can no longer be made; stored with `closed`
@@ -399,3 +400,7 @@ class Connections:
         self.listener.abandon()
         for peer in self._peers.values():  # futures that wait for a call refer to the peers
             forks.disable(peer)
+
+
+def _end_silent(silent: tuple[Link, PeerError]) -> None:
+    part(*silent, SILENT)

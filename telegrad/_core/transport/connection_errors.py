@@ -6,7 +6,7 @@ import contextlib
 from typing import Any
 
 from telegrad._core.host import open_files, out_of_memory
-from telegrad._core.wire.messages import BYE, MOVED, OVER, Message
+from telegrad._core.wire.messages import BYE, MOVED, OVER, SILENT, Message
 from telegrad.errors import GenerationOver, LeftEarly, PeerError, PeerLost, ShutDown
 
 
@@ -17,8 +17,8 @@ def part(link: Any, reason: PeerError, how: str) -> None:
     link.close(reason)
 
 
-def departed_error(peer: str, how: str) -> ShutDown:
-    """Return the error for calls to a worker that announced its departure; `how` says how it left."""
+def departed_error(peer: str, how: str) -> PeerError:
+    """Return the error for calls to a worker that announced the end of the connection; `how` says why."""
     uncertain = "calls in flight to it may or may not have run"
     if how == MOVED:
         return GenerationOver(
@@ -29,6 +29,11 @@ def departed_error(peer: str, how: str) -> ShutDown:
         error = ShutDown(f"worker {peer!r} shut down, and its group with it; {uncertain}")
         error._ends_group = True
         return error
+    if how == SILENT:
+        return PeerLost(
+            f"worker {peer!r} closed the connection, because this worker gave no sign of life for too long (options "
+            f"silence and heartbeat); {uncertain}. The next call connects again"
+        )
     if how:
         return LeftEarly(f"worker {peer!r} left without the others: {how}; {uncertain}")
     return ShutDown(f"worker {peer!r} shut down; {uncertain}")

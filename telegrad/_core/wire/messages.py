@@ -46,6 +46,7 @@ HAS_GRAPH = 8
 
 MOVED = "moved"  # body of a BYE: the sender is in the next generation of its group
 OVER = "over"  # body of a BYE: the group of the sender ends
+SILENT = "silent"  # body of a BYE: the receiver gave no sign of life for too long
 
 PREFIX = struct.Struct("<BBHIIQQ")  # kind, flags, size of head, size of meta, blobs, size of body, id
 ENTRY = struct.Struct("<QQi")  # table entry: number of the lent block or one of the next two constants, bytes, device
