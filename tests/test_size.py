@@ -20,7 +20,7 @@ MOST = {
     "lines of the tests": 86_300,
     "files of the package": 386,
     "words of the glossary": 80,
-    "global statements": 29,
+    "global statements": 17,
     "sleeps in tests": 237,
 }
 

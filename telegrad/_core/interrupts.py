@@ -21,10 +21,10 @@ So code of this package that may run on the main thread must expect exceptions o
 calls of user code, and nowhere else. The exception must reach the caller as the same object. So code that turns a
 caught exception into a failure of a call, a worker or a pass calls `raised_by_handler` first.
 
-A thread counts as blocked if no other point was passed between two runs of `_Handler` that are BLOCKED seconds apart. A
-thread that runs `_resend_signals` sends the signal repeatedly for this check. Some calls never count as blocked: a
-lock taken by `with`, because such locks are held briefly; calls in a function marked `uninterrupted`, such as the
-shutdown of a worker; and the import of torch or of a part of this package.
+A thread counts as blocked if no other point was passed between two runs of `_Handler` that are BLOCKED seconds apart.
+The thread of `_Kicks` sends the signal repeatedly for this check. Some calls never count as blocked: a lock taken by
+`with`, because such locks are held briefly; calls in a function marked `uninterrupted`, such as the shutdown of a
+worker; and the import of torch or of a part of this package.
 
 `install` wraps the existing handlers. Handlers set later pass through the functions `signal` and `getsignal` of the
 module `_signal`, which those of `signal` call; they are wrapped, too. Programs see their own handlers, as before. Not
@@ -124,7 +124,7 @@ class _Deferred:
 
     def look(self, frame: FrameType) -> _Look:
         """Decide what to do with the signal at this frame of this package."""
-        if _kicking and _is_importing(frame):  # an import passes 100,000 points
+        if _kicks.running and _is_importing(frame):  # an import passes 100,000 points
             return _Look.WAIT_FOR_KICK
         now = monotonic()
         self.runs += 1
@@ -145,35 +145,33 @@ class _Deferred:
         return _Look.RUN if may_run and not _is_uninterrupted(frame) else _Look.WAIT
 
 
-# Ensures that kicks are sent for deferred signals only; held by the main thread or `_resend_signals`.
+# Ensures that kicks are sent for deferred signals only; held by the main thread or the thread of `_Kicks`.
 _lock = renewed(threading.Lock())
 _deferred: dict[int, _Deferred] = {}
-_kicking = False  # True while a thread runs `_resend_signals`
-_drained = 0  # the signal whose kicks are currently discarded
 
 
 class _Handler:
     """Wrapper of a signal handler that defers it."""
 
-    __slots__ = ("again", "inner")
+    __slots__ = ("_discards", "again", "inner")
 
     def __init__(self, signum: int, inner: Handler) -> None:
         self.inner = inner
+        self._discards = False  # kicks are currently discarded
         # CPython discards the return value of a handler after the handler's last bytecode. So the finalizer of that
         # value, and no earlier code, can mark the signal pending for the interrupted frame: it runs no bytecode.
         trip = staticmethod(functools.partial(_thread.interrupt_main, signum))  # type: ignore[arg-type]
         self.again: type = type("Again", (), {"__slots__": (), "__del__": trip})
 
     def __call__(self, signum: int, frame: FrameType | None) -> object:
-        global _drained
-        if signum == _drained:
+        if self._discards:
             return None
         deferred = _deferred.get(signum)
         is_ours = frame is not None and _is_ours(frame)
         if frame is not None and is_ours:
             if deferred is None:
                 deferred = _deferred[signum] = _Deferred()
-                _begin_to_kick()
+                _kicks.begin()
             look = deferred.look(frame)
             if look is not _Look.RUN:
                 return self.again() if look is _Look.WAIT else None
@@ -184,11 +182,11 @@ class _Handler:
             # signal that another thread sent may not have reached this processor yet; after a system call it has been
             # delivered.
             try:
-                _drained = signum
+                self._discards = True
                 os.getppid()
                 _look_for_signals()
             finally:
-                _drained = 0
+                self._discards = False
         if signum in _postponed:
             raise _postponed.pop(signum)
         if frame is None or not is_ours or not _hands_over(frame):
@@ -302,35 +300,38 @@ def _made_here(frame: FrameType) -> bool:
     return generator is not None and (generator.f_globals.get("__name__") or "").partition(".")[0] == _PACKAGE
 
 
-def _begin_to_kick() -> None:
-    """Start a thread that wakes the blocked main thread repeatedly.
+class _Kicks:
+    """A thread that sends deferred signals to the blocked main thread again and again."""
 
-    It is started by `_thread`, because a handler may interrupt `threading`.
-    """
-    global _kicking
-    if _kicking or not hasattr(signal, "pthread_kill"):
-        return
-    _kicking = True
-    try:
-        _thread.start_new_thread(_resend_signals, ())
-    except RuntimeError:  # no thread can be started: the handler waits until the blocking call returns
-        _kicking = False
+    def __init__(self) -> None:
+        self.running = False  # read without a lock
+
+    def begin(self) -> None:
+        """Start the thread, by `_thread`, because a handler may interrupt `threading`."""
+        if self.running or not hasattr(signal, "pthread_kill"):
+            return
+        self.running = True
+        try:
+            _thread.start_new_thread(self._run, ())
+        except RuntimeError:  # no thread can be started: the handler waits until the blocking call returns
+            self.running = False
+
+    def _run(self) -> None:
+        main = threading.main_thread().ident
+        assert main is not None
+        while True:
+            sleep(KICK)
+            with _lock:
+                for signum in list(_deferred):
+                    signal.pthread_kill(main, signum)
+            if not _deferred:
+                self.running = False
+                if not _deferred:  # else a signal was deferred before `running` was cleared
+                    return
+                self.running = True
 
 
-def _resend_signals() -> None:
-    global _kicking
-    main = threading.main_thread().ident
-    assert main is not None
-    while True:
-        sleep(KICK)
-        with _lock:
-            for signum in list(_deferred):
-                signal.pthread_kill(main, signum)
-        if not _deferred:
-            _kicking = False
-            if not _deferred:  # else a signal was deferred before `_kicking` was cleared
-                return
-            _kicking = True
+_kicks = _Kicks()
 
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -366,7 +367,6 @@ def uninterrupted(function: F) -> F:
 _real: Any = sys.modules["_signal"]  # its functions are called by the module `signal`
 _real_signal = _real.signal
 _real_getsignal = _real.getsignal
-_installed = False
 replaced: dict[int, Callable[[], None]] = {}  # by signal: called once, after the handler was replaced
 
 
@@ -411,9 +411,7 @@ def _getsignal(signalnum: int, /) -> Any:
 
 def install() -> None:
     """Wrap all signal handlers of the process from now on; wrap the existing ones on the main thread only."""
-    global _installed
-    if not _installed:
-        _installed = True
+    if _real.signal is not _signal:
         _real.signal = _signal
         _real.getsignal = _getsignal
     if threading.current_thread() is not threading.main_thread():
@@ -429,8 +427,6 @@ def install() -> None:
 @in_child
 def _forget_after_fork() -> None:
     """Reset the state in a forked child: it has no kicking thread, and may have another main thread."""
-    global _kicking, _drained
-    _kicking = False
-    _drained = 0
+    _kicks.running = False
     _deferred.clear()
     _postponed.clear()

@@ -117,32 +117,30 @@ def _from_all(names: Names, function: Callable[..., Any], patience: float = PATI
 # Profiles
 
 
-_lock = renewed(threading.Lock())  # guards _running: one profile at a time
-_running: profiler.profile | None = None
+_lock = renewed(threading.Lock())  # guards _running
+_running: list[profiler.profile] = []  # at most one
 
 
 def begin_profile() -> bool:
     """Start torch's profiler on this worker; return False if a profiler runs already. Called remotely."""
-    global _running
     with _lock:
-        if _running is not None or profiling.enabled():
+        if _running or profiling.enabled():
             return False
         # all threads, because calls run on any of them
         running = profiler.profile(experimental_config=_ExperimentalConfig(profile_all_threads=True))
         running.start()
-        _running = running
+        _running.append(running)
     _make_marks()
     return True
 
 
 def end_profile() -> bytes:
     """Return the profile of torch's profiler, compressed by gzip; empty if it did not run. Called remotely."""
-    global _running
     _make_marks()
     with _lock:
-        running, _running = _running, None
-        if running is None:
+        if not _running:
             return b""
+        running = _running.pop()
         running.stop()
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "profile.json")

@@ -127,7 +127,7 @@ class Forked:
             os.environ.update(env)
             sys.stdout, sys.stderr = (os.fdopen(number, "w", 1, closefd=False) for number in (1, 2))
             sys.modules["__main__"] = types.ModuleType("__main__")  # what the program defines is not known to a worker
-            function_names._program = None
+            function_names.program.cache_clear()
             linecache.clearcache()
             code = worker_command.main(arguments)
         except BaseException:

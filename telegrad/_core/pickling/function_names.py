@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import re
 import sys
@@ -186,19 +187,12 @@ def _other_global(function: Any, module_name: str) -> str | None:
     return None
 
 
-_program: str | None = None
-
-
+@functools.cache
 def program() -> str:
     """Return a fingerprint of the main program; "" if other processes cannot have the same (a notebook, a prompt)."""
-    global _program
-    if _program is None:
-        path = getattr(sys.modules.get(MAIN), "__file__", None)
-        try:
-            with open_regular(path) as file:  # type: ignore[arg-type]
-                content = file.read()
-        except (OSError, TypeError):
-            _program = ""
-        else:
-            _program = fingerprint(path, content)  # type: ignore[arg-type]
-    return _program
+    path = getattr(sys.modules.get(MAIN), "__file__", None)
+    try:
+        with open_regular(path) as file:  # type: ignore[arg-type]
+            return fingerprint(path, file.read())  # type: ignore[arg-type]
+    except (OSError, TypeError):
+        return ""

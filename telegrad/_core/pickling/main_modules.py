@@ -21,6 +21,7 @@ global that shares an object with one sent before.
 from __future__ import annotations
 
 import builtins
+import functools
 import logging
 import sys
 import threading
@@ -164,7 +165,6 @@ _scopes: dict[str, MainNamespace] = {}  # by the program's key
 _making: dict[str, threading.Lock] = {}  # by the program's key: held while a thread imports the program
 _sent = SentGlobals()
 _trial = threading.local()
-_key = ""  # key of a main program without a file; created once, under _lock
 
 
 @in_child
@@ -218,16 +218,21 @@ def _new_scope(program: Program) -> MainNamespace:
     return MainNamespace(program, vars(module), own=False)
 
 
+@functools.cache
+def _key_without_file() -> str:
+    """Return the key of a main program that has no file. Call it under `_lock`."""
+    return uuid.uuid4().hex
+
+
 _own: MainNamespace | None = None
 
 
 def own_scope() -> MainNamespace:
-    global _own, _key
+    global _own
     names = names_of_main()
     if _own is None or _own.names is not names or _own.program.serves_torch != programs.serves_torch:
         with _lock:
-            _key = _key or uuid.uuid4().hex
-            key = own_program() or _key
+            key = own_program() or _key_without_file()
             imported = names.get("__name__") in MAINS[1:] and names is vars(sys.modules[MAIN])
             _own = MainNamespace(programs.find(key), names, own=True, imported=imported)
     return _own

@@ -77,6 +77,5 @@ def waker_here() -> Waker | None:
 
 @in_child
 def _forget_after_fork() -> None:
-    """Drop the waker in a forked child, which would share it with its parent."""
-    global _here
-    _here = threading.local()
+    """Drop the waker of the only thread of a forked child, which would share it with its parent."""
+    _here.__dict__.clear()

@@ -74,24 +74,26 @@ def enter(own: Worker | None) -> None:
 
 def replace(own: Worker, by: Worker) -> None:
     """Replace the worker of this process, for the next generation of its group."""
-    global worker
     if worker is own:
-        worker = by
+        _set(by, ended_by, _has_left)
+
+
+def _set(new: Worker | None, because: BaseException | None, has_left: bool) -> None:
+    global worker, ended_by, _has_left
+    _has_left = has_left
+    ended_by = because  # before `worker` is unset, which readers check first
+    worker = new
 
 
 def leave(own: Worker, because: BaseException | None = None) -> None:
     """Unset the worker of this process. No other can be set before, so the check and the store need no lock."""
-    global worker, ended_by, _has_left
     if worker is own:
-        _has_left = True
-        ended_by = because  # before `worker` is unset, which readers check first
-        worker = None
+        _set(None, because, has_left=True)
 
 
 def forget() -> None:
     """In a forked child: disable the parent's workers."""
-    global worker, ended_by, _has_left
-    worker, ended_by, _has_left = None, None, False
+    _set(None, None, has_left=False)
     for own in list(made):
         own.abandon()
     made.clear()  # otherwise a child of this child would do so again

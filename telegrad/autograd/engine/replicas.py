@@ -7,6 +7,7 @@ accumulates them there, in one call of the engine as the reducer requires, and r
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
@@ -25,10 +26,9 @@ from telegrad.autograd.engine.guard import no_pass
 
 Node = Any
 
-# Guards the two variables below. Tests for emptiness and of the flag are atomic, and go without the lock.
+# Guards the set below. A test for emptiness is atomic, and goes without the lock.
 _lock = renewed(threading.Lock())
 _seen: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()  # all modules that exist
-_watching = not torch.distributed.is_available()  # or there is nothing to watch for
 
 _groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # by reducers; only added to; see `_outlive`
 
@@ -41,14 +41,13 @@ showing = renewed(threading.RLock())
 _turns: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
+@functools.cache
 def watch() -> None:
     """Track all replicated modules from now on, for all process groups, because `forward` may be called directly."""
-    global _watching
     register_module_module_registration_hook(_notice)  # registering twice is harmless
     found = instances(DistributedDataParallel)
     with _lock:
         _seen.update(found)
-        _watching = True
 
 
 def _notice(module: Any, *_: Any) -> None:
@@ -63,7 +62,7 @@ def _notice(module: Any, *_: Any) -> None:
 
 def replicated() -> set[int]:
     """Return the ids of the parameters of all replicated modules."""
-    if not _watching:
+    if torch.distributed.is_available():
         watch()
     if not _seen:
         return set()
