@@ -102,7 +102,9 @@ class Connections:
         self._cut: dict[str, PeerError] = {}  # the most recent incarnations of workers that are out of the group
         self._warned: set[str] = set()  # incarnations of workers whose loss was logged, or that left in order
         self._health = Health(
-            settings.silence, settings.heartbeat, lambda *silent: reactor.submit(Work(_end_silent, silent))
+            settings.silence,
+            settings.heartbeat,
+            lambda link, why: reactor.submit(Work(partial(part, link, how=SILENT), why)),
         )
         self.closed = False
         self._over: PeerError | None = None  # why calls can no longer be made; stored with `closed`
@@ -400,7 +402,3 @@ class Connections:
         self.listener.abandon()
         for peer in self._peers.values():  # futures that wait for a call refer to the peers
             forks.disable(peer)
-
-
-def _end_silent(silent: tuple[Link, PeerError]) -> None:
-    part(*silent, SILENT)
