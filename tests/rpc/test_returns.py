@@ -120,7 +120,7 @@ def test_a_call_that_does_not_wait_says_that_it_could(stage: Stage, monkeypatch:
     with pytest.raises(errors.UnknownWorker, match="with wait_for_worker=True, a call waits"):
         rpc.rpc_sync("x", who)
     stage.crash(stage.come("x"))  # which nobody has called, so that nobody has noticed
-    with pytest.raises(errors.PeerUnreachable, match="rpc_sync and rpc_async wait with wait_for_worker=True"):
+    with pytest.raises(errors.PeerUnreachable, match="call rpc_sync or rpc_async with wait_for_worker=True"):
         rpc.rpc_sync("x", who)
 
 
