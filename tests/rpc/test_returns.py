@@ -163,7 +163,7 @@ def test_a_reference_and_a_stream_wait_in_place(stage: Stage) -> None:
     coming = stage.later("y")
     assert list(rpc.rpc_stream("y", range, (3,), wait_for_worker=True)) == [0, 1, 2]
     coming.join()
-    with pytest.raises(errors.CallTimeout, match="waited for the worker in vain"):
+    with pytest.raises(errors.CallTimeout, match="timed out: the worker could not be called"):
         rpc.remote("z", torch.ones, (2,), timeout=0.2, wait_for_worker=True)
 
 
