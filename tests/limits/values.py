@@ -60,7 +60,7 @@ InvalidArgument: args must be a tuple with the arguments of the function, not 3 
 -> `args=(3,)`
 ## a function that cannot be called
 rpc.rpc_sync('w1', 'abs', (3,))
-InvalidArgument: the function to call should be callable, which 'abs' (str) is not; give the function itself, without
+InvalidArgument: the function to call should be callable, but 'abs' (str) is not; give the function itself, without
 -> the function itself
 ## a timeout below zero
 rpc.rpc_sync('w1', abs, (3,), timeout=-5)
@@ -126,7 +126,7 @@ CannotEncode: argument 0[0] (builtins.AccumulateGrad) cannot be sent:
 ## a pickle of a reference
 import pickle
 pickle.dumps(rpc.RRef(1))
-UsageError: ... can only be sent in the arguments or the result of a remote call; pickled otherwise, nobody would
+UsageError: ... can only be sent in the arguments or the result of a remote call, because a pickled reference
 -> send it by a call
 ## the value of a reference elsewhere
 rpc.remote('w1', dict).local_value()
