@@ -305,7 +305,7 @@ def test_a_worker_that_cannot_join_says_why() -> None:
     place = ["--world-size", 2, "--master", f"127.0.0.1:{free_port()}", "--timeout", 0.2]
     code, _, said = finish(command("worker", "w1", "--rank", 1, *place))
     assert code == worker_command.JOINED_NOT
-    assert said.startswith("telegrad: worker 'w1' could not join: nobody serves the store")
+    assert said.startswith("telegrad: worker 'w1' could not join: no process serves the store")
 
 
 @pytest.mark.timeout(2 * PATIENT)
