@@ -86,7 +86,7 @@ def test_who_only_looks_whether_somebody_is_there_costs_no_line(
     ):
         sock.shutdown(socket.SHUT_WR)
         assert closed(sock)
-    assert [r for r in caplog.records if "before it said a word" in r.getMessage()]
+    assert [r for r in caplog.records if "before it sent anything" in r.getMessage()]
     assert not [r for r in caplog.records if r.levelno >= logging.INFO]
 
 
