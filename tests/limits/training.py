@@ -157,7 +157,7 @@ UsageError: torch.autograd.graph.register_multi_grad_hook cannot wait for all gr
 -> `tensor.register_hook` of each
 ## `torch.func` (`vmap`, `grad`, `jacrev`, `hessian`) of a function that makes remote calls
 torch.func.vmap(lambda row: there("w1", torch.sin, row))(x)
-CannotEncode: a tensor cannot be sent from inside of a transform of torch.func (vmap, grad, jvp and the like), which
+CannotEncode: a tensor cannot be sent from inside a transform of torch.func (vmap, grad, jvp and the like), which
 -> it inside of the function that is called
 ## `jvp`, `linearize` and `forward_ad` of one
 with torch.autograd.forward_ad.dual_level():
@@ -166,17 +166,17 @@ CannotEncode: a tensor with a tangent of torch.autograd.forward_ad cannot be sen
 -> it inside of the function that is called
 ## `torch.jit.trace` of a function that makes remote calls
 torch.jit.trace(lambda a: there("w1", torch.sin, a) + a, (x,), check_trace=False)
-CannotEncode: a tensor cannot be sent while torch.jit.trace or make_fx records operators: the recording would have the
+CannotEncode: a tensor cannot be sent while torch.jit.trace or make_fx records operators: the recording would contain
 -> record what runs on one worker
 ## `make_fx` of one
 from torch.fx.experimental.proxy_tensor import make_fx
 make_fx(lambda a: there("w1", torch.sin, a))(x)
-CannotEncode: a tensor cannot be sent while torch.jit.trace or make_fx records operators: the recording would have the
+CannotEncode: a tensor cannot be sent while torch.jit.trace or make_fx records operators: the recording would contain
 -> record what runs on one worker
 ## `make_fx(pre_dispatch=True)` of one
 from torch.fx.experimental.proxy_tensor import make_fx
 make_fx(lambda a: there("w1", torch.sin, a), pre_dispatch=True)(x)
-CannotEncode: a tensor cannot be sent while torch.jit.trace or make_fx records operators: the recording would have the
+CannotEncode: a tensor cannot be sent while torch.jit.trace or make_fx records operators: the recording would contain
 -> record what runs on one worker
 ## `torch.fx.symbolic_trace` of a module that makes remote calls
 torch.fx.symbolic_trace(nn.Sequential(remote))

@@ -23,7 +23,7 @@ CannotEncode: a tensor of the type UninitializedParameter that requires a gradie
 -> make the lazy module there
 ## tensors of `functionalize`
 rpc.rpc_sync("w1", echo, (torch._to_functional_tensor(torch.ones(3)),))
-CannotEncode: a tensor of shape (3,) cannot be sent: it has no memory, or that was freed
+CannotEncode: a tensor of shape (3,) cannot be sent: it has no memory, or its memory was freed
 -> it inside of the function that is called
 ## `torch.finfo`, `torch.iinfo`
 rpc.rpc_sync("w1", echo, (torch.finfo(torch.float16),))
@@ -32,7 +32,7 @@ CannotEncode: argument 0 (torch.finfo) cannot be sent: cannot pickle 'torch.finf
 ## a tensor whose memory was freed
 x.data.untyped_storage().resize_(0)
 rpc.rpc_sync('w1', id, (x,))
-CannotEncode: a tensor of shape (3, 3) cannot be sent: it has no memory, or that was freed; send it before its
+CannotEncode: a tensor of shape (3, 3) cannot be sent: it has no memory, or its memory was freed; send it before its
 -> send it before
 ## a nested tensor without parts
 rpc.rpc_sync('w1', id, (torch.nested.nested_tensor([]),))
