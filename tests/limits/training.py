@@ -8,7 +8,7 @@ REFUSED = {
 with autograd.context():
     with autograd.context():
         pass
-UsageError: Already have an autograd context id for this thread: .... End that context first
+UsageError: Already have an autograd context id for this thread: .... Leave that context first
 -> leave the first one, or pass its number on
 ## `loss.backward()` where the graph leads to another worker
 with autograd.context():
@@ -74,7 +74,7 @@ with autograd.context() as context_id:
     y = there("w1", torch.sin, x)
     there("w1", torch.cos, y)
     autograd.backward(context_id, y.sum(), mode="fast")
-UnusedSends: mode='fast' states that every tensor that was sent takes part in the backward pass, but no gradient
+UnusedSends: mode='fast' requires that every sent tensor takes part in the backward pass, but no gradient
 -> `mode="smart"`, the default
 ## a step that is no distributed optimizer
 with autograd.context() as context_id:
@@ -84,47 +84,47 @@ UsageError: step must be a DistributedOptimizer, not SGD
 ## `torch.autograd.grad` where gradients come back from another worker
 with autograd.context():
     torch.autograd.grad(there("w1", torch.sin, x).sum(), x)
-UsageError: torch.autograd.grad and backward(inputs=...) know only this worker, but gradients of the inputs come back
+UsageError: torch.autograd.grad and backward(inputs=...) cover only this worker, but gradients of the inputs also come
 -> `telegrad.autograd.grad(context_id, outputs, inputs)`
 ## `loss.backward(inputs=...)` there
 with autograd.context():
     there("w1", torch.sin, x).sum().backward(inputs=[x])
-UsageError: torch.autograd.grad and backward(inputs=...) know only this worker, but gradients of the inputs come back
+UsageError: torch.autograd.grad and backward(inputs=...) cover only this worker, but gradients of the inputs also come
 -> `telegrad.autograd.backward`, `get_gradients`
 ## `torch.autograd.functional.jacobian` of a function that makes remote calls
 with autograd.context():
     torch.autograd.functional.jacobian(lambda a: there("w1", torch.sin, a), x)
-UsageError: torch.autograd.grad and backward(inputs=...) know only this worker, but gradients of the inputs come back
+UsageError: torch.autograd.grad and backward(inputs=...) cover only this worker, but gradients of the inputs also come
 -> `telegrad.autograd.grad`; it inside of the function that is called
 ## `torch.autograd.functional.hessian` of a function that makes remote calls
 with autograd.context():
     torch.autograd.functional.hessian(lambda a: there("w1", torch.sin, a).sum(), x)
-UsageError: torch.autograd.grad and backward(inputs=...) know only this worker, but gradients of the inputs come back
+UsageError: torch.autograd.grad and backward(inputs=...) cover only this worker, but gradients of the inputs also come
 -> `telegrad.autograd.grad`; it inside of the function that is called
 ## `torch.autograd.functional.vjp` of a function that makes remote calls
 with autograd.context():
     torch.autograd.functional.vjp(lambda a: there("w1", torch.sin, a).sum(), x)
-UsageError: torch.autograd.grad and backward(inputs=...) know only this worker, but gradients of the inputs come back
+UsageError: torch.autograd.grad and backward(inputs=...) cover only this worker, but gradients of the inputs also come
 -> `telegrad.autograd.grad`; it inside of the function that is called
 ## `torch.autograd.functional.jvp` of a function that makes remote calls
 with autograd.context():
     torch.autograd.functional.jvp(lambda a: there("w1", torch.sin, a), x, torch.ones_like(x))
-UsageError: torch.autograd.grad and backward(inputs=...) know only this worker, but gradients of the inputs come back
+UsageError: torch.autograd.grad and backward(inputs=...) cover only this worker, but gradients of the inputs also come
 -> `telegrad.autograd.grad`; it inside of the function that is called
 ## `torch.autograd.functional.hvp` of a function that makes remote calls
 with autograd.context():
     torch.autograd.functional.hvp(lambda a: there("w1", torch.sin, a).sum(), x, torch.ones_like(x))
-UsageError: torch.autograd.grad and backward(inputs=...) know only this worker, but gradients of the inputs come back
+UsageError: torch.autograd.grad and backward(inputs=...) cover only this worker, but gradients of the inputs also come
 -> `telegrad.autograd.grad`; it inside of the function that is called
 ## `torch.autograd.functional.vhp` of a function that makes remote calls
 with autograd.context():
     torch.autograd.functional.vhp(lambda a: there("w1", torch.sin, a).sum(), x, torch.ones_like(x))
-UsageError: torch.autograd.grad and backward(inputs=...) know only this worker, but gradients of the inputs come back
+UsageError: torch.autograd.grad and backward(inputs=...) cover only this worker, but gradients of the inputs also come
 -> `telegrad.autograd.grad`; it inside of the function that is called
 ## `gradcheck` and `gradgradcheck` of such a function
 with autograd.context():
     torch.autograd.gradcheck(lambda a: there("w1", torch.sin, a), (x.detach().double().requires_grad_(),))
-UsageError: torch.autograd.grad and backward(inputs=...) know only this worker, but gradients of the inputs come back
+UsageError: torch.autograd.grad and backward(inputs=...) cover only this worker, but gradients of the inputs also come
 -> it inside of the function that is called
 ## an edge of the graph (`GradientEdge`) as output, input or root
 with autograd.context() as context_id:
@@ -141,7 +141,7 @@ with autograd.context() as context_id:
     with torch.inference_mode():
         made = torch.ones(3, requires_grad=True)
     autograd.grad(context_id, x.sum(), made, allow_unused=True)
-UsageError: one of the inputs was made in torch.inference_mode(), and so is in no graph: clone it
+UsageError: one of the inputs was made in torch.inference_mode(), and so has no graph: clone it
 -> `made.clone().requires_grad_()`
 ## a root that is complex
 with autograd.context() as context_id:
