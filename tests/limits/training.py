@@ -350,19 +350,19 @@ UsageError: Method ``named_buffers`` not supported for RemoteModule
     "Optimizers": """
 ## an optimizer whose step needs a closure
 DistributedOptimizer.for_module(torch.optim.LBFGS, remote)
-UsageError: LBFGS cannot be used over several workers: its step needs a closure that computes the loss anew
+UsageError: LBFGS cannot be used over several workers: its step needs a closure that computes the loss again
 -> an optimizer that steps once for each pass
 ## `zero_grad()`
 optimizer.zero_grad()
-UsageError: DistributedOptimizer has no gradients to set to zero: they belong to the autograd context and go with it
+UsageError: DistributedOptimizer has no gradients to set to zero: they belong to the autograd context and end with it
 -> nothing: gradients go with their context
 ## hooks of `state_dict` and `load_state_dict`
 optimizer.register_load_state_dict_post_hook(print)
-UsageError: DistributedOptimizer calls no hooks of its state: change what state_dict() gives, or what is loaded
+UsageError: DistributedOptimizer does not support state hooks: change the result of state_dict()
 -> a function of yours around the two
 ## something that is no optimizer
 DistributedOptimizer.for_module(dict, remote)
-UsageError: dict is no class of optimizers: it has no step
+UsageError: dict is not an optimizer class: it has no step
 -> a class of `torch.optim`
 ## an optimizer in the place of its class
 DistributedOptimizer(torch.optim.SGD([x], lr=1), [rpc.RRef(x)])
@@ -407,7 +407,7 @@ RuntimeError: the norm of order 2 of the gradients of context ... is inf, so the
 state = optimizer.state_dict()
 state['param_groups'][0]['params'] = ['other']
 optimizer.load_state_dict(state)
-UsageError: this state is of other parameters, or of others in each group; of one side only: bias, other, weight
+UsageError: this state has other parameters, or other parameters in a group; only in one of them: bias, other, weight
 -> the state of the same model
 ## a state that has no parameter groups
 optimizer.load_state_dict({})
@@ -426,7 +426,7 @@ optimizer = DistributedOptimizer.for_module(Counting, model, lr=0.1)
 with autograd.context() as context_id:
     autograd.backward(context_id, model(x).sum(), step=optimizer)
 optimizer.state_dict()
-UsageError: the optimizers of workers 'w0' and 'w1' have come to different values of 'count' in parameter group 0
+UsageError: the optimizers of workers 'w0' and 'w1' have different values of 'count' in parameter group 0
 -> a group of their own for the parameters of each worker
 ## a copy of an optimizer
 copy.deepcopy(optimizer)
