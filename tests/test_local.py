@@ -288,7 +288,7 @@ def test_stopped_workers_end_and_slow_ones_are_named_while_they_are_waited_for(t
     ran = run(STOPPED_OR_SLOW, tmp_path)
     assert ran.stdout.startswith(f"[{worker_command.ENDED}, "), ran
     assert str(-signal.SIGKILL) not in ran.stdout
-    assert "'slow' did not end yet" in ran.stderr
+    assert "'slow' still running" in ran.stderr
 
 
 @pytest.mark.timeout(2 * PATIENT)
