@@ -334,10 +334,10 @@ def hurried(workers: list[Worker]) -> None:
 @pytest.mark.usefixtures("hurried")
 def test_an_owner_that_hangs_is_not_waited_for(gate: Gate, tmp_path: pathlib.Path) -> None:
     net = model()
-    with pytest.raises(WorkersFailed, match=r"CallTimeout: worker 'w1' did not get on for 1 s .*`rpc_timeout`"):
+    with pytest.raises(WorkersFailed, match=r"CallTimeout: worker 'w1' made no progress for 1 s .*`rpc_timeout`"):
         checkpoint.save({"model": net}, tmp_path / "one")
     checkpoint.save({"model": net}, tmp_path / "one", wait=False)
-    with pytest.raises(CheckpointFailed, match=r"did not get on|3 of 3 workers failed"):
+    with pytest.raises(CheckpointFailed, match=r"made no progress|3 of 3 workers failed"):
         checkpoint.save({"model": net}, tmp_path / "two", wait=False)
     gate.open.set()
     saved = checkpoint.save({"model": net}, tmp_path / "two").wait()
@@ -404,5 +404,5 @@ def test_an_owner_that_is_stopped_is_not_waited_for(tmp_path: pathlib.Path) -> N
         said += [workers[0].run(outcome, partial(checkpoint.save, wait=False), tmp_path / "2")]
         workers[1].kill(signal.SIGCONT)
         said += [workers[0].run(outcome, checkpoint.load, tmp_path / "1")]
-        assert [each.partition(" for ")[0] for each in said] == ["worker 'worker1' did not get on"] * 3
+        assert [each.partition(" for ")[0] for each in said] == ["worker 'worker1' made no progress"] * 3
         workers[1].kill()

@@ -212,7 +212,7 @@ def test_owners_that_keep_different_values(worker: None, tmp_path: pathlib.Path)
     parts = [module.get_module_rref() for module in modules]
     optimizer = DistributedOptimizer(Largest, parts, lr=0.01)
     train(model, optimizer)
-    with pytest.raises(UsageError, match="'w0' and 'w1' have come to different values of 'largest' in parameter grou"):
+    with pytest.raises(UsageError, match="'w0' and 'w1' have different values of 'largest' in parameter grou"):
         checkpoint.save({"optimizer": optimizer}, tmp_path)
     apart = DistributedOptimizer(Largest, [{"params": part} for part in parts], lr=0.01)
     train(model, apart)

@@ -68,7 +68,7 @@ class DrivenPass(Driver):
     def late(self) -> CallTimeout:
         """Return the error for a pass that exceeded its deadline."""
         return CallTimeout(
-            f"the backward pass of context {self.context.id} did not end in its time; it waited for "
+            f"the backward pass of context {self.context.id} timed out; it was waiting for "
             f"{', '.join(map(repr, self.owing)) or 'no worker'}. Give it a longer timeout"
         )
 
@@ -155,8 +155,8 @@ class Conductor:
         """
         if type(outcome) is Signal and context.running is not None and guard.runs_pass():
             raise UsageError(
-                f"this code runs inside of a backward pass of context {context.id}, as hooks and backward functions "
-                "do, and would wait for another pass of that context, which waits for this one: begin it afterwards"
+                f"this code runs inside a backward pass of context {context.id}, as hooks and backward functions do, "
+                "and would deadlock with another pass of that context, which waits for this one: begin it afterwards"
             )
         if timeout is None:
             timeout = self._agent.timeout
@@ -274,7 +274,7 @@ class Conductor:
     # Failures, ends of contexts, timeouts
 
     def _on_lost(self, who: Identity, reason: PeerError) -> None:
-        lost = PeerLost(f"a backward pass cannot go on without worker {who.name!r}: {reason}")
+        lost = PeerLost(f"a backward pass cannot continue without worker {who.name!r}: {reason}")
         for driven in self._driven.copy().values():
             if who.name in driven.workers:
                 self._fail(driven, lost)
@@ -283,7 +283,9 @@ class Conductor:
     def _context_ended(self, id_: int) -> None:
         for driven in self._driven.copy().values():
             if driven.context.id == id_:
-                self._fail(driven, ContextEnded(f"the context {id_} ended before its backward pass did: wait for that"))
+                self._fail(
+                    driven, ContextEnded(f"the context {id_} ended before its backward pass did: wait for the pass")
+                )
 
     def _tick(self, now: float) -> float:
         self._parts.send_gathered()
@@ -303,7 +305,7 @@ def _tell_failure(outcome: Any, error: BaseException) -> None:
 def _unused(left_out: LeftOut) -> UnusedSends:
     lines = [f"  on worker {worker!r}: {'; '.join(waiting)}" for worker, waiting in left_out.waiting.items()]
     return UnusedSends(
-        "mode='fast' states that every tensor that was sent takes part in the backward pass, but no gradient came for\n"
+        "mode='fast' requires that every sent tensor takes part in the backward pass, but no gradient arrived for\n"
         + "\n".join(lines)
-        + "\nUse mode='smart', which costs nothing where all take part"
+        + "\nUse mode='smart', which costs nothing if all take part"
     )

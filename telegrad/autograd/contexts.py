@@ -102,7 +102,7 @@ class Contexts:
         if context is None:
             raise ContextEnded(
                 f"Could not find autograd context with id: {id_} on worker {self._agent.name!r}. It has ended, or this "
-                "worker took no part in it; use the id inside of the `with` block that gave it"
+                "worker took no part in it; use the id inside the `with` block that created it"
             )
         return context
 
@@ -124,7 +124,7 @@ class Contexts:
                 if self._open[made.owner] >= MOST_OPEN:
                     raise LimitReached(
                         f"worker {self._agent.name!r} takes part in {MOST_OPEN:,} autograd contexts of the worker of "
-                        f"rank {made.owner}, and in no more of one worker. Leave some of their `with` blocks first"
+                        f"rank {made.owner}, the limit for one worker. Leave some of their `with` blocks first"
                     )
                 self._open[made.owner] += 1
             return self._contexts.setdefault(id_, made)
@@ -140,8 +140,8 @@ class Contexts:
             if self._passes[owner] >= MOST_PASSES:
                 raise LimitReached(
                     f"worker {self._agent.name!r} has taken part in {MOST_PASSES:,} backward passes in autograd "
-                    f"contexts of the worker of rank {owner} that have not ended, and takes part in no more of that "
-                    "worker. Leave the `with` block of a context after some passes, and begin a new one"
+                    f"contexts of the worker of rank {owner} that have not ended, the limit for one worker. Leave the "
+                    "`with` block of a context after some passes, and begin a new one"
                 )
             if context.id in self._contexts:
                 self._passes[owner] += messages
@@ -151,7 +151,7 @@ class Contexts:
         """Raise ContextLost if this worker dropped a context that its owner may still use."""
         if self._ended.get(id_):
             raise ContextLost(
-                f"worker {self._agent.name!r} has let go of the autograd context with id: {id_}, since it could not "
+                f"worker {self._agent.name!r} has dropped the autograd context with id: {id_}, because it could not "
                 "reach its owner. Begin a new context"
             )
 

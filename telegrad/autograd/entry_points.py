@@ -89,7 +89,7 @@ class context:  # noqa: N801 - used like a function
     def __enter__(self) -> int:
         outer = entered_id()
         if outer is not None:
-            raise UsageError(f"Already have an autograd context id for this thread: {outer}. End that context first")
+            raise UsageError(f"Already have an autograd context id for this thread: {outer}. Leave that context first")
         contexts = _find().contexts
         context = contexts.begin()
         inside = Inside(context.id)
@@ -306,7 +306,7 @@ def grad(
         if gradient is None and not allow_unused:
             raise RuntimeError(
                 f"inputs[{number}] appears not to have been used in the graph of the outputs, on any worker. Set "
-                "allow_unused=True to be given None for it"
+                "allow_unused=True to get None for it"
             )
     return tuple(gradients)
 
@@ -413,9 +413,9 @@ def look_at_step(optimizer: Optimizer, *_: Any) -> None:
         what = "changes parameters by gradients of an earlier pass" if earlier else "leaves parameters unchanged"
         hint(
             f"plain step {earlier}",
-            f"{type(optimizer).__name__} steps with the gradients in .grad, but those of this autograd context are "
-            f"elsewhere, so it {what}: use telegrad.optim.DistributedOptimizer.for_module("
-            f"torch.optim.{type(optimizer).__name__}, model)",
+            f"{type(optimizer).__name__} steps with the gradients in .grad, but the gradients of this autograd context "
+            f"are not there, so it {what}: use "
+            f"telegrad.optim.DistributedOptimizer.for_module(torch.optim.{type(optimizer).__name__}, model)",
         )
 
 

@@ -375,6 +375,6 @@ def _advised(error: BaseException) -> BaseException:
     if type(error) is not RuntimeError or "modified by an inplace operation" not in str(error):
         return error
     return RuntimeError(
-        f"{error}\nWhere that is a parameter, another context's optimizer may have changed it between forward and "
-        "backward: let the steps wait for each other, or make the optimizers with hogwild=True"
+        f"{error}\nIf that is a parameter, another context's optimizer may have changed it between forward and "
+        "backward: let the steps wait for each other, or create the optimizers with hogwild=True"
     )

@@ -108,7 +108,7 @@ class LocalGroup:
 
     def _join(self, listener: socket.socket, rpc_timeout: float) -> None:
         """Join the group while the workers start, because the import of torch takes this process as long as them."""
-        with self._wait(lambda: f"telegrad.local: {quoted(self.names)} start up"):
+        with self._wait(lambda: f"telegrad.local: starting {quoted(self.names)}"):
             from telegrad import rpc
             from telegrad.ext.joining import SealedStore, call_off
             from telegrad.ext.starting import RendezvousStore, enter_group, serve_on
@@ -174,7 +174,7 @@ class LocalGroup:
         programs.hosts = False
         for worker in self._workers:
             worker.begin_end()
-        with self._wait(lambda: f"{quoted(self._living())} did not end yet") as wait:
+        with self._wait(lambda: f"{quoted(self._living())} still running") as wait:
             for worker in self._workers:
                 worker.end(wait)
 
@@ -203,7 +203,9 @@ class LocalGroup:
         return self.names[number]
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise UsageError("what telegrad.local gave belongs to this process; send names of workers, or rpc.group()")
+        raise UsageError(
+            "the object that telegrad.local returned belongs to this process; send names of workers, or rpc.group()"
+        )
 
     def __repr__(self) -> str:
         state = "ended" if self._closed else f"this process is {self.driver!r}"

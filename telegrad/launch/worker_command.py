@@ -20,16 +20,16 @@ _parent_ended = renewed(threading.Event())
 
 EPILOG = f"""\
 exit codes:
-  {ENDED}    the group has ended in order
+  {ENDED}    the group has ended normally
   2    wrong arguments
   {JOINED_NOT}    the worker could not join
-  {LOST}    a worker of a group of fixed size was lost or left early, or one that it requires; it was taken
-       for dead by the others of a dynamic group; or the parent has ended
+  {LOST}    a worker of a group of fixed size, or a required one, was lost or left early; the others of a
+       dynamic group declared this worker lost; or the parent has ended
   {INTERRUPTED}  Ctrl-C
 
 The key of the group is read from TELEGRAD_KEY, from the file that TELEGRAD_KEY_FILE names, or from this user's own key
-file. Functions that are called by their name are imported from the folder
-where this is started, among others.
+file. Functions that are called by name are imported from the current folder,
+among others.
 """
 
 
@@ -97,20 +97,20 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("name", nargs="?", help="the worker's name in its group; else made of its role and a number")
+    add("name", nargs="?", help="the worker's name in its group (default: its role and a number)")
     add("--role", default="", help="its role: workers of one role are a group of their own")
-    add("--rank", type=int, default=-1, help="its rank; else as the launcher says, or a free one")
-    add("--world-size", type=int, help="the group's size; else as the launcher says, or dynamic")
-    add("--min-workers", type=int, help="an elastic group: how many workers it has at least")
-    add("--max-workers", type=int, help="an elastic group: how many it has at most")
-    add("--master", metavar="HOST:PORT", help="where rank 0 serves the store; else MASTER_ADDR and MASTER_PORT")
+    add("--rank", type=int, default=-1, help="its rank (default: from the launcher, or a free one)")
+    add("--world-size", type=int, help="the group's size (default: from the launcher, or a dynamic group)")
+    add("--min-workers", type=int, help="the smallest number of workers of an elastic group")
+    add("--max-workers", type=int, help="the largest number of workers of an elastic group")
+    add("--master", metavar="HOST:PORT", help="where rank 0 serves the store (default: MASTER_ADDR and MASTER_PORT)")
     add("--init-method", metavar="URL", help="another place to meet, such as file:///PATH or etcd://HOST:2379")
-    add("--address", help="the address of this host under which the others reach it")
+    add("--address", help="the address of this host at which the others reach it")
     add("--threads", type=int, default=16, help="calls that run at once (16)")
-    add("--timeout", type=float, default=60.0, help="seconds per call, and to meet the others (60)")
-    require = "end when that worker of a dynamic group dies; repeatable"
+    add("--timeout", type=float, default=60.0, help="seconds per call, and to join the group (60)")
+    require = "end when worker NAME of a dynamic group is lost; repeatable"
     add("--require", metavar="NAME", action="append", help=require)
-    add("--with-parent", action="store_true", help="end when the standard input does")
+    add("--with-parent", action="store_true", help="end when standard input is closed")
     add("--key-from-parent", action="store_true", help=argparse.SUPPRESS)  # the first line of the input
     add("--main", help=argparse.SUPPRESS)  # the driver's program
     return parser

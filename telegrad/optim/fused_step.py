@@ -111,7 +111,7 @@ def limited(
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(
             f"the norm of order {norm_type:g} of the gradients of context {context_id} is {total.item()}, "
-            "so they cannot be clipped. Give error_if_nonfinite=False to scale them all the same"
+            "so they cannot be clipped. Give error_if_nonfinite=False to scale them anyway"
         )
     factor = max_norm / (total.item() + 1e-6)
     return total, 1.0 if factor >= 1 else factor

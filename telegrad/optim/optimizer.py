@@ -161,7 +161,7 @@ class DistributedOptimizer(Optimizer):
             call_all(
                 by_worker,
                 lambda worker, _: rpc_async(worker, import_tracer, timeout=0),
-                "DistributedOptimizer: importing what torch compiles with",
+                "DistributedOptimizer: importing torch's compiler",
             )
         added = call_all(
             by_worker,
@@ -304,8 +304,8 @@ class DistributedOptimizer(Optimizer):
         contexts = current.conductor().contexts
         if contexts.has_ended(context_id):  # the owners may not know this yet
             raise ContextEnded(
-                f"the autograd context with id: {context_id} has ended, and its gradients with it: "
-                f"call {method}() inside of its `with` block"
+                f"the autograd context with id: {context_id} has ended, and its gradients with it: call {method}() "
+                "inside its `with` block"
             )
         # The calls do not join the context, unless owners with kept gradients may have to join it.
         with nullcontext() if self._keeps else Inside(None):
@@ -315,13 +315,13 @@ class DistributedOptimizer(Optimizer):
         if contexts.get(context_id) is None and all(count is None for count in counts):
             raise ContextEnded(
                 f"no owner of these parameters knows an autograd context with id: {context_id}. It has ended, or they "
-                "took no part in it; call this inside of its `with` block"
+                "took no part in it; call this inside its `with` block"
             )
         if not any(counts):
             hint(
                 "no gradients",
                 f"none of the parameters has a gradient in this context, so {method}() did nothing: run "
-                "telegrad.autograd.backward(context_id, loss) before; loss.backward() does not cross workers",
+                "telegrad.autograd.backward(context_id, loss) first; loss.backward() does not cross workers",
             )
 
     def _changes(self) -> dict[int, Hyperparameters]:
@@ -339,8 +339,8 @@ class DistributedOptimizer(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> NoReturn:
         """Not supported: gradients belong to the context and go with it."""
         raise UsageError(
-            "DistributedOptimizer has no gradients to set to zero: they belong to the autograd context and go with it. "
-            "Use a new context for each step"
+            "DistributedOptimizer has no gradients to set to zero: they belong to the autograd context and end with "
+            "it. Use a new context for each step"
         )
 
     # State
@@ -408,8 +408,8 @@ class DistributedOptimizer(Optimizer):
         if theirs != ours or [set(group["params"]) for group in groups] != named:
             differ = sorted(map(str, ours ^ theirs))
             raise UsageError(
-                "this state is of other parameters, or of others in each group"
-                + (f"; of one side only: {', '.join(differ[:5])}{' ...' * (len(differ) > 5)}" if differ else "")
+                "this state has other parameters, or other parameters in a group"
+                + (f"; only in one of them: {', '.join(differ[:5])}{' ...' * (len(differ) > 5)}" if differ else "")
                 + ". A state of torch's optimizers has positions: write names" * (int in map(type, theirs))
             )
         for own, group in zip(self.param_groups, groups, strict=True):
@@ -420,7 +420,8 @@ class DistributedOptimizer(Optimizer):
     def register_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> NoReturn:
         """Not supported, like the hooks for loading: the state is on the workers."""
         raise UsageError(
-            "DistributedOptimizer calls no hooks of its state: change what state_dict() gives, or what is loaded"
+            "DistributedOptimizer does not support state hooks: change the result of state_dict(), or the state before "
+            "loading"
         )
 
     register_state_dict_post_hook = register_state_dict_pre_hook

@@ -135,7 +135,7 @@ class LocalOptimizer:
         start = perf_counter()
         with holding(self._guards):
             if self._retired:
-                raise UsageError("this step comes too late: its optimizer has recovered meanwhile, see recover()")
+                raise UsageError("this step is too late: its optimizer has been recovered since, see recover()")
             context = self._gather(context_id)
             gradients = {} if context is None else context.gradients.as_dict()
             self._adopt(changes)
@@ -278,12 +278,12 @@ def check_needs_no_closure(optimizer_class: type) -> None:
     """Raise UsageError if the optimizer's step needs a closure."""
     step = getattr(optimizer_class, "step", None)
     if step is None:
-        raise UsageError(f"{optimizer_class.__name__} is no class of optimizers: it has no step")
+        raise UsageError(f"{optimizer_class.__name__} is not an optimizer class: it has no step")
     closure = inspect.signature(step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
         raise UsageError(
             f"{optimizer_class.__name__} cannot be used over several workers: its step needs a closure that computes "
-            "the loss anew. Take one that steps once for each backward pass, such as torch.optim.Adam"
+            "the loss again. Use one that steps once for each backward pass, such as torch.optim.Adam"
         )
 
 
@@ -316,9 +316,10 @@ def agreed(number: int, kept: Mapping[str, Changes], without: Iterable[str]) -> 
         for name in (group.keys() | other.keys()) - set(without):
             if name not in group or name not in other or _differ(group[name], other[name]):
                 raise UsageError(
-                    f"the optimizers of workers {first!r} and {worker!r} have come to different values of {name!r} in "
-                    f"parameter group {number}: {group.get(name)} and {other.get(name)}. A state has one for each "
-                    "group: give the parameters of each worker a group of their own, as dictionaries with 'params'"
+                    f"the optimizers of workers {first!r} and {worker!r} have different values of {name!r} in "
+                    f"parameter group {number}: {group.get(name)} and {other.get(name)}. A state has one value for "
+                    "each group: give the parameters of each worker a group of their own, as dictionaries with "
+                    "'params'"
                 )
     return {name: value for name, value in group.items() if name not in without}
 
@@ -351,8 +352,8 @@ def _plain(gradient: Any) -> Tensor:
         return values
     if mesh.size() > 1:
         raise UsageError(
-            f"gradients that are shared out over {mesh.size()} processes (DTensor) would count several times in a norm "
-            "over all workers: clip them on these with torch.nn.utils.clip_grad_norm_, before the step"
+            f"gradients that are sharded over {mesh.size()} processes (DTensor) would count several times in a norm "
+            "over all workers: clip them in those processes with torch.nn.utils.clip_grad_norm_, before the step"
         )
     local: Tensor = gradient.to_local()
     return local

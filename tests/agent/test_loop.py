@@ -92,4 +92,4 @@ def test_the_loop_goes_on_where_a_task_or_a_callback_would_end_the_program(
     loop.close()
     thread[0].join(PATIENCE)
     assert not thread[0].is_alive()
-    assert caplog.text.count("the event loop goes on") == 2
+    assert caplog.text.count("the event loop continues") == 2

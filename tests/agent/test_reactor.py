@@ -64,7 +64,7 @@ def test_a_program_that_closes_descriptors_of_its_worker_is_told_so_in_one_line(
         thread.join(PATIENCE)
     reactor.close()
     assert raised == []
-    assert caplog.text.count("has closed descriptors that belong to its worker") == 1
+    assert caplog.text.count("has closed file descriptors of its worker") == 1
     assert "Traceback" not in caplog.text
 
 

@@ -152,7 +152,7 @@ def test_a_context_that_ends_under_its_pass() -> None:
     gate = threading.Event()
     with autograd.context() as context:
         future = autograd.backward_async(context, rpc_sync("w1", slow_backward, (leaf(), Holder(gate))).sum())
-    with pytest.raises(ContextEnded, match="wait for that"):
+    with pytest.raises(ContextEnded, match="wait for the pass"):
         future.wait()
     GATE.set()
 

@@ -158,7 +158,7 @@ TRANSFORMS: list[Callable[[Callable[[Tensor], Tensor]], Any]] = [
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("function", [call, nothing_of, lambda x: call(torch.complex(x, x)).real])
 def test_transforms_see_one_process(transform: Any, function: Any) -> None:
-    with pytest.raises(CannotEncode, match=r"from inside of a transform of torch\.func|with a tangent"):
+    with pytest.raises(CannotEncode, match=r"from inside a transform of torch\.func|with a tangent"):
         transform(function)
 
 
@@ -362,7 +362,7 @@ def test_replicas_of_a_static_graph_begin_outside_of_contexts(trainers: list[Pro
     for trainer in trainers:
         refused, same = trainer.end()
         assert "_delay_all_reduce waits for the end" in refused
-        assert "static_graph=True can once it has run a backward pass outside of contexts" in refused
+        assert "static_graph=True can after one backward pass outside of contexts" in refused
         assert same == [True] * 4
 
 
@@ -375,7 +375,9 @@ def test_a_checkpoint_that_uses_a_received_tensor() -> None:
         received = call(x)
         for function in (lambda value: value * received, lambda value: call(value) * value):
             made = checkpoint(function, x * 2, use_reentrant=True)
-            with pytest.raises(UsageError, match=r"came from worker 'w1': by a remote call .* none of its arguments"):
+            with pytest.raises(
+                UsageError, match=r"came from worker 'w1': it makes a remote call.* not one of its arguments"
+            ):
                 autograd.backward(context, made.sum(), retain_graph=True)
         made = checkpoint(torch.mul, x * 2, received, use_reentrant=True)
         autograd.backward(context, made.sum())

@@ -51,7 +51,7 @@ def of_inputs(net: Any, context: int, x: Tensor) -> None:
 
 REFUSED = {
     without_sync: "from one autograd context into the next",
-    through_the_middle: "apply fully_shard to what is before the call and to what is behind it",
+    through_the_middle: "apply fully_shard to the part before the call and to the part after it",
     in_two_messages: "begin an autograd context for each forward pass",
     with_a_graph: "create_graph=True",
     of_inputs: r"telegrad\.autograd\.grad",

@@ -21,9 +21,7 @@ from tests.directory import etcd_servers, redis_server
 
 @pytest.mark.parametrize("engine", ["etcd", "redis", "rediss"])
 def test_a_server_keeps_no_groups_of_fixed_size(engine: str) -> None:
-    with pytest.raises(
-        errors.UsageError, match=f"{engine}:// keeps the directory of a dynamic or elastic group: leave world_size"
-    ):
+    with pytest.raises(errors.UsageError, match=f"{engine}:// is for dynamic and elastic groups: leave world_size"):
         opened(f"{engine}://127.0.0.1:1", 0, 2, 30)
 
 

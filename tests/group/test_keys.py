@@ -310,7 +310,7 @@ def test_a_key_file_that_is_empty_for_a_moment_changes_nothing(
     before = proof(keys)
     path.write_text("")
     assert proof(keys) == proof(keys) == before
-    assert caplog.text.count("the keys stay as they were") == 1
+    assert caplog.text.count("the previous keys stay in use") == 1
     path.write_text(KEY + "!")
     assert proof(keys) == proof(Keyring([KEY.encode() + b"!"]))
 

@@ -121,7 +121,7 @@ def test_what_the_program_says_holds(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_error_tells_what_the_launcher_said(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {**SLURM, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(errors.StoreUnreachable, match=r"nobody serves.*Slurm says that this is rank 3 of 4"):
+    with pytest.raises(errors.StoreUnreachable, match=r"no process serves.*Slurm says that this is rank 3 of 4"):
         open_meeting("env://", -1, None, None, 0.05)
     monkeypatch.setenv("SLURM_PROCID", "4")
     with pytest.raises(errors.UsageError, match=r"rank 4 is not within.*Slurm says"):

@@ -32,7 +32,7 @@ def test_a_url_is_split_or_refused(text: str) -> None:
 
 @pytest.mark.parametrize("url", ["tcp://[::1", "tcp://a\u2100b:80"])
 def test_the_error_of_a_url_that_is_none_shows_it(url: str) -> None:
-    with pytest.raises(UsageError, match=r"is no URL .*write tcp://HOST:PORT"):
+    with pytest.raises(UsageError, match=r"is not a URL .*write tcp://HOST:PORT"):
         spot_of(split(url))
 
 
@@ -43,7 +43,7 @@ def test_a_url_without_host_and_port_is_refused(url: str) -> None:
 
 
 def test_several_places_are_refused_with_what_to_do_instead() -> None:
-    with pytest.raises(UsageError, match=r"several places.*etcd://HOST:2379"):
+    with pytest.raises(UsageError, match=r"several hosts.*etcd://HOST:2379"):
         spot_of(split("tcp://a:1,b:2"))
 
 

@@ -87,7 +87,7 @@ def test_a_watch_leaves_a_forged_value_out_and_says_so_once(
         assert revision == good.revision
         assert events == [Event(good.revision, "b", good)]
     (line,) = [record.getMessage() for record in caplog.records]
-    assert "is left out" in line
+    assert "is ignored" in line
     assert "'a'" in line
 
 

@@ -8,7 +8,7 @@ REFUSED = {
 with autograd.context():
     with autograd.context():
         pass
-UsageError: Already have an autograd context id for this thread: .... End that context first
+UsageError: Already have an autograd context id for this thread: .... Leave that context first
 -> leave the first one, or pass its number on
 ## `loss.backward()` where the graph leads to another worker
 with autograd.context():
@@ -74,7 +74,7 @@ with autograd.context() as context_id:
     y = there("w1", torch.sin, x)
     there("w1", torch.cos, y)
     autograd.backward(context_id, y.sum(), mode="fast")
-UnusedSends: mode='fast' states that every tensor that was sent takes part in the backward pass, but no gradient
+UnusedSends: mode='fast' requires that every sent tensor takes part in the backward pass, but no gradient
 -> `mode="smart"`, the default
 ## a step that is no distributed optimizer
 with autograd.context() as context_id:
@@ -84,47 +84,47 @@ UsageError: step must be a DistributedOptimizer, not SGD
 ## `torch.autograd.grad` where gradients come back from another worker
 with autograd.context():
     torch.autograd.grad(there("w1", torch.sin, x).sum(), x)
-UsageError: torch.autograd.grad and backward(inputs=...) know only this worker, but gradients of the inputs come back
+UsageError: torch.autograd.grad and backward(inputs=...) cover only this worker, but gradients of the inputs also come
 -> `telegrad.autograd.grad(context_id, outputs, inputs)`
 ## `loss.backward(inputs=...)` there
 with autograd.context():
     there("w1", torch.sin, x).sum().backward(inputs=[x])
-UsageError: torch.autograd.grad and backward(inputs=...) know only this worker, but gradients of the inputs come back
+UsageError: torch.autograd.grad and backward(inputs=...) cover only this worker, but gradients of the inputs also come
 -> `telegrad.autograd.backward`, `get_gradients`
 ## `torch.autograd.functional.jacobian` of a function that makes remote calls
 with autograd.context():
     torch.autograd.functional.jacobian(lambda a: there("w1", torch.sin, a), x)
-UsageError: torch.autograd.grad and backward(inputs=...) know only this worker, but gradients of the inputs come back
+UsageError: torch.autograd.grad and backward(inputs=...) cover only this worker, but gradients of the inputs also come
 -> `telegrad.autograd.grad`; it inside of the function that is called
 ## `torch.autograd.functional.hessian` of a function that makes remote calls
 with autograd.context():
     torch.autograd.functional.hessian(lambda a: there("w1", torch.sin, a).sum(), x)
-UsageError: torch.autograd.grad and backward(inputs=...) know only this worker, but gradients of the inputs come back
+UsageError: torch.autograd.grad and backward(inputs=...) cover only this worker, but gradients of the inputs also come
 -> `telegrad.autograd.grad`; it inside of the function that is called
 ## `torch.autograd.functional.vjp` of a function that makes remote calls
 with autograd.context():
     torch.autograd.functional.vjp(lambda a: there("w1", torch.sin, a).sum(), x)
-UsageError: torch.autograd.grad and backward(inputs=...) know only this worker, but gradients of the inputs come back
+UsageError: torch.autograd.grad and backward(inputs=...) cover only this worker, but gradients of the inputs also come
 -> `telegrad.autograd.grad`; it inside of the function that is called
 ## `torch.autograd.functional.jvp` of a function that makes remote calls
 with autograd.context():
     torch.autograd.functional.jvp(lambda a: there("w1", torch.sin, a), x, torch.ones_like(x))
-UsageError: torch.autograd.grad and backward(inputs=...) know only this worker, but gradients of the inputs come back
+UsageError: torch.autograd.grad and backward(inputs=...) cover only this worker, but gradients of the inputs also come
 -> `telegrad.autograd.grad`; it inside of the function that is called
 ## `torch.autograd.functional.hvp` of a function that makes remote calls
 with autograd.context():
     torch.autograd.functional.hvp(lambda a: there("w1", torch.sin, a).sum(), x, torch.ones_like(x))
-UsageError: torch.autograd.grad and backward(inputs=...) know only this worker, but gradients of the inputs come back
+UsageError: torch.autograd.grad and backward(inputs=...) cover only this worker, but gradients of the inputs also come
 -> `telegrad.autograd.grad`; it inside of the function that is called
 ## `torch.autograd.functional.vhp` of a function that makes remote calls
 with autograd.context():
     torch.autograd.functional.vhp(lambda a: there("w1", torch.sin, a).sum(), x, torch.ones_like(x))
-UsageError: torch.autograd.grad and backward(inputs=...) know only this worker, but gradients of the inputs come back
+UsageError: torch.autograd.grad and backward(inputs=...) cover only this worker, but gradients of the inputs also come
 -> `telegrad.autograd.grad`; it inside of the function that is called
 ## `gradcheck` and `gradgradcheck` of such a function
 with autograd.context():
     torch.autograd.gradcheck(lambda a: there("w1", torch.sin, a), (x.detach().double().requires_grad_(),))
-UsageError: torch.autograd.grad and backward(inputs=...) know only this worker, but gradients of the inputs come back
+UsageError: torch.autograd.grad and backward(inputs=...) cover only this worker, but gradients of the inputs also come
 -> it inside of the function that is called
 ## an edge of the graph (`GradientEdge`) as output, input or root
 with autograd.context() as context_id:
@@ -141,7 +141,7 @@ with autograd.context() as context_id:
     with torch.inference_mode():
         made = torch.ones(3, requires_grad=True)
     autograd.grad(context_id, x.sum(), made, allow_unused=True)
-UsageError: one of the inputs was made in torch.inference_mode(), and so is in no graph: clone it
+UsageError: one of the inputs was made in torch.inference_mode(), and so has no graph: clone it
 -> `made.clone().requires_grad_()`
 ## a root that is complex
 with autograd.context() as context_id:
@@ -157,7 +157,7 @@ UsageError: torch.autograd.graph.register_multi_grad_hook cannot wait for all gr
 -> `tensor.register_hook` of each
 ## `torch.func` (`vmap`, `grad`, `jacrev`, `hessian`) of a function that makes remote calls
 torch.func.vmap(lambda row: there("w1", torch.sin, row))(x)
-CannotEncode: a tensor cannot be sent from inside of a transform of torch.func (vmap, grad, jvp and the like), which
+CannotEncode: a tensor cannot be sent from inside a transform of torch.func (vmap, grad, jvp and the like), which
 -> it inside of the function that is called
 ## `jvp`, `linearize` and `forward_ad` of one
 with torch.autograd.forward_ad.dual_level():
@@ -166,17 +166,17 @@ CannotEncode: a tensor with a tangent of torch.autograd.forward_ad cannot be sen
 -> it inside of the function that is called
 ## `torch.jit.trace` of a function that makes remote calls
 torch.jit.trace(lambda a: there("w1", torch.sin, a) + a, (x,), check_trace=False)
-CannotEncode: a tensor cannot be sent while torch.jit.trace or make_fx records operators: the recording would have the
+CannotEncode: a tensor cannot be sent while torch.jit.trace or make_fx records operators: the recording would contain
 -> record what runs on one worker
 ## `make_fx` of one
 from torch.fx.experimental.proxy_tensor import make_fx
 make_fx(lambda a: there("w1", torch.sin, a))(x)
-CannotEncode: a tensor cannot be sent while torch.jit.trace or make_fx records operators: the recording would have the
+CannotEncode: a tensor cannot be sent while torch.jit.trace or make_fx records operators: the recording would contain
 -> record what runs on one worker
 ## `make_fx(pre_dispatch=True)` of one
 from torch.fx.experimental.proxy_tensor import make_fx
 make_fx(lambda a: there("w1", torch.sin, a), pre_dispatch=True)(x)
-CannotEncode: a tensor cannot be sent while torch.jit.trace or make_fx records operators: the recording would have the
+CannotEncode: a tensor cannot be sent while torch.jit.trace or make_fx records operators: the recording would contain
 -> record what runs on one worker
 ## `torch.fx.symbolic_trace` of a module that makes remote calls
 torch.fx.symbolic_trace(nn.Sequential(remote))
@@ -350,19 +350,19 @@ UsageError: Method ``named_buffers`` not supported for RemoteModule
     "Optimizers": """
 ## an optimizer whose step needs a closure
 DistributedOptimizer.for_module(torch.optim.LBFGS, remote)
-UsageError: LBFGS cannot be used over several workers: its step needs a closure that computes the loss anew
+UsageError: LBFGS cannot be used over several workers: its step needs a closure that computes the loss again
 -> an optimizer that steps once for each pass
 ## `zero_grad()`
 optimizer.zero_grad()
-UsageError: DistributedOptimizer has no gradients to set to zero: they belong to the autograd context and go with it
+UsageError: DistributedOptimizer has no gradients to set to zero: they belong to the autograd context and end with it
 -> nothing: gradients go with their context
 ## hooks of `state_dict` and `load_state_dict`
 optimizer.register_load_state_dict_post_hook(print)
-UsageError: DistributedOptimizer calls no hooks of its state: change what state_dict() gives, or what is loaded
+UsageError: DistributedOptimizer does not support state hooks: change the result of state_dict()
 -> a function of yours around the two
 ## something that is no optimizer
 DistributedOptimizer.for_module(dict, remote)
-UsageError: dict is no class of optimizers: it has no step
+UsageError: dict is not an optimizer class: it has no step
 -> a class of `torch.optim`
 ## an optimizer in the place of its class
 DistributedOptimizer(torch.optim.SGD([x], lr=1), [rpc.RRef(x)])
@@ -407,7 +407,7 @@ RuntimeError: the norm of order 2 of the gradients of context ... is inf, so the
 state = optimizer.state_dict()
 state['param_groups'][0]['params'] = ['other']
 optimizer.load_state_dict(state)
-UsageError: this state is of other parameters, or of others in each group; of one side only: bias, other, weight
+UsageError: this state has other parameters, or other parameters in a group; only in one of them: bias, other, weight
 -> the state of the same model
 ## a state that has no parameter groups
 optimizer.load_state_dict({})
@@ -426,7 +426,7 @@ optimizer = DistributedOptimizer.for_module(Counting, model, lr=0.1)
 with autograd.context() as context_id:
     autograd.backward(context_id, model(x).sum(), step=optimizer)
 optimizer.state_dict()
-UsageError: the optimizers of workers 'w0' and 'w1' have come to different values of 'count' in parameter group 0
+UsageError: the optimizers of workers 'w0' and 'w1' have different values of 'count' in parameter group 0
 -> a group of their own for the parameters of each worker
 ## a copy of an optimizer
 copy.deepcopy(optimizer)

@@ -23,7 +23,7 @@ CannotEncode: a tensor of the type UninitializedParameter that requires a gradie
 -> make the lazy module there
 ## tensors of `functionalize`
 rpc.rpc_sync("w1", echo, (torch._to_functional_tensor(torch.ones(3)),))
-CannotEncode: a tensor of shape (3,) cannot be sent: it has no memory, or that was freed
+CannotEncode: a tensor of shape (3,) cannot be sent: it has no memory, or its memory was freed
 -> it inside of the function that is called
 ## `torch.finfo`, `torch.iinfo`
 rpc.rpc_sync("w1", echo, (torch.finfo(torch.float16),))
@@ -32,7 +32,7 @@ CannotEncode: argument 0 (torch.finfo) cannot be sent: cannot pickle 'torch.finf
 ## a tensor whose memory was freed
 x.data.untyped_storage().resize_(0)
 rpc.rpc_sync('w1', id, (x,))
-CannotEncode: a tensor of shape (3, 3) cannot be sent: it has no memory, or that was freed; send it before its
+CannotEncode: a tensor of shape (3, 3) cannot be sent: it has no memory, or its memory was freed; send it before its
 -> send it before
 ## a nested tensor without parts
 rpc.rpc_sync('w1', id, (torch.nested.nested_tensor([]),))
@@ -60,7 +60,7 @@ InvalidArgument: args must be a tuple with the arguments of the function, not 3 
 -> `args=(3,)`
 ## a function that cannot be called
 rpc.rpc_sync('w1', 'abs', (3,))
-InvalidArgument: the function to call should be callable, which 'abs' (str) is not; give the function itself, without
+InvalidArgument: the function to call should be callable, but 'abs' (str) is not; give the function itself, without
 -> the function itself
 ## a timeout below zero
 rpc.rpc_sync('w1', abs, (3,), timeout=-5)
@@ -126,7 +126,7 @@ CannotEncode: argument 0[0] (builtins.AccumulateGrad) cannot be sent:
 ## a pickle of a reference
 import pickle
 pickle.dumps(rpc.RRef(1))
-UsageError: ... can only be sent in the arguments or the result of a remote call; pickled otherwise, nobody would
+UsageError: ... can only be sent in the arguments or the result of a remote call, because a pickled reference
 -> send it by a call
 ## the value of a reference elsewhere
 rpc.remote('w1', dict).local_value()

@@ -165,7 +165,7 @@ def test_a_step_that_comes_too_late_changes_nothing(crowd: Crowd) -> None:
     before = rpc.rpc_sync("w1", weight_of, (module.get_module_rref(),)).clone()
     with autograd.context() as context_id:
         autograd.backward(context_id, module(batch(0)[0]).sum())
-        with pytest.raises(errors.UsageError, match="comes too late"):
+        with pytest.raises(errors.UsageError, match="is too late"):
             old.rpc_sync().step(context_id, {})
         assert torch.equal(rpc.rpc_sync("w1", weight_of, (module.get_module_rref(),)), before)
         optimizer.step(context_id)

@@ -373,7 +373,7 @@ def test_the_state_lists_parameters_in_the_order_of_the_model() -> None:
     alone.load_state_dict(state)
     for name, parameter in whole.named_parameters():
         assert torch.equal(alone.state[parameter]["exp_avg"], state["state"][name]["exp_avg"])
-    with pytest.raises(UsageError, match=r"of one side only: 0, 1, .* has positions: write names"):
+    with pytest.raises(UsageError, match=r"only in one of them: 0, 1, .* has positions: write names"):
         optimizer.load_state_dict(alone.state_dict())
     with pytest.raises(UsageError, match="has positions"):
         optimizer.load_state_dict({**alone.state_dict(), "param_groups": state["param_groups"]})
@@ -476,7 +476,7 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: (torch.optim.SGD(linear(1, 1).parameters()), []),
         r"takes a class of optimizers \(optimizer_class\), not SGD",
     ),
-    "another class": (lambda: (nn.Linear, [RRef(nn.Linear(2, 2))]), "Linear is no class of optimizers"),
+    "another class": (lambda: (nn.Linear, [RRef(nn.Linear(2, 2))]), "Linear is not an optimizer class"),
     "a module": (lambda: (torch.optim.SGD, nn.Linear(2, 2)), r"not Linear. Write DistributedOptimizer\.for_module"),
     "a remote module": (lambda: (torch.optim.SGD, RemoteModule("w1", nn.Linear, (2, 2))), r"\.for_module"),
     "a generator": (lambda: (torch.optim.SGD, nn.Linear(2, 2).parameters()), "not Parameter"),

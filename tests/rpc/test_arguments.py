@@ -62,9 +62,9 @@ def test_keywords_that_are_no_dictionary(
 def test_functions_that_cannot_be_called(call: Callable[..., Any]) -> None:
     with pytest.raises(InvalidArgument, match=r"'take' \(str\) is not; give the function itself, without quotes"):
         call("w1", "take")
-    with pytest.raises(InvalidArgument, match="should be callable, which 3"):
+    with pytest.raises(InvalidArgument, match="should be callable, but 3"):
         call("w1", 3)
-    with pytest.raises(InvalidArgument, match=r"as in thing\.method"):
+    with pytest.raises(InvalidArgument, match=r"such as thing\.method"):
         call("w1", nn.Linear(2, 2).weight)
 
 

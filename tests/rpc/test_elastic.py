@@ -418,7 +418,7 @@ def in_vain(place: str) -> tuple[str, str]:
 def test_waiting_says_what_lets_workers_in_and_a_call_does_not_wait_for_itself(tcp: str) -> None:
     with processes(1) as made:
         alone, called = made[0].run(in_vain, tcp)
-    assert alone.endswith("not 2: w; who comes waits for the next generation: rpc.rendezvous_again() lets it in")
+    assert alone.endswith("not 2: w; a new worker joins at the next rpc.rendezvous_again()")
     assert "rpc.rendezvous_again() was called on worker 'w' by a remote call" in called
 
 

@@ -88,7 +88,7 @@ def test_shutdown_by_a_remote_call_is_an_error(workers: list[Process], function:
     kind, text = workers[0].run(call)
     assert kind is errors.UsageError
     assert "'worker1'" in text
-    assert "at the end of its own main program" in text
+    assert "at the end of the main program" in text
     assert workers[0].run(lambda: rpc.rpc_sync("worker1", int)) == 0  # it is in the group still
 
 

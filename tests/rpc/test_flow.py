@@ -91,7 +91,7 @@ def test_half_a_window_is_told_at_once() -> None:
 def test_more_items_than_may_be_unread_are_refused() -> None:
     intake = ReceiveWindow(3, 100)
     intake.came([1, 2], [0, 0], False)
-    with pytest.raises(ProtocolViolation, match="2 items came, of which at most 3 may be unread"):
+    with pytest.raises(ProtocolViolation, match="2 items arrived, but at most 3 may be unread"):
         intake.came([3, 4], [0, 0], False)
 
 

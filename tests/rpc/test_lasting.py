@@ -107,7 +107,7 @@ def test_an_owner_that_does_not_come_back_is_lost(crowd: Crowd) -> None:
     made.to_here()
     crowd.lose("w1")
     with pytest.raises(
-        errors.OwnerLost, match=r"lost with worker 'w1', and did not come back within 0.3 s: start worker 'w1'"
+        errors.OwnerLost, match=r"lost with worker 'w1', and was not restored within 0.3 s: start worker 'w1'"
     ):
         made.rpc_sync(timeout=0.3).add(1)
 
@@ -177,5 +177,5 @@ def test_values_that_nobody_holds_are_freed(crowd: Crowd) -> None:
 
 
 def test_restore_is_a_function_or_true(crowd: Crowd) -> None:
-    with pytest.raises(errors.InvalidArgument, match="`restore` is a function"):
+    with pytest.raises(errors.InvalidArgument, match="`restore` must be a function"):
         rpc.remote("w1", Counter, restore="yes")  # type: ignore[arg-type]

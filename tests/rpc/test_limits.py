@@ -61,7 +61,7 @@ def test_no_more_values_are_made_for_one_worker(three: tuple[Worker, Worker, Wor
     kept = [remote(caller, number) for number in range(MOST)]
     assert [each.to_here() for each in kept] == list(range(MOST))
     refused = remote(caller, MOST)
-    with pytest.raises(LimitReached, match=r"worker 'w0' keeps 20 values .*'w1' holds.* Let go of some references"):
+    with pytest.raises(LimitReached, match=r"worker 'w0' keeps 20 values .*'w1' holds.* Delete some references"):
         refused.to_here()
     assert remote(other, 100).to_here() == 100
     assert sorted(made) == [*range(MOST), 100]

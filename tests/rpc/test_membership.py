@@ -168,7 +168,7 @@ def test_waiting_for_workers(where: str) -> None:
     with processes(3) as made:
         made[0].run(join, "boss", where, 0, False)
         kind, text = made[0].run(error_of, partial(rpc.wait_for_workers, role="r"), ["x", "boss"], 0.1)
-        assert (kind, "role counts workers" in text) == (errors.InvalidArgument, True)
+        assert (kind, "role needs a number of workers" in text) == (errors.InvalidArgument, True)
         kind, text = made[0].run(error_of, rpc.wait_for_workers, ["x", "boss"], 0.1)
         assert kind is errors.CallTimeout
         assert "'x' not there; there are boss" in text

@@ -181,7 +181,7 @@ def test_a_call_whose_answer_was_let_go_is_not_run_again(stage: Stage) -> None:
         call(number)
     assert x.attached(IdempotentCalls)._table.kept <= MOST_OF_CALLER
     assert len(call(6)) == 3 * ENTRY
-    with pytest.raises(errors.AnswerLost, match=r"worker 'x' does not keep .* may have run.* call it anew where it"):
+    with pytest.raises(errors.AnswerLost, match=r"worker 'x' no longer has .* may have run.* call it again if it"):
         call(1)
     assert made == [1, 2, 3, 4, 5, 6]
 

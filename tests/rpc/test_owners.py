@@ -358,7 +358,7 @@ def test_while_the_directory_does_not_answer_known_values_are_served(kind: str) 
             assert on(workers[0], lambda: found.rpc_sync().add()) == 1
             assert on(workers[0], lambda: rpc.lookup("counter").rpc_sync().add()) == 2
             begun = time.monotonic()
-            with pytest.raises(errors.RendezvousError, match=r"'nothing' is not there after 2.5 s: the directory"):
+            with pytest.raises(errors.RendezvousError, match=r"'nothing' is not available after 2.5 s: the directory"):
                 on(workers[0], rpc.lookup, "nothing", 2.5)
             assert time.monotonic() - begun < 4
             begun = time.monotonic()

@@ -258,7 +258,7 @@ def test_who_has_left_meanwhile_is_not_waited_for(crowd: Crowd) -> None:
 
 def test_a_value_that_nobody_publishes_is_not_found(crowd: Crowd) -> None:
     with pytest.raises(
-        errors.NotPublished, match=r"'nothing' is not there after 0.2 s: no worker publishes it.*w0, w1"
+        errors.NotPublished, match=r"'nothing' is not available after 0.2 s: no worker publishes it.*w0, w1"
     ):
         crowd.on("w0", rpc.lookup, "nothing", 0.2)
 

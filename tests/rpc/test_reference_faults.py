@@ -339,8 +339,8 @@ def test_leaked_references_are_listed_in_debug_mode(
     assert "not initialized" in ended.stdout
     if debug:
         assert "4 references outlive their group" in ended.stderr
-        assert "1 made at" in ended.stderr
-        assert "3 made at" in ended.stderr
+        assert "1 created at" in ended.stderr
+        assert "3 created at" in ended.stderr
         assert f"{script}:8 in work" in ended.stderr
     else:
         assert "outlive" not in ended.stderr

@@ -63,7 +63,7 @@ def test_a_lookup_says_the_timeout_that_it_was_given(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(registering.Registration, "_find", find_late)
     with (
         group("fixed") as workers,
-        pytest.raises(errors.NotPublished, match=r"'nothing' is not there after 1 s: no worker"),
+        pytest.raises(errors.NotPublished, match=r"'nothing' is not available after 1 s: no worker"),
     ):
         on(workers[0], rpc.lookup, "nothing", 1.0)
 
@@ -87,7 +87,7 @@ def test_a_directory_that_refuses_is_told_to_those_that_ask(
             patch.setattr(DynamicGroup, "look_for_owner", refuse)
             with pytest.raises(error, match="as it says"):
                 on(workers[0], rpc.publish, "new", Counter)
-            with pytest.raises(error, match=r"'nothing' is not there after 2 s: as it says"):
+            with pytest.raises(error, match=r"'nothing' is not available after 2 s: as it says"):
                 on(workers[0], rpc.lookup, "nothing", 2.0)
             offers_of(workers[1])._withdraw(offers_of(workers[1])._offers["counter"])
             wait_until(lambda: refused.count("counter") > 3)

@@ -86,7 +86,7 @@ def test_who_only_looks_whether_somebody_is_there_costs_no_line(
     ):
         sock.shutdown(socket.SHUT_WR)
         assert closed(sock)
-    assert [r for r in caplog.records if "before it said a word" in r.getMessage()]
+    assert [r for r in caplog.records if "before it sent anything" in r.getMessage()]
     assert not [r for r in caplog.records if r.levelno >= logging.INFO]
 
 
@@ -163,7 +163,7 @@ def test_tls_refuses_the_certificate_of_another_authority(certificates: list[Tls
 BAD = {  # the authority that has signed it, when it begins and ends; what is said to whoever refuses it, and shows it
     "expired": ("ours", -2 * DAY, -DAY, "has expired", "certificate expired", "Renew the certificate"),
     "not yet": ("ours", DAY, 2 * DAY, "is not yet valid", "bad certificate", ""),
-    "foreign": ("foreign", -DAY, DAY, "unable to get local issuer", "unknown ca", "that one authority has signed"),
+    "foreign": ("foreign", -DAY, DAY, "unable to get local issuer", "unknown ca", "certificates of one authority"),
 }
 
 
@@ -185,9 +185,9 @@ def test_a_worker_with_a_bad_certificate_hears_what_is_wrong_with_it(
                 a.agent.call("w1", operator.add, (1, 2), None)
             said = str(caught.value)
             if shown_by == 0:
-                assert f"worker 'w1' refuses the certificate of this one, {bad.certificate!r}: {shown}" in said
+                assert f"worker 'w1' refuses the certificate of this worker, {bad.certificate!r}: {shown}" in said
             else:
-                assert "the certificate of worker 'w1' is refused here: " in said
+                assert "this worker refuses the certificate of worker 'w1': " in said
                 assert refused in said
             assert advice in said
 

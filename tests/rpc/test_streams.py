@@ -356,7 +356,7 @@ def test_an_error_comes_in_its_place() -> None:
 
 @here_w0
 def test_what_gives_no_items_is_told_so() -> None:
-    with pytest.raises(errors.UsageError, match=r"abs returned 'int', and a stream needs items: let it `yield`"):
+    with pytest.raises(errors.UsageError, match=r"abs returned 'int', but a stream needs items: let it `yield`"):
         next(rpc_stream("w1", abs, (-1,)))
     with pytest.raises(errors.UsageError, match="returned a future"):
         next(rpc_stream("w1", later))
@@ -589,7 +589,7 @@ def test_async_ends() -> None:
         assert await asyncio.to_thread(event("closed").wait, PATIENCE)
 
         stream = rpc_stream("w1", gated, (2,), timeout=0.05)
-        with pytest.raises(errors.CallTimeout, match="no item came"):
+        with pytest.raises(errors.CallTimeout, match="no item arrived"):
             await anext(stream)
         event("gate 0").set()
         assert await anext(stream) == 0

@@ -112,7 +112,7 @@ def test_a_batch_of_a_pipeline_has_the_time_of_all_its_micro_batches_both_ways(i
 
 def test_a_value_of_ones_own_that_is_not_made_in_time_is_named(impatient: Agent) -> None:
     reference = remote("w0", hold)
-    with pytest.raises(CallTimeout, match=r"<RRef w0/\d+ here.*>: the value was not made within 0.05 s"):
+    with pytest.raises(CallTimeout, match=r"<RRef w0/\d+ here.*>: the value was not created within 0.05 s"):
         reference.to_here()
     assert isinstance(reference, RRef)
 

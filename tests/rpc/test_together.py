@@ -52,7 +52,7 @@ def test_how_far_they_are_is_said_where_it_takes_long(
     thread.join(PATIENCE)
     assert found == WORKERS
     assert missing == ["w2", "w3"]
-    said = "checkpoint.save: writing: 1 of 3 workers are done, with 2.0 of 3.0 GB; not yet 'w2', 'w3'"
+    said = "checkpoint.save: writing: 1 of 3 workers are done, with 2.0 of 3.0 GB; waiting for 'w2', 'w3'"
     assert any(line.endswith(said) for line in caplog.messages)
     assert seen[0] not in progress.under_way()
 

@@ -123,5 +123,5 @@ def test_it_can_still_be_called_here() -> None:
 
 @pytest.mark.parametrize("function", [abs, int, functions.by_value(local), "local", asyncio.Lock().acquire], ids=alike)
 def test_only_functions_are_sent_so(function: Any) -> None:
-    with pytest.raises(InvalidArgument, match="made by def or lambda"):
+    with pytest.raises(InvalidArgument, match="defined by def or lambda"):
         functions.by_value(function)

@@ -47,7 +47,7 @@ def test_a_reference_that_several_threads_give_up_ends_once(worker: Worker) -> N
     table.flush()
     assert table.counts()["owners"] == 0
     assert [owned.handles for owned in table._machine.owned.values()] == []
-    with pytest.raises(RRefError, match="given up"):
+    with pytest.raises(RRefError, match="was deleted"):
         ref.to_here()
 
 

@@ -212,7 +212,7 @@ def test_out_of_descriptors_it_waits_and_says_so_once_in_a_while(doors: Doors, l
     with doors.knock() as sock:
         sock.sendall(b"\0\0")
         doors.tick()
-        assert eventually(lambda: doors.look(0.01) and any("no message" in line for line in lines))
+        assert eventually(lambda: doors.look(0.01) and any("an invalid message" in line for line in lines))
 
 
 @contextlib.contextmanager

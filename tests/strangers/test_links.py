@@ -111,7 +111,7 @@ def test_a_call_without_memory_for_its_tensors_is_handed_on() -> None:
 )
 def test_memory_that_is_short_closes_the_link_where_no_call_can_fail_instead(stream: bytes) -> None:
     closed, _ = hear(stream)
-    assert str(closed).startswith("this process has no memory left for what worker 'w1' sent")
+    assert str(closed).startswith("this process has no memory left for the data of worker 'w1'")
 
 
 def test_what_is_no_frame_behind_the_handshake_closes_the_link() -> None:

@@ -24,7 +24,7 @@ def describe(value: Any) -> Any:
         kinds = (type(value).__name__, str(value.dtype), tuple(value.shape), str(value.layout))
         return ("tensor", *kinds, value.requires_grad, vars(value) and describe(vars(value)), flat)
     if isinstance(value, BaseException):  # lines follow for the workers that it went through, or for what to do
-        said = str(value).partition("\nOn worker ")[0].partition("\nWhere that is a parameter")[0]
+        said = str(value).partition("\nOn worker ")[0].partition("\nIf that is a parameter")[0]
         return ("error", type(value).__name__, said)
     if isinstance(value, dict):
         return ("dict", [(describe(key), describe(each)) for key, each in value.items()])

@@ -349,7 +349,7 @@ def test_memory_that_is_gone() -> None:
         weights = {"w": torch.ones(size)}
         published(weights, layouts)
         weights["w"].untyped_storage().resize_(size // 2)
-        with pytest.raises(CannotEncode, match="it has no memory, or that was freed"):
+        with pytest.raises(CannotEncode, match="it has no memory, or its memory was freed"):
             published(weights, layouts)
 
 

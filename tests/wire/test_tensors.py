@@ -259,7 +259,7 @@ def test_compiled_results() -> None:
 def test_memory_that_was_freed(size: int, offset: int) -> None:
     tensor = torch.ones(size)[offset:]
     tensor.untyped_storage().resize_(0)
-    with pytest.raises(errors.CannotEncode, match="that was freed"):
+    with pytest.raises(errors.CannotEncode, match="its memory was freed"):
         pack([tensor])
 
 

@@ -69,7 +69,7 @@ class EventLoop:
         except (SystemExit, KeyboardInterrupt) as error:
             forks.exit_if_user_code_ended()
             log.warning(
-                "telegrad: %s was raised in a task or a callback of asyncio; the event loop goes on", repr(error)
+                "telegrad: %s was raised in a task or a callback of asyncio; the event loop continues", repr(error)
             )
             return self._begun is None  # asyncio may have lost the request to stop
         return True

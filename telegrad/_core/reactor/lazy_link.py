@@ -206,7 +206,7 @@ def _with_advice(error: Exception) -> Exception:
     if type(error) is not PeerUnreachable:
         return error
     kind = PeerStopped if isinstance(error.__cause__, PeerSilent) else PeerUnreachable
-    advice = "In a group to which workers return, rpc_sync and rpc_async wait with wait_for_worker=True"
+    advice = "Where workers are restarted, call rpc_sync or rpc_async with wait_for_worker=True"
     advised = kind(f"{error}. {advice}")
     advised.__cause__ = error.__cause__
     return advised

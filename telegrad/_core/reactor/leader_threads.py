@@ -102,7 +102,7 @@ class LeaderThreads:
                     self.leader = runner
             level = logging.DEBUG if program_has_ended() or self._lacks_threads else logging.WARNING
             self._lacks_threads = True
-            log.log(level, "telegrad: %s; a thread that works goes on leading, and the clock tries again", error)
+            log.log(level, "telegrad: %s; a busy thread remains the leader, and the timer tries again", error)
 
     def _spawn(self, runner: ReactorThread) -> None:
         thread = Thread(target=self._main, args=(runner,), name="telegrad-worker")

@@ -220,9 +220,9 @@ class Reactor:
             except OSError as error:
                 if not threads.closed:
                     log.critical(
-                        "telegrad: something in this process has closed descriptors that belong to its worker (%s): "
-                        "the worker reads no connection any more. Functions may close only what they have opened "
-                        "(os.closerange closes all): start the worker anew",
+                        "telegrad: code in this process has closed file descriptors of its worker (%s): the worker "
+                        "can no longer read connections. Functions may close only descriptors that they have opened "
+                        "(os.closerange closes all). Restart the worker",
                         error,
                     )
                 threads.closed = True

@@ -42,12 +42,12 @@ class Handle:
 def error_for(fault: str, handle: Handle, made: str) -> RRefError:
     """Return the error for a fault; `made` is the place where the reference was created, or empty."""
     about = f"the reference {number(handle.id)} to a value of worker {handle.owner.name!r}"
-    about += f", made at {made}," if made else ""
+    about += f", created at {made}," if made else ""
     if fault == OWNER_DIED:
-        return OwnerLost(f"{about} is lost: that worker has died or left. Make the value anew on another")
+        return OwnerLost(f"{about} is lost: that worker died or left. Create the value again on another worker")
     if fault == DELETED:
-        return RRefError(f"{about} was given up before this worker left its group")
+        return RRefError(f"{about} was deleted before this worker left its group")
     return RRefLost(
-        f"{about} is lost: a connection broke while it was on its way, or its owner took this worker for dead. "
-        "Make or send it again"
+        f"{about} is lost: a connection broke while it was being sent, or its owner declared this worker lost. Create "
+        "or send it again"
     )

@@ -108,7 +108,7 @@ def warn_of_leaks(places: Iterable[str]) -> None:
     """List the references that outlive their group, by the places where they were created."""
     counts = Counter(places)
     if counts:
-        listed = "\n  ".join(sorted(f"{count} made at {place}" for place, count in counts.items())[:SHOWN])
+        listed = "\n  ".join(sorted(f"{count} created at {place}" for place, count in counts.items())[:SHOWN])
         log.warning("telegrad: %d references outlive their group:\n  %s", counts.total(), listed)
 
 

@@ -146,7 +146,7 @@ class ReferenceTable(Maker):
                 if ref in self._refused:
                     raise fresh(self._refused[ref])
                 if not self._machine.seek(ref):
-                    raise RRefLost(f"worker {self.agent.name!r} has no value for the reference {number(ref)} any more")
+                    raise RRefLost(f"worker {self.agent.name!r} no longer has a value for the reference {number(ref)}")
                 self._wake()
             box = self._boxes.setdefault(ref, ValueSlot())
         if unknown:
@@ -175,7 +175,7 @@ class ReferenceTable(Maker):
         for handle in references:
             if handle.ended is not self._events:
                 raise UsageError(
-                    f"the reference {number(handle.id)} belongs to a group that this worker has left; make it anew "
+                    f"the reference {number(handle.id)} belongs to a group that this worker has left; create it again "
                     "after init_rpc"
                 )
             self.check(handle)
@@ -209,8 +209,8 @@ class ReferenceTable(Maker):
         if count < MOST_HELD:
             return None
         return LimitReached(
-            f"worker {self.agent.name!r} keeps {count:,} values to which worker {holder.name!r} holds references, and "
-            "makes no more for one worker. Let go of some references before making more"
+            f"worker {self.agent.name!r} keeps {count:,} values to which worker {holder.name!r} holds references, the "
+            "limit for one worker. Delete some references before creating more"
         )
 
     def _arrive(self, ref: Id, fork: Id, owner: Identity, sender: str) -> Handle:
@@ -291,7 +291,7 @@ class ReferenceTable(Maker):
             with contextlib.suppress(TelegradError):
                 self.agent.expect(owner)
         for ref, box in hopeless:
-            lost = RRefLost(f"the call that should have made the value of the reference {number(ref)} never came")
+            lost = RRefLost(f"the call that should have created the value of the reference {number(ref)} never arrived")
             box.fail(describe(lost, self.agent.name))
         for _, creation in freed:
             if creation is not None:

@@ -190,10 +190,10 @@ class IdempotentCalls:
             entry = self._table.enter(caller, number, left, now)
             if entry is None:
                 raise AnswerLost(
-                    f"worker {self._agent.name!r} does not keep what came of this idempotent call any more, so it may "
-                    f"have run, and was not run once more: at most {MOST_OF_CALLER >> 20} MiB of answers are kept for "
-                    f"one worker that does not take them, {MOST >> 20} MiB for all, and none for one that was taken "
-                    "for dead. See what the function has done, and call it anew where it has not run or may run twice"
+                    f"worker {self._agent.name!r} no longer has the answer of this idempotent call, which may have run "
+                    f"and was not repeated: it keeps at most {MOST_OF_CALLER >> 20} MiB of unread answers for one "
+                    f"worker, {MOST >> 20} MiB for all, and none for a worker that was declared lost. Check what the "
+                    "function has done, and call it again if it has not run or may run twice"
                 )
             outcome: Future[Any] | None = entry.outcome
             if outcome is not None:

@@ -101,7 +101,9 @@ class Retries:
         with self.lock:
             waiting = self.queue.close()
         for call in waiting:
-            call.fail(ShutDown(f"worker {self.agent.name!r} shut down while {call.described} waited for the worker"))
+            call.fail(
+                ShutDown(f"worker {self.agent.name!r} shut down while {call.described} was waiting for that worker")
+            )
 
 
 class RetryRequest(NamedTuple):
@@ -325,8 +327,8 @@ class RetriedCall:
 
     def too_late(self, why: str) -> CallTimeout:
         return CallTimeout(
-            f"{self.described} waited for the worker in vain: it could not be called within the set timeout "
-            f"({self.timeout:g} s). {why}"
+            f"{self.described} timed out: the worker could not be called within the set timeout ({self.timeout:g} s). "
+            f"{why}"
         )
 
     def __repr__(self) -> str:
@@ -336,7 +338,7 @@ class RetriedCall:
 # Interface for the layers above
 
 
-@known_as("a look whether the worker is there")
+@known_as("checking whether the worker can be reached")
 def ping() -> None:
     """Return, which shows the caller that this worker is reachable."""
 

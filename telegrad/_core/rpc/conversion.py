@@ -84,8 +84,8 @@ def _as_dict(kwargs: Any) -> dict[str, Any]:
     if isinstance(kwargs, Mapping):
         return dict(kwargs)
     raise InvalidArgument(
-        f"kwargs must be a dictionary of arguments by their names, not {_shown(kwargs)}; write "
-        "kwargs={'name': x}, and args=(x,) for those without a name"
+        f"kwargs must be a dictionary from argument names to values, not {_shown(kwargs)}; write "
+        "kwargs={'name': x}, and args=(x,) for arguments without a name"
     )
 
 
@@ -98,8 +98,8 @@ def _check_callable(function: Any) -> None:
     elif isinstance(function, types.GeneratorType | types.AsyncGeneratorType):
         advice = "; give the function that yields, and its arguments as args: rpc_stream(to, f, args=(x,))"
     elif type(function).__module__ != "builtins":
-        advice = "; to call one of its methods give that, as in thing.method"
-    raise InvalidArgument(f"the function to call should be callable, which {_shown(function)} is not{advice}")
+        advice = "; to call one of its methods, give the method, such as thing.method"
+    raise InvalidArgument(f"the function to call should be callable, but {_shown(function)} is not{advice}")
 
 
 def _shown(value: Any) -> str:

@@ -113,9 +113,7 @@ def by_value(fn: F) -> F:
         2
     """
     if type(fn) is not FunctionType:
-        raise InvalidArgument(
-            f"fn: by_value takes a function that was made by def or lambda, not {checks.short_repr(fn)}"
-        )
+        raise InvalidArgument(f"fn: by_value takes a function defined by def or lambda, not {checks.short_repr(fn)}")
     return ByValue(fn)  # type: ignore[return-value, arg-type]
 
 

@@ -75,7 +75,7 @@ def _follow(doing: str, calls: Mapping[str, Future[Any]], sizes: Mapping[str, in
         late = missing()
         written = _written(sizes, late)
         names = listed([repr(worker) for worker in late])
-        return f"{doing}: {len(calls) - len(late)} of {len(calls)} workers are done{written}; not yet {names}"
+        return f"{doing}: {len(calls) - len(late)} of {len(calls)} workers are done{written}; waiting for {names}"
 
     with contextlib.ExitStack() as stack:
         looks: list[Wait | StallWatch] = [watch]

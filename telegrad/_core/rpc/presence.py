@@ -55,7 +55,7 @@ def wait_for_workers(wanted: int | Collection[str], timeout: float = 0, *, role:
     checks.seconds("timeout", timeout)
     checks.text("role", role, "the role of workers", empty=True)
     if role and not isinstance(wanted, int):
-        raise InvalidArgument("role counts workers: give it with a number of them in `wanted`, not with their names")
+        raise InvalidArgument("role needs a number of workers in `wanted`, not their names")
     return membership.wait_for(wanted, timeout, role)
 
 

@@ -156,8 +156,8 @@ class RestorableRRef(RRef[T]):
         except NotPublished as error:
             kind = ClaimLost if isinstance(lost, ClaimLost) else OwnerLost
             raise kind(
-                f"{about} was lost with worker {self._handle.owner.name!r}, and did not come back within {limit:g} s: "
-                f"{self._trail.describe()[1]}, or give the call a longer timeout. The last try: "
+                f"{about} was lost with worker {self._handle.owner.name!r}, and was not restored within {limit:g} s: "
+                f"{self._trail.describe()[1]}, or give the call a longer timeout. The last error: "
                 f"{error.__cause__ or error}"
             ) from lost
         with _renewing:
@@ -177,9 +177,9 @@ def wait_for(agent: Agent, trail: RecoveryStrategy, limit: float, about: str, be
     why: Exception | None = None
 
     def text() -> str:
-        return f"{about} is not there: {why}"
+        return f"{about} is not available: {why}"
 
-    with Wait("a value that comes back", text, lambda: trail.describe()[0], worker=agent.name) as wait:
+    with Wait("restoring a value", text, lambda: trail.describe()[0], worker=agent.name) as wait:
         while True:
             left = until - monotonic()
             try:
@@ -188,7 +188,7 @@ def wait_for(agent: Agent, trail: RecoveryStrategy, limit: float, about: str, be
             except NOT_YET as error:
                 why = error
             if agent.closed or left <= PAUSE:
-                raise NotPublished(f"{about} is not there after {limit:g} s: {why}") from why
+                raise NotPublished(f"{about} is not available after {limit:g} s: {why}") from why
             wait.look()
             with agent.waiting():
                 sleep(PAUSE)
@@ -206,7 +206,7 @@ def ensure_present(reference: RRef[Any], timeout: float = DEFAULT) -> bool:
         owner = reference._table.reach(handle)
         if owner == agent.me.identity or agent.call(owner, _holds, handle.id, None, timeout):
             return False
-        lost: Exception = RRefLost(f"worker {owner.name!r} has no value for {reference!r} any more")
+        lost: Exception = RRefLost(f"worker {owner.name!r} no longer has a value for {reference!r}")
     except LOST as error:
         lost = error
     if isinstance(reference, RestorableRRef):
@@ -215,11 +215,11 @@ def ensure_present(reference: RRef[Any], timeout: float = DEFAULT) -> bool:
     if not isinstance(lost, RRefError):
         raise lost
     raise CannotRestore(
-        f"the value of {reference!r} is lost, and nothing says how to make it anew: give `restore` to what makes it"
+        f"the value of {reference!r} is lost, and cannot be created again: give `restore` to the call that creates it"
     ) from lost
 
 
-@known_as("a look whether a value is there")
+@known_as("checking whether a value exists")
 def _holds(maker: str, number: int) -> bool:
     return current.references().known((maker, number)) is not None
 
@@ -269,7 +269,7 @@ class Copied(NamedTuple):
 
     def describe(self) -> tuple[list[str], str]:
         name = self.maker.name
-        return [name], f"worker {name!r}, which has made it, must live and hold a reference, and its owner come back"
+        return [name], f"worker {name!r}, its creator, must be alive and hold a reference, and its owner must return"
 
     def travels(self) -> RecoveryStrategy:
         return self
@@ -279,8 +279,8 @@ def check_restore(restore: Any) -> None:
     """Raise InvalidArgument if `restore` is invalid."""
     if not isinstance(restore, bool) and not callable(restore):
         raise InvalidArgument(
-            "`restore` is a function that is called with the value once that was made anew, or True where nothing more "
-            f"is to be done, not {checks.short_repr(restore)}"
+            "`restore` must be a function that is called with the value after it was created again, or True if no such "
+            f"call is needed, not {checks.short_repr(restore)}"
         )
 
 
@@ -329,7 +329,7 @@ class RestorableValues:
                 del self._anew[first]
 
     def __repr__(self) -> str:
-        return f"<RestorableValues: {len(self.lasting)} to make anew, {len(self._anew)} made anew>"
+        return f"<RestorableValues: {len(self.lasting)} restorable, {len(self._anew)} restored>"
 
 
 def _another(ref: Id) -> RRef[Any] | None:
@@ -362,12 +362,12 @@ def _make_anew(make: Callable[..., Any], args: Any, kwargs: Any, restore: Restor
     return made
 
 
-@known_as("asking for a value that was made anew")
+@known_as("asking for a restored value")
 def _found_again(maker: str, number: int, limit: float) -> RRef[Any]:
     """At the creator of the reference: return a reference to the value, recreated if necessary."""
     lasting = current.here().attached(RestorableValues).lasting.get((maker, number))
     if lasting is None:
-        raise RRefLost("who made the value holds no reference to it any more")
+        raise RRefLost("the worker that created the value no longer holds a reference to it")
     ensure_present(lasting, limit)
     return RRef._of_handle(lasting._table, lasting._handle)
 

@@ -168,8 +168,8 @@ class RRef(Operators, Generic[T]):
             if self._handle.box.full:
                 raise
             raise CallTimeout(
-                f"{self!r}: the value was not made within {limit:g} s; the function that makes it may still run. "
-                "Give to_here a longer timeout, or 0 for no limit"
+                f"{self!r}: the value was not created within {limit:g} s; the function that creates it may still be "
+                "running. Give to_here a longer timeout, or 0 for no limit"
             ) from error
         return value
 
@@ -332,16 +332,16 @@ class RRef(Operators, Generic[T]):
             return lambda *args, **kwargs: self._operate(call_method, self, name, *args, **kwargs)
         raise AttributeError(
             f"RRef has no attribute {name!r}. To call a method of the value write rref.rpc_sync().{name}(...). To read "
-            f"an attribute write rref.to_here().{name}, which copies the value, or call a function on the owner with "
-            f"the reference, which reads rref.local_value().{name}"
+            f"an attribute write rref.to_here().{name}, which copies the value, or pass the reference to a function on "
+            f"the owner that reads rref.local_value().{name}"
         )
 
     # Unsupported uses
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise UsageError(
-            f"{self!r} can only be sent in the arguments or the result of a remote call; pickled otherwise, nobody "
-            "would know of it. To save the value, pickle rref.to_here()"
+            f"{self!r} can only be sent in the arguments or the result of a remote call, because a pickled reference "
+            "cannot be counted. To save the value, pickle rref.to_here()"
         )
 
     def __copy__(self) -> RRef[T]:

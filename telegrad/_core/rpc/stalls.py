@@ -70,8 +70,8 @@ class StallWatch:
             silence = self._silences[worker]
             if silence.look(now, self._gets_on(worker)):
                 self.errors[worker] = CallTimeout(
-                    f"worker {worker!r} did not get on for {self._limit:g} s (`rpc_timeout` in the options): its "
-                    "process is stopped, or hangs, or waits for a disk (`telegrad why` tells). It may go on yet"
+                    f"worker {worker!r} made no progress for {self._limit:g} s (`rpc_timeout` in the options): its "
+                    "process is stopped, hangs, or waits for a disk (see `telegrad why`). It may still continue"
                 )
                 call.cancel()
             pause = min(pause, silence.pause)

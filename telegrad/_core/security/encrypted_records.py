@@ -170,5 +170,5 @@ class RecordReader:
 
 def not_authentic(error: Exception) -> str:
     if isinstance(error, DecryptionFailed):
-        return "what came over the connection was not sent so by that worker: it was altered on the way"
-    return f"it sent what is no record ({error})"
+        return "the received data is not what that worker sent: it was altered on the way"
+    return f"it sent an invalid record ({error})"

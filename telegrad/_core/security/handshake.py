@@ -52,7 +52,7 @@ _HELLO, _REPLY, _FIRST, _SECOND, _CLAIM, _ACCEPTED, _REFUSAL = b"H", b"C", b"1",
 _REASONS: dict[str, tuple[type[HandshakeError | PeerUnreachable], str]] = {
     "version": (
         VersionMismatch,
-        "it speaks no version of the protocol that is known here: install the same telegrad on all workers",
+        "it speaks no version of the protocol that this worker knows: install the same telegrad on all workers",
     ),
     UNKNOWN_KEY: (
         AuthenticationFailed,
@@ -62,11 +62,11 @@ _REASONS: dict[str, tuple[type[HandshakeError | PeerUnreachable], str]] = {
     "altered": (AuthenticationFailed, "the handshake was altered on the way"),
     OTHER_USER: (
         AuthenticationFailed,
-        "it belongs to another user of this host, to which only TCP connections are made",
+        "it belongs to another user of this host: workers of different users connect by TCP only",
     ),
     ONE_SIDED_TLS: (AuthenticationFailed, ONE_SIDED),
-    "stranger": (ProtocolViolation, "it does not take this for a worker's connection"),
-    "other": (PeerUnreachable, "another worker listens there now: the one that was wanted has ended or was restarted"),
+    "stranger": (ProtocolViolation, "it does not accept this as a worker's connection"),
+    "other": (PeerUnreachable, "another worker listens there now: the wanted worker has ended or was restarted"),
 }
 
 
@@ -136,12 +136,12 @@ class _End:
             return None
         size = int.from_bytes(self.leftover[:2], "little")
         if not 1 <= size <= LONGEST:
-            raise self._refuse("stranger", "it sent what is no message of this protocol")
+            raise self._refuse("stranger", "it sent an invalid message")
         if self.leftover[:3] == HANDSHAKE + b"\x01":  # this protocol has no message kind 1
             self.parting = ALERT_NO_TLS
             raise AuthenticationFailed(ONE_SIDED)
         if self.leftover[2:3] not in (self._state, _REFUSAL, b""):
-            raise self._refuse("stranger", "it sent what does not belong here")
+            raise self._refuse("stranger", "it sent an unexpected message")
         if len(self.leftover) < 2 + size:
             return None
         message, self.leftover = self.leftover[2 : 2 + size], self.leftover[2 + size :]
@@ -156,7 +156,8 @@ class _End:
         size = len(kind) + len(body)
         if size > LONGEST:
             raise HandshakeError(
-                f"what this worker says of itself has {size} bytes, of {LONGEST}: its name or a device map is too long"
+                f"this worker's description of itself has {size} bytes, of at most {LONGEST}: its name or a device map "
+                "is too long"
             )
         return size.to_bytes(2, "little") + kind + body
 
@@ -167,12 +168,13 @@ class _End:
 
     def _open(self, kind: bytes, body: bytes) -> None:
         if len(body) != _OPENING.size or body[:4] != MAGIC:
-            raise self._refuse("stranger", "it sent what is no greeting of this protocol")
+            raise self._refuse("stranger", "it sent an invalid greeting")
         _, newest, _ = _OPENING.unpack(body)
         self.version = min(newest, self._spoken.newest)
         if self.version < self._spoken.oldest:
             raise self._refuse(
-                "version", f"it speaks version {newest} of the protocol, this worker none before {self._spoken.oldest}"
+                "version",
+                f"it speaks version {newest} of the protocol, but this worker needs at least {self._spoken.oldest}",
             )
         self._prologue += kind + body
 
@@ -183,7 +185,7 @@ class _End:
             devices = tuple((str(here), str(there)) for here, there in map_)
             return Hello(str(name), int(id_), str(incarnation), str(program), devices), more
         except (ValueError, TypeError, OverflowError, RecursionError):
-            raise self._refuse("stranger", "it holds the key, but what it claims is no claim") from None
+            raise self._refuse("stranger", "it holds the key, but sent an invalid claim") from None
 
     def _refuse(self, reason: str, why: str) -> HandshakeError | PeerUnreachable:
         self.parting = refusal(reason)
@@ -301,9 +303,9 @@ class Acceptor(_End):
             case [str() as wanted, str() as connection, -1 | 0 | 1 as lane]:
                 self.stream_id = StreamId(connection, lane)
             case _:
-                raise self._refuse("stranger", "it holds the key, but does not say what it wants")
+                raise self._refuse("stranger", "it holds the key, but sent an incomplete claim")
         if wanted != self._mine.incarnation:
-            raise self._refuse("other", f"worker {claim.name!r} looks for a worker that is not here any more")
+            raise self._refuse("other", f"worker {claim.name!r} looks for a worker that is no longer here")
         self.peer = claim
 
 

@@ -57,7 +57,7 @@ def check_key(key: object, source: str) -> bytes:
         try:
             key = key.encode("utf-8", "surrogateescape")
         except UnicodeEncodeError:
-            raise UsageError(f"{source} has characters that UTF-8 cannot write: give bytes, or other text") from None
+            raise UsageError(f"{source} has characters that UTF-8 cannot encode: give bytes, or other text") from None
     if not isinstance(key, bytes):
         raise UsageError(
             f"{source} must be a str or bytes of at least {SHORTEST} bytes, or False for a group without a key, "
@@ -66,11 +66,10 @@ def check_key(key: object, source: str) -> bytes:
     key = key.strip()
     if key.isascii() and _NO_KEY.match(key):
         raise UsageError(
-            f"{source} looks like a comment, an assignment or a key within quotes: a key is a line of its own, with "
-            "nothing but the key on it"
+            f"{source} looks like a comment, an assignment or a key within quotes: a key must be alone on its line"
         )
     if key.isascii() and (b"\n" in key or b"\r" in key):
-        raise UsageError(f"{source} has several lines: a key is one line, so give one of them")
+        raise UsageError(f"{source} has several lines: a key is a single line, so give one of them")
     if len(key) < SHORTEST:
         raise UsageError(
             f"{source} has {len(key)} bytes: a group's key needs at least {SHORTEST}, so that it cannot be guessed. "
@@ -107,7 +106,7 @@ class Keyring:
                     self._secrets = tuple(map(_stretch, read_keys(self._path)))
                 # the file may be incomplete while it is written; do not stop a running group
                 except UsageError as error:
-                    log.warning("telegrad: the keys stay as they were, until the file changes again: %s", error)
+                    log.warning("telegrad: the previous keys stay in use until the key file changes again: %s", error)
         return self._secrets
 
     def derive(self, purpose: bytes) -> tuple[bytes, ...]:
@@ -149,8 +148,8 @@ def read_keys(path: str, setting: str = "") -> list[bytes]:
     keys = [check_key(line, f"{file}, line {number},") for number, line in enumerate(lines, 1) if line]
     if len(keys) > MOST_KEYS:
         raise UsageError(
-            f"{file} has more than {MOST_KEYS} keys: one, and on the next line another while the key is replaced. "
-            "Remove the others"
+            f"{file} has more than {MOST_KEYS} keys: it may have one, and a second on the next line while the key is "
+            "replaced. Remove the others"
         )
     if not keys:
         raise UsageError(f"{file} is empty: write a key of at least {SHORTEST} bytes into it")

@@ -60,7 +60,9 @@ def own_digest(files: TlsFiles) -> bytes:
     except OSError as error:
         raise UsageError(f"the TLS certificate {files.certificate!r} cannot be read: {error}") from error
     if found is None:
-        raise UsageError(f"the TLS certificate {files.certificate!r} cannot be used: it holds none in PEM format")
+        raise UsageError(
+            f"the TLS certificate {files.certificate!r} cannot be used: the file has no certificate in PEM format"
+        )
     return hashlib.sha256(ssl.PEM_cert_to_DER_cert(found[0])).digest()
 
 
@@ -98,12 +100,12 @@ def refused_certificate(error: ssl.SSLError, name: str, files: TlsFiles) -> str:
     """
     if isinstance(error, ssl.SSLCertVerificationError):
         why = error.verify_message
-        said = f"the certificate of worker {name!r} is refused here: {why}"
+        said = f"this worker refuses the certificate of worker {name!r}: {why}"
         return f"{said}. {_advice(why, f'of worker {name!r}')}"
     if "_ALERT_" not in (error.reason or ""):
         return ""
     why = error.reason.partition("_ALERT_")[2].lower().replace("_", " ")
-    said = f"worker {name!r} refuses the certificate of this one, {files.certificate!r}: {why}"
+    said = f"worker {name!r} refuses the certificate of this worker, {files.certificate!r}: {why}"
     return f"{said}. {_advice(why, 'of this worker')}"
 
 
@@ -112,7 +114,7 @@ def _advice(why: str, whose: str) -> str:
         return f"Renew the certificate {whose}"
     if "not yet valid" in why:
         return "Compare the clocks of the two hosts"
-    return "Give all workers certificates that one authority has signed, and that authority's as `authority`"
+    return "Give all workers certificates of one authority, and that authority's certificate as `authority`"
 
 
 def _context(protocol: int, files: TlsFiles) -> ssl.SSLContext:
@@ -146,4 +148,4 @@ server_context, client_context = (
 
 def _refuse_passphrase(private_key: str) -> NoReturn:
     """Raise, because OpenSSL would ask for the passphrase on the terminal and block the worker."""
-    raise UsageError(f"the TLS key {private_key!r} needs a passphrase: give one without (`openssl pkey`)")
+    raise UsageError(f"the TLS key {private_key!r} needs a passphrase: give a key without one (`openssl pkey`)")

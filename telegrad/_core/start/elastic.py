@@ -98,7 +98,9 @@ class Elastic:
             RendezvousError: there is no next generation, or none with this worker, which has left all the same.
         """
         if not self._turning.acquire(blocking=False):
-            raise UsageError("rpc.rendezvous_again() is under way on another thread of this worker: let one call it")
+            raise UsageError(
+                "rpc.rendezvous_again() is already running on another thread of this worker: call it on one thread"
+            )
         try:
             joined, self._has_joined = self._has_joined, False
             if joined:  # the others have reached this point by their own calls of this function
@@ -119,13 +121,15 @@ class Elastic:
                 _await_end(timeout)
             made = self.begin(before, timeout or inf)
         except BaseException as error:
-            worker.end(f"it did not come into the next generation of its group: {error or type(error).__name__}")
+            worker.end(f"it did not join the next generation of its group: {error or type(error).__name__}")
             current.leave(worker, error)
             raise
         made.conductor.contexts.succeed(worker.conductor.contexts)
         current.replace(worker, made)
         over = f"generation {turning.generation.number} of the group has ended; worker {made.me.name!r} is in"
-        ended = GenerationOver(f"{over} generation {self.generation_of(made).number} now: make it anew there")
+        ended = GenerationOver(
+            f"{over} generation {self.generation_of(made).number} now: repeat the call or create the reference there"
+        )
         worker.references.over = ended
         worker.end(MOVED, reason=ended)
         return made
@@ -138,7 +142,7 @@ class Elastic:
             try:
                 told = turning.serve()
             except BaseException as error:
-                worker.end(f"it was told to end: {type(error).__name__}")
+                worker.end(f"it was ended by {type(error).__name__}")
                 current.leave(worker)
                 raise
             if told == FINISH:
@@ -161,7 +165,7 @@ def _await_end(timeout: float) -> None:
     sleep(min(timeout or inf, LONG))
     raise GroupIncomplete(
         f"a worker of this generation was lost or left, but within {timeout:g} s the launcher did not restart the "
-        "workers: look at its log, and at its --max-restarts"
+        "workers: check its log and its --max-restarts"
     )
 
 
@@ -175,5 +179,7 @@ def limits_of(least: int | None, most: int | None, size: int | None) -> GroupSiz
         raise UsageError("init_rpc takes either world_size, or min_workers and max_workers")
     limits = GroupSize(1 if least is None else least, most or 0)
     if limits.least < 1 or (most is not None and most < limits.least):
-        raise UsageError(f"min_workers must be at least 1, and max_workers no less: not {least} and {most}")
+        raise UsageError(
+            f"min_workers must be at least 1, and max_workers at least min_workers: not {least} and {most}"
+        )
     return limits

@@ -141,18 +141,18 @@ def _show(worker: Worker, port: int) -> None:
     try:
         shown = importlib.import_module("telegrad.insight").dashboard(port=port)
     except OSError as error:  # the worker has joined its group, which must continue
-        log.warning("telegrad: worker %r does not show the group: %s", worker.me.name, error)
+        log.warning("telegrad: worker %r cannot serve the dashboard: %s", worker.me.name, error)
         return
     worker.at_end.append(shown.close)
-    log.warning("telegrad: worker %r shows the group at %s", worker.me.name, shown.url)
+    log.warning("telegrad: worker %r serves the dashboard at %s", worker.me.name, shown.url)
 
 
 def check_free() -> None:
     """Raise AlreadyInitialized if this process is a worker."""
     if current.worker is not None:
         raise AlreadyInitialized(
-            f"RPC is already initialized: this process is worker {current.worker.agent.name!r}; end that group first, "
-            "by rpc.shutdown() or by the shutdown() of what telegrad.local gave"
+            f"RPC is already initialized: this process is worker {current.worker.agent.name!r}; leave that group "
+            "first, by rpc.shutdown() or by the shutdown() of the object that telegrad.local returned"
         )
 
 
@@ -217,8 +217,8 @@ def check_may_wait(worker: Worker, what: str) -> None:
     if worker.agent.serves_here():
         raise UsageError(
             f"rpc.{what}() was called on worker {worker.agent.name!r} by a remote call or by a callback, and would "
-            "wait for itself. Let each worker call it at the end of its own main program: it serves calls there until "
-            "all others have called it, too. rpc.shutdown(graceful=False) leaves at once, without the others; "
+            "wait for itself. Call it at the end of the main program of each worker, where it serves calls until all "
+            "others have called it, too. rpc.shutdown(graceful=False) leaves at once, without waiting for the others; "
             "rpc.stop_serving() ends the rpc.serve() of a worker of a dynamic group"
         )
 
@@ -340,7 +340,7 @@ def _elastic(worker: Worker) -> Elastic:
     if elastic is None:
         raise UsageError(
             f"worker {worker.agent.name!r} is in a group that has no generations: give min_workers or max_workers to "
-            "init_rpc, in place of world_size"
+            "init_rpc, instead of world_size"
         )
     return elastic
 

@@ -143,8 +143,8 @@ def _resolved(host: str, port: int) -> list[Any]:
     addresses = [ipaddress.ip_address(str(address[0]).partition("%")[0]) for *_, address in found]
     if all(each.is_multicast or str(each) == "255.255.255.255" for each in addresses):
         raise UsageError(
-            f"the store's host {host!r} is an address of several hosts, to which nobody can connect: give the address "
-            "of the host of rank 0 in MASTER_ADDR or init_method"
+            f"the store's host {host!r} is a multicast or broadcast address, and workers cannot connect to it: give "
+            "the address of the host of rank 0 in MASTER_ADDR or init_method"
         )
     if all(address[3:] == (0,) and ipaddress.ip_address(address[0]).is_link_local for *_, address in found):
         raise UsageError(
@@ -205,10 +205,10 @@ def _checked(wanted: str) -> str:
         found = getattr(found, "ipv4_mapped", None) or found
         # The kernel lets a datagram socket connect to each of the host's own addresses, but not to a broadcast address.
         if found.is_unspecified or found.is_multicast or not _source(family, (address[0], ANY_PORT, *address[2:])):
-            raise OSError("it stands for several addresses, and others cannot connect to that")
+            raise OSError("it is not the address of a single host")
     except (OSError, ValueError) as error:  # ValueError: an invalid name, such as a part of over 63 bytes
         raise UsageError(
-            f"{wanted!r} is no address of this host ({error}); give one that `ip addr` shows, "
+            f"{wanted!r} is not an address of this host ({error}); give one that `ip addr` shows, "
             f"in the option `address` or in {ADDRESS_VARIABLE}"
         ) from error
     return text_of(address)

@@ -54,7 +54,7 @@ class FileStore:
             try:
                 total = int(self._values.get(key, b"") or 0) + more
             except ValueError:
-                raise self._refused(f"the counter {key!r} in it is no number") from None
+                raise self._refused(f"its counter {key!r} is not a number") from None
             self._append(file, key, str(total).encode())
             return total
 
@@ -84,7 +84,7 @@ class FileStore:
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         with self._opened():
             if gone := [key for key in keys if key not in self._values]:
-                raise self._refused(f"it has no key {gone[0]!r} any more")
+                raise self._refused(f"it no longer has the key {gone[0]!r}")
             return [self._values[key] for key in keys]
 
     # The file
@@ -96,7 +96,7 @@ class FileStore:
             try:
                 file = os.open(self.path, _OPEN)
             except OSError as error:
-                raise StoreLost(f"the store {self.path!r} cannot be opened any more: {error.strerror}") from error
+                raise StoreLost(f"the store {self.path!r} can no longer be opened: {error.strerror}") from error
             try:
                 self._check(os.fstat(file))
                 if not writes:
@@ -113,14 +113,14 @@ class FileStore:
 
     def _check(self, found: os.stat_result) -> None:
         if not stat.S_ISREG(found.st_mode):
-            raise OSError("it is no regular file")
+            raise OSError("it is not a regular file")
         try:
             refuse_foreign(found, self.path)
         except UnsafePath as error:
             raise UnsafePath(error.errno, f"{error.strerror}: chmod 600 it, or name another file", self.path) from None
         self._file = self._file or (found.st_dev, found.st_ino)
         if self._file != (found.st_dev, found.st_ino) or found.st_size < self._end:
-            raise self._refused("it was replaced or cut short while it was in use")
+            raise self._refused("it was replaced or truncated while it was in use")
 
     def _take_lock(self, file: int) -> None:
         import fcntl
@@ -161,7 +161,7 @@ class FileStore:
         start += _LENGTH.size
         length = _LENGTH.unpack(head)[0] if len(head) == _LENGTH.size else size
         if length > size - start:
-            raise self._refused(f"it is cut short, or garbage, at byte {start}")
+            raise self._refused(f"it is truncated or damaged at byte {start}")
         return os.pread(file, length, start), start + length
 
     def _append(self, file: int, key: str, value: bytes) -> None:

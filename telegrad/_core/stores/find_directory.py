@@ -87,7 +87,7 @@ class DirectoryMonitor:
         """
         if sys.platform == "win32":
             raise UsageError(
-                "on Windows a dynamic or elastic group needs a directory elsewhere: init_method='etcd://HOST:2379' or "
+                "on Windows a dynamic or elastic group needs an external directory: init_method='etcd://HOST:2379' or "
                 "'redis://HOST:6379', or give all workers world_size"
             )
         self._keys = keys
@@ -200,7 +200,7 @@ def find_directory(
         if wait is not None:
             wait.look()
     raise StoreUnreachable(
-        f"the directory of the group at {pointer} does not answer: is the worker that keeps it running, and can its "
+        f"the directory of the group at {pointer} does not answer: is the worker that serves it running, and can its "
         "host be reached from here?"
         if pointer is not None
         else f"the store at {place} does not say where the group's directory is: is the worker that serves it running?"
@@ -268,8 +268,8 @@ def note(store: int | str, pointer: Pointer) -> None:
             file.write(pointer.to_json().encode())
     except OSError as error:
         log.warning(
-            "telegrad: it cannot be noted where the group's directory is (%s): if the worker that serves the store is "
-            "lost, one that serves it anew begins another group",
+            "telegrad: the place of the group's directory cannot be saved (%s): if the worker that serves the store "
+            "is lost, a restarted one begins another group",
             reason(error),
         )
 

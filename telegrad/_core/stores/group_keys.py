@@ -85,8 +85,8 @@ def user_keys() -> Keyring:
         create_once(path, new_key() + b"\n")
     except UsageError as error:
         raise UsageError(
-            f"no key is given, and this user's own key file cannot be used: {error}. Or give all workers the same key "
-            f"of at least 16 bytes in {VARIABLE}, in a file that {FILE_VARIABLE} names, or by key=...; key=False makes "
-            "a group without a key, in which anyone who reaches a worker can run code"
+            f"no key is given, and this user's own key file cannot be used: {error}. Correct that, or give all workers "
+            f"the same key of at least 16 bytes in {VARIABLE}, in a file that {FILE_VARIABLE} names, or by key=...; "
+            "key=False makes a group without a key, in which anyone who reaches a worker can run code"
         ) from None
     return Keyring(read_keys(path), path, source=path)

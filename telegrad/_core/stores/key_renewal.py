@@ -41,5 +41,5 @@ class SealRenewal:
             try:
                 self._renew()
             except (TelegradError, RuntimeError) as error:
-                log.debug("telegrad: the store cannot be sealed anew, as it is lost: %s", error)
+                log.debug("telegrad: the store cannot be sealed again, because it is lost: %s", error)
                 return

@@ -73,7 +73,7 @@ class SealedDirectory:
             except StoreUntrusted as error:
                 if event.key not in self._told:
                     self._told.add(event.key)
-                    log.warning("telegrad: a change in the group's directory is left out: %s", error)
+                    log.warning("telegrad: a change in the group's directory is ignored: %s", error)
         return revision, opened
 
     def renew_seals(self) -> None:

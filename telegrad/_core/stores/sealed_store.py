@@ -103,9 +103,8 @@ class SealedStore:
             raise
         except RuntimeError as error:
             raise StoreLost(
-                f"the store was lost ({short(error)}): "
-                "the worker that serves it has ended or cannot be reached, see its log; or another program, without "
-                "the group's key, has spoiled what is in the store"
+                f"the store was lost ({short(error)}): the worker that serves it has ended or cannot be reached, see "
+                "its log; or another program, without the group's key, has corrupted the content of the store"
             ) from error
 
     def ask(self, place: str) -> str:
@@ -194,8 +193,8 @@ class SealedStore:
         found = self._sealer.open(group, place, raw)
         if found.serial < newest:
             raise StoreUntrusted(
-                f"the group's store has an older value at {place!r} than it had before, or none: somebody without the "
-                "group's key writes to it, or it was served anew"
+                f"the group's store has an older value at {place!r} than it had before, or none: a program without the "
+                "group's key writes to it, or it was restarted"
             )
         if found.serial > self._seen.get((group, place), 0):
             self._seen[group, place] = found.serial
@@ -217,7 +216,7 @@ def _text(raw: bytes) -> str:
 def unauthenticated(place: str) -> StoreUntrusted:
     """Return the error for a value that was not sealed with a key of this process."""
     return StoreUntrusted(
-        f"what stands in the group's store at {place!r} was not written with this worker's key. The workers have "
+        f"the value in the group's store at {place!r} was not written with this worker's key. The workers have "
         "different keys, or the store is another program's. Give all workers the same key: TELEGRAD_KEY, "
         "TELEGRAD_KEY_FILE or key=... in the options; without any of these, workers of one user share the key in "
         "that user's state folder, which hosts without a shared home do not have in common. If the store is a file "

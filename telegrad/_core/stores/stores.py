@@ -135,7 +135,7 @@ def _on_engine(url: str, engine: str, rank: int, size: int | None, keys: Keyring
     """Open a dynamic or elastic group whose directory is a server of etcd or Redis."""
     if size is not None:
         raise UsageError(
-            f"{engine}:// keeps the directory of a dynamic or elastic group: leave world_size out; a group of fixed "
+            f"{engine}:// is for dynamic and elastic groups: leave world_size out; a group of fixed "
             "size meets at tcp://HOST:PORT, env:// or file:///PATH"
         )
 
@@ -176,7 +176,7 @@ def _from_env(rank: int, size: int | None, timeout: float, keys: Keyring) -> Ren
     if not host:
         raise UsageError(
             "init_method env:// needs the variable MASTER_ADDR, the host of rank 0; set it on all workers, or start "
-            "them with a launcher whose variables tell it (mpirun, srun, ...)"
+            "them with a launcher that sets it (mpirun, srun, ...)"
         )
     port = _from_environment("MASTER_PORT", "a free port (1 to 65535) on the host of rank 0; set it on all workers")
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun serves it, and for all attempts
@@ -286,7 +286,8 @@ def serve(host: str, port: int, keys: Keyring) -> SealedStore:
             raise StorePortTaken(
                 f"port {port}, where this worker should serve the store, is in use, and no store of this group answers "
                 f"there (`ss -ltnp sport = :{port}` shows which program has it): if that is a worker of the group, it "
-                "is stopped or overloaded; else choose another MASTER_PORT, or port in init_method, on all workers"
+                "is stopped or overloaded; otherwise choose another MASTER_PORT, or port in init_method, on all "
+                "workers"
             ) from error
         raise StoreUnreachable(f"the store cannot be served at {host}:{port}: {short(error)}") from error
     return store
@@ -297,7 +298,7 @@ def join_store(
 ) -> SealedStore:
     """Wait for a store that another process serves, and connect to it. `marked`: its server sets a mark."""
     place = spot(host, port)
-    text = f"nobody serves the store at {place}; is the worker of rank 0 running?"
+    text = f"no process serves the store at {place}; is the worker of rank 0 running?"
     with report_in_background(Wait("init_rpc", lambda: text, lambda: ["rank 0"], place)) as wait:
         return find_store(host, port, keys, timeout, lasting, wait.look, marked)
 
@@ -330,11 +331,11 @@ def find_store(
     if listens(host, port):
         silent = ", or its worker is stopped or overloaded" if site.is_silent else ""
         raise StoreUnreachable(
-            f"what listens at {host}:{port} is not the group's store{silent} ({site.why}): "
+            f"the server at {host}:{port} is not the group's store{silent} ({site.why}): "
             "if another program has that port, choose another one on all workers"
         )
     raise StoreUnreachable(
-        f"nobody serves the store at {host}:{port} after {timeout:g} s: is the worker of rank 0 running, "
+        f"no process serves the store at {host}:{port} after {timeout:g} s: is the worker of rank 0 running, "
         "and are MASTER_ADDR and MASTER_PORT, or init_method, the same on all workers?"
     )
 
@@ -352,7 +353,7 @@ class _Site:
         self.store: SealedStore | None = None
         self.refused: StoreUntrusted | None = None  # the store was not written with the key of this worker
         self._keys = keys
-        self.why = "it came too late"  # why it cannot be used
+        self.why = "it started too late"  # why it cannot be used
         self.is_silent = False  # it has accepted a connection, and did not answer in time
         self.until = inf  # when to stop polling
 

@@ -52,12 +52,12 @@ def check_is_store(host: str, port: int, patience: float) -> None:
             while len(data) < _ANSWER.size:
                 sock.settimeout(max(deadline - monotonic(), LEAST))
                 if not (more := sock.recv(_ANSWER.size - len(data))):
-                    raise OSError("it closes the connection where a store would answer")
+                    raise OSError("it closed the connection without an answer")
                 data += more
     except TimeoutError:
         raise TimeoutError("it does not answer") from None
     if not 0 <= _ANSWER.unpack(data)[0] < _MOST_KEYS:
-        raise OSError(f"it answers {data!r}, which no store does")
+        raise OSError(f"its answer {data!r} is not from a store")
 
 
 def listens(host: str, port: int, patience: float = 0) -> bool:
@@ -110,8 +110,8 @@ def serve_tcp(host: str, port: int, shared: bool = False) -> tuple[Any, int]:
     address = listening_address(host)
     if address in ANYWHERE and is_address(host) and host not in ANYWHERE:
         log.warning(
-            "telegrad: %s is no address of this host: the store of this group listens at all addresses of the host. If "
-            "nothing leads from there to here, as a NAT does, correct MASTER_ADDR or init_method",
+            "telegrad: %s is not an address of this host: the store of this group listens at all addresses of the "
+            "host. Unless a NAT forwards that address to this host, correct MASTER_ADDR or init_method",
             host,
         )
     try:

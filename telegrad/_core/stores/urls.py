@@ -21,7 +21,8 @@ def split(url: str) -> SplitResult:
         return urlsplit(url)
     except ValueError as error:  # unbalanced brackets, or a host that cannot be normalized
         raise UsageError(
-            f"{url!r} is no URL ({error}): write tcp://HOST:PORT, an IPv6 address in brackets, file:///PATH or env://"
+            f"{url!r} is not a URL ({error}): write tcp://HOST:PORT, an IPv6 address in brackets, file:///PATH or "
+            "env://"
         ) from error
 
 
@@ -33,7 +34,7 @@ def spot_of(url: SplitResult) -> Spot:
     """
     if "," in url.netloc:
         raise UsageError(
-            f"{url.geturl()!r} names several places, and a group meets at one. For a group that survives the loss of a "
+            f"{url.geturl()!r} names several hosts, but a group meets at one. For a group that survives the loss of a "
             "host, keep its directory in etcd or Redis: init_method='etcd://HOST:2379' or 'redis://HOST:6379'"
         )
     try:

@@ -143,7 +143,7 @@ class ReceiveWindow:
         """
         if not self.over:
             if len(self._items) + len(items) > self._window:
-                raise ProtocolViolation(f"{len(items):,} items came, of which at most {self._window:,} may be unread")
+                raise ProtocolViolation(f"{len(items):,} items arrived, but at most {self._window:,} may be unread")
             self._items.extend(zip(items, weights, strict=True))
             self.over = over
 

@@ -214,6 +214,6 @@ def _iterator(made: Any, name: str) -> Iterator[Any]:
     except TypeError:
         kind = "a future" if isinstance(made, torch._C.Future | Deferred) else repr(type(made).__qualname__)
         raise UsageError(
-            f"{name} returned {kind}, and a stream needs items: let it `yield` them, or return a list or an iterator. "
+            f"{name} returned {kind}, but a stream needs items: let it `yield` them, or return a list or an iterator. "
             "For one value use rpc_sync, rpc_async or remote"
         ) from None

@@ -67,7 +67,7 @@ class Room(Signal):
 
     def __init__(self, reader: str) -> None:
         super().__init__()
-        self.about = f"{reader}, which reads its stream, to take what it has yielded"
+        self.about = f"{reader}, which reads its stream, to read the yielded items"
 
 
 class Reader:
@@ -103,7 +103,7 @@ class Reader:
                 return
         raise LimitReached(
             f"a stream from worker {self.agent.name!r} was refused: {MOST_STREAMS} streams of worker {self.name!r} are "
-            "open there, and no more are kept for one worker. Read some to the end, or close them, before opening more"
+            "open there, the limit for one worker. Read some to the end, or close them, before opening more"
         )
 
     def end(self) -> None:

@@ -258,9 +258,9 @@ class Stream(Generic[T]):
         ran = self._ran
         at = self._agent.layers.last_word(self._owner, ran.id) if ran is not None and not self._done.done() else ""
         return CallTimeout(
-            f"no item came within the set timeout ({self._timeout:g} s) from the stream of {self._name} on worker "
+            f"no item arrived within the set timeout ({self._timeout:g} s) from the stream of {self._name} on worker "
             f"{self._owner.name!r}{at}. The stream is still open: read on, or close it. Give rpc_stream a longer "
-            "timeout, which is for each item that is waited for"
+            "timeout, which applies to each item"
         )
 
     # The end
@@ -305,7 +305,7 @@ class Stream(Generic[T]):
                 self._broken = ShutDown(
                     f"rpc.shutdown() on worker {self._agent.name!r} has closed the stream of {self._name} on worker "
                     f"{self._owner.name!r}, which the thread that called shutdown had left open. Read it to its end, "
-                    "or close it, before"
+                    "or close it, before shutdown"
                 )
         _cancel(self._under_way())
 

@@ -105,8 +105,8 @@ def _reach(
             return sock, UNIX
     elif transport == "unix":
         raise PeerUnreachable(
-            f"worker {target.name!r} has no Unix socket that this one reaches: it lives on another host, or was given "
-            'another transport or tls; transport="unix" does not reach it'
+            f"worker {target.name!r} has no Unix socket that this worker can reach: it runs on another host, or has "
+            'another transport or tls; transport="unix" cannot reach it'
         )
     try:
         sock = socket.create_connection(target.tcp, timeout)
@@ -134,8 +134,8 @@ def _reach_here(target: Target, transport: str, timeout: float) -> socket.socket
         sock.close()
         if isinstance(error, (ConnectionRefusedError, BlockingIOError)) or transport == "unix":
             raise PeerUnreachable(
-                f"worker {target.name!r} does not answer on this host ({error}): it has ended, maybe without "
-                "calling shutdown(), or takes no connections; the call has not run"
+                f"worker {target.name!r} does not answer on this host ({error}): it has ended, maybe without calling "
+                "shutdown(), or accepts no connections; the call has not run"
             ) from error
         return None
     stranger = stranger_at(sock)
@@ -166,7 +166,7 @@ def _secure(sock: socket.socket, target: Target, tls: TlsFiles) -> tuple[socket.
             raise AuthenticationFailed(f"worker {target.name!r}: {ONE_SIDED}") from None
         if isinstance(error, ssl.SSLEOFError):
             raise PeerUnreachable(
-                f"worker {target.name!r} broke off the handshake of TLS: it has ended meanwhile; the call has not run"
+                f"worker {target.name!r} broke off the TLS handshake: it has ended; the call has not run"
             ) from error
         _check_certificates(error, target, tls)
         raise AuthenticationFailed(

@@ -22,11 +22,11 @@ def departed_error(peer: str, how: str) -> PeerError:
     uncertain = "calls in flight to it may or may not have run"
     if how == MOVED:
         return GenerationOver(
-            f"worker {peer!r} has gone on to the next generation of its group; {uncertain}. "
+            f"worker {peer!r} has moved to the next generation of its group; {uncertain}. "
             "Call it again after rendezvous_again()"
         )
     if how == OVER:
-        error = ShutDown(f"worker {peer!r} shut down, and its group with it; {uncertain}")
+        error = ShutDown(f"worker {peer!r} shut down together with its group; {uncertain}")
         error._ends_group = True
         return error
     if how == SILENT:
@@ -49,7 +49,7 @@ def broken(peer: str, error: Exception, why: str) -> PeerLost:
     else:
         return lost(peer, why)
     return PeerLost(
-        f"this process has no {lacks} left for what worker {peer!r} sent, and has closed the connection to it: "
+        f"this process has no {lacks} left for the data of worker {peer!r}, and has closed the connection to it: "
         f"{open_files.error_text(cause) or type(cause).__name__}; calls in flight to that worker may or may not "
         "have run"
     )
@@ -58,5 +58,5 @@ def broken(peer: str, error: Exception, why: str) -> PeerLost:
 def lost(peer: str, why: str) -> PeerLost:
     return PeerLost(
         f"worker {peer!r} was lost: {why}; calls in flight to it may or may not have run. "
-        "If that worker still lives, the next call connects anew"
+        "If that worker is still alive, the next call connects again"
     )

@@ -352,7 +352,7 @@ class Link:
         try:
             self._on_messages(self, self.reader.advance(count, data))
         except Exception as error:
-            self.close(broken(self.peer, error, f"it sent what is no frame ({error})"))
+            self.close(broken(self.peer, error, f"it sent an invalid frame ({error})"))
         if self._over is not None:
             self.close(departed_error(self.peer, self._over))
 

@@ -52,7 +52,7 @@ class Listener:
             UsageError: the TLS files cannot be used, or TLS is requested together with only Unix sockets.
         """
         if tls is not None and transport == "unix":
-            raise UsageError('tls=... protects TCP connections, and transport="unix" makes none: leave one of them out')
+            raise UsageError('tls=... protects TCP connections, but transport="unix" uses none: leave one of them out')
         self._poller = poller
         self._accepted = accepted
         self._silence = silence
@@ -109,7 +109,7 @@ class Listener:
             self._strangers[stranger] = None
             self._poller.watch(stranger, read=True)
         if oldest is not None:  # a member finishes in milliseconds: it is rarely the oldest
-            self.turn_away(oldest, ProtocolViolation("it has not introduced itself, and many wait"))
+            self.turn_away(oldest, ProtocolViolation("it has not completed its handshake, and many others wait"))
 
     def _refuse_user(self, sock: socket.socket, user: str) -> None:
         """Refuse a Unix connection of another user of this host; log one warning for each process."""
@@ -121,7 +121,7 @@ class Listener:
             is_told = is_new and self._refusals.should_log(HERE, monotonic())
         if is_told:
             log.warning(
-                "telegrad: connections from process %d of this host are refused: it is that of %s; workers of other "
+                "telegrad: connections from process %d of this host are refused: it belongs to %s; workers of other "
                 "users connect by TCP",
                 process,
                 user,
@@ -181,7 +181,9 @@ class Listener:
         for host, count in left_out:
             log.warning("telegrad: %d more connections from %s were refused in the last minute", count, host)
         for stranger in late:
-            self.turn_away(stranger, ProtocolViolation(f"it has not introduced itself within {self.patience:g} s"))
+            self.turn_away(
+                stranger, ProtocolViolation(f"it has not completed its handshake within {self.patience:g} s")
+            )
 
     def close(self) -> None:
         for door in self._doors:
@@ -200,7 +202,7 @@ class _Looked(ProtocolViolation):
     """A probe: workers that wait for this one and load balancers connect and close at once."""
 
     def __init__(self) -> None:
-        super().__init__("it closed the connection before it said a word")
+        super().__init__("it closed the connection before it sent anything")
 
 
 class _ListeningSocket:

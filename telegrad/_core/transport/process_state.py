@@ -26,7 +26,7 @@ def stranger_at(sock: socket.socket) -> str:
     mine = os.geteuid()
     if user == mine:
         return ""
-    return f"uid {user}, while this worker has uid {mine}" if user >= 0 else "a user whom the kernel does not name"
+    return f"uid {user}, while this worker has uid {mine}" if user >= 0 else "an unknown user"
 
 
 def _credentials(sock: socket.socket) -> tuple[int, int]:
@@ -65,4 +65,4 @@ class Stops:
 
 
 def stopped(pid: int) -> str:
-    return f"its process is stopped (SIGSTOP, or a debugger); kill -CONT {pid} has it go on"
+    return f"its process is stopped (SIGSTOP, or a debugger); kill -CONT {pid} lets it continue"

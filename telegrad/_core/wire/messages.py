@@ -89,7 +89,7 @@ class Unreceived(NamedTuple):
 def unknown(kind: int) -> str:
     name = KINDS[kind] if kind < len(KINDS) else ""
     if name:
-        return f"a frame of the kind {name}, which does not belong there"
+        return f"an unexpected frame of the kind {name}"
     return f"a frame of kind {kind}, which this version does not know: install the same telegrad on all workers"
 
 
@@ -109,7 +109,7 @@ def split(body: bytes | memoryview) -> tuple[bytes | memoryview, bytes | memoryv
     end = len(body) - _SIZE.size
     start = end - _SIZE.unpack_from(body, end)[0] if end >= 0 else -1
     if start < 0:
-        raise ProtocolViolation(f"a body of {len(body)} bytes is shorter than what it says to have behind it")
+        raise ProtocolViolation(f"a body of {len(body)} bytes is shorter than its attachments")
     return body[:start], body[start:end]
 
 
@@ -131,5 +131,5 @@ def unpack_numbers(body: bytes | memoryview) -> tuple[int, ...]:
         ProtocolViolation: the length is not a multiple of 8 bytes.
     """
     if len(body) % 8:
-        raise ProtocolViolation(f"a body of {len(body)} bytes is no list of numbers of 8 bytes")
+        raise ProtocolViolation(f"a body of {len(body)} bytes is not a list of 8-byte numbers")
     return struct.unpack(f"<{len(body) // 8}Q", body)

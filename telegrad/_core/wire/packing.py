@@ -90,8 +90,8 @@ def pack(tensors: Sequence[Tensor], place: DeviceMapping = _on_host, fixed: int 
         or _mode_before_dispatch(_PROXY) is not None
     ):
         raise CannotEncode(
-            "a tensor cannot be sent while torch.jit.trace or make_fx records operators: the recording would have the "
-            "result as a constant, whatever its inputs are. Record what runs on one worker, and call the recording"
+            "a tensor cannot be sent while torch.jit.trace or make_fx records operators: the recording would contain "
+            "the result as a constant. Record only code that runs on one worker, and call the recording"
         )
     if forward_ad._current_level >= 0 or _level_of_transforms() is not None:
         _check_untransformed(tensors)
@@ -107,15 +107,15 @@ def _check_untransformed(tensors: Sequence[Tensor]) -> None:
     """Raise CannotEncode for wrapped tensors inside a transform, and for tensors with a tangent."""
     if any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors)):
         raise CannotEncode(
-            "a tensor cannot be sent from inside of a transform of torch.func (vmap, grad, jvp and the like), which "
-            "sees one process only: make the remote call outside of the transformed function, or transform inside of "
-            "the function that is called"
+            "a tensor cannot be sent from inside a transform of torch.func (vmap, grad, jvp and the like), which "
+            "covers one process only: make the remote call outside the transformed function, or transform inside the "
+            "called function"
         )
     unpack: Any = forward_ad.unpack_dual
     if any(unpack(tensor).tangent is not None for tensor in tensors):
         raise CannotEncode(
             "a tensor with a tangent of torch.autograd.forward_ad cannot be sent: the tangent would be lost. Send the "
-            "primal and the tangent, or use forward-mode differentiation inside of the function that is called"
+            "primal and the tangent, or use forward-mode differentiation inside the called function"
         )
 
 
@@ -242,8 +242,8 @@ def _check_memory(leaf: Tensor, size: int) -> None:
     missing = leaf.untyped_storage().nbytes() < leaf.storage_offset() * leaf.itemsize + size
     if size and (missing or not leaf.data_ptr()):
         raise CannotEncode(
-            f"a tensor of shape {tuple(leaf.shape)} cannot be sent: it has no memory, or that was freed; "
-            "send it before its storage is resized"
+            f"a tensor of shape {tuple(leaf.shape)} cannot be sent: it has no memory, or its memory was freed; send it "
+            "before its storage is resized"
         )
 
 

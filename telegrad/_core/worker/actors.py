@@ -75,7 +75,7 @@ def actor(cls: C) -> C:
         setattr(cls, _MARK, _mark())
     except TypeError as error:  # a class implemented in C
         raise UsageError(
-            f"cls: {cls.__name__} cannot be changed, so not marked either: derive a class of your own from it"
+            f"cls: {cls.__name__} cannot be changed, and so not marked as an actor: derive your own class from it"
         ) from error
     return cls
 
@@ -307,6 +307,6 @@ def _deadlock(queue: _Queue, arrival: Incoming | GeneratorTurn) -> UsageError:
     kind = type(queue.value).__qualname__
     return UsageError(
         f"{kind}.{queue.method} waits for a call that calls {kind}.{_name_of(arrival)} of the same object, and an "
-        "actor runs one method at a time: neither would ever end. Call the other method in place (self.method()), or "
-        "do not wait for that call inside of a method"
+        "actor runs one method at a time: neither would ever end. Call the other method directly (self.method()), or "
+        "do not wait for that call inside a method"
     )

@@ -98,7 +98,7 @@ class Batched:
             run: Any = self._function(*(list(column) for column in zip(*(args for args, _ in calls), strict=True)))
             values = await (call_context.in_setting(run, lambda: _setting(modes), Streams()) if modes else run)
             if len(values) != len(calls):
-                raise ValueError(f"{self._path} gave {len(values)} results for a batch of {len(calls)} calls")
+                raise ValueError(f"{self._path} returned {len(values)} results for a batch of {len(calls)} calls")
         except BaseException as error:
             for result in waiting:
                 if not result.done():
@@ -160,13 +160,13 @@ def batch(max_size: int, max_wait: float) -> Callable[[Function], Batched]:
         [tensor([2.]), tensor([0.])]
     """
     checks.count("max_size", max_size, what="a number of calls")
-    checks.seconds("max_wait", max_wait, "0 for those calls that are there")
+    checks.seconds("max_wait", max_wait, "0 for the calls that are already waiting")
 
     def decorate(function: Function) -> Batched:
         if not inspect.iscoroutinefunction(function):
             raise UsageError(f"{checks.short_repr(function)} cannot run in batches: make it an `async def`")
         if any(each.kind is each.KEYWORD_ONLY for each in inspect.signature(function).parameters.values()):
-            raise UsageError(f"{function!r} cannot run in batches: it has arguments that can only be given by name")
+            raise UsageError(f"{function!r} cannot run in batches: it has keyword-only arguments")
         return Batched(function, max_size, max_wait)
 
     return decorate

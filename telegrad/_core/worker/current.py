@@ -51,8 +51,8 @@ def joined() -> Worker:
             raise type(ended_by)(f"this process has left its group: {ended_by}")
         if _has_left:
             raise NotInitialized(
-                "RPC has not been initialized: this process has left its group, by shutdown() or since that has ended. "
-                "Make calls before that; to join a group again, call init_rpc first"
+                "RPC has not been initialized: this process has left its group, by shutdown() or because the group has "
+                "ended. Make calls before that; to join a group again, call init_rpc first"
             )
         hint = f". {forks.ADVICE}" if forks.depth or multiprocessing.parent_process() is not None else ""
         raise NotInitialized(f"RPC has not been initialized: this process is in no group, call init_rpc first{hint}")

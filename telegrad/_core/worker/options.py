@@ -124,8 +124,8 @@ class TelegradOptions(RpcBackendOptions):
         self.tls: TlsFiles | None = None if tls is None else _tls(tls)
         if self.key is False and self.tls is not None:
             raise InvalidArgument(
-                "key=False makes a group that anyone may join, and tls=... one for workers with certificates alone: "
-                "leave key=False out, as a group with TLS needs its key all the same"
+                "key=False makes a group that anyone may join, but tls=... only admits workers with certificates: "
+                "leave key=False out; a group with TLS needs a key, too"
             )
         if shared_memory is None:
             shared_memory = int(SHARED_MEMORY * host_memory.usable())

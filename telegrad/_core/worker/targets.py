@@ -53,6 +53,6 @@ def _agreeing(info: WorkerInfo, parameter: str) -> str:
     if rank != info.id:
         raise UnknownWorker(
             f"{parameter} is {checks.short_repr(info)}, but worker {checks.short_repr(name)} has rank {rank} "
-            "in this group: take its WorkerInfo anew, from rpc.get_worker_info or rpc.workers"
+            "in this group: get its new WorkerInfo from rpc.get_worker_info or rpc.workers"
         )
     return name

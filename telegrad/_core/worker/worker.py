@@ -96,7 +96,7 @@ class Worker:
         if generation is not None:
             self.turning = GenerationMonitor(self.agent, self.me, generation)
             self.membership.gone.append(self.turning.note)
-            self.membership.none_joins = "who comes waits for the next generation: rpc.rendezvous_again() lets it in"
+            self.membership.none_joins = "a new worker joins at the next rpc.rendezvous_again()"
             self.membership.answered.append(self.turning.remind)
             if isinstance(self.parting, LeavingTogether):
                 self.turning.went_on = self.parting.went_on
@@ -270,7 +270,7 @@ class WorkerExtensions:
         for each in self._all:
             if isinstance(each, kind):
                 return each
-        raise LookupError(f"{kind.__name__} is no extension of this worker; register it before init_rpc")
+        raise LookupError(f"{kind.__name__} is not an extension of this worker; register it before init_rpc")
 
     def each(self, act: Callable[[WorkerExtension], None]) -> None:
         for extension in self._all:

@@ -65,7 +65,7 @@ def tensors_of(name: str, given: Any) -> list[Tensor]:
         if not each.requires_grad:
             raise UsageError(f"one of the {name} does not require a gradient and has no graph")
         if each.is_inference():
-            raise UsageError(f"one of the {name} was made in torch.inference_mode(), and so is in no graph: clone it")
+            raise UsageError(f"one of the {name} was made in torch.inference_mode(), and so has no graph: clone it")
     return several
 
 
@@ -79,12 +79,12 @@ def seeds_of(roots: Sequence[Tensor], given: Any) -> list[Tensor]:
             if root.numel() != 1 or root.is_complex():
                 raise UsageError(
                     f"an output of shape {tuple(root.shape)} and type {root.dtype} needs its gradient in grad_outputs: "
-                    "only that of a real scalar is known to be 1"
+                    "only a real scalar has a default of 1"
                 )
             seeds[number] = torch.ones_like(root)
         elif not isinstance(seed, Tensor) or seed.shape != root.shape:
             what = tuple(seed.shape) if isinstance(seed, Tensor) else checks.short_repr(seed)
-            raise UsageError(f"in grad_outputs is {what} for an output of shape {tuple(root.shape)}: give its gradient")
+            raise UsageError(f"grad_outputs has {what} for an output of shape {tuple(root.shape)}: give its gradient")
     return seeds
 
 
@@ -135,8 +135,8 @@ def _check_hooks(received: set[Node]) -> None:
     if received:
         sender = next(iter(received)).origin.sender.name
         raise UsageError(
-            f"one of the inputs came from worker {sender!r} and has a hook, and others of the inputs may have led to "
-            "it. Register the hook on a tensor made from it, as tensor.view_as(tensor), and use that instead"
+            f"one of the inputs came from worker {sender!r} and has a hook, and other inputs may contribute to it. "
+            "Register the hook on a tensor derived from it, such as tensor.view_as(tensor), and use that instead"
         )
 
 

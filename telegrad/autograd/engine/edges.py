@@ -57,7 +57,7 @@ def run_backward(
     compiled = sys.modules.get("torch._dynamo.compiled_autograd")  # another thread may be importing it
     if getattr(compiled, "compiled_autograd_enabled", False):
         raise UsageError(
-            "a backward pass over several workers cannot be compiled: begin it outside of compiled autograd "
+            "a backward pass over several workers cannot be compiled: begin it outside compiled autograd "
             "(torch._dynamo.config.compiled_autograd)"
         )
     given: Sequence[Tensor | None] = _ENGINE.run_backward(

@@ -158,7 +158,9 @@ class EngineRunner:
         schedule = self._schedule
         for entry, parts in gradients:
             if entry not in schedule.open:
-                raise UsageError(f"context {self._context.id} has no open message {entry} for which gradients came")
+                raise UsageError(
+                    f"context {self._context.id} received gradients for message {entry}, which is not open"
+                )
             for edge, gradient in zip(self._edges[entry], parts, strict=False):
                 if gradient is None:
                     continue
@@ -272,7 +274,8 @@ class EngineRunner:
         if origin.context is not self._context:
             raise UsageError(
                 f"the graph of context {self._context.id} leads to tensors that came from worker "
-                f"{origin.sender.name!r} in another context, {origin.context.id}. Detach what outlives its context"
+                f"{origin.sender.name!r} in another context, {origin.context.id}. Detach tensors that outlive their "
+                "context"
             )
 
     def ship(self, origin: Origin, gradients: Sequence[Tensor | None]) -> None:

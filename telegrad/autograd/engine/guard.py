@@ -107,8 +107,8 @@ def _check_inputs(roots: Sequence[Any], inputs: Sequence[Any]) -> None:
         if context.ended:
             raise UsageError(
                 f"the graph leads to tensors that came from worker {origins[0].sender.name!r} in context {context.id}, "
-                "which has ended, so this worker cannot know which gradients come back from there. Detach what "
-                "outlives its context"
+                "which has ended, so this worker cannot know which gradients come back from there. Detach tensors that "
+                "outlive their context"
             )
         sends = {
             number: [edge_of(edge) if isinstance(edge, Tensor) else edge for edge in send.edges]
@@ -121,10 +121,10 @@ def _check_inputs(roots: Sequence[Any], inputs: Sequence[Any]) -> None:
                 raise origin.refusal()
             if origin.may_lead_behind(first):
                 raise UsageError(
-                    "torch.autograd.grad and backward(inputs=...) know only this worker, but gradients of the inputs "
-                    f"come back from worker {origin.sender.name!r} as well, in context {context.id}. Inside of that "
-                    "context use telegrad.autograd.grad(context_id, outputs, inputs), or telegrad.autograd.backward "
-                    "and get_gradients"
+                    "torch.autograd.grad and backward(inputs=...) cover only this worker, but gradients of the inputs "
+                    f"also come from worker {origin.sender.name!r}, in context {context.id}. Inside that context use "
+                    "telegrad.autograd.grad(context_id, outputs, inputs), or telegrad.autograd.backward and "
+                    "get_gradients"
                 )
 
 
@@ -139,7 +139,7 @@ def _will_run(node: Any) -> bool:
         return True
     raise UsageError(
         "torch.autograd.graph.register_multi_grad_hook cannot wait for all gradients of these tensors: in an autograd "
-        "context they may come at several times, or from other workers. Register a hook on each tensor, "
+        "context they may arrive at different times, or from other workers. Register a hook on each tensor, "
         "tensor.register_hook(hook)"
     )
 
@@ -156,10 +156,10 @@ def _check_callback(callback: Any) -> None:
         callback()  # makes the module usable again: there are no gradients yet
     name = getattr(function, "__name__", type(function).__name__)
     raise UsageError(
-        f"{name} waits for the end of torch's backward pass, to use the gradients that are in .grad then. In an "
-        "autograd context they are not in .grad: it cannot be used there. An FSDP module (fully_shard) can, but by "
-        "telegrad.autograd.backward alone, without create_graph=True, and not by telegrad.autograd.grad. "
-        "DistributedDataParallel with static_graph=True can once it has run a backward pass outside of contexts. All "
-        "others, such as FullyShardedDataParallel, need a backward pass of their own: loss.backward() behind a "
-        "detached tensor, then telegrad.autograd.backward(context_id, (tensor * detached.grad).sum())"
+        f"{name} uses the gradients that are in .grad at the end of torch's backward pass. In an autograd context they "
+        "are not in .grad: it cannot be used there. An FSDP module (fully_shard) can, but only with "
+        "telegrad.autograd.backward without create_graph=True, not with telegrad.autograd.grad. "
+        "DistributedDataParallel with static_graph=True can after one backward pass outside of contexts. All others, "
+        "such as FullyShardedDataParallel, need a backward pass of their own: loss.backward() behind a detached "
+        "tensor, then telegrad.autograd.backward(context_id, (tensor * detached.grad).sum())"
     )

@@ -90,8 +90,8 @@ def _apply(node: Node, taken: Given, spec: PassSpec, accumulate: Accumulate) -> 
     if type(node) is CheckpointNode:
         if spec.captures:
             raise UsageError(
-                "telegrad.autograd.grad cannot go through torch.utils.checkpoint with use_reentrant=True, as "
-                "torch.autograd.grad cannot: use use_reentrant=False"
+                "telegrad.autograd.grad does not support torch.utils.checkpoint with use_reentrant=True, like "
+                "torch.autograd.grad: set use_reentrant=False"
             )
         with _inner_pass(node, spec, accumulate):
             return node.apply(*taken)
@@ -359,8 +359,8 @@ def _leaves(outputs: Sequence[GradientEdge], stop: set[Node]) -> list[Node]:
             recv: Any = node
             raise UsageError(
                 "the function of a torch.utils.checkpoint with use_reentrant=True leads to a tensor that came from "
-                f"worker {recv.origin.sender.name!r}: by a remote call inside of it, or since it uses a received "
-                "tensor that is none of its arguments. Use use_reentrant=False, or give it the tensor as an argument"
+                f"worker {recv.origin.sender.name!r}: it makes a remote call, or uses a received tensor that is not "
+                "one of its arguments. Set use_reentrant=False, or pass the tensor as an argument"
             )
         if hasattr(node, "variable"):
             leaves.append(node)

@@ -83,12 +83,12 @@ class Origin:
         if self.number == UNKNOWN:
             return UsageError(
                 f"a gradient leads to a tensor that worker {self.sender.name!r} sent in a call under torch.no_grad(), "
-                "but that has a graph there, since it was made under torch.enable_grad() or before the call. Make the "
-                "call without no_grad, or detach the tensor"
+                "but the tensor has a graph there, because it was made under torch.enable_grad() or before the call. "
+                "Make the call without no_grad, or detach the tensor"
             )
         return UsageError(
             f"the graph leads to tensors that came from worker {self.sender.name!r} in context {self.context.id}. "
-            "Run it with telegrad.autograd.backward or telegrad.autograd.grad, inside of that context"
+            "Run it with telegrad.autograd.backward or telegrad.autograd.grad, inside that context"
         )
 
     def __repr__(self) -> str:

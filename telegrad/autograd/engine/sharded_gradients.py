@@ -92,9 +92,10 @@ class ShardedPart:
         _check_order(waits.values())
         if not all(module.reduces for module in self._modules):
             raise UsageError(
-                "an FSDP module (fully_shard) that does not reduce its gradients in each backward pass would take them "
-                "from one autograd context into the next: leave set_requires_gradient_sync, set_requires_all_reduce "
-                "and set_is_last_backward at True. Passes of one context are added up"
+                "an FSDP module (fully_shard) that does not reduce its gradients in each backward pass would carry "
+                "them from one autograd context into the next: leave set_requires_gradient_sync, "
+                "set_requires_all_reduce and set_is_last_backward at True. The gradients of all passes of one context "
+                "are summed"
             )
 
     def __bool__(self) -> bool:
@@ -164,9 +165,9 @@ def _check_order(waits: Iterable[Mapping[Node, set[int]]]) -> None:
     kinds = [{frozenset(messages) for messages in nodes.values()} for nodes in waits]
     if any(len(each) > 1 for each in kinds) or len(set().union(*kinds) - {frozenset()}) > 1:
         raise UsageError(
-            "the gradients of FSDP modules (fully_shard) come from other workers in several messages, which may come "
-            "to each rank in another order, and all ranks must reduce in the same. Send the outputs of the modules in "
-            "one call, and begin an autograd context for each forward pass. A module that makes a remote call in the "
-            "middle has to be several: apply fully_shard to what is before the call and to what is behind it, each "
-            "for itself"
+            "the gradients of FSDP modules (fully_shard) come from other workers in several messages. These may arrive "
+            "on each rank in a different order, but all ranks must reduce in the same order. Send the outputs of the "
+            "modules in one call, and begin an autograd context for each forward pass. Split a module that makes a "
+            "remote call in the middle: apply fully_shard to the part before the call and to the part after it, "
+            "separately"
         )
