@@ -108,7 +108,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--address", help="the address of this host at which the others reach it")
     add("--threads", type=int, default=16, help="calls that run at once (16)")
     add("--timeout", type=float, default=60.0, help="seconds per call, and to join the group (60)")
-    require = "end when worker NAME of a dynamic group is lost; repeatable"
+    require = "end when worker NAME is lost; repeatable (default in a group of fixed size: any worker)"
     add("--require", metavar="NAME", action="append", help=require)
     add("--with-parent", action="store_true", help="end when standard input is closed")
     add("--key-from-parent", action="store_true", help=argparse.SUPPRESS)  # the first line of the input

@@ -217,9 +217,9 @@ def check_may_wait(worker: Worker, what: str) -> None:
     if worker.agent.serves_here():
         raise UsageError(
             f"rpc.{what}() was called on worker {worker.agent.name!r} by a remote call or by a callback, and would "
-            "wait for itself. Call it at the end of the main program of each worker, where it serves calls until all "
-            "others have called it, too. rpc.shutdown(graceful=False) leaves at once, without waiting for the others; "
-            "rpc.stop_serving() ends the rpc.serve() of a worker of a dynamic group"
+            "wait for itself. Call it at the end of the main program of each worker. rpc.shutdown(graceful=False) "
+            "leaves at once, without waiting for the others; rpc.stop_serving() ends the rpc.serve() of a worker of a "
+            "dynamic group"
         )
 
 

@@ -117,7 +117,9 @@ class FileStore:
         try:
             refuse_foreign(found, self.path)
         except UnsafePath as error:
-            raise UnsafePath(error.errno, f"{error.strerror}: chmod 600 it, or name another file", self.path) from None
+            raise UnsafePath(
+                error.errno, f"{error.strerror}: name another file, or chmod 600 this one", self.path
+            ) from None
         self._file = self._file or (found.st_dev, found.st_ino)
         if self._file != (found.st_dev, found.st_ino) or found.st_size < self._end:
             raise self._refused("it was replaced or truncated while it was in use")
