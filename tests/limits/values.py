@@ -222,11 +222,11 @@ UsageError: no worker publishes other; the published names are bias, weight
     "Checkpoints": """
 ## a state that is no dictionary
 checkpoint.save(remote, folder)
-UsageError: the state of a checkpoint is a dictionary by names, not RemoteModule(Linear on w1/cpu): write
+UsageError: the state of a checkpoint must be a dictionary by names, not RemoteModule(Linear on w1/cpu): write
 -> `{"model": model}`
 ## a folder that is no path
 checkpoint.save({'model': remote}, 5)
-UsageError: a checkpoint is in a folder: give its path (checkpoint_id), not 5
+UsageError: a checkpoint is saved in a folder: give its path (checkpoint_id), not 5
 -> its path
 ## loading where nothing was saved
 checkpoint.load({'model': remote}, folder)
