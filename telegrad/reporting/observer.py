@@ -208,7 +208,7 @@ class Observer:
         told = wait_of(thread.ident)
         wait = told if told is not None and told["what"] in MEETINGS else wait_on(frames, self.missing)
         if stood.room is not None:
-            wait = WaitState(what="room", on=[stood.room.name], about="as many calls as may be are in flight to it")
+            wait = WaitState(what="room", on=[stood.room.name], about="the limit of calls in flight to it is reached")
         elif wait is None and stood.waits is None and not stood.serves:
             wait = told
         serves = stood.serves or stood.waits or wait or any(map(stacks.is_users, frames))

@@ -134,7 +134,7 @@ def test_a_driver_that_calls_now_and_then_is_at_work() -> None:
 def test_workers_that_serve_are_well() -> None:
     scene = Scene("worker0", "worker1")
     scene.thread("worker0", f"train.py:9 main: {SLEEPS}")
-    scene.thread("worker1", wait=wait("serve", about="what others call"))
+    scene.thread("worker1", wait=wait("serve", about="calls of others"))
     assert Report(scene.sight).findings == []
     assert "worker1: main thread serves the others" in Report(scene.sight).text()
 

@@ -304,7 +304,7 @@ def test_a_signal_has_a_file_written(tmp_path: pathlib.Path) -> None:
         assert eventually(lambda: any(tmp_path.iterdir()))
         (path,) = tmp_path.iterdir()
         assert eventually(lambda: path.stat().st_size > 0 and path.read_text().endswith("}"))
-        assert json.loads(path.read_text())["reason"] == "SIGUSR2 came"
+        assert json.loads(path.read_text())["reason"] == "received SIGUSR2"
         (account,) = DumpFiles([path]).look().accounts
         assert account["worker"] == "worker1"
         assert members[1].run(os.getpid) == members[1].pid  # it goes on
@@ -414,7 +414,7 @@ def test_what_cannot_be_written_is_said_once(
     for _ in range(2):
         assert introspection_of(pair[0]).dump() is None
     (record,) = caplog.records
-    assert "what worker 'w0' was at could not be written (TELEGRAD_DUMPS): [Errno 20]" in record.getMessage()
+    assert "the state of worker 'w0' could not be written (TELEGRAD_DUMPS): [Errno 20]" in record.getMessage()
     assert "could not be written" in introspection_of(pair[0])._answer(debug_server.DUMP, None)
 
 
