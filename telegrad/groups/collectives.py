@@ -69,7 +69,7 @@ def meet(kind: str, group: Participants, name: str, value: Any, timeout: float, 
         return said
 
     def text() -> str:
-        return f"{spelled(*key)}: waiting for {listed(list(map(repr, missing))) or 'the others'}"
+        return f"{spelled(*key)}: {listed(list(map(repr, missing))) or 'the others'} did not arrive yet"
 
     until = monotonic() + (limit or threading.TIMEOUT_MAX)
     met: Future[Any] = agent.call_async(keeper, arrive, (key, number, group, value, op), None, 0)

@@ -124,7 +124,7 @@ def test_those_who_did_not_come_are_named(actors: rpc.Group) -> None:
 
     wait_until(is_late)
     assert waits[0].missing() == ["w2"]
-    assert waits[0].text() == "barrier 'lost' of the group (role 'actor'): waiting for 'w2'"
+    assert waits[0].text() == "barrier 'lost' of the group (role 'actor'): 'w2' did not arrive yet"
     for said in future.wait():
         assert said.startswith("barrier 'lost' of the group (role 'actor'): after 1.2 s 'w2' did not arrive.")
     late = rpc.rpc_async("w2", meet, (actors, "lost"))

@@ -491,5 +491,5 @@ def test_a_file_that_no_worker_can_have_written_is_not_read_whole(tmp_path: path
     path = tmp_path / "huge.json"
     with path.open("wb") as file:
         file.truncate(200 << 30)  # of zeros, which take no room
-    with pytest.raises(UsageError, match="it has over 32 MiB"):
+    with pytest.raises(UsageError, match="it is larger than 32 MiB"):
         DumpFiles([path])
