@@ -156,7 +156,7 @@ class EtcdClient:
             [messages.describe([each]) for each in settings.endpoints],
             patience,
             f"etcd at {self.name}",
-            "Is a majority of its members running, can it be reached from here, and does its address say ?ca=FILE if "
+            "Is a majority of its members running, can it be reached from here, and does its address have ?ca=FILE if "
             "it uses TLS?",
         )
         self._lock = threading.Lock()  # guards `_continuity`

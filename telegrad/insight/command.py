@@ -64,14 +64,16 @@ def _parser() -> argparse.ArgumentParser:
     top.add_argument("--interval", type=_seconds, default=1.0, help="seconds between two queries")
     top.add_argument("--sort", default="", metavar="COLUMN", help="sort by this column: the highest numbers first")
     top.add_argument("--filter", default="", metavar="WORDS", help="only rows that contain all of these words")
-    top.add_argument("--worker", default="", metavar="NAME", help="the calls, threads, bytes and passes of this worker")
+    top.add_argument(
+        "--worker", default="", metavar="NAME", help="show the calls, threads, bytes and passes of this worker"
+    )
     top.add_argument("--stacks", action="store_true", help="with --worker: also the stacks of its threads")
     dashboard = add("dashboard", _dashboard, "A live view in the browser.")
     dashboard.add_argument("--host", default=loopback(), help="the address to listen on (default: for this host only)")
     dashboard.add_argument("--port", type=int, default=0, help="the port to listen on (default: a free one)")
     trace = add("trace", _trace, "Write the latest events of all workers to a file for ui.perfetto.dev.")
     trace.add_argument("file", help="the file to write; compressed if its name ends with .gz")
-    trace.add_argument("--seconds", type=float, help="record for so long (default: write what is already recorded)")
+    trace.add_argument("--seconds", type=float, help="record for this long (default: write what is already recorded)")
     trace.add_argument(
         "--from", dest="files", nargs="+", default=[], help="read these files, which workers wrote (see dump)"
     )

@@ -318,8 +318,8 @@ def _sent(
 
     def text() -> str:
         return (
-            f"Pipeline.split: {len(stages)} of {len(parts)} stages are on their workers; still "
-            f"missing are those of {listed([repr(owner) for owner in dict.fromkeys(missing())])}"
+            f"Pipeline.split: {len(stages)} of {len(parts)} stages are on their workers; "
+            f"missing on {listed([repr(owner) for owner in dict.fromkeys(missing())])}"
         )
 
     def missing() -> list[str]:

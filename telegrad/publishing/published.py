@@ -67,7 +67,7 @@ def publish(name: str, factory: Callable[[], Any]) -> None:
         1
     """
     _check_name(name)
-    checks.function("factory", factory, "a function that makes the value")
+    checks.function("factory", factory, "a function that creates the value")
     offers().add(Publication(name, factory))
 
 

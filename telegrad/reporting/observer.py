@@ -178,7 +178,7 @@ class Observer:
             for each in threads
             if (at := each["at"]) is not None
         ]
-        return f": for {call['age']:.1f} s by now{where[0] if len(where) == 1 else ''}"
+        return f": for {call['age']:.1f} s so far{where[0] if len(where) == 1 else ''}"
 
     def _threads(self, now: float) -> tuple[list[ThreadState], list[CallIn], dict[int, int]]:
         """Return the threads, the calls that they run, and the waiting threads by id of the call."""

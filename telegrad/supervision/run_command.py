@@ -106,7 +106,7 @@ def _parser() -> argparse.ArgumentParser:
     role = parser.add_argument_group("a role", "Options of the last named role, else of a role named `worker`.")
     own: dict[str, Any] = {"action": _OfRole, "default": argparse.SUPPRESS}
     role.add_argument("--role", metavar="NAME", **own, help="its workers are NAME0, NAME1, ...")
-    role.add_argument("--command", **own, help="what they run; may also follow --; without a command, they serve")
+    role.add_argument("--command", **own, help="their command; may also follow --; without one, they serve")
     role.add_argument("--count", type=int, **own, help="how many there are (1)")
     role.add_argument("--env", metavar="NAME=VALUE", **own, help="a variable; {name} and {number} are the worker's")
     role.add_argument("--restarts", type=int, metavar="N", **own, help="how often each may be restarted (3) ...")

@@ -165,7 +165,7 @@ def test_a_timeout_tells_where_the_callee_stands(pair: list[Worker]) -> None:
         lambda: pair[0].agent.call("w1", wait_here, None, None, 0.1),
         lambda: pair[0].agent.call_async("w1", wait_here, None, None, 0.3).wait(),
     ):
-        said = r"still be running there: for \d\.\d s by now, at .*test_witness.py:\d+ in wait_here: `gate\.wait"
+        said = r"still be running there: for \d\.\d s so far, at .*test_witness.py:\d+ in wait_here: `gate\.wait"
         with pytest.raises(CallTimeout, match=said):
             call()
         assert inside.acquire(timeout=PATIENCE)
@@ -187,7 +187,7 @@ def test_a_timeout_of_a_call_that_goes_on_tells_where_its_thread_stands() -> Non
     """In a process of its own: a thread that another test has left behind could be the one, too."""
     with processes(1) as (alone,):
         told = alone.run(ask_for_a_promise)
-    said = r"still be running there: for \d\.\d s by now, at .*test_witness.py:\d+ in keep: `gate\.wait"
+    said = r"still be running there: for \d\.\d s so far, at .*test_witness.py:\d+ in keep: `gate\.wait"
     assert re.search(said, told), told
 
 

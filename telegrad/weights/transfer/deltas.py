@@ -188,7 +188,7 @@ def _apply_row(encoding: int, tensors: Sequence[Tensor], row: Row) -> None:
         (values,) = tensors
         row.view(torch.uint8).copy_(values.contiguous().view(torch.uint8))
     elif encoding != SAME or tensors:
-        raise ValueError(f"there is no encoding {encoding}")
+        raise ValueError(f"unknown encoding {encoding}")
 
 
 # Deltas of versions
