@@ -22,8 +22,8 @@ EPILOG = """\
 Options change a role of the file, or add one: `telegrad run roles.toml --role actor --count 8`.
 
 signals:
-  SIGINT, SIGTERM, SIGHUP  are sent on to all workers; serving workers end after the others. A worker that has not
-                           ended after --grace seconds is killed. A second signal kills all workers at once
+  SIGINT, SIGTERM, SIGHUP  are sent on to all workers except serving ones, which end after the others. A worker that
+                           has not ended after --grace seconds is killed. A second signal kills all at once
   SIGUSR1                  prints the state of each worker
   SIGUSR2                  is sent on to all workers, which write their state to a file
 
