@@ -224,7 +224,9 @@ def test_what_is_no_regular_file_is_refused_and_not_waited_for(tmp_path: pathlib
         (tmp_path / "other").mkdir()
         for content in (b"", b"[settings]", pickle.dumps([1]), pickle.dumps(b"text")[:-4]):
             (tmp_path / "other" / ".metadata").write_bytes(content)
-            with pytest.raises(UsageError, match=r"\.metadata in '.*other' is not that of a checkpoint, or is damaged"):
+            with pytest.raises(
+                UsageError, match=r"\.metadata in '.*other' does not belong to a checkpoint, or is damaged"
+            ):
                 checkpoint.load(state, tmp_path / "other")
         current.enter(None)
 
@@ -241,5 +243,5 @@ def test_a_plain_value_that_the_checkpoint_does_not_have_is_no_empty_one(tmp_pat
 
 
 def test_a_key_that_is_no_text_is_named(tmp_path: pathlib.Path) -> None:
-    with pytest.raises(UsageError, match="dictionary by names, and its key 5 is no text"):
+    with pytest.raises(UsageError, match="dictionary by names, and its key 5 is not a string"):
         checkpoint.save({"m": 1, 5: "five"}, tmp_path / "saved")  # type: ignore[dict-item]

@@ -128,7 +128,7 @@ def test_a_failure_is_told_by_the_future_or_at_the_next_save(
     checkpoint.save({"model": net}, tmp_path / "good", wait=False).wait()
     gate.error = OSError("no space")
     unseen = checkpoint.save({"model": net}, tmp_path / "bad", wait=False)
-    with pytest.raises(CheckpointFailed, match=r"nothing was saved now.*'.*bad'.*3 of 3 workers failed"):
+    with pytest.raises(CheckpointFailed, match=r"nothing was saved.*'.*bad'.*3 of 3 workers failed"):
         checkpoint.save({"model": net}, tmp_path / "next", wait=False)
     assert not (tmp_path / "bad").exists()
     del unseen

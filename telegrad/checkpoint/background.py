@@ -20,7 +20,7 @@ class PendingSave(NamedTuple):
     over: threading.Event  # set before the future's callbacks run, since these may save again
 
     def text(self) -> str:
-        return f"checkpoint.save: {self.path!r} is still written beside the program"
+        return f"checkpoint.save: {self.path!r} is still being written in the background"
 
 
 class BackgroundSaves:
@@ -35,7 +35,7 @@ class BackgroundSaves:
     def begin(self, path: str, complete: Callable[[], None]) -> Future[str]:
         """Call `complete()` on a new thread; return a future of the path."""
         save, worker = PendingSave(path, Future(), threading.Event()), current.here()
-        save.future.about = f"checkpoint.save of {path!r}, beside the program,"
+        save.future.about = f"checkpoint.save of {path!r}, in the background,"
 
         def run() -> None:
             current.enter(worker)
@@ -76,8 +76,8 @@ class BackgroundSaves:
             except BaseException as error:
                 kind, said = type(error).__name__, str(error).partition("\n")[0]
                 raise CheckpointFailed(
-                    f"nothing was saved now, since the checkpoint before, {save.path!r}, which was written beside "
-                    f"the program, was not completed: {kind}: {said}. Save again once that is seen to"
+                    f"nothing was saved, because the previous checkpoint, {save.path!r}, which was written "
+                    f"in the background, failed: {kind}: {said}. Fix the cause and save again"
                 ) from error
 
     def wait(self, timeout: float) -> None:

@@ -138,14 +138,14 @@ def _contents(path: str) -> Metadata:
     except FileNotFoundError as error:
         raise UsageError(f"there is no complete checkpoint in {path!r}: {error}") from error
     except UnsafePath as error:
-        raise UsageError(f"the checkpoint in {path!r} is not read: {reason(error)}") from None
+        raise UsageError(f"the checkpoint in {path!r} cannot be read: {reason(error)}") from None
     except OSError:
         raise
     except Exception as error:  # unpickling an invalid file may raise any error
         if raised_by_handler(error):
             raise
         raise UsageError(
-            f"the file {CONTENTS} in {path!r} is not that of a checkpoint, or is damaged: "
+            f"the file {CONTENTS} in {path!r} does not belong to a checkpoint, or is damaged: "
             f"{type(error).__name__}: {error}"
         ) from error
     return found

@@ -32,15 +32,15 @@ def recover(
     """See `telegrad.recover`."""
     checks.seconds("timeout", timeout)
     if after is not None and not isinstance(after, BaseException):
-        checks.raise_invalid("after", "the exception that has ended a step", after)
+        checks.raise_invalid("after", "the exception that ended a step", after)
     if after is not None and not _may_end(after):
         raise after
     if checkpoint_id is None:
-        told = "recover: there is no checkpoint to go on from; save one before the first step"
+        told = "recover: there is no checkpoint to continue from; save one before the first step"
         raise errors.UsageError(told) from after
     folder_of("load", state, checkpoint_id)
     until = time.monotonic() + timeout if timeout else inf
-    text = "recover: all parts are asked for"
+    text = "recover: restoring all parts"
     with Wait("recover", lambda: text, worker=get_worker_info().name) as wait:
         while True:
             left = max(until - time.monotonic(), LEAST) if timeout else 0

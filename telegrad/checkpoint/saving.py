@@ -63,7 +63,7 @@ def save(state: Mapping[str, Any], checkpoint_id: Path, *, wait: bool = True, ke
     path = folder_of("save", state, checkpoint_id)
     checks.flag("wait", wait)
     if keep is not None:
-        checks.count("keep", keep, what="a number of checkpoints that stay, or None for all")
+        checks.count("keep", keep, what="a number of checkpoints to keep, or None for all")
     background = current.here().attached(BackgroundSaves)
     background.wait_for_previous()
     begun = _begin(state, path, copies=not wait)
@@ -93,7 +93,7 @@ def _begin(state: Mapping[str, Any], path: str, copies: bool) -> Begun:
         lambda worker, theirs: rpc_async(
             worker, _begin_share, (path, theirs, own if worker == here else {}, copies), timeout=NO_LIMIT
         ),
-        f"checkpoint.save: gathering what belongs to {path!r}",
+        f"checkpoint.save: gathering the state for {path!r}",
         limit=current.agent().timeout,
     )
 

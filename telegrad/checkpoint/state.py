@@ -30,13 +30,15 @@ def folder_of(function: str, state: Any, checkpoint_id: Any) -> str:
     is_mapping = isinstance(state, Mapping)
     others = [key for key in state if not isinstance(key, str)] if is_mapping else []
     if others or not is_mapping:
-        fault = f"and its key {short_repr(others[0])} is no text" if others else f"not {short_repr(state)}"
+        fault = f"and its key {short_repr(others[0])} is not a string" if others else f"not {short_repr(state)}"
         raise UsageError(
-            f"the state of a checkpoint is a dictionary by names, {fault}: "
+            f"the state of a checkpoint must be a dictionary by names, {fault}: "
             f'write checkpoint.{function}({{"model": model}}, folder)'
         )
     if not is_path(checkpoint_id):
-        raise UsageError(f"a checkpoint is in a folder: give its path (checkpoint_id), not {short_repr(checkpoint_id)}")
+        raise UsageError(
+            f"a checkpoint is saved in a folder: give its path (checkpoint_id), not {short_repr(checkpoint_id)}"
+        )
     return str(os.fspath(checkpoint_id))
 
 

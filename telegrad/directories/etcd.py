@@ -88,8 +88,8 @@ def _trusted(method: Callable[Concatenate[EtcdDirectory, P], T]) -> Callable[Con
             return method(self, *args, **kwargs)
         except EtcdMalformed as error:
             raise StoreUntrusted(
-                f"etcd at {self._client.name} gave an answer for the keys under {self.scope!r} that no etcd gives "
-                f"({error}): see whether another server has its address, or a proxy in front alters what it answers"
+                f"etcd at {self._client.name} sent an invalid answer for the keys under {self.scope!r} "
+                f"({error}): check whether another server has its address, or a proxy changes its answers"
             ) from None
 
     return trusted
@@ -138,14 +138,15 @@ class EtcdDirectory:
             sessions.wait(PAUSE)
             if monotonic() >= until:
                 raise sessions.lost(
-                    "changed its leader again and again, so it is unknown whether the lease was renewed: look at the "
-                    "load of its members and the network between them",
+                    "keeps changing its leader, so it is unknown whether the lease was renewed: check the load "
+                    "of its members and the network between them",
                     {},
                 )
         seconds = messages.ttl_of(renewal.content)
         if not seconds:
             raise LeaseLost(
-                f"lease {lease.id:x} has ended, and its keys are deleted: stop what depends on them, or begin anew"
+                f"lease {lease.id:x} has ended, and its keys are deleted: stop what depends on them, or begin a new "
+                "lease"
             )
         return Lease(lease.id, seconds, renewal.sent + seconds)
 
@@ -202,7 +203,7 @@ class EtcdDirectory:
                     raise Unanswered("the watch was closed")
                 message = client.read(status, line)
                 if compacted := messages.compacted_of(message):
-                    raise Compacted(f"etcd was compacted until revision {compacted}: list again, and watch from there")
+                    raise Compacted(f"etcd was compacted up to revision {compacted}: list again, and watch from there")
                 if message.get("canceled"):
                     raise Unanswered(message.get("cancel_reason") or "the watch was cancelled")
                 header = messages.header_of(message)
@@ -250,10 +251,10 @@ def _refused(error: EtcdRefused) -> Exception:
         return LeaseLost(f"the lease has ended, and its keys are deleted ({error.message}): begin another one")
     if error.code == messages.RESOURCE_EXHAUSTED:
         return DirectoryRefused(
-            f"etcd does not write ({error.message}): where its space is used up, compact and defragment it, and "
-            "end the alarm by `etcdctl alarm disarm`"
+            f"etcd refuses to write ({error.message}): if its space is used up, compact and defragment it, and clear "
+            "the alarm with `etcdctl alarm disarm`"
         )
     return DirectoryRefused(
-        f"etcd refuses the request ({error.message}): where it asks for a user, give ?user=NAME&password_file=FILE in "
-        "its address; the user needs to read and to write all keys under the prefix"
+        f"etcd refuses the request ({error.message}): if it requires a user, give ?user=NAME&password_file=FILE in its "
+        "address; the user needs read and write access to all keys under the prefix"
     )

@@ -80,8 +80,9 @@ class EtcdSession:
                 self._sock = sock = self._context.wrap_socket(sock, server_hostname=self._address[0])
             except ssl.SSLCertVerificationError as error:
                 raise DirectoryRefused(
-                    f"etcd at {messages.describe([self._address])} shows a certificate that is not accepted "
-                    f"({error.verify_message}): give the file of its authority as ?ca=FILE in the address of etcd"
+                    f"etcd at {messages.describe([self._address])} sent a certificate that is not accepted "
+                    f"({error.verify_message}): give the file of its certificate authority as ?ca=FILE in the address "
+                    "of etcd"
                 ) from None
         self._http.sock = _Timed(sock, self)
 
@@ -133,7 +134,7 @@ def _broken() -> Iterator[None]:
     try:
         yield
     except HTTPException as error:
-        raise Unanswered(f"the server sent no whole response of HTTP ({str(error) or type(error).__name__})") from None
+        raise Unanswered(f"the server sent no complete HTTP response ({str(error) or type(error).__name__})") from None
 
 
 class EtcdClient:
@@ -155,7 +156,7 @@ class EtcdClient:
             [messages.describe([each]) for each in settings.endpoints],
             patience,
             f"etcd at {self.name}",
-            "Is a majority of its members running, can it be reached from here, and does its address say ?ca=FILE if "
+            "Is a majority of its members running, can it be reached from here, and does its address have ?ca=FILE if "
             "it uses TLS?",
         )
         self._lock = threading.Lock()  # guards `_continuity`

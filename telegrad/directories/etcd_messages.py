@@ -106,7 +106,7 @@ def parse_url(url: str) -> EtcdSettings:
     if parts.scheme != "etcd" or not parts.netloc or parts.fragment or len(options) != len(given):
         raise UsageError(f"the address of etcd has the form {FORM}")
     if "@" in parts.netloc:  # URLs appear in logs and process lists; the error message does not repeat it either
-        raise UsageError(f"a password does not belong into the address of etcd. Write it into a file: {FORM}")
+        raise UsageError(f"the address of etcd must not contain a password. Write it to a file: {FORM}")
     if unknown := sorted(options.keys() - OPTIONS):
         raise UsageError(f"the address of etcd has no option {unknown[0]!r}: {FORM}")
     if any(not value for value in options.values()):
@@ -114,7 +114,7 @@ def parse_url(url: str) -> EtcdSettings:
     if ("cert" in options) != ("key" in options) or ("cert" in options and "ca" not in options):
         raise UsageError("a certificate for etcd needs ca, cert and key: ?ca=FILE&cert=FILE&key=FILE")
     if ("user" in options) != ("password_file" in options):
-        raise UsageError("a user of etcd needs both: ?user=NAME&password_file=FILE")
+        raise UsageError("a user of etcd needs a name and a password file: ?user=NAME&password_file=FILE")
     endpoints = tuple(_endpoint(text) for text in parts.netloc.split(","))
     return EtcdSettings(endpoints, (parts.path.strip("/") or DEFAULT_PREFIX) + "/", **options)
 
@@ -126,7 +126,7 @@ def _endpoint(text: str) -> tuple[str, int]:
     except ValueError:
         host = port = None
     if not host or port == 0:
-        raise UsageError(f"{text!r} is no HOST:PORT in the address of etcd, which has the form {FORM}")
+        raise UsageError(f"{text!r} is not HOST:PORT in the address of etcd, which has the form {FORM}")
     return host, port or DEFAULT_PORT
 
 
@@ -272,11 +272,11 @@ def _misplaced(status: int, body: bytes) -> Exception:
     text = body[:200].decode("latin-1").strip()
     if status == 404:
         return DirectoryRefused(
-            "the server has no JSON gateway under /v3: etcd 3.4 or newer has, unless it was started with "
+            "the server has no JSON gateway under /v3: etcd 3.4 or newer has one, unless it was started with "
             "--enable-grpc-gateway=false, or 3.4 by a configuration file without `enable-grpc-gateway: true`"
         )
     if status in (400, 421):  # checks of host names and certificates that etcd does before the gateway
-        return DirectoryRefused(f"the server does not take requests to etcd's JSON gateway from here: {text!r}")
+        return DirectoryRefused(f"the server does not accept requests to etcd's JSON gateway from here: {text!r}")
     return EtcdRefused(2, f"status {status}: {text!r}")  # such as from a proxy that has lost the member
 
 
@@ -300,12 +300,12 @@ class Continuity:
             if self.cluster not in (0, header.cluster):
                 self.broken = (
                     f"the endpoints belong to different clusters of etcd ({self.cluster:x} and {header.cluster:x}), or "
-                    "the cluster was made anew: give the endpoints of one cluster, and begin a new group"
+                    "the cluster was created again: give the endpoints of one cluster, and start a new group"
                 )
             elif linearizable and header.revision < floor:
                 self.broken = (
                     f"etcd went back from revision {floor} to {header.revision}: its data was lost or restored from a "
-                    "backup, so tokens could be given twice. Begin a new group, under another prefix"
+                    "backup, so tokens could repeat. Start a new group under another prefix"
                 )
             elif linearizable:
                 self.revision = max(self.revision, header.revision)

@@ -111,7 +111,7 @@ class RedisDirectory:
             [str(self._address)],
             patience,
             f"the directory on Redis at {self._address}",
-            "Check that the server runs, that it has memory and disk left, and that this host reaches it",
+            "Check that the server runs, that it has memory and disk left, and that this host can reach it",
         )
         self._run_with(lambda session, deadline: None)
 
@@ -178,7 +178,7 @@ class RedisDirectory:
             return self._ask_script(session, operation, wait_until)
         except RedisMalformed as error:
             field = f", field {error.field!r}," if error.field else ""
-            raise self._untrusted(error.key, f"{field} has a content that no worker of the group has written") from None
+            raise self._untrusted(error.key, f"{field} has a value that no worker of the group wrote") from None
         except ScriptFailed as error:
             if is_of_malformed_keys(str(error)):
                 raise self._untrusted("*", f" cannot be used ({error})") from None
@@ -213,7 +213,7 @@ class RedisDirectory:
         group = self._keys[0].decode().removesuffix(_KEYS[0])
         return StoreUntrusted(
             f"the key {group + key!r} of the Redis server at {self._address}{why}: another program writes to this "
-            "database of the server. Keep others from it, and begin the group anew in another database"
+            "database of the server. Keep other programs out of it, and start the group again in another database"
         )
 
     def _check(self, reply: RedisReply) -> None:
@@ -222,8 +222,8 @@ class RedisDirectory:
         if status == b"reset":
             raise DirectoryReset(
                 f"the Redis server at {self._address} has lost writes of this group that it had acknowledged: it is at "
-                f"revision {revision}, and this worker has seen {self._seen}. A replica has taken the master's place, "
-                "a backup was restored, or keys were deleted. Its fencing tokens may repeat: end this group, and start "
+                f"revision {revision}, and this worker has seen {self._seen}. A replica was promoted, a "
+                "backup was restored, or keys were deleted. Its fencing tokens may repeat: end this group, and start "
                 "it in another database of the server"
             )
         self._seen = max(self._seen, revision)

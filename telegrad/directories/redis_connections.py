@@ -71,8 +71,9 @@ class RedisSession:
         except exceptions.RedisError as error:
             if isinstance(error, exceptions.NoPermissionError) or "unknown command" in str(error):
                 raise DirectoryRefused(
-                    f"the Redis server at {self._address} refuses what a directory needs ({error}): allow the user "
-                    f"{RIGHTS} by ACL SETUSER. A server that has no CONFIG cannot be used, since it cannot be checked"
+                    f"the Redis server at {self._address} refuses a command that a directory needs ({error}): allow "
+                    f"the user {RIGHTS} with ACL SETUSER. A server without CONFIG cannot be used, because it cannot be "
+                    "checked"
                 ) from None
             raise
 

@@ -58,8 +58,8 @@ def parse(url: str) -> Address:
         raise InvalidArgument(f"the URL of a Redis server has the form {_FORM}")
     if unknown := query.keys() - (_TLS if parts.scheme == "rediss" else set()):
         raise InvalidArgument(
-            f"the URL of a Redis server cannot have {', '.join(sorted(unknown))}: its query has "
-            f"{', '.join(sorted(_TLS))}, and only behind rediss://"
+            f"the URL of a Redis server cannot have {', '.join(sorted(unknown))}: its query may "
+            f"have {', '.join(sorted(_TLS))}, and only with rediss://"
         )
     if parts.username and parts.password is None:
         raise InvalidArgument(f"the URL of the Redis server at {parts.hostname} has a user but no password: {_FORM}")
@@ -80,7 +80,7 @@ def find_faults(info: Mapping[str, str], config: Mapping[str, str]) -> list[str]
     if tuple(int(part) for part in version.split(".")[:2] if part.isdigit()) < OLDEST:
         faults.append(f"it is Redis {version}: install {'.'.join(map(str, OLDEST))} or newer")
     if info.get("redis_mode") == "cluster":
-        faults.append("it is a node of a Redis Cluster: use a server that runs alone (cluster-enabled no)")
+        faults.append("it is a node of a Redis Cluster: use a standalone server (cluster-enabled no)")
     if info.get("role") != "master":
         master = f" at {info['master_host']}:{info['master_port']}" if "master_host" in info else ""
         faults.append(f"it is a replica: use the address of its master{master}")
@@ -89,7 +89,7 @@ def find_faults(info: Mapping[str, str], config: Mapping[str, str]) -> list[str]
         faults.append(
             f"a crash would lose writes that it has acknowledged ({now}): set "
             + ", ".join(f"`{name} {wanted}`" for name, wanted in wrong.items())
-            + " in redis.conf, or by CONFIG SET and CONFIG REWRITE"
+            + " in redis.conf, or with CONFIG SET and CONFIG REWRITE"
         )
     if info.get("maxmemory_policy", "").startswith("allkeys-"):
         faults.append(

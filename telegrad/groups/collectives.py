@@ -57,7 +57,7 @@ def meet(kind: str, group: Participants, name: str, value: Any, timeout: float, 
         checks.function("op", op, "a function of two values")
     members = group.names
     if agent.name not in members:
-        raise UsageError(f"{kind} is called by the workers of the group, and {agent.name!r} is not in {group!r}")
+        raise UsageError(f"{kind} must be called by the workers of the group, and {agent.name!r} is not in {group!r}")
     key, keeper, number = (kind, group.description, name), members[0], next(_numbers)
     missing: list[str] = []  # in the keeper's last answer
 
@@ -69,7 +69,7 @@ def meet(kind: str, group: Participants, name: str, value: Any, timeout: float, 
         return said
 
     def text() -> str:
-        return f"{spelled(*key)}: {listed(list(map(repr, missing))) or 'the others'} did not come yet"
+        return f"{spelled(*key)}: {listed(list(map(repr, missing))) or 'the others'} did not arrive yet"
 
     until = monotonic() + (limit or threading.TIMEOUT_MAX)
     met: Future[Any] = agent.call_async(keeper, arrive, (key, number, group, value, op), None, 0)
@@ -86,12 +86,12 @@ def meet(kind: str, group: Participants, name: str, value: Any, timeout: float, 
                 if late is None:  # all arrived just now, or the keeper does not answer
                     if agent.wait_for(met, max(0.0, patient_until - monotonic())):
                         break
-                    why = f"worker {keeper!r}, which knows who has come, does not answer"
+                    why = f"worker {keeper!r}, which tracks the arrivals, does not answer"
                 else:
-                    why = f"{listed(list(map(repr, late)))} did not come"
+                    why = f"{listed(list(map(repr, late)))} did not arrive"
                 raise CallTimeout(
                     f"{spelled(*key)}: after {limit:g} s {why}. "
-                    "`python -m telegrad why` says what they are at; a longer timeout= waits longer"
+                    "`python -m telegrad why` shows what they are doing; a longer timeout= waits longer"
                 )
         return met.wait()
     finally:
@@ -234,7 +234,7 @@ def _conclude(meeting: Collective, op: Op | None) -> None:
 
 
 def _absent(name: str, why: str) -> PeerLost:
-    return PeerLost(f"worker {name!r}, which all wait for here, will not come: {why}")
+    return PeerLost(f"worker {name!r}, for which all wait here, will not arrive: {why}")
 
 
 def arrive(key: Key, number: int, group: Participants, value: Any, op: Op | None) -> Future[Any]:

@@ -60,7 +60,7 @@ def _named(named: Iterable[Named], there: View) -> Selection:
     names = [worker.name for worker in workers]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
-        raise InvalidArgument(f"worker {twice!r} is in the group twice; a worker is in a group once")
+        raise InvalidArgument(f"worker {twice!r} is in the group twice: name each worker once")
     return Selection(NAMED, tuple(workers))
 
 
@@ -118,15 +118,15 @@ class Group:
     def _emptiness(self) -> str:
         there = self._look()[0].workers
         roles = sorted({worker.role for worker in there if worker.role})
-        have = f"the roles that there are: {listed(roles)}" if roles else "no worker here has a role"
+        have = f"the roles are: {listed(roles)}" if roles else "no worker here has a role"
         if self._selection.op == ROLE:
             (role,) = self._selection.args
             if any(worker.name == role for worker in there):
                 return f"no worker has the role {role!r}; there is a worker of that name: group([{role!r}])"
-            later = "" if current.here().membership.is_fixed else "; rpc.wait_for_workers(1, role=...) waits for some"
+            later = "" if current.here().membership.is_fixed else "; rpc.wait_for_workers(1, role=...) waits for one"
             return f"no worker has the role {role!r}; {have}{later}"
         return (
-            f"the group ({self._selection}) has no worker in it now; there are {listed([each.name for each in there])}"
+            f"the group ({self._selection}) has no workers now; the workers are {listed([each.name for each in there])}"
         )
 
     # Members
@@ -280,8 +280,8 @@ class Group:
             )
         if wait_for_worker or idempotent:
             raise UsageError(
-                "a reduction goes from worker to worker, so it neither waits for one that is not there nor is it "
-                "repeated: wait for them before (rpc.wait_for_workers), or call without reduce= and combine here"
+                "a reduction runs from worker to worker, so it cannot wait for a missing worker or be repeated: "
+                "call rpc.wait_for_workers first, or call without reduce= and combine the results here"
             )
         return reduction.begin(self.version, members, call, timeout, reduce)
 

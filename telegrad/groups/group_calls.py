@@ -84,7 +84,7 @@ def zipped(items: Sequence[Iterable[Any]]) -> list[tuple[Any, ...]]:
     try:
         calls = list(zip(*items, strict=True))
     except ValueError as error:
-        raise InvalidArgument("map was given lists of different lengths: each call takes one item of each") from error
+        raise InvalidArgument("map got lists of different lengths: each call uses one item of each list") from error
     if not calls:
         raise InvalidArgument("map has no items: give it at least one")
     return calls

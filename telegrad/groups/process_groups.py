@@ -43,7 +43,7 @@ def process_group(group: Group, backend: str = "gloo", timeout: float = DEFAULT)
     place = met[0][1]
     if place is None:
         raise UsageError(
-            f"the workers do not see the same group: {names[0]!r} is not the first of {group!r} for itself"
+            f"the workers disagree about the group: {names[0]!r} is not the first member of {group!r} in its own view"
         )
     address, port, key = place
     limit = datetime.timedelta(seconds=seconds)

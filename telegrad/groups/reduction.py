@@ -66,9 +66,7 @@ class ReducedFuture(GroupFuture):
         return dict(self._errors)
 
     def _check_has_several(self) -> None:
-        raise UsageError(
-            "the values of a reduction have come together on their way: wait() gives the one that there is"
-        )
+        raise UsageError("the values of a reduction are combined on the way: wait() returns the single result")
 
 
 @known_as("a reduction")
@@ -110,7 +108,7 @@ def _lost(error: BaseException, workers: Sequence[str]) -> dict[str, bytes]:
     """Return the errors of a tree whose root, the first of these workers, did not answer."""
     root, *below = workers
     kind = CallTimeout if isinstance(error, CallTimeout) else PeerLost
-    why = kind(f"what it gave was lost on its way over worker {root!r}, which failed: {type(error).__name__}")
+    why = kind(f"its result was lost at worker {root!r}, which failed: {type(error).__name__}")
     return {root: describe(error, root)} | {name: describe(why, root) for name in below}
 
 

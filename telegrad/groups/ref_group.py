@@ -109,7 +109,8 @@ class RefGroup:
             if each.owner_name() == name:
                 return each
         raise UnknownWorker(
-            f"none of these references is to a value of worker {checks.short_repr(name)}; they are of {self._owners()}"
+            f"none of these references is to a value of worker {checks.short_repr(name)}; their owners: "
+            f"{self._owners()}"
         )
 
     def __contains__(self, worker: str | WorkerInfo) -> bool:

@@ -38,21 +38,26 @@ LULL = 60.0  # seconds that a worker may be idle and still counts as busy
 # The title and the detail lines, by kind of node and of finding.
 TEXTS = {
     (CALL, "underway"): (
-        "{to} knows nothing of a call of {function} that {worker} made {ago} ago.",
-        "{to} answers (it is {phase}): it seems that the call has not arrived, since no connection can be made, or "
-        "that its answer is still on its way",
+        "{to} has no record of a call of {function} that {worker} made {ago} ago.",
+        "{to} answers (it is {phase}): it seems that the call has not arrived, because no connection can be made, or "
+        "that its answer is still on the way",
     ),
-    (CALL, "turn"): ("{calls} not begun to run{age}, though slots are free: it is not its turn, it seems.",),
-    (CALL, "value"): ("{worker} wants a value of {to} that is not made{age}; nothing there seems to make it.",),
+    (CALL, "turn"): ("{calls} not started{age}, although slots are free: other calls go first, it seems.",),
+    (CALL, "value"): (
+        "{worker} waits for a value of {to} that has not been created{age}; nothing there seems to create it.",
+    ),
     (CALL, "unfinished"): (
-        "{calls} returned a future or a coroutine that does not end{age}.",
-        "{to} knows of no call of its own that this waits for: a future was never set, it seems, or the coroutine "
+        "{calls} returned a future or a coroutine that has not finished{age}.",
+        "{to} has no call of its own that this waits for: a future was never set, it seems, or the coroutine "
         "awaits something else",
     ),
-    (CALL, "busy"): ("{calls} not ended{age}; which thread runs it is not known.",),
+    (CALL, "busy"): ("{calls} not finished{age}; the thread that runs it is not known.",),
     (WORKER, "silent"): ("{worker} does not answer: {silent}.",),
-    (WORKER, "gone"): ("{worker} is gone ({gone}), and others still wait for it.",),
-    (WORKER, "unknown"): ("{worker} is waited for, and no worker of that name has joined.", "These have: {names}"),
+    (WORKER, "gone"): ("{worker} is no longer in the group ({gone}), and others still wait for it.",),
+    (WORKER, "unknown"): (
+        "Others wait for {worker}, and no worker of that name has joined.",
+        "These workers have: {names}",
+    ),
 }
 
 _MEETS = re.compile(
@@ -91,12 +96,12 @@ class Causes:
             full = [node.worker for node in nodes if node.kind == SLOTS]
             taker = next((node for node, edge in links if edge.why == "lock"), None)
             if full:
-                kind, title = "slot deadlock", f"Deadlock through the slots of {several(full)}{seems}: the calls that"
-                title += " have them wait for calls that are queued for one."
+                kind, title = "slot deadlock", f"Deadlock through the slots of {several(full)}{seems}: the calls"
+                title += " that hold them wait for calls that are queued for one."
                 details += map(self._on_slots, full)
             elif taker is not None:
-                kind, title = "lock deadlock", f"Deadlock through a lock of {taker.worker}{seems}: who holds it"
-                title += f" ({lock_of(graph.threads[taker])}) waits for what needs it."
+                kind, title = "lock deadlock", f"Deadlock through a lock of {taker.worker}{seems}: the thread"
+                title += f" that holds it ({lock_of(graph.threads[taker])}) waits for a thread that needs it."
             else:
                 whom = "wait for each other" if len(workers) > 1 else "waits for itself"
                 kind, title = "deadlock", f"Deadlock{seems}: {several(workers)} {whom}."
@@ -110,7 +115,7 @@ class Causes:
             return [f"{sentence}, which {who(self._graph, edge.to).rstrip(',')} holds, it seems", *lines]
         behind = f"{self._graph.function(edge.to)} on {edge.to.to}" if edge.to.kind == CALL else ""
         seems = {
-            "value": f", a value that {behind} is to make, it seems",
+            "value": f", a value that {behind} is to create, it seems",
             "turn": f", and {behind} goes first, it seems",
             "future": f", and waits for {behind}, it seems",
         }
@@ -161,18 +166,18 @@ class Causes:
     ) -> Finding:
         graph, there = self._graph, several(arrived)
         have, wait = "have" if len(missing) > 1 else "has", "wait" if len(arrived) > 1 else "waits"
-        title = f"{several(missing)} {have} not come, it seems, to where {there} {wait} for all."
-        details = [f"{there} stand at the same line:", *lines_of(graph.threads[nodes[0]])]
+        title = f"{several(missing)} {have} not arrived, it seems, where {there} {wait} for all workers."
+        details = [f"{there} are at the same line:", *lines_of(graph.threads[nodes[0]])]
         if meeting:
-            title = f"{several(missing)} {have} not come to {meeting}, where {there} {wait}."
+            title = f"{several(missing)} {have} not arrived at {meeting}, where {there} {wait}."
             details = waiting(graph, nodes[0])
         for name in missing:
             if name in graph.sight.silent:
                 details.append(f"{name} does not answer: {graph.sight.silent[name]}")
             elif name not in graph.accounts:
-                details.append(f"{name} is gone: {graph.gone[name]}")
+                details.append(f"{name} is no longer in the group: {graph.gone[name]}")
             else:
-                details += self._main_of(name) or [f"{name} stands at no line of the program: it is idle"]
+                details += self._main_of(name) or [f"{name} runs no line of the program: it is idle"]
         return self._finding("barrier", missing, title, details, nodes, weight=weight)
 
     # Slots, and limits of calls in flight
@@ -184,9 +189,9 @@ class Causes:
                 continue
             name, holders = node.worker, graph.holders(node.worker)
             queued, oldest = graph.queued(name), max(map(graph.age, holders), default=0.0)
-            how = f"by calls that run long (for {seconds(oldest)})"
+            how = f"by long-running calls (for {seconds(oldest)})"
             if oldest < graph.long:
-                how = "by short calls, and more come than it can do"
+                how = "by short calls, and more arrive than it can run"
             title = f"All {plural(graph.accounts[name]['slots'], 'slot')} of {name} are taken {how}"
             title += f": {plural(queued, 'call')} wait{'s' if queued == 1 else ''} for one."
             ends, details = [each for each in holders if not graph.edges(each)], []
@@ -201,8 +206,8 @@ class Causes:
 
     def _on_slots(self, name: str) -> str:
         return (
-            f"{name} runs {plural(self._graph.accounts[name]['slots'], 'call')} at once (num_worker_threads). Waits of "
-            "rpc_sync and of a call's future give a slot back; loops and waits of other kinds keep it"
+            f"{name} runs {plural(self._graph.accounts[name]['slots'], 'call')} at once (num_worker_threads). Waiting "
+            "in rpc_sync or for a call's future frees the slot; loops and other waits keep it"
         )
 
     def _room(self) -> Iterator[Finding]:
@@ -212,8 +217,8 @@ class Causes:
                 continue
             to = (graph.threads[node]["wait"] or {"on": []})["on"]
             out = counts(graph.accounts[node.worker]["calls_out"], lambda call: call["to"])
-            title = f"{node.worker} has as many calls in flight to {several(to)} as may be"
-            title += f" ({sum(out[name] for name in to):,} are told of)."
+            title = f"{node.worker} has reached the limit of calls in flight to {several(to)}"
+            title += f" ({sum(out[name] for name in to):,} are reported)."
             hint = f"{several(to)} answers more slowly than {node.worker} calls: wait for some calls before making more"
             yield self._finding("room", [node.worker], title, [*waiting(graph, node), hint], [node])
 
@@ -236,7 +241,7 @@ class Causes:
                 workers = [first.to or first.worker]
                 title, *details = (text.format(**self._words(first, len(nodes))) for text in TEXTS[first.kind, kind])
             else:
-                title = f"A backward pass waits for {several(workers)}, where no thread is at it, it seems."
+                title = f"A backward pass waits for {several(workers)}, where no thread works on it, it seems."
                 details = self._main_of(workers[0])
             yield self._finding(kind, workers, title, details, nodes, weight=weight)
 
@@ -282,7 +287,7 @@ class Causes:
         return {
             **node._asdict(), "function": function, "calls": calls, "age": lasting(age), "ago": seconds(age),
             "phase": graph.accounts[node.to]["phase"] if node.to else "", "gone": graph.gone.get(node.worker),
-            "silent": graph.sight.silent.get(node.worker, "nothing is known of it"),
+            "silent": graph.sight.silent.get(node.worker, "nothing is known about it"),
             "names": several(sorted(graph.accounts)),
         }  # fmt: skip
 
@@ -296,7 +301,7 @@ class Causes:
         if short := graph.awaits[first]:
             does = f"makes one short call after another, now {graph.function(short[0])} on {short[0].to}"
         call = graph.serves.get(first)
-        where = graph.function(call) if call is not None else f"in {at['function']}" if at is not None else "at it"
+        where = graph.function(call) if call is not None else f"in {at['function']}" if at is not None else "running"
         if len(nodes) > 1:
             workers, verb = several(sorted(node.worker for node in nodes)), "run" if call is not None else "are"
             title = f"{workers}: {len(nodes)} threads {verb} {where}{age}, and each {does}."
@@ -304,14 +309,14 @@ class Causes:
             subject = first.worker if call is not None or thread["name"] == "MainThread" else who(graph, first)
             title = f"{subject} {'runs' if call is not None else 'is'} {where}{age}, and {does}."
         if kind == "value":
-            title = f"A value is not made, it seems: {title}"
+            title = f"A value has not been created, it seems: {title}"
         elif kind == "backward":
             title = f"A backward pass waits for user code on {several(node.worker for node in nodes)}: {title}"
         elif kind == "lock":
             takers = [node for node, edge in graph.into[first] if edge.why == "lock"]
             if not takers:
                 owner = who(graph, first).rstrip(",")
-                return f"{owner} waits for a lock ({lock_of(thread)}); who holds it is not seen.", details, None
+                return f"{owner} waits for a lock ({lock_of(thread)}); its holder is not known.", details, None
             wait = f"{who(graph, takers[0])} waits"
             if len(takers) > 1:
                 wait = f"{len(takers)} threads of {first.worker} wait"
@@ -326,11 +331,12 @@ class Causes:
         parting = [node for node in graph.threads if graph.wait(node) in ("shutdown", GATHER)]
         since = max(map(graph.age, parting), default=0.0)
         gathers = any(graph.wait(node) == GATHER for node in parting)
-        done = "come to shutdown's _all_gather" if gathers else "called shutdown"
+        done = "reached shutdown's _all_gather" if gathers else "called shutdown"
         at_work = graph.awaits[main] or thread["wait"] is not None or thread_state(thread) == BUSY
         if at_work or account["idle"] < min(since, LULL) or account["size"] is None:
             title = (
-                f"{main.worker} is at work, and has not {done} yet; others have, and serve meanwhile. Its main thread"
+                f"{main.worker} is busy, and has not {done} yet; others have, and serve calls meanwhile. Its main "
+                "thread"
             )
             return f"{title} {doing(thread)}.", lines_of(thread), NOTE
         title = f"{main.worker} has not {done}, for which others wait: its main thread {doing(thread)}."

@@ -247,7 +247,7 @@ def trace_from_outside(path: str | os.PathLike[str], source: Source, seconds: fl
     offsets = chrome_trace.clocks_of(events, names[0], hosts) if names else {}
     told = _write(path, {name: WorkerTrace(events.get(name, []), offsets[name]) for name in names})
     lost = {name: why for account in accounts for name, why in account["gone"].items()} | dict(silent)
-    return told + "".join(f"\n  {name}: nothing; {why}" for name, why in sorted(lost.items()) if name not in names)
+    return told + "".join(f"\n  {name}: no events; {why}" for name, why in sorted(lost.items()) if name not in names)
 
 
 def _place_for(path: str | os.PathLike[str]) -> str:

@@ -33,7 +33,7 @@ def main(arguments: list[str]) -> int:
     parser = _parser()
     given = parser.parse_args(arguments)
     if given.group and vars(given).get("files"):
-        parser.error("--group chooses one of the groups of this host: leave it out where files are looked at")
+        parser.error("--group selects a group of this host: leave it out when files are given")
     run: Callable[[argparse.Namespace], int] = given.run
     try:
         return run(given)
@@ -50,32 +50,34 @@ def _parser() -> argparse.ArgumentParser:
 
     def add(name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=text, description=text)
-        which = "which one, where there are several: the begin of its id, its program, or one of its workers"
+        which = "which group, if there are several: the start of its id, its program, or one of its workers"
         command.add_argument("--group", default="", help=which)
         command.set_defaults(run=run)
         return command
 
-    why = add("why", _why, "What keeps the groups of this host from going on.")
-    why.add_argument("--json", action="store_true", help="for programs")
-    why.add_argument("--stacks", action="store_true", help="the stacks of the threads that are named, too")
-    why.add_argument("files", nargs="*", help="look at these instead, which workers have written (see dump)")
+    why = add("why", _why, "Show what the groups of this host wait for.")
+    why.add_argument("--json", action="store_true", help="print JSON, for programs")
+    why.add_argument("--stacks", action="store_true", help="also print the stacks of the named threads")
+    why.add_argument("files", nargs="*", help="read these files instead, which workers wrote (see dump)")
     top = add("top", _top, "A live view in the terminal.")
-    top.add_argument("--once", action="store_true", help="print the tables once, and end")
-    top.add_argument("--interval", type=_seconds, default=1.0, help="seconds from one time of asking to the next")
+    top.add_argument("--once", action="store_true", help="print the tables once and exit")
+    top.add_argument("--interval", type=_seconds, default=1.0, help="seconds between two queries")
     top.add_argument("--sort", default="", metavar="COLUMN", help="sort by this column: the highest numbers first")
-    top.add_argument("--filter", default="", metavar="WORDS", help="only rows that show all of these words")
-    top.add_argument("--worker", default="", metavar="NAME", help="the calls, threads, bytes and passes of this worker")
-    top.add_argument("--stacks", action="store_true", help="with --worker: the stacks of its threads, too")
-    dashboard = add("dashboard", _dashboard, "A live view in the browser.")
-    dashboard.add_argument("--host", default=loopback(), help="the address to listen on; this host alone if not given")
-    dashboard.add_argument("--port", type=int, default=0, help="a free one if not given")
-    trace = add("trace", _trace, "What has happened lately on all workers, as a file for ui.perfetto.dev.")
-    trace.add_argument("file", help="to be written; compressed where it ends with .gz")
-    trace.add_argument("--seconds", type=float, help="watch for so long; if not given, what was recorded lately")
-    trace.add_argument(
-        "--from", dest="files", nargs="+", default=[], help="of files that workers have written (see dump)"
+    top.add_argument("--filter", default="", metavar="WORDS", help="only rows that contain all of these words")
+    top.add_argument(
+        "--worker", default="", metavar="NAME", help="show the calls, threads, bytes and passes of this worker"
     )
-    add("dump", _dump, "Have each worker write down what it is at, and what has happened lately.")
+    top.add_argument("--stacks", action="store_true", help="with --worker: also the stacks of its threads")
+    dashboard = add("dashboard", _dashboard, "A live view in the browser.")
+    dashboard.add_argument("--host", default=loopback(), help="the address to listen on (default: for this host only)")
+    dashboard.add_argument("--port", type=int, default=0, help="the port to listen on (default: a free one)")
+    trace = add("trace", _trace, "Write the latest events of all workers to a file for ui.perfetto.dev.")
+    trace.add_argument("file", help="the file to write; compressed if its name ends with .gz")
+    trace.add_argument("--seconds", type=float, help="record for this long (default: write what is already recorded)")
+    trace.add_argument(
+        "--from", dest="files", nargs="+", default=[], help="read these files, which workers wrote (see dump)"
+    )
+    add("dump", _dump, "Have each worker write its state and its latest events to a file.")
     return parser
 
 
@@ -97,7 +99,7 @@ def _why(given: argparse.Namespace) -> int:
     told, worst, until = {}, 0, time.monotonic() + LONGEST
     for name, group in groups.items():
         if time.monotonic() > until:
-            print(f"not all of {len(groups)} groups were looked at: choose one with --group", file=sys.stderr)
+            print(f"not all of {len(groups)} groups were queried: choose one with --group", file=sys.stderr)
             worst = 2
             break
         report = Report(group.look())
@@ -162,7 +164,7 @@ def _groups(wanted: str) -> dict[str, HostGroup]:
     there = groups_here()
     found = {name: group for name, group in there.items() if name.startswith(wanted) or group.is_called(wanted)}
     if there and not found:
-        raise UsageError(f"no group is called {wanted!r} here; there are: {_listed(there)}")
+        raise UsageError(f"no group {wanted!r} was found here; the groups are: {_listed(there)}")
     return found
 
 
@@ -172,7 +174,7 @@ def _one_group(wanted: str) -> HostGroup | None:
         _nobody()
         return None
     if len(groups) > 1:
-        raise UsageError(f"there are several groups: {_listed(groups)}. Say which with --group")
+        raise UsageError(f"there are several groups: {_listed(groups)}. Choose one with --group")
     return next(iter(groups.values()))
 
 
@@ -183,6 +185,8 @@ def _listed(groups: Mapping[str, HostGroup]) -> str:
 def _nobody() -> int:
     where = "run the command on a worker's host, as the same user and in the same container"
     if not HAS_DEBUG_SERVERS:
-        where = "workers can be asked from outside on Linux only; in a program, telegrad.insight asks its own group"
+        where = (
+            "workers can be queried from outside on Linux only; in a program, telegrad.insight queries its own group"
+        )
     print(f"no worker of this user was found on this host: {where}", file=sys.stderr)
     return NONE_HERE

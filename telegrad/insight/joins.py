@@ -47,20 +47,20 @@ def _join(graph: WaitGraph, place: str, accounts: list[WorkerState]) -> Finding:
         sizes = {each["worker"]: "any number of" if each["size"] is None else each["size"] for each in accounts}
         expected = several(f"{name} expects {wanted} workers" for name, wanted in sizes.items())
         kind, title = "sizes", f"The workers{at} do not agree on the size of the group: {expected}."
-        details.append("Give all the same world_size, or a place of its own to each group")
+        details.append("Give all workers the same world_size, or each group an address of its own")
     elif not missing or any((_join_wait(each) or {"what": ""})["what"] == "store" for each in accounts):
         kind, title = "store", f"No store answers{at}: {several(names)} cannot join."
         details += [
-            "The worker of rank 0 serves it, as a rule: look whether it was started, and its log",
-            "Look whether host and port (MASTER_ADDR, MASTER_PORT or init_method) are right for all",
+            "The worker of rank 0 usually serves it: check whether it was started, and its log",
+            "Check that host and port (MASTER_ADDR, MASTER_PORT or init_method) are right for all workers",
         ]
     else:
         kind, workers, have = "missing", missing, "have" if len(missing) > 1 else "has"
         seems = "" if any(account["missing"] for account in accounts) else ", it seems"
-        title = f"{several(missing)} {have} not come{seems}: the group of {size} cannot form."
-        details.append("Look at the logs of who did not come, and whether they were given the same place")
+        title = f"{several(missing)} {have} not joined{seems}: the group of {size} cannot form."
+        details.append("Check the logs of the missing workers, and whether they were given the same address")
         if size is not None and missing == [f"rank {rank}" for rank in range(size - len(missing), size)]:
-            details.append(f"If no more were meant to come, world_size={size} is too large")
+            details.append(f"If no more workers should join, world_size={size} is too large")
     known = stacks(graph, [main] if main is not None else [])
     return Finding(kind, WEIGHTS[kind], workers, names, oldest["phase_age"], title, details, known)
 
@@ -76,7 +76,7 @@ def unanswered(graph: WaitGraph, found: Sequence[Finding]) -> Iterator[Finding]:
     known = {*graph.sight.silent, *(name for finding in found for name in finding.workers)}
     for name, why in sorted(graph.gone.items()):
         if name not in known:
-            yield _noted("gone", [name], f"{name} is gone: {why}.", NOTE)
+            yield _noted("gone", [name], f"{name} is no longer in the group: {why}.", NOTE)
 
 
 def generations(graph: WaitGraph, found: Sequence[Finding]) -> Iterator[Finding]:
@@ -91,8 +91,8 @@ def generations(graph: WaitGraph, found: Sequence[Finding]) -> Iterator[Finding]
             f"{several(names)} in {f'group {group}, ' if several_groups else ''}generation {generation}"
             for (group, generation), names in sorted(lots.items(), key=lambda item: item[0][1])
         )
-        why = "Workers of different groups or generations do not meet: one was started anew, or missed that others were"
-        title, weight = f"The workers are not of one group: {said}.", WEIGHTS["generations"] if found else NOTE
+        why = "Workers of different groups or generations cannot meet: one was restarted, or missed that others were"
+        title, weight = f"The workers are not in one group: {said}.", WEIGHTS["generations"] if found else NOTE
         yield _noted("generations", min(lots.values(), key=len), title, weight, why)
 
 

@@ -61,8 +61,8 @@ class SpanTracer:
         self._client, self._server = (
             meter.create_histogram(f"rpc.{side}.call.duration", "s", text, explicit_bucket_boundaries_advisory=BOUNDS)
             for side, text in (
-                ("client", "How long calls took, as their callers saw it"),
-                ("server", "How long functions ran that others called"),
+                ("client", "Duration of calls, as their callers measured it"),
+                ("server", "Duration of functions that other workers called"),
             )
         )
 

@@ -115,11 +115,11 @@ def thread_state(thread: ThreadState) -> str:
 
 DOES = {
     LOCKED: "waits for a lock",
-    BUSY: "is at work all the time: it loops, it seems, or computes",
+    BUSY: "is busy all the time: it loops, it seems, or computes",
     SLEEPS: "sleeps",
     WAITS: "waits for something in its own process",
-    ASLEEP: "stands still, in a wait that is not of Telegrad's",
-    UNKNOWN: "has not come further",
+    ASLEEP: "sleeps, in a wait outside Telegrad",
+    UNKNOWN: "has made no progress",
 }
 
 
@@ -144,11 +144,11 @@ def doing(thread: ThreadState) -> str:
         "init_rpc": f"joins the group, and waits for {on or 'the others'}",
         "store": "joins the group, and waits for the store",
         "workers": f"waits for {on or wait['about'] or 'workers'} to join",
-        "backward": f"waits for a backward pass{' in which ' + on + ' owes something' if on else ''}",
+        "backward": f"waits for a backward pass{' to which ' + on + ' must contribute' if on else ''}",
         "future": f"waits for {wait['about'] or 'a future'}",
         "value": f"waits for the value of a reference{', of ' + on if on else ''}",
         GATHER: f"is in _all_gather (shutdown calls it, too), and waits for {on or 'the others'}",
-        "room": f"waits for room: as many calls as may be are in flight to {on}",
+        "room": f"waits for room: the limit of calls in flight to {on} is reached",
     }.get(wait["what"]) or f"waits for {wait['about'] or wait['what']}{', of ' + on if on else ''}"
 
 
@@ -164,7 +164,7 @@ def waiting(group: GroupIndex, node: Node) -> list[str]:
             {
                 PASS: f"{node.worker} drives a backward pass of context {node.context}{lasting(age)}",
                 SLOTS: f"{plural(queued, 'call')} to {node.worker} {verb} for a free slot there",
-                WORK: f"{node.worker} has gradients to work out",
+                WORK: f"{node.worker} has gradients to compute",
             }.get(node.kind, node.worker)
         ]
     out, came = group.calls_out.get(node), group.calls_in.get(node)
@@ -173,7 +173,7 @@ def waiting(group: GroupIndex, node: Node) -> list[str]:
     if (waiter := group.waiter(node)) is not None:
         return [f"{who(group, waiter)} waits for {what}{lasting(age)}{where}", *lines_of(group.threads[waiter])]
     ago = f" {seconds(age)} ago" if age else ""
-    alone = ", and no thread waits for it in place" if out is not None and out["thread"] is None else ""
+    alone = ", and no thread waits for it" if out is not None and out["thread"] is None else ""
     return [f"{node.worker} called {what}{ago}{where}{alone}"]
 
 

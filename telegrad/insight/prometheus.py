@@ -40,19 +40,19 @@ COUNT, SUM, SIZE, DURATION = "count", "sum", "size", "duration"
 # Metrics of events: name, text, kind of event, labels, and the figure that is reported.
 OF_EVENTS = (
     ("calls", "Calls of this worker that have ended", CALLED, CALL, COUNT),
-    ("call_duration_seconds", "How long they took", CALLED, ("function",), DURATION),
-    ("call_bytes", "Bytes of the tensors that they sent", CALLED, ("function",), SIZE),
-    ("served", "Calls of others that have run here", RAN, CALL, COUNT),
-    ("served_duration_seconds", "How long they ran", RAN, ("function",), DURATION),
-    ("connections", "Connections that were made", CONNECTED, ("how",), COUNT),
-    ("connections_lost", "Connections that have broken", LOST, ("peer",), COUNT),
-    ("references_made", "References to values of a worker that were made", MADE, ("peer",), COUNT),
-    ("references_freed", "Those that were let go", FREED, (), COUNT),
+    ("call_duration_seconds", "Duration of calls of this worker", CALLED, ("function",), DURATION),
+    ("call_bytes", "Bytes of tensors that calls of this worker sent", CALLED, ("function",), SIZE),
+    ("served", "Calls of other workers that ran here", RAN, CALL, COUNT),
+    ("served_duration_seconds", "Duration of calls of other workers here", RAN, ("function",), DURATION),
+    ("connections", "Connections that were opened", CONNECTED, ("how",), COUNT),
+    ("connections_lost", "Connections that were lost", LOST, ("peer",), COUNT),
+    ("references_made", "References that were created, by owner", MADE, ("peer",), COUNT),
+    ("references_freed", "References that were freed", FREED, (), COUNT),
     ("passes", "Backward passes that this worker drove", BACKWARD_PASS, ("outcome",), COUNT),
-    ("pass_duration_seconds", "How long they took", BACKWARD_PASS, (), DURATION),
+    ("pass_duration_seconds", "Duration of backward passes that this worker drove", BACKWARD_PASS, (), DURATION),
     ("stage_actions", "Actions of pipelines' stages", STAGED, ("stage", "action"), COUNT),
-    ("stage_seconds", "How long they took together", STAGED, ("stage", "action"), SUM),
-    ("step_duration_seconds", "Steps of optimizers' shares", STEPPED, ("optimizer",), DURATION),
+    ("stage_seconds", "Total duration of actions of pipelines' stages", STAGED, ("stage", "action"), SUM),
+    ("step_duration_seconds", "Duration of steps of optimizers' shares", STEPPED, ("optimizer",), DURATION),
 )
 
 
@@ -104,33 +104,33 @@ def _of_account(account: WorkerState) -> Iterator[Metric]:
     names = {name: account[name] for name in ("worker", "host", "program", "group")}
     about = {**names, "rank": str(account["rank"]), "pid": str(account["pid"]), "version": VERSION}
     yield InfoMetricFamily("telegrad", "Which worker this is", about)
-    yield _gauge("phase_age_seconds", "For how long it is in its phase", account["phase_age"])
-    yield _gauge("members", "Members of the group that it knows", len(account["members"]))
+    yield _gauge("phase_age_seconds", "Seconds since its phase began", account["phase_age"])
+    yield _gauge("members", "Members of the group that this worker knows", len(account["members"]))
     if account["size"] is not None:
-        yield _gauge("size", "Members that the group shall have", account["size"])
-    yield _gauge("members_gone", "Members that have died or left early", len(account["gone"]))
+        yield _gauge("size", "Members that the group is to have", account["size"])
+    yield _gauge("members_gone", "Members that died or left early", len(account["gone"]))
     yield _gauge("slots", "Calls that may run at once", account["slots"])
     yield _gauge("slots_busy", "Calls that run and do not wait", account["busy"])
     yield _gauge("references", "References, by kind", account["references"], "kind")
     yield _gauge("contexts", "Autograd contexts", account["contexts"])
     yield _gauge("passes_in_progress", "Backward passes that this worker drives now", len(account["passes"]))
     yield _gauge("resident_memory_bytes", "Memory of the process", account["memory"])
-    yield _gauge("shared_memory_bytes", "Shared memory that it has lent", account["shared"])
+    yield _gauge("shared_memory_bytes", "Shared memory that this worker has lent", account["shared"])
     waits = Counter(thread["wait"]["what"] for thread in account["threads"] if thread["wait"] is not None)
-    yield _gauge("waits", "Threads that wait, by what for", waits, "what")
+    yield _gauge("waits", "Threads that wait, by what they wait for", waits, "what")
     yield _counter("sent_bytes", "Bytes that were sent", account["bytes_out"], ["peer"])
-    yield _counter("received_bytes", "Bytes that have come", account["bytes_in"], ["peer"])
+    yield _counter("received_bytes", "Bytes that were received", account["bytes_in"], ["peer"])
 
 
 def _of_calls(account: WorkerState) -> Iterator[Metric]:
     out, come = account["calls_out"], account["calls_in"]
     yield _gauge("calls_in_flight", "Calls without an answer yet", counts(out, lambda call: call["to"]), "peer")
     oldest = max((call["age"] for call in out), default=0)
-    yield _gauge("oldest_call_seconds", "The age of the oldest of them, 0 where there is none", oldest)
+    yield _gauge("oldest_call_seconds", "Age of the oldest call in flight, 0 if there is none", oldest)
     states = counts(come, lambda call: call["state"])
     serving = {state: states[state] for state in (RUNNING, QUEUED, UNFINISHED)}
-    yield _gauge("serving", "Calls of others that were not answered yet", serving, "state")
-    yield _counter("answered", "Calls of others since the start", {(): account["calls_done"]}, [])
+    yield _gauge("serving", "Calls of other workers that are not answered yet", serving, "state")
+    yield _counter("answered", "Calls of other workers answered since the start", {(): account["calls_done"]}, [])
 
 
 def _phase(phase: str) -> Metric:
@@ -164,8 +164,8 @@ class RegisteredCollector:
             registry.register(self.metrics)
         except ValueError:
             raise UsageError(
-                "this registry has Telegrad's metrics already: close() what serve_metrics or register returned, or "
-                "give another registry"
+                "this registry already has Telegrad's metrics: close() what serve_metrics or register returned, or "
+                "pass another registry"
             ) from None
         events.add(self.metrics.counters)
 

@@ -77,7 +77,7 @@ class Report:
             if (at := thread["at"]) is not None and thread["asleep"] is False and thread["wait"] is None
         )
         busiest = several(f"{place} on {plural(count, 'thread')}" for place, count in lines.most_common(3))
-        at_work = f"busiest: {busiest}" if lines else "no thread is at work"
+        at_work = f"busiest: {busiest}" if lines else "no thread is busy"
         return f"Nothing waits for long. {asked}; {plural(many, 'call')} in flight, {ages}{at_work}."
 
     def _each_worker(self) -> list[str]:
@@ -104,7 +104,7 @@ class Report:
             what = f"runs {plural(len(running), 'call')}{longest}"
             parts.append((what, f"{what} of {oldest['caller']}{lasting(oldest['age'])}"))
         others = states.total() - len(running) - states[QUEUED]
-        for count, what in ((states[QUEUED], "queued"), (others, "going on")):
+        for count, what in ((states[QUEUED], "queued"), (others, "in progress")):
             if count:
                 parts.append((what, f"{plural(count, 'call')} {what}"))
         if not parts:
@@ -116,7 +116,7 @@ class Report:
         graph, thread, at = self._graph, self._graph.threads[main], self._graph.threads[main]["at"]
         calls = graph.awaits[main]
         if at is None and thread["wait"] is None and not calls:
-            return "idle", "its main thread is in no line of the program"
+            return "idle", "its main thread runs no line of the program"
         does, age = doing(thread), graph.age(main)
         if calls:
             first = max(calls, key=graph.age)

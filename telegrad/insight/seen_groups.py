@@ -83,7 +83,7 @@ class HostGroup:
     def dump(self) -> dict[str, str]:
         """Have the workers of this host write dumps; return the file of each, or why there is none."""
         told = ask_all(self._places, DUMP, None, PATIENCE)
-        silent = "nothing was written, it did not answer: {}"
+        silent = "nothing was written, because it did not answer: {}"
         return {
             place.worker: silent.format(said) if isinstance(said, Exception) else str(said)
             for place, said in told.items()
@@ -126,12 +126,12 @@ class DumpFiles:
                 with open_regular(path) as file:
                     text = file.read(MOST + 1)
                 if len(text) > MOST:
-                    raise Malformed(f"it has over {MOST >> 20} MiB")
+                    raise Malformed(f"it is larger than {MOST >> 20} MiB")
                 content = decode(FILE, text)
             except OSError as error:
                 raise UsageError(f"{path} cannot be read: {error.strerror}") from None
             except Malformed as error:
-                raise UsageError(f"{path} is no file that a worker has written: {error}") from None
+                raise UsageError(f"{path} is not a file that a worker wrote: {error}") from None
             account: WorkerState = content["account"]
             before = self._told.get(account["worker"])
             if before is None or before["account"]["time"] < account["time"]:
@@ -139,7 +139,7 @@ class DumpFiles:
 
     def look(self) -> GroupSnapshot:
         accounts = [content["account"] for content in self._told.values()]
-        return GroupSnapshot(accounts, dict.fromkeys(sorted(others_of(accounts)), "there is no file of it"))
+        return GroupSnapshot(accounts, dict.fromkeys(sorted(others_of(accounts)), "none of the files is from it"))
 
     def events(self, after: Mapping[str, float]) -> dict[str, list[Event]]:
         return {

@@ -31,12 +31,12 @@ class TopView(NamedTuple):
         """
         columns = list(dict.fromkeys(column for table in tables.ALL for column in table))
         if self.sort and self.sort not in columns:
-            raise UsageError(f"no table has a column {self.sort!r}; there are: {', '.join(columns)}")
+            raise UsageError(f"no table has a column {self.sort!r}; the columns are: {', '.join(columns)}")
         sight = history.sight
         places = sorted({account["place"] for account in sight.accounts})
-        notes = [f"no news: {history.trouble}; asked again"] if history.trouble else []
+        notes = [f"no new data: {history.trouble}; trying again"] if history.trouble else []
         notes += [f"{name} is silent: {why}" for name, why in sight.silent.items()]
-        notes += [f"{name} has gone: {why}" for name, why in history.lost().items()]
+        notes += [f"{name} is no longer in the group: {why}" for name, why in history.lost().items()]
         if height and len(notes) > NOTES:
             notes[NOTES - 1 :] = [f"and {len(notes) - NOTES + 1} more"]
         about = [f"{len(sight.accounts)} workers", f"{len(sight.silent)} silent", f"store {', '.join(places)}"]

@@ -72,7 +72,7 @@ class Dashboard:
             self._server = _Server(self, host, port)
         except (OSError, OverflowError, UnicodeError) as error:  # UnicodeError: a part of the name has over 63 bytes
             number, said = (error.errno, error.strerror) if isinstance(error, OSError) else (EINVAL, error)
-            told = f"the dashboard cannot listen at {host}:{port} ({said}); take another port, or 0 for a free one"
+            told = f"the dashboard cannot listen at {host}:{port} ({said}); use another port, or 0 for a free one"
             raise OSError(number, told) from None
         self._server.start("telegrad dashboard")
 
@@ -101,7 +101,7 @@ class Dashboard:
         try:
             return self._why(sight)
         except Exception as error:
-            return f"That cannot be told: {type(error).__name__}: {error}"
+            return f"The report failed: {type(error).__name__}: {error}"
 
     def _ask(self) -> None:
         if time.monotonic() >= self._next:

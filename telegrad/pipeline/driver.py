@@ -36,7 +36,7 @@ class PipelineDriver:
         self.stations_of = tuple(names.index(owner.name) for owner in owners)  # station of each stage
         if schedule == INTERLEAVED and self.stations_of != (*range(len(names)),) * (len(places) // len(names)):
             raise UsageError(
-                "an interleaved schedule wants the stages to go around all workers in turn, as many on each, "
+                "an interleaved schedule needs stages that go around all workers in turn, the same number on each, "
                 f"such as w1, w2, w1, w2; these are on {', '.join(owner.name for owner in owners)}"
             )
         self.pipeline = secrets.token_hex(8)
@@ -46,7 +46,7 @@ class PipelineDriver:
         made = call_all(
             modules,
             lambda name, own: rpc_async(name, make_station, (self.pipeline, own, len(places), [*tied])),
-            "Pipeline: looking at its stages",
+            "Pipeline: checking its stages",
         )
         self.stations = [made[name] for name in names]
         agent = current.agent()

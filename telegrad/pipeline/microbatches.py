@@ -35,7 +35,7 @@ def _sizes(batch: Any, chunks: int) -> list[int]:
     shapes = [tuple(leaf.shape) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
     if len({shape[:1] for shape in shapes}) != 1 or not shapes[0]:
         raise UsageError(
-            "a batch consists of tensors with the samples along their first dimension, as many in each of them; "
+            "a batch must consist of tensors with the samples along their first dimension, the same number in each; "
             f"these have the shapes {shapes}"
         )
     size = shapes[0][0]
@@ -49,8 +49,8 @@ def sizes_of(inputs: Any, targets: Any, chunks: int) -> list[int]:
     size, wanted = sum(sizes), sum(of_targets)
     if not size or [each * wanted for each in sizes] != [each * size for each in of_targets]:
         raise UsageError(
-            f"{size} inputs and {wanted} targets cannot be cut into {chunks} micro-batches that belong together: "
-            "give a target for each input, and at least one"
+            f"{size} inputs and {wanted} targets cannot be cut into {chunks} matching micro-batches: give a "
+            "target for each input, and at least one"
         )
     return sizes
 
@@ -61,8 +61,8 @@ def joined(parts: list[Any]) -> Any:
     for path, value in tree_flatten_with_path(parts[0])[0]:
         if isinstance(value, Tensor) and not value.ndim:
             raise UsageError(
-                f"the output{keystr(path)} of the model is one number for each micro-batch, and has no dimension along "
-                "which these can be joined: return it with one, as value[None], and combine the elements"
+                f"the output{keystr(path)} of the model is one number for each micro-batch, with no dimension "
+                "to join these along: return value[None], and combine the elements"
             )
     return tree_unflatten(
         [torch.cat(same) if isinstance(same[0], Tensor) else same[0] for same in zip(*leaves, strict=True)], form
@@ -111,8 +111,8 @@ def check_sum(loss: Loss, outputs: Sequence[Any], targets: Sequence[Any], losses
     raise UsageError(
         f"the loss {getattr(loss, '__qualname__', type(loss).__name__)} of this batch is {whole:.6g}, but its "
         f"micro-batches give {sum(parts):.6g}: it is not the mean over their samples. If it is a sum, give "
-        "reduction='sum'; if it divides by something else, sum in it, divide by the number for the batch, and give "
-        "reduction='sum'. With reduction='mean', the mean of the losses of the micro-batches counts"
+        "reduction='sum'; if it divides by something else, return the sum, divided by that number for the whole batch, "
+        "and give reduction='sum'. With reduction='mean', the loss is the mean of the micro-batches' losses"
     )
 
 
@@ -120,7 +120,7 @@ def _reduction_of(loss: Any, said: str | None) -> str:
     """Return "mean" or "sum": the caller's value, else that of the loss, else "mean"."""
     if isinstance(loss, type):
         raise UsageError(
-            f"the loss of a pipeline is called with outputs and targets: give an instance of it, {loss.__name__}(), "
+            f"the loss of a pipeline is called with outputs and targets: pass an instance, {loss.__name__}(), "
             f"not {loss!r}"
         )
     inner = loss
@@ -131,11 +131,11 @@ def _reduction_of(loss: Any, said: str | None) -> str:
     if own == "none":
         raise UsageError(
             f"{loss!r} gives a loss for each sample, and a pipeline needs a scalar: "
-            "make it with reduction='mean' or 'sum'"
+            "create it with reduction='mean' or 'sum'"
         )
     if said and own and said != own:
         raise UsageError(
-            f"forward_backward was told reduction={said!r}, but {loss!r} has reduction={own!r}: leave the former out"
+            f"forward_backward got reduction={said!r}, but {loss!r} has reduction={own!r}: leave out the argument"
         )
     return said or own or "mean"
 
@@ -147,8 +147,8 @@ def check_scalar(value: Any, loss: Loss) -> Tensor:
     name = getattr(loss, "__qualname__", type(loss).__name__)
     kind = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
     raise UsageError(
-        f"the loss of a pipeline must be a scalar tensor, but {name} gave {kind}. Let it end with .mean(); or with "
-        ".sum(), and tell forward_backward so: reduction='sum'"
+        f"the loss of a pipeline must be a scalar tensor, but {name} returned {kind}. End it with .mean(), or with "
+        ".sum() and pass reduction='sum' to forward_backward"
     )
 
 

@@ -97,7 +97,7 @@ class Pipeline(nn.Module, Recoverable):
         if elsewhere:
             hint(
                 "parameters elsewhere",
-                f"parameters() of a pipeline gives those of this worker's stages, and others are on "
+                "parameters() of a pipeline returns only the parameters of this worker's stages, and others are on "
                 f"{listed(elsewhere)}: to train all of them, use telegrad.optim.DistributedOptimizer.for_module(...)",
             )
         return super().parameters(recurse)
@@ -201,7 +201,9 @@ class Pipeline(nn.Module, Recoverable):
         from telegrad.pipeline.cutting.split import split_model  # torch.export imports sympy: 35 MB in each process
 
         if not isinstance(workers, list | tuple) or isinstance(workers, WorkerInfo) or not workers:
-            raise UsageError('`workers` is a list, with a worker for each stage: Pipeline.split(model, ["w1", "w2"])')
+            raise UsageError(
+                '`workers` must be a list with a worker for each stage: Pipeline.split(model, ["w1", "w2"])'
+            )
         check_restore(restore)
         checks.count("chunks", chunks, what=_CHUNKS)
         checks.one_of("schedule", schedule, SCHEDULES)
@@ -237,8 +239,8 @@ class Pipeline(nn.Module, Recoverable):
         if torch.is_grad_enabled() and entered_id() is not None:
             if driver.tied:
                 raise UsageError(
-                    "gradients of weights that are tied across workers come together in forward_backward alone: use "
-                    "that, or call the pipeline inside of torch.no_grad()"
+                    "gradients of weights that are tied across workers are only summed in forward_backward: use "
+                    "it, or call the pipeline inside torch.no_grad()"
                 )
             return joined([each.wait() for each in [driver.call_chain(part) for part in parts]])
         given = BatchInputs([driver.pack(0, part) for part in parts])
@@ -317,7 +319,7 @@ def _sent(
     def text() -> str:
         return (
             f"Pipeline.split: {len(stages)} of {len(parts)} stages are on their workers; "
-            f"not yet those of {listed([repr(owner) for owner in dict.fromkeys(missing())])}"
+            f"missing on {listed([repr(owner) for owner in dict.fromkeys(missing())])}"
         )
 
     def missing() -> list[str]:

@@ -198,15 +198,15 @@ def parse_tied(names: Sequence[str], count: int) -> list[TiedWeight]:
     """Return the ties of the first named parameter with the others, in a pipeline of `count` stages."""
     if len(names) < 2 or not all(isinstance(name, str) for name in names):
         raise UsageError(
-            f"tied parameters are named together, not as {short_repr(names)}: "
+            f"tied parameters must be named in one tuple, not as {short_repr(names)}: "
             "tied=[('0.embedding.weight', '2.head.weight')]"
         )
     found = [name.partition(".") for name in names]
     for name, (stage, _, rest) in zip(names, found, strict=True):
         if not stage.isdigit() or int(stage) >= count or not rest:
             raise UsageError(
-                f"{name!r} names no parameter of one of {count} stages: write the number of the stage, and the name "
-                "in it, such as '0.embedding.weight'"
+                f"{name!r} is not the name of a parameter in one of {count} stages: write the number of the stage and "
+                "the name in that stage, such as '0.embedding.weight'"
             )
     (owner, _, own), *others = found
     return [TiedWeight(int(owner), own, int(stage), name) for stage, _, name in others]

@@ -124,7 +124,7 @@ def pack_value(value: Any, same_program: bool) -> PackedValue:
     body, tensors, references, _ = encode(value, same_program)
     if references:
         raise UsageError(
-            f"what passes between the stages of a Pipeline cannot hold references, as {references[0]!r}: "
-            "let the stage fetch what it refers to, with to_here()"
+            f"values between the stages of a Pipeline cannot contain references such as {references[0]!r}: "
+            "let the stage fetch the value with to_here()"
         )
     return PackedValue(body, tensors, [position for position, tensor in enumerate(tensors) if tensor.requires_grad])

@@ -67,7 +67,7 @@ def publish(name: str, factory: Callable[[], Any]) -> None:
         1
     """
     _check_name(name)
-    checks.function("factory", factory, "a function that makes the value")
+    checks.function("factory", factory, "a function that creates the value")
     offers().add(Publication(name, factory))
 
 
@@ -123,7 +123,7 @@ class PublishedTrail(NamedTuple):
 
     def check(self) -> None:
         if offers().is_over(self.name, self.token):
-            raise ClaimLost(f"the value {self.name!r} has another owner by now, or none")
+            raise ClaimLost(f"the value {self.name!r} now has another owner, or none")
 
     def find(self, limit: float) -> RRef[Any]:
         return offers().find(self.name, limit)
@@ -180,7 +180,7 @@ class Publications:
         with self._lock:
             if offer.name in self._offers:
                 raise UsageError(
-                    f"worker {self._worker.me.name!r} publishes a value under the name {offer.name!r} already"
+                    f"worker {self._worker.me.name!r} already publishes a value under the name {offer.name!r}"
                 )
             self._offers[offer.name] = offer
             offer.is_busy = True
@@ -203,12 +203,14 @@ class Publications:
 
         def text() -> str:
             why = f": {offer.problem}" if offer.problem else ""
-            return f"publish({offer.name!r}): the group's directory did not say yet which worker owns the value{why}"
+            return (
+                f"publish({offer.name!r}): the group's directory has not confirmed yet which worker owns the value{why}"
+            )
 
         with Wait("publish", text, worker=self._worker.me.name) as wait:
             while not self._agent.wait_for(claimed, LOOK):
                 if monotonic() >= until:
-                    raise DirectoryLost(f"{text()}. That took longer than rpc_timeout, {self._agent.timeout:g} s")
+                    raise DirectoryLost(f"{text()}. This took longer than rpc_timeout, {self._agent.timeout:g} s")
                 wait.look()
         return bool(claimed.wait())
 
@@ -246,7 +248,7 @@ class Publications:
                     log.warning("telegrad: the value %r cannot be claimed here yet: %s", offer.name, error)
                 offer.problem, unknown = str(error), True
             sleep(PAUSE)
-        raise ShutDown(f"worker {self._worker.me.name!r} does not publish {offer.name!r} any more")
+        raise ShutDown(f"worker {self._worker.me.name!r} no longer publishes {offer.name!r}")
 
     def _take(self, offer: Publication, owned: Ownership) -> bool:
         """Store the claim by which this worker owns the value; return True if the value must be made."""
@@ -306,7 +308,7 @@ class Publications:
         except BaseException:  # including errors of the factory
             self._withdraw(offer)
             if not self._agent.closed:
-                log.exception("telegrad: the value %r could not be made here", offer.name)
+                log.exception("telegrad: the value %r could not be created here", offer.name)
         finally:
             self._finish(offer)
 
@@ -367,13 +369,13 @@ class Publications:
         claim = group.claims.get(name)
         present = self._worker.membership.present()
         if claim is None or not claim.life:
-            raise NotPublished(f"no worker publishes it; there are {listed([each.name for each in present])}")
+            raise NotPublished(f"no worker publishes it; the workers are {listed([each.name for each in present])}")
         if claim.life == self._life:
             token, value = self.value(name, claim.token)
             return RestorableRRef.of(value, PublishedTrail(name, token))
         owner = next((each for each in present if each.incarnation == claim.life), None)
         if owner is None:
-            raise NotPublished("the worker that owned it has gone, and no other one has taken it over yet")
+            raise NotPublished("its owner is no longer in the group, and no other worker has taken it over yet")
         try:
             found = self._agent.call(owner.identity, _found_here, (name, claim.token), None, limit)
         except CallTimeout as error:
@@ -390,13 +392,13 @@ class Publications:
             owned, value = (offer.owned, offer.value) if offer is not None else (None, None)
         here = f"worker {self._worker.me.name!r}"
         if owned is None:
-            raise NotPublished(f"{here} does not own it any more")
+            raise NotPublished(f"{here} no longer owns it")
         own = owned.claim.token
         if own < token:
-            raise ClaimLost(f"{here} owned {name!r} with the token {own}, but another one owns it with {token}")
+            raise ClaimLost(f"{here} owned {name!r} with the token {own}, but another worker owns it with {token}")
         owned.check()
         if value is None:
-            raise NotPublished(f"{here} is about to make it")
+            raise NotPublished(f"{here} has not created it yet")
         return own, value
 
 
@@ -415,6 +417,6 @@ def _found_here(name: str, token: int) -> tuple[int, RRef[Any]] | NotPublished |
         return error  # not raised: the caller retries, and each raised error would be logged
 
 
-@known_as("looking for the group's directory")
+@known_as("lookup of the group's directory")
 def _directory_of_group() -> Any:
     return Deferred(offers().registration.address(), _directory_of_group)

@@ -222,8 +222,8 @@ class Registration:
         if keeper is not None:
             raise DirectoryLost(f"worker {keeper.name!r}, which keeps the group's directory, does not answer")
         raise PeerLost(
-            "the worker of rank 0, which keeps the directory in which values are published, has gone, and no other "
-            "worker knows where that is. Publish or look up a value earlier, while rank 0 is there"
+            "the worker of rank 0, which keeps the directory of published values, is no longer in the group, and no "
+            "other worker knows its address. Publish or look up a value while rank 0 is in the group"
         )
 
     def _ask(self, members: list[Member]) -> Address | None:
@@ -274,8 +274,8 @@ class Registration:
         group.leave()
         if not is_closed:
             log.warning(
-                "telegrad: worker %r did not renew its lease in the group's directory in time. It owns none of the "
-                "values any more that it has published, and stands by for them",
+                "telegrad: worker %r did not renew its lease in the group's directory in time. It no longer owns "
+                "the values that it published, and stands by to own them again",
                 self._worker.me.name,
             )
             self._on_lost(group)

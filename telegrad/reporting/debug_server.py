@@ -143,7 +143,7 @@ def places() -> list[DebugAddress]:
     others: list[DebugAddress] = []
     for place, inode in named:
         if monotonic() > until:
-            log.warning("telegrad: %d sockets are named like those of workers; some were not looked at", len(named))
+            log.warning("telegrad: %d sockets are named like those of workers; some were not queried", len(named))
             break
         peer = _peer_of(place, inode)
         if peer is not None and peer.user == place.user:
@@ -152,7 +152,7 @@ def places() -> list[DebugAddress]:
             others.append(place)
     if others:
         log.warning(
-            "telegrad: %d sockets that other users have made are named like those of workers, such as %r: passed over",
+            "telegrad: %d sockets of other users are named like those of workers, such as %r: they are ignored",
             *(len(others), others[0].address),
         )
     each_first = itertools.zip_longest(*(own[:MOST_OF_A_USER] for own in found.values()))
@@ -190,7 +190,7 @@ def _decoded(place: DebugAddress, topic: str, line: bytes | Exception) -> Any:
     try:
         return decode(topic, line)
     except Malformed as error:
-        return Malformed(f"process {place.pid} answers what no worker tells: {error}")
+        return Malformed(f"process {place.pid} sent an invalid answer: {error}")
 
 
 class _Questions:
@@ -253,7 +253,7 @@ class _Questions:
         try:
             part = talk.socket.recv(1 << 18)
             if not part:
-                raise ConnectionError("it ended before it had said all")
+                raise ConnectionError("it ended before its answer was complete")
             talk.answer += part
             self._limit(talk, len(part))
             if not part.endswith(b"\n"):
@@ -273,7 +273,7 @@ class _Questions:
         self._read[talk.place.user] += more
         most = OF_A_GROUP if own and self._is_of_groups else LARGEST
         if len(talk.answer) > most or self._read[talk.place.user] > (OF_A_GROUP if own else LARGEST):
-            raise Malformed(f"process {talk.place.pid} answers more than {most >> 20} MiB, or all of its user do")
+            raise Malformed(f"process {talk.place.pid}, or all processes of its user, sent more than {most >> 20} MiB")
 
 
 class _Query:
@@ -349,5 +349,5 @@ def _question(sock: socket.socket) -> bytes:
         part = sock.recv(LONGEST)
         line += part
         if not part or len(line) > LONGEST or monotonic() > until:
-            raise ConnectionError("it ended before it had said all")
+            raise ConnectionError("it ended before its answer was complete")
     return line

@@ -44,7 +44,7 @@ def decode(topic: str, data: bytes) -> Any:
     except Malformed:
         raise
     except (ValueError, RecursionError) as error:
-        raise Malformed(f"it is no JSON: {safe(str(error))[:200]}") from None
+        raise Malformed(f"it is not valid JSON: {safe(str(error))[:200]}") from None
     return checked(topic, value)
 
 
@@ -59,18 +59,18 @@ def checked(topic: str, value: Any) -> Any:
 
 
 def _refuse(name: str) -> None:
-    raise Malformed(f"{name} is no number")
+    raise Malformed(f"{name} is not a number")
 
 
 def _text(value: Any, where: str) -> str:
     if not isinstance(value, str):
-        raise Malformed(f"{where} is no text")
+        raise Malformed(f"{where} is not a string")
     return safe(value if len(value) <= LONGEST_TEXT else f"{value[:LONGEST_TEXT]}...")
 
 
 def _integer(value: Any, where: str) -> int:
     if not isinstance(value, int) or abs(value) > LARGEST_NUMBER:
-        raise Malformed(f"{where} is no integer")
+        raise Malformed(f"{where} is not an integer")
     return value
 
 
@@ -88,13 +88,13 @@ def _truth(value: Any, where: str) -> bool:
 
 def _none(value: Any, where: str) -> None:
     if value is not None:
-        raise Malformed(f"{where} has another form")
+        raise Malformed(f"{where} has an unexpected type")
 
 
 def _list_of(check: _Check) -> _Check:
     def checked(value: Any, where: str) -> list[Any]:
         if not isinstance(value, list) or len(value) > MOST_ITEMS:
-            raise Malformed(f"{where} is no list, or one of over {MOST_ITEMS} items")
+            raise Malformed(f"{where} is not a list, or has more than {MOST_ITEMS} items")
         return [check(each, where) for each in value]
 
     return checked
@@ -103,7 +103,7 @@ def _list_of(check: _Check) -> _Check:
 def _dict_of(check: _Check) -> _Check:
     def checked(value: Any, where: str) -> dict[str, Any]:
         if not isinstance(value, dict) or len(value) > MOST_ITEMS:
-            raise Malformed(f"{where} is no dictionary, or one of over {MOST_ITEMS} items")
+            raise Malformed(f"{where} is not a dictionary, or has more than {MOST_ITEMS} items")
         return {_text(key, where): check(each, where) for key, each in value.items()}
 
     return checked
@@ -126,7 +126,7 @@ def _fields(checks: dict[str, _Check], required: frozenset[str]) -> _Check:
 
     def checked(value: Any, where: str) -> dict[str, Any]:
         if not isinstance(value, dict):
-            raise Malformed(f"{where} is no dictionary")
+            raise Malformed(f"{where} is not a dictionary")
         if missing := required - value.keys():
             raise Malformed(f"{where} has no {min(missing)}")
         return {name: check(value[name], f"{where}.{name}") for name, check in checks.items() if name in value}
@@ -175,16 +175,16 @@ _AFTER_TIMES: dict[str, tuple[_Check, ...]] = {  # the fields after the times, a
 def _events(value: Any, where: str) -> list[Event]:
     """Check events; drop unknown kinds."""
     if not isinstance(value, list) or len(value) > MOST_ITEMS:
-        raise Malformed(f"{where} are no list, or one of over {MOST_ITEMS}")
+        raise Malformed(f"{where} are not a list, or more than {MOST_ITEMS}")
     found = []
     for each in value:
         if not isinstance(each, list | tuple) or not each or not isinstance(each[0], str):
-            raise Malformed(f"{where} are none")
+            raise Malformed(f"{where} have an item that is not an event")
         checks = _AFTER_TIMES.get(each[0])
         if checks is None:
             continue
         if len(each) < 3 + len(checks):
-            raise Malformed(f"{where} have one that tells too little")
+            raise Malformed(f"{where} have an event with too few fields")
         times = _number(each[1], where), _number(each[2], where)
         found.append((each[0], *times, *(check(part, where) for check, part in zip(checks, each[3:], strict=False))))
     return found

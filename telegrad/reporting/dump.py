@@ -107,11 +107,11 @@ class Dumper:
             path = write(self.worker, reason, self._tell())
         except OSError as error:
             level = logging.INFO if self.failure else logging.WARNING  # warn only once
-            self.failure = f"what worker {self.worker!r} was at could not be written ({VARIABLE}): {error_text(error)}"
+            self.failure = f"the state of worker {self.worker!r} could not be written ({VARIABLE}): {error_text(error)}"
             log.log(level, "telegrad: %s", self.failure)
             return None
         if path is not None:
-            log.info("telegrad: %s; what worker %r was at is in %s", reason, self.worker, path)
+            log.info("telegrad: %s; the state of worker %r is in %s", reason, self.worker, path)
         return path
 
     def close(self) -> None:

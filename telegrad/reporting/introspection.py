@@ -28,7 +28,7 @@ class Introspection(WorkerExtension):
         self._inquiry: StateQueries | None = None  # None until there is an agent
         recorder.begin()
         self._dumper = Dumper(name, self._tell)
-        self._signalled = Signalled(lambda: self._dumper.want("SIGUSR2 came"))
+        self._signalled = Signalled(lambda: self._dumper.want("received SIGUSR2"))
         self._desk = DebugServer(name, self._signalled.file, self._answer)
         self._closed = False
 
@@ -65,7 +65,7 @@ class Introspection(WorkerExtension):
             answers, _ = self._inquiry.ask(others, EVENTS, lambda name: after.get(name, 0.0))
         return {self._name: checked(EVENTS, recorder.events(after.get(self._name, 0.0))), **answers}
 
-    def dump(self, reason: str = "somebody asked") -> pathlib.Path | None:
+    def dump(self, reason: str = "a dump was requested") -> pathlib.Path | None:
         """Write a dump now; return None if dumps are off or it failed."""
         return self._dumper.write(reason)
 

@@ -178,7 +178,7 @@ class Observer:
             for each in threads
             if (at := each["at"]) is not None
         ]
-        return f": for {call['age']:.1f} s by now{where[0] if len(where) == 1 else ''}"
+        return f": for {call['age']:.1f} s so far{where[0] if len(where) == 1 else ''}"
 
     def _threads(self, now: float) -> tuple[list[ThreadState], list[CallIn], dict[int, int]]:
         """Return the threads, the calls that they run, and the waiting threads by id of the call."""
@@ -208,7 +208,7 @@ class Observer:
         told = wait_of(thread.ident)
         wait = told if told is not None and told["what"] in MEETINGS else wait_on(frames, self.missing)
         if stood.room is not None:
-            wait = WaitState(what="room", on=[stood.room.name], about="as many calls as may be are in flight to it")
+            wait = WaitState(what="room", on=[stood.room.name], about="the limit of calls in flight to it is reached")
         elif wait is None and stood.waits is None and not stood.serves:
             wait = told
         serves = stood.serves or stood.waits or wait or any(map(stacks.is_users, frames))

@@ -20,7 +20,7 @@ from telegrad.reporting.decoding import CALL, Malformed, decode
 PATIENCE = 1.5  # seconds
 AT_ONCE = 0.1  # seconds, for the question about a call that timed out
 BETWEEN = 0.1  # minimum seconds between two such questions to one callee
-SILENT = "it did not answer within {:g} s, though its connection stands"
+SILENT = "it did not answer within {:g} s, although its connection is open"
 
 
 class Inspect(NamedTuple):
@@ -79,7 +79,7 @@ class StateQueries:
                 try:
                     self._agent.notify(name, Inspect(number, topic, after(name)))
                 except UnknownWorker:
-                    silent[name] = "it has left the group, or has died"
+                    silent[name] = "it left the group, or died"
                 except TelegradError as error:
                     silent[name] = str(error)
                 else:
@@ -94,7 +94,7 @@ class StateQueries:
             try:
                 told[name] = decode(topic, text)
             except Malformed as error:
-                silent[name] = f"its answer is none: {error}"
+                silent[name] = f"its answer is invalid: {error}"
         return told, {name: safe(why) for name, why in silent.items() if name not in told}
 
     def last_word(self, callee: Identity, number: int) -> str:

@@ -57,12 +57,12 @@ def _parting(names: Names, missing: Missing) -> WaitState | None:
 
 
 def _serving(*_: object) -> WaitState:
-    return WaitState(what="serve", on=[], about="what others call")  # blocks for as long as other workers need this one
+    return WaitState(what="serve", on=[], about="calls of others")  # blocks for as long as other workers need this one
 
 
 def _meeting(names: Names, _: Missing) -> WaitState:
     return WaitState(
-        what="store", on=[], about=f"the store at {names['host']}:{names['port']}, which nobody serves yet"
+        what="store", on=[], about=f"the store at {names['host']}:{names['port']}, which does not answer yet"
     )
 
 
@@ -83,7 +83,7 @@ def _future(names: Names, _: Missing) -> WaitState | None:
     future = names["future"]
     age = perf_counter() - names["begun"] if "begun" in names else 0.0
     if isinstance(future, ValueSlot):
-        about = "the value of a reference of this worker, which is not made yet"
+        about = "the value of a reference of this worker, which has not been created yet"
         return WaitState(what="value", on=[], about=about, age=age)
     if isinstance(getattr(future, "call", None), PendingCall):
         return None  # the list of calls has this one

@@ -76,7 +76,7 @@ def _found(program: str, environment: Mapping[str, str]) -> str:
         return sys.executable
     found = shutil.which(program, path=environment.get("PATH"))
     if found is None:
-        raise FileNotFoundError(f"there is no program {program!r} that can be run")
+        raise FileNotFoundError(f"no program {program!r} was found that can be run")
     return found
 
 

@@ -165,7 +165,7 @@ class Policy:
             elif one.state == ENDING:
                 one.due = inf
                 actions += [
-                    Log(f"{one.name} does not end within {self._grace:g} s and is killed"),
+                    Log(f"{one.name} did not end within {self._grace:g} s and is killed"),
                     SendSignal(one.name, SIGKILL),
                 ]
         return actions
@@ -188,7 +188,7 @@ class Policy:
         if asked:
             return self._begin_together(one.role, now)
         if code == 0:
-            return [Log(f"{name} has ended with exit code 0"), *self._end_if_done(now)]
+            return [Log(f"{name} ended with exit code 0"), *self._end_if_done(now)]
         return self._after_failure(one, code, now)
 
     def signalled(self, number: int, now: float) -> list[Action]:
@@ -197,7 +197,7 @@ class Policy:
             living = self._in(RUNS, ENDING)
             for one in living:
                 one.become(ENDING, now)
-            return [Log("all are killed"), *(SendSignal(one.name, SIGKILL) for one in living)]
+            return [Log("all workers are killed"), *(SendSignal(one.name, SIGKILL) for one in living)]
         if all(one.role.serves for one in self._in(RUNS, ENDING)):
             return self._end(128 + number, number, now)
         self._begin_to_end(128 + number, now)
@@ -221,14 +221,14 @@ class Policy:
         due = one.budget.spend(one.begun, now)
         if due is None:
             often = f"{one.role.restarts} restarts within {one.role.within:g} s are used up"
-            why = f"{how}, and {often if one.role.restarts else 'is not to be started again'}"
+            why = f"{how}, and {often if one.role.restarts else 'is not restarted'}"
             return self._fail(why, code, now, one.name)
         later = f" in {due - now:.1f} s" if due > now else ""
         if one.role.on_failure == RESTART_ROLE:
-            text = f"{how}; all of role {one.role.name!r} are started again{later} ({one.budget})"
+            text = f"{how}; all workers of role {one.role.name!r} are restarted{later} ({one.budget})"
             return [Log(text), *self._restart_role(one, due, now)]
         one.become(WAITS, now, due)
-        return [Log(f"{how}; it is started again{later} ({one.budget})")]
+        return [Log(f"{how}; it is restarted{later} ({one.budget})")]
 
     def _restart_role(self, failed: _WorkerState, due: float, now: float) -> list[Action]:
         self._due[failed.role.name] = due
@@ -260,7 +260,7 @@ class Policy:
             return []
         self._begin_to_end(0, now)
         names = ", ".join(one.name for one in living)
-        text = f"all work is done: {names} {'is' if len(living) == 1 else 'are'} to end"
+        text = f"all work is done: {names} {'ends' if len(living) == 1 else 'end'}"
         return [*([Log(text)] if living else []), *self._end_serving(now)]
 
     def _end_serving(self, now: float) -> list[Action]:

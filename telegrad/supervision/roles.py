@@ -85,9 +85,9 @@ def read(text: str, changes: Mapping[str, Any]) -> RunConfig:
     _check_keys(rest, ("logs", "grace"), "the file")
     plan = RunConfig(tuple(_role(name, table) for name, table in tables.items()), **rest)
     if not plan.roles:
-        raise UsageError("there is no role to run: give a file with tables such as [actor], or a command behind --")
-    _check(isinstance(plan.logs, str), "logs is the name of a folder", plan.logs)
-    _check(_is_number(plan.grace) and plan.grace >= 0, "grace is a number of seconds", plan.grace)
+        raise UsageError("there is no role to run: give a file with tables such as [actor], or a command after --")
+    _check(isinstance(plan.logs, str), "logs must be the name of a folder", plan.logs)
+    _check(_is_number(plan.grace) and plan.grace >= 0, "grace must be a number of seconds", plan.grace)
     return plan
 
 
@@ -104,7 +104,7 @@ def _parsed(text: str) -> dict[str, Any]:
     try:
         told: dict[str, Any] = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise UsageError(f"it is no TOML: {error}; a command stands behind --") from error
+        raise UsageError(f"it is not valid TOML: {error}; a command goes after --") from error
     return told
 
 
@@ -118,14 +118,20 @@ def _role(name: str, table: Mapping[str, Any]) -> Role:
         given["command"] = _command(given["command"], of)
     given["env"] = _env(given.get("env", {}), of)
     role = Role(name, **{"serves": not own, **given})
-    _check(_is_whole(role.count) and role.count >= 1, f"{of}: count is how many workers it has, at least 1", role.count)
+    _check(
+        _is_whole(role.count) and role.count >= 1,
+        f"{of}: count must be the number of its workers, at least 1",
+        role.count,
+    )
     check_name(f"{name}{role.count}")
-    _check(_is_whole(role.restarts) and role.restarts >= 0, f"{of}: restarts is a number, 0 for none", role.restarts)
-    _check(_is_number(role.within) and role.within > 0, f"{of}: within is a number of seconds", role.within)
-    _check(role.on_failure in POLICIES, f"{of}: on_failure is one of {', '.join(POLICIES)}", role.on_failure)
-    _check(isinstance(role.serves, bool), f"{of}: serves is true or false", role.serves)
+    _check(
+        _is_whole(role.restarts) and role.restarts >= 0, f"{of}: restarts must be a number, 0 for none", role.restarts
+    )
+    _check(_is_number(role.within) and role.within > 0, f"{of}: within must be a number of seconds", role.within)
+    _check(role.on_failure in POLICIES, f"{of}: on_failure must be one of {', '.join(POLICIES)}", role.on_failure)
+    _check(isinstance(role.serves, bool), f"{of}: serves must be true or false", role.serves)
     whole = role.node is None or (_is_whole(role.node) and role.node >= 0)
-    _check(whole, f"{of}: node is the number of the host that runs it, from 0 on", role.node)
+    _check(whole, f"{of}: node must be the number of the host that runs it, from 0 on", role.node)
     return role
 
 
@@ -134,20 +140,22 @@ def _command(given: Any, of: str) -> tuple[str, ...]:
         words = shlex.split(given) if isinstance(given, str) else list(given)
     except (TypeError, ValueError):
         words = []
-    _check(bool(words) and all(isinstance(word, str) for word in words), f"{of}: command is a text or a list", given)
+    _check(
+        bool(words) and all(isinstance(word, str) for word in words), f"{of}: command must be a string or a list", given
+    )
     return (*(["python"] if words[0].endswith(".py") else []), *words)
 
 
 def _env(given: Any, of: str) -> dict[str, str]:
     plain = isinstance(given, Mapping) and all(isinstance(value, str) or _is_number(value) for value in given.values())
-    _check(plain, f'{of}: env is a table of variables, such as {{ DEBUG = "1" }}', given)
+    _check(plain, f'{of}: env must be a table of variables, such as {{ DEBUG = "1" }}', given)
     return {key: str(value) for key, value in given.items()}
 
 
 def _check_keys(given: Mapping[str, Any], known: tuple[str, ...], of: str) -> None:
     for key in given:
         if key not in known:
-            raise UsageError(f"{of} has a key {key!r} that is none of {', '.join(known)}{did_you_mean(key, known)}")
+            raise UsageError(f"{of} has a key {key!r} that is not one of {', '.join(known)}{did_you_mean(key, known)}")
 
 
 def _check(holds: bool, rule: str, given: Any) -> None:

@@ -19,20 +19,20 @@ DEFAULT = "worker"  # the role of options before the first --role
 
 USAGE = "python -m telegrad run [FILE] [options] [--role NAME [options of that role]]... [-- COMMAND ...]"
 EPILOG = """\
-A role of the file is changed by options, and others are added: `telegrad run roles.toml --role actor --count 8`.
+Options change a role of the file, or add one: `telegrad run roles.toml --role actor --count 8`.
 
 signals:
-  SIGINT, SIGTERM, SIGHUP  go on to all workers, but those that serve end after the others; who has not ended after
-                           --grace seconds is killed. Twice: at once
-  SIGUSR1                  prints what becomes of each worker
-  SIGUSR2                  goes on to all workers, which write down what they are at
+  SIGINT, SIGTERM, SIGHUP  are sent on to all workers except serving ones, which end after the others. A worker that
+                           has not ended after --grace seconds is killed. A second signal kills all at once
+  SIGUSR1                  prints the state of each worker
+  SIGUSR2                  is sent on to all workers, which write their state to a file
 
 exit codes:
-  0      all workers but those that serve ended with 0
-  2      wrong arguments, or a wrong file
+  0      all workers except serving ones ended with 0
+  2      invalid arguments, or an invalid file
   127    a command could not be started
   130    Ctrl-C; 143 SIGTERM, 129 SIGHUP
-  other  that of the worker with whose failure the group ended; 128 and its number for a signal
+  other  that of the worker whose failure ended the group; 128 plus its number for a signal
 """
 
 
@@ -90,28 +90,26 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m telegrad run",
         usage=USAGE,
-        description="Run workers on this host, and start them again when they fail. docs/supervision.md tells more.",
+        description="Run workers on this host, and restart them when they fail. See docs/supervision.md.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.set_defaults(roles={}, last=DEFAULT)
     parser.add_argument("file", nargs="?", metavar="FILE", help="such as roles.toml")
-    parser.add_argument("--logs", metavar="FOLDER", help="a folder in it has a file for each worker (logs)")
-    parser.add_argument("--grace", type=float, metavar="SECONDS", help="for workers to end, once asked to (10)")
-    parser.add_argument(
-        "--master", metavar="HOST:PORT", help="where the group meets (a free port, for this host alone)"
-    )
+    parser.add_argument("--logs", metavar="FOLDER", help="gets a new folder with a file for each worker (logs)")
+    parser.add_argument("--grace", type=float, metavar="SECONDS", help="time for workers to end, once asked to (10)")
+    parser.add_argument("--master", metavar="HOST:PORT", help="where the group meets (a free port, for this host only)")
     parser.add_argument(
         "--node", type=int, default=0, metavar="N", help="which of several hosts this is (0: keeps the store)"
     )
-    role = parser.add_argument_group("a role", "Options of the role that was named last; else of one named `worker`.")
+    role = parser.add_argument_group("a role", "Options of the last named role, else of a role named `worker`.")
     own: dict[str, Any] = {"action": _OfRole, "default": argparse.SUPPRESS}
     role.add_argument("--role", metavar="NAME", **own, help="its workers are NAME0, NAME1, ...")
-    role.add_argument("--command", **own, help="what they run; else it stands behind --, and without any they serve")
+    role.add_argument("--command", **own, help="their command; may also follow --; without one, they serve")
     role.add_argument("--count", type=int, **own, help="how many there are (1)")
     role.add_argument("--env", metavar="NAME=VALUE", **own, help="a variable; {name} and {number} are the worker's")
-    role.add_argument("--restarts", type=int, metavar="N", **own, help="how often each may be started again (3) ...")
+    role.add_argument("--restarts", type=int, metavar="N", **own, help="how often each may be restarted (3) ...")
     role.add_argument("--within", type=float, metavar="SECONDS", **own, help="... within this time (300)")
     role.add_argument("--on-failure", choices=POLICIES, **own, help="restart it, all of its role, or end the group")
     role.add_argument("--serves", nargs=0, **own, help="they serve until the workers of other roles have ended")

@@ -94,7 +94,7 @@ class Supervisor:
                 self._begin_storekeeper()
                 roles = ", ".join(f"{role.count} {role.name}" for role in self._plan.roles)
                 place = supervised.place(self._host, self._port)
-                self._output.say(f"starts {roles}; the group meets at {place}, its logs are in {self._output.folder}")
+                self._output.say(f"starting {roles}; the group meets at {place}, its logs are in {self._output.folder}")
                 self._policy.begin(monotonic())
                 while (code := self._policy.code) is None:
                     self._turn()
@@ -105,7 +105,7 @@ class Supervisor:
         if failed := self._policy.failed:
             path, last = self._output.path(failed), self._output.last_lines(failed)
             said = f" Its last lines:{last}" if last else ""
-            self._output.say(f"{failed} has ended the group; {path} has all that it printed.{said}")
+            self._output.say(f"{failed} ended the group; {path} has its whole output.{said}")
         return code
 
     # Events
@@ -133,7 +133,7 @@ class Supervisor:
         while self._signals:
             number = self._signals.popleft()
             if number in ENDING:
-                self._output.say(f"{signal.Signals(number).name}: the group ends; once more kills it")
+                self._output.say(f"{signal.Signals(number).name}: the group ends; a second signal kills it")
                 self._do(self._policy.signalled(number, monotonic()))
             elif number == STATUS:
                 self._output.say(self._status())
@@ -176,9 +176,7 @@ class Supervisor:
             self._lines[slot.name, stream] = LineBuffer()
             self._selector.register(pipe, selectors.EVENT_READ, (slot.name, stream))
         if restarts:
-            self._output.raw(
-                slot.name, f"--- started again: {time.strftime('%H:%M:%S')}, restarts: {restarts}\n".encode()
-            )
+            self._output.raw(slot.name, f"--- restarted: {time.strftime('%H:%M:%S')}, restarts: {restarts}\n".encode())
 
     def _environment(self, slot: WorkerSlot, restarts: int) -> Mapping[str, str]:
         inherited = {key: value for key, value in os.environ.items() if key not in _FOREIGN}
@@ -259,7 +257,7 @@ class Supervisor:
             self._from_storekeeper.close()
             how = describe_exit(self._storekeeper.wait())
             if self._ready:
-                self._output.say(f"the process that kept the group's store ended with {how}; it is started again")
+                self._output.say(f"the process that kept the group's store ended with {how}; it is restarted")
                 self._begin_storekeeper()
             else:
                 self._do(self._policy.abort(f"the group's store could not be served ({how})", monotonic()))

@@ -106,7 +106,7 @@ class Publisher:
         """
         check_wait(wait)
         if not self._end.alive:
-            raise UsageError(f"the publisher {self.name!r} was closed, and publishes no more: make a new one")
+            raise UsageError(f"the publisher {self.name!r} was closed and cannot publish: create a new one")
         tree = self._read()
         with self._publishing:
             snapshot = self._snapshots.of(tree)
@@ -143,15 +143,17 @@ class Publisher:
             return [party.worker for party in endpoint.behind(number)]
 
         def text() -> str:
-            return f"Publisher.publish: version {number} of {self.name!r} was not taken yet by {listed(missing())}"
+            return (
+                f"Publisher.publish: version {number} of {self.name!r} has not been received yet by {listed(missing())}"
+            )
 
         with Wait("Publisher.publish", text, missing, worker=self._agent.name) as wait, self._agent.waiting():
             while endpoint.behind(number) and not self._agent.closed:
                 left = until - monotonic()
                 if left <= 0:
                     raise CallTimeout(
-                        f"version {number} of {self.name!r} was not taken within {timeout:g} s by {listed(missing())}. "
-                        "It was published, and they can have it"
+                        f"version {number} of {self.name!r} was not received within {timeout:g} s by "
+                        f"{listed(missing())}. It is published, and they can still receive it"
                     )
                 wait.look()
                 with endpoint.changed:
@@ -185,7 +187,7 @@ def _reader_of(source: Any) -> Callable[[], Any]:
     if callable(source):
         return source  # type: ignore[no-any-return]
     raise InvalidArgument(
-        f"source must be a module, a state dict, another tree of tensors, or a function that gives one, "
+        f"source must be a module, a state dict, another tree of tensors, or a function that returns one, "
         f"not {checks.short_repr(source)}"
     )
 

@@ -165,8 +165,8 @@ def _shares(source: Any) -> dict[str, Any]:
     if source and isinstance(source, Mapping) and all(callable(each) for each in source.values()):
         return dict(source)
     raise InvalidArgument(
-        "source: what several workers publish is a model that is spread over them, or for each worker's name a "
-        f"function that gives its state, not {checks.short_repr(source)}"
+        "source must be a model that is spread over several workers, or a dictionary from each worker's name to a "
+        f"function that returns its state, not {checks.short_repr(source)}"
     )
 
 
@@ -182,19 +182,19 @@ def _described(name: str, value: Any) -> tuple[Content, Tensor]:
     elif isinstance(value, distributed):
         rules = sys.modules["torch.distributed.tensor._utils"]
         if any(placement.is_partial() for placement in value.placements):
-            raise InvalidArgument(f"{name!r} is a sum whose parts are not added up yet: redistribute it first")
+            raise InvalidArgument(f"{name!r} has partial placements, which are not summed yet: redistribute it first")
         _, offsets = rules.compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
         tensor, offsets, shape = value.to_local(), tuple(offsets), tuple(value.shape)
     elif isinstance(value, Tensor):
         tensor, offsets, shape = value, (0,) * value.dim(), tuple(value.shape)
     else:
-        raise InvalidArgument(f"{name!r} cannot be published in parts: it is no tensor, but {type(value).__name__}")
+        raise InvalidArgument(f"{name!r} cannot be published in parts: it is not a tensor, but {type(value).__name__}")
     box = Box(offsets, tuple(tensor.shape))
     if len(offsets) != len(shape) or any(
         start < 0 or start + size > end for start, size, end in zip(*box, shape, strict=True)
     ):
         raise InvalidArgument(
-            f"{name!r} is no part of a tensor of shape {shape}: it begins at {box[0]}, and has {box[1]}"
+            f"{name!r} is not a part of a tensor of shape {shape}: its offsets are {box[0]}, and its sizes {box[1]}"
         )
     return Content(Part(name, box), shape), tensor.detach()
 
@@ -338,7 +338,9 @@ class Plan:
         boxes = wanted if isinstance(wanted, Mapping) else dict.fromkeys(shapes if wanted is None else wanted)
         missing = sorted(boxes.keys() - shapes.keys())
         if missing:
-            raise UsageError(f"nobody publishes {', '.join(missing)}; there are {', '.join(sorted(shapes))}")
+            raise UsageError(
+                f"no worker publishes {', '.join(missing)}; the published names are {', '.join(sorted(shapes))}"
+            )
         whole = {name: Box((0,) * len(shape), shape) for name, shape in shapes.items()}
         self._parts = [Part(name, box or whole[name]) for name, box in boxes.items()]
         self._copies: list[list[ShardCopy]] = [[] for _ in self._parts]
@@ -384,8 +386,8 @@ def _joined(part: Part, targets: list[Box], sources: list[Tensor]) -> Tensor:
     types = {source.dtype for source in sources}
     if len(types) > 1:
         raise InvalidArgument(
-            f"the parts of {part.name!r} are of several types, {', '.join(sorted(map(str, types)))}: have its owners "
-            "publish one"
+            f"the parts of {part.name!r} are of several types, {', '.join(sorted(map(str, types)))}: its owners must "
+            "publish the same type"
         )
     made = torch.empty(sizes, dtype=types.pop())
     assert made.numel() == sum(prod(target.sizes) for target in targets)

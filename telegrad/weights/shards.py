@@ -58,14 +58,14 @@ def plan(owned: Mapping[str, Sequence[Part]], wanted: Sequence[Part]) -> list[Sh
         for owner, index, box in parts.get(part.name, ()):
             if len(box.sizes) != len(part.box.sizes):
                 has, wants = len(box.sizes), len(part.box.sizes)
-                raise UsageError(f"{part.name!r} has {has} dimensions on {owner!r}, and {wants} where it is wanted")
+                raise UsageError(f"{part.name!r} has {has} dimensions on {owner!r}, but {wants} in the requested part")
             found = [both for both in (overlap(box, rest) for rest in missing) if both is not None]
             copies += [ShardCopy(owner, index, within(both, box), number, within(both, part.box)) for both in found]
             missing = [rest for each in missing for rest in without(each, box)]
         if missing:
             raise UsageError(
-                f"nobody has all of {part.name!r}: what begins at {missing[0].offsets}, of sizes {missing[0].sizes}, "
-                f"is missing on {', '.join(map(repr, owned)) or 'no workers'}"
+                f"no workers hold all of {part.name!r}: the part at offsets {missing[0].offsets} with sizes "
+                f"{missing[0].sizes} is missing on {', '.join(map(repr, owned)) or 'no workers'}"
             )
     return copies
 

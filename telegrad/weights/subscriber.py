@@ -134,8 +134,8 @@ class Subscriber:
             endpoint.check()
             if monotonic() >= until:
                 raise CallTimeout(
-                    f"which version of {self.name!r} is the newest was not known within {limit:g} s, since this worker "
-                    "has not handled all messages that had come"
+                    f"the newest version of {self.name!r} was not known within {limit:g} s, because this worker has "
+                    "not handled all messages that arrived"
                 )
         number = max(1, endpoint.known - max_behind)
         if self._taken is not None and self._taken.number >= number and not endpoint.is_newer_here(self._taken.number):
@@ -220,13 +220,13 @@ class Subscriber:
         until = monotonic() + limit if limit else float("inf")
 
         def text() -> str:
-            return f"Subscriber.{what}: {self._story(f'wait for version {least()}')}; {endpoint.known} is known of"
+            return f"Subscriber.{what}: {self._story(f'wait for version {least()}')}; the newest is {endpoint.known}"
 
         wait = Wait(f"Subscriber.{what}", text, lambda: [self.worker], worker=agent.name)
         with wait, agent.waiting():
             while True:
                 if not self._end.alive:
-                    raise UsageError(f"the subscriber to {self.name!r} was closed: make a new one")
+                    raise UsageError(f"the subscriber to {self.name!r} was closed: create a new one")
                 heard = endpoint.changes
                 found = endpoint.find(least(), exact)
                 if found is not None:
@@ -235,10 +235,10 @@ class Subscriber:
                 endpoint.want(least(), exact)
                 left = until - monotonic()
                 if left <= 0:
-                    hint = "" if endpoint.known else ". Nothing was published yet: call publisher.publish() there"
+                    hint = "" if endpoint.known else ". Nothing is published yet: call publisher.publish() there"
                     raise CallTimeout(
-                        f"version {least()} of {self.name!r} on worker {self.worker!r} has not come within "
-                        f"{limit:g} s; the newest known of is {endpoint.known}, the last taken {self.version}{hint}"
+                        f"version {least()} of {self.name!r} on worker {self.worker!r} did not arrive within {limit:g} "
+                        f"s; the newest known version is {endpoint.known}, the last one read {self.version}{hint}"
                     )
                 wait.look()
                 with endpoint.changed:

@@ -91,9 +91,10 @@ class SubscriberEndpoint(Endpoint):
                 raise self._lost(trouble, last)
 
     def _lost(self, why: str, last: int) -> PublisherLost:
-        readable = f"version {last} is here: newest() gives it" if last else "no version of it is here"
+        readable = f"version {last} can still be read with newest()" if last else "no version of it has arrived"
         return PublisherLost(
-            f"the publisher {self._name!r} on worker {self._publisher.name!r} has gone ({why}); {readable}"
+            f"the publisher {self._name!r} on worker {self._publisher.name!r} is no longer available ({why}); "
+            f"{readable}"
         )
 
     def lost(self, incarnation: str) -> None:
@@ -154,7 +155,7 @@ class SubscriberEndpoint(Endpoint):
         if message.base:
             try:
                 if old is None:
-                    raise DeltaRefused(f"a delta leads from version {message.base}, which is not here any more")
+                    raise DeltaRefused(f"a delta starts from version {message.base}, which this worker no longer has")
                 apply_deltas(self._layout_of(info), info, old, new, message.piece, deltas)
             except DeltaRefused:
                 self.update(lambda: self.machine.distrust(message.number))
@@ -252,10 +253,12 @@ def _join(
             left = until - monotonic()
             if left <= 0 or agent.closed:
                 names = sorted(service.published)
-                there = f"there are {listed([repr(each) for each in names])}" if names else "there is none at all"
+                there = (
+                    f"its publishers are {listed([repr(each) for each in names])}" if names else "it has no publishers"
+                )
                 raise UnknownPublisher(
-                    f"worker {agent.name!r} has no publisher {name!r}, and none has come within {timeout:g} s; {there}"
-                    f". Make it there, Publisher({name!r}, model), and keep it"
+                    f"worker {agent.name!r} has no publisher {name!r}, and none was created within {timeout:g} s; "
+                    f"{there}. Create it there with Publisher({name!r}, model), and keep the object"
                 )
             service.changed.wait(min(left, TICK))
         endpoint = service.published.get(name)

@@ -21,7 +21,7 @@ try:
     from tensordict import TensorDict, TensorDictBase
     from torchrl.weight_update import WeightSyncScheme
 except ImportError as error:
-    raise ImportError("this scheme is for TorchRL: pip install 'telegrad[torchrl]'") from error
+    raise ImportError("this scheme needs TorchRL: pip install 'telegrad[torchrl]'") from error
 
 __all__ = ["TelegradWeightSyncScheme"]
 
@@ -66,7 +66,7 @@ class TelegradWeightSyncScheme(WeightSyncScheme):
     def send(self, weights: Any = None, worker_ids: int | list[int] | None = None) -> None:
         """Publish the weights, and return once the collectors (`None`: all) have applied them."""
         if self._publisher is None:
-            raise UsageError("the scheme sends nothing before its collector has begun, nor after it was shut down")
+            raise UsageError("the scheme can send only after its collector has started and before it is shut down")
         prepared = self.prepare_weights(weights, self._model_id, self._strategy, self.context)
         self._state.clear()
         self._state.update(_flat(prepared))
@@ -167,4 +167,4 @@ def _flat(weights: Any) -> dict[str, Any]:
         return flat
     if isinstance(weights, Mapping):
         return dict(weights)
-    raise UsageError(f"weights are a TensorDict or a state dict, not {type(weights).__name__}")
+    raise UsageError(f"weights must be a TensorDict or a state dict, not {type(weights).__name__}")

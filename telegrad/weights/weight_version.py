@@ -105,8 +105,8 @@ class Version:
         own = own_state(module)
         if own is None:
             raise InvalidArgument(
-                f"version {self.number} cannot be swapped into {type(module).__name__}, whose state is more than its "
-                "parameters and buffers: load_into has it load the state"
+                f"version {self.number} cannot be swapped into {type(module).__name__}, whose state has more than "
+                "its parameters and buffers: use load_into"
             )
         tensors, names = self._sources()
         swap(self.number, {name: tensors[number] for name, number in names.items()}, own, module)
@@ -127,12 +127,12 @@ class Version:
         if layout is not None and layout.names is not None:
             return self._tensors(), layout.names
         if not isinstance(self.state, Mapping):
-            raise InvalidArgument(f"version {self.number} is no state dict, but of type {type(self.state).__name__}")
+            raise InvalidArgument(f"version {self.number} is not a state dict, but of type {type(self.state).__name__}")
         found = tensors_of(self.state)
         if layout is not None and len({*map(id, found.values())}) < len(layout.views):
             raise InvalidArgument(
-                f"version {self.number} has tensors inside of other things than dictionaries, lists and tuples, and so "
-                "without a name: take them from its state"
+                f"version {self.number} has tensors inside containers other than dictionaries, lists and tuples, "
+                "which have no names: use its state"
             )
         return [*found.values()], {name: number for number, name in enumerate(found)}
 
@@ -200,11 +200,11 @@ def _paired(number: int, theirs: Mapping[str, Tensor], mine: Mapping[str, Tensor
         pairs.append((name, source, value))
         if value.is_meta or is_lazy(value):
             kind = "on the meta device" if value.is_meta else "of a lazy module"
-            raise InvalidArgument(f"{name!r} here has no memory, since it is {kind}: give it some before loading")
+            raise InvalidArgument(f"{name!r} here has no memory, because it is {kind}: allocate it before loading")
         if type(value) not in PLAIN and type(value).__torch_dispatch__ != Tensor.__torch_dispatch__:
             raise InvalidArgument(
-                f"{name!r} here is a {type(value).__name__}, which is made of other tensors: load into these, or read "
-                "its part by a ShardedSubscriber"
+                f"{name!r} here is a {type(value).__name__}, which consists of other tensors: load into these, or read "
+                "its part with a ShardedSubscriber"
             )
         if value.shape != source.shape:
             shapes.append(f"{name} ({tuple(value.shape)} here, {tuple(source.shape)} there)")
@@ -311,8 +311,8 @@ def swap(number: int, theirs: Mapping[str, Tensor], mine: Mapping[str, Tensor], 
     others = [name for name, new, value in pairs if value.dtype != new.dtype]
     away = [name for name, new, value in pairs if value.device != new.device]
     for names, fault, hint in (
-        (others, "whose tensors are of other types", "converts them"),
-        (away, "that is elsewhere than on the host", "copies it there"),
+        (others, "whose tensors have other types", "converts them"),
+        (away, "that is not in host memory", "copies it there"),
         (apart, "whose tensors share memory in another way", "copies it, where that is possible"),
     ):
         if names:
@@ -389,8 +389,8 @@ def _try_out(members: Sequence[Pair]) -> None:
             _write(tensor, values)
     if not agree:
         raise InvalidArgument(
-            f"{_listed([name for name, *_ in members])} share memory here, and were published with values that no "
-            "memory can hold at once: nothing was loaded"
+            f"{_listed([name for name, *_ in members])} share memory here, but were published with "
+            "different values: nothing was loaded"
         )
 
 

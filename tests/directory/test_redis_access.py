@@ -27,12 +27,12 @@ pytestmark = NEEDED
 @pytest.mark.parametrize(
     ("setting", "value", "says"),
     [
-        ("appendonly", "no", r"\(appendonly is no\): set `appendonly yes` in redis\.conf, or by CONFIG SET"),
+        ("appendonly", "no", r"\(appendonly is no\): set `appendonly yes` in redis\.conf, or with CONFIG SET"),
         ("appendfsync", "everysec", r"\(appendfsync is everysec\): set `appendfsync always` in"),
         ("no_appendfsync_on_rewrite", "yes", "set `no-appendfsync-on-rewrite no` in"),
         ("maxmemory_policy", "allkeys-lfu", "deletes keys when memory is full .*set `maxmemory-policy noeviction`"),
         ("replicaof", "127.0.0.1 1", r"it is a replica: use the address of its master at 127\.0\.0\.1:1"),
-        ("cluster_enabled", "yes", "Redis Cluster: use a server that runs alone"),
+        ("cluster_enabled", "yes", "Redis Cluster: use a standalone server"),
     ],
 )
 def test_a_server_that_cannot_hold_a_directory(tmp_path: pathlib.Path, setting: str, value: str, says: str) -> None:
@@ -106,7 +106,7 @@ def test_a_user_needs_few_rights(tmp_path: pathlib.Path) -> None:
 def test_a_server_without_config_cannot_be_checked(tmp_path: pathlib.Path) -> None:
     with (
         running(tmp_path, rename_command='CONFIG ""') as server,
-        pytest.raises(DirectoryRefused, match=r"unknown command 'CONFIG'.*has no CONFIG cannot be used"),
+        pytest.raises(DirectoryRefused, match=r"unknown command 'CONFIG'.*without CONFIG cannot be used"),
     ):
         server.client()
 

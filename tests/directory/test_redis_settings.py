@@ -37,7 +37,7 @@ def test_addresses(url: str, address: Address) -> None:
         ("redis://:secret@host/-1", "redis://"),
         ("redis://:secret@host/1#2", "redis://"),
         ("redis://user@host", "has a user but no password"),
-        ("redis://:secret@host?ssl_ca_certs=a", "only behind rediss://"),
+        ("redis://:secret@host?ssl_ca_certs=a", "only with rediss://"),
         ("rediss://:secret@host?ssl_cert_reqs=none", "cannot have ssl_cert_reqs"),
         ("rediss://:secret@host?socket_timeout=1&db=3", "cannot have db, socket_timeout"),
     ],
@@ -70,7 +70,7 @@ def test_what_is_fit(version: str, policy: str) -> None:
     [
         ({"redis_version": "6.0.16"}, {}, "it is Redis 6.0.16: install 6.2 or newer"),
         ({"redis_version": "5.9"}, {}, "install 6.2 or newer"),
-        ({"redis_mode": "cluster"}, {}, "use a server that runs alone"),
+        ({"redis_mode": "cluster"}, {}, "use a standalone server"),
         ({"role": "slave", "master_host": "h", "master_port": "1"}, {}, "use the address of its master at h:1"),
         ({"maxmemory_policy": "allkeys-lru"}, {}, "set `maxmemory-policy noeviction`"),
         ({}, {"appendonly": "no"}, "(appendonly is no): set `appendonly yes` in redis.conf"),

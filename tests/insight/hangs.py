@@ -364,26 +364,26 @@ HANGS = {
     "future never set": Hang(2, future_never_set, "unfinished", ("worker1",), ("promise", "never set")),
     "hook": Hang(2, hook_that_sleeps, "backward", ("worker1",), ("in hook: time.sleep(1e6)", "autograd.backward(")),
     "wait for all": Hang(3, waits_for_all, "asleep", ("worker2",), ("in sleep: time.sleep(1e6)", "futures.wait_all(")),
-    "missing": Hang(3, missing, "missing", ("rank 1",), ("rank 1 has not come: the group of 3",), 3),
+    "missing": Hang(3, missing, "missing", ("rank 1",), ("rank 1 has not joined: the group of 3",), 3),
     "no store": Hang(2, no_store, "store", ("worker1", "worker2"), ("No store answers", "rank 0"), 2),
     "never joined": Hang(2, never_joined, "unknown", ("worker7",), ("worker7", "rpc.wait_for_workers([")),
-    "barrier": Hang(4, forgotten_barrier, "barrier", ("worker3",), ("worker3 has not come", "in load_data"), 4),
+    "barrier": Hang(4, forgotten_barrier, "barrier", ("worker3",), ("worker3 has not arrived", "in load_data"), 4),
     "meeting": Hang(
         4,
         forgotten_meeting,
         "barrier",
         ("worker3",),
-        ("worker3 has not come to barrier 'epoch' of the group (everybody)", "in load_data", 'barrier("epoch")'),
+        ("worker3 has not arrived at barrier 'epoch' of the group (everybody)", "in load_data", 'barrier("epoch")'),
         4,
     ),
     "no shutdown": Hang(
         3, no_shutdown, "shutdown", ("worker2",), ("worker2 has not called shutdown", "in load_data"), 3
     ),
     "no gather": Hang(
-        3, no_gather, "shutdown", ("worker2",), ("worker2 has not come to shutdown's _all_gather", "in load_data"), 3
+        3, no_gather, "shutdown", ("worker2",), ("worker2 has not reached shutdown's _all_gather", "in load_data"), 3
     ),
     "no room": Hang(
-        2, no_room, "slots", ("worker1",), ("held.wait()", "as many calls in flight to worker1 as may be (32,768")
+        2, no_room, "slots", ("worker1",), ("held.wait()", "the limit of calls in flight to worker1 (32,768")
     ),
     "idle": Hang(2, idle, "", (), ("Nothing waits for long",), 2),
 }

@@ -206,7 +206,7 @@ def test_what_cannot_be_drawn() -> None:
     with pytest.raises(ContextEnded):
         graph(77)
     with autograd.context() as context_id:
-        with pytest.raises(UsageError, match="roots are tensors"):
+        with pytest.raises(UsageError, match="roots must be tensors"):
             graph(context_id, 1.0)  # type: ignore[arg-type]
         with pytest.raises(UsageError, match="not int"):
             graph(context_id, RRef(3))

@@ -82,11 +82,11 @@ def test_what_workers_write_down_can_be_looked_at_later(
 ) -> None:
     said = dict(line.split(": ", 1) for line in ran("dump", *chosen).splitlines())
     assert "nothing was written" in said["worker0"]
-    assert "there is no file of it" in ran("why", said["worker1"], status=2)
+    assert "none of the files is from it" in ran("why", said["worker1"], status=2)
     path = tmp_path / "trace.json.gz"
     assert command.main(["trace", str(path), "--from", said["worker1"]]) == 0
     assert "1 worker" in capsys.readouterr().out
-    assert "is no file that a worker has written" in ran("why", __file__, status=2)
+    assert "is not a file that a worker wrote" in ran("why", __file__, status=2)
 
 
 def test_a_dashboard(chosen: list[str]) -> None:
@@ -127,8 +127,8 @@ def test_a_port_that_is_taken_leaves_the_group_whole() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["why", "a.json", "--group", "x"], "--group chooses one of the groups of this host"),
-        (["trace", "trace.json", "--from", "a.json", "--group", "x"], "--group chooses one of the groups of this host"),
+        (["why", "a.json", "--group", "x"], "--group selects a group of this host"),
+        (["trace", "trace.json", "--from", "a.json", "--group", "x"], "--group selects a group of this host"),
         (["top", "--interval", "nan"], "invalid number of seconds value: 'nan'"),
         (["top", "--interval", "inf"], "invalid number of seconds value: 'inf'"),
     ],
@@ -159,7 +159,7 @@ def test_one_of_several_groups(monkeypatch: pytest.MonkeyPatch) -> None:
         assert command._one_group(name) is there["b7c1"]
     with pytest.raises(UsageError, match=r"b7c1 \(train.py: ps and trainer\); b8d2 \(serve.py: worker0\)"):
         command._one_group("")
-    with pytest.raises(UsageError, match="no group is called 'b9' here; there are: b7c1"):
+    with pytest.raises(UsageError, match="no group 'b9' was found here; the groups are: b7c1"):
         command._one_group("b9")
 
 
@@ -168,7 +168,7 @@ def test_what_cannot_be_is_said_in_a_line(
 ) -> None:
     for said, arguments in (
         ("there is no such folder", ["trace", str(tmp_path / "nowhere" / "trace.json"), *chosen]),
-        ("take another port", ["dashboard", "--port", "80000", *chosen]),
+        ("use another port", ["dashboard", "--port", "80000", *chosen]),
         ("cannot be read: No such file", ["why", str(tmp_path / "none.json")]),
     ):
         assert command.main(arguments) == 2
@@ -183,4 +183,4 @@ def test_very_many_groups_are_not_all_looked_at(
     monkeypatch.setattr(command, "groups_here", lambda: there)
     monkeypatch.setattr(command, "LONGEST", -1.0)
     assert command.main(["why"]) == 2
-    assert "not all of 2 groups were looked at: choose one with --group" in capsys.readouterr().err
+    assert "not all of 2 groups were queried: choose one with --group" in capsys.readouterr().err

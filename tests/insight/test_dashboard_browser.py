@@ -111,7 +111,7 @@ def test_one_worker(open_page: Open, group: Group) -> None:
         "Calls out: 2", "Calls in: 0", "Threads: 0", "Bytes: 2", "Passes: 0"
     ]  # fmt: skip
     group.silent = {"trainer": "stuck in C"}
-    page.get_by_text("! trainer gives no account: stuck in C").wait_for()
+    page.get_by_text("! trainer does not report its state: stuck in C").wait_for()
     assert "torch.add" in page.locator("#tables table").first.inner_text()  # as it told before
     page.get_by_label("Calls, threads, bytes and passes of").select_option("no worker")
     page.locator("#tables table").first.wait_for(state="detached")
@@ -121,7 +121,7 @@ def test_it_recovers_when_the_server_was_gone(open_page: Open, dashboard: Dashbo
     page = open_page()
     dashboard.close()
     page.get_by_text("does not answer").wait_for()
-    assert "What is shown is of" in page.locator("#state").inner_text()
+    assert "The data shown is from" in page.locator("#state").inner_text()
     assert rows(page, "workers-table") == WORKERS
     page.wrong.clear()  # the browser tells of the failed requests
     with Dashboard(group, why, port=dashboard.port, token=dashboard.token):
@@ -132,7 +132,7 @@ def test_it_recovers_when_the_server_was_gone(open_page: Open, dashboard: Dashbo
 def test_it_tells_when_the_group_is_gone_and_recovers(open_page: Open, group: Group) -> None:
     page = open_page()
     group.failure = ConnectionError("nobody is there")
-    page.get_by_text("The group cannot be asked: ConnectionError: nobody is there.").wait_for()
+    page.get_by_text("The group cannot be queried: ConnectionError: nobody is there.").wait_for()
     assert rows(page, "workers-table") == WORKERS
     group.failure = None
     page.get_by_text("Live", exact=True).wait_for()

@@ -335,7 +335,7 @@ def test_top_once_has_workers_functions_and_troubles() -> None:
     assert squeezed(text) == [
         "2 workers | 1 silent | store tcp://node:29500",
         "! w10 is silent: its process 204 is stopped (SIGSTOP)",
-        "! w9 has gone: it died",
+        "! w9 is no longer in the group: it died",
         "",
         "Workers:",
         "worker rank phase in/s out/s flight run queue slots sent/s got/s shared owned held ctx thr mem gen host",
@@ -389,17 +389,20 @@ def test_top_of_one_worker() -> None:
 
 def test_top_of_workers_that_do_not_answer() -> None:
     history = history_of(*training_group())
-    assert "! w10 gives no account: its process 204" in TopView(worker="w10").text(history)
+    assert "! w10 does not report its state: its process 204" in TopView(worker="w10").text(history)
     history.add(GroupSnapshot([training_group()[1].accounts[0] | {"time": DAY + 5.0}], {"w2": "no answer"}))
     text = TopView(worker="w2").text(history)
-    assert "! w2 gives no account: no answer\nWhat it told 3.0s before the others did:\nw2 rank 2" in text
+    assert (
+        "! w2 does not report its state: no answer\nIts last report, 3.0s before those of the others:\nw2 rank 2"
+        in text
+    )
     assert "Server.push" in text
     assert TopView(worker="w2").text(GroupHistory()).startswith("0 workers")
-    with pytest.raises(UsageError, match="no worker is called 'x' here; there are: ps, w2"):
+    with pytest.raises(UsageError, match="no worker 'x' was found here; the workers are: ps, w2"):
         TopView(worker="x").text(history)
     with pytest.raises(UsageError, match="no table has a column 'x'; there are: worker, rank"):
         TopView(sort="x").text(history)
-    assert detail(history, "x") == {"about": "no worker is called 'x' here; there are: ps, w2", "tables": []}
+    assert detail(history, "x") == {"about": "no worker 'x' was found here; the workers are: ps, w2", "tables": []}
 
 
 def test_top_fits_into_the_terminal() -> None:

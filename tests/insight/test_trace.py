@@ -145,7 +145,7 @@ def test_trace_from_outside_of_a_group(tmp_path: pathlib.Path, seconds: float | 
     file_of(tmp_path / "trace.json")
     assert told.splitlines()[0].endswith("2 workers, 2 events, 2 arrows")
     assert told.splitlines()[2].endswith("clock: from recorded calls: +10,000,000.0 µs, ± 100,000.0 µs")
-    assert told.splitlines()[3:] == ["  c: nothing; it is stopped"]  # b is gone, but left its events
+    assert told.splitlines()[3:] == ["  c: no events; it is stopped"]  # b is gone, but left its events
 
 
 def test_mistakes_are_found_before_any_waiting(tmp_path: pathlib.Path) -> None:

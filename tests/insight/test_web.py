@@ -126,7 +126,7 @@ def test_data(dashboard: Dashboard) -> None:
     assert (name, columns[:2], len(rows)) == ("Calls in", [["age", True], ["from", False]], 1)
     assert rows[0][:4] == ["900ms", "trainer", "running", "torch.add"]
     other = json.loads(ask(dashboard, "/data?worker=x", Cookie=cookie(dashboard))[1])["worker"]
-    assert (other["about"][:26], other["tables"]) == ("no worker is called 'x' he", [])
+    assert (other["about"][:26], other["tables"]) == ("no worker 'x' was found he", [])
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_why_is_told_and_its_failure_too(dashboard: Dashboard) -> None:
     assert ask(dashboard, "/why", Cookie=cookie(dashboard))[1] == "4 workers, and none waits."
     with Dashboard(Group(), lambda sight: str(1 // 0), token=TOKEN) as other:
         assert ask(other, "/why", Cookie=cookie(other))[1] == (
-            "That cannot be told: ZeroDivisionError: integer division or modulo by zero"
+            "The report failed: ZeroDivisionError: integer division or modulo by zero"
         )
 
 

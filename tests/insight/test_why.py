@@ -76,7 +76,7 @@ def test_a_barrier_that_one_has_not_come_to() -> None:
         scene.thread(name, "train.py:40 step: dist.barrier()")
     scene.thread("worker2", f"train.py:30 load: {SLEEPS}")
     _, told = only(scene, "barrier", "worker2")
-    assert "worker2 has not come, it seems, to where worker0, worker1 and worker3 wait" in told
+    assert "worker2 has not arrived, it seems, where worker0, worker1 and worker3 wait" in told
     assert f"train.py:30 in load: {SLEEPS}" in told
 
 
@@ -86,7 +86,7 @@ def test_a_barrier_to_which_a_dead_worker_does_not_come() -> None:
         scene.thread(name, "train.py:40 step: dist.barrier()")
     scene["worker1"]["gone"] = {"worker3": "its process ended"}
     _, told = only(scene, "barrier", "worker3")
-    assert "worker3 is gone: its process ended" in told
+    assert "worker3 is no longer in the group: its process ended" in told
 
 
 def test_a_backward_pass_of_which_nobody_is_at_its_part() -> None:
@@ -125,7 +125,7 @@ def test_a_driver_that_calls_now_and_then_is_at_work() -> None:
     _tell(scene["worker2"], idle=5.0)  # since it called one of those that wait since 20 s
     finding, told = only(scene, "shutdown", "worker2")
     assert status([finding]) == 0
-    assert "worker2 is at work, and has not called shutdown yet; others have, and serve meanwhile" in told
+    assert "worker2 is busy, and has not called shutdown yet; others have, and serve calls meanwhile" in told
     _tell(scene["worker2"], idle=30.0)
     finding, _ = only(scene, "shutdown", "worker2")
     assert status([finding]) == 1
@@ -134,7 +134,7 @@ def test_a_driver_that_calls_now_and_then_is_at_work() -> None:
 def test_workers_that_serve_are_well() -> None:
     scene = Scene("worker0", "worker1")
     scene.thread("worker0", f"train.py:9 main: {SLEEPS}")
-    scene.thread("worker1", wait=wait("serve", about="what others call"))
+    scene.thread("worker1", wait=wait("serve", about="calls of others"))
     assert Report(scene.sight).findings == []
     assert "worker1: main thread serves the others" in Report(scene.sight).text()
 
@@ -173,7 +173,7 @@ def test_a_caller_without_room() -> None:
     assert found == ["asleep", "room"]
     told = " ".join(Report(scene.sight).text().split())
     assert "(and 19 more like it)" in told
-    assert "as many calls in flight to worker1 as may be" in told
+    assert "the limit of calls in flight to worker1" in told
 
 
 def test_a_worker_that_is_gone_and_waited_for() -> None:
@@ -182,7 +182,7 @@ def test_a_worker_that_is_gone_and_waited_for() -> None:
     for name in ("worker0", "worker1"):
         scene[name]["gone"] = {"worker2": "its process ended"}
     finding, told = only(scene, "gone", "worker2")
-    assert "worker2 is gone (its process ended), and others still wait for it." in told
+    assert "worker2 is no longer in the group (its process ended), and others still wait for it." in told
     assert status([finding]) == 1
 
 
@@ -191,7 +191,7 @@ def test_a_worker_that_is_gone_and_not_waited_for() -> None:
     scene["worker0"]["gone"] = {"worker1": "left early"}
     finding, told = only(scene, "gone", "worker1")
     assert status([finding]) == 0
-    assert "Note: worker1 is gone: left early." in told
+    assert "Note: worker1 is no longer in the group: left early." in told
 
 
 def test_generations_that_differ() -> None:
@@ -261,7 +261,7 @@ def test_a_call_that_has_not_arrived() -> None:
     main = scene.thread("worker0", "train.py:9 main: rpc.rpc_sync('worker1', work)")
     scene.call("worker0", "worker1", "train.work", 4, by=main, lost=True)
     finding, told = only(scene, "underway", "worker1")
-    assert finding.title.startswith("worker1 knows nothing of a call of train.work that worker0 made 4.0 s ago")
+    assert finding.title.startswith("worker1 has no record of a call of train.work that worker0 made 4.0 s ago")
     assert "it seems that the call has not arrived" in told
 
 
@@ -317,7 +317,7 @@ def test_a_value_that_nothing_makes() -> None:
     main = scene.thread("worker0", "train.py:9 main: reference.to_here()")
     scene.call("worker0", "worker1", "to_here() of a reference", 5, by=main, state=UNFINISHED)
     finding, _ = only(scene, "value", "worker1")
-    assert "nothing there seems to make it" in finding.title
+    assert "nothing there seems to create it" in finding.title
 
 
 def test_a_value_that_its_owner_waits_for() -> None:
@@ -345,7 +345,7 @@ def test_slots_that_are_taken_by_short_calls() -> None:
     for _ in range(40):
         scene.call("worker0", "worker1", "train.quick", 2)
     finding, _ = only(scene, "slots", "worker1")
-    assert "by short calls, and more come than it can do: 40 calls wait" in finding.title
+    assert "by short calls, and more arrive than it can run: 40 calls wait" in finding.title
 
 
 def test_a_stage_of_a_pipeline_that_sleeps() -> None:
@@ -364,7 +364,7 @@ def test_a_call_whose_thread_is_not_known() -> None:
     scene = Scene("worker0", "worker1")
     scene.call("worker0", "worker1", "train.work", 3, state="running")
     finding, _ = only(scene, "busy", "worker1")
-    assert "which thread runs it is not known" in finding.title
+    assert "the thread that runs it is not known" in finding.title
 
 
 def test_several_that_wait_for_a_lock() -> None:
@@ -389,7 +389,7 @@ def test_a_member_of_which_nothing_is_known() -> None:
     scene = leaving("train.py:33 main: input()")
     del scene.accounts["worker2"]
     finding, _ = only(scene, "silent", "worker2")
-    assert "nothing is known of it" in finding.title
+    assert "nothing is known about it" in finding.title
 
 
 def test_a_worker_that_leaves_and_has_nothing_to_do() -> None:

@@ -24,7 +24,7 @@ LONG = 0.3  # seconds: shorter than for people, so that the tests are, too
 WITHIN = 2.0  # seconds
 
 pytestmark = pytest.mark.skipif(
-    not debug_server.HAS_DEBUG_SERVERS, reason="workers can be asked from outside on Linux only"
+    not debug_server.HAS_DEBUG_SERVERS, reason="workers can be queried from outside on Linux only"
 )
 
 

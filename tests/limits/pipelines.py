@@ -19,22 +19,22 @@ InvalidArgument: schedule must be one of 'gpipe', '1f1b', 'interleaved', 'zero-b
 ## a batch that does not begin with its samples
 with autograd.context() as context_id:
     pipeline.forward_backward(context_id, torch.tensor(1.0), x, nn.functional.mse_loss)
-UsageError: a batch consists of tensors with the samples along their first dimension, as many in each of them
+UsageError: a batch must consist of tensors with the samples along their first dimension, the same number in each
 -> tensors with the samples along their first dimension
 ## other numbers of inputs and of targets
 with autograd.context() as context_id:
     pipeline.forward_backward(context_id, x, x[:2], nn.functional.mse_loss)
-UsageError: 3 inputs and 2 targets cannot be cut into 2 micro-batches that belong together: give a target for each
+UsageError: 3 inputs and 2 targets cannot be cut into 2 matching micro-batches: give a target for each
 -> a target for each input
 ## a loss for each sample
 with autograd.context() as context_id:
     pipeline.forward_backward(context_id, x, x, nn.MSELoss(reduction="none"))
-UsageError: MSELoss() gives a loss for each sample, and a pipeline needs a scalar: make it with reduction='mean' or
+UsageError: MSELoss() gives a loss for each sample, and a pipeline needs a scalar: create it with reduction='mean' or
 -> `reduction="mean"` or `"sum"`
 ## a class in the place of a loss
 with autograd.context() as context_id:
     pipeline.forward_backward(context_id, x, x, nn.MSELoss)
-UsageError: the loss of a pipeline is called with outputs and targets: give an instance of it, MSELoss(), not
+UsageError: the loss of a pipeline is called with outputs and targets: pass an instance, MSELoss(), not
 -> an instance
 ## a loss that is no scalar
 with autograd.context() as context_id:
@@ -44,7 +44,7 @@ UsageError: the loss of a pipeline must be a scalar tensor, but _VariableFunctio
 ## two reductions
 with autograd.context() as context_id:
     pipeline.forward_backward(context_id, x, x, nn.MSELoss(), reduction="sum")
-UsageError: forward_backward was told reduction='sum', but MSELoss() has reduction='mean': leave the former out
+UsageError: forward_backward got reduction='sum', but MSELoss() has reduction='mean': leave out the argument
 -> leave the argument out
 ## references between stages
 class Gives(nn.Module):
@@ -52,7 +52,7 @@ class Gives(nn.Module):
         return rpc.RRef(a)
 
 Pipeline([RemoteModule("w1", Gives), RemoteModule("w2", nn.Identity)])(x)
-UsageError: what passes between the stages of a Pipeline cannot hold references, as ...: let the stage fetch what
+UsageError: values between the stages of a Pipeline cannot contain references such as ...: let the stage fetch
 -> `to_here()` in the stage
 ## tied parameters that are not named together
 Pipeline([remote, remote], tied=['0.weight'])
@@ -72,7 +72,7 @@ UsageError: stage 2 of 2 of a Pipeline (Linear): its parameter 'weight' has the 
 -> parameters of one shape
 ## splitting at both a module and a balance
 Pipeline.split(model, ['w1', 'w2'], at=['1'], balance=[1, 1])
-UsageError: say where a model is cut by `at` or by `balance`, not by both
+UsageError: give either `at` or `balance` to say where a model is cut, not both
 -> one of them
 ## splitting at a module that is not there
 Pipeline.split(model, ['w1', 'w2'], at=['9'])
@@ -80,15 +80,15 @@ UsageError: the model has no module '9' with which a stage could begin
 -> a name of `named_modules()`
 ## too few places to split at
 Pipeline.split(model, ['w1', 'w2'], at=[])
-UsageError: `at` names the modules with which the stages begin, all but the first: for 2 workers 1, not 0
+UsageError: `at` names the first module of each stage, except for the first stage: for 2 workers 1, not 0
 -> one less than workers
 ## a balance that does not count all children
 Pipeline.split(model, ['w1', 'w2'], balance=[1, 1])
-UsageError: `balance` says how many of the 3 children each of the 2 stages gets, at least one: [1, 1] does not
+UsageError: `balance` must distribute all 3 children over the 2 stages, at least one for each: [1, 1] does not
 -> all children of the `nn.Sequential`
 ## more workers than parts
 Pipeline.split(nn.Sequential(nn.Linear(3, 3)), ['w1', 'w2'])
-UsageError: the model cannot be cut by itself into 2 stages: behind the first, stages could begin with []. Name fewer
+UsageError: the model cannot be cut automatically into 2 stages: after the first, stages can only begin with []. Name
 -> fewer workers
 ## splitting a forward that depends on values of tensors
 class Branches(nn.Module):
@@ -119,7 +119,7 @@ UsageError: the stages of Changes differ from the model in training
 ## splitting a model with hooks
 model.register_forward_hook(lambda *_: None)
 Pipeline.split(model, ["w1", "w2"], at=["2"])
-UsageError: '' (Sequential) has hooks, and is cut: nothing would call them. Remove them first, or make the stages by
+UsageError: '' (Sequential) has hooks, and is cut: nothing would call them. Remove them first, or build the stages
 -> hooks of the modules inside of it
 ## splitting at a module that is not called
 class Spare(nn.Module):
@@ -131,11 +131,11 @@ class Spare(nn.Module):
         return self.b(self.a(x))
 
 Pipeline.split(Spare(), ["w1", "w2"], at=["spare"], example=x)
-UsageError: 'spare' is not called itself, or in torch.no_grad() or autocast: let the stage begin with another
+UsageError: 'spare' is not called directly, or is called in torch.no_grad() or autocast: begin the stage with another
 -> a module that the forward calls
 ## stages that are named out of order
 Pipeline.split(model, ['w1', 'w2', 'w1'], at=['2', '1'])
-UsageError: stages follow one another as their modules are called: name these in the order ['1', '2']
+UsageError: stages must follow the order in which their modules are called: name them in the order ['1', '2']
 -> in the order in which they are called
 ## a balance of a model that is no `nn.Sequential`
 class Own(nn.Module):
@@ -147,7 +147,7 @@ class Own(nn.Module):
         return self.b(self.a(x))
 
 Pipeline.split(Own(), ["w1", "w2"], balance=[1, 1])
-UsageError: `balance` counts the children of an nn.Sequential, and Own is none: say with `at` with which modules
+UsageError: `balance` counts the children of an nn.Sequential, and Own is not one: name the modules
 -> `at`
 ## splitting a forward without an argument
 class Constant(nn.Module):
@@ -159,21 +159,21 @@ class Constant(nn.Module):
         return self.b(self.a(torch.ones(3)))
 
 Pipeline.split(Constant(), ["w1", "w2"], at=["b"], example=x)
-UsageError: Constant.forward names no argument, so that it is not clear what a pipeline gives it: wrap the model in
+UsageError: Constant.forward has no named argument, so a pipeline does not know what to pass: wrap the model in
 -> name what the forward takes
 ## an interleaved schedule whose stages do not go around
 uneven = Pipeline([remote, remote, RemoteModule("w2", nn.Linear, (3, 3))], schedule="interleaved")
 with autograd.context() as context_id:
     uneven.forward_backward(context_id, x, x, nn.functional.mse_loss)
-UsageError: an interleaved schedule wants the stages to go around all workers in turn, as many on each, such as w1
--> stages in turn, as many on each worker
+UsageError: an interleaved schedule needs stages that go around all workers in turn, the same number on each, such
+-> stages in turn, the same number on each worker
 ## splitting a model that is no `nn.Sequential` without an example
 split(lambda m, value: m.b(m.a(value)), example=None)
-UsageError: Two is no nn.Sequential that is cut between its children, so its forward must be recorded, which takes an
+UsageError: Two is not an nn.Sequential that is cut between its children, so its forward must be recorded, which needs
 -> `example=inputs`
 ## an example that does not begin with its samples
 split(lambda m, value: m.b(m.a(value)), example=torch.tensor(1.0))
-UsageError: `example` consists of tensors with the samples along their first dimension, as many in each of them
+UsageError: `example` must consist of tensors with the samples along their first dimension, the same number in each
 -> a few samples
 ## splitting a forward that changes Python state
 def forward(m, value):
@@ -188,16 +188,16 @@ def forward(m, value):
     return m.b(m.a(value) + m.state) * m.state
 split(forward)
 UsageError: 'state' is changed in place (
--> let one stage alone use it
+-> use it in one stage only
 ## splitting a forward with activation checkpoints
 split(lambda m, value: torch.utils.checkpoint.checkpoint(m.b, m.a(value), use_reentrant=False))
-UsageError: the forward pass uses activation checkpointing, or other saved_tensors_hooks, which no recording has
+UsageError: the forward pass uses activation checkpointing, or other saved_tensors_hooks, which cannot be recorded
 -> more micro-batches
 ## a micro-batch of another data type than the example's
 cut = split(lambda m, value: m.b(m.a(value)))
 cut(torch.ones(3, 3).double())
 UsageError: Two was cut with an example, and its recorded forward does not fit this micro-batch: it has a tensor of
--> an example that is like it
+-> a similar example
 ## a micro-batch of one sample, in training, of a model that does not take one
 cut = split(lambda m, value: m.b(m.norm(m.a(value))))
 cut(torch.ones(1, 3))
@@ -205,13 +205,13 @@ UsageError: Two was cut with an example, and its recorded forward does not fit t
 -> fewer `chunks`
 ## another data type for a model that was recorded
 split(lambda m, value: m.b(m.a(value))).double()
-UsageError: the data types of a model are recorded as it is cut: change them before Pipeline.split, not after
+UsageError: the data types of a model are recorded when it is cut: change them before Pipeline.split, not after
 -> change it before
 ## gradients of tied weights of several workers in a backward pass of one's own
 tied = Pipeline([remote, nn.Linear(3, 3)], tied=[("0.weight", "1.weight")])
 with autograd.context():
     tied(x)
-UsageError: gradients of weights that are tied across workers come together in forward_backward alone
+UsageError: gradients of weights that are tied across workers are only summed in forward_backward
 -> `forward_backward`
 """,
 }

@@ -155,29 +155,29 @@ UsageError: Loops.first waits for a call that calls Loops.second of the same obj
     "Weights": """
 ## a source that has no state
 Publisher('number', 5)
-InvalidArgument: source must be a module, a state dict, another tree of tensors, or a function that gives one, not 5
--> a module, a tree of tensors, or a function that gives one
+InvalidArgument: source must be a module, a state dict, another tree of tensors, or a function that returns one, not 5
+-> a module, a tree of tensors, or a function that returns one
 ## a publisher that was closed
 publisher = Publisher('closed', remote)
 publisher.close()
 publisher.publish()
-UsageError: the publisher 'closed' was closed, and publishes no more: make a new one
--> make a new one
+UsageError: the publisher 'closed' was closed and cannot publish: create a new one
+-> create a new one
 ## two publishers of one name
 first, second = Publisher('twice', {'x': x}), Publisher('twice', {'x': x})
-UsageError: worker 'w0' has a publisher 'twice' already: close that one first, or take another name
+UsageError: worker 'w0' has a publisher 'twice' already: close it first, or use another name
 -> another name
 ## references in a state
 Publisher('references', {'r': rpc.RRef(1)}).publish()
-InvalidArgument: weights that are published cannot hold references, as ...
+InvalidArgument: published weights cannot contain references such as ...
 -> what they refer to
 ## a tensor without values
 Publisher('meta', {'x': torch.empty(2, device='meta')}).publish()
-InvalidArgument: a tensor of shape (2,) cannot be published, since it is on the meta device: publish what it is made of
+InvalidArgument: a tensor of shape (2,) cannot be published, because it is on the meta device: publish its parts
 -> plain tensors
 ## sparse tensors
 Publisher('sparse', {'x': torch.eye(2).to_sparse()}).publish()
-InvalidArgument: a tensor of shape (2, 2) cannot be published, since it is torch.sparse_coo: publish what it is made of
+InvalidArgument: a tensor of shape (2, 2) cannot be published, because it is torch.sparse_coo: publish its parts
 -> indices and values
 ## rounding to whole numbers
 Publisher('rounded', {'x': x}, dtype=torch.int8).publish()
@@ -193,40 +193,40 @@ InvalidArgument: version ... does not fit: of another shape in it: weight ((3, 3
 publisher = Publisher("types", nn.Linear(3, 3))
 publisher.publish()
 Subscriber("w0", "types").newest().swap_into(nn.Linear(3, 3).double())
-InvalidArgument: version ... cannot be swapped into a module whose tensors are of other types: weight, bias. load_into
+InvalidArgument: version ... cannot be swapped into a module whose tensors have other types: weight, bias. load_into
 -> `load_into`, which converts
 ## a version that is no state dict, into a module
 publisher = Publisher("tree", [x])
 publisher.publish()
 Subscriber("w0", "tree").newest().load_into(nn.Linear(3, 3))
-InvalidArgument: version ... is no state dict, but of type list
+InvalidArgument: version ... is not a state dict, but of type list
 -> `version.state`
 ## a publisher that never comes
 Subscriber('w1', 'nothing', timeout=0.05)
-UnknownPublisher: worker 'w1' has no publisher 'nothing', and none has come within 0.05 s; there is none at all
--> make it there, and keep it
+UnknownPublisher: worker 'w1' has no publisher 'nothing', and none was created within 0.05 s; it has no publishers
+-> create it there, and keep it
 ## a part that is no part of a tensor
 def parts():
     return {"x": Shard(torch.ones(3), (2,), (4,))}
 
 ShardedPublisher("parts", {"w1": parts}).publish()
-InvalidArgument: 'x' is no part of a tensor of shape (4,): it begins at (2,), and has (3,)
+InvalidArgument: 'x' is not a part of a tensor of shape (4,): its offsets are (2,), and its sizes (3,)
 -> what lies inside of the whole tensor
-## a rank that nobody publishes
+## a rank that no worker publishes
 publisher = ShardedPublisher("spread", remote)
 publisher.publish()
 ShardedSubscriber("w0", "spread", {"other": None}).newest()
-UsageError: nobody publishes other; there are bias, weight
+UsageError: no worker publishes other; the published names are bias, weight
 -> a name that is published
 """,
     "Checkpoints": """
 ## a state that is no dictionary
 checkpoint.save(remote, folder)
-UsageError: the state of a checkpoint is a dictionary by names, not RemoteModule(Linear on w1/cpu): write
+UsageError: the state of a checkpoint must be a dictionary by names, not RemoteModule(Linear on w1/cpu): write
 -> `{"model": model}`
 ## a folder that is no path
 checkpoint.save({'model': remote}, 5)
-UsageError: a checkpoint is in a folder: give its path (checkpoint_id), not 5
+UsageError: a checkpoint is saved in a folder: give its path (checkpoint_id), not 5
 -> its path
 ## loading where nothing was saved
 checkpoint.load({'model': remote}, folder)

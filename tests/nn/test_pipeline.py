@@ -192,7 +192,7 @@ REFUSED: dict[str, tuple[Any, str | None, str]] = {
     "an unknown reduction": (mse_loss, "max", "one of 'mean', 'sum', not 'max'"),
     "a value": (torch.zeros(()), None, "loss must be a function of outputs and targets"),
     "no scalar": (partial(mse_loss, reduction="none"), None, "gives a loss for each sample"),
-    "no scalar, and a function": (lambda outputs, targets: outputs - targets, None, r"shape \(2, 3\)\. Let it end"),
+    "no scalar, and a function": (lambda outputs, targets: outputs - targets, None, r"shape \(2, 3\)\. End it"),
     "no tensor": (lambda outputs, targets: mse_loss(outputs, targets).item(), None, "gave float"),
 }
 

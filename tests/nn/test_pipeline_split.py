@@ -221,7 +221,7 @@ def test_parameters_that_stages_share_are_one(workers: list[str], tmp_path: path
 
 
 def test_what_cannot_be_split() -> None:
-    with pytest.raises(UsageError, match=r"`workers` is a list.*Pipeline.split\(model, \[\"w1\", \"w2\"\]\)"):
+    with pytest.raises(UsageError, match=r"`workers` must be a list.*Pipeline.split\(model, \[\"w1\", \"w2\"\]\)"):
         Pipeline.split(sequence(), "w1")
     with pytest.raises(UsageError, match="'cpu' is no place for a module"):
         Pipeline.split(sequence(), ["w1", "cpu"])

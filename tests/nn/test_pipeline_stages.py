@@ -68,7 +68,7 @@ def several(m: Kind, value: Tensor) -> Any:
 
 
 def test_an_output_without_a_dimension_is_refused_by_name() -> None:
-    with pytest.raises(UsageError, match=r"output\['loss'\] of the model .* return it with one, as value\[None\]"):
+    with pytest.raises(UsageError, match=r"output\['loss'\] of the model .* return value\[None\]"):
         microbatches.joined([{"loss": torch.tensor(1.0)}] * 2)
 
 
@@ -216,8 +216,8 @@ def test_calls_for_tied_weights_have_the_name_of_what_a_program_called() -> None
 def test_what_cannot_be_tied() -> None:
     stages = [RemoteModule("w1", made, ("plain", 0, 1)), RemoteModule("w2", nn.Linear, (3, 3))]
     for names, said in {
-        ("0.0.weight",): "named together",
-        ("0.0.weight", "2.weight"): "'2.weight' names no parameter of one of 2 stages",
+        ("0.0.weight",): "named in one tuple",
+        ("0.0.weight", "2.weight"): "'2.weight' is not the name of a parameter in one of 2 stages",
     }.items():
         with pytest.raises(UsageError, match=said):
             Pipeline(stages, tied=[names])

@@ -412,8 +412,8 @@ REFUSED: list[tuple[Callable[[], nn.Module], str]] = [
     (of(buffer_of_a_part), r"'norm.running_mean' is changed in place .* used by the stages \[0, 1\]"),
     (of(clamped_weight), r"'a.weight' is changed in place .* used by the stages \[0, 1\]"),
     (of(clamped_data), "as .data does"),
-    (of(view_across), "a view of it goes to another stage"),
-    (of(detached_across), "a view of it goes to another stage"),
+    (of(view_across), "a view of it is sent to another stage"),
+    (of(detached_across), "a view of it is sent to another stage"),
     (of(python_state), "changes .calls., which is Python state"),
     (of(mode_of_a_part), "changes .calls., which is Python state"),
     (of(state_of_an_object), "changes 'counter', which is Python state"),
@@ -525,8 +525,8 @@ def test_a_micro_batch_of_another_kind_is_refused() -> None:
         (torch.ones(3, 8, 1), "with 3 dimensions"),
         (
             {"value": torch.ones(3, 8), "scale": 2.0},
-            r"of another form: a tensor was the example, and a dictionary with 'value', 'scale' \(a value of the type "
-            r"float\) was given",
+            r"of another structure: the example was a tensor, and this input is a dictionary with 'value', "
+            r"'scale' \(a value of the type float\)",
         ),
         ((torch.ones(3, 8), [torch.ones(3)]), "and a tuple of a tensor, a list of a tensor was given"),
     ]

@@ -245,7 +245,7 @@ def test_errors_of_the_program_are_raised_again(crowd: Crowd, tmp_path: pathlib.
         telegrad.recover({}, tmp_path, after=errors.CodecError("mine"))
     with pytest.raises(errors.WorkersFailed):
         telegrad.recover({}, tmp_path, after=errors.WorkersFailed("", {"w1": ValueError(), "w2": errors.PeerLost()}))
-    failed = errors.CheckpointFailed("of one that was written beside the program")
+    failed = errors.CheckpointFailed("of one that was written in the background")
     failed.__cause__ = errors.PeerLost()
     for after in (errors.PeerLost(), failed):
         with pytest.raises(errors.UsageError, match="no complete checkpoint"):

@@ -132,8 +132,8 @@ def test_tied_values_come_before_and_gradients_go_after_all_that_the_replica_doe
 def test_names_of_tied_weights() -> None:
     found = parse_tied(["0.a.weight", "2.b", "1.c"], 3)
     assert found == [TiedWeight(0, "a.weight", 2, "b"), TiedWeight(0, "a.weight", 1, "c")]
-    with pytest.raises(UsageError, match="named together"):
+    with pytest.raises(UsageError, match="named in one tuple"):
         parse_tied(["0.weight"], 3)
     for name in ("3.weight", "weight", "0", "x.weight"):
-        with pytest.raises(UsageError, match="names no parameter of one of 3 stages"):
+        with pytest.raises(UsageError, match="is not the name of a parameter in one of 3 stages"):
             parse_tied(["0.weight", name], 3)

@@ -232,7 +232,7 @@ def test_mistakes_in_reductions(actors: rpc.Group) -> None:
         actors.rpc_async(name, reduce=lambda first, second: lock)
     future = actors.rpc_async(name, reduce=operator.add)
     for ask in (future.results, future.first, future.as_completed):
-        with pytest.raises(errors.UsageError, match="have come together on their way"):
+        with pytest.raises(errors.UsageError, match="are combined on the way"):
             ask()
     assert future.wait()
 

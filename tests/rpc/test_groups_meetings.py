@@ -124,9 +124,9 @@ def test_those_who_did_not_come_are_named(actors: rpc.Group) -> None:
 
     wait_until(is_late)
     assert waits[0].missing() == ["w2"]
-    assert waits[0].text() == "barrier 'lost' of the group (role 'actor'): 'w2' did not come yet"
+    assert waits[0].text() == "barrier 'lost' of the group (role 'actor'): 'w2' did not arrive yet"
     for said in future.wait():
-        assert said.startswith("barrier 'lost' of the group (role 'actor'): after 1.2 s 'w2' did not come.")
+        assert said.startswith("barrier 'lost' of the group (role 'actor'): after 1.2 s 'w2' did not arrive.")
     late = rpc.rpc_async("w2", meet, (actors, "lost"))
     others.rpc_sync(meet, (actors, "lost"))
     late.wait()
@@ -139,7 +139,7 @@ def test_a_thread_that_gives_up_leaves_another_of_its_worker_in_its_meeting(
     pair = rpc.group(["w1", "w2"])
     first = rpc.rpc_async("w2", sum_up, (pair,))
     wait_until(lambda: kept)
-    with pytest.raises(errors.CallTimeout, match=r"after 0\.1 s 'w1' did not come"):
+    with pytest.raises(errors.CallTimeout, match=r"after 0\.1 s 'w1' did not arrive"):
         rpc.rpc_sync("w2", sum_up, (pair,), {"timeout": 0.1})
     assert not first.done()
     assert rpc.rpc_sync("w1", sum_up, (pair,)).tolist() == first.wait().tolist() == [3, 3]
@@ -174,9 +174,11 @@ def test_a_reduction_that_would_end_the_program_fails_for_all(actors: rpc.Group)
 
 
 def test_only_members_meet(actors: rpc.Group) -> None:
-    with pytest.raises(errors.UsageError, match="barrier is called by the workers of the group, and 'w0' is not in"):
+    with pytest.raises(
+        errors.UsageError, match="barrier must be called by the workers of the group, and 'w0' is not in"
+    ):
         actors.barrier()
-    with pytest.raises(errors.UsageError, match="process_group is called by"):
+    with pytest.raises(errors.UsageError, match="process_group must be called by"):
         telegrad.process_group(actors)
 
 
@@ -269,8 +271,8 @@ def test_the_time_of_a_meeting_ends_while_the_worker_that_keeps_it_is_stopped() 
         made[0].kill(signal.SIGSTOP)
         assert made[1].end() == (
             "CallTimeout",
-            "barrier 'stopped' of the group (everybody): after 1 s worker 'worker0', which knows who has come, does "
-            "not answer. `python -m telegrad why` says what they are at; a longer timeout= waits longer",
+            "barrier 'stopped' of the group (everybody): after 1 s worker 'worker0', which tracks the arrivals, does "
+            "not answer. `python -m telegrad why` shows what they are doing; a longer timeout= waits longer",
         )
         made[0].kill(signal.SIGCONT)
         made[0].run(has_meetings, 0)

@@ -116,7 +116,7 @@ untyped: Any = rpc.group
         (
             lambda: untyped("acto"),
             errors.UnknownWorker,
-            "no worker has the role 'acto'; the roles that there are: actor, l",
+            "no worker has the role 'acto'; the roles are: actor, l",
         ),
         (lambda: untyped("w1"), errors.UnknownWorker, "there is a worker of that name: group(['w1'])"),
         (lambda: untyped(["w1", "w9"]), errors.UnknownWorker, "no worker is named 'w9'"),
@@ -135,7 +135,7 @@ untyped: Any = rpc.group
         (
             lambda: untyped("actor")[9:].rpc_sync(odd, (1,)),
             errors.UnknownWorker,
-            "(role 'actor' [9:]) has no worker in",
+            "(role 'actor' [9:]) has no workers now",
         ),
         (lambda: untyped("actor") - "w1", TypeError, "unsupported operand"),
         (lambda: untyped("actor") | "w1", TypeError, "unsupported operand"),

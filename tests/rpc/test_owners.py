@@ -362,7 +362,9 @@ def test_while_the_directory_does_not_answer_known_values_are_served(kind: str) 
                 on(workers[0], rpc.lookup, "nothing", 2.5)
             assert time.monotonic() - begun < 4
             begun = time.monotonic()
-            with pytest.raises(errors.RendezvousError, match=r"publish\('other'\): the group's directory did not say"):
+            with pytest.raises(
+                errors.RendezvousError, match=r"publish\('other'\): the group's directory has not confirmed"
+            ):
                 on(workers[2], rpc.publish, "other", pytest.fail)
             assert time.monotonic() - begun < 6
             wait_until(lambda: not registration(workers[1]).holds)
@@ -416,7 +418,7 @@ def test_an_owner_with_a_lower_token_than_the_one_who_asks_knows_of_refuses(kind
         own = offers_of(workers[1])
         claim = registration(workers[1]).claims["counter"]
         assert own.value("counter", claim.token)[0] == claim.token
-        with pytest.raises(errors.ClaimLost, match=f"with the token {claim.token}, but another one owns it with"):
+        with pytest.raises(errors.ClaimLost, match=f"with the token {claim.token}, but another worker owns it with"):
             own.value("counter", claim.token + 1)
 
 
@@ -455,7 +457,7 @@ def test_a_reference_is_not_used_once_a_later_token_is_known() -> None:
         own = registration(workers[0])
         claim = own.claims["counter"]
         own.claims["counter"] = claim._replace(token=claim.token + 1)
-        with pytest.raises(errors.OwnerLost, match="has another owner by now"):
+        with pytest.raises(errors.OwnerLost, match="now has another owner"):
             on(workers[0], found._trail.check)
         own.claims["counter"] = claim
         assert on(workers[0], lambda: found.rpc_sync().add()) == 1

@@ -34,13 +34,13 @@ def test_an_owner_that_waits_for_its_lease_refuses_without_lines_in_the_log(
 
         monkeypatch.setattr(type(offers_of(workers[1])), "value", counted)
         monkeypatch.setattr(DynamicGroup, "holds", property(lambda self: self is not owner))
-        with pytest.raises(errors.NotPublished, match="has not renewed its lease in the group's directory in time"):
+        with pytest.raises(errors.NotPublished, match="did not renew its lease in the group's directory in time"):
             on(workers[0], rpc.lookup, "counter", 1.0)
         assert len(asked) > 3
         assert not [record for record in caplog.records if "lookup" in record.getMessage()]
 
 
-@pytest.mark.parametrize(("kind", "says"), [("fixed", "may own it by now. The call"), ("dynamic", "Start it anew")])
+@pytest.mark.parametrize(("kind", "says"), [("fixed", "may own the value now. The call"), ("dynamic", "Start it anew")])
 def test_only_a_worker_that_has_no_group_any_more_is_to_be_started_anew(kind: str, says: str) -> None:
     with group(kind) as workers:
         on(workers[1], rpc.publish, "counter", Counter)

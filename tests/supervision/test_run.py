@@ -97,7 +97,7 @@ def test_output_of_many_is_merged_and_kept(launch: Launch) -> None:
         assert f"[{name}] no end of {name}\n" in said
         assert f"out {name} {number} {name}!\n" in run.log(name)
         assert f"no end of {name}" in run.log(name)
-    assert "starts 20 a; the group meets at 127.0.0.1:" in run.log("telegrad")
+    assert "starting 20 a; the group meets at 127.0.0.1:" in run.log("telegrad")
 
 
 def test_who_crashes_again_and_again_ends_the_group(launch: Launch) -> None:
@@ -108,15 +108,15 @@ def test_who_crashes_again_and_again_ends_the_group(launch: Launch) -> None:
     assert re.findall(r"\[worker0\] life (\d)", said.partition("Its last lines")[0]) == ["0", "1", "2"]
     assert "worker0 ended with exit code 3 after 0." in said
     assert "2 restarts within 300 s are used up: the group ends" in said
-    assert re.search(r"worker0\.log has all that it printed. Its last lines:\n\[telegrad\]     life 0\n", said)
-    assert run.log("worker0").count("--- started again") == 2
+    assert re.search(r"worker0\.log has its whole output. Its last lines:\n\[telegrad\]     life 0\n", said)
+    assert run.log("worker0").count("--- restarted") == 2
     assert 1.0 < time.monotonic() - began < PATIENCE
 
 
 def test_a_worker_that_has_printed_nothing_has_no_last_lines(launch: Launch) -> None:
     code, said = launch("--restarts", "0", "--", "sh", "-c", "exit 3").end()
     assert code == 3
-    assert "worker0.log has all that it printed." in said
+    assert "worker0.log has its whole output." in said
     assert "last lines" not in said
 
 
@@ -167,12 +167,12 @@ def test_the_second_interrupt_kills(launch: Launch) -> None:
     run = launch("--grace", "600", "--", *STUBBORN)
     run.wait_for("] sleeps")
     run.send(signal.SIGINT)
-    run.wait_for("once more kills")
+    run.wait_for("a second signal kills")
     assert run.process.poll() is None
     run.send(signal.SIGINT)
     code, said = run.end()
     assert code == 130
-    assert "all are killed" in said
+    assert "all workers are killed" in said
 
 
 def test_who_ignores_that_it_shall_end_is_killed(launch: Launch, tmp_path: pathlib.Path) -> None:
@@ -191,7 +191,7 @@ def test_who_ignores_that_it_shall_end_is_killed(launch: Launch, tmp_path: pathl
     (tmp_path / "go").touch()
     code, said = run.end()
     assert code == 5
-    assert "stubborn0 does not end within 0.3 s and is killed" in said
+    assert "stubborn0 did not end within 0.3 s and is killed" in said
 
 
 def test_a_role_is_started_again_as_a_whole(launch: Launch) -> None:
@@ -239,7 +239,7 @@ def test_a_command_that_is_not_there(launch: Launch, command: str) -> None:
     run = launch("--role", "good", "--command", "sleep 600", "--role", "bad", "--count", "3", "--", command)
     code, said = run.end()
     assert code == 127
-    assert "bad0 could not be started: there is no program" in said
+    assert "bad0 could not be started: no program" in said
 
 
 def test_what_becomes_of_each_is_told(launch: Launch) -> None:

@@ -70,7 +70,7 @@ def test_it_is_started_again_and_workers_that_come_back_find_their_group(
     os.kill(keeper, signal.SIGKILL)
     for server in servers if with_server else ():
         os.kill(server, signal.SIGKILL)
-    run.wait_for("it is started again")
+    run.wait_for("it is restarted")
     for pid in workers:
         os.kill(pid, signal.SIGKILL)
     assert len(pids_joined(run, 4)) == 4

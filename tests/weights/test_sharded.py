@@ -190,16 +190,16 @@ def test_parts_on_other_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_cannot_be_published_in_parts(four: list[Worker]) -> None:
-    with pytest.raises(InvalidArgument, match="for each worker's name a function"):
+    with pytest.raises(InvalidArgument, match="from each worker's name to a function"):
         ShardedPublisher("p", {"w1": torch.ones(3)})
-    with pytest.raises(InvalidArgument, match="'step' cannot be published in parts: it is no tensor, but int"):
+    with pytest.raises(InvalidArgument, match="'step' cannot be published in parts: it is not a tensor, but int"):
         ShardedPublisher("p", {"w1": lambda: {"step": 3}}).publish()
 
 
 def test_what_nobody_has_cannot_be_wanted(four: list[Worker]) -> None:
     policy = ShardedPublisher("policy", {"w1": upper})
     policy.publish()
-    with pytest.raises(UsageError, match="nobody has all of 'w': what begins at \\(2, 0\\)"):
+    with pytest.raises(UsageError, match="no workers hold all of 'w': the part at offsets \\(2, 0\\)"):
         on(four[3], lambda: ShardedSubscriber("w0", "policy").newest())
     reader = on(four[3], ShardedSubscriber, "w0", "policy", ["bias"])
     with pytest.raises(CallTimeout):
@@ -222,9 +222,9 @@ def test_tensors_that_torch_has_distributed() -> None:
         mesh = DeviceMesh("cpu", range(4))
         value = DTensor.from_local(torch.ones(2, 5), mesh, [Cut(0)], run_check=False)
         content, tensor = _described("w", value)
-        with pytest.raises(InvalidArgument, match="'w' is a sum whose parts"):
+        with pytest.raises(InvalidArgument, match="'w' has partial placements"):
             _described("w", DTensor.from_local(torch.ones(2, 5), mesh, [Partial()], run_check=False))
-        with pytest.raises(InvalidArgument, match="'w' is a DTensor, of which this worker has a part"):
+        with pytest.raises(InvalidArgument, match="'w' is a DTensor, and this worker has only a part of it"):
             published({"w": value})
         module = nn.Module()
         module.w = nn.Parameter(value)

@@ -30,7 +30,9 @@ def test_what_several_have_comes_from_the_first() -> None:
 
 
 def test_what_nobody_has_is_told() -> None:
-    with pytest.raises(UsageError, match=r"nobody has all of 'w': what begins at \(3,\), of sizes \(2,\).*'a'"):
+    with pytest.raises(
+        UsageError, match=r"no workers hold all of 'w': the part at offsets \(3,\) with sizes \(2,\).*'a'"
+    ):
         plan({"a": [Part("w", box((0, 3)))]}, [Part("w", box((0, 5)))])
     with pytest.raises(UsageError, match="no workers"):
         plan({}, [Part("w", box((0, 5)))])

@@ -238,7 +238,7 @@ def test_extra_state_of_modules(value: Any) -> None:
     version.load_into(twin)
     assert twin.weight.tolist() == [1, 1]
     assert torch.equal(twin.value, value) if isinstance(value, Tensor) else twin.value == value
-    with pytest.raises(InvalidArgument, match="swapped into Extra, whose state is more than"):
+    with pytest.raises(InvalidArgument, match="swapped into Extra, whose state has more than"):
         version.swap_into(twin)
 
 
@@ -365,7 +365,7 @@ def test_a_source_that_changes_while_it_is_copied(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch, "_foreach_copy_", copy_late)
     assert published(weights).state["w"].tolist() == [2, 2, 2]
     left[0] = 99
-    with pytest.raises(InvalidArgument, match="was changed by another thread while it was copied"):
+    with pytest.raises(InvalidArgument, match="were changed by another thread while they were copied"):
         published(weights)
 
 

@@ -131,7 +131,7 @@ def test_newest_at_least_and_refresh() -> None:
         current_state = state(0)
         publisher = on(learner, Publisher, "p", lambda: current_state)
         reader = on(actor, Subscriber, "w0", "p")
-        with pytest.raises(CallTimeout, match="version 1 of 'p' on worker 'w0' has not come within"):
+        with pytest.raises(CallTimeout, match="version 1 of 'p' on worker 'w0' did not arrive within"):
             reader.newest(timeout=0.1)
         for number in range(1, 5):
             current_state = state(number)
@@ -142,7 +142,7 @@ def test_newest_at_least_and_refresh() -> None:
             assert reader.behind <= bound
         assert number_in(reader.refresh()) == 4
         assert reader.newest() is reader.refresh() is reader.at_least(2)
-        with pytest.raises(CallTimeout, match="the newest known of is 4, the last taken 4"):
+        with pytest.raises(CallTimeout, match="the newest known version is 4, the last one read 4"):
             reader.at_least(5, timeout=0.05)
         with ThreadPoolExecutor(1) as pool:
             waiting = pool.submit(on, actor, reader.at_least, 6)
@@ -191,7 +191,7 @@ def test_messages_that_are_not_handled_in_time_are_no_reason_to_give_an_old_vers
         server._on_notice = late
         publisher.publish()
         wait_until(lambda: bool(server._notices))
-        with pytest.raises(CallTimeout, match=r"'numbers' is the newest was not known within 1\.5 s"):
+        with pytest.raises(CallTimeout, match=r"newest version of 'numbers' was not known within 1\.5 s"):
             on(actor, reader.refresh, timeout=1.5)
         held.set()
         assert on(actor, reader.refresh).number == 2
@@ -260,7 +260,7 @@ def test_a_publisher_does_not_wait_for_a_slow_reader_unless_it_asks_to() -> None
             assert number_in(reader.at_least(number)) == number
             assert publisher.versions == [number]
         assert number_in(old) == 1
-        with pytest.raises(CallTimeout, match=r"version 30 of 'p' was not taken within 0.1 s by .*w2"):
+        with pytest.raises(CallTimeout, match=r"version 30 of 'p' was not received within 0.1 s by .*w2"):
             publisher.publish(wait=0.1)
         with ThreadPoolExecutor(2) as pool:
             taken = [pool.submit(on, worker, each.at_least, 31) for worker, each in ((actor, reader), (slow, sleeper))]
@@ -389,7 +389,7 @@ def test_what_is_said_of_mistakes() -> None:
         reader.load_into(nn.Linear(3, 2).double())
         publisher.close()
         publisher.close()
-        with pytest.raises(PublisherLost, match="version 1 is here"):
+        with pytest.raises(PublisherLost, match="version 1 can still be read"):
             reader.at_least(2)
         assert reader.newest().number == 1
         with pytest.raises(PublisherLost):
@@ -418,7 +418,9 @@ def test_a_learner_that_is_lost() -> None:
             waiting = pool.submit(on, actor, reader.at_least, 2)
             wait_until(lambda: bool(reader._endpoint.machine.waits))
             learner.end("")
-            with pytest.raises(PublisherLost, match=r"'p' on worker 'w0' has gone .*; version 1 is here"):
+            with pytest.raises(
+                PublisherLost, match=r"'p' on worker 'w0' is no longer available .*; version 1 can still be read"
+            ):
                 waiting.result(PATIENCE)
         assert number_in(reader.newest()) == 1
 

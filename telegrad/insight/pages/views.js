@@ -8,14 +8,14 @@ import { bytes, seconds, share, short } from "./words.js";
 const SHARES = ["forward", "backward", "optimizer", "waits", "calls"];
 
 export function fillTables(at, data) {
-  const last = `last ${seconds(data.seconds)}${data.whole ? "" : ", of which only the latest are kept"}`;
+  const last = `last ${seconds(data.seconds)}${data.whole ? "" : ", of which only the latest events are kept"}`;
   fill(at("workers-table"), workersCaption(data), WORKERS, [...silent(data), ...data.workers]);
   fill(at("flows-table"), "From worker to worker", FLOWS, data.flows);
   fill(at("longest-table"), `The 20 longest calls of the ${last}`, LONGEST, longest(data));
   fill(at("functions-table"), `Calls of the ${last}, the most time-consuming first`, functionColumns(data.bounds), data.functions);
   fill(at("spent-table"), `Where the time went, ${last}`, spentColumns(data.seconds), Object.entries(data.training.spent));
   fill(at("memory-table"), "Memory of the workers' processes", MEMORY, memory(data));
-  fill(at("references-table"), "References to values on other workers, and what is under way about them", referenceColumns(data), data.workers);
+  fill(at("references-table"), "References to values on other workers, and messages about them in flight", referenceColumns(data), data.workers);
   if (data.gantt) fill(at("gantt-table"), "Actions in the order in which they began", GANTT, data.gantt.bars);
 }
 
@@ -62,12 +62,12 @@ function phase(row) {
 }
 
 function silent(data) {
-  return Object.entries(data.silent).map(([worker, why]) => ({ worker, silent: why || "nothing is known" }));
+  return Object.entries(data.silent).map(([worker, why]) => ({ worker, silent: why || "no reason is known" }));
 }
 
 function workersCaption(data) {
   const gone = Object.entries(data.gone).map(([name, why]) => `${name} (${why})`);
-  return gone.length ? `Gone: ${gone.join(", ")}` : "All that are known";
+  return gone.length ? `No longer in the group: ${gone.join(", ")}` : "All known workers";
 }
 
 const FLOWS = [

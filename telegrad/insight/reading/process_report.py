@@ -36,7 +36,7 @@ def inspect(pid: int, stacks: int) -> ProcessState:
     if state in STOPPED:
         return ProcessState(stopped(pid), "")
     if state == "Z":
-        return ProcessState("its process has ended, and its parent has not noticed", "")
+        return ProcessState("its process has ended, and its parent has not waited for it", "")
     written = _stacks_of(pid, stacks) if stacks >= 0 else ""
     time.sleep(WATCH)
     later = state_of(pid)

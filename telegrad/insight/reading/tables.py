@@ -134,13 +134,13 @@ def of_worker(history: GroupHistory, name: str, stacks: bool = False) -> tuple[s
     why = history.sight.silent.get(name) or history.lost().get(name)
     account = history.last.get(name)
     if why is None and account is None:
-        raise UsageError(f"no worker is called {name!r} here; there are: {', '.join(sorted(history.last))}")
-    told = [f"! {name} gives no account: {safe(why)}"] if why else []
+        raise UsageError(f"no worker {name!r} was found here; the workers are: {', '.join(sorted(history.last))}")
+    told = [f"! {name} does not report its state: {safe(why)}"] if why else []
     if account is None:
-        return "\n".join([*told, "It has told nothing of itself before"]), []
+        return "\n".join([*told, "It has reported nothing before"]), []
     if why:
         latest = max((each["time"] for each in history.sight.accounts), default=account["time"])
-        told.append(f"What it told {duration(max(0.0, latest - account['time']))} before the others did:")
+        told.append(f"Its last report, {duration(max(0.0, latest - account['time']))} before those of the others:")
     phase = f"{account['phase']} for {duration(account['phase_age'])}"
     if account["phase"] == MEMBER:
         phase += f", generation {account['generation']}"

@@ -31,7 +31,7 @@ from telegrad.errors import UsageError
 from telegrad.ext.processes import forks, renewed
 from telegrad.pipeline.cutting.exported import Inputs, resized
 
-_BY_HAND = "make the stages by hand: Pipeline([RemoteModule('worker1', First), ...])"
+_BY_HAND = "build the stages by hand: Pipeline([RemoteModule('worker1', First), ...])"
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _MODES = {True: "training", False: "evaluation"}
 _INSTEAD = f"Keep such state in a buffer that one stage uses, cut elsewhere, or {_BY_HAND}"
@@ -62,8 +62,8 @@ def verify_stages(model: nn.Module, stages: Sequence[nn.Module], inputs: Inputs 
         elif differing:
             raise UsageError(
                 f"the stages of {type(model).__name__} differ from the model in {_MODES[mode]}, with {samples} "
-                f"samples: {'; '.join(differing[:4])}. A stage has no tensors in common with another, and of a forward "
-                "pass that is recorded only operators: no Python state or globals that change, no hooks of tensors. "
+                f"samples: {'; '.join(differing[:4])}. Stages share no tensors, and a recorded forward pass "
+                "contains only operators: no Python state or globals that change, no tensor hooks. "
                 f"{_INSTEAD}"
             )
 
@@ -96,8 +96,8 @@ class _Comparison:
         for name, does in self._returned.items():
             if not does:
                 raise UsageError(
-                    f"the hook {name} returns nothing, so it is there for what it does besides, which no stage would "
-                    "do: remove it before Pipeline.split, or have it return what it changes"
+                    f"the hook {name} returns nothing, so it only has side effects, which no stage would repeat: "
+                    "remove it before Pipeline.split, or have it return the changed value"
                 )
         try:
             if self._inputs is not None:
@@ -294,8 +294,8 @@ def _check_state(model: nn.Module, before: Mapping[str, bytes | None]) -> None:
     for name in sorted(before.keys() | after.keys()):
         if before.get(name) != after.get(name):
             raise UsageError(
-                f"the forward pass of {type(model).__name__} changes {name!r}, which is Python state: it would not in "
-                f"a stage. {_INSTEAD}"
+                f"the forward pass of {type(model).__name__} changes {name!r}, which is Python state: a stage would "
+                f"not change it. {_INSTEAD}"
             )
 
 
@@ -307,8 +307,8 @@ def _no_saving() -> Iterator[None]:
     def enter(hooks: saved_tensors_hooks) -> None:
         if forks.thread() == here:
             raise UsageError(
-                "the forward pass uses activation checkpointing, or other saved_tensors_hooks, which no recording has: "
-                f"cut the model without it, with more micro-batches (`chunks`), or {_BY_HAND}"
+                "the forward pass uses activation checkpointing, or other saved_tensors_hooks, which cannot be "
+                f"recorded: cut the model without it, with more micro-batches (`chunks`), or {_BY_HAND}"
             )
         own(hooks)
 
@@ -330,8 +330,8 @@ def _check_functions(outputs: Any) -> None:
         stack += [following for following, _ in node.next_functions]
         if isinstance(node, torch.autograd.function.BackwardCFunction):
             raise UsageError(
-                f"the forward pass uses a torch.autograd.Function ({type(node).__name__.removesuffix('Backward')}), of "
-                f"which only the operators of its forward would be recorded: write it with operators, or {_BY_HAND}"
+                f"the forward pass uses a torch.autograd.Function ({type(node).__name__.removesuffix('Backward')}). "
+                f"Only the operators of its forward would be recorded: write it with operators, or {_BY_HAND}"
             )
 
 

@@ -113,7 +113,8 @@ class ExportedStage(nn.Module):
         mode, given = value
         if mode not in (None, self.training):
             raise UsageError(
-                "the stages of a Pipeline are in different modes: call train() or eval() of the pipeline, not of one"
+                "the stages of a Pipeline are in different modes: call train() or eval() of the pipeline, not of one "
+                "stage"
             )
         piece = self._pieces[self.training]
         if self.training not in self._prepared:
@@ -132,7 +133,7 @@ class ExportedStage(nn.Module):
         moved = fn(before)
         if moved.dtype != before.dtype:
             raise UsageError(
-                "the data types of a model are recorded as it is cut: change them before Pipeline.split, not after"
+                "the data types of a model are recorded when it is cut: change them before Pipeline.split, not after"
             )
         if moved.device != before.device:
             for piece in self._pieces.values():
@@ -147,17 +148,17 @@ class Inputs:
         self._model = type(model).__name__
         if example is None:
             raise UsageError(
-                f"{self._model} is no nn.Sequential that is cut between its children, so its forward must be recorded, "
-                "which takes an example: Pipeline.split(model, workers, example=inputs), with a few inputs as "
-                "forward_backward will get them"
+                f"{self._model} is not an nn.Sequential that is cut between its children, so its forward must be "
+                "recorded, which needs an example: Pipeline.split(model, workers, example=inputs), with a few inputs "
+                "like those of forward_backward"
             )
         arguments = inspect.signature(model.forward).parameters.values()
         self._names = [each.name for each in arguments if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
         self._needed = [each.name for each in arguments if each.name in self._names and each.default is each.empty]
         if not self._names:
             raise UsageError(
-                f"{self._model}.forward names no argument, so that it is not clear what a pipeline gives it: "
-                "wrap the model in a module whose forward(self, inputs, ...) names what it takes"
+                f"{self._model}.forward has no named argument, so a pipeline does not know what to pass: wrap "
+                "the model in a module whose forward(self, inputs, ...) names its arguments"
             )
         self.guards: list[Callable[..., None]] = []
         self._least = {True: 1, False: 1}  # minimum batch size, in training and in evaluation
@@ -166,7 +167,8 @@ class Inputs:
         sizes = {len(leaf) if leaf.dim() else 0 for leaf in leaves if isinstance(leaf, Tensor)}
         if len(sizes) != 1 or 0 in sizes:
             raise UsageError(
-                "`example` consists of tensors with the samples along their first dimension, as many in each of them"
+                "`example` must consist of tensors with the samples along their first dimension, the same number in "
+                "each"
             )
         self.leaves = resized(leaves, max(2, *sizes))  # torch.export treats a size of 1 as a constant
         self._passed: set[Any] = set()
@@ -197,8 +199,8 @@ class Inputs:
         leaves, form = tree_flatten(self._named(inputs))
         if form != self._form:
             raise UsageError(
-                f"{self._model} was cut with an example of another form: {self._example} was the example, and "
-                f"{_in_words(inputs)} was given"
+                f"{self._model} was cut with an example of another structure: the example was {self._example}, and "
+                f"this input is {_in_words(inputs)}"
             )
         return None, leaves
 
@@ -223,7 +225,7 @@ class Inputs:
                 size < (2 if dim else self._least[mode]) <= own
                 for dim, (size, own) in enumerate(zip(leaf.shape, wanted.shape, strict=True))
             ):
-                raise self._other(f"sizes of 0 and 1 may be a case of their own, and it has {tuple(leaf.shape)}")
+                raise self._other(f"sizes of 0 and 1 may be special cases, and it has {tuple(leaf.shape)}")
         try:
             for guard in self.guards:
                 guard(*leaves)
@@ -239,7 +241,7 @@ class Inputs:
     def _other(self, why: str) -> UsageError:
         return UsageError(
             f"{self._model} was cut with an example, and its recorded forward does not fit this micro-batch: {why}. "
-            "Cut it with an example that is like it, or give others"
+            "Cut it with a similar example, or pass other inputs"
         )
 
 

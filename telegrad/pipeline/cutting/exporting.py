@@ -186,7 +186,7 @@ def _exported(model: nn.Module, inputs: dict[str, Any]) -> torch.export.Exported
             continue
         for name, value in exported.constants.items():
             if isinstance(value, Tensor) and type(value) not in (Tensor, nn.Parameter):
-                raise TypeError(f"it uses a tensor past torch's operators, as .data does ({name})")
+                raise TypeError(f"it accesses a tensor without torch's operators, as .data does ({name})")
         found.append(exported)
         given = [node.meta["val"] for node in exported.graph.find_nodes(op="placeholder")][-len(tree_leaves(inputs)) :]
         if not any(is_concrete_int(each.shape[0]) for each in given if isinstance(each, Tensor)):
@@ -273,7 +273,7 @@ class _SharedMemory:
             if named and len(stages) > 1:
                 raise UsageError(
                     f"{named[0]!r} is changed in place ({_place(writer)}) and used by the stages {sorted(stages)}: "
-                    "each has a copy of it, and would not see what another does to its own. Let one stage alone use it"
+                    "each stage has its own copy and would not see the changes of another. Use it in one stage only"
                 )
             crossing = [
                 node
@@ -283,8 +283,8 @@ class _SharedMemory:
             ]
             if len(crossing) > 1:
                 raise UsageError(
-                    f"a value is changed in place ({_place(writer)}), and a view of it goes to another stage, too: "
-                    "they share no memory there. Cut elsewhere, or make the view behind the cut"
+                    f"a value is changed in place ({_place(writer)}), and a view of it is sent to another stage, where "
+                    "the two share no memory. Cut elsewhere, or create the view after the cut"
                 )
 
 

@@ -56,7 +56,7 @@ def split_model(
     if balance is not None:
         balance = [checks.count("balance", each) for each in checks.several("balance", balance, "a list of numbers")]
     if at is not None and balance is not None:
-        raise UsageError("say where a model is cut by `at` or by `balance`, not by both")
+        raise UsageError("give either `at` or `balance` to say where a model is cut, not both")
     if balance is not None:
         at = _counted(model, count, balance)
     elif at is not None:
@@ -91,8 +91,8 @@ def _chained(model: nn.Module, opened: set[str], names: Sequence[str]) -> list[t
         made.append((stage, links[start:end]))
     for early, name, late, _ in _shared([stage for stage, _ in made], nn.Module.named_buffers):
         raise UsageError(
-            f"{name!r} is used by the stages {[early, late]}: each would have a copy of it, and not see "
-            "what another one does to its own. Let one stage alone use it"
+            f"{name!r} is used by the stages {[early, late]}: each stage would have its own copy and "
+            "not see the changes of another. Use it in one stage only"
         )
     return made
 
@@ -125,9 +125,9 @@ def _recorded(model: nn.Module, inputs: Inputs, names: Sequence[str] | None) -> 
         mode, reason = "training" if model.training else "evaluation", str(error).partition("\n")[0]
         raise UsageError(
             f"{type(model).__name__} cannot be cut{where}, as torch.export cannot record its forward in {mode}: "
-            f"{type(error).__name__}: {reason}\nWhat depends on values of tensors must not choose what is computed, "
-            "and outputs are tensors, in containers that torch.utils._pytree knows. Write it so (torch.where), or "
-            "make the stages by hand: Pipeline([RemoteModule('worker1', First), ...])"
+            f"{type(error).__name__}: {reason}\nControl flow must not depend on values of tensors (use torch.where), "
+            "and outputs must be tensors, in containers that torch.utils._pytree knows. Otherwise build the "
+            "stages by hand: Pipeline([RemoteModule('worker1', First), ...])"
         ) from error
 
 
@@ -150,13 +150,13 @@ def _check_hooks(model: nn.Module, names: Iterable[str], backward_only: bool) ->
         if any((*of_forward, module._backward_hooks, module._backward_pre_hooks)):
             raise UsageError(
                 f"{name!r} ({type(module).__name__}) has hooks, and is cut: nothing would call them. "
-                "Remove them first, or make the stages by hand: Pipeline([RemoteModule('worker1', First), ...])"
+                "Remove them first, or build the stages by hand: Pipeline([RemoteModule('worker1', First), ...])"
             )
     for name, parameter in model.named_parameters():
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             raise UsageError(
-                f"the parameter {name!r} has hooks, which do not travel: register them where the stages are, as with "
-                "rpc_sync(worker, register, (pipeline.stages[0].module_rref,))"
+                f"the parameter {name!r} has hooks, which are not sent: register them on the worker of the stage, for "
+                "example with rpc_sync(worker, register, (pipeline.stages[0].module_rref,))"
             )
 
 
@@ -178,15 +178,17 @@ def _shared(stages: Sequence[nn.Module], named: Callable[[nn.Module], Iterable[t
 def _check_names(model: nn.Module, count: int, at: Sequence[str]) -> None:
     if len(at) != count - 1:
         raise UsageError(
-            f"`at` names the modules with which the stages begin, all but the first: for {count} workers {count - 1}, "
-            f"not {len(at)}. A worker that shall have several stages is named several times"
+            f"`at` names the first module of each stage, except for the first stage: for {count} workers {count - 1}, "
+            f"not {len(at)}. To give a worker several stages, name it several times"
         )
     for name in at:
         module, path = model, ""
         for step in name.split("."):
             if step not in module._modules:
                 children = [f"{path}{child}" for child in module._modules]
-                there = f"There are {', '.join(map(repr, children))}" if children else f"{path[:-1]!r} has no parts"
+                there = (
+                    f"There are {', '.join(map(repr, children))}" if children else f"{path[:-1]!r} has no submodules"
+                )
                 raise UsageError(f"the model has no module {name!r} with which a stage could begin. {there}")
             module, path = module.get_submodule(step), f"{path}{step}."
 
@@ -194,13 +196,13 @@ def _check_names(model: nn.Module, count: int, at: Sequence[str]) -> None:
 def _counted(model: nn.Module, count: int, balance: Sequence[int]) -> list[str]:
     if not _is_sequence(model):
         raise UsageError(
-            f"`balance` counts the children of an nn.Sequential, and {type(model).__name__} is none: say with `at` "
-            "with which modules the stages begin"
+            f"`balance` counts the children of an nn.Sequential, and {type(model).__name__} is not one: name the "
+            "modules at which the stages begin with `at`"
         )
     children = list(model._modules)
     if len(balance) != count or sum(balance) != len(children):
         raise UsageError(
-            f"`balance` says how many of the {len(children)} children each of the {count} stages gets, at least one: "
+            f"`balance` must distribute all {len(children)} children over the {count} stages, at least one for each: "
             f"{list(balance)} does not"
         )
     return [children[start] for start in accumulate(balance[:-1])]
@@ -210,8 +212,9 @@ def _even(levels: Sequence[CutPoint], total: int, count: int) -> list[str]:
     """Find places for similar numbers of parameters per stage, and few values between stages."""
     if len(levels) < count - 1:
         raise UsageError(
-            f"the model cannot be cut by itself into {count} stages: behind the first, stages could begin with "
-            f"{[level.name for level in levels]}. Name fewer workers, or say with `at` where the stages begin"
+            f"the model cannot be cut automatically into {count} stages: after the first, stages can only begin with "
+            f"{[level.name for level in levels]}. Name fewer workers, or name the modules at which the stages begin "
+            "with `at`"
         )
     share, starts = total / count, [-1]
     for stage in range(1, count):
@@ -245,15 +248,18 @@ def _starts(names: Sequence[str], begun: Mapping[str, int]) -> list[int]:
     for name in names:
         if name not in begun:
             raise UsageError(
-                f"{name!r} is not called itself, or in torch.no_grad() or autocast: let the stage begin with another"
+                f"{name!r} is not called directly, or is called in torch.no_grad() or autocast: begin the stage "
+                "with another"
             )
         steps[name] = begun[name]
     in_order = sorted(steps, key=steps.__getitem__)
     if in_order != list(steps):
-        raise UsageError(f"stages follow one another as their modules are called: name these in the order {in_order}")
+        raise UsageError(
+            f"stages must follow the order in which their modules are called: name them in the order {in_order}"
+        )
     if len(steps) < len(names) or len({0, *steps.values()}) <= len(names):
         raise UsageError(
-            f"a stage would be empty: between two of {list(names)}, or before the first, the model computes nothing"
+            f"a stage would be empty: the model computes nothing between two of {list(names)}, or before the first"
         )
     return list(steps.values())
 

@@ -82,7 +82,7 @@ def apply(delta: Delta, rows: Sequence[Row]) -> None:
         except (RuntimeError, ValueError, zlib.error) as error:
             raise DeltaRefused(f"a delta is damaged: {error}") from error
         if _checksum(row) != checksum:
-            raise DeltaRefused("a delta was made from other values than those that are here")
+            raise DeltaRefused("a delta was computed from values other than those of this worker")
         alike = [each for each in rows if each.dtype == row.dtype]
         if encoding != SAME and len(alike) > 1:
             torch._foreach_copy_(alike, torch.split(row, [len(each) for each in alike]))
@@ -178,9 +178,9 @@ def _apply_row(encoding: int, tensors: Sequence[Tensor], row: Row) -> None:
         gaps, values = tensors
         at = gaps.to(torch.int64).cumsum_(0)
         if gaps.dtype not in _GAPS or values.dtype != row.dtype or not 0 < len(at) == len(values) <= len(row):
-            raise ValueError("its elements do not fit")
+            raise ValueError("its elements have a wrong type or number")
         if int(at[-1]) >= len(row):  # all gaps are positive, so the last is the highest
-            raise ValueError("it leads out of its tensors")
+            raise ValueError("it points outside its tensors")
         row.scatter_(0, at, values)
     elif encoding == PLANES:
         row ^= torch.stack([_inflated(plane, len(row)) for plane in tensors], 1).view(row.dtype).view(len(row))
@@ -188,7 +188,7 @@ def _apply_row(encoding: int, tensors: Sequence[Tensor], row: Row) -> None:
         (values,) = tensors
         row.view(torch.uint8).copy_(values.contiguous().view(torch.uint8))
     elif encoding != SAME or tensors:
-        raise ValueError(f"there is no encoding {encoding}")
+        raise ValueError(f"unknown encoding {encoding}")
 
 
 # Deltas of versions

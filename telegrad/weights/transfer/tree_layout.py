@@ -179,8 +179,8 @@ class Snapshot(NamedTuple):
             if _versions(self.tensors) == before:
                 return
         raise InvalidArgument(
-            "what is published was changed by another thread while it was copied, and a version would have parts "
-            "of several steps: publish between the steps, or give a function that returns a copy made under a lock"
+            "the published tensors were changed by another thread while they were copied, and the version would "
+            "mix several steps: publish between the steps, or give a function that returns a copy made under a lock"
         )
 
     def _part(self, number: int, shape: tuple[int, ...], strides: Strides, skip: int) -> Tensor:
@@ -228,7 +228,7 @@ class Snapshots:
         blobs: list[Tensor] = [each.blob for each in bound]  # type: ignore[union-attr]
         if any(len({specs[number][3] for number in group}) > 1 for group in groups_of(tensors)):
             raise InvalidArgument(
-                "two tensors overlap in memory by a part of an element, or their arrays by a part of each, so that "
+                "two tensors overlap in memory by a part of an element, or their arrays by a part of each, so "
                 "they cannot be published together: clone one"
             )
         members: list[list[int]] = [[] for _ in blobs]
@@ -382,18 +382,18 @@ def _taken_apart(tree: Any) -> tuple[bytes, list[Tensor]]:
     try:
         values = [*named(tree)]
     except RecursionError:
-        raise InvalidArgument("what is published contains itself, or more parts within each other than fit") from None
+        raise InvalidArgument("the published value contains itself, or is nested too deeply") from None
     for name, value in values:
         if is_lazy(value):
             raise InvalidArgument(f"{name!r} has no values yet: run the lazy module once before it is published")
         if isinstance(value, distributed):
             raise InvalidArgument(
-                f"{name!r} is a DTensor, of which this worker has a part: publish by a ShardedPublisher, or its "
-                "full_tensor()"
+                f"{name!r} is a DTensor, and this worker has only a part of it: publish it with a ShardedPublisher, or "
+                "publish its full_tensor()"
             )
     body, tensors, references, _ = encode(tree, same_program=False)
     if references:
-        raise InvalidArgument(f"weights that are published cannot hold references, as {references[0]!r}")
+        raise InvalidArgument(f"published weights cannot contain references such as {references[0]!r}")
     return bytes(body), [*tensors]
 
 
@@ -431,7 +431,7 @@ def _check(tensor: Tensor) -> None:
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized or tensor.is_meta:
         nature = "nested" if tensor.is_nested else "quantized" if tensor.is_quantized else str(tensor.layout)
         raise InvalidArgument(
-            f"a tensor{'' if tensor.is_nested else f' of shape {tuple(tensor.shape)}'} cannot be published, since it "
-            f"is {'on the meta device' if tensor.is_meta else nature}: publish what it is made of, as a dictionary of "
+            f"a tensor{'' if tensor.is_nested else f' of shape {tuple(tensor.shape)}'} cannot be published, because "
+            f"it is {'on the meta device' if tensor.is_meta else nature}: publish its parts as a dictionary of "
             "plain tensors"
         )

@@ -141,8 +141,7 @@ class WeightsService:
         with self.changed:
             if name in self.published:
                 raise UsageError(
-                    f"worker {self.agent.name!r} has a publisher {name!r} already: close that one first, or take "
-                    "another name"
+                    f"worker {self.agent.name!r} has a publisher {name!r} already: close it first, or use another name"
                 )
             if name:
                 self.published[name] = endpoint
