@@ -67,9 +67,6 @@ class Contexts:
     def __len__(self) -> int:
         return len(self._contexts)
 
-    def __repr__(self) -> str:
-        return f"<Contexts of {self._agent.name!r}: {len(self)}, and {len(self._ended)} that have ended>"
-
     def begin(self) -> AutogradContext:
         """Create a context that this worker owns."""
         install()

@@ -135,9 +135,6 @@ class Collective:
         missing = [name for name in self.members if name not in self.arrived]
         return [name for name in missing if name not in self.withdrew] or missing
 
-    def __repr__(self) -> str:
-        return f"<Collective of {len(self.members)}, missing: {', '.join(self.missing) or 'none'}>"
-
 
 class CollectiveManager:
     def __init__(self, agent: Agent) -> None:

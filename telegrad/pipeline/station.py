@@ -102,9 +102,6 @@ class StageWorkerRegistry:
         agent.on(StageMessage, self._take)
         agent.lost.append(self._on_lost)
 
-    def __repr__(self) -> str:
-        return f"<StageWorkerRegistry: {list(self._stations.values())}>"
-
     def add(self, pipeline: str, station: StageWorker) -> None:
         self._stations[pipeline] = station
 

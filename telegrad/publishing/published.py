@@ -170,9 +170,6 @@ class Publications:
         agent.run_at_once(_directory_of_group)
         agent.run_at_once(_found_here)
 
-    def __repr__(self) -> str:
-        return f"<Publications: {list(self._offers.values())}>"
-
     # Owning values
 
     def add(self, offer: Publication) -> None:

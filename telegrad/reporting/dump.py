@@ -16,7 +16,6 @@ import pathlib
 import re
 import secrets
 import signal
-import threading
 import time
 from collections.abc import Callable
 from time import monotonic
@@ -24,7 +23,7 @@ from typing import Any
 
 from telegrad.ext.events import events as instruments
 from telegrad.ext.files import Folder, open_folder, private_folder
-from telegrad.ext.processes import Background, Thread, error_text, forks, interrupts
+from telegrad.ext.processes import Thread, error_text, forks, interrupts
 
 VARIABLE = "TELEGRAD_DUMPS"
 PAUSE = 60.0  # minimum seconds between two automatic dumps of one worker
@@ -85,21 +84,15 @@ class Dumper:
         """`tell` returns the content of a dump."""
         self.worker = worker
         self._tell = tell
-        self._wanted = threading.Semaphore(0)
-        self._reason = ""  # of the next file; set before `_wanted` is released
         self._next = 0.0  # earliest time of the next automatic dump
-        self._closed = False
         self.failure = ""  # why the last dump could not be written
-        self._thread = Background("telegrad-dump", self._main)
         self._alarm = self._alarmed
         instruments.alarms.append(self._alarm)
 
     def want(self, reason: str) -> None:
         """Request a dump, which another thread writes soon."""
-        self._reason = reason
-        with contextlib.suppress(RuntimeError):
-            self._thread.want()
-        self._wanted.release()
+        with contextlib.suppress(RuntimeError):  # no memory for a thread
+            Thread(target=self.write, args=(reason,), name="telegrad-dump").start()
 
     def write(self, reason: str) -> pathlib.Path | None:
         """Write a dump now; return None if dumps are off, or if it failed, which is logged."""
@@ -117,18 +110,12 @@ class Dumper:
     def close(self) -> None:
         with contextlib.suppress(ValueError):
             instruments.alarms.remove(self._alarm)
-        self._closed = True
-        self._wanted.release()
 
     def _alarmed(self, reason: str) -> None:
         now = monotonic()
         if now >= self._next:
             self._next = now + PAUSE
             self.want(reason)
-
-    def _main(self) -> None:
-        while self._wanted.acquire() and not self._closed:
-            self.write(self._reason)
 
 
 class Signalled:

@@ -22,9 +22,6 @@ class Recorder:
         self._lock = renewed(threading.Lock())  # guards _users
         self._users = 0
 
-    def __repr__(self) -> str:
-        return f"<Recorder: {len(self._ring)} events>"
-
     def begin(self) -> None:
         """Start recording for one more worker."""
         with self._lock:

@@ -196,6 +196,3 @@ class _Joining:
     def _text(self) -> str:
         me = self._me.name or self._me.role
         return f"{self._lost or self._quorum.lacks()} ({me!r} joins an elastic group of {self._limits} workers)"
-
-    def __repr__(self) -> str:
-        return f"<Joining of {self._me}: {self._quorum!r}>"

@@ -231,6 +231,3 @@ class GenerationMonitor:
             self._act(partial(self._steps.lost, rank))
         if self.leads:
             self._act(lambda: self._steps.want(wanted))
-
-    def __repr__(self) -> str:
-        return f"<GenerationMonitor of {self._me.name!r} in generation {self.generation.number}: {self._steps!r}>"

@@ -236,8 +236,3 @@ class GenerationBarrier:
         if self._me in here:
             self._stay()
         return [(other, Stay(step)) for other in here if other != self._me]
-
-    def __repr__(self) -> str:
-        where = self._how or "within a step"
-        stands = f"{sorted(self._stands)} of {sorted(self.alive)} stand"
-        return f"<GenerationBarrier of {self._me}: {where}, {self.told or 'not told'}; {stands}>"

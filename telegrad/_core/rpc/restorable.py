@@ -328,9 +328,6 @@ class RestorableValues:
             if self._anew.get(first) is future:
                 del self._anew[first]
 
-    def __repr__(self) -> str:
-        return f"<RestorableValues: {len(self.lasting)} restorable, {len(self._anew)} restored>"
-
 
 def _another(ref: Id) -> RRef[Any] | None:
     """Return another reference to a value of this worker, if it still exists."""

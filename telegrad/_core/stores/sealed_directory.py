@@ -102,6 +102,3 @@ class SealedDirectory:
 
     def _open(self, entry: Entry) -> Opened:
         return self._sealer.open(self._place, entry.key, entry.value.decode("utf-8", "replace"))
-
-    def __repr__(self) -> str:
-        return f"<SealedDirectory over {self._directory!r}>"

@@ -386,6 +386,3 @@ class _Site:
             # Poll for a while: it may be an earlier program's store that is about to close.
             self.until = min(self.until, monotonic() + STRANGE)
             return GONE
-
-    def __repr__(self) -> str:
-        return f"<_Site at {spot(*self.place)}: {self.why if self.store is None else 'a store'}>"

@@ -178,6 +178,3 @@ class ReceiveWindow:
     @property
     def empty(self) -> bool:
         return not self._items
-
-    def __repr__(self) -> str:
-        return f"<ReceiveWindow: {len(self._items)} items, {self.taken} taken{', over' if self.over else ''}>"

@@ -114,11 +114,7 @@ class Batched:
 @contextmanager
 def _setting(modes: tuple[bool, bool, bytes]) -> Iterator[None]:
     inference, records, autocast = modes
-    with (
-        torch.inference_mode(inference),
-        torch.set_grad_enabled(records),
-        call_context.under_autocast(autocast),
-    ):
+    with torch.inference_mode(inference), torch.set_grad_enabled(records), call_context.under_autocast(autocast):
         yield
 
 

@@ -12,13 +12,10 @@ class Mailbox:
     """The tasks of one context. One thread at a time runs them; a thread that adds one to an idle mailbox starts."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # guards all fields below, except in `repr`, which only reads a length
+        self._lock = threading.Lock()  # guards all fields below
         self._tasks: list[Task] = []
         self.busy = False  # a thread runs the tasks; may be read without the lock
         self._calls: queue.SimpleQueue[bool] | None = None  # see `call`
-
-    def __repr__(self) -> str:
-        return f"<Mailbox: {len(self._tasks)} tasks, {'a thread runs them' if self.busy else 'no thread runs them'}>"
 
     def put(self, task: Task, here: bool) -> bool:
         """Add a task. Return True if the caller must start a thread for it, or with `here` run it itself."""

@@ -73,16 +73,11 @@ class Outbox:
         self._gathers = gathers
         self._context = context
         # Guards the fields below while _ready holds anything: gradients that have left _ready are in _sent. So a thread
-        # that finds nothing there for any worker can make the report. `repr` copies _ready without the lock, which is
-        # atomic.
+        # that finds nothing there for any worker can make the report.
         self._lock = threading.Lock()
         self._ready: dict[Identity, Gradients] = {}
         self._sent: list[tuple[Key, str]] = []  # since the last report
         self._keys = 0
-
-    def __repr__(self) -> str:
-        ready = ", ".join(worker.name for worker in self._ready.copy()) or "no worker"
-        return f"<Outbox of {self.spec}: gradients ready for {ready}>"
 
     def key(self, worker: str) -> Key:
         """Record that a message is sent to a worker now; return its key."""

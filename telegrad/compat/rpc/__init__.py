@@ -17,13 +17,7 @@ from telegrad._core.stores.group_keys import find_keys
 from telegrad._core.stores.stores import open_store
 from telegrad._core.stores.urls import split
 from telegrad.compat import autograd as dist_autograd
-from telegrad.compat.rpc import (
-    api,
-    backend_registry,
-    constants,
-    internal,
-    server_process_global_profiler,
-)
+from telegrad.compat.rpc import api, backend_registry, constants, internal, server_process_global_profiler
 from telegrad.compat.rpc.agent import RpcAgent, TensorPipeAgent, enable_gil_profiling
 from telegrad.compat.rpc.api import (
     AllGatherStates,

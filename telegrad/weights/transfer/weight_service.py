@@ -124,9 +124,6 @@ class WeightsService:
         agent.lost.append(self._lost)
         agent.ticking.append(self._tick)
 
-    def __repr__(self) -> str:
-        return f"<WeightsService: {len(self._endpoints)} endpoints>"
-
     def party(self, publishes: bool) -> EndpointAddress:
         """Return the address of a new endpoint of this worker."""
         number = next(self._publishers if publishes else self._subscribers)
