@@ -238,13 +238,13 @@ def test_the_first_worker_that_was_declared_lost_does_not_end_the_group(engine: 
 
 def test_a_member_ends_whose_directory_has_lost_its_state(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     def reset(*_: object) -> None:
-        raise DirectoryReset("it was started anew without what it knew")
+        raise DirectoryReset("it was restarted without its data")
 
     worker = make("w").join()
     monkeypatch.setattr(worker.group.directory, "watch", reset)
     worker.watch()
     wait_until(worker.gone)
-    assert "without what it knew" in worker.group.over
+    assert "without its data" in worker.group.over
 
 
 # A directory that does not answer
