@@ -218,7 +218,7 @@ def test_a_member_that_was_declared_lost_ends(
     gone = MemberGone(lost.me.incarnation, LOST, "worker 'boss' found it dead")
     assert lost.gone() == boss.gone() == [gone]
     assert not lost.group.holds
-    with pytest.raises(errors.PeerLost, match=r"'w' was declared lost \(worker 'boss' found it dead\).*Start it anew"):
+    with pytest.raises(errors.PeerLost, match=r"'w' was declared lost \(worker 'boss' found it dead\).*Start it again"):
         lost.group.find("boss")
     again = make("w", lost.me.id).join()
     lost.group.leave()
@@ -373,7 +373,9 @@ def test_a_member_catches_up_where_the_directory_has_forgotten_changes(engine: N
     engine.forget()
     worker.watch()
     wait_until(lambda: worker.names() == ["come", "w"])
-    assert worker.gone() == [MemberGone(gone.me.incarnation, LOST, "it has gone while this worker saw no changes")]
+    assert worker.gone() == [
+        MemberGone(gone.me.incarnation, LOST, "it disappeared while this worker received no changes")
+    ]
     assert worker.told[-1] == MemberJoined(come.group._known[come.me.incarnation])
 
 
