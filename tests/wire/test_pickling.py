@@ -382,7 +382,7 @@ def test_code_of_another_python_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
             there.setattr(by_value, "MAGIC_NUMBER", b"3.99")
             there.setattr(platform, "python_version", lambda: "3.99.1")
             body, *_ = encode(function, same_program=True)
-        with pytest.raises(errors.CannotDecode, match=r"is that of Python 3\.99\.1, .* is of Python 3\.1"):
+        with pytest.raises(errors.CannotDecode, match=r"is for Python 3\.99\.1, .* runs Python 3\.1"):
             decode(body, [])
 
 
