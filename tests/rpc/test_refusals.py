@@ -50,7 +50,7 @@ def test_only_a_worker_that_has_no_group_any_more_is_to_be_started_anew(kind: st
         with pytest.raises(errors.ClaimLost, match=says) as caught:
             on(workers[1], owned.check)
         owned.group.over = over
-        assert ("anew" in str(caught.value)) == (kind == "dynamic")
+        assert ("Start it again" in str(caught.value)) == (kind == "dynamic")
 
 
 def test_a_lookup_says_the_timeout_that_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:

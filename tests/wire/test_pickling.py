@@ -538,7 +538,7 @@ STEP, DEEPER, NESTED, WITH_DEFAULT, GLOBAL = closed_over()
     ids=alike,
 )
 def test_what_cannot_be_sent_is_named(value: Any, text: str) -> None:
-    with pytest.raises(errors.CannotEncode, match=text + r".*: cannot pickle .*\. (Send what|Make it)") as caught:
+    with pytest.raises(errors.CannotEncode, match=text + r".*: cannot pickle .*\. (Send the data|Create it)") as caught:
         encode(value, True)
     assert isinstance(caught.value.__cause__, TypeError)
 
