@@ -72,10 +72,7 @@ def _run_command(name: str, arguments: list[str]) -> int:
         return worker_command.main(arguments[1:])
     if name == "run":
         if not hasattr(os, "killpg"):
-            sys.exit(
-                "telegrad run: only available on Linux and macOS; start workers by telegrad.local, or telegrad "
-                "worker, here"
-            )
+            sys.exit("telegrad run: it needs Linux or macOS; here start workers by telegrad.local, or telegrad worker")
         from telegrad.supervision import run_command as run
 
         _let_operators_sleep()

@@ -250,7 +250,7 @@ UsageError: Cannot pickle RemoteModule in python pickler
 -> `state_dict()`
 ## `state_dict(keep_vars=True)` of a remote module
 remote.state_dict(keep_vars=True)
-UsageError: the state of a RemoteModule is a copy: keep_vars=True and positional arguments are not supported
+UsageError: a RemoteModule's state is a copy: keep_vars and positional arguments are not supported
 -> leave `keep_vars` out
 ## attributes of a remote module
 remote.weight
@@ -378,7 +378,7 @@ InvalidArgument: there is no parameter to optimize: the list of references (para
 -> one at least
 ## a model that is no module
 DistributedOptimizer.for_module(torch.optim.SGD, 5, lr=1)
-UsageError: a model must be an nn.Module, a RemoteModule or an RRef to a module, not int
+UsageError: a model must be an nn.Module, RemoteModule or RRef to a module, not int
 -> a module, a remote module, or a reference to one
 ## a model without parameters
 DistributedOptimizer.for_module(torch.optim.SGD, nn.ReLU(), lr=1)

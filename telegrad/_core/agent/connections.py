@@ -241,9 +241,7 @@ class Connections:
             for _ in range(LANES):
                 link.join(sends, self._reach(target._replace(unix="", stream_id=stream_id)))
         except Exception as error:
-            log.info(
-                "telegrad: large tensors between worker %r and this one use a single stream: %s", target.name, error
-            )
+            log.info("telegrad: worker %r and this one use one stream for large tensors: %s", target.name, error)
 
     def _link(self, channel: OpenedChannel, peer: str, *args: Any, **options: Any) -> Link:
         stores = MemorySources(self._arena, self._pool if channel.shared else None, self.staging)

@@ -173,9 +173,7 @@ class Future(torch.futures.Future[T]):
             A future of the result of `callback`; it fails with the exception of `callback`.
         """
         if not callable(callback):
-            raise TypeError(
-                f"then(): incompatible function arguments. {callback!r} is not a function that takes the future"
-            )
+            raise TypeError(f"then(): incompatible function arguments. {callback!r} is not callable")
         child: Future[S] = self._another()
         if self.call is not None or getattr(self, "follows", None) is not None:
             child.follows = self

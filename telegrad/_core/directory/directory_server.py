@@ -162,9 +162,7 @@ class DirectoryServer:
             self._selector.register(sock, selectors.EVENT_READ, partial(self._ready, connection))
             if len(self._strangers) > MOST_STRANGERS:
                 waiting = list(self._strangers)
-                self._refuse(
-                    waiting[to_give_way(each.origin for each in waiting)], "too many connections are in their handshake"
-                )
+                self._refuse(waiting[to_give_way(each.origin for each in waiting)], "too many unfinished handshakes")
 
     def _ready(self, connection: _Connection, events: int) -> None:
         if connection.sock.fileno() < 0:  # dropped in this iteration

@@ -272,8 +272,7 @@ class LeaseTable:
         """
         if not self.compacted <= since <= self.revision:
             raise Compacted(
-                f"the directory has the changes after revision {self.compacted}, but not those after {since}: list "
-                "the keys again"
+                f"the directory has changes after revision {self.compacted}, not after {since}: list the keys again"
             )
         found: Events = []
         size = 0

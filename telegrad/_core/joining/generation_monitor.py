@@ -223,9 +223,7 @@ class GenerationMonitor:
         except RendezvousError as error:  # the directory does not answer, or an attacker writes there
             if (said := str(error)) != self._failed and not self._closed:
                 self._failed = said
-                log.warning(
-                    "telegrad: worker %r cannot check for workers that wait to join its group: %s", self._me.name, said
-                )
+                log.warning("telegrad: worker %r cannot see which workers wait to join: %s", self._me.name, said)
             held.restart()
             return
         self._failed = ""

@@ -40,7 +40,7 @@ class LauncherInfo(NamedTuple):
 
     def __str__(self) -> str:
         place = "MASTER_ADDR" if self.init_method == "env://" else self.init_method
-        return f"{self.launcher} reports that this is rank {self.rank} of {self.size}, with the rendezvous at {place}"
+        return f"{self.launcher} reports that this is rank {self.rank} of {self.size}, rendezvous at {place}"
 
 
 class _Launcher(NamedTuple):
@@ -107,9 +107,7 @@ def _check(launcher: _Launcher, variables: Variables) -> None:
                 f"or {BY_HAND}"
             )
     if launcher.name == _SLURM and "SLURM_HET_SIZE" in variables:
-        raise UsageError(
-            f"the variables of heterogeneous Slurm jobs do not give the ranks and hosts of all workers: {BY_HAND}"
-        )
+        raise UsageError(f"heterogeneous Slurm jobs do not give the ranks and hosts of all workers: {BY_HAND}")
 
 
 def _place(launcher: _Launcher, variables: Variables) -> str:

@@ -79,9 +79,7 @@ class ServeState:
         """Record that a member is gone, which may be required."""
         required = member.incarnation == self._me.incarnation or member.name in {each.name for each in self._required}
         if how == LOST and required:
-            self.fail(
-                f"worker {member.name!r} was lost, and worker {self._me.name!r} requires it to serve; see its log"
-            )
+            self.fail(f"worker {member.name!r} was lost, and {self._me.name!r} does not serve without it; see its log")
 
     def fail(self, why: str) -> None:
         """End with an error."""
@@ -99,9 +97,7 @@ class Membership:
         self._post = post
         self._me = me
         self._group = directory if isinstance(directory, DynamicGroup) else None
-        self.none_joins = (
-            "no worker can join a group of fixed size once it has formed"  # for messages about such groups
-        )
+        self.none_joins = "no worker joins a group of fixed size once it has formed"  # for messages about such groups
         self._teller = CallbackThread(entered)
         # Guards all below up to _closed, which is also read without it, like _view.
         self._changed = threading.Condition()

@@ -135,9 +135,7 @@ class RemoteModule(nn.Module):
         owner = module_rref.owner()
         if worker not in owner:
             place = checks.short_repr(worker)
-            raise UsageError(
-                f"remote_device: {module_rref!r} is not on worker {place}, but on {owner.name!r}: name that worker"
-            )
+            raise UsageError(f"remote_device: {module_rref!r} is not on worker {place}, but on {owner.name!r}: name it")
         made = cls.__new__(cls)
         nn.Module.__init__(made)
         made._represent(module_rref, *rpc_sync(owner, module_host.adopt, (module_rref, device)))
@@ -261,9 +259,7 @@ class RemoteModule(nn.Module):
         checks.flag("keep_vars", keep_vars)
         checks.text("prefix", prefix, empty=True)
         if args or keep_vars:
-            raise UsageError(
-                "the state of a RemoteModule is a copy: keep_vars=True and positional arguments are not supported"
-            )
+            raise UsageError("a RemoteModule's state is a copy: keep_vars and positional arguments are not supported")
         if destination is not None and _apart.get():
             return destination
         for before in self._state_dict_pre_hooks.values():

@@ -18,8 +18,7 @@ DEEPEST = 12  # levels of parts that are examined
 _ADVICE = "Send the data that it is built from, or keep it where it is and call functions there"
 _ADVICE_FOR_VARIABLES = (
     "Create it inside of the function, or put both at the top level of a module that all workers import: then each "
-    f"worker uses its own. Workers import the top level of a script if a guard, `{GUARD}`, precedes the code for the "
-    "driver alone"
+    f"uses its own. Workers import a script, too, if a guard, `{GUARD}`, precedes the code for the driver alone"
 )
 
 Part = tuple[str, Any]  # how to reach it from the containing value, and the part
