@@ -48,13 +48,13 @@ def main() -> None:
         sys.argv = arguments[1:]
         program.run_module(arguments[1])
     elif first.startswith("-"):
-        sys.exit(f"python -m telegrad: there is no option {first}; see python -m telegrad --help")
+        sys.exit(f"python -m telegrad: unknown option {first}; see python -m telegrad --help")
     else:
         if not os.path.exists(first):
             from telegrad._core.hints import did_you_mean
 
             if meant := did_you_mean(first, COMMANDS):
-                sys.exit(f"python -m telegrad: there is no program {first!r}, and no command{meant}")
+                sys.exit(f"python -m telegrad: there is no program or command {first!r}{meant}")
         from telegrad.compat import program
 
         _serve_torchs_name()
@@ -72,9 +72,7 @@ def _run_command(name: str, arguments: list[str]) -> int:
         return worker_command.main(arguments[1:])
     if name == "run":
         if not hasattr(os, "killpg"):
-            sys.exit(
-                "telegrad run: it runs on Linux and macOS; here start workers by telegrad.local, or telegrad worker"
-            )
+            sys.exit("telegrad run: it needs Linux or macOS; here start workers by telegrad.local, or telegrad worker")
         from telegrad.supervision import run_command as run
 
         _let_operators_sleep()

@@ -218,7 +218,7 @@ def test_what_is_no_regular_file_is_refused_and_not_waited_for(tmp_path: pathlib
             for file in path.glob(name):
                 file.unlink()
                 os.mkfifo(file)
-            with pytest.raises(Exception, match=r"it is no regular file: '.*(\.metadata|\.distcp)'"):
+            with pytest.raises(Exception, match=r"it is not a regular file: '.*(\.metadata|\.distcp)'"):
                 checkpoint.load(state, path)
         assert checkpoint.latest(tmp_path) == str(tmp_path / "of distcp")
         (tmp_path / "other").mkdir()

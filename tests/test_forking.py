@@ -202,6 +202,6 @@ def test_the_end_of_the_users_code_is_the_end_of_the_child(tmp_path: pathlib.Pat
         name: [CODES[name.split()[-1]]] for name in told
     }
     lines = [line for line in ran.stderr.splitlines() if not OF_THE_CHILD.match(line)]
-    suspended = [line for line in lines if "`yield` or `await`, and only the worker goes on with that" in line]
+    suspended = [line for line in lines if "`yield` or `await`, and only the worker continues from there" in line]
     assert (len(suspended), lines) == (2, suspended), ran.stderr
     assert ran.stderr.count("ValueError: of the child") == sum("raises" in name for name in told)

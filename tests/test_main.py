@@ -309,7 +309,7 @@ if __name__ == "__main__":
 def test_where_driver_and_workers_differ_it_is_said_once(tmp_path: pathlib.Path) -> None:
     ran = start(tmp_path, DIFFERS.replace("rpc.errors", "telegrad.errors"), ["{file}"])
     assert ran.stdout.startswith("0.1 0.1 7\n7.1\n"), ran.stdout + ran.stderr
-    assert "the global 'shared' of the main program has an object that also belongs to 'cells'" in ran.stdout
+    assert "the global 'shared' of the main program shares an object with 'cells'" in ran.stdout
     assert ran.stderr.count("the global 'rate'") == 1, ran.stderr
     assert "is 0.5 at the caller and 0.1 at this worker" in ran.stderr
 
@@ -349,7 +349,7 @@ def test_another_run_of_a_program_with_another_number_is_told_once(caplog: pytes
 @pytest.mark.timeout(2 * PATIENT)
 def test_a_profiler_in_place_of_the_main_program_is_said(tmp_path: pathlib.Path) -> None:
     ran = start(tmp_path, DIFFERS, ["-m", "cProfile", "{file}"])
-    assert ran.stderr.count("takes a copy of the global 'rate' with each call") == 1, ran.stdout + ran.stderr
+    assert ran.stderr.count("sends a copy of the global 'rate' with each call") == 1, ran.stdout + ran.stderr
 
 
 @pytest.mark.nightly

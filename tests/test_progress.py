@@ -396,9 +396,9 @@ except KeyboardInterrupt:
 """
     screen = Screen()
     with in_terminal(program) as (master, process):
-        read(master, screen, lambda: any("did not come" in row for row in screen.shown()))
+        read(master, screen, lambda: any("did not join" in row for row in screen.shown()))
         (line,) = screen.shown()
-        assert re.match("telegrad: waiting for [0-9]+ s: ranks 1, 2 did not come .'driver' joins a group", line)
+        assert re.match("telegrad: waiting for [0-9]+ s: ranks 1, 2 did not join .'driver' joins a group", line)
         os.write(master, b"\x03")
         read(master, screen)
         assert process.wait(PATIENCE) == 0, screen.shown()

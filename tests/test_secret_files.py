@@ -180,7 +180,7 @@ def test_a_folder_that_a_list_lets_another_user_write(tmp_path: pathlib.Path) ->
     give(path.parent, (0x01, 7, NOBODY), GROUP, OTHER, (0x02, 5, 65534), mask(7))
     assert read_secret(str(path), 10) == b"secret"
     give(path.parent, (0x01, 7, NOBODY), GROUP, OTHER, (0x02, 7, 65534), mask(7))
-    with pytest.raises(UnsafePath, match=r"other users may change it \(user 65534 in .*: chmod go-w it"):
+    with pytest.raises(UnsafePath, match=r"other users may change it \(user 65534 in .*: run chmod go-w on it"):
         read_secret(str(path), 10)
 
 

@@ -12,7 +12,7 @@ from telegrad._core import threads
 def test_the_start_of_a_thread_that_never_runs_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threads, "LONGEST_START", 0.1)
     monkeypatch.setattr(threads.Thread, "_bootstrap", lambda _: None)  # as one that ends before it says that it runs
-    with pytest.raises(RuntimeError, match="is there memory for it"):
+    with pytest.raises(RuntimeError, match="is enough memory left for it"):
         threads.Thread(lambda: None, "one").start()
 
 

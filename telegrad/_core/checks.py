@@ -91,7 +91,7 @@ def number(name: str, value: Any, least: float) -> float:
 
 
 def port(name: str, value: Any) -> int:
-    return count(name, value, 0, 65535, "the number of a port")
+    return count(name, value, 0, 65535, "a port number")
 
 
 def flag(name: str, value: Any, none: bool = False) -> Any:
@@ -101,7 +101,7 @@ def flag(name: str, value: Any, none: bool = False) -> Any:
     return value
 
 
-def text(name: str, value: Any, what: str = "a text", empty: bool = False) -> str:
+def text(name: str, value: Any, what: str = "a string", empty: bool = False) -> str:
     """Return a string that UTF-8 can encode, which excludes lone surrogates: other processes will receive it."""
     if not isinstance(value, str) or not (value or empty):
         raise_invalid(name, what, value)
@@ -109,7 +109,7 @@ def text(name: str, value: Any, what: str = "a text", empty: bool = False) -> st
         try:
             value.encode()
         except UnicodeEncodeError:
-            raise_invalid(name, f"{what} that UTF-8 can write", value)
+            raise_invalid(name, f"{what} that UTF-8 can encode", value)
     return value
 
 

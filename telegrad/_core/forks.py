@@ -53,7 +53,7 @@ def thread() -> tuple[int, int]:
 def refuse(*_: object) -> NoReturn:
     """Raise NotInitialized: this process does not own the objects. End a child whose user code has ended."""
     exit_if_user_code_ended()
-    raise NotInitialized(f"this process was forked from a worker, and is in no group. {ADVICE}")
+    raise NotInitialized(f"this process was forked from a worker and is not in a group. {ADVICE}")
 
 
 def check(made_at: int) -> None:
@@ -209,8 +209,8 @@ def _end(users: FrameType | None, suspended: bool = False) -> NoReturn:
             code = 1
             where = users.f_code.co_name if users is not None else "a coroutine"
             print(
-                f"telegrad: process {os.getpid()} ends: {where} on a worker has forked it and then given control back "
-                f"by `yield` or `await`, and only the worker goes on with that. {ADVICE}",
+                f"telegrad: process {os.getpid()} ends: {where} on a worker forked it and then gave control back by "
+                f"`yield` or `await`, and only the worker continues from there. {ADVICE}",
                 file=sys.stderr,
             )
         sys.stdout.flush()

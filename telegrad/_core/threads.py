@@ -35,7 +35,7 @@ class _Started(threading.Event):
 
     def wait(self, timeout: float | None = None) -> bool:
         if not super().wait(LONGEST_START if timeout is None else timeout):
-            raise RuntimeError(f"a new thread has not begun to run within {LONGEST_START:g} s: is there memory for it?")
+            raise RuntimeError(f"a new thread did not start within {LONGEST_START:g} s: is enough memory left for it?")
         return True
 
 
@@ -90,8 +90,8 @@ class Exclusive:
     def __enter__(self) -> None:
         if self._is_owned():
             raise UsageError(
-                f"a handler of a signal has interrupted {self._what}, and calls it again. Let the handler raise an "
-                "exception, or take a note that the program looks at"
+                f"a signal handler interrupted {self._what} and calls it again. Let the handler raise an exception, "
+                "or set a flag that the program checks"
             )
         self._lock.acquire()
         self._owner = threading.get_ident()

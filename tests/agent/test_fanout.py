@@ -237,7 +237,7 @@ def test_writing_underway_is_told_of() -> None:
         futures = call_each(workers[0].agent, consume, tensor, to=("w1", "w2"))
         tensor.add_(1)
         may_end.set()
-        with pytest.warns(TelegradWarning, match="was written to while the call of"):
+        with pytest.warns(TelegradWarning, match="was modified while the call of"):
             values(futures)
 
 

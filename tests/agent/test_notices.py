@@ -35,7 +35,7 @@ def test_two_classes_of_one_name_are_refused() -> None:
     with agents(1) as (one,):
         one.agent.on(Ping, lambda _, message: None)
         other: type = type("Ping", (), {})
-        with pytest.raises(errors.UsageError, match=r"Ping has the name of another class"):
+        with pytest.raises(errors.UsageError, match=r"Ping has the same name as another class"):
             one.agent.on(other, lambda _, message: None)
 
 

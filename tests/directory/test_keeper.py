@@ -74,7 +74,7 @@ def test_a_process_that_cannot_write_says_so_once_and_is_started_less_often(
     fill_disk(keeper, client)
     assert keeper.restart_if_ended()
     assert f"the file of the directory, {keeper.path!r}, cannot be written" in caplog.text
-    assert "Make room on its disk" in caplog.text
+    assert "Free space on its disk" in caplog.text
     caplog.clear()
     fill_disk(keeper, client)
     assert not keeper.restart_if_ended()
@@ -121,7 +121,7 @@ def test_a_directory_that_lost_its_state_is_another_one(keeper: ServerProcess, c
     end(keeper)
     remove(keeper.path)
     keeper.restart_if_ended()
-    with pytest.raises(DirectoryReset, match="started anew without what it knew"):
+    with pytest.raises(DirectoryReset, match="restarted without its data"):
         client.list("")
     fresh = EmbeddedDirectory(keeper.address, KEYS)
     assert fresh.list("").entries == ()

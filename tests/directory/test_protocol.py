@@ -32,7 +32,7 @@ def test_keys_that_are_refused(key: str) -> None:
 
 def test_values() -> None:
     check_value("a", bytes(VALUE_BYTES))
-    with pytest.raises(InvalidArgument, match="put its address"):
+    with pytest.raises(InvalidArgument, match="store its address"):
         check_value("a", bytes(VALUE_BYTES + 1))
 
 

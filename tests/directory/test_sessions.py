@@ -78,9 +78,7 @@ def test_the_next_endpoint_is_asked_where_one_fails() -> None:
 def test_what_must_not_be_repeated() -> None:
     world = World()
     for error in (Unanswered("slow"), TimeoutError()):
-        with pytest.raises(
-            DirectoryLost, match=r"the engine did not say whether the write was done.*read the key again"
-        ):
+        with pytest.raises(DirectoryLost, match=r"the engine did not confirm the write.*read the key again"):
             world.ask(error, repeat=False)
     assert world.sessions.current == 2
 

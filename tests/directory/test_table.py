@@ -145,7 +145,7 @@ def test_a_table_that_is_empty() -> None:
 def test_a_revision_of_another_directory() -> None:
     table = LeaseTable()
     table.swap("a", b"")
-    with pytest.raises(Compacted, match="list again"):
+    with pytest.raises(Compacted, match="list the keys again"):
         table.changes("", 2)
 
 

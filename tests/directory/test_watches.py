@@ -226,7 +226,7 @@ def ask(table: LeaseTable, *request: Any, now: float = 0.0, **fields: Any) -> Re
 def test_requests_that_are_refused(request_: Request) -> None:
     """A client of this package asks for none of them."""
     table = LeaseTable()
-    with pytest.raises(InvalidArgument, match="install one version" if request_.operation == 99 else None):
+    with pytest.raises(InvalidArgument, match="install the same version" if request_.operation == 99 else None):
         do(table, "client", request_, 0.0)
     assert table.revision == 0
 

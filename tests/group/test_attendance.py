@@ -13,11 +13,11 @@ def member(rank: int) -> Member:
 def test_who_did_not_come_is_told_by_rank() -> None:
     attendance = ArrivalTable(4, 1)
     assert attendance.missing() == ["rank 0", "rank 2", "rank 3"]
-    assert attendance.said() == ["ranks 0, 2, 3 did not come"]
+    assert attendance.said() == ["ranks 0, 2, 3 did not join"]
     attendance.look(lambda rank: "" if rank == 2 else member(rank).to_json())
     assert attendance.missing() == ["rank 2"]
-    assert attendance.said() == ["rank 2 did not come"]
-    assert repr(attendance) == "<ArrivalTable: 2 have come; rank 2 did not come>"
+    assert attendance.said() == ["rank 2 did not join"]
+    assert repr(attendance) == "<ArrivalTable: 2 have come; rank 2 did not join>"
 
 
 def test_who_has_come_is_not_looked_for_again() -> None:
@@ -31,7 +31,7 @@ def test_who_has_come_is_not_looked_for_again() -> None:
 def test_who_did_not_come_is_told_by_name_where_names_are_known() -> None:
     attendance = ArrivalTable(3, 0, ("driver", "ps", "trainer"))
     assert attendance.missing() == ["ps", "trainer"]
-    assert attendance.said() == ["'ps', 'trainer' did not come"]
+    assert attendance.said() == ["'ps', 'trainer' did not join"]
 
 
 def test_who_came_and_died_is_missing() -> None:
@@ -40,7 +40,7 @@ def test_who_came_and_died_is_missing() -> None:
     assert (attendance.missing(), attendance.said()) == ([], [])
     attendance.knock(lambda who: who.id != 2)
     assert attendance.missing() == ["w2"]
-    assert attendance.said() == ["'w2' (rank 2, at 127.0.0.1:1002) came, and does not answer any more"]
+    assert attendance.said() == ["'w2' (rank 2, at 127.0.0.1:1002) joined, then stopped answering"]
 
 
 def test_all_have_come() -> None:
@@ -65,12 +65,12 @@ def test_in_a_large_group_each_look_is_for_some_ranks_and_all_are_looked_for_in_
         asked.append([])
         attendance.look(entry_of)
         if not attendance.is_complete:
-            assert "are not known to have come yet" in attendance.said()[0]
+            assert "not known to have joined yet" in attendance.said()[0]
     assert asked[0][0] == me + 1, "the workers do not all begin with the same rank"
     assert [len(ranks) for ranks in asked] == [MOST_ASKED] * 3
     assert {rank for ranks in asked for rank in ranks} == set(range(size)) - {me}
     assert attendance.missing() == [f"rank {rank}" for rank in range(1, size, 2) if rank != me]
-    assert attendance.said()[0].endswith("did not come")
+    assert attendance.said()[0].endswith("did not join")
 
 
 def test_few_are_knocked_at_by_each() -> None:

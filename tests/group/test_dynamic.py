@@ -218,7 +218,7 @@ def test_a_member_that_was_declared_lost_ends(
     gone = MemberGone(lost.me.incarnation, LOST, "worker 'boss' found it dead")
     assert lost.gone() == boss.gone() == [gone]
     assert not lost.group.holds
-    with pytest.raises(errors.PeerLost, match=r"'w' was declared lost \(worker 'boss' found it dead\).*Start it anew"):
+    with pytest.raises(errors.PeerLost, match=r"'w' was declared lost \(worker 'boss' found it dead\).*Start it again"):
         lost.group.find("boss")
     again = make("w", lost.me.id).join()
     lost.group.leave()
@@ -238,13 +238,13 @@ def test_the_first_worker_that_was_declared_lost_does_not_end_the_group(engine: 
 
 def test_a_member_ends_whose_directory_has_lost_its_state(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     def reset(*_: object) -> None:
-        raise DirectoryReset("it was started anew without what it knew")
+        raise DirectoryReset("it was restarted without its data")
 
     worker = make("w").join()
     monkeypatch.setattr(worker.group.directory, "watch", reset)
     worker.watch()
     wait_until(worker.gone)
-    assert "without what it knew" in worker.group.over
+    assert "without its data" in worker.group.over
 
 
 # A directory that does not answer
@@ -373,7 +373,9 @@ def test_a_member_catches_up_where_the_directory_has_forgotten_changes(engine: N
     engine.forget()
     worker.watch()
     wait_until(lambda: worker.names() == ["come", "w"])
-    assert worker.gone() == [MemberGone(gone.me.incarnation, LOST, "it has gone while this worker saw no changes")]
+    assert worker.gone() == [
+        MemberGone(gone.me.incarnation, LOST, "it disappeared while this worker received no changes")
+    ]
     assert worker.told[-1] == MemberJoined(come.group._known[come.me.incarnation])
 
 

@@ -114,7 +114,7 @@ def test_the_last_call(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_too_few_are_told(place: Place) -> None:
-    with pytest.raises(errors.GroupIncomplete, match=r"0\.1 s for a group of 2 to 4 .* 1 worker of 2 to 4 came: 'a'"):
+    with pytest.raises(errors.GroupIncomplete, match=r"0\.1 s for a group of 2 to 4 .* 1 worker of 2 to 4 joined: 'a'"):
         place.come("a", GroupSize(2, 4), timeout=0.1).result(WAIT)
 
 

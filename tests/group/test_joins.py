@@ -56,7 +56,7 @@ def test_a_worker_is_published_once_where_the_answers_are_lost(engine: NaiveEngi
 
 
 def test_a_worker_that_may_have_come_and_gone_does_not_join(engine: NaiveEngine) -> None:
-    with pytest.raises(LifeOver, match=r"may have seen worker 'a' join, and go.*Start it anew"):
+    with pytest.raises(LifeOver, match=r"worker 'a' may have joined and then lost its lease.*Start it again"):
         join(engine, "a", Forgetful(engine, 1000), SHORT)
 
 

@@ -246,14 +246,14 @@ def test_a_name_that_leads_to_what_all_can_read_is_no_key_file(tmp_path: pathlib
     """Whoever plants such a link knows the text behind it, which is a file of this user for the kernel."""
     path = tmp_path / "key"
     path.symlink_to("/proc/self/mountstats")
-    with pytest.raises(errors.UsageError, match="no regular file"):
+    with pytest.raises(errors.UsageError, match="not a regular file"):
         find_keys(None, {"TELEGRAD_KEY_FILE": str(path)})
 
 
 def test_a_pipe_is_no_key_file(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "key"
     os.mkfifo(path, 0o600)
-    with pytest.raises(errors.UsageError, match="no regular file"):
+    with pytest.raises(errors.UsageError, match="not a regular file"):
         read_keys(str(path))
 
 
@@ -296,7 +296,7 @@ def test_a_byte_order_mark_is_named(tmp_path: pathlib.Path, encoding: str) -> No
 def test_a_folder_is_no_key_file(home: pathlib.Path) -> None:
     (home / "telegrad" / "key").mkdir(parents=True)
     for act in (find_keys, lambda: read_keys(str(home / "telegrad" / "key"))):
-        with pytest.raises(errors.UsageError, match=r"it is no regular file: '.*telegrad/key'"):
+        with pytest.raises(errors.UsageError, match=r"it is not a regular file: '.*telegrad/key'"):
             act()
 
 

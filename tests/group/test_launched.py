@@ -121,7 +121,7 @@ def test_what_the_program_says_holds(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_error_tells_what_the_launcher_said(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {**SLURM, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(errors.StoreUnreachable, match=r"no process serves.*Slurm says that this is rank 3 of 4"):
+    with pytest.raises(errors.StoreUnreachable, match=r"no process serves.*Slurm reports that this is rank 3 of 4"):
         open_meeting("env://", -1, None, None, 0.05)
     monkeypatch.setenv("SLURM_PROCID", "4")
     with pytest.raises(errors.UsageError, match=r"rank 4 is not within.*Slurm says"):
@@ -253,17 +253,17 @@ def test_on_ray_variables_of_another_group_are_a_contradiction(
     monkeypatch.setitem(sys.modules, "ray", FakeRay())
     for name, value in others.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(errors.UsageError, match=r"one of Ray's.*names another group \((MASTER_ADDR=node1|RANK=0, WO)"):
+    with pytest.raises(errors.UsageError, match=r"a Ray job.*names another group \((MASTER_ADDR=node1|RANK=0, WO)"):
         open_meeting("env://", -1, None, None, 30)
     url = f"tcp://127.0.0.1:{free_port()}"
     assert open_meeting(url, -1, None, None, 30).directory is None  # what the program says holds
 
 
 def test_ray_is_named_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(errors.UsageError, match=r"call ray.init\(\) before"):
+    with pytest.raises(errors.UsageError, match=r"call ray.init\(\) first"):
         open_meeting("ray://", -1, None, None, 30)
     monkeypatch.setitem(sys.modules, "ray", FakeRay())
-    with pytest.raises(errors.UsageError, match="leave rank and world_size out"):
+    with pytest.raises(errors.UsageError, match="leave out rank and world_size"):
         open_meeting("ray://", 0, 2, None, 30)
 
 
@@ -273,7 +273,7 @@ def test_ray_and_another_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", FakeRay(driver=False))  # in a Ray that was started by srun
     assert open_meeting("env://", -1, None, None, 30).world_size is None
     monkeypatch.setitem(sys.modules, "ray", FakeRay())  # each task has a Ray of its own, or they are jobs of one
-    with pytest.raises(errors.UsageError, match=r"one of several that Slurm has started.*the same init_method"):
+    with pytest.raises(errors.UsageError, match=r"several Ray drivers that Slurm has started.*the same init_method"):
         open_meeting("env://", -1, None, None, 30)
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
     assert open_meeting("env://", -1, None, None, 30).world_size is None

@@ -83,5 +83,5 @@ def test_so_many_are_wanted() -> None:
 
 def test_some_are_wanted_by_name() -> None:
     assert describe_missing({"a", "b"}, ["a"]) == ""
-    assert describe_missing({"a", "b"}, ["c", "a", "d"]) == "'c', 'd' not there; there are a, b"
+    assert describe_missing({"a", "b"}, ["c", "a", "d"]) == "'c', 'd' missing; the group has a, b"
     assert missing_names({"a"}, ["a", "c"]) == ["c"]

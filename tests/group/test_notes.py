@@ -78,7 +78,7 @@ def test_a_note_that_another_user_could_have_planted_is_not_used(
     assert find_directory.noted(finder.port) is not None
     (tmp_path / "state" / "telegrad" / "directory").chmod(0o777)
     assert find_directory.noted(finder.port) is None
-    assert "another folder is used" in caplog.text
+    assert "using another folder" in caplog.text
 
 
 def test_it_is_told_that_no_note_can_be_written(

@@ -68,7 +68,7 @@ def test_survivors_come_first_by_their_ranks() -> None:
     come = new("x"), again("c", 4), again("b", 4), new("y")
     made = quorum(GroupSize(2, 4), *come, running=running)
     assert made.awaited() == [member("a", 0)]
-    assert "generation 4 runs: 'a' did not come" in made.lacks()
+    assert "generation 4 is running: 'a' did not call rendezvous_again()" in made.lacks()
     assert made.missing() == ["a"]
     assert names(made) == []
     made = quorum(GroupSize(2, 4), *come, running=running, dead=("a",))
@@ -151,7 +151,7 @@ def test_room_is_for_survivors_first() -> None:
 def test_what_is_lacking_is_told(limits: GroupSize) -> None:
     assert "1 worker of 2 " in quorum(limits, new("a")).lacks()
     assert "2 workers" in quorum(limits, new("a"), new("b")).lacks()
-    assert "'a', 'b'; more may come" in quorum(limits, new("a"), new("b")).lacks()
+    assert "'a', 'b'; more may join" in quorum(limits, new("a"), new("b")).lacks()
     assert repr(limits.least) in repr(quorum(limits))
 
 

@@ -86,7 +86,7 @@ def test_who_has_another_key_is_refused_and_mentioned_to_the_others() -> None:
     assert type(refused) is errors.StoreUntrusted
     assert "TELEGRAD_KEY" in str(refused)
     assert type(missed) is errors.GroupIncomplete
-    assert "1 came with another key" in str(missed)
+    assert "1 tried to join with another key" in str(missed)
 
 
 @pytest.mark.parametrize("spoiled", [False, True])
@@ -100,8 +100,8 @@ def test_whoever_waits_says_meanwhile_that_another_came_with_another_key(
         store.set(REFUSED, "many")
     with pytest.raises(errors.TelegradError), caplog.at_level(logging.INFO, "telegrad"):
         join_static(sealed(store), member("a", 0), 2, 0.5)
-    assert ("1 came with another key" in caplog.text) is not spoiled
-    assert "rank 1 did not come" in caplog.text
+    assert ("1 tried to join with another key" in caplog.text) is not spoiled
+    assert "rank 1 did not join" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_who_is_missing_is_seen_by_other_threads_while_a_group_forms(monkeypatch
         await_missing(["rank 1", "rank 2"])
         (wait,) = (wait for wait in progress.under_way() if wait.worker == "w0")
         assert (wait.what, wait.place) == ("init_rpc", "host:1")
-        assert wait.text() == "ranks 1, 2 did not come ('w0' joins a group of 3 at host:1)"
+        assert wait.text() == "ranks 1, 2 did not join ('w0' joins a group of 3 at host:1)"
         second = pool.submit(join_static, *joins[1])
         await_missing(["rank 2"])
         third = pool.submit(join_static, *joins[2])
@@ -174,7 +174,7 @@ def test_who_did_not_come_is_named_to_all() -> None:
     hasty = (*came[0][:3], 0.05)
     found = together(hasty, patient)
     assert [type(error) for error in found] == [errors.GroupIncomplete] * 2
-    assert all("ranks 1, 2, 4 did not come" in str(error) and "0.05 s" in str(error) for error in found)
+    assert all("ranks 1, 2, 4 did not join" in str(error) and "0.05 s" in str(error) for error in found)
 
 
 def test_who_gives_up_lets_the_others_know(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,7 +203,7 @@ def test_a_late_double_waits_for_the_next_group_and_hears_of_the_one_that_has_fo
     together(*crowd(store, 2))
     late = outcome(join_static, store, member("late", 1), 2, 0.05)
     assert isinstance(late, errors.GroupIncomplete)
-    assert "rank 0 did not come; another group of 2 has formed in this store before" in str(late)
+    assert "rank 0 did not join; another group of 2 formed in this store before" in str(late)
     formed = KeyValueStore(store, "telegrad/1")
     assert formed.terms()
     assert formed.read("complete") == formed.read("ready") == "opened"

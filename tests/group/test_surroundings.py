@@ -147,13 +147,13 @@ ELSEWHERE = {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
 @pytest.mark.parametrize(
     ("variables", "words"),
     [
-        (OPEN_MPI | ELSEWHERE, "Open MPI does not tell.*mpirun -x MASTER_ADDR"),
-        (MPICH | {"MPI_LOCALNRANKS": "2"}, "mpiexec does not tell.*-genv MASTER_ADDR"),
-        ({"PMI_RANK": "0", "PMI_SIZE": "2"}, "mpiexec does not tell"),
-        (SLURM | {"SLURM_DISTRIBUTION": "arbitrary"}, "Slurm does not tell.*export MASTER_ADDR"),
-        (SLURM | {"SLURM_HET_SIZE": "2"}, "heterogeneous jobs.*set RANK, WORLD_SIZE"),
-        (BATCH, "job 4711, but none of its tasks: start it with `srun"),
-        ({"JOB_COMPLETION_INDEX": "1", "WORLD_SIZE": "2"}, "Kubernetes does not tell.*JOB-0.SERVICE"),
+        (OPEN_MPI | ELSEWHERE, "Open MPI does not report.*mpirun -x MASTER_ADDR"),
+        (MPICH | {"MPI_LOCALNRANKS": "2"}, "mpiexec does not report.*-genv MASTER_ADDR"),
+        ({"PMI_RANK": "0", "PMI_SIZE": "2"}, "mpiexec does not report"),
+        (SLURM | {"SLURM_DISTRIBUTION": "arbitrary"}, "Slurm does not report.*export MASTER_ADDR"),
+        (SLURM | {"SLURM_HET_SIZE": "2"}, "heterogeneous Slurm jobs.*set RANK, WORLD_SIZE"),
+        (BATCH, "job 4711 but is not one of its tasks: start it with `srun"),
+        ({"JOB_COMPLETION_INDEX": "1", "WORLD_SIZE": "2"}, "Kubernetes does not report.*JOB-0.SERVICE"),
         ({"WORLD_SIZE": "4"}, "WORLD_SIZE is 4, but neither RANK nor a launcher"),
         (SLURM | {"WORLD_SIZE": "8"}, "WORLD_SIZE is 8, but SLURM_STEP_NUM_TASKS of Slurm is 4: unset WORLD_SIZE"),
         (OPEN_MPI | {"RANK": "0"}, "RANK is 0, but OMPI_COMM_WORLD_RANK of Open MPI is 1"),
@@ -185,8 +185,10 @@ def test_the_first_of_slurms_hosts(hosts: str, first: str) -> None:
 
 
 def test_surroundings_say_what_they_are() -> None:
-    assert str(detect_launcher(SLURM)).startswith("Slurm says that this is rank 3 of 4, which meet at tcp://node07:2")
-    assert str(detect_launcher(TORCHRUN)) == "torchrun says that this is rank 5 of 8, which meet at MASTER_ADDR"
+    assert str(detect_launcher(SLURM)).startswith(
+        "Slurm reports that this is rank 3 of 4, rendezvous at tcp://node07:2"
+    )
+    assert str(detect_launcher(TORCHRUN)) == "torchrun reports that this is rank 5 of 8, rendezvous at MASTER_ADDR"
 
 
 def test_the_page_tells_of_the_variables_that_are_looked_at() -> None:

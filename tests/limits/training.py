@@ -180,7 +180,7 @@ CannotEncode: a tensor cannot be sent while torch.jit.trace or make_fx records o
 -> record what runs on one worker
 ## `torch.fx.symbolic_trace` of a module that makes remote calls
 torch.fx.symbolic_trace(nn.Sequential(remote))
-CannotEncode: argument ... (torch.fx.proxy.Proxy) cannot be sent: it belongs to this process, and to no other.
+CannotEncode: argument ... (torch.fx.proxy.Proxy) cannot be sent: it belongs to this process only.
 -> trace what runs on one worker
 ## `torch.export` of one, and other uses of `FakeTensor`
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -250,7 +250,7 @@ UsageError: Cannot pickle RemoteModule in python pickler
 -> `state_dict()`
 ## `state_dict(keep_vars=True)` of a remote module
 remote.state_dict(keep_vars=True)
-UsageError: the state of a RemoteModule is a copy: there are no variables of this worker to keep
+UsageError: a RemoteModule's state is a copy: keep_vars and positional arguments are not supported
 -> leave `keep_vars` out
 ## attributes of a remote module
 remote.weight
@@ -262,15 +262,15 @@ ValueError: Expect `module_cls(*args, **kwargs)` returns an instance of <class n
 -> a class of modules, or a function that makes one
 ## a device without a worker
 RemoteModule('cpu', nn.Linear, (3, 3))
-UsageError: remote_device: 'cpu' is no place for a module: it names no worker
+UsageError: remote_device: 'cpu' is not a place for a module: it does not name a worker
 -> `worker/device`
 ## a slash without a device
 RemoteModule('w1/', nn.Linear, (3, 3))
-UsageError: remote_device: 'w1/' is no place for a module: no device stands behind the slash
+UsageError: remote_device: 'w1/' is not a place for a module: no device follows the slash
 -> `worker/device`
 ## an unknown device
 RemoteModule('w1/gpu', nn.Linear, (3, 3))
-UsageError: remote_device: 'w1/gpu' is no place for a module: Expected one of cpu, cuda, ipu, xpu, mkldnn, opengl
+UsageError: remote_device: 'w1/gpu' is not a place for a module: Expected one of cpu, cuda, ipu, xpu, mkldnn, opengl
 -> `cpu`, `cuda:0`
 ## a reference to something else as a module
 RemoteModule.init_from_module_rref('w1', rpc.remote('w1', dict))
@@ -378,7 +378,7 @@ InvalidArgument: there is no parameter to optimize: the list of references (para
 -> one at least
 ## a model that is no module
 DistributedOptimizer.for_module(torch.optim.SGD, 5, lr=1)
-UsageError: a model is an nn.Module, a RemoteModule or an RRef to a module, not int
+UsageError: a model must be an nn.Module, RemoteModule or RRef to a module, not int
 -> a module, a remote module, or a reference to one
 ## a model without parameters
 DistributedOptimizer.for_module(torch.optim.SGD, nn.ReLU(), lr=1)

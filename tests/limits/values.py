@@ -78,7 +78,7 @@ CannotEncode: argument 0 (_thread.lock) cannot be sent: cannot pickle '_thread.l
 ## an open file
 import sys
 rpc.rpc_sync('w1', id, (open(__import__('os').devnull),))
-CannotEncode: argument 0 (_io.TextIOWrapper) cannot be sent: it belongs to this process, and to no other
+CannotEncode: argument 0 (_io.TextIOWrapper) cannot be sent: it belongs to this process only
 -> its path, or what it holds
 ## a generator as a result of a call
 def items():

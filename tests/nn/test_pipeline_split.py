@@ -223,7 +223,7 @@ def test_parameters_that_stages_share_are_one(workers: list[str], tmp_path: path
 def test_what_cannot_be_split() -> None:
     with pytest.raises(UsageError, match=r"`workers` must be a list.*Pipeline.split\(model, \[\"w1\", \"w2\"\]\)"):
         Pipeline.split(sequence(), "w1")
-    with pytest.raises(UsageError, match="'cpu' is no place for a module"):
+    with pytest.raises(UsageError, match="'cpu' is not a place for a module"):
         Pipeline.split(sequence(), ["w1", "cpu"])
     with pytest.raises(UsageError, match="chunks must be a number of parts of a batch"):
         Pipeline.split(sequence(), ["w1"], chunks=0)

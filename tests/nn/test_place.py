@@ -26,5 +26,5 @@ def test_places(text: str, worker: int | str, device: str | None) -> None:
 
 @pytest.mark.parametrize("text", ["", "cpu", "cuda:0", "/cpu", "a/", "a/b", "a/cpu/cpu", "rank:x/cpu", "rank:"])
 def test_what_is_no_place(text: str) -> None:
-    with pytest.raises(UsageError, match="is no place for a module"):
+    with pytest.raises(UsageError, match="is not a place for a module"):
         parse_place(text)

@@ -326,12 +326,12 @@ def test_nothing_is_said_where_no_gradient_is_wanted() -> None:
     ("arguments", "said"),
     [
         ((nn.Linear(2, 1),), r"write RemoteModule\(place, Linear, args, kwargs\)"),
-        (("Linear",), r"takes a class, or a function that makes the module \(module_cls\), not 'Linear'"),
-        ((nn.Linear, (3)), r"are a tuple, not 3: write \(value,\), with a comma"),
-        ((nn.Linear, "32"), r"are a tuple, not '32'"),
-        ((nn.Linear, torch.ones(2, 2)), r"are a tuple, not Tensor"),
+        (("Linear",), r"takes a class, or a function that creates the module \(module_cls\), not 'Linear'"),
+        ((nn.Linear, (3)), r"must be a tuple, not 3: write \(value,\), with a comma"),
+        ((nn.Linear, "32"), r"must be a tuple, not '32'"),
+        ((nn.Linear, torch.ones(2, 2)), r"must be a tuple, not Tensor"),
         ((nn.Linear, {"in_features": 2, "out_features": 1}), r"write kwargs=\{...\} for arguments by name"),
-        ((nn.Linear, (2, 1), ("bias",)), r"are a dictionary by argument names, not \('bias',\)"),
+        ((nn.Linear, (2, 1), ("bias",)), r"must be a dictionary by argument names, not \('bias',\)"),
     ],
 )
 def test_what_cannot_make_a_module_is_refused_here(arguments: tuple[Any, ...], said: str) -> None:

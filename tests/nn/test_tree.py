@@ -75,7 +75,7 @@ def test_references_in_a_circle() -> None:
 def test_what_is_no_module_is_left_alone() -> None:
     model = Net(data=remote("w1", torch.ones, (2,)), text=remote("w2", str, ("x",)), part=nn.Linear(1, 1))
     assert found(model) == {"": "w0"}
-    with pytest.raises(UsageError, match="neither a module nor does it refer to one"):
+    with pytest.raises(UsageError, match="is not a module and does not refer to one"):
         branches(remote("w1", str, ("x",)))
     with pytest.raises(UsageError, match="not int"):
         branches(5)  # type: ignore[arg-type]

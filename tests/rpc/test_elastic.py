@@ -199,7 +199,7 @@ def test_below_the_least_they_are_told(tcp: str) -> None:
         made[1].kill()
         said = made[0].end()
     assert "1 s" in said
-    assert "1 worker of 2 or more came: 'survivor'" in said
+    assert "1 worker of 2 or more joined: 'survivor'" in said
 
 
 def values_end(place: str, name: str) -> dict[str, str]:

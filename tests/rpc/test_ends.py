@@ -280,13 +280,13 @@ def test_who_waits_long_in_shutdown_says_for_whom(impatient: None, caplog: pytes
 
         in_threads(wait, end)
     lines = [line for line in caplog.messages if "did not call shutdown" in line]
-    assert f"(worker 'w{who}' serves meanwhile)" in lines[0]
+    assert f"(worker 'w{who}' continues to serve)" in lines[0]
 
 
 def test_who_waits_long_for_others_to_join_says_for_whom(impatient: None, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(errors.GroupIncomplete):
         init(0, 3, free_port(), rpc_timeout=0.5)
-    assert "ranks 1, 2 did not come" in caplog.text
+    assert "ranks 1, 2 did not join" in caplog.text
     with pytest.raises(errors.StoreUnreachable):
         init(1, 2, free_port(), rpc_timeout=0.5)
     assert "is the worker of rank 0 running?" in caplog.text
@@ -301,7 +301,7 @@ def test_who_waits_for_calls_says_on_whom(impatient: None, caplog: pytest.LogCap
         def end() -> None:
             until = time.monotonic() + PATIENCE
             while not (
-                any("calls are under way on 'w2'" in line for line in caplog.messages)
+                any("calls are in flight on 'w2'" in line for line in caplog.messages)
                 and made[who].parting.missing() == ["w2"]
             ):
                 assert time.monotonic() < until

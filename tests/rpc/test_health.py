@@ -85,7 +85,7 @@ def test_a_stopped_process_is_told_and_can_be_called_again_once_it_goes_on() -> 
         kind, text, seconds = workers[0].end()
         assert kind == "PeerSilent"
         assert f"kill -CONT {workers[1].pid}" in text
-        assert "This call, of time.sleep, was under way" in text
+        assert "This call of time.sleep was in flight" in text
         assert SILENCE <= seconds < SILENCE + SOON
         told = [workers[0].run(next_event) for _ in range(2)]
         assert told[0] == ("lost", "worker1")

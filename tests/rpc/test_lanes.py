@@ -186,7 +186,7 @@ def test_why_there_is_one_stream_only_is_logged(
         tensor = torch.ones(LARGE, dtype=torch.uint8)
         assert torch.equal(a.agent.call("w1", echo, (tensor,), None), tensor)
         wait_until(lambda: len(caplog.messages) == 2)
-    assert set(caplog.messages) == {"telegrad: worker 'w1' and this one have one stream for large tensors: no way"}
+    assert set(caplog.messages) == {"telegrad: worker 'w1' and this one use one stream for large tensors: no way"}
 
 
 def lane_threads() -> list[threading.Thread]:

@@ -234,4 +234,4 @@ def test_a_server_that_was_declared_lost_ends_with_that_error(members: list[Proc
     resume(members[2])
     kind, text = members[2].end()
     assert kind is errors.PeerLost
-    assert "start it anew" in text.lower()
+    assert "start it again" in text.lower()

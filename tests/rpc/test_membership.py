@@ -171,7 +171,7 @@ def test_waiting_for_workers(where: str) -> None:
         assert (kind, "role needs a number of workers" in text) == (errors.InvalidArgument, True)
         kind, text = made[0].run(error_of, rpc.wait_for_workers, ["x", "boss"], 0.1)
         assert kind is errors.CallTimeout
-        assert "'x' not there; there are boss" in text
+        assert "'x' missing; the group has boss" in text
         made[0].begin(rpc.wait_for_workers, 3, PATIENCE)
         for process, name in zip(made[1:], "xy", strict=True):
             process.run(join, name, where, -1, False)

@@ -40,17 +40,17 @@ def test_an_owner_that_waits_for_its_lease_refuses_without_lines_in_the_log(
         assert not [record for record in caplog.records if "lookup" in record.getMessage()]
 
 
-@pytest.mark.parametrize(("kind", "says"), [("fixed", "may own the value now. The call"), ("dynamic", "Start it anew")])
+@pytest.mark.parametrize(("kind", "says"), [("fixed", "may own the value now. The call"), ("dynamic", "Start it again")])
 def test_only_a_worker_that_has_no_group_any_more_is_to_be_started_anew(kind: str, says: str) -> None:
     with group(kind) as workers:
         on(workers[1], rpc.publish, "counter", Counter)
         owned = offers_of(workers[1])._offers["counter"].owned
         assert owned is not None
-        over, owned.group.over = owned.group.over, "worker 'w1' was declared lost (a test). Start it anew"
+        over, owned.group.over = owned.group.over, "worker 'w1' was declared lost (a test). Start it again"
         with pytest.raises(errors.ClaimLost, match=says) as caught:
             on(workers[1], owned.check)
         owned.group.over = over
-        assert ("anew" in str(caught.value)) == (kind == "dynamic")
+        assert ("Start it again" in str(caught.value)) == (kind == "dynamic")
 
 
 def test_a_lookup_says_the_timeout_that_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,7 +91,7 @@ def test_workers_of_a_dynamic_group_take_the_lowest_free_number(tmp_path: pathli
 def test_a_worker_needs_a_name_or_a_role() -> None:
     with pytest.raises(errors.UsageError, match='init_rpc\\(role="actor"\\)'):
         rpc.init_rpc()
-    with pytest.raises(errors.InvalidName, match="cannot be a worker's role"):
+    with pytest.raises(errors.InvalidName, match="is not valid as a worker's role"):
         rpc.init_rpc("a", rank=0, world_size=1, role="two words")
 
 

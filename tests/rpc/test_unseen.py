@@ -87,7 +87,7 @@ def test_it_is_told_where_calls_are_followed(log: Heard) -> None:
 def test_a_callback_that_fails_is_told(log: Heard) -> None:
     rpc_async("w1", min, ((1, 2),)).then(lambda _: fail()).done()
     assert log.told.wait(PATIENCE)
-    assert "a callback that was given to `then` failed" in log.said[0]
+    assert "a callback passed to `then` failed" in log.said[0]
 
 
 def waited(future: Future[Any]) -> None:

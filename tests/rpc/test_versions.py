@@ -93,7 +93,7 @@ def test_a_function_that_the_callee_does_not_have_is_told_with_its_file(edited: 
     worker, file = edited
     said = worker.run(not_found)
     assert re.search(r"this worker has no 'added' in module 'edited_module'", said)
-    assert f"its module here is {file}" in said
+    assert f"imported the module from {file}" in said
     assert "maybe an older version" in said
     assert "by_value(function)" in said
     assert "On worker 'worker1'" in said

@@ -205,7 +205,7 @@ def test_descriptors_that_no_frame_names_end_the_link_and_are_closed(receiver: R
 def test_descriptors_that_the_kernel_left_out_end_the_link(receiver: Receiver) -> None:
     with null(DESCRIPTORS_AT_ONCE + 1) as fds:
         receiver.pass_on(encode(Message(RELEASE)), fds)
-    assert "were lost on the way" in str(receiver.link.closed)
+    assert "were lost in transit" in str(receiver.link.closed)
 
 
 def test_a_process_without_descriptors_loses_the_link_and_says_so(receiver: Receiver) -> None:

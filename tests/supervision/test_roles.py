@@ -53,7 +53,7 @@ def test_names_go_on_from_host_to_host() -> None:
         ("[actor]\ncuont = 2", "did you mean 'count'"),
         ("lgos = 'x'\n[a]", "did you mean 'logs'"),
         ("[actor]\nname = 'x'", "has a key 'name'"),
-        ("['a b']", "cannot be a worker's role"),
+        ("['a b']", "is not valid as a worker's role"),
         ("[actor]\ncount = 0", "count must be the number"),
         ("[actor]\ncount = true", "count must be the number"),
         ("[actor]\ncount = 1.5", "count must be the number"),

@@ -281,7 +281,10 @@ def test_a_module_that_another_thread_imports_is_waited_for(
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("torch:nothing", r"no 'nothing' in module 'torch'.*its module here is .*__init__\.py.*maybe an older version"),
+        (
+            "torch:nothing",
+            r"no 'nothing' in module 'torch'.*imported the module from .*__init__\.py.*maybe an older version",
+        ),
         ("no_such_module:f", "no 'f' in module 'no_such_module'.*importable on all workers"),
         ("torch.nn:Linear.nothing", "no 'Linear.nothing'"),
         ("__main__:not_there_at_all", "top level of the main program"),

@@ -184,7 +184,7 @@ class Refusing:
     [
         ((1, {"rows": (x for x in "")}), r"\[1\]\['rows'\] \(builtins.generator\) cannot be sent"),
         (((torch.ones(1), Open()), {}), r"argument 1\.rows \(builtins.generator\) cannot be sent"),
-        (((Refusing(),), {}), r"argument 0 \(.*Refusing\) cannot be sent: \(its text could not be made\)"),
+        (((Refusing(),), {}), r"argument 0 \(.*Refusing\) cannot be sent: \(its text could not be formatted\)"),
         ([weakref.ref(Open)], r"\[0\] \(weakref.ReferenceType\) cannot be sent"),
         (((), {"file": sys.stdout.buffer}), r"argument 'file' \(_io\..*\) cannot be sent"),
     ],

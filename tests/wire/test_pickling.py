@@ -382,7 +382,7 @@ def test_code_of_another_python_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
             there.setattr(by_value, "MAGIC_NUMBER", b"3.99")
             there.setattr(platform, "python_version", lambda: "3.99.1")
             body, *_ = encode(function, same_program=True)
-        with pytest.raises(errors.CannotDecode, match=r"is that of Python 3\.99\.1, .* is of Python 3\.1"):
+        with pytest.raises(errors.CannotDecode, match=r"is for Python 3\.99\.1, .* runs Python 3\.1"):
             decode(body, [])
 
 
@@ -538,7 +538,7 @@ STEP, DEEPER, NESTED, WITH_DEFAULT, GLOBAL = closed_over()
     ids=alike,
 )
 def test_what_cannot_be_sent_is_named(value: Any, text: str) -> None:
-    with pytest.raises(errors.CannotEncode, match=text + r".*: cannot pickle .*\. (Send what|Make it)") as caught:
+    with pytest.raises(errors.CannotEncode, match=text + r".*: cannot pickle .*\. (Send the data|Create it)") as caught:
         encode(value, True)
     assert isinstance(caught.value.__cause__, TypeError)
 

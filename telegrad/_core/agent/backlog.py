@@ -86,8 +86,8 @@ class BackPressure:
         if len(caller.calls) <= most:
             return None
         return LimitReached(
-            f"a call of worker {caller.name!r} was refused: {most:,} of its calls are not answered yet, and no more "
-            "are kept for one worker. Wait for some of them before making more"
+            f"a call by worker {caller.name!r} was refused: {most:,} of its calls are not answered yet, the limit "
+            "for one worker. Wait for some of them before making more"
         )
 
     def check(self, caller: Caller, link: Link | LoopEnd) -> None:

@@ -145,7 +145,7 @@ class Connections:
             try:
                 return self.of_life(to.name, to.incarnation)
             except UnknownWorker:
-                raise PeerLost(f"the worker named {to.name!r} has gone: it left or died") from None
+                raise PeerLost(f"worker {to.name!r} is no longer in the group: it left or died") from None
         names = self._names
         peer = names.get(to)
         if peer is None:
@@ -166,12 +166,12 @@ class Connections:
             found = self._names[to] = self._peer_of(self.joined.directory.find(to))  # perhaps a new worker has the name
             if found.identity.incarnation == incarnation:
                 return found
-            raise UnknownWorker(f"the worker named {to!r} is not the one that it was")
+            raise UnknownWorker(f"the name {to!r} now belongs to another worker")
         except UnknownWorker:
             with self._lock:
                 lives = any(caller == incarnation for caller, _ in self._accepted.values())
             if lives:
-                raise PeerUnreachable(f"worker {to!r} calls this one, and is not in the directory yet") from None
+                raise PeerUnreachable(f"worker {to!r} calls this worker but is not in the directory yet") from None
             raise
 
     def _peer_of(self, member: Member) -> Peer:
@@ -244,7 +244,7 @@ class Connections:
             for _ in range(LANES):
                 link.join(sends, self._reach(target._replace(unix="", stream_id=stream_id)))
         except Exception as error:
-            log.info("telegrad: worker %r and this one have one stream for large tensors: %s", target.name, error)
+            log.info("telegrad: worker %r and this one use one stream for large tensors: %s", target.name, error)
 
     def _link(self, channel: OpenedChannel, peer: str, *args: Any, **options: Any) -> Link:
         stores = MemorySources(self._arena, self._pool if channel.shared else None, self.staging)
@@ -298,7 +298,7 @@ class Connections:
             same = [link for link, (life, _) in self._accepted.items() if life == who.incarnation]
             self._accepted[link] = who.incarnation, stream_id.connection
         if len(same) >= MOST_CONNECTIONS:
-            same[0].close(lost(who.name, f"it has made more than {MOST_CONNECTIONS} connections at a time"))
+            same[0].close(lost(who.name, f"it opened more than {MOST_CONNECTIONS} connections at a time"))
         if left is not None:
             part(link, *left)
         elif not closed:  # otherwise `close` is about to end it

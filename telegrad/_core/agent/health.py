@@ -81,8 +81,8 @@ class Health:
             asleep = (woken - self._woken) * sys.getswitchinterval() * LATEST < stood
             if asleep and used - self._used < stood / 2:
                 log.warning(
-                    "telegrad: this process did not run for %.0f s: it was stopped, or its machine slept. Others may "
-                    "have taken its worker for lost",
+                    "telegrad: this process did not run for %.0f s: it was stopped, or its machine slept. Other "
+                    "workers may have declared this worker lost",
                     stood,
                 )
         self._ticked, self._used, self._woken = now, used, woken
@@ -108,12 +108,12 @@ class _Watched:
             why = f"for {silence:g} s {stopped(self._link.process)}"
         elif heartbeat and self._voice.look(now, self._is_heard()) and not self._link.has_unread():
             why = (
-                f"it has not answered for {heartbeat:g} s, the option `heartbeat`: it was stopped, or a thread holds "
-                "its interpreter (`telegrad why` tells)"
+                f"it has not answered for {heartbeat:g} s (option `heartbeat`): it was stopped, or a thread holds "
+                "the interpreter lock (see `telegrad why`)"
             )
         self.due = now + min(self._process.pause, self._voice.pause)
         return (
-            why and f"{why}. Calls in flight to it may or may not have run; if it goes on, the next call connects anew"
+            why and f"{why}. Calls in flight to it may or may not have run; if it continues, the next call reconnects"
         )
 
     def _is_heard(self) -> bool:

@@ -31,8 +31,8 @@ class Handlers:
     def add(self, message: type, handler: Callable[[Identity, Any], None]) -> None:
         if message.__name__ in self._of:
             raise UsageError(
-                f"{message.__module__}.{message.__name__} has the name of another class of control messages of this "
-                "worker, and messages are known by the names of their classes: rename it"
+                f"{message.__module__}.{message.__name__} has the same name as another class of control messages of "
+                "this worker, and messages are identified by class name: rename it"
             )
         self._of[message.__name__] = message, handler
 

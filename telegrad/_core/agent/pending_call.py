@@ -225,7 +225,7 @@ class PendingCall:
     def connection_lost_error(self, reason: PeerError) -> PeerError:
         age = perf_counter() - self.begun
         again = "; rpc_sync and rpc_async repeat it with idempotent=True" if isinstance(reason, PeerLost) else ""
-        error = type(reason)(f"{reason}. This call, of {user_name(self.label)}, was under way for {age:.1f} s{again}")
+        error = type(reason)(f"{reason}. This call of {user_name(self.label)} was in flight for {age:.1f} s{again}")
         error.__cause__ = reason.__cause__
         return error
 

@@ -79,7 +79,7 @@ class Served:
 
     @property
     def _reason(self) -> str:
-        return f"{self.described}, for which it was, is not wanted any more: it was cancelled, or its caller gave up"
+        return f"it belongs to {self.described}, which was cancelled or whose caller gave up"
 
     def hold(self, call: Nested) -> None:
         """Register a nested call that has begun."""

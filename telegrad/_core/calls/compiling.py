@@ -16,6 +16,6 @@ _SKIP = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._
 def not_compiled(function: F) -> F:
     """Mark a function that users call: `torch.compile` compiles neither the function nor its callees."""
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
-    function._torchdynamo_disable_msg = "a remote call is no part of a graph"  # type: ignore[attr-defined]
+    function._torchdynamo_disable_msg = "a remote call cannot be part of a graph"  # type: ignore[attr-defined]
     eval_frame.set_code_exec_strategy(function.__code__, _SKIP)
     return function

@@ -153,7 +153,7 @@ class Future(torch.futures.Future[T]):
             result: an exception.
         """
         assert isinstance(result, BaseException)
-        failure = self.failure = UnretrievedError(getattr(self, "about", "what a future stands for"), result)
+        failure = self.failure = UnretrievedError(getattr(self, "about", "the operation of a future"), result)
         self._set_unwrap_func(lambda error: failure.raise_fresh(_uncovered(error)))
         self.set_result(without_frames(result))  # type: ignore[arg-type]
         if hasattr(self, "heeded"):  # checked last: a callback that is added after this finds the failure
@@ -173,7 +173,7 @@ class Future(torch.futures.Future[T]):
             A future of the result of `callback`; it fails with the exception of `callback`.
         """
         if not callable(callback):
-            raise TypeError(f"then(): incompatible function arguments. {callback!r} is no function of the future")
+            raise TypeError(f"then(): incompatible function arguments. {callback!r} is not callable")
         child: Future[S] = self._another()
         if self.call is not None or getattr(self, "follows", None) is not None:
             child.follows = self
@@ -184,7 +184,7 @@ class Future(torch.futures.Future[T]):
                 value = callback(done)
             except BaseException as error:
                 forks.exit_if_user_code_ended()
-                child.about = "a callback that was given to `then`"
+                child.about = "a callback passed to `then`"
                 child.set_exception(error)  # type: ignore[arg-type]
                 if not isinstance(error, Exception) or raised_by_handler(error):
                     raise
@@ -201,7 +201,7 @@ class Future(torch.futures.Future[T]):
         Args:
             callback: a function of this future.
         """
-        checks.function("callback", callback, "a function of the future")
+        checks.function("callback", callback, "a function that takes the future")
         check_knows_threads(callback)
         if not self.done():
             forks.check(self.depth)

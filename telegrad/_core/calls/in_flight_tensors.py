@@ -35,9 +35,9 @@ class MutationCheck:
         if shape is not None:
             hint(
                 "changed underway",
-                f"a tensor of shape {tuple(shape)} was written to while the call of {user_name(asked)} that sends it "
-                f"to worker {worker!r} was under way: what arrives there may be the old values, the new ones, or some "
-                "of each. Write to it once the call's future is done, or send tensor.clone()",
+                f"a tensor of shape {tuple(shape)} was modified while the call of {user_name(asked)} that sends it "
+                f"to worker {worker!r} was in flight: the worker may receive the old values, the new ones, or a mix. "
+                "Modify it once the call's future is done, or send tensor.clone()",
                 self._line,
             )
 

@@ -31,7 +31,7 @@ class UnretrievedError:
         try:
             self.text: str = str(error)
         except Exception:
-            self.text = "(its text could not be made)"
+            self.text = "(its text could not be formatted)"
 
     def __repr__(self) -> str:
         return f"{self.kind} of {self._about}"
@@ -53,7 +53,7 @@ class UnretrievedError:
     def __del__(self) -> None:
         if not self.seen and not sys.is_finalizing() and self._note():
             log.error(
-                "telegrad: %s failed, and nobody has looked: wait for its future (or use its reference) to see the "
-                "error, or give the future a callback\n%s: %s",
+                "telegrad: %s failed, and its error was never retrieved: wait for its future (or use its reference), "
+                "or add a callback to the future\n%s: %s",
                 *(self._about, self.kind, self.text),
             )

@@ -67,8 +67,8 @@ def _faults_of(
             )
     if len(set(targets)) < len(targets):
         yield (
-            f"Node {name} has duplicated target devices in {where}: {', '.join(sorted(targets))}. "
-            "Results come back the other way round, so that each device needs one of its own"
+            f"Node {name} has duplicated target devices in {where}: {', '.join(sorted(targets))}. Results use the "
+            "inverse map, so each device needs a target of its own"
         )
 
 

@@ -32,7 +32,7 @@ def for_answers(to: str, map_: Mapping[str, str]) -> DeviceMapping:
     return DeviceRoute(
         turned(map_),
         "Response device mapping is not available for {device}: "
-        f"the map of the caller, {to!r}, to this worker leads to no such device. Add one on worker {to!r} with "
+        f"the device map of the caller, {to!r}, to this worker has no such target. Add one on worker {to!r} with "
         "`set_device_map` on `TensorPipeRpcBackendOptions`, or return tensor.cpu()",
     )
 

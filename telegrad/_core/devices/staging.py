@@ -124,7 +124,7 @@ class Staging:
         try:
             resume()
         except Exception:
-            log.exception("telegrad: sending on failed")
+            log.exception("telegrad: resuming a send failed")
         return True
 
     # Receiving

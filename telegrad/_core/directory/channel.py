@@ -75,7 +75,7 @@ class Channel:
         while len(content) - start >= _HEAD:
             (size,) = _LENGTH.unpack_from(content, start)
             if size > self._longest:
-                raise ProtocolViolation(f"a message of {size} bytes was announced, of {self._longest} that are taken")
+                raise ProtocolViolation(f"a message of {size} bytes was announced; at most {self._longest} are allowed")
             end = start + _HEAD + size
             if end > len(content):
                 break

@@ -59,12 +59,12 @@ class _ServerConnection:
     def check(self, name: str) -> None:
         """Raise an error if this name belongs to another directory than before."""
         if not name.startswith(self._name):
-            raise HandshakeError(f"{self.at} is that of another group")
+            raise HandshakeError(f"{self.at} belongs to another group")
         self.identity = self.identity or name
         if name != self.identity:
             raise DirectoryReset(
-                f"{self.at} was started anew without what it knew: its host was restarted, or its file was removed. "
-                "What the group knew of itself is lost; start the group again"
+                f"{self.at} was restarted without its data: its host was restarted, or its file was removed. The "
+                "state of the group is lost; start the group again"
             )
 
 
@@ -96,9 +96,9 @@ class EmbeddedSession:
                 else:
                     raise Unsent(str(error)) from None
             except TimeoutError:
-                raise Unsent("its handshake was not over in time") from None
+                raise Unsent("the handshake did not finish in time") from None
             except (OSError, ValueError) as error:  # ValueError: the address is invalid
-                raise Unsent(f"no connection could be made ({error})") from None
+                raise Unsent(f"the connection failed ({error})") from None
         assert end.peer is not None
         assert end.ciphers is not None
         peer.check(end.peer.name)
@@ -165,7 +165,7 @@ class EmbeddedDirectory:
             [peer.at],
             patience,
             peer.at,
-            "See whether the process that keeps it runs, and is not stopped, and can be reached from here",
+            "Check that the process that keeps it runs, is not stopped, and can be reached from here",
         )
 
     def grant(self, ttl: float) -> Lease:
@@ -219,5 +219,5 @@ def _receive(sock: socket.socket, most: int, deadline: float) -> bytes:
     sock.settimeout(left(deadline))
     data = sock.recv(most)
     if not data:
-        raise ConnectionResetError("the server has ended, or has closed the connection")
+        raise ConnectionResetError("the server ended or closed the connection")
     return data

@@ -147,11 +147,11 @@ def check_key(key: str) -> bytes:
     try:
         encoded = key.encode()
     except UnicodeEncodeError:
-        raise InvalidArgument(f"the key {key!r} of the directory has characters that UTF-8 cannot write") from None
+        raise InvalidArgument(f"the key {key!r} of the directory has characters that UTF-8 cannot encode") from None
     if not 0 < len(encoded) <= KEY_BYTES or "\0" in key:
         raise InvalidArgument(
-            f"a key of the directory has 1 to {KEY_BYTES} bytes and no null character, not {len(encoded)} bytes: "
-            f"{key[:40]!r}. Use shorter names"
+            f"a key of the directory must have 1 to {KEY_BYTES} bytes and no null character, not {len(encoded)} "
+            f"bytes: {key[:40]!r}. Use shorter names"
         )
     return encoded
 
@@ -160,12 +160,12 @@ def check_value(key: str, value: bytes) -> None:
     """Raise InvalidArgument if a value is too long."""
     if len(value) > VALUE_BYTES:
         raise InvalidArgument(
-            f"the value of {key!r} has {len(value)} bytes: the directory takes at most {VALUE_BYTES}. Publish "
-            "the value itself by other means, and put its address into the directory"
+            f"the value of {key!r} has {len(value)} bytes: the directory takes at most {VALUE_BYTES}. Publish the "
+            "value itself by other means, and store its address in the directory"
         )
 
 
 def check_ttl(ttl: float) -> None:
     """Raise InvalidArgument if a lease cannot have this ttl."""
     if not (isfinite(ttl) and SHORTEST_TTL <= ttl <= LONGEST_TTL):
-        raise InvalidArgument(f"a lease has a ttl of {SHORTEST_TTL:g} to {LONGEST_TTL:g} seconds, not {ttl!r}")
+        raise InvalidArgument(f"the ttl of a lease must be {SHORTEST_TTL:g} to {LONGEST_TTL:g} seconds, not {ttl!r}")

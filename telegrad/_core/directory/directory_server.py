@@ -154,7 +154,7 @@ class DirectoryServer:
                 self._selector.unregister(self._listener)
                 self._accepts_at = monotonic() + PAUSE
                 for oldest in list(self._strangers)[:1]:
-                    self._refuse(oldest, "no descriptor is free")
+                    self._refuse(oldest, "no file descriptor is free")
                 return
             origin = f"{address[0]}:{address[1]}" if isinstance(address, tuple) else "this host"
             connection = _Connection(sock, origin, self._acceptor())
@@ -162,7 +162,7 @@ class DirectoryServer:
             self._selector.register(sock, selectors.EVENT_READ, partial(self._ready, connection))
             if len(self._strangers) > MOST_STRANGERS:
                 waiting = list(self._strangers)
-                self._refuse(waiting[to_give_way(each.origin for each in waiting)], "many wait to introduce themselves")
+                self._refuse(waiting[to_give_way(each.origin for each in waiting)], "too many unfinished handshakes")
 
     def _ready(self, connection: _Connection, events: int) -> None:
         if connection.sock.fileno() < 0:  # dropped in this iteration
@@ -226,7 +226,7 @@ class DirectoryServer:
 
     def _check_strangers(self, now: float) -> None:
         while self._strangers and now - (oldest := next(iter(self._strangers))).since > INTRODUCTION:
-            self._refuse(oldest, f"it has not introduced itself within {INTRODUCTION:g} s")
+            self._refuse(oldest, f"it did not complete its handshake within {INTRODUCTION:g} s")
         for host, count in self._refusals.left_out(now):
             log.warning("telegrad: the directory has refused %d more connections from %s in a minute", count, host)
         if self._accepts_at is not None and now >= self._accepts_at:
@@ -268,7 +268,7 @@ def do(table: LeaseTable, client: str, request: Request, now: float) -> bytes:
     elif operation == requests.REVOKE:
         table.revoke(lease)
     else:
-        raise InvalidArgument(f"this directory has no operation {operation}: install one version on all hosts")
+        raise InvalidArgument(f"this directory has no operation {operation}: install the same version on all hosts")
     return write_reply(requests.DONE, granted)
 
 
@@ -309,7 +309,7 @@ class _Connection:
         if not found:
             return None
         if owes or len(found) > 1:
-            raise ProtocolViolation("it sent a request before it had the reply to the last one")
+            raise ProtocolViolation("it sent a request before it received the reply to the last one")
         self._is_asked = True
         return found[0]
 

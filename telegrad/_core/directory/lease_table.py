@@ -82,8 +82,8 @@ class _File:
                 self.fact("format", _FORMAT)
         except sqlite3.Error as error:
             raise UsageError(
-                f"the file of the directory, {path!r}, cannot be used: {error}. Another server may use it; a file that "
-                "is damaged has to be removed, and the group started anew"
+                f"the file of the directory, {path!r}, cannot be used: {error}. Another server may use it; if it is "
+                "damaged, remove it and start the group again"
             ) from error
 
     def _open(self) -> None:
@@ -113,8 +113,8 @@ class _File:
             self._database.execute(statement, values)
         except sqlite3.Error as error:
             raise UsageError(
-                f"the file of the directory, {self._path!r}, cannot be written: {error}. Make room on its disk, or see "
-                "why it fails"
+                f"the file of the directory, {self._path!r}, cannot be written: {error}. Free space on its disk, or "
+                "check why it fails"
             ) from error
 
     def commit(self, revision: int) -> None:
@@ -172,7 +172,7 @@ class LeaseTable:
             LimitReached: there are too many.
         """
         if len(self._leases) >= self.limits.leases:
-            raise LimitReached(f"the directory is full: it has {len(self._leases)} leases. End leases first")
+            raise LimitReached(f"the directory is full: it has {len(self._leases)} leases. End some leases first")
         self.revision += 1
         self.file.write("INSERT INTO leases VALUES (?, ?)", self.revision, ttl)
         self._leases[self.revision] = now + ttl, ttl
@@ -272,7 +272,7 @@ class LeaseTable:
         """
         if not self.compacted <= since <= self.revision:
             raise Compacted(
-                f"the directory has the changes after revision {self.compacted}, not those after {since}: list again"
+                f"the directory has changes after revision {self.compacted}, not after {since}: list the keys again"
             )
         found: Events = []
         size = 0
@@ -297,8 +297,8 @@ class LeaseTable:
     def _check_lease(self, lease: int) -> None:
         if lease not in self._leases:
             raise LeaseLost(
-                "the lease has ended: it was revoked, or was not renewed in time. Its keys are deleted, and others may "
-                "own them: stop what needs them, and begin a new lease"
+                "the lease has ended: it was revoked, or was not renewed in time. Its keys are deleted, and others "
+                "may own them now: stop the work that needs them, and begin a new lease"
             )
 
     def _check_room(self, client: str, is_new: bool, is_more: bool, more: int) -> None:

@@ -59,8 +59,8 @@ def write_request(request: Request) -> bytes:
         head = _REQUEST.pack(operation, revision, lease, seconds, len(name), value is not None)
     except (struct.error, UnicodeEncodeError) as error:
         raise InvalidArgument(
-            f"the directory cannot be asked with the key or prefix {key[:40]!r}, revision {revision!r}, lease "
-            f"{lease!r} and {seconds!r} seconds: {error}"
+            f"the directory does not accept the key or prefix {key[:40]!r}, revision {revision!r}, lease {lease!r} "
+            f"and {seconds!r} seconds: {error}"
         ) from None
     return head + name + (value or b"")
 
@@ -72,7 +72,7 @@ def read_request(data: bytes) -> Request:
         start = _REQUEST.size
         key = data[start : start + size].decode()
     except (struct.error, UnicodeDecodeError):
-        raise ProtocolViolation("it sent what is no request to a directory") from None
+        raise ProtocolViolation("it sent an invalid directory request") from None
     return Request(operation, key, data[start + size :] if has_value else None, revision, lease, seconds)
 
 
@@ -108,7 +108,7 @@ def read_reply(data: bytes) -> Reply:
                 start += length
             changes.append(Event(changed, key, entry))
     except (struct.error, UnicodeDecodeError):
-        raise ProtocolViolation("it sent what is no reply of a directory") from None
+        raise ProtocolViolation("it sent an invalid directory reply") from None
     if start != len(data):
-        raise ProtocolViolation("it sent a reply of a directory that is cut off, or too long")
+        raise ProtocolViolation("it sent a directory reply that is cut off, or too long")
     return Reply(outcome, revision, changes)

@@ -96,8 +96,7 @@ class ServerProcess:
         else:
             self._pause = 0.0
             log.warning(
-                "telegrad: the process of the group's directory ended with %s, and is started again; its last words: "
-                "%s",
+                "telegrad: the process of the group's directory ended with %s, and is restarted; its last output: %s",
                 describe_exit(self._process.returncode),
                 reason or self._last_words() or "none",
             )

@@ -123,7 +123,7 @@ class Sessions(Generic[S]):
                 failures[endpoint] = _text(error)
                 if not repeat:
                     self._mark_failed(endpoint)
-                    how = "did not say whether the write was done, so its outcome is unknown: read the key again"
+                    how = "did not confirm the write, so its outcome is unknown: read the key again"
                     raise self.lost(how, failures) from None
             self._mark_failed(endpoint)
             count += 1
@@ -205,7 +205,7 @@ class Sessions(Generic[S]):
         """Raise DirectoryLost after `close`, and NotInitialized in a forked process."""
         forks.check(self._made_at)
         if self._closed.is_set():
-            raise DirectoryLost(f"this client of {self._what} was closed: make another one")
+            raise DirectoryLost(f"this client of {self._what} was closed: create another one")
 
 
 def left(deadline: float) -> float | None:

@@ -30,12 +30,12 @@ def error_text(error: BaseException) -> str:
     if not is_out(error):
         return str(error)
     if isinstance(error, OSError) and error.errno == ENFILE:
-        return f"{error}: this host has as many files open as it allows (`sysctl fs.file-max`): allow more"
+        return f"{error}: this host has reached its limit of open files (`sysctl fs.file-max`): raise it"
     limit = f"at most {_limit()} files" if _limit() else "no more files"
     return (
         f"{error}: this process may open {limit} (`ulimit -n`). A worker needs {TO_JOIN} descriptors beyond those of "
-        f"its program, {PER_WORKER} for each other worker on its host and 8 for each on another one: allow more by "
-        "`ulimit -n 4096` before the program starts"
+        f"its program, {PER_WORKER} for each other worker on its host and 8 for each on another one: raise the limit "
+        "by `ulimit -n 4096` before the program starts"
     )
 
 

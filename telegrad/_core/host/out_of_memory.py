@@ -37,5 +37,5 @@ def explained(what: str, kind: type[TelegradError]) -> Iterator[None]:
         has_no_thread = isinstance(error, RuntimeError) and str(error) == _NO_THREAD
         if not (has_no_thread or is_out(error)):
             raise
-        lack = "has no memory left" + ", or as many threads as it may have" * has_no_thread
+        lack = "has no memory left" + ", or has reached its limit of threads" * has_no_thread
         raise kind(f"{what}: this process {lack} ({str(error) or type(error).__name__})") from error

@@ -43,7 +43,7 @@ _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_FOLLOW | getattr(os, "O_BIN
 # opening a FIFO must not block
 _READ = os.O_RDONLY | _NO_FOLLOW | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 _LISTED = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | _NO_FOLLOW
-_IRREGULAR = "it is no regular file"
+_IRREGULAR = "it is not a regular file"
 _MOST_STEPS = 1000  # steps in the resolution of one path, against circular symlinks
 
 log = logging.getLogger("telegrad")
@@ -120,7 +120,7 @@ def opened(path: str, check: Callable[[int, str], None] | None = None, inside: i
         descriptor = os.open(path if inside is None else os.path.basename(path), _LISTED, dir_fd=inside)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENOTDIR, errno.EMLINK):  # FreeBSD reports EMLINK for a symlink
-            raise UnsafePath(errno.EPERM, "it is no folder, but a symlink or a file", path) from None
+            raise UnsafePath(errno.EPERM, "it is not a folder, but a symlink or a file", path) from None
         raise
     try:
         if check is not None:
@@ -150,7 +150,7 @@ def private_folder(purpose: str, stays: bool = False) -> Folder:
             with _private_in(base, made) as own:
                 return own.private(purpose)
         except UnsafePath as error:
-            log.warning("telegrad: %s; another folder is used. Remove it, or make it this user's alone", error)
+            log.warning("telegrad: %s; using another folder. Remove that one, or restrict it to this user", error)
         except OSError as error:  # missing or not writable, as in many containers
             # Without a free descriptor, `tempfile` would find no folder either, and would not say why.
             if error.errno in (errno.EMFILE, errno.ENFILE):
@@ -201,7 +201,7 @@ def create_once(path: Path, data: bytes) -> bytes:
         finally:
             os.unlink(temporary)
     except OSError as error:
-        raise UsageError(f"{path!r} can be neither made nor read: {reason(error)}") from None
+        raise UsageError(f"{path!r} can be neither created nor read: {reason(error)}") from None
 
 
 def reason(error: OSError) -> str:
@@ -220,7 +220,7 @@ def _state_home() -> str:
 
 @functools.lru_cache(maxsize=1)  # once per value: a record at each dump would hide others
 def _warn_of_relative(given: str, default: str) -> None:
-    log.warning("telegrad: XDG_STATE_HOME is ignored, as %r is no absolute path; %s is used", given, default)
+    log.warning("telegrad: XDG_STATE_HOME is ignored: %r is not an absolute path; using %s", given, default)
 
 
 def _private_in(base: str, made: bool) -> Folder:
@@ -290,7 +290,7 @@ def _read_private(path: str) -> bytes:
         if _POSIX:
             refuse_foreign(found, path)
             if found.st_mode & 0o077:
-                raise UnsafePath(errno.EPERM, "other users may read it: remove it, as they may know what it says", path)
+                raise UnsafePath(errno.EPERM, "other users may read it: remove it, as they may know its content", path)
         data = file.read(LARGEST_VALUE + 1)
     if len(data) > LARGEST_VALUE:
         raise OSError(errno.EFBIG, f"it has over {LARGEST_VALUE} bytes", path)
@@ -345,7 +345,7 @@ def resolved(path: Path, check: Callable[[str], None] | None = None) -> str:
         target = os.readlink(inner)
         ahead.extendleft(reversed(target.split("/")))
         here = "/" if target.startswith("/") else here
-    raise OSError(errno.ELOOP, "its symlinks lead in a circle", path)
+    raise OSError(errno.ELOOP, "its symlinks form a loop", path)
 
 
 def open_regular(path: Path) -> io.BufferedReader:
@@ -415,7 +415,7 @@ def replacing(path: Path) -> Iterator[io.BufferedWriter]:
     except FileNotFoundError:
         before = None
     if before is not None and (not stat.S_ISREG(before.st_mode) or target.startswith("/proc/")):
-        _refuse_planted(before, os.path.dirname(target), target, "no regular file")
+        _refuse_planted(before, os.path.dirname(target), target, "a special file")
         with open(target, "wb") as file:
             yield file
         return
@@ -443,5 +443,5 @@ def _refuse_planted(found: os.stat_result, folder: str, path: str, what: str) ->
     is_shared = above.st_mode & stat.S_ISVTX and above.st_mode & stat.S_IWOTH
     if _POSIX and is_shared and not _is_trusted(found) and _owner(found) != _owner(above):
         raise UnsafePath(
-            errno.EPERM, f"user {_owner(found)} has put {what} there, in a folder that all may write", path
+            errno.EPERM, f"user {_owner(found)} has put {what} there, in a folder that all users may write to", path
         )

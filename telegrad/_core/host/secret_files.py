@@ -41,7 +41,7 @@ def read_secret(path: str, most: int) -> bytes:
     """
     real = resolved(path, _check_folder if _POSIX else None)
     if real.startswith(("/proc/", "/sys/")):
-        raise UnsafePath(errno.EPERM, "it is no regular file of a user", real)
+        raise UnsafePath(errno.EPERM, "it is not a regular file of a user", real)
     with open_regular(real) as file:
         if _POSIX:
             _check_file(file.fileno(), real)
@@ -54,13 +54,13 @@ def read_secret(path: str, most: int) -> bytes:
 def _check_file(descriptor: int, path: str) -> None:
     found = os.fstat(descriptor)
     if found.st_uid not in (os.geteuid(), 0):
-        raise UnsafePath(errno.EPERM, f"it belongs to another user (uid {found.st_uid}): make one of your own", path)
+        raise UnsafePath(errno.EPERM, f"it belongs to another user (uid {found.st_uid}): create your own", path)
     writers = f"group {found.st_gid}" if _group_bits(found, descriptor) & 0o2 else ""
     if whom := _others(found, descriptor, 0o6) or writers:
         mode = stat.S_IMODE(found.st_mode)
         raise UnsafePath(
             errno.EPERM,
-            f"it can be read or written by other users ({whom}), as its mode is {mode:o}: chmod 600 it (in "
+            f"other users ({whom}) can read or write it, as its mode is {mode:o}: run chmod 600 on it (in "
             "Kubernetes: defaultMode: 0440)",
             path,
         )
@@ -76,7 +76,7 @@ def _check_folder(path: str) -> None:
             path,
         )
     if not found.st_mode & stat.S_ISVTX and (whom := _others(found, path, 0o2)):
-        raise UnsafePath(errno.EPERM, f"other users may change it ({whom}): chmod go-w it", path)
+        raise UnsafePath(errno.EPERM, f"other users may change it ({whom}): run chmod go-w on it", path)
 
 
 def _others(found: os.stat_result, place: int | str, bits: int) -> str:

@@ -51,10 +51,10 @@ class ArrivalTable:
         said = []
         if absent := sorted(self._absent):
             ranks = listed([repr(self._name(rank)) if self._names else str(rank) for rank in absent])
-            way = "are not known to have come yet" if self._unasked and self._come else "did not come"
+            way = "not known to have joined yet" if self._unasked and self._come else "did not join"
             said.append(f"{'' if self._names else 'rank ' if len(absent) == 1 else 'ranks '}{ranks} {way}")
         if self._silent:
-            said.append(f"{listed(list(map(str, self._silent)))} came, and does not answer any more")
+            said.append(f"{listed(list(map(str, self._silent)))} joined, then stopped answering")
         return said
 
     def _name(self, rank: int) -> str:

@@ -44,8 +44,8 @@ class JoinRequest(NamedTuple):
         if self.held is None:
             if not (size := os.environ.get("WORLD_SIZE", "")).isdecimal():
                 raise UsageError(
-                    f"torchrun has started this process (TORCHELASTIC_RUN_ID is set), but WORLD_SIZE is {size!r}: set "
-                    "it as torchrun has, or unset both for a group that forms without torchrun"
+                    f"torchrun has started this process (TORCHELASTIC_RUN_ID is set), but WORLD_SIZE is {size!r}: "
+                    "set it as torchrun does, or unset both to form a group without torchrun"
                 )
             return open_store("env://", -1, int(size), self.keys, self.timeout)._replace(coming=self)
         return self.held.meet(self.timeout)._replace(rank=self.rank, coming=self)
@@ -103,9 +103,7 @@ class _Joining:
     def _join_in(self, directory: Directory) -> Formed:
         group, _ = Registry(directory, "").identify()
         if self._before.group not in ("", group):
-            raise DirectoryReset(
-                "the directory of the group was started anew without what it knew: start the group again"
-            )
+            raise DirectoryReset("the directory of the group was restarted without its data: start the group again")
         arrival = Arrival(self._me, self._before, str(self._limits))
         while True:
             self._look(directory)
@@ -141,7 +139,7 @@ class _Joining:
         self._quorum = Quorum(self._limits, running, self._state.arrivals, self._dead)
         if running.has_ended and running.number >= self._waits_for > 0:
             raise GroupEnded(
-                f"the group for which {self._me} has waited has ended in order, after generation {running.number}"
+                f"the group that {self._me} waited for has ended normally, after generation {running.number}"
             )
         for member in self._quorum.awaited():
             self._lives(member)
@@ -157,14 +155,14 @@ class _Joining:
             if other.name == self._me.name and self._state.since > mine and not running.has_ended:
                 raise WorkerTaken(
                     f"the name {self._me.name!r} is not unique, two workers claim it: {other} and {self._me}. Give "
-                    "each its own; or give a role and no name, and each gets one"
+                    "each its own name; or give a role and no name, and names are assigned"
                 )
         told = [(first.member, first.limits), *((each, running.limits) for each in self._quorum.awaited())]
         for other, limits in told:
             if limits != str(self._limits):
                 raise RendezvousError(
-                    f"{self._me} expects a group of {self._limits} workers, but {other} one of {limits}: give all the "
-                    "same min_workers and max_workers"
+                    f"{self._me} expects a group of {self._limits} workers, but {other} expects one of {limits}: "
+                    "give all workers the same min_workers and max_workers"
                 )
 
     def _decide(self, directory: Directory, late: bool) -> bool:
@@ -177,7 +175,7 @@ class _Joining:
         if late:
             raise GroupIncomplete(
                 f"{self._me} has waited {self._timeout:g} s for a group of {self._limits} workers: "
-                f"{self._quorum.lacks()}. Look at the logs of the others, or allow more time with rpc_timeout"
+                f"{self._quorum.lacks()}. Check the logs of the other workers, or allow more time with rpc_timeout"
             )
         return False
 

@@ -132,7 +132,7 @@ class GenerationMonitor:
     def _wait_no_more(self, timeout: float) -> str:
         missing = self._missing()
         who = listed([repr(name) for name in missing]) if missing else "a worker"
-        log.warning("telegrad: %s did not call rendezvous_again within %g s; the group goes on without", who, timeout)
+        log.warning("telegrad: %s did not call rendezvous_again within %g s; the group continues without", who, timeout)
         self._act(self._steps.give_up)
         if not self._told(GRACE, self._left):
             self._act(self._steps.move_alone)
@@ -166,7 +166,7 @@ class GenerationMonitor:
     def _awaited(self) -> str:
         missing = self._missing()
         who = listed([repr(name) for name in missing]) if missing else "others"
-        return f"{who} did not call rendezvous_again() (worker {self._me.name!r} has)"
+        return f"{who} did not call rendezvous_again() (worker {self._me.name!r} did)"
 
     # Events
 
@@ -208,7 +208,7 @@ class GenerationMonitor:
             try:
                 self._look()
             except Exception:
-                log.exception("telegrad: the look for those who wait to join failed")
+                log.exception("telegrad: checking for workers that wait to join failed")
 
     def _look(self) -> None:
         with self._changed:
@@ -223,7 +223,7 @@ class GenerationMonitor:
         except RendezvousError as error:  # the directory does not answer, or an attacker writes there
             if (said := str(error)) != self._failed and not self._closed:
                 self._failed = said
-                log.warning("telegrad: worker %r cannot see who waits to join its group: %s", self._me.name, said)
+                log.warning("telegrad: worker %r cannot see which workers wait to join: %s", self._me.name, said)
             held.restart()
             return
         self._failed = ""

@@ -95,7 +95,7 @@ def _enter_directory(
     """
     until = monotonic() + min(timeout, LONGEST)
     with Wait(
-        "init_rpc", lambda: f"the directory of the group at {meeting.where} is not found", place=meeting.where
+        "init_rpc", lambda: f"the directory of the group at {meeting.where} was not found yet", place=meeting.where
     ) as wait:
         while True:
             try:

@@ -66,9 +66,9 @@ def _on_ray(rank: int, world_size: int | None, key: Key, timeout: float) -> Rend
         UsageError: this process is not one of Ray's, or its program gives a rank or a size.
     """
     if not on_ray.has_started_this_process():
-        raise UsageError('init_method="ray://" is for processes of Ray: call ray.init() before')
+        raise UsageError('init_method="ray://" is for Ray processes: call ray.init() first')
     if rank != -1 or world_size is not None:
-        raise UsageError('init_method="ray://" is for dynamic groups: leave rank and world_size out')
+        raise UsageError('init_method="ray://" is for dynamic groups: leave out rank and world_size')
     _check_drivers()
     return on_ray.meet(timeout, given_keys(key))
 
@@ -78,9 +78,9 @@ def _check_contradiction() -> None:
     said = [f"{name}={os.environ[name]}" for name in ("MASTER_ADDR", "RANK", "WORLD_SIZE") if name in os.environ]
     if said:
         raise UsageError(
-            f"this process is one of Ray's, and its environment names another group ({', '.join(said)}). Say which is "
-            'meant: TelegradOptions(init_method="ray://") for the workers of this job of Ray\'s; or give init_rpc the '
-            "rank and the world_size, or an init_method such as tcp://HOST:PORT, for the other"
+            f"this process belongs to a Ray job, but its environment names another group ({', '.join(said)}). Choose "
+            'one: TelegradOptions(init_method="ray://") for the workers of this Ray job; or pass rank and '
+            "world_size, or an init_method such as tcp://HOST:PORT, to init_rpc for the other group"
         )
 
 
@@ -89,7 +89,7 @@ def _check_drivers() -> None:
     launcher = one_of_several(os.environ)
     if launcher and on_ray.is_driver():
         raise UsageError(
-            f"this process is a driver of Ray, and one of several that {launcher} has started. To meet one another, "
-            "give all the same init_method, such as tcp://HOST:PORT; to meet the actors of a job of Ray's, start its "
-            "driver once"
+            f"this process is one of several Ray drivers that {launcher} has started. To form one group of them, "
+            "give all the same init_method, such as tcp://HOST:PORT; to form a group with the actors of a Ray job, "
+            "start its driver once"
         )

@@ -25,7 +25,7 @@ from telegrad.errors import UsageError
 LOOPBACK = "localhost"
 PORT = 29500  # if nothing distinguishes runs
 FIRST_PORT, PORTS = 20000, 10000  # ports computed from a run's id; the system never assigns them itself
-BY_HAND = "set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT by yourself"
+BY_HAND = "set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT yourself"
 
 Variables = Mapping[str, str]
 
@@ -40,7 +40,7 @@ class LauncherInfo(NamedTuple):
 
     def __str__(self) -> str:
         place = "MASTER_ADDR" if self.init_method == "env://" else self.init_method
-        return f"{self.launcher} says that this is rank {self.rank} of {self.size}, which meet at {place}"
+        return f"{self.launcher} reports that this is rank {self.rank} of {self.size}, rendezvous at {place}"
 
 
 class _Launcher(NamedTuple):
@@ -89,13 +89,13 @@ def _check_alone(variables: Variables) -> None:
     """Raise UsageError if required variables are missing."""
     if "WORLD_SIZE" in variables:
         raise UsageError(
-            f"WORLD_SIZE is {variables['WORLD_SIZE']}, but neither RANK nor a launcher tells this worker's rank: set "
-            "RANK, too; or unset WORLD_SIZE, for a dynamic group"
+            f"WORLD_SIZE is {variables['WORLD_SIZE']}, but neither RANK nor a launcher gives this worker's rank: set "
+            "RANK as well, or unset WORLD_SIZE to join a dynamic group"
         )
     if "SLURM_JOB_ID" in variables and "MASTER_ADDR" not in variables:
         raise UsageError(
-            f"this process is in Slurm's job {variables['SLURM_JOB_ID']}, but none of its tasks: "
-            f"start it with `srun python ...`, or {BY_HAND}"
+            f"this process is in Slurm job {variables['SLURM_JOB_ID']} but is not one of its tasks: start it with "
+            f"`srun python ...`, or {BY_HAND}"
         )
 
 
@@ -107,7 +107,7 @@ def _check(launcher: _Launcher, variables: Variables) -> None:
                 f"or {BY_HAND}"
             )
     if launcher.name == _SLURM and "SLURM_HET_SIZE" in variables:
-        raise UsageError(f"the variables of Slurm's heterogeneous jobs do not tell ranks and hosts of all: {BY_HAND}")
+        raise UsageError(f"heterogeneous Slurm jobs do not give the ranks and hosts of all workers: {BY_HAND}")
 
 
 def _place(launcher: _Launcher, variables: Variables) -> str:
@@ -116,7 +116,7 @@ def _place(launcher: _Launcher, variables: Variables) -> str:
     host = variables.get("MASTER_ADDR") or launcher.host(variables)
     if not host:
         raise UsageError(
-            f"{launcher.name} does not tell on which of its hosts rank 0 runs: set MASTER_ADDR on all workers, "
+            f"{launcher.name} does not report which of its hosts runs rank 0: set MASTER_ADDR on all workers, "
             f"{launcher.hint}"
         )
     # A port that is equal for all workers of a run, and most likely different for other runs.

@@ -61,7 +61,7 @@ def meet(timeout: float, given: Keyring | None) -> RendezvousStore:
     except ray.exceptions.RayError as error:
         raise StoreUnreachable(
             f"the actor {name!r}, which keeps the directory of this job's group, did not start within {timeout:g} s "
-            f"({type(error).__name__}): is Telegrad installed on the cluster's head node? `ray list actors` tells more"
+            f"({type(error).__name__}): is Telegrad installed on the cluster's head node? See `ray list actors`"
         ) from error
     keys = given or Keyring([made], source="the actor that keeps the directory of this job's group")
     pointer = Pointer.from_json(text)

@@ -146,12 +146,12 @@ class Quorum:
         count = len(self.chosen()[0])
         if awaited:
             names = listed([repr(member.name) for member in awaited])
-            return f"generation {self._running.number} runs: {names} did not come to the next, with rendezvous_again()"
+            return f"generation {self._running.number} is running: {names} did not call rendezvous_again()"
         names = listed([repr(each.member.name or each.member.role) for each in self._here()])
         workers = "1 worker" if count == 1 else f"{count} workers"
         if count < self._limits.least:
-            return f"{workers} of {self._limits} came: {names or 'nobody'}"
-        return f"{workers} of {self._limits} came: {names}; more may come"
+            return f"{workers} of {self._limits} joined: {names or 'nobody'}"
+        return f"{workers} of {self._limits} joined: {names}; more may join"
 
     def missing(self) -> list[str]:
         """Return the names of the members that are awaited."""

@@ -146,9 +146,9 @@ class _Static:
         if verdict == OPENED:
             self._formed_before = board
             terms = terms_of(board)
-            self._before = f"another group of {terms.size if terms else '?'} has formed in this store before"
+            self._before = f"another group of {terms.size if terms else '?'} formed in this store before"
         elif verdict != VOID:
-            self._before = f"the last group that met here failed: {json.loads(verdict)[1]}"
+            self._before = f"the last group in this store failed: {json.loads(verdict)[1]}"
 
     def _concerns(self, board: KeyValueStore, verdict: str) -> bool:
         """Return True for a recent fault that this worker must report, too: its rank has no entry in that round."""
@@ -223,8 +223,8 @@ class _Static:
             if found.size != self.size:
                 first = found.first or "who called it off"
                 raise RendezvousError(
-                    f"{self.me} expects a group of {self.size} workers, but {first} one of {found.size}: give all "
-                    "the same world_size"
+                    f"{self.me} expects a group of {self.size} workers, but {first} expects one of {found.size}: "
+                    "give all workers the same world_size"
                 )
         except TelegradError:
             terms = terms_of(self._board)
@@ -297,10 +297,10 @@ class _Static:
             self._attendance.look(self._entry_of)
         self._attendance.knock(self.is_alive)
         self._look_for_refused()
-        who = self._absent() or "a worker came, but ended before all had met"
+        who = self._absent() or "a worker joined, but ended before all had joined"
         return GroupIncomplete(
-            f"the group of {self.size} workers is not {gate} after {self.timeout:g} s: {who}. "
-            "Look at those workers' logs, or allow more time with rpc_timeout"
+            f"the group of {self.size} workers is not {gate} after {self.timeout:g} s: {who}. Check the logs of "
+            "those workers, or allow more time with rpc_timeout"
         )
 
     def _watch(self, wait: Wait) -> Callable[[], None]:
@@ -322,14 +322,14 @@ class _Static:
     def _look_for_refused(self) -> None:
         """Note how many workers were refused for another key: only a hint, as an attacker can change the counter."""
         if refused := self._root.hint(REFUSED) - self._refused:
-            self._before = f"{refused} came with another key, and cannot be believed"
+            self._before = f"{refused} tried to join with another key (an unverified count)"
 
     def _entry_of(self, rank: int) -> str:
         return self._board.read(f"rank/{rank}")
 
     def _awaited(self) -> str:
         where = f" at {self.place}" if self.place else ""
-        return f"{self._absent() or 'all have come'} ({self.me.name!r} joins a group of {self.size}{where})"
+        return f"{self._absent() or 'all have joined'} ({self.me.name!r} joins a group of {self.size}{where})"
 
     def _absent(self) -> str:
         """Return which workers have not come, or have died since, and a possible cause."""
@@ -386,10 +386,9 @@ def new_terms(size: int, first: Member | None) -> Terms:
 
 def mixed(me: Member) -> RendezvousError:
     return RendezvousError(
-        "RPC group mixes statically and dynamically initialized members which is not supported. "
-        f"{me} came to a store where a group of another kind meets. Give all workers world_size, or all of them "
-        "min_workers or max_workers (an elastic group), or none of them any of these; or give each group a port or a "
-        "file of its own"
+        f"RPC group mixes statically and dynamically initialized members which is not supported. {me} joined at a "
+        "store that another kind of group uses. Give all workers world_size, or all of them min_workers or "
+        "max_workers (an elastic group), or none of them any of these; or give each group a port or a file of its own"
     )
 
 

@@ -146,8 +146,8 @@ class DynamicGroup:
             self._stopped.wait(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
         raise LifeOver(
-            f"others may have seen worker {me.name!r} join, and go as its lease ended, since the directory of the "
-            f"group did not answer in time: {unknown}. Start it anew"
+            f"worker {me.name!r} may have joined and then lost its lease, since the directory of the group did not "
+            f"answer in time: {unknown}. Start it again"
         ) from unknown
 
     def keeps(self, store: SealedStore | None, keeping: DirectoryMonitor | None) -> None:
@@ -177,7 +177,7 @@ class DynamicGroup:
         """Claim a published value for this member; return its owner's claim. Raises the errors of `Registry.claim`."""
         me = self._me
         if me is None:
-            raise LeaseLost("this worker has left the group, and owns nothing any more")
+            raise LeaseLost("this worker has left the group and no longer owns any values")
         claim = self.registry.claim(name, me.incarnation, self._lease)
         with self._applying:
             self._apply(Claimed(name, claim))
@@ -216,8 +216,8 @@ class DynamicGroup:
                 return known.member
         if self.is_lost:
             raise DirectoryLost(
-                f"worker {to!r} is not known here, and the directory of the group does not answer: see whether the "
-                "process that keeps it runs, and can be reached from here"
+                f"worker {to!r} is not known here, and the directory of the group does not answer: check that the "
+                "process that keeps it runs and can be reached from here"
             )
         found = self.registry.find(to)
         if found is not None:
@@ -255,7 +255,7 @@ class DynamicGroup:
             return wait
         if self._stands_for() >= self._ttl:
             if not self.holds:
-                self._declared_lost("it stood for longer than its lease")
+                self._declared_lost("it was stopped for longer than its lease lasts")
             return SHORTEST_PAUSE
         pause, self._renewal_pause = self._renewal_pause, SHORTEST_PAUSE
         try:
@@ -271,7 +271,7 @@ class DynamicGroup:
             self._renewal_pause = min(2 * pause, LONGEST_PAUSE)
             return pause
         except DirectoryReset as error:
-            self._end(f"worker {self._name!r} has no group any more: {error}")
+            self._end(f"worker {self._name!r} no longer has a group: {error}")
         except LeaseLost:
             self._declared_lost("the directory has ended its lease, which was not renewed in time")
         except Exception:
@@ -302,7 +302,7 @@ class DynamicGroup:
             self._watch_pause = min(2 * pause, LONGEST_PAUSE)
             return pause
         except DirectoryReset as error:
-            self._end(f"worker {self._name!r} has no group any more: {error}")
+            self._end(f"worker {self._name!r} no longer has a group: {error}")
         except Exception:
             log.exception("telegrad: a change in the group's directory could not be handled")
         return LONGEST_PAUSE
@@ -334,7 +334,7 @@ class DynamicGroup:
         with self._applying:
             for life, registered in self._known.copy().items():
                 if life not in roster.members and registered.epoch <= roster.revision:  # else `refresh` was later
-                    self._apply(MemberGone(life, LOST, "it has gone while this worker saw no changes"))
+                    self._apply(MemberGone(life, LOST, "it disappeared while this worker received no changes"))
             self._take_in(roster)
             self._since = roster.revision
 
@@ -381,8 +381,8 @@ class DynamicGroup:
 
     def _declared_lost(self, why: str) -> None:
         self._end(
-            f"worker {self._name!r} was declared lost ({why}): it was out of reach, or did not run for long. Start it "
-            "anew",
+            f"worker {self._name!r} was declared lost ({why}): it could not be reached, or did not run for a long "
+            "time. Start it again",
             why,
         )
 
@@ -402,8 +402,8 @@ class DynamicGroup:
         """Log once that the directory cannot be used, and once that it answers again."""
         if why and not self.is_lost:
             log.warning(
-                "telegrad: the directory of the group %s (%s). Workers that know one another go on; those that want to "
-                "join wait",
+                "telegrad: the directory of the group %s (%s). Workers that know each other continue; new workers "
+                "wait to join",
                 how,
                 why,
             )

@@ -55,14 +55,14 @@ class Leaving:
         what = "serve" if serving else "shutdown"
 
         def text() -> str:
-            return f"{self.awaited()} (worker {self._me.name!r} serves meanwhile)"
+            return f"{self.awaited()} (worker {self._me.name!r} continues to serve)"
 
         with Wait(what, text, self.missing, worker=self._me.name) as wait:
             pause = FIRST_LOOK
             while not self._over():
                 left = deadline - monotonic()
                 if left <= 0:
-                    left_it = f"worker {self._me.name!r} has left the group all the same"
+                    left_it = f"worker {self._me.name!r} left the group anyway"
                     raise CallTimeout(f"shutdown waited {timeout:g} s: {self.awaited()}; {left_it}")
                 # A server calls shutdown at once and serves from here until its end: it must not poll then.
                 looks = self.all_leave()
@@ -101,7 +101,7 @@ class Leaving:
 
     def awaited(self) -> str:
         """Return what this worker waits for."""
-        return f"calls of worker {self._me.name!r}, or to it, are still under way"
+        return f"calls by worker {self._me.name!r}, or to it, are still in flight"
 
     def missing(self) -> list[str]:
         """Return the names of the workers that it waits for, as far as they are known."""
@@ -177,8 +177,8 @@ class LeavingTogether(Leaving):
         if absent:
             return f"{_quoted(absent)} did not call shutdown"
         if busy:
-            return f"calls are under way on {_quoted(busy)}, or no answer comes"
-        return "the others have not called shutdown, or calls are under way"
+            return f"calls are in flight on {_quoted(busy)}, or no answer arrives"
+        return "other workers have not called shutdown, or calls are in flight"
 
     def _waited_for(self) -> tuple[list[str], list[str]]:
         """Return the names of the workers that have not called shutdown, and of those with calls in flight."""
@@ -241,7 +241,7 @@ class LeavingTogether(Leaving):
             waiting = self._farewell.state == WAITING
         if waiting:
             self._stories.setdefault(who.id, story)
-            self._post.warn_lost(who, f"{story}. Its group goes on, and will shut down, without it")
+            self._post.warn_lost(who, f"{story}. Its group continues, and will shut down, without it")
 
     def _wake(self) -> None:
         """Wake the thread in `wait` if its condition may have changed."""

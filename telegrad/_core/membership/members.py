@@ -202,8 +202,8 @@ def check_role(role: str) -> None:
     """Raise InvalidName if `role` is not a valid role of a worker; "" means no role."""
     if role != "" and not (isinstance(role, str) and _NAME.fullmatch(role) and len(role) <= LONGEST_ROLE):
         raise InvalidName(
-            f"{short_repr(role)} cannot be a worker's role: a role has letters, digits, _, : and -, and at most "
-            f"{LONGEST_ROLE} of them"
+            f"{short_repr(role)} is not valid as a worker's role: a role has letters, digits, _, : and -, and at "
+            f"most {LONGEST_ROLE} of them"
         )
 
 
@@ -229,4 +229,4 @@ def describe_missing(names: Collection[str], wanted: int | Collection[str], role
         few = f"there are {len(names)} workers{of_role}, not {wanted}: {there or 'none'}"
         return "" if len(names) >= wanted else few
     absent = ", ".join(map(repr, missing_names(names, wanted)))
-    return f"{absent} not there; there are {there}" if absent else ""
+    return f"{absent} missing; the group has {there}" if absent else ""

@@ -79,7 +79,7 @@ class ServeState:
         """Record that a member is gone, which may be required."""
         required = member.incarnation == self._me.incarnation or member.name in {each.name for each in self._required}
         if how == LOST and required:
-            self.fail(f"worker {member.name!r} was lost, without which {self._me.name!r} shall not serve; see its log")
+            self.fail(f"worker {member.name!r} was lost, and {self._me.name!r} does not serve without it; see its log")
 
     def fail(self, why: str) -> None:
         """End with an error."""
@@ -97,7 +97,7 @@ class Membership:
         self._post = post
         self._me = me
         self._group = directory if isinstance(directory, DynamicGroup) else None
-        self.none_joins = "nobody joins a group of fixed size once it has formed"  # for messages about such groups
+        self.none_joins = "no worker joins a group of fixed size once it has formed"  # for messages about such groups
         self._teller = CallbackThread(entered)
         # Guards all below up to _closed, which is also read without it, like _view.
         self._changed = threading.Condition()
@@ -186,10 +186,10 @@ class Membership:
             while few := self._lack(wanted, role):
                 if self._group is None or self._group.over:
                     why = self._group.over if self._group is not None else self.none_joins
-                    raise PeerLost(f"wait_for_workers waits in vain: {few}; {why}")
+                    raise PeerLost(f"wait_for_workers cannot succeed: {few}; {why}")
                 left = until - monotonic()
                 if left <= 0:
-                    raise CallTimeout(f"wait_for_workers: after {timeout:g} s {few}")
+                    raise CallTimeout(f"wait_for_workers timed out after {timeout:g} s: {few}")
                 wait.look()
                 with self._changed:
                     self._changed.wait(min(left, LOOK))
@@ -310,7 +310,7 @@ class Membership:
             try:
                 pause = self._settle_doubts()
             except Exception:
-                log.exception("telegrad: the watch of the group's members failed")
+                log.exception("telegrad: checking the group's members failed")
                 pause = AGAIN
             self._wake.wait(pause)
             self._wake.clear()
@@ -344,7 +344,7 @@ class Membership:
         if isinstance(fate, Suspect):
             return [fate]
         if answer is False and self._group is not None:
-            why = f"worker {self._me.name!r} found that nobody listens at its address"
+            why = f"worker {self._me.name!r} found that no process listens at its address"
             self._group.declare_lost(doubt.who, why, partial(self._find_dead, doubt))
         elif fate and self._group is None:
             self._find_dead(doubt)
@@ -359,7 +359,7 @@ class Membership:
         if self._closed:
             return
         if how == LOST:
-            self._post.warn_lost(who.identity, f"worker {who.name!r} was lost: it does not answer any more")
+            self._post.warn_lost(who.identity, f"worker {who.name!r} was lost: it no longer answers")
         with self._changed:
             self._take_out(who, doubt.why if how == LOST else None)
         if how == LOST:
@@ -395,7 +395,7 @@ class Membership:
         elif isinstance(change, MemberGone):
             self._note_gone(change)
         else:
-            log.info("telegrad: the group has ended for those who only serve: %s", change.why)
+            log.info("telegrad: the group has ended for workers that only serve: %s", change.why)
             with self._changed:
                 if change.how == LOST and not self.serving.ended.is_set():
                     self.serving.fail(f"the group of {self._me.name!r}, which only serves, has ended: {change.why}")

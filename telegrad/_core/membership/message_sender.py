@@ -75,6 +75,6 @@ class MessageQueue:
                     try:
                         self._post.notify(to, message)
                     except PeerError:
-                        log.debug("telegrad: %r has gone already", to)
+                        log.debug("telegrad: %r has already left", to)
             finally:
                 self._sending.release()

@@ -156,7 +156,7 @@ class Registry:
         """
         swap = self._directory.swap(self._key(f"{MEMBERS}{me.incarnation}"), me.to_json().encode(), ABSENT, lease)
         if swap.entry is None or swap.entry.lease != lease.id or _departure(swap.entry.value) is not None:
-            raise LeaseLost("another worker has claimed the name or the rank meanwhile, or an earlier lease has it")
+            raise LeaseLost("another worker, or an earlier lease, has claimed the name or the rank")
         return Registered(me, swap.entry.created)
 
     def leave(self, me: Member, lease: Lease, lost: str = "", ends: bool = False) -> bool:
@@ -252,7 +252,7 @@ class Registry:
                 break
             if self._directory.swap(self._key(f"{prefix}{number}"), me.incarnation.encode(), ABSENT, lease).done:
                 return number
-        raise RendezvousError(f"no number of {prefix!r} was found free, of {MOST_RANKS}")
+        raise RendezvousError(f"no free number was found for {prefix!r} among {MOST_RANKS}")
 
     def claim(self, name: str, life: str, lease: Lease) -> Claim:
         """Claim a published value under a lease; return the claim of its owner, which may be another member.

@@ -119,7 +119,7 @@ class ExtraStreams:
     def _put(self, moves: list[_Stripe]) -> None:
         with self._lock:
             if len(self._stripes) < LANES:
-                raise ProtocolViolation("a tensor was announced in stripes, and there are no streams for them")
+                raise ProtocolViolation("a tensor was announced in stripes, but there are no streams for them")
             self._under_way += LANES
             for stripes, move in zip(self._stripes, moves, strict=True):
                 stripes.put(move)

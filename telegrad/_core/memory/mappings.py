@@ -49,10 +49,10 @@ class SharedMaps:
             if len(self.arrived) - known < DESCRIPTORS_AT_ONCE:  # the kernel had no numbers for the rest
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
             raise ProtocolViolation(
-                f"descriptors of shared memory were lost on the way: more than {DESCRIPTORS_AT_ONCE} came at once"
+                f"descriptors of shared memory were lost in transit: more than {DESCRIPTORS_AT_ONCE} arrived at once"
             )
         if len(self.arrived) > MOST_UNNAMED:
-            raise ProtocolViolation(f"more than {MOST_UNNAMED} descriptors came without a frame that names them")
+            raise ProtocolViolation(f"more than {MOST_UNNAMED} descriptors arrived without a frame that names them")
 
     def attach(self, number: int, size: int) -> Tensor:
         """Return the tensor that lies in block `number`.
@@ -168,5 +168,5 @@ def _map(fd: int, number: int, size: int) -> memoryview:
     except (OSError, ValueError, OverflowError, MemoryError) as error:
         if open_files.is_out(error) or out_of_memory.is_out(error):
             raise
-        fault = f"it is no memory that can be mapped: {error}"
+        fault = f"it cannot be mapped: {error}"
     raise ProtocolViolation(f"shared block {number} is refused: {fault}")

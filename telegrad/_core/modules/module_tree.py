@@ -53,10 +53,10 @@ def branches(model: Model) -> list[RemotePart]:
     elif isinstance(model, nn.Module):
         model = RRef(model)
     elif not isinstance(model, RRef):
-        raise UsageError(f"a model is an nn.Module, a RemoteModule or an RRef to a module, not {type(model).__name__}")
+        raise UsageError(f"a model must be an nn.Module, RemoteModule or RRef to a module, not {type(model).__name__}")
     found = [branch for branch, is_part in _walk([RemotePart("", model)], _look) if is_part]
     if not found:
-        raise UsageError(f"the model {model!r} is neither a module nor does it refer to one")
+        raise UsageError(f"the model {model!r} is not a module and does not refer to one")
     return found
 
 

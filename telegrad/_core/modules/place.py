@@ -23,8 +23,8 @@ def parse_place(given: str | WorkerInfo) -> tuple[str | int, torch.device | None
 
     def advice(why: object) -> str:
         return (
-            f"remote_device: {short_repr(given)} is no place for a module: {why}. Write 'worker' or 'worker/device', "
-            "such as 'trainer0/cpu'"
+            f"remote_device: {short_repr(given)} is not a place for a module: {why}. Write 'worker' or "
+            "'worker/device', such as 'trainer0/cpu'"
         )
 
     if isinstance(given, int):
@@ -33,13 +33,13 @@ def parse_place(given: str | WorkerInfo) -> tuple[str | int, torch.device | None
         raise InvalidArgument(advice("it is neither a name nor a WorkerInfo"))
     worker, slash, device = (given if isinstance(given, str) else str(target(given, "remote_device"))).partition("/")
     if slash and worker and not device:
-        raise UsageError(advice("no device stands behind the slash"))
+        raise UsageError(advice("no device follows the slash"))
     if not slash:
         with contextlib.suppress(RuntimeError):
             torch.device(worker)
             worker = ""  # `worker` is the name of a device
     if not worker:
-        raise UsageError(advice("it names no worker"))
+        raise UsageError(advice("it does not name a worker"))
     try:
         number = int(worker.removeprefix(RANK)) if worker.startswith(RANK) else worker
         return number, torch.device(device) if device else None

@@ -108,7 +108,7 @@ class RemoteModule(nn.Module):
         owner = f"rank {worker}" if isinstance(worker, int) else worker
         kind = getattr(module_cls, "__qualname__", module_cls)
         with report_in_background(
-            Wait("RemoteModule", lambda: f"RemoteModule: {owner!r} makes a {kind}", lambda: [owner])
+            Wait("RemoteModule", lambda: f"RemoteModule: {owner!r} creates a {kind}", lambda: [owner])
         ):
             self._represent(*rpc_sync(worker, module_host.make_reference, given))
         if restore is not False:
@@ -135,7 +135,7 @@ class RemoteModule(nn.Module):
         owner = module_rref.owner()
         if worker not in owner:
             place = checks.short_repr(worker)
-            raise UsageError(f"remote_device: {module_rref!r} is not on worker {place}, but on {owner.name!r}: say so")
+            raise UsageError(f"remote_device: {module_rref!r} is not on worker {place}, but on {owner.name!r}: name it")
         made = cls.__new__(cls)
         nn.Module.__init__(made)
         made._represent(module_rref, *rpc_sync(owner, module_host.adopt, (module_rref, device)))
@@ -259,7 +259,7 @@ class RemoteModule(nn.Module):
         checks.flag("keep_vars", keep_vars)
         checks.text("prefix", prefix, empty=True)
         if args or keep_vars:
-            raise UsageError("the state of a RemoteModule is a copy: there are no variables of this worker to keep")
+            raise UsageError("a RemoteModule's state is a copy: keep_vars and positional arguments are not supported")
         if destination is not None and _apart.get():
             return destination
         for before in self._state_dict_pre_hooks.values():
@@ -367,8 +367,8 @@ class RemoteModule(nn.Module):
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         raise UsageError(
-            f"a RemoteModule cannot be copied, as copy.deepcopy and torch.optim.swa_utils.AveragedModel do: the "
-            f"{self._kind} lives on worker {self.on!r}. Make the copy there, in a function that is called with "
+            "a RemoteModule cannot be copied, as copy.deepcopy and torch.optim.swa_utils.AveragedModel do: the "
+            f"{self._kind} lives on worker {self.on!r}. Create the copy there, in a function that is called with "
             "get_module_rref() and uses its local_value(); or load_state_dict(module.state_dict()) into another one"
         )
 
@@ -403,21 +403,21 @@ def _signature_of(module_cls: Any) -> inspect.Signature | None:
 def _check_maker(module_cls: Any, args: Any, kwargs: Any) -> None:
     if isinstance(module_cls, nn.Module):
         raise UsageError(
-            "RemoteModule takes what makes the module there, not a module: write RemoteModule(place, "
-            f"{type(module_cls).__name__}, args, kwargs). For one that exists, load its state, too: "
-            "RemoteModule(...).load_state_dict(module.state_dict())"
+            "RemoteModule takes a class or a function that creates the module there, not a module: write "
+            f"RemoteModule(place, {type(module_cls).__name__}, args, kwargs). To use the state of an existing "
+            "module: RemoteModule(...).load_state_dict(module.state_dict())"
         )
     if not callable(module_cls):
         raise UsageError(
-            "RemoteModule takes a class, or a function that makes the module (module_cls), not "
+            "RemoteModule takes a class, or a function that creates the module (module_cls), not "
             f"{checks.short_repr(module_cls)}"
         )
     if not isinstance(args, (tuple, list, type(None))):
         meant = "kwargs={...} for arguments by name" if isinstance(args, Mapping) else "(value,), with a comma"
-        raise UsageError(f"the args of a RemoteModule are a tuple, not {checks.short_repr(args)}: write {meant}")
+        raise UsageError(f"the args of a RemoteModule must be a tuple, not {checks.short_repr(args)}: write {meant}")
     if not isinstance(kwargs, (Mapping, type(None))):
         raise UsageError(
-            f"the kwargs of a RemoteModule are a dictionary by argument names, not {checks.short_repr(kwargs)}"
+            f"the kwargs of a RemoteModule must be a dictionary by argument names, not {checks.short_repr(kwargs)}"
         )
 
 
@@ -436,6 +436,6 @@ def hint_at_context(what: str) -> None:
     hint(
         "no context",
         f"{what} was called outside of an autograd context: no gradients will flow through it, neither to its own "
-        "parameters nor to what comes before it. Call it inside of `with telegrad.autograd.context() as context_id:`. "
-        "Where no gradients are wanted, say so: call it inside of `with torch.no_grad():`, or after eval()",
+        "parameters nor to earlier operations. Call it inside of `with telegrad.autograd.context() as context_id:`. "
+        "If no gradients are wanted, call it inside of `with torch.no_grad():`, or after eval()",
     )

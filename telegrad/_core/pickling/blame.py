@@ -15,10 +15,10 @@ from telegrad._core.pickling.remote_text import first_line
 from telegrad.errors import CannotEncode, UsageError
 
 DEEPEST = 12  # levels of parts that are examined
-_ADVICE = "Send what it is made of, or keep it where it is and call functions there"
+_ADVICE = "Send the data that it is built from, or keep it where it is and call functions there"
 _ADVICE_FOR_VARIABLES = (
-    "Make it inside of the function, or put both at the top level of a module that all workers import: then each uses "
-    f"its own. Of a script they import the top level if it has a guard, `{GUARD}`, before what the driver alone does"
+    "Create it inside of the function, or put both at the top level of a module that all workers import: then each "
+    f"uses its own. Workers import a script, too, if a guard, `{GUARD}`, precedes the code for the driver alone"
 )
 
 Part = tuple[str, Any]  # how to reach it from the containing value, and the part
@@ -49,7 +49,7 @@ def find_unpicklable_part(
             where += step
         value = part
     if isinstance(value, GeneratorType | AsyncGeneratorType):
-        advice = "To get what it yields, call its function by rpc.rpc_stream"
+        advice = "To send its items, call its function by rpc.rpc_stream"
     advice = error.advice if isinstance(error, BoundToProcess) else advice
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
     where = where.lstrip(".") or "a value"

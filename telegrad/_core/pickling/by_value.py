@@ -42,8 +42,8 @@ def make_code(name: str, magic: bytes, version: str, parts: tuple[Any, ...]) -> 
     """
     if magic != MAGIC_NUMBER:
         raise CannotDecode(
-            f"the code of {name!r} is that of Python {version}, which this worker cannot run, as it is of Python "
-            f"{platform.python_version()}: have both import it from a module, or run the same minor version everywhere"
+            f"the code of {name!r} is for Python {version}, and this worker runs Python {platform.python_version()}: "
+            "have both import it from a module, or run the same minor version everywhere"
         )
     return CodeType(*parts)
 
@@ -138,9 +138,9 @@ def in_scope(pickler: Any, obj: Any, reduced: Any) -> Any:
 @functools.cache
 def _warn_once(name: str) -> None:
     log.warning(
-        "telegrad: a function of a main program that another one runs (a profiler, a debugger, exec) takes a copy of "
-        "the global %r with each call, so a change at the worker is lost: run the program by itself, or move what uses "
-        "the global into a module",
+        "telegrad: a function of a main program that runs inside of another one (a profiler, a debugger, exec) sends "
+        "a copy of the global %r with each call, so a change at the worker is lost: run the program by itself, or "
+        "move the code that uses the global into a module",
         name,
     )
 

@@ -77,7 +77,7 @@ def _description(error: BaseException, worker: str, function: str) -> bytes:
 
 def refused(worker: str, why: bytes) -> VersionMismatch:
     """Return the error for a request that a worker of another version did not understand."""
-    return VersionMismatch(f"worker {worker!r} did not run the call: it got {why.decode(errors='replace')}")
+    return VersionMismatch(f"worker {worker!r} did not run the call: it received {why.decode(errors='replace')}")
 
 
 def rebuild(data: bytes | memoryview) -> BaseException:
@@ -148,7 +148,7 @@ def _dump(value: Any) -> Sent:
     # type.
     body, tensors, references, _ = encode(value, True)
     if references:
-        raise CannotEncode("a reference cannot travel inside an exception")
+        raise CannotEncode("an exception cannot contain a reference")
     if sum(tensor.nbytes for tensor in tensors) > LARGEST:
         raise CannotEncode("it is too large for an exception")
     meta, blobs = pack(tensors)

@@ -116,8 +116,8 @@ def not_found(module_name: str, path: str, error: BaseException) -> FunctionNotF
         advice = "make the same version of that module importable on all workers"
     else:
         advice = (
-            f"its module here is {file}, as it was when this worker imported it, maybe an older version than that of "
-            "the caller. Start this worker anew with the same version"
+            f"this worker imported the module from {file}, maybe an older version than the caller's. Restart this "
+            "worker with the same version"
         )
     return FunctionNotFound(
         f"this worker has no {short(path)!r} in module {short(module_name)!r} ({first_line(error)}); "

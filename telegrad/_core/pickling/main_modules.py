@@ -133,9 +133,9 @@ class MainNamespace:
                 elif isinstance(value, Unsendable):
                     if name not in self.names:
                         raise CannotDecode(
-                            f"the global {name!r} of the caller's main program ({value.kind}) cannot be sent, and this "
-                            "worker has no such program: make its file available here under the same path, or move "
-                            "what uses it into a module"
+                            f"the global {name!r} of the caller's main program ({value.kind}) cannot be sent, and "
+                            "this worker does not have that program: make its file available here under the same "
+                            "path, or move the code that uses it into a module"
                         )
                 else:
                     self.names[name] = value
@@ -144,8 +144,8 @@ class MainNamespace:
                         self._first[name] = value
         for name, value in told:
             log.warning(
-                "telegrad: the global %r of %s is %r at the caller and %r at this worker, which goes on with its own: "
-                "pass it as an argument, or assign it at the top level, outside of `%s`",
+                "telegrad: the global %r of %s is %r at the caller and %r at this worker, which uses its own: pass "
+                "it as an argument, or assign it at the top level, outside of `%s`",
                 *(name, self.program.path, value, self.names[name], GUARD),
             )
 
@@ -202,7 +202,7 @@ def _new_scope(program: Program) -> MainNamespace:
     if program.serves_torch and not programs.serves_torch:
         log.warning(
             "telegrad: a program that runs by `python -m telegrad` calls this worker, where torch.distributed.rpc is "
-            "torch's own: start the worker in that mode, too, by `python -m telegrad -m telegrad worker ...`"
+            "torch's own: start the worker in the same mode, by `python -m telegrad -m telegrad worker ...`"
         )
     if programs.matches(program):
         try:

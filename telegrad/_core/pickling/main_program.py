@@ -130,8 +130,8 @@ def adopt(text: str, name: str) -> None:
         load(Program("", path, module, argv=tuple(argv)), as_main=True)
     except BaseException:
         print(
-            f"telegrad: worker {name!r} could not import {path}, whose functions it is to run: put what is for the "
-            f"driver alone under `{GUARD}`",
+            f"telegrad: worker {name!r} could not import {path}, which has the functions that it runs: put the code "
+            f"for the driver alone under `{GUARD}`",
             file=sys.stderr,
         )
         raise
@@ -192,6 +192,6 @@ def check_not_imported(call: str) -> None:
     """
     if imports:
         raise UsageError(
-            f"{call} at the top level of {imports}, which a worker imports to find its functions: put it under "
-            f"`{GUARD}`, or into a function that is called there"
+            f"{call} was called at the top level of {imports}, which a worker imports to find its functions: put it "
+            f"under `{GUARD}`, or into a function that is called there"
         )

@@ -126,7 +126,7 @@ def decode(body: bytes | memoryview, tensors: Sequence[Tensor], references: Sequ
         if raised_by_handler(error):
             raise
         forks.exit_if_user_code_ended()
-        advice = "use the same versions of its packages on all workers, or send what it is made of"
+        advice = "use the same versions of its packages on all workers, or send the data that it is built from"
         raise CannotDecode(
             f"a value arrived but cannot be rebuilt: {type(error).__name__}{_text(error)}; "
             f"{out_of_memory.advice(error, advice)}"

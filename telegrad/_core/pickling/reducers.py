@@ -62,8 +62,8 @@ def _reduce_tensor(pickler: Pickler, tensor: Tensor) -> Any:
         _refuse_history(kind)
     if kind.__module__.startswith("torch._subclasses."):
         raise CannotEncode(
-            f"a {kind.__name__} cannot be sent, as it has no values: it is there while torch.export, or another mode, "
-            "records operators. Record what runs on one worker, and call the recording"
+            f"a {kind.__name__} cannot be sent, as it has no values: torch.export, or another mode, uses it to "
+            "record operators. Record the part that runs on one worker, and call the recording"
         )
     if has_rules:
         return NotImplemented
@@ -78,8 +78,8 @@ def _reduce_tensor(pickler: Pickler, tensor: Tensor) -> Any:
 def _refuse_history(kind: type[Tensor]) -> NoReturn:
     raise CannotEncode(
         f"a tensor of the type {kind.__name__} that requires a gradient cannot be sent in an autograd context: its "
-        "gradient would not come back, since it travels as an object that is made anew. Send a plain tensor made from "
-        "it, such as tensor.to_local() or tensor.values(), or tensor.detach()"
+        "gradient would not come back, since the receiver creates a new object. Send a plain tensor made from it, "
+        "such as tensor.to_local() or tensor.values(), or tensor.detach()"
     )
 
 
@@ -262,8 +262,8 @@ def _reduce_script(pickler: Pickler, obj: Any) -> Any:
     if _records() and any(tensor.requires_grad for tensor in getattr(obj, "parameters", list)()):
         raise CannotEncode(
             "a module of torch.jit whose parameters require gradients cannot be sent in an autograd context: their "
-            "gradients would not come back, since it travels as an archive that is loaded anew. Make it there, as by "
-            "RemoteModule, or call requires_grad_(False) on it"
+            "gradients would not come back, since the receiver loads it from an archive. Create it there, for "
+            "example with RemoteModule, or call requires_grad_(False) on it"
         )
     file = io.BytesIO()
     torch.jit.save(obj, file)
@@ -280,7 +280,7 @@ def _load_script(data: bytes) -> Any:
 # would arrive as bytes, without its format and shape.
 
 
-_FILE = "Send its path and open it there, or send what it holds, as file.read() gives it"
+_FILE = "Send its path and open it there, or send its content, file.read()"
 _ADVICE: dict[type, str] = {
     io.TextIOWrapper: _FILE,
     io.BufferedReader: _FILE,
@@ -290,10 +290,10 @@ _ADVICE: dict[type, str] = {
     io.FileIO: _FILE,
     tempfile._TemporaryFileWrapper: _FILE,
     tempfile.SpooledTemporaryFile: _FILE,
-    tempfile.TemporaryDirectory: "Send its path, which is its `name`",
-    torch.fx.Proxy: "It stands for a value while torch.fx traces: trace what runs on one worker, and call the result",
+    tempfile.TemporaryDirectory: "Send its path, its attribute `name`",
+    torch.fx.Proxy: "torch.fx traces with it: trace the part that runs on one worker, and call the result",
     memoryview: "Send bytes(view), or the object that it is a view of",
-    _ConnectionBase: "Send the values themselves by calls: a worker's rpc_sync, or rpc_stream for many",
+    _ConnectionBase: "Send the values by calls instead: rpc_sync, or rpc_stream for many",
 }
 _OWN_WAY = {"__reduce__", "__reduce_ex__", "__getstate__"}  # methods by which a subclass defines its own pickling
 
@@ -302,7 +302,7 @@ class BoundToProcess(TypeError):
     """Raised for an object that cannot be sent; `advice` says what to send instead."""
 
     def __init__(self, advice: str) -> None:
-        super().__init__("it belongs to this process, and to no other")
+        super().__init__("it belongs to this process only")
         self.advice = advice
 
 

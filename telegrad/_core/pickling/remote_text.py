@@ -46,7 +46,7 @@ _INTERNALS = (
 )
 _CAUSED = "\nThe above exception was the direct cause of the following exception:\n\n"
 _MEANWHILE = "\nDuring handling of the above exception, another exception occurred:\n\n"
-_LEFT_OUT = "[the exceptions before are left out]\n"
+_LEFT_OUT = "[earlier exceptions are left out]\n"
 _EXPLAINED = (SyntaxError, ImportError, AttributeError)  # Python prints more than the text of these
 _ALL_OURS = f"(no line of the program itself was running; {DEBUG_VARIABLE}=1 shows those of Telegrad)\n"
 
@@ -88,7 +88,7 @@ def tell(error: BaseException, worker: str, function: str = "") -> str:
     try:
         told = _told(error, _Room())
     except BaseException:  # the exception's own code may raise anything
-        told = f"{type(error).__qualname__} (its text could not be made)\n"
+        told = f"{type(error).__qualname__} (its text could not be formatted)\n"
     return cut(f"On worker {worker!r}{function and f', in {function}'}:\n{told}")
 
 
@@ -114,7 +114,7 @@ def first_line(error: BaseException) -> str:
         lines = text_of(error).strip().split("\n")
         return short(lines[-1 if isinstance(error, torch.jit.Error) else 0])
     except BaseException:  # the exception's own code may raise anything
-        return "(its text could not be made)"
+        return "(its text could not be formatted)"
 
 
 def remote_traceback_of(error: BaseException) -> str:

@@ -58,8 +58,8 @@ class SentGlobals:
             version = self._versions[name]
         if changed:
             log.warning(
-                "telegrad: the global %r of the main program was changed in place after it was sent: workers that have "
-                "it go on with their own. Pass it as an argument, or assign a new object to the name",
+                "telegrad: the global %r of the main program was changed in place after it was sent: workers that "
+                "have it keep their own copy. Pass it as an argument, or assign a new object to the name",
                 name,
             )
         return version
@@ -80,8 +80,8 @@ class SentGlobals:
             self._replaced.update(found)
         for name in found:
             log.warning(
-                "telegrad: the global %r of the main program was bound to another object after it was sent: methods of "
-                "objects at workers read the earlier one until a function that reads it is called there",
+                "telegrad: the global %r of the main program was bound to another object after it was sent: methods "
+                "of objects at workers use the earlier one until a function that reads it is called there",
                 name,
             )
 
@@ -97,9 +97,9 @@ class SentGlobals:
             for name in sorted(found - has):
                 if name in self._conflicts:
                     raise CannotEncode(
-                        f"the global {name!r} of the main program has an object that also belongs to "
-                        f"{self._conflicts[name]!r}, which workers have already: they would get a second copy of it. "
-                        "Make both in one cell, before either is used, or by a function that workers run"
+                        f"the global {name!r} of the main program shares an object with {self._conflicts[name]!r}, "
+                        "which workers already have: they would get a second copy of it. Create both in one cell, "
+                        "before either is used, or in a function that workers run"
                     )
         return found
 
