@@ -40,7 +40,9 @@ def test_an_owner_that_waits_for_its_lease_refuses_without_lines_in_the_log(
         assert not [record for record in caplog.records if "lookup" in record.getMessage()]
 
 
-@pytest.mark.parametrize(("kind", "says"), [("fixed", "may own the value now. The call"), ("dynamic", "Start it again")])
+@pytest.mark.parametrize(
+    ("kind", "says"), [("fixed", "may own the value now. The call"), ("dynamic", "Start it again")]
+)
 def test_only_a_worker_that_has_no_group_any_more_is_to_be_started_anew(kind: str, says: str) -> None:
     with group(kind) as workers:
         on(workers[1], rpc.publish, "counter", Counter)
