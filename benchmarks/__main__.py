@@ -1,9 +1,9 @@
-"""Measure Telegrad beside torch.distributed.rpc: `python -m benchmarks [words of row names] [--quick]`.
+"""Compare Telegrad with torch.distributed.rpc: `python -m benchmarks [words of row names] [--quick]`.
 
-Pipelines are also measured beside torch.distributed.pipelining. Prints the tables. A whole run also writes
-`latest.json`, `latest.md` and `latest.png` to `benchmarks/results`; one of some rows, a quick one, or one with another
-number of threads writes them where `--results` says. `python -m benchmarks.floods` measures calls while another caller
-floods the callee.
+Pipelines are also compared with torch.distributed.pipelining. Prints the tables. A full run also writes `latest.json`,
+`latest.md` and `latest.png` to `benchmarks/results`. A run with selected rows, `--quick` or another number of threads
+writes them only to the folder of `--results`. `python -m benchmarks.floods` measures calls while another caller floods
+the callee.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Calls, tensors and references."""
+"""Benchmarks of calls, tensors and references."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from benchmarks.targets import OfLimit, OfPeer, OfRow, Target
 _held: dict[int, torch.Tensor] = {}
 
 
-# What the other worker runs
+# Functions of the other worker
 
 
 def nothing() -> None:
-    """An empty function."""
+    """Do nothing."""
 
 
 def echo(value: Any) -> Any:
@@ -29,11 +29,11 @@ def echo(value: Any) -> Any:
 
 
 def take(value: Any) -> None:
-    """Receive and forget."""
+    """Discard a received value."""
 
 
 def give(size: int) -> torch.Tensor:
-    """A tensor that is ready."""
+    """Return a cached tensor."""
     if size not in _held:
         _held.clear()
         _held[size] = torch.ones(size // 4)
@@ -41,12 +41,12 @@ def give(size: int) -> torch.Tensor:
 
 
 def count(n: int) -> Iterator[int]:
-    """What a stream brings."""
+    """Yield the items of a stream."""
     yield from range(n)
 
 
 class Counter:
-    """A small object to be called where it lives."""
+    """A small object that is called on its owner."""
 
     def __init__(self) -> None:
         self.value = 0
@@ -56,7 +56,7 @@ class Counter:
         return self.value
 
 
-# The rows
+# Rows
 
 
 def sync_empty(rpc: Any, at: float) -> float:
@@ -84,14 +84,14 @@ def calls_per_second(
 
 
 def items_per_second(rpc: Any, total: int) -> float:
-    """Of a stream of integers."""
+    """Return the items per second of a stream of integers."""
     start = perf_counter()
     taken = sum(1 for _ in rpc.rpc_stream(OTHER, count, (total,)))
     return taken / (perf_counter() - start)
 
 
 def bandwidth(rpc: Any, size: int, direction: str) -> float:
-    """Payload per second in GB/s; an echo counts its payload once."""
+    """Return the payload per second in GB/s. An echo counts its payload once."""
     tensor = torch.ones(size // 4)
     call = {
         "to": lambda: rpc.rpc_sync(OTHER, take, (tensor,)),
@@ -102,7 +102,7 @@ def bandwidth(rpc: Any, size: int, direction: str) -> float:
 
 
 def remote_round(rpc: Any) -> float:
-    """Make a value there, fetch it, drop the reference."""
+    """Create a remote value, fetch it and drop the reference. Return the median in µs."""
     return statistics.median(times(1000, lambda: rpc.remote(OTHER, echo, (1,)).to_here())) * 1e6
 
 
@@ -114,7 +114,7 @@ def references_per_second(rpc: Any, count: int) -> float:
 
 
 def sharing(rpc: Any) -> float:
-    """Pass a reference from one user to another, who drops it."""
+    """Pass a reference to another worker, which drops it. Return the median in µs."""
     reference = rpc.remote(OTHER, nothing)
     return statistics.median(times(1000, lambda: rpc.rpc_sync(THIRD, take, (reference,)))) * 1e6
 
@@ -125,17 +125,17 @@ def proxy_call(rpc: Any) -> float:
 
 
 def _rate(window: int) -> Row:
-    """Calls in flight of one caller."""
+    """Return a row for `window` calls in flight from one caller."""
     measure = partial(calls_per_second, window=window, total=10_000)
     return Row(f"rpc_async, {window} in flight", "calls/s", True, measure, targets=(OfPeer(6),))
 
 
 def _transfer(name: str, direction: str, way: str) -> Row:
-    """A tensor one way or both ways."""
+    """Return a row for a tensor in one direction or in both."""
     targets: list[Target] = [OfPeer(1)]
     if SIZES[name] >= 16 * MB:
         part, limit = (0.6, COPY) if way == "host" else (0.9, TCP)
-        # An echo crosses twice, and its figure counts its payload once.
+        # An echo is sent twice, but counts its payload once.
         targets.append(OfLimit(part / 2 if direction == "echo" else part, f"{limit}, {name}"))
     measure = partial(bandwidth, size=SIZES[name], direction=direction)
     rounds = 3 if SIZES[name] > 64 * MB else 5

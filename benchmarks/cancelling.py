@@ -1,4 +1,4 @@
-"""How soon a callee hears that a call is not wanted."""
+"""Benchmarks of cancellation: the time until the callee is notified."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ ROUNDS = 31
 PATIENCE = 30.0
 LIMIT = 0.05
 
-# At the callee, by the clock of the host: when it began, and when it heard.
+# At the callee, by the host's clock: start times and notification times.
 begun: list[float] = []
 heard: list[float] = []
 
 
 async def unwanted() -> None:
-    """As long as it is wanted."""
+    """Sleep until the call is cancelled."""
     begun.append(monotonic())
     try:
         await asyncio.sleep(PATIENCE)
@@ -31,7 +31,7 @@ async def unwanted() -> None:
 
 
 def has_begun() -> None:
-    """Wait until it has: a call that has not never does once it is cancelled, and hears nothing."""
+    """Wait until `unwanted` runs: a call that is cancelled before it begins never runs and gets no notification."""
     while not begun:
         sleep(1e-4)
     begun.clear()
@@ -44,12 +44,12 @@ def has_heard() -> float:
 
 
 def cancelled(rpc: Any, by_timeout: bool) -> float:
-    """The median of the time, in ms, from `cancel`, or from the moment in which the call is out of time."""
+    """Return the median time in ms from `cancel`, or from the call's timeout, to the notification."""
     taken = []
     for _ in range(ROUNDS):
         start = monotonic()
         future = rpc.rpc_async(OTHER, unwanted, timeout=LIMIT if by_timeout else PATIENCE)
-        future.heed()  # nobody looks at it
+        future.heed()  # its result is never retrieved
         rpc.rpc_sync(OTHER, has_begun)
         if by_timeout:
             end = start + LIMIT

@@ -1,4 +1,4 @@
-"""How long a training step waits for a checkpoint."""
+"""Benchmarks of checkpoints: how long a training step waits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TIMES = 5
 
 
 class Layer(torch.nn.Module):
-    """A layer of so many bytes."""
+    """A layer of `size` bytes."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class Layer(torch.nn.Module):
 
 
 def step_waits(rpc: Any, size: int, wait: bool) -> float:
-    """Milliseconds until `save` returns."""
+    """Return the median time in ms until `save` returns."""
     from telegrad import checkpoint
     from telegrad.nn import RemoteModule
 
@@ -33,7 +33,7 @@ def step_waits(rpc: Any, size: int, wait: bool) -> float:
     state = {"model": torch.nn.ModuleList(layers)}
     taken = []
     with tempfile.TemporaryDirectory() as folder:
-        for number in range(TIMES + 1):  # the first makes what later ones use again
+        for number in range(TIMES + 1):  # the first save creates what later ones reuse
             start = perf_counter()
             if wait:
                 checkpoint.save(state, f"{folder}/{number}", keep=1)

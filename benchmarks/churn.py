@@ -1,9 +1,9 @@
-"""Workers that join and leave all the time: `python -m benchmarks.churn [--rate 5] [--seconds 600] [--life 2]`.
+"""Churn: workers join and leave continuously: `python -m benchmarks.churn [--rate 5] [--seconds 600] [--life 2]`.
 
-The workers are forked from a process that has imported all. Each joins, calls the driver ten times a second and is
-called by it, and leaves after `--life` seconds: every second one by `shutdown()`, the others by
-`shutdown(graceful=False)`. Printed are for each part of the time how long joins took, and at the end how many calls
-were answered and how many failed because a worker had left.
+The workers are forked from a process that has imported all modules. Each worker joins, calls the driver ten times a
+second, serves its calls, and leaves after about `--life` seconds: every second worker by `shutdown()`, the others by
+`shutdown(graceful=False)`. Prints the join times for each part of the run. At the end, prints how many calls succeeded
+and how many failed because a worker had left.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 
 from benchmarks.scale import free_port
 
-PARTS = 10  # of the time, each with a row
+PARTS = 10  # of the run, one printed row each
 GRACE = 20.0  # seconds for the last workers to leave
 
 
@@ -35,7 +35,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--life", type=float, default=2.0, help="seconds between joining and leaving, on average")
     chosen = parser.parse_args()
-    torch.set_num_threads(1)  # the children of a process whose operators have threads would hang
+    torch.set_num_threads(1)  # forked children of a process with operator threads would hang
     import telegrad.rpc  # noqa: F401 - before the forks
 
     port = free_port()
@@ -52,7 +52,7 @@ def main() -> None:
 
 @contextmanager
 def reports(folder: str) -> Iterator[tuple[Callable[[dict[str, Any]], None], Callable[[], list[dict[str, Any]]]]]:
-    """Yield what adds a report, in any process, and what reads all of them."""
+    """Yield a function that adds a report from any process, and a function that reads all reports."""
     path = os.path.join(folder, "reports")
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
 
@@ -80,7 +80,7 @@ def fork(work: Callable[[], None]) -> int:
 
 
 def spawn(rate: float, seconds: float, work: Callable[[int], None]) -> None:
-    """Start a worker every 1/rate seconds, and wait for all."""
+    """Start a worker every 1/rate seconds, and wait for all workers."""
     began, alive = time.monotonic(), set[int]()
     for number in range(int(rate * seconds)):
         time.sleep(max(0.0, began + number / rate - time.monotonic()))
@@ -137,7 +137,7 @@ def call(name: str, outcomes: Counter[str]) -> None:
 
 
 def drive(port: int, stop: int, report: Callable[[dict[str, Any]], None]) -> None:
-    """Call all workers that are there, until told to stop."""
+    """Call all current workers until the pipe `stop` is readable."""
     from telegrad import rpc
 
     join(port, name="driver", rank=0)

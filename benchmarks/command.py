@@ -1,4 +1,4 @@
-"""What the two commands of the benchmark share: their options, and how they end."""
+"""Shared code of the benchmark commands: options and exit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RESULTS = pathlib.Path(__file__).parent / "results"
 
 
 class Chosen(NamedTuple):
-    """What to measure, how often, and the folder to write to, if any."""
+    """The selected rows, the number of rounds, and the output folder, if any."""
 
     rows: list[Row]
     rounds: int
@@ -59,12 +59,12 @@ def machine(rows: Sequence[Row] = ()) -> str:
 
 
 def _threads(rows: Sequence[Row]) -> int | None:
-    """Of the rows that have a number of their own, which is the same for all of them."""
+    """Return the thread count of the rows that set one; it is the same for all of these."""
     return next((row.threads for row in rows if row.threads is not None), None)
 
 
 def _compile_package() -> None:
-    """As pip does: a worker of a source tree would else compile it at its start, where nothing may be written."""
+    """Compile the package, as pip does. Otherwise each worker compiles it if the bytecode cannot be written."""
     spec = importlib.util.find_spec("telegrad")
     assert spec is not None
     assert spec.submodule_search_locations is not None
@@ -72,9 +72,9 @@ def _compile_package() -> None:
 
 
 def run(main: Callable[[], int]) -> None:
-    """Run and exit; on Ctrl-C and SIGTERM by way of what kills the workers."""
+    """Run `main` and exit. On Ctrl-C and SIGTERM, unwind the stack, which kills the workers."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # what the reference says when it leaves is no news
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # hides messages of torch's RPC at shutdown
     _compile_package()
     try:
         sys.exit(main())

@@ -1,4 +1,4 @@
-"""Many workers that call at once, and one that calls many."""
+"""Benchmarks of many workers that call at once, and of one worker that calls many."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from telegrad._core.calls.futures import Future
 
 SIZES = (2, 8, 32)
-WINDOW = 31  # calls in flight of each worker, whatever their number: one to each of the others in the largest group
+WINDOW = 31  # calls in flight per worker in every group: one to each other worker of the largest group
 
-# What the other workers run
+# Functions of the other workers
 
 
 def call_one(library: str, callee: str, window: int, total: int) -> None:
@@ -29,7 +29,7 @@ def call_one(library: str, callee: str, window: int, total: int) -> None:
 
 
 def call_others(library: str, size: int, total: int) -> None:
-    """Call each of the others in turn."""
+    """Call the other workers in turn."""
     rpc = importlib.import_module(library)
     me = rpc.get_worker_info().name
     others = cycle(name for name in (f"worker{rank}" for rank in range(size)) if name != me)
@@ -37,11 +37,11 @@ def call_others(library: str, size: int, total: int) -> None:
         torch.futures.wait_all([rpc.rpc_async(other, nothing) for other in islice(others, WINDOW)])
 
 
-# The rows
+# Rows
 
 
 def callers_per_second(rpc: Any, callers: int, total: int = 5000) -> float:
-    """Calls per second of workers 0 and up, all to the one after them."""
+    """Return the calls per second of workers 0 to `callers` - 1, which all call worker `callers`."""
     arguments = (rpc.__name__, f"worker{callers}", 1000, total)
     start = perf_counter()
     others = [rpc.rpc_async(f"worker{rank}", call_one, arguments) for rank in range(1, callers)]
@@ -51,7 +51,7 @@ def callers_per_second(rpc: Any, callers: int, total: int = 5000) -> float:
 
 
 def all_to_all(rpc: Any, size: int, calls: int = 32 * WINDOW * 8) -> float:
-    """Microseconds per call, of all calls that all workers make of each other."""
+    """Return the µs per call while all workers call each other."""
 
     def round_of(total: int) -> None:
         arguments = (rpc.__name__, size, total)
@@ -59,7 +59,7 @@ def all_to_all(rpc: Any, size: int, calls: int = 32 * WINDOW * 8) -> float:
         call_others(*arguments)
         torch.futures.wait_all(others)
 
-    round_of(WINDOW)  # every worker has now called every other one
+    round_of(WINDOW)  # opens all connections
     each = calls // size
     start = perf_counter()
     round_of(each)
@@ -77,13 +77,13 @@ def _call_each(names: list[str], function: Any, *args: Any) -> list[Future[Any]]
 
 
 def fanout_in_writes(rpc: Any, size: int, rounds: int = 200) -> float:
-    """Processor time of an empty call to many, until all is sent, in that of writing as much to each."""
+    """Return the processor time to send an empty call to many workers, relative to plain writes of a frame to each."""
     from telegrad._core.transport.link import Link
     from telegrad._core.wire.messages import RELEASE, Message, encode, pack_numbers
     from telegrad._core.worker import current
 
     names = [f"worker{rank}" for rank in range(1, size + 1)]
-    frame = encode(Message(RELEASE, body=pack_numbers([1])))  # of a block that was never lent: it is ignored
+    frame = encode(Message(RELEASE, body=pack_numbers([1])))  # for a block that was never lent: callees ignore it
 
     def write() -> list[Future[Any]]:
         for name in names:
@@ -102,12 +102,12 @@ def fanout_in_writes(rpc: Any, size: int, rounds: int = 200) -> float:
             spent[what].append(thread_time() - start)
             for future in begun:
                 future.wait()
-            sleep(2e-3)  # all of them wait again
+            sleep(2e-3)  # until all workers wait again
     return statistics.median(spent["calls"]) / statistics.median(spent["writes"])
 
 
 def fanout_of_memory(rpc: Any, size: int, bytes_: int) -> float:
-    """How many times as long a large argument takes to some workers of this host as to one."""
+    """Return the time to send a large argument to `size` workers of this host, relative to one worker."""
     tensor = torch.ones(bytes_ // 4)
 
     def round_of(names: list[str]) -> None:
@@ -139,7 +139,7 @@ CROWDS = [
             False,
             partial(all_to_all, size=size),
             workers=size,
-            patience=90,  # the reference takes half a minute to connect all of the largest group
+            patience=90,  # torch's RPC takes half a minute to connect the largest group
             targets=() if size == SIZES[0] else (OfRow(1.5, _name(SIZES[0])),),
         )
         for size in SIZES

@@ -1,7 +1,7 @@
-"""Measure tensors from device to device, beside torch.distributed.rpc: `python -m benchmarks.cuda [words] [--quick]`.
+"""Compare device tensors with torch.distributed.rpc: `python -m benchmarks.cuda [words] [--quick]`.
 
-Two workers in processes of their own share one GPU, and both libraries have a device map. Each figure includes the
-wait until the device has the bytes. What limits it is a copy within the device.
+Two worker processes share one GPU, and both libraries use a device map. Each figure includes the wait until the device
+has the bytes. The limit is a copy within the device.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _held: dict[int, torch.Tensor] = {}
 
 
 def take(value: torch.Tensor) -> None:
-    """Receive, and wait until it is there."""
+    """Receive a tensor, and wait until the device has it."""
     torch.accelerator.synchronize()
 
 
 def give(size: int, device: str) -> torch.Tensor:
-    """A tensor of a device that is ready."""
+    """Return a cached tensor on a device."""
     if size not in _held:
         _held.clear()
         _held[size] = torch.ones(size // 4, device=device)
@@ -45,7 +45,7 @@ def give(size: int, device: str) -> torch.Tensor:
 
 
 def bandwidth(rpc: Any, size: int, direction: str, device: str = "cuda:0") -> float:
-    """Payload per second in GB/s; an echo counts its payload once."""
+    """Return the payload per second in GB/s. An echo counts its payload once."""
     tensor = torch.ones(size // 4, device=device)
     call = {
         "to": lambda: rpc.rpc_sync(OTHER, take, (tensor,)),
@@ -61,7 +61,7 @@ def bandwidth(rpc: Any, size: int, direction: str, device: str = "cuda:0") -> fl
 
 
 def _copies(pipe: Connection, device: str = "cuda:0") -> None:
-    """The limits, by name; in a process of its own, since one that has used a GPU cannot be forked."""
+    """Send the limits by name. Runs in its own process, because a process that has used a GPU cannot be forked."""
     found = {}
     for name, size in SIZES.items():
         source, target = (torch.ones(size // 4, device=device) for _ in range(2))
@@ -87,7 +87,7 @@ ROWS = [_row(name, direction) for name in SIZES for direction in ("to", "from", 
 
 def main() -> int:
     chosen = choose("benchmarks.cuda", __doc__, ROWS)
-    if not torch.cuda.device_count():  # which asks no driver to start, so that workers can be forked
+    if not torch.cuda.device_count():  # does not start the driver, so workers can still be forked
         print("this machine has no GPU: there is nothing to measure", file=sys.stderr)
         return 1
     with children_killed() as children:

@@ -1,8 +1,8 @@
-"""The embedded directory: `python -m benchmarks.directory [MEMBERS ...]`.
+"""Benchmarks of the embedded directory: `python -m benchmarks.directory [MEMBERS ...]`.
 
-How long an operation of one client takes, and how long members that were forked ready take until each sees all others:
-each begins a lease, claims a name and a rank, and watches the names. On a machine that does other work, look at the
-processor time.
+Measures the time of single operations of one client, and the time until forked members have joined and see each other:
+each member begins a lease, claims a name and a rank, and watches the names. On a busy machine, compare the processor
+times.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def main(members: list[int]) -> None:
 
 
 def operations(keys: Keyring) -> None:
-    """Print how long single operations take."""
+    """Print the times of single operations."""
     keeper = ServerProcess(keys)
     started = perf_counter()
     client = EmbeddedDirectory(keeper.address, keys, PATIENCE)
@@ -66,7 +66,7 @@ def tell(name: str, times: list[float]) -> None:
 
 
 def watching(writer: EmbeddedDirectory, watcher: EmbeddedDirectory) -> None:
-    """Print how long a change takes from the call that makes it to another client."""
+    """Print the time from a change to its arrival at another client."""
     since, revision, times = writer.list("watched").revision, 0, []
     for _ in range(300):
         seen: list[float] = []
@@ -77,7 +77,7 @@ def watching(writer: EmbeddedDirectory, watcher: EmbeddedDirectory) -> None:
 
         thread = threading.Thread(target=watch)
         thread.start()
-        sleep(0.003)  # until it waits
+        sleep(0.003)  # until the thread waits
         started = perf_counter()
         entry = writer.swap("watched", b"", revision).entry
         assert entry is not None
@@ -90,9 +90,9 @@ def watching(writer: EmbeddedDirectory, watcher: EmbeddedDirectory) -> None:
 
 
 def together(keys: Keyring, count: int) -> None:
-    """Print how long so many members take until each sees all."""
+    """Print the time until `count` members see each other."""
     keeper = ServerProcess(keys)
-    sleep(1.0)  # until it serves: members come to a directory that is there
+    sleep(1.0)  # until the directory serves
     go, start = os.pipe()
     done, report = os.pipe()
     gc.freeze()
@@ -125,7 +125,7 @@ def together(keys: Keyring, count: int) -> None:
 
 
 def join(address: tuple[str, int], keys: Keyring, number: int, count: int) -> list[float]:
-    """Join as a member; return when it had a lease, had its claims, and saw all others."""
+    """Join as a member. Return the times at which it had its lease, had its claims, and saw all others."""
     client = EmbeddedDirectory(address, keys, PATIENCE)
     lease = client.grant(TTL)
     times = [perf_counter()]
@@ -141,13 +141,13 @@ def join(address: tuple[str, int], keys: Keyring, number: int, count: int) -> li
 
 
 def of_children() -> float:
-    """Return the processor time of the members that have ended, in seconds."""
+    """Return the processor time of exited members, in seconds."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
 
 def used_by(pid: int) -> float:
-    """Return the processor time of a process, in seconds; 0 where the platform does not tell."""
+    """Return the processor time of a process, in seconds, or 0 if it is unknown."""
     try:
         with open(f"/proc/{pid}/schedstat") as file:
             return int(file.read().split()[0]) / 1e9

@@ -1,10 +1,10 @@
-"""What encryption costs over TCP: `python -m benchmarks.encryption [words of row names] [--quick]`.
+"""Benchmarks of encryption over TCP: `python -m benchmarks.encryption [words of row names] [--quick]`.
 
-Two groups take turns in one run: one as it is, and one whose connections stay plain behind the same handshake. There is
-no option for the latter, since connections are encrypted in a group without a key, too; it is patched in here. How many
-times as long a row takes is the median of what the turns give, each of which measures both groups one after the other:
-other programs slow both down. It is also told by the best turn of either group, and by the processor time of both of
-its processes. `python -m benchmarks.encryption_floor` tells what the same costs without Telegrad.
+Two groups take turns in one run: one with encryption, and one with plain connections after the same handshake. Telegrad
+has no option for plain connections, so this program patches it. Each turn measures both groups one after the other,
+because other programs slow both down; the ratio is the median over the turns. Also prints the ratios of the best turns
+and of the processor times of both processes. `python -m benchmarks.encryption_floor` measures the same without
+Telegrad.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from benchmarks.turns import take_turns
 from telegrad._core.transport.connect import OpenedChannel
 
 _TCP = ("tcp",)
-AT_MOST = {  # times as long
+AT_MOST = {  # ratio of encrypted to plain
     "empty rpc_sync, p50": 1.1,
     "1 KB tensor echo": 1.1,
     "16 MB echo": 1.3,
@@ -51,18 +51,18 @@ ROWS = [
 
 
 def work_in_plain(pipe: Connection, *args: Any) -> None:
-    """Be a worker whose connections are not encrypted."""
+    """Run a worker with plain connections."""
     behind = OpenedChannel.behind
     with patch.object(OpenedChannel, "behind", lambda *given: behind(*given)._replace(ciphers=None)):
         work(pipe, *args)
 
 
 class Workers:
-    """Two workers that take turns with two others."""
+    """Two workers that take turns with another group of two."""
 
     def __init__(self, run: Any) -> None:
         self._group = Group(TELEGRAD, "tcp", 2, run=run)
-        self.processors: list[float] = []  # seconds of each turn
+        self.processors: list[float] = []  # processor seconds of each turn
 
     def measure(self, row: Row) -> float:
         begun = self._group.processor_time()

@@ -1,10 +1,10 @@
-"""What encryption costs without Telegrad: `python -m benchmarks.encryption_floor [--quick]`.
+"""The minimum cost of encryption, without Telegrad: `python -m benchmarks.encryption_floor [--quick]`.
 
-Two processes echo bytes over loopback through blocking sockets, one thread each, in clear and by AES-GCM in turns. A
-record is encrypted into one buffer and sent from there; its receiver decrypts it into the memory where it belongs.
-Nothing that encrypts by these calls costs less, so this is what `python -m benchmarks.encryption` is compared with.
+Two processes echo bytes over loopback with blocking sockets and one thread each, alternately plain and with AES-GCM.
+The sender encrypts each record into a buffer and sends that. The receiver decrypts it into its final memory. This is
+the lower bound for the results of `python -m benchmarks.encryption`.
 
-Processor time is that of both processes. It depends less on what other programs do meanwhile.
+Processor time is the sum of both processes. Other programs affect it less.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from benchmarks.processes import Child, answer_all
 
 ROUNDS, QUICK_ROUNDS = 15, 5
 PATIENCE = 120.0
-RECORD, TAG = 1 << 19, 16  # bytes of content, as in telegrad._core.security.encrypted_records
-ECHOES = {60: 2000, 1 << 10: 1000, 64 << 10: 200, MB: 40, 16 * MB: 4, 64 * MB: 2}  # in a turn, by size
+RECORD, TAG = 1 << 19, 16  # bytes; RECORD as in telegrad._core.security.encrypted_records
+ECHOES = {60: 2000, 1 << 10: 1000, 64 << 10: 200, MB: 40, 16 * MB: 4, 64 * MB: 2}  # per turn, by size
 
 
 class Plain:
-    """One end of a connection."""
+    """One end of a plain connection."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
@@ -48,13 +48,13 @@ class Plain:
 
 
 class Encrypted(Plain):
-    """One end of a connection whose bytes cross in records."""
+    """One end of a connection with encrypted records."""
 
     def __init__(self, sock: socket.socket, is_parent: bool) -> None:
         super().__init__(sock)
-        keys = [bytes(32), bytes([1]) * 32]  # by direction, so that no nonce is used twice with a key
+        keys = [bytes(32), bytes([1]) * 32]  # one per direction, so that a key never uses a nonce twice
         self._sending, self._receiving = map(AESGCM, keys if is_parent else reversed(keys))
-        self._sent = self._received = 0  # records
+        self._sent = self._received = 0  # records, which number the nonces
         self._leaves, self._arrives = (memoryview(bytearray(RECORD + TAG)) for _ in range(2))
 
     def send(self, data: memoryview) -> None:
@@ -75,15 +75,15 @@ class Encrypted(Plain):
 
 
 class Turn(NamedTuple):
-    """Seconds of one echo."""
+    """The times of one echo, in seconds."""
 
     median: float
     best: float
-    processors: float  # of both processes, the mean
+    processors: float  # processor time of both processes, mean
 
 
 def answer(pipe: Connection, port: int) -> None:
-    """Be the process that sends back what it receives, as often as it is told."""
+    """Run the process that sends received bytes back, as many times as requested."""
     ends = (
         Plain(socket.create_connection(("127.0.0.1", port))),
         Encrypted(socket.create_connection(("127.0.0.1", port)), is_parent=False),
@@ -102,7 +102,7 @@ def answer(pipe: Connection, port: int) -> None:
 
 
 def measure(child: Child, end: Plain, kind: int, source: memoryview, place: memoryview) -> Turn:
-    """Measure echoes of `source`, which come back into `place`."""
+    """Measure echoes of `source`, which are received into `place`."""
     count = ECHOES[len(source)]
     child.tell((kind, len(source), count))
     taken, begun = [], process_time()
@@ -141,7 +141,7 @@ def main() -> int:
         child = Child(answer, server.getsockname()[1])
         try:
             ends = Plain(server.accept()[0]), Encrypted(server.accept()[0], is_parent=True)
-            # Written to, since the pages of fresh memory are one and the same page until then.
+            # Write to the memory, because untouched pages all map to the same zero page.
             source, place = (memoryview(bytearray(b"1") * max(ECHOES)) for _ in range(2))
             print("              µs of one echo     µs of processor time   times as long:")
             print("     bytes       plain   encrypted       plain   encrypted   median, best, processor time")

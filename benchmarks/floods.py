@@ -1,11 +1,10 @@
 """Calls to a worker while another caller floods it: `python -m benchmarks.floods [ways] [--seconds N] [--rounds N]`.
 
-Measures, for each way to flood, the p99 of two callers that make one call after the other, in rounds: while the third
-caller is idle, while it only uses a processor (what that costs is the machine's), and while it floods. The flood is
-written to the socket directly, past all limits of a sender. Prints what the callee has gained in memory and
-descriptors, too, and what docs/security.md says of it. `--check` ends with status 1 where a figure is above that, where
-a p99 is above `--ratio` times the one beside an idle caller, or where a flood has not taken the descriptors that it is
-there to take.
+For each kind of flood, measures the p99 of two callers that make sequential calls, in three states of a third caller:
+idle, using a processor without sending (the cost of the machine itself), and flooding. The flood is written directly
+to the socket, so the sender's limits do not apply. Also prints the callee's growth in memory and descriptors, with the
+limits of docs/security.md. `--check` exits with status 1 if a figure is above its limit, if a p99 is more than
+`--ratio` times the p99 beside an idle caller, or if a flood did not use the descriptors that it should use.
 """
 
 from __future__ import annotations
@@ -36,26 +35,26 @@ from telegrad._core.worker import current
 
 CALLEE, FLOODER, CALLERS = 0, 1, (2, 3)
 PATIENCE = 120.0
-WARM = 0.3  # seconds before the callers are timed
-BATCH = 64  # frames of one write
-FIRST = 1 << 20  # numbers of calls, beyond those of the flooder's own
+WARM = 0.3  # seconds of flooding before the callers are timed
+BATCH = 64  # frames per write
+FIRST = 1 << 20  # first call id, beyond those of the flooder's own calls
 RESULT = 10 * MB
-KEPT = 1 << 15  # numbers of a tensor of 128 KB, which leaves in memory that is lent; bytes of that size would not
-RATIO = 3.0  # of the p99 beside a flood to that beside an idle caller, at most
-LENT = descriptors.to_lend()  # descriptors of what is lent to one worker: half of the files, two each
+KEPT = 1 << 15  # elements of a 128 KB tensor, which is sent in lent memory, unlike bytes of that size
+RATIO = 3.0  # maximum ratio of the p99 beside a flood to that beside an idle caller
+LENT = descriptors.to_lend()  # descriptors of memory lent to one worker: half of the files, two each
 
 Frames = Iterator[bytes]
 
 
 class Way(NamedTuple):
-    """A way to flood."""
+    """A kind of flood."""
 
     about: str
     frames: Callable[[], Frames]
-    memory: int  # MB that the callee may gain
+    memory: int  # maximum growth of the callee in MB
     descriptors: int = 64
-    least: int = 0  # descriptors that the callee gains, or it was not flooded so
-    reads: bool = True  # the answers
+    least: int = 0  # minimum growth in descriptors; below it, the flood did not work
+    reads: bool = True  # whether the flooder reads results
 
 
 def _calls(function: str, *args: Any) -> Frames:
@@ -65,7 +64,7 @@ def _calls(function: str, *args: Any) -> Frames:
 
 
 def _references() -> Frames:
-    """Calls whose values stay at the callee, and that are never let go."""
+    """Calls that create values at the callee whose references are never released."""
     me = current.agent()
     key = f"{me.name}#{me.incarnation}"
     body = pickle.dumps(((), {}), 5)
@@ -75,7 +74,7 @@ def _references() -> Frames:
 
 
 def _streams() -> Frames:
-    """Streams that are not read, opened as `rpc_stream` does: the function, and two pulls."""
+    """Streams that are not read. Each is opened as by `rpc_stream`: the function, and two pulls."""
     for number in itertools.count(FIRST, 3):
         function = Producer(iter, number, 256, same_program=False)
         yield encode(Message(CALL, number, body=pickle.dumps((function, (partial(bytes, MB), None), {}), 5)))
@@ -95,18 +94,18 @@ WAYS = {
     "streams": Way("streams of 1 MB items that are not read", _streams, 896, LENT + 64),
 }
 
-# What the workers run
+# Functions of the workers
 
 
 def gained(rpc: Any) -> tuple[float, int]:
-    """MB of memory, and descriptors."""
+    """Return the memory in MB, and the number of open descriptors."""
     with open("/proc/self/statm") as file:
         memory = int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE") / MB
     return memory, len(os.listdir("/proc/self/fd"))
 
 
 def probe(rpc: Any, seconds: float) -> list[float]:
-    """Seconds of each call, one after the other."""
+    """Make calls one after the other. Return the seconds of each call."""
     took = []
     end = time.perf_counter() + seconds
     while (start := time.perf_counter()) < end:
@@ -117,7 +116,7 @@ def probe(rpc: Any, seconds: float) -> list[float]:
 
 
 def burn(seconds: float) -> int:
-    """Use a processor, and send nothing."""
+    """Use a processor without sending."""
     end = time.perf_counter() + seconds
     while time.perf_counter() < end:
         pass
@@ -125,7 +124,7 @@ def burn(seconds: float) -> int:
 
 
 class Flood:
-    """The connection of the flooder to the callee, which nobody else reads or writes."""
+    """The flooder's connection to the callee, taken from the agent so that only this object reads and writes it."""
 
     def __init__(self, rpc: Any, way: str) -> None:
         rpc.rpc_sync(f"worker{CALLEE}", os.getpid)
@@ -139,7 +138,7 @@ class Flood:
         self.sent = 0
 
     def run(self, seconds: float) -> int:
-        """Send without end; return how many frames left. Memory that is lent is never given back."""
+        """Send for some seconds. Return the number of frames sent. Lent memory is never returned."""
         end, before = time.perf_counter() + seconds, self.sent
         while (left := end - time.perf_counter()) > 0:
             readable, writable, _ = select.select([self._sock] if self._way.reads else [], [self._sock], [], left)
@@ -157,7 +156,7 @@ class Flood:
 
 
 def work(pipe: Connection, rank: int, port: int) -> None:
-    """Be a worker that runs what it is told."""
+    """Run a worker that executes the commands of the pipe."""
     try:
         rpc = join(TELEGRAD, rank, CALLERS[-1] + 1, "host", port)
     except Exception:
@@ -179,25 +178,25 @@ def work(pipe: Connection, rank: int, port: int) -> None:
     answer_all(pipe, do)
 
 
-# The measurement
+# Measurement
 
 
 class Found(NamedTuple):
-    """What was found of one way to flood."""
+    """The results of one kind of flood."""
 
     idle: float  # p99 in ms
     busy: float
     flooded: float
-    memory: float  # MB that the callee gained at most
+    memory: float  # maximum growth of the callee in MB
     descriptors: int
-    rate: float  # frames per second that left the flooder
+    rate: float  # frames per second that the flooder sent
 
     @property
     def ratio(self) -> float:
         return self.flooded / self.idle
 
     def faults(self, way: Way, ratio: float = RATIO) -> list[str]:
-        """Return the figures that are not as documented."""
+        """Return descriptions of the figures that exceed the documented limits."""
         above = {
             "times the p99 beside an idle caller": (self.ratio, ratio),
             "MB of memory": (self.memory, way.memory),
@@ -232,7 +231,7 @@ def measure(name: str, seconds: float, rounds: int) -> Found:
         for _ in range(rounds):
             for state in ("idle", "burn"):
                 _probe(children, took[state], seconds, state)
-        # In one go: what the flood leaves behind would be there while its caller is idle.
+        # Last, because the effects of the flood would remain while its caller is idle.
         ask(FLOODER, "prepare", name)
         for _ in range(rounds):
             sent += _probe(children, took["flood"], seconds, "flood")
@@ -244,7 +243,7 @@ def measure(name: str, seconds: float, rounds: int) -> Found:
 
 
 def _probe(children: list[Child], took: list[float], seconds: float, state: str) -> int:
-    """Have the callers call, and the flooder do something meanwhile; the frames that it sent."""
+    """Time the callers while the flooder is in a state. Return the number of frames that it sent."""
     flooder = children[FLOODER]
     if state != "idle":
         flooder.tell((state, seconds + 2 * WARM))

@@ -1,6 +1,6 @@
-"""Some workers of one library: started once, taking turns, stopped while another group is measured.
+"""Groups of workers of one library that take turns. A group is stopped while another one is measured.
 
-Stopped, not only idle: the reference's shared memory transport polls with a whole core per process while it waits.
+Workers are stopped by SIGSTOP, because the shared memory transport of torch's RPC uses a whole core per idle process.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from benchmarks.processes import Child, Failed, answer_all, free_port
 
 START_PATIENCE = 60.0
 _CLOSE_PATIENCE = 10.0
-_TRANSPORTS = {"host": None, "tcp": ["uv"], "cuda": None}  # the reference's names; Telegrad takes them as hints
+_TRANSPORTS = {"host": None, "tcp": ["uv"], "cuda": None}  # names of torch's transports; hints for Telegrad
 
 
 class Group:
-    """Processes of which the first runs what it is told; all of them where no worker can call another."""
+    """Worker processes. The first one runs the measurements, or all of them for torch.distributed.pipelining."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class Group:
         threads: int | None = None,
         run: Callable[..., None] | None = None,
     ) -> None:
-        """`run` is what each process runs in the place of `work`."""
+        """Start the processes, which run `run`, or `work` by default."""
         port = free_port()
         self._children: list[Child] = []
         try:
@@ -52,10 +52,10 @@ class Group:
         self._signal(signal.SIGSTOP)
 
     def measure(self, function: Callable[[Any], float], patience: float) -> float:
-        """What `function` finds: on worker 0, or on the last rank.
+        """Return the result of `function` on worker 0, or on the last rank.
 
         Raises:
-            Failed: it raised, hung, or a worker died; the group must then be killed.
+            Failed: `function` raised or hung, or a worker died. The group must then be killed.
         """
         self._signal(signal.SIGCONT)
         for child in self._told:
@@ -65,7 +65,7 @@ class Group:
         return float(figures[-1])
 
     def processor_time(self) -> float:
-        """Return the seconds that all of its processes have run."""
+        """Return the processor time of all processes, in seconds."""
         return sum(child.processor_time() for child in self._children)
 
     def _signal(self, number: int) -> None:
@@ -73,7 +73,7 @@ class Group:
             child.signal(number)
 
     def close(self) -> None:
-        """Let the workers leave, and kill those that do not."""
+        """Let the workers leave, and kill the remaining ones after a time limit."""
         try:
             self._signal(signal.SIGCONT)
             for child in self._children:
@@ -90,7 +90,7 @@ class Group:
 
 
 def join(library: str, rank: int, size: int, way: str, port: int) -> Any:
-    """Join a group of this host; the library's `rpc` module."""
+    """Join a group on this host. Return the library's `rpc` module."""
     rpc = importlib.import_module(library)
     maps = {f"worker{other}": {0: 0} for other in range(size)} if way == "cuda" else None
     options = rpc.TensorPipeRpcBackendOptions(
@@ -106,12 +106,12 @@ def _join_ranks(rank: int, size: int, port: int) -> Any:
 
 
 def work(pipe: Connection, rank: int, size: int, library: str, way: str, port: int) -> None:
-    """Be a worker that measures what it is told."""
+    """Run a worker that executes the functions of the pipe."""
     try:
         if library == PIPELINING:
             joined, leave = _join_ranks(rank, size, port), distributed.destroy_process_group
         else:
-            importlib.import_module(library.replace("rpc", "nn"))  # the reference needs it on all workers
+            importlib.import_module(library.replace("rpc", "nn"))  # torch's RPC needs it on all workers
             joined = join(library, rank, size, way, port)
             leave = joined.shutdown
     except Exception:
@@ -119,5 +119,5 @@ def work(pipe: Connection, rank: int, size: int, library: str, way: str, port: i
         return
     pipe.send((True, None))
     answer_all(pipe, lambda function: function(joined))
-    with contextlib.suppress(Exception):  # the others may have been killed
+    with contextlib.suppress(Exception):  # other workers may have been killed
         leave()

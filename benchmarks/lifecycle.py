@@ -1,6 +1,6 @@
-"""How long a group takes to come and to go.
+"""Benchmarks of the start and the shutdown of a group.
 
-Coming includes importing the library, which both have as bytecode, behind `import torch`: four workers at once.
+Four workers start at once. The start includes the import of the library from bytecode, but not `import torch`.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ JOIN, LEAVE = "join", "leave"
 
 
 def stand_by(pipe: Connection, rank: int, size: int, library: str, way: str, port: int) -> None:
-    """A worker that has imported torch, and joins and leaves when told.
+    """Run a worker that has imported torch, and joins and leaves on request.
 
-    Torch leaves the garbage collector one step before a collection of all its objects, longer than what is measured.
+    After `import torch`, a garbage collection of all its objects is due, which takes longer than the measured times.
     """
     gc.collect()
 
@@ -39,7 +39,7 @@ def stand_by(pipe: Connection, rank: int, size: int, library: str, way: str, por
 
 
 def all_do(children: list[Child], order: str) -> float:
-    """Seconds until the last one has done it."""
+    """Return the seconds until the last worker has finished."""
     start = perf_counter()
     for child in children:
         child.tell(order)
@@ -49,7 +49,7 @@ def all_do(children: list[Child], order: str) -> float:
 
 
 def come_and_go(library: str, way: str, order: str, size: int = 4, repeats: int = 3) -> float:
-    """Milliseconds, from processes that have imported torch but not the library's worker, for all to join or leave."""
+    """Return the ms until all workers have joined or left, from processes that have imported only torch."""
     taken = []
     for _ in range(repeats):
         port = free_port()

@@ -1,4 +1,4 @@
-"""What the machine allows, without any library: measured in the same run as the rest."""
+"""Limits of the machine without any library, measured in the same run as the benchmarks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Limit(NamedTuple):
 
 
 def ping_pong(rounds: int = 5000) -> float:
-    """Microseconds for 64 bytes there and back over a Unix socket, two processes, blocking."""
+    """Return the µs of a round trip of 64 bytes between two processes over a blocking Unix socket."""
     near, far = socket.socketpair()
     child = os.fork()
     if not child:
@@ -45,13 +45,13 @@ def ping_pong(rounds: int = 5000) -> float:
 
 
 def copy_bandwidth(size: int) -> float:
-    """GB/s of a copy between warm buffers."""
+    """Return the GB/s of a copy between warm buffers."""
     source, target = torch.ones(size, dtype=torch.uint8), torch.ones(size, dtype=torch.uint8)
     return _bandwidth(size, lambda: target.copy_(source))
 
 
 def tcp_bandwidth(size: int) -> float:
-    """GB/s of a plain socket loop over loopback, into warm memory."""
+    """Return the GB/s of a plain socket loop over loopback, into warm memory."""
     with socket.socket() as door:
         door.bind(("127.0.0.1", 0))
         door.listen()

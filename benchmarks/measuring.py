@@ -1,4 +1,4 @@
-"""What a row is, and how its times are taken."""
+"""Rows of the benchmark, and timing."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ MB = 1 << 20
 
 
 class Row(NamedTuple):
-    """A figure, by `measure`, which worker 0 runs with the library's `rpc` module, and with `PIPELINING` all ranks."""
+    """A benchmark. Worker 0 runs `measure` with the library's `rpc` module; for `PIPELINING`, all ranks run it."""
 
     name: str
     unit: str
     higher_is_better: bool
     measure: Callable[..., float]
-    ways: tuple[str, ...] = ("host",)  # the transports over which it is measured
+    ways: tuple[str, ...] = ("host",)  # transports
     workers: int = 3
     targets: tuple[Target, ...] = ()
-    patience: float = 60.0  # seconds after which a measurement is given up
-    rounds: int = 5  # at most; a slow row has fewer
-    alone: bool = False  # the benchmark itself runs `measure(library, way)`, which makes its own workers
-    libraries: tuple[str, ...] = (TELEGRAD, TORCH)  # that can do it
-    threads: int | None = None  # of torch's operators in each process, where not as many as torch takes
+    patience: float = 60.0  # time limit of a measurement in seconds
+    rounds: int = 5  # maximum; slow rows have fewer
+    alone: bool = False  # the benchmark's process runs `measure(library, way)`, which starts its own workers
+    libraries: tuple[str, ...] = (TELEGRAD, TORCH)  # libraries that support it
+    threads: int | None = None  # threads of torch's operators per process; None: torch's default
 
 
 def times(count: int, call: Callable[[], Any]) -> list[float]:
-    """Seconds of each of `count` calls, sorted; after some to warm up."""
+    """Return the sorted seconds of `count` calls, after some warm-up calls."""
     for _ in range(max(3, count // 10)):
         call()
     taken = []

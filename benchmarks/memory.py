@@ -1,7 +1,7 @@
-"""How much memory a worker takes: at its peak while a large tensor is echoed, and when it is idle.
+"""Benchmarks of a worker's memory: its peak while a large tensor is echoed, and its idle memory.
 
-Resident memory as the kernel counts it, with the shared memory that the process has touched: so a page that two
-processes use counts for both, although the host has it once.
+Resident memory includes the shared memory that the process has touched. A page that two processes share counts for
+both, although the host has it once.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from benchmarks.processes import Child, answer_all, children_killed, free_port
 from benchmarks.targets import Absolute
 
 LARGE = 256 * MB
-NOW, PEAK = "VmRSS", "VmHWM"  # names of the kernel
+NOW, PEAK = "VmRSS", "VmHWM"  # fields of /proc/PID/status
 
 
 def resident(field: str) -> int:
-    """Bytes that this process has, or has had at most."""
+    """Return the resident bytes of this process, current or peak."""
     gc.collect()
     lines = pathlib.Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
 
 
 def peak_of_echoes(rpc: Any, of_caller: bool, echoes: int = 3) -> float:
-    """In tensors: the peak above what there was before; the caller's own tensor and the answer count."""
+    """Return the growth to the peak, in tensors. The caller's own tensor and the result are included."""
 
     def measured(field: str) -> int:
         return resident(field) if of_caller else int(rpc.rpc_sync(OTHER, resident, (field,)))
@@ -48,7 +48,7 @@ def peak_of_echoes(rpc: Any, of_caller: bool, echoes: int = 3) -> float:
 
 
 def echo_memory(library: str, way: str, of_caller: bool) -> float:
-    """In a group of its own, since a peak stays."""
+    """Measure in a new group, because the peak of a process never decreases."""
     group = Group(library, way, 2)
     try:
         return group.measure(partial(peak_of_echoes, of_caller=of_caller), START_PATIENCE)
@@ -57,17 +57,17 @@ def echo_memory(library: str, way: str, of_caller: bool) -> float:
 
 
 def idle_worker(pipe: Connection, rank: int, library: str, way: str, port: int) -> None:
-    """Imports torch by importing this file; then joins, is called once, and waits."""
+    """Join, call and be called once, and wait. Importing this module has imported torch."""
     before = resident(NOW)
     rpc = join(library, rank, 2, way, port)
     rpc.rpc_sync(f"worker{1 - rank}", echo, (torch.ones(2),))
     pipe.send((True, resident(NOW) - before))
-    answer_all(pipe, lambda _: None)  # stays, for the other may not have called yet
+    answer_all(pipe, lambda _: None)  # stay, because the other worker may not have called yet
     importlib.import_module(library).shutdown()
 
 
 def idle_memory(library: str, way: str) -> float:
-    """MB that a worker has more than after `import torch`: the larger one's of two."""
+    """Return the growth of a worker since `import torch` in MB, the larger value of two workers."""
     port = free_port()
     with children_killed() as children:
         children += (Child(idle_worker, rank, library, way, port, fresh=True) for rank in range(2))

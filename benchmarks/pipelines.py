@@ -1,7 +1,7 @@
-"""Pipelines of stages on three workers, which all libraries train with the same stages, micro-batches and loss.
+"""Benchmarks of pipelines on three workers. All libraries train the same stages, micro-batches and loss.
 
-A step is timed where the loss is. On Telegrad and torch.distributed.rpc that is the driver, which has the last stage.
-With torch.distributed.pipelining every rank runs a program of its own, and the last one is timed.
+A step is timed on the process that has the loss. On Telegrad and torch.distributed.rpc, this is the driver, which has
+the last stage. With torch.distributed.pipelining, every rank runs its own program, and the last rank is timed.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from benchmarks.measuring import OTHER, PIPELINING, TELEGRAD, THIRD, TORCH, Row,
 from benchmarks.targets import Computed, OfPeer, OfPipelining
 from benchmarks.training import neighbour, training_step
 
-WORKERS = (OTHER, THIRD, "worker0")  # of the stages, in order
-SCHEDULES = {  # of torch.distributed.pipelining, by Telegrad's names
+WORKERS = (OTHER, THIRD, "worker0")  # workers of the stages, in order
+SCHEDULES = {  # classes of torch.distributed.pipelining, by Telegrad's names
     "gpipe": "ScheduleGPipe",
     "1f1b": "Schedule1F1B",
     "interleaved": "ScheduleInterleaved1F1B",
     "zero-bubble": "ScheduleInterleavedZeroBubble",
 }
-ASLEEP = 0.02  # seconds of one part of the work of those that sleep, on one worker
+ASLEEP = 0.02  # seconds that the sleeping stages of one worker take for one kind of work
 
 
-# The stages
+# Stages
 
 
 class Stage(nn.Module):
-    """Two layers."""
+    """A stage of two layers."""
 
     def __init__(self, width: int = 128) -> None:
         super().__init__()
@@ -62,9 +62,9 @@ class _SleepsBackward(torch.autograd.Function):
 
 
 class SleepingStage(nn.Module):
-    """Sleeps as long for the gradients of its inputs, and again for those of its weights, as it does forward.
+    """A stage that sleeps equally long in forward, for the gradients of its inputs, and for those of its weights.
 
-    The two part at the addition, so that a backward in two steps can do one without the other.
+    The two gradients are separate branches of an addition, so a split backward can compute one without the other.
     """
 
     def __init__(self, width: int, seconds: float) -> None:
@@ -82,11 +82,11 @@ class SleepingStage(nn.Module):
 
 
 class _Kept:
-    """Lives as long as anything that a forward has left for its backward."""
+    """A marker that lives as long as the tensors that a forward pass has saved for backward."""
 
 
 class CountingStage(Stage):
-    """Counts of how many micro-batches it keeps what their backward needs; there is one in a process."""
+    """A stage that counts the micro-batches with saved activations. There is one such stage per process."""
 
     kept: ClassVar[WeakSet[_Kept]] = WeakSet()
     most: ClassVar[int] = 0
@@ -100,8 +100,8 @@ class CountingStage(Stage):
 
 
 def take_most() -> int:
-    """Of how many micro-batches this process has kept something, at most, since it was asked last."""
-    gc.collect()  # what others before have left
+    """Return and reset the maximum number of micro-batches with saved activations in this process."""
+    gc.collect()  # frees remains of previous rows
     most, CountingStage.most = CountingStage.most, 0
     return most
 
@@ -110,24 +110,24 @@ def take_most() -> int:
 
 
 class Training(NamedTuple):
-    """What all libraries do."""
+    """A training setup that all libraries run."""
 
     schedule: str
-    stage: Callable[[int], nn.Module] = Stage  # of its width
+    stage: Callable[[int], nn.Module] = Stage  # called with the width
     width: int = 128
-    samples: int = 32  # in each micro-batch
+    samples: int = 32  # per micro-batch
     batches: int = 8
-    rounds: int = 1  # how often the stages go around all workers
-    steps: bool = True  # an optimizer's step belongs to it
+    rounds: int = 1  # number of stages per worker
+    steps: bool = True  # whether to include an optimizer step
 
     def data(self) -> tuple[Tensor, Tensor]:
-        """Inputs and targets. With stages that sleep, inputs have gradients: the first shall take as long as others."""
+        """Return inputs and targets. Without optimizer steps, inputs have gradients so that stages take equal time."""
         shape = self.samples * self.batches, self.width
         return torch.ones(shape, requires_grad=not self.steps), torch.zeros(shape)
 
     def timeline(self) -> Any:
-        """How Telegrad's schedule comes out, where nothing but the stages takes time; in units of one forward."""
-        # Not above: those who are forked from a process with the rows shall not have Telegrad yet.
+        """Simulate Telegrad's schedule with the costs of the stages only, in units of one forward."""
+        # Imported here, because processes forked from one with the rows must not have imported Telegrad.
         from benchmarks.schedule_simulation import simulate
         from telegrad.pipeline.pipeline_schedule import plan
 
@@ -136,7 +136,7 @@ class Training(NamedTuple):
 
 
 def step_of(library: Any, training: Training) -> Callable[[], None]:
-    """One training step, by a library's own means."""
+    """Return a function that makes one training step with a library."""
     made = {TELEGRAD: _by_schedule, TORCH: _by_calls, PIPELINING: _by_ranks}[library.__name__]
     return made(library, training)
 
@@ -156,7 +156,7 @@ def _by_schedule(rpc: Any, training: Training) -> Callable[[], None]:
 
 
 def _by_calls(rpc: Any, training: Training) -> Callable[[], None]:
-    """As the reference's tutorial has it, where there are no schedules."""
+    """Return a step without a schedule, as in the tutorial of torch's RPC."""
     autograd, optim = neighbour(rpc, "autograd"), neighbour(rpc, "optim")
     stages = first, second, third = _stages_of(rpc, training)
     parameters = [parameter for stage in stages for parameter in _parameters_of(rpc, stage)]
@@ -175,7 +175,7 @@ def _by_calls(rpc: Any, training: Training) -> Callable[[], None]:
 
 
 def _by_ranks(pipelining: Any, training: Training) -> Callable[[], None]:
-    """What each rank does: the first gives the inputs, the last has the loss."""
+    """Return the step of one rank: the first rank has the inputs, the last one has the loss."""
     inputs, targets = training.data()
     stages = _stages_of_rank(pipelining, training, inputs[: training.samples])
     made = getattr(pipelining, SCHEDULES[training.schedule])
@@ -196,7 +196,10 @@ def _by_ranks(pipelining: Any, training: Training) -> Callable[[], None]:
 
 
 def _stages_of_rank(pipelining: Any, training: Training, inputs: Tensor) -> list[Any]:
-    """Told what goes in and out: else each runs once to find that out, and the first keeps what this leaves."""
+    """Return the stages of this rank.
+
+    Shapes are given: to infer them, each stage would run once, and the first one would keep the activations.
+    """
     rank, size = distributed.get_rank(), distributed.get_world_size()
     count = size * training.rounds
     cpu, passed = torch.device("cpu"), torch.empty(inputs.shape, requires_grad=True)
@@ -218,7 +221,7 @@ def _stages_of(rpc: Any, training: Training) -> list[Any]:
 
 
 def _parameters_of(rpc: Any, stage: Any) -> list[Any]:
-    """References to the parameters of a stage."""
+    """Return references to the parameters of a stage."""
     found: list[Any] = rpc.rpc_sync(stage.owner(), _references_to_parameters, (stage,))
     return found
 
@@ -228,11 +231,11 @@ def _references_to_parameters(stage: Any) -> list[Any]:
     return [rpc.RRef(parameter) for parameter in stage.local_value().parameters()]
 
 
-# The rows
+# Rows
 
 
 def pipeline_step(rpc: Any, batches: int) -> float:
-    """Three stages, the last one here; eight batches at a time, since more block all threads of the reference."""
+    """Time three stages, the last one local. More than eight batches at a time block all threads of torch's RPC."""
     first, second, third = rpc.remote(OTHER, Stage), rpc.remote(THIRD, Stage), Stage()
     inputs = [torch.ones(32, 128) for _ in range(batches)]
 
@@ -248,7 +251,7 @@ def pipeline_step(rpc: Any, batches: int) -> float:
 
 
 def batches_growth(rpc: Any) -> float:
-    """How many times as long 32 micro-batches take as 8; they share their parameters."""
+    """Return the time of 32 micro-batches relative to 8."""
     return pipeline_step(rpc, 32) / pipeline_step(rpc, 8)
 
 
@@ -257,7 +260,7 @@ def step_time(library: Any, training: Training, count: int, unit: float) -> floa
 
 
 def most_kept(library: Any, training: Training) -> float:
-    """Of how many micro-batches the stage that keeps most has activations at once."""
+    """Return the maximum number of micro-batches for which a stage keeps activations."""
     step = step_of(library, training)
 
     def most() -> float:
@@ -275,7 +278,7 @@ def most_kept(library: Any, training: Training) -> float:
 
 
 def _computing(schedule: str) -> list[Row]:
-    """Small stages, where all that is around them counts, and larger ones."""
+    """Return rows for small stages, where the overhead dominates, and for larger ones."""
     all_three = (TELEGRAD, TORCH, PIPELINING)
     name = "pipeline training step, 3 stages"
     small, large = Training(schedule), Training(schedule, width=512, samples=64)
@@ -300,7 +303,7 @@ def _computing(schedule: str) -> list[Row]:
 
 
 def _asleep(schedule: str, rounds: int = 1) -> Row:
-    """Stages that leave the processor free, and of which is known how long they take."""
+    """Return a row for stages that sleep for a known time and leave the processor free."""
     seconds = ASLEEP / rounds
     training = Training(schedule, partial(SleepingStage, seconds=seconds), rounds=rounds, steps=False)
     return Row(

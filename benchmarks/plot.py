@@ -1,4 +1,4 @@
-"""How many times better Telegrad is than the peer, row by row, in a picture."""
+"""Plot the results relative to torch.distributed.rpc."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import statistics
 
 import matplotlib
 
-matplotlib.use("agg")  # no screen is needed
+matplotlib.use("agg")  # works without a display
 
 from matplotlib import pyplot
 from matplotlib.artist import Artist
@@ -22,7 +22,7 @@ MET, MISSED, FREE = "#2a78b5", "#d9822b", "#9aa4ad"
 
 
 def needed(run: Run, result: Result) -> float | None:
-    """How many times better than the peer the strictest target asks for."""
+    """Return the strictest target, as a factor relative to the peer."""
     factors = [result.factor(each.threshold) for each in run.checked(result) if each.threshold is not None]
     return max((factor for factor in factors if factor is not None), default=None)
 
@@ -33,7 +33,7 @@ def colour(run: Run, result: Result) -> str:
 
 
 def draw(run: Run, path: pathlib.Path) -> None:
-    """One bar per row; where torch.distributed.rpc has no figure, only the text."""
+    """Draw one bar per row, or only the text if torch.distributed.rpc has no figure."""
     shown = [result for result in run.results if result.ours]
     figure, axes = pyplot.subplots(figsize=(11, 1.6 + 0.24 * len(shown)), layout="constrained")
     for place, result in enumerate(shown):
@@ -50,7 +50,7 @@ def draw(run: Run, path: pathlib.Path) -> None:
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}×"))
     axes.xaxis.set_minor_formatter(NullFormatter())
     low, high = axes.get_xlim()
-    axes.set_xlim(low, high * 2)  # room for the texts
+    axes.set_xlim(low, high * 2)  # room for the labels
     axes.axvline(1, color="black", linewidth=0.8)
     axes.grid(axis="x", which="major", color="#dddddd", linewidth=0.6)
     axes.set_axisbelow(True)
@@ -65,7 +65,7 @@ def draw(run: Run, path: pathlib.Path) -> None:
 
 
 def told(result: Result) -> str:
-    """All medians."""
+    """Return a label with all medians."""
     ours = number(statistics.median(result.ours))
     theirs = f" beside {number(statistics.median(result.theirs))}" if result.theirs else ""
     if result.pipelining:

@@ -1,7 +1,7 @@
-"""Child processes that answer over a pipe within a time, and that never outlive the benchmark.
+"""Child processes that answer over a pipe within a time limit and never outlive the benchmark.
 
-A child may be stopped (SIGSTOP) while it waits for its turn, so only SIGKILL ends it for sure; the kernel sends that,
-too, when the benchmark itself is killed.
+A child may be stopped (SIGSTOP) while it waits for its turn, so only SIGKILL ends it reliably. The kernel also sends
+SIGKILL when the benchmark itself is killed.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Failed(Exception):
-    """What was asked of a child crashed, hung or raised; the text says which, in a line."""
+    """A child crashed, hung or raised. The text names the failure in one line."""
 
 
 @functools.cache
 def _warm() -> Any:
-    """Children are forked from a parent that has imported torch, which takes seconds, and neither library's worker."""
+    """Return a fork server that has imported torch, which takes seconds, but neither library's RPC."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["torch", "benchmarks.rows"])
     return context
 
 
 class Child:
-    """A process that runs `target(pipe, *args)`; `fresh`: in an interpreter of its own, not forked.
+    """A process that runs `target(pipe, *args)`. With `fresh`, it is a new interpreter instead of a fork.
 
-    With `threads` it is one, too: only what the environment says at its start holds for all of its threads.
+    With `threads`, it is a new interpreter too, because OMP_NUM_THREADS only has an effect at the start of a process.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Child:
         context = mp.get_context("spawn") if fresh or threads is not None else _warm()
         self._pipe: Connection
         self._pipe, theirs = context.Pipe()
-        # Not daemonic, since a peer's process has children of its own; whoever makes one kills it.
+        # Not daemonic, because a peer's process has its own children. The creator of this object kills it.
         self._process = context.Process(target=_run, args=(target, theirs, args))
         with _thread_number(threads):
             self._process.start()
@@ -58,18 +58,18 @@ class Child:
         theirs.close()
 
     def processor_time(self) -> float:
-        """Return the seconds that its threads have run; on Linux."""
-        return time.clock_gettime((~self._pid << 3) | 2)  # the clock that clock_getcpuclockid(3) names
+        """Return the processor time of the child in seconds (Linux only)."""
+        return time.clock_gettime((~self._pid << 3) | 2)  # the clock id of clock_getcpuclockid(3)
 
     def tell(self, value: Any) -> None:
-        with contextlib.suppress(OSError):  # that it died shows when its answer is awaited
+        with contextlib.suppress(OSError):  # `wait_answer` reports the death of the child
             self._pipe.send(value)
 
     def wait_answer(self, patience: float, beside: Sequence[Child] = ()) -> Any:
-        """What the child answered, while all `beside` live.
+        """Return the child's answer.
 
         Raises:
-            Failed: it raised, died or did not answer in time, or another one died.
+            Failed: the child raised, died or did not answer in time, or a child of `beside` died.
         """
         ends = {child._process.sentinel: child for child in (self, *beside)}
         ready = wait([self._pipe, *ends], patience)
@@ -99,7 +99,7 @@ class Child:
         self._process.join(patience)
 
     def kill_group(self) -> None:
-        """Kill it, and all that it started, where it leads a process group."""
+        """Kill the child and, if it leads a process group, that whole group."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._pid, signal.SIGKILL)
         self.kill()
@@ -117,7 +117,7 @@ class Child:
 
 @contextlib.contextmanager
 def _thread_number(threads: int | None) -> Iterator[None]:
-    """As `torchrun` sets it for the processes that it starts."""
+    """Set OMP_NUM_THREADS for processes that start in this block, as `torchrun` does."""
     if threads is None:
         yield
         return
@@ -134,7 +134,7 @@ def _thread_number(threads: int | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def children_killed() -> Iterator[list[Child]]:
-    """A list for children, all of which are killed in the end."""
+    """Yield a list of children, and kill all of them at the end."""
     children: list[Child] = []
     try:
         yield children
@@ -144,14 +144,17 @@ def children_killed() -> Iterator[list[Child]]:
 
 
 def _run(target: Callable[..., None], pipe: Connection, args: tuple[Any, ...]) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole foreground; the benchmark tidies up
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all foreground processes; the parent kills this one
     _die_with_the_benchmark()
     warnings.simplefilter("ignore")
     target(pipe, *args)
 
 
 def _die_with_the_benchmark() -> None:
-    """However that ends: the fork server goes when nobody holds its pipe any more, and the kernel then kills this."""
+    """End this process with the benchmark, however the benchmark ends.
+
+    The fork server exits when no process holds its pipe any more. The kernel then kills this child.
+    """
     with contextlib.suppress(AttributeError, TypeError, OSError):
         os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
     if sys.platform == "linux":
@@ -159,7 +162,7 @@ def _die_with_the_benchmark() -> None:
 
 
 def answer_all(pipe: Connection, run: Callable[[Any], Any]) -> None:
-    """Answer with `run` of each thing that comes, until None does or nobody is left to ask."""
+    """Answer each request with `run(request)`, until the request is None or the pipe is closed."""
     with contextlib.suppress(EOFError, OSError):
         while (asked := pipe.recv()) is not None:
             try:

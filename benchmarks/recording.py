@@ -1,4 +1,4 @@
-"""What it costs that each worker records what happens."""
+"""Benchmark of the event recorder of each worker."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from benchmarks.measuring import OTHER, TELEGRAD, Row, times
 from benchmarks.targets import Absolute
 
 ROUNDS = 10
-CALLS = 1000  # of a round, with and without
+CALLS = 1000  # per round, with and without the recorder
 
 
 def record(on: bool) -> None:
-    """Have this worker record from now on, or no longer."""
-    from telegrad.reporting.recorder import recorder  # not above: the rows are imported before a library is chosen
+    """Turn the recorder of this worker on or off."""
+    from telegrad.reporting.recorder import recorder  # here: rows are imported before a library is chosen
 
     (recorder.begin if on else recorder.end)()
 
 
 def recorded_call(rpc: Any) -> float:
-    """How many times as long an empty call takes when both ends record it, in turn."""
+    """Return the time of an empty call that both ends record, relative to one without recording."""
 
     def call() -> None:
         rpc.rpc_sync(OTHER, nothing)

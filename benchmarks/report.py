@@ -1,4 +1,4 @@
-"""Figures into tables."""
+"""Tables of the results."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def number(figure: float) -> str:
 
 
 def spread(figures: Sequence[float], failed: str = "") -> str:
-    """Median, and the range from the least to the greatest; where some are missing, why; nothing where none belong."""
+    """Return the median and the range, and the reason for missing figures. Empty if no figures are expected."""
     if not figures:
         return f"not measured: {_cell(failed)}" if failed else ""
     told = f"{number(statistics.median(figures))} ({number(min(figures))} to {number(max(figures))})"
@@ -24,7 +24,7 @@ def spread(figures: Sequence[float], failed: str = "") -> str:
 
 
 def verdict(result: Result, peer: Sequence[float]) -> str:
-    """The ratio to a peer's figures, said so that more is always better."""
+    """Return the ratio to a peer's figures, and how many times better or worse that is."""
     ratio = result.ratio_to(peer)
     if ratio is None:
         return ""
@@ -33,7 +33,7 @@ def verdict(result: Result, peer: Sequence[float]) -> str:
 
 
 def goal(result: Result, checked: Checked) -> str:
-    """A target in the unit of its row, and where it comes from."""
+    """Return a target in the unit of its row, with the reason for it."""
     sign = "≥" if result.higher_is_better else "≤"
     if checked.threshold is None:
         return f"{checked.target.reason}"
@@ -43,7 +43,7 @@ def goal(result: Result, checked: Checked) -> str:
 
 
 def table(run: Run) -> str:
-    """Markdown of everything."""
+    """Return all results as Markdown tables."""
     lines = [
         run.machine,
         "",
@@ -77,7 +77,7 @@ def _beside_pipelining(results: Sequence[Result]) -> list[str]:
 
 
 def _unit(limit: str) -> str:
-    return LIMITS[limit].unit if limit in LIMITS else "GB/s"  # of devices, which are measured apart
+    return LIMITS[limit].unit if limit in LIMITS else "GB/s"  # limits of devices are measured separately
 
 
 def _cell(text: str) -> str:

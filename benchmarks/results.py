@@ -1,4 +1,4 @@
-"""What a run found, row by row."""
+"""Results of a run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from benchmarks.targets import Measured, Target
 
 
 class Result(NamedTuple):
-    """All rounds of one row over one transport, of all libraries."""
+    """The figures of one row over one transport, for all libraries."""
 
     name: str
     way: str
@@ -19,13 +19,13 @@ class Result(NamedTuple):
     ours: list[float]
     theirs: list[float]
     targets: tuple[Target, ...] = ()
-    ours_failed: str = ""  # why there are fewer figures than rounds
+    ours_failed: str = ""  # the reason for missing figures
     theirs_failed: str = ""
-    pipelining: Sequence[float] = ()  # torch.distributed.pipelining's
+    pipelining: Sequence[float] = ()  # figures of torch.distributed.pipelining
     pipelining_failed: str = ""
 
     def ratio_to(self, peer: Sequence[float]) -> float | None:
-        """Of the medians, ours to a peer's: of times below 1 is better, of rates above 1."""
+        """Return the ratio of our median to a peer's. Below 1 is better for times, above 1 for rates."""
         return statistics.median(self.ours) / statistics.median(peer) if self.ours and peer else None
 
     @property
@@ -33,7 +33,7 @@ class Result(NamedTuple):
         return self.ratio_to(self.theirs)
 
     def factor(self, figure: float) -> float | None:
-        """How many times better a figure is than the peer's median."""
+        """Return how many times better a figure is than the peer's median."""
         if not self.theirs or not figure:
             return None
         theirs = statistics.median(self.theirs)
@@ -45,7 +45,7 @@ class Result(NamedTuple):
 
 
 class Checked(NamedTuple):
-    """A target, what it comes to here, and whether that is reached: None where something was not measured."""
+    """A target, its threshold in this run, and whether it is met. None if a figure is missing."""
 
     target: Target
     threshold: float | None
@@ -53,7 +53,7 @@ class Checked(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Everything of one run."""
+    """All results of one run."""
 
     machine: str
     results: list[Result]

@@ -1,4 +1,4 @@
-"""What is measured."""
+"""All rows of the benchmark."""
 
 from __future__ import annotations
 
@@ -14,6 +14,6 @@ from benchmarks.training import TRAINING
 from benchmarks.values import VALUES
 from benchmarks.weights import WEIGHTS
 
-# One thread for each process, as torchrun has it: more of them than cores keep each other from running.
+# One thread per process, the default of torchrun: more threads than cores slow each other down.
 _TRAINING = [row._replace(threads=1) for row in (*TRAINING, *PIPELINES)]
 ROWS = [*CALLS, *VALUES, *CANCELLING, *RECORDING, *_TRAINING, *CROWDS, *WEIGHTS, *CHECKPOINTS, *LIFECYCLE, *MEMORY]

@@ -1,19 +1,19 @@
-"""Many workers on one host: `python -m benchmarks.scale [COUNT ...] [--kinds dynamic fixed torch] [--save]`.
+"""Large groups on one host: `python -m benchmarks.scale [COUNT ...] [--kinds dynamic fixed torch] [--save]`.
 
-The workers are forked from a process that has imported all, so what is measured is the start of the group. torch's RPC
-is measured beside it, in a group of fixed size, as it has no other; from 48 workers on it fails on many machines.
+The workers are forked from a process that has imported all modules, so imports are not measured. torch's RPC is
+measured for comparison in a fixed-size group, its only kind; it fails on many machines with 48 or more workers.
 
-    start       from the moment at which all begin until all have joined, and know all others
-    first       one worker calls all for the first time, each over a connection of its own, and has all answers
-    later       the same again: the median of five
-    barrier     of all workers
+    start       until all workers have joined and know all others
+    first       first call from one worker to all workers, including the new connections
+    later       later calls from one worker to all workers, the median of five rounds
+    barrier     a barrier of all workers
     memory      PSS of a worker
-    directory   processor time of the directory's process until all had joined, the requests that it answered, and the
-                bytes that went to and fro
-    detection   from the kill of a worker until another one's `on_lost` is called
-    shutdown    until all processes have ended
+    directory   processor time of the directory's process until all have joined, the requests that it served, and the
+                bytes sent and received
+    detection   from the kill of a worker until `on_lost` is called on another worker
+    shutdown    until all processes have exited
 
-`--save` keeps the figures in benchmarks/results/scale.json, and draws docs/scale.png.
+`--save` writes the figures to benchmarks/results/scale.json, and draws docs/scale.png.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ COUNTS = (8, 64, 256, 512)
 KINDS = ("dynamic", "fixed", "torch")
 TIMEOUT = 120.0
 RESULTS = pathlib.Path(__file__).parent / "results" / "scale.json"
-COLUMNS = (  # of a row: its name, the unit that is printed, and how many of it a second or a byte is
+COLUMNS = (  # columns of a row: name, printed unit, and factor from seconds or bytes to that unit
     ("start", "s", 1.0),
     ("first", "ms", 1e3),
     ("later", "ms", 1e3),
@@ -55,12 +55,12 @@ COLUMNS = (  # of a row: its name, the unit that is printed, and how many of it 
     ("detection", "s", 1.0),
     ("shutdown", "s", 1.0),
 )
-BYTES_ACKED = 120  # where it stands in Linux's struct tcp_info; the bytes received come behind it
+BYTES_ACKED = 120  # its offset in Linux's struct tcp_info; the bytes received follow it
 Row = dict[str, Any]
 
 
 class Pipes:
-    """Between the process that measures and its workers."""
+    """Pipes between the measuring process and its workers."""
 
     def __init__(self) -> None:
         self.begin, self.told, self.end = os.pipe(), os.pipe(), os.pipe()
@@ -70,7 +70,7 @@ class Pipes:
         os.write(self.told[1], json.dumps(what).encode().ljust(512))
 
     def hear(self, what: str) -> dict[str, Any]:
-        """Return the next message that has this key, or tells of an error."""
+        """Return the next message with this key, or with an error."""
         while True:
             for message in self._heard:
                 if what in message or "error" in message:
@@ -86,7 +86,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=4, help="num_worker_threads")
     parser.add_argument("--save", action="store_true", help="keep the figures and draw them")
     chosen = parser.parse_args()
-    torch.set_num_threads(1)  # the children of a process whose operators have threads would hang
+    torch.set_num_threads(1)  # forked children of a process with operator threads would hang
     import telegrad.rpc  # noqa: F401 - before the forks
 
     rows = []
@@ -113,7 +113,7 @@ def cells(row: Row) -> list[str]:
 
 
 def measure(count: int, kind: str, threads: int) -> Row:
-    """Run one group; return what was found, in seconds and bytes, or an error."""
+    """Run one group. Return its figures in seconds and bytes, or an error."""
     pipes, port = Pipes(), free_port()
     sys.stdout.flush()
     signal.signal(signal.SIGALRM, _too_late)
@@ -138,7 +138,7 @@ def _too_late(*_: object) -> None:
 
 
 def measured(count: int, kind: str, pids: list[int], pipes: Pipes) -> Row:
-    time.sleep(0.5 + count / 200)  # until all wait
+    time.sleep(0.5 + count / 200)  # until all workers wait
     began = time.perf_counter()
     os.write(pipes.begin[1], b"." * count)
     reports = [pipes.hear("joined") for _ in range(count)]
@@ -157,7 +157,7 @@ def measured(count: int, kind: str, pids: list[int], pipes: Pipes) -> Row:
         row |= pipes.hear("barrier")
     row["memory"] = statistics.median(pss(pid) for pid in pids)
     if kind != "torch":
-        os.write(pipes.begin[1], b".")  # worker 0 waits for the loss of one
+        os.write(pipes.begin[1], b".")  # worker 0 now waits for a lost worker
         pipes.hear("ready")
         killed = time.perf_counter()
         os.kill(pids[-1], signal.SIGKILL)
@@ -232,7 +232,7 @@ def work_of_torch(rank: int, count: int, kind: str, port: int, threads: int, pip
 
 
 def calls(count: int, call: Callable[[str], Any]) -> dict[str, float]:
-    """Call all, for the first time and then more."""
+    """Call all workers six times. Return the time of the first round, and the median of the others."""
     taken = []
     for _ in range(6):
         began = time.perf_counter()
@@ -244,7 +244,7 @@ def calls(count: int, call: Callable[[str], Any]) -> dict[str, float]:
 
 
 def count_requests() -> Counter[EmbeddedDirectory]:
-    """Count what this process asks the directory from now on."""
+    """Count the directory requests of this process from now on."""
     asked, ask = Counter[EmbeddedDirectory](), EmbeddedDirectory._ask
 
     def counted(directory: EmbeddedDirectory, *arguments: Any, **named: Any) -> Any:
@@ -256,7 +256,7 @@ def count_requests() -> Counter[EmbeddedDirectory]:
 
 
 def bytes_of(directory: EmbeddedDirectory) -> int:
-    """Return how many bytes the connections of a client have carried, there and back."""
+    """Return the number of bytes sent and received by the connections of a client."""
     total = 0
     for session in (*directory._sessions._idle[0], *directory._sessions._used):
         if session._sock is not None:
@@ -266,7 +266,7 @@ def bytes_of(directory: EmbeddedDirectory) -> int:
 
 
 def cpu_of_server() -> float:
-    """Return the processor time of the child of this process that serves the directory, in seconds."""
+    """Return the processor time of this process's child that serves the directory, in seconds."""
     for path in pathlib.Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = path.read_text().rpartition(")")[2].split()
@@ -278,7 +278,7 @@ def cpu_of_server() -> float:
 
 
 def pss(pid: int) -> float:
-    """Return the memory of a process in bytes, in which each shared page counts for its part."""
+    """Return the memory of a process in bytes (PSS). A shared page counts in proportion."""
     text = pathlib.Path(f"/proc/{pid}/smaps_rollup").read_text()
     return 1024.0 * int(next(line for line in text.splitlines() if line.startswith("Pss:")).split()[1])
 

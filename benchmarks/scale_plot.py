@@ -1,4 +1,4 @@
-"""The figures of `benchmarks.scale` as a picture."""
+"""Plot the figures of `benchmarks.scale`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import matplotlib
 
-matplotlib.use("agg")  # no screen is needed
+matplotlib.use("agg")  # works without a display
 
 from matplotlib import pyplot
 from matplotlib.ticker import FuncFormatter, NullFormatter
@@ -32,7 +32,7 @@ KINDS = {
 
 
 def draw(rows: list[dict[str, Any]], path: pathlib.Path = PICTURE) -> None:
-    """Draw a panel for each figure, and in it a line for each kind of group."""
+    """Draw a panel for each figure, with a line for each kind of group."""
     figure, panels = pyplot.subplots(3, 3, figsize=(11, 8.5), layout="constrained")
     for axes, (name, title, unit, factor) in zip(panels.flat, PANELS, strict=True):
         for kind, (label, colour) in KINDS.items():

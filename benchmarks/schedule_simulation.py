@@ -1,4 +1,4 @@
-"""How long the schedules of pipelines take, how long workers wait and how many activations they keep: a simulation."""
+"""Simulation of pipeline schedules: their length, the idle time of workers, and the activations they keep."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import NamedTuple
 
 from telegrad.pipeline.pipeline_schedule import BACKWARD, FORWARD, WEIGHTS, Action, Progress, play
 
-COSTS = {BACKWARD: 2.0}  # of all other kinds 1
+COSTS = {BACKWARD: 2.0}  # all other kinds cost 1
 
 
 class Timeline(NamedTuple):
-    """When each station did what, for one batch."""
+    """The simulated actions of each worker for one batch."""
 
-    spans: list[list[tuple[Action, float, float]]]  # of each station: actions, when they began and ended
+    spans: list[list[tuple[Action, float, float]]]  # per worker: actions with their start and end
 
     @property
     def length(self) -> float:
@@ -22,13 +22,13 @@ class Timeline(NamedTuple):
 
     @property
     def idle(self) -> float:
-        """The share of their time for which the stations waited."""
+        """Return the fraction of time in which workers waited."""
         busy = sum(end - start for own in self.spans for _, start, end in own)
         return 1 - busy / (self.length * len(self.spans))
 
     @property
     def kept(self) -> list[int]:
-        """Of how many micro-batches each station kept the activations at most, of all its stages together."""
+        """Return for each worker the maximum number of kept activations, over all its stages."""
         changes = {FORWARD: 1, BACKWARD: -1, WEIGHTS: -1}
         return [max(accumulate(changes.get(action.kind, 0) for action, *_ in own)) for own in self.spans]
 
@@ -39,7 +39,7 @@ def simulate(
     batches: int,
     cost: Callable[[Action], float] = lambda action: COSTS.get(action.kind, 1.0),
 ) -> Timeline:
-    """Return when stations that keep to their plans do each action, where `cost` says how long it takes."""
+    """Return the timeline of workers that follow their plans. `cost` gives the duration of an action."""
     kinds = {action.kind for own in plans for action in own}
     progress = Progress(stations, batches, trains=kinds != {FORWARD}, splits=WEIGHTS in kinds)
     done = [0] * len(plans)

@@ -1,6 +1,6 @@
 """Draw the schedules of pipelines: `python -m benchmarks.schedules docs/schedules.png`.
 
-From the simulation, with a backward that takes as long as two forwards. Prints a table of what each costs, too.
+The schedules are simulated with a backward pass that takes as long as two forward passes. Also prints a table of costs.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from telegrad.pipeline.pipeline_schedule import BACKWARD, FORWARD, INPUT, SCHEDU
 
 WORKERS, BATCHES = 4, 8
 COLOURS = {FORWARD: "#9ecae1", BACKWARD: "#fdae6b", INPUT: "#fdae6b", WEIGHTS: "#a1d99b"}
-LATER = {FORWARD: "#4292c6", BACKWARD: "#e6550d"}  # of a worker's second stage
+LATER = {FORWARD: "#4292c6", BACKWARD: "#e6550d"}  # colours of a worker's second stage
 
 
 def timeline(schedule: str) -> Timeline:
@@ -22,12 +22,12 @@ def timeline(schedule: str) -> Timeline:
 
 
 def cost(schedule: str, kind: str) -> float:
-    """Where a worker has two stages, each is half as large."""
+    """Return the cost of an action. If a worker has two stages, each is half as large."""
     return (2.0 if kind == BACKWARD else 1.0) / (2 if schedule == "interleaved" else 1)
 
 
 def table() -> str:
-    """What each costs, in Markdown."""
+    """Return the costs of the schedules as a Markdown table."""
     lines = ["| schedule | length | idle | micro-batches kept by each worker |", "| --- | --- | --- | --- |"]
     for schedule in SCHEDULES:
         found = timeline(schedule)

@@ -1,6 +1,6 @@
-"""What a row should reach: each kind of target gives a threshold in the unit of the row.
+"""Targets of rows. Each kind of target computes a threshold in the unit of the row.
 
-A time must be at most its threshold, a rate at least. Where what it is compared with was not measured, there is none.
+A time must be at most its threshold, a rate at least. The threshold is None if the compared figure was not measured.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ Figures = Sequence[float]
 
 
 class Measured(NamedTuple):
-    """What targets of one row look at."""
+    """The figures from which the targets of one row are computed."""
 
-    theirs: Figures  # the peer's figures of this row
-    ours_elsewhere: Mapping[str, Figures]  # Telegrad's of other rows over the same transport, by name
-    limits: Mapping[str, Figures]  # what the machine allows, by name
-    pipelining: Figures = ()  # torch.distributed.pipelining's of this row
+    theirs: Figures  # figures of torch.distributed.rpc for this row
+    ours_elsewhere: Mapping[str, Figures]  # Telegrad's figures of other rows over the same transport, by name
+    limits: Mapping[str, Figures]  # limits of the machine, by name
+    pipelining: Figures = ()  # figures of torch.distributed.pipelining for this row
 
 
 class Target(Protocol):
@@ -29,7 +29,7 @@ class Target(Protocol):
 
 
 class OfPeer(NamedTuple):
-    """So many times the peer's figure."""
+    """A multiple of the peer's figure."""
 
     factor: float
 
@@ -42,7 +42,7 @@ class OfPeer(NamedTuple):
 
 
 class OfPipelining(NamedTuple):
-    """So many times the figure of torch.distributed.pipelining."""
+    """A multiple of the figure of torch.distributed.pipelining."""
 
     factor: float
 
@@ -55,7 +55,7 @@ class OfPipelining(NamedTuple):
 
 
 class OfLimit(NamedTuple):
-    """A part of what the machine allows."""
+    """A fraction of a limit of the machine."""
 
     part: float
     limit: str
@@ -69,7 +69,7 @@ class OfLimit(NamedTuple):
 
 
 class OfRow(NamedTuple):
-    """So many times Telegrad's figure of another row."""
+    """A multiple of Telegrad's figure in another row."""
 
     factor: float
     row: str
@@ -83,7 +83,7 @@ class OfRow(NamedTuple):
 
 
 class Absolute(NamedTuple):
-    """A figure as such."""
+    """A fixed figure."""
 
     figure: float
 
@@ -96,7 +96,7 @@ class Absolute(NamedTuple):
 
 
 class Computed(NamedTuple):
-    """A figure that is worked out when it is asked for."""
+    """A figure that is computed on demand."""
 
     compute: Callable[[], float]
     reason: str

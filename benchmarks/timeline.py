@@ -1,7 +1,8 @@
-"""Where the time of one training step goes: `python -m benchmarks.timeline`.
+"""Timeline of one training step: `python -m benchmarks.timeline`.
 
-A step is a context with forward and backward of one remote `add`. Marks are set around parts of both workers; their
-clock is that of the host, so that they form one line. Prints the medians of the steps that took the usual course.
+A step is an autograd context with forward and backward of one remote `add`. Functions of both workers record
+timestamps by the host's clock, which are merged into one timeline. Prints the medians of the steps with the most common
+order of events.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from benchmarks.groups import Group
 from benchmarks.measuring import OTHER, TELEGRAD
 
 STEPS, WARM = 300, 500
-BETWEEN = 3  # steps before each that is looked at, since asking the other worker for its marks disturbs
+BETWEEN = 3  # steps before each measured step, because fetching the other worker's timestamps disturbs the next step
 PATIENCE = 120.0
 
 _marks: list[tuple[float, str]] = []
 
 
 def _mark(where: Any, name: str, *labels: str) -> None:
-    """Note when a function begins and, with two labels, when it ends."""
+    """Patch a function to record its start and, with two labels, its end."""
     function = getattr(where, name)
 
     @functools.wraps(function)
@@ -39,7 +40,7 @@ def _mark(where: Any, name: str, *labels: str) -> None:
 
 
 def mark_all(worker: str) -> None:
-    """Set the marks of this process."""
+    """Patch all measured functions of this process."""
     from telegrad._core.agent import agent, answers, call_server
     from telegrad._core.calls import attachments
     from telegrad._core.transport.link import Link
@@ -62,14 +63,14 @@ def mark_all(worker: str) -> None:
 
 
 def take_marks() -> list[tuple[float, str]]:
-    """The marks since the last time."""
+    """Return and clear the recorded timestamps."""
     taken = list(_marks)
     _marks.clear()
     return taken
 
 
 def trace(rpc: Any) -> float:
-    """Runs on worker 0; microseconds of the median step."""
+    """Measure steps on worker 0. Return the µs of the median step."""
     import telegrad.autograd as autograd
 
     one, other = torch.ones(3, 3, requires_grad=True), torch.ones(3, 3, requires_grad=True)
@@ -100,7 +101,7 @@ def trace(rpc: Any) -> float:
 
 
 def show(courses: dict[tuple[str, ...], list[list[float]]]) -> float:
-    """Print the course that most steps took; its whole time."""
+    """Print the most common order of events. Return its total time."""
     course = max(courses, key=lambda each: len(courses[each]))
     medians = [statistics.median(each) for each in zip(*courses[course], strict=True)]
     count, steps = len(courses[course]), sum(map(len, courses.values()))
@@ -111,7 +112,7 @@ def show(courses: dict[tuple[str, ...], list[list[float]]]) -> float:
 
 
 def main() -> None:
-    from benchmarks import timeline  # by the name under which the workers find it
+    from benchmarks import timeline  # imported by the name under which workers find it
 
     group = Group(TELEGRAD, "host", 2)
     try:

@@ -1,4 +1,4 @@
-"""Gradients, modules on other workers, and optimizers."""
+"""Benchmarks of gradients, remote modules and optimizers."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import torch
 from benchmarks.measuring import OTHER, TELEGRAD, THIRD, Row, times
 from benchmarks.targets import OfPeer
 
-# What the other workers run
+# Functions of the other workers
 
 
 def hop(library: str, tensor: torch.Tensor, left: int) -> torch.Tensor:
-    """Pass a tensor to and fro between two workers."""
+    """Pass a tensor back and forth between two workers."""
     if not left:
         return tensor * 2
     rpc = importlib.import_module(library)
@@ -28,16 +28,16 @@ def hop(library: str, tensor: torch.Tensor, left: int) -> torch.Tensor:
     return passed
 
 
-# The rows
+# Rows
 
 
 def neighbour(rpc: Any, name: str) -> Any:
-    """Another module of the same library."""
+    """Return another module of the same library."""
     return importlib.import_module(rpc.__name__.replace("rpc", name))
 
 
 def train_once(rpc: Any, forward: Callable[[], torch.Tensor], optimizer: Any = None, **options: Any) -> None:
-    """A context with forward and backward, and the step of an optimizer, which rides where it can."""
+    """Run forward, backward and an optimizer step in a context. On Telegrad, the step is part of the backward pass."""
     autograd = neighbour(rpc, "autograd")
     rides = rpc.__name__ == TELEGRAD and optimizer is not None
     if rides:
@@ -69,7 +69,7 @@ def chain_step(rpc: Any, hops: int, fast: bool) -> float:
 
 
 def local_graph(rpc: Any, nodes: int = 10_000) -> float:
-    """Backward in a context through a graph of this worker alone; how many times as long as without."""
+    """Return the time of a backward pass through a local graph in a context, relative to one without a context."""
     autograd = neighbour(rpc, "autograd")
     leaf = torch.ones(3, 3, requires_grad=True)
 
@@ -94,7 +94,7 @@ def local_graph(rpc: Any, nodes: int = 10_000) -> float:
 
 
 def module_step(rpc: Any) -> float:
-    """Forward, backward and step of one layer that lives on another worker."""
+    """Time forward, backward and step of one layer on another worker."""
     layer = neighbour(rpc, "nn").RemoteModule(OTHER, torch.nn.Linear, (128, 128))
     inputs = torch.ones(32, 128)
     return training_step(rpc, lambda: layer(inputs).sum(), 300, sgd(rpc, [layer]))
@@ -111,7 +111,7 @@ def layers_of(rpc: Any, owners: int) -> list[Any]:
 
 
 def optimizer_step(rpc: Any, owners: int) -> float:
-    """A step of SGD over parameters on several workers, whose gradients are there."""
+    """Time an SGD step over parameters on several workers, after the backward pass."""
     layers = layers_of(rpc, owners)
     optimizer = sgd(rpc, layers)
     value = torch.ones(32, 128)
@@ -124,7 +124,7 @@ def optimizer_step(rpc: Any, owners: int) -> float:
 
 
 def layers_step(rpc: Any, owners: int) -> float:
-    """Forward, backward and step of layers side by side, each on a worker of its own."""
+    """Time forward, backward and step of parallel layers, each on its own worker."""
     layers = layers_of(rpc, owners)
     inputs = torch.ones(32, 128)
 
@@ -136,7 +136,7 @@ def layers_step(rpc: Any, owners: int) -> float:
 
 
 def train_alone(library: str, layer: Any, steps: int) -> None:
-    """What a trainer of a parameter server does."""
+    """Train as one trainer of a parameter server."""
     rpc = importlib.import_module(library)
     optimizer = sgd(rpc, [layer])
     inputs = torch.ones(32, 64)
@@ -145,7 +145,7 @@ def train_alone(library: str, layer: Any, steps: int) -> None:
 
 
 def server_steps(rpc: Any, trainers: int, steps: int = 100) -> float:
-    """Steps per second of trainers that share the layer of a server, which is worker 0."""
+    """Return the steps per second of trainers that share a layer on worker 0."""
     layer = neighbour(rpc, "nn").RemoteModule("worker0", torch.nn.Linear, (64, 10))
 
     def train(count: int) -> None:

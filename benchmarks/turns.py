@@ -1,6 +1,6 @@
-"""All libraries' workers take turns, round by round, so that a drift of the machine meets all.
+"""All libraries take turns in each round, so that changes in the machine's speed affect all of them.
 
-What crashes or hangs costs its own figures of that row: its group is killed, and the next row has a new one.
+If a library crashes or hangs in a row, its group is killed and the next row starts a new one.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ ROUNDS, QUICK_ROUNDS = 5, 2
 
 
 class Side(Protocol):
-    """One of those that take turns; its processes are made when first needed, and anew after they failed."""
+    """One of the sides that take turns. Its processes start when first needed, and again after a failure."""
 
     def measure(self, row: Row) -> float: ...
 
     def close(self) -> None:
-        """Let its processes leave."""
+        """Let the processes leave."""
 
     def kill(self) -> None: ...
 
 
 class Workers:
-    """One library's workers, of one number and over one transport."""
+    """The workers of one library, for one group size and transport."""
 
     def __init__(self, library: str, way: str, workers: int, threads: int | None = None) -> None:
         self._library, self._way, self._workers, self._threads = library, way, workers, threads
@@ -64,7 +64,7 @@ class Workers:
 def take_turns(
     row: Row, sides: Sequence[Side], rounds: int, after_each: Callable[[], None] = lambda: None
 ) -> tuple[list[list[float]], list[str]]:
-    """Each side's figures, and why it has fewer than the others."""
+    """Return the figures of each side, and the reason for missing figures."""
     figures: list[list[float]] = [[] for _ in sides]
     failures = ["" for _ in sides]
     for _ in range(min(rounds, row.rounds)):
@@ -80,7 +80,7 @@ def take_turns(
 
 @contextlib.contextmanager
 def closed(sides: Sequence[Side]) -> Iterator[None]:
-    """Closes all sides in the end; kills them where something went wrong."""
+    """Close all sides at the end, or kill them after an error."""
     try:
         yield
         for side in sides:
@@ -96,7 +96,7 @@ def measure_limits(names: Iterable[str], into: dict[str, list[float]]) -> None:
 
 
 def take_all(rows: list[Row], rounds: int, limits: dict[str, list[float]]) -> list[Result]:
-    """All rows, those of the same workers together; with each, the limits of the host that it is compared with."""
+    """Measure all rows, grouped by workers, and with each row the limits of the host that its targets use."""
     results = []
     for way, workers, threads in dict.fromkeys((way, row.workers, row.threads) for row in rows for way in row.ways):
         sides = {library: Workers(library, way, workers, threads) for library in LIBRARIES}

@@ -1,4 +1,4 @@
-"""Large values that are no tensors, and what a call of another thread feels of them."""
+"""Benchmarks of large values other than tensors, and of calls beside them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ITEMS = 1_000_000
 
 
 def bandwidth(rpc: Any, size: int) -> float:
-    """Bytes per second in GB/s."""
+    """Return the bandwidth of bytes in GB/s."""
     value = b"x" * size
     call = partial(rpc.rpc_sync, OTHER, take, (value,))
     return size / statistics.median(times(max(4, min(100, 64 * MB // size)), call)) / 1e9
@@ -36,7 +36,7 @@ def list_of_numbers(rpc: Any) -> float:
 
 
 def call_beside(rpc: Any, kind: str) -> float:
-    """In which time 99 of 100 empty calls are answered while another thread sends large values."""
+    """Return the p99 of empty calls in ms while another thread sends large values."""
     value: Any = {
         "bytes": lambda: b"x" * (256 * MB),
         "tensor": lambda: torch.ones(64 * MB),
@@ -68,11 +68,11 @@ KINDS: dict[str, Callable[[int], Any]] = {
     "numpy array": lambda size: numpy.ones(size, dtype=numpy.uint8),
     "tensor": lambda size: torch.ones(size, dtype=torch.uint8),
 }
-MOST_RATIO = 1.5  # times a tensor's time and memory
+MOST_RATIO = 1.5  # maximum ratio to a tensor's time or memory
 
 
 def warm_ratio(rpc: Any, kind: str) -> float:
-    """The time of a large value in that of a tensor as large, whose shared memory both workers have mapped before."""
+    """Return the time of a large value relative to a tensor of equal size whose shared memory is already mapped."""
     value, tensor = (KINDS[each](256 * MB) for each in (kind, "tensor"))
     taken: dict[str, list[float]] = {kind: [], "tensor": []}
     for _ in range(6):
@@ -84,9 +84,9 @@ def warm_ratio(rpc: Any, kind: str) -> float:
 
 
 def cold_ratio(library: str, way: str, kind: str, of_memory: bool = False) -> float:
-    """The time, or the memory of both workers, of the first large value in that of the first tensor.
+    """Return the time, or the memory of both workers, for the first large value relative to the first tensor.
 
-    In a group of its own. The value is larger by a quarter, so that it does not find the tensor's memory.
+    Runs in a new group. The value is a quarter larger than the tensor, so that it cannot reuse the tensor's memory.
     """
     group = Group(library, way, 2)
     try:
@@ -98,7 +98,7 @@ def cold_ratio(library: str, way: str, kind: str, of_memory: bool = False) -> fl
 
 
 def first_of(rpc: Any, kind: str, size: int, of_memory: bool) -> float:
-    """Seconds, or bytes, for the first value of a size, in units of 64 MB."""
+    """Return the seconds or bytes for the first value of `size` units of 64 MB."""
     rpc.rpc_sync(OTHER, take, (KINDS[kind](16 * MB),))
     before = proportional() + rpc.rpc_sync(OTHER, proportional)
     value = KINDS[kind](size * 64 * MB)
@@ -109,7 +109,7 @@ def first_of(rpc: Any, kind: str, size: int, of_memory: bool) -> float:
 
 
 def proportional(_: Any = None) -> int:
-    """Return the bytes of this process; those that it shares are counted for each sharer in part."""
+    """Return the memory of this process in bytes (PSS). A shared page counts in proportion."""
     lines = pathlib.Path("/proc/self/smaps_rollup").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
 

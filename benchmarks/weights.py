@@ -1,4 +1,4 @@
-"""Weights that one worker publishes and others read: until all of them have the version."""
+"""Benchmarks of published weights, until all readers have a version."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ READERS = 4
 PARTS = 1000
 _names = itertools.count(1)
 
-# On the readers
+# Functions of the readers
 
 _subscribers: dict[str, Any] = {}
 _loaded: dict[str, dict[str, Tensor]] = {}
@@ -36,7 +36,7 @@ def read(name: str, number: int) -> None:
 
 
 def load(name: str, number: int) -> None:
-    """Into tensors of the reader's own."""
+    """Load a version into the reader's own tensors."""
     version = _subscribers[name].at_least(number)
     if name not in _loaded:
         _loaded[name] = {each: value.clone() for each, value in version.state.items()}
@@ -48,7 +48,7 @@ def unsubscribe(name: str) -> None:
     _loaded.pop(name, None)
 
 
-# The rows
+# Rows
 
 
 def state_of(size: int, parts: int = 1) -> dict[str, Tensor]:
@@ -58,7 +58,7 @@ def state_of(size: int, parts: int = 1) -> dict[str, Tensor]:
 def publishing(
     rpc: Any, state: dict[str, Tensor], readers: int, count: int, read: Callable[[str, int], None] = read
 ) -> list[float]:
-    """Seconds until so many readers have a version, sorted."""
+    """Return the sorted seconds until all readers have a version."""
     from telegrad.weights import Publisher
 
     name, workers = f"weights{next(_names)}", [f"worker{rank}" for rank in range(1, readers + 1)]
@@ -78,13 +78,13 @@ def milliseconds(rpc: Any, size: int) -> float:
 
 
 def of_one_reader(rpc: Any, size: int) -> float:
-    """How many times as long it takes to some readers of this host as to one."""
+    """Return the time for several readers on this host relative to one reader."""
     rounds = [[statistics.median(publishing(rpc, state_of(size), each, 5)) for each in (READERS, 1)] for _ in range(3)]
     return statistics.median(many / one for many, one in rounds)
 
 
 def of_one_tensor(rpc: Any, size: int) -> float:
-    """How many times as long a state takes that is in many tensors, until a reader has loaded it into its own."""
+    """Return the time to publish and load a state of many tensors, relative to one tensor of the same size."""
     rounds = [
         [statistics.median(publishing(rpc, state_of(size, parts), 1, 15, load)) for parts in (PARTS, 1)]
         for _ in range(3)
@@ -93,7 +93,7 @@ def of_one_tensor(rpc: Any, size: int) -> float:
 
 
 def publish_alone(rpc: Any, size: int) -> float:
-    """Milliseconds for which the learner is held up."""
+    """Return the ms for which `publish` blocks the learner."""
     from telegrad.weights import Publisher
 
     with Publisher(f"weights{next(_names)}", state_of(size)) as publisher:
@@ -105,7 +105,7 @@ def publish_alone(rpc: Any, size: int) -> float:
 
 
 def _changed(size: int) -> tuple[Tensor, Tensor]:
-    """With 2% of the values changed, at random places."""
+    """Return two versions that differ in 2% of the values, at random positions."""
     old = torch.randn(size // 4)
     new = old.clone()
     new[torch.randint(0, len(old), (len(old) // 50,))] += 1
@@ -113,14 +113,14 @@ def _changed(size: int) -> tuple[Tensor, Tensor]:
 
 
 def _stepped(size: int) -> tuple[Tensor, Tensor]:
-    """With all values changed by about a thousandth of them, and rounded."""
+    """Return two rounded versions in which each value differs by about a thousandth."""
     old = torch.randn(size // 2)
     new = old * (1 + 1e-3 * torch.randn(size // 2))
     return old.bfloat16().view(torch.int16), new.bfloat16().view(torch.int16)
 
 
 def _encoded(old: Tensor, new: Tensor, small: bool) -> int:
-    """How many bytes the deltas of all pieces take."""
+    """Return the size of the deltas of all pieces in bytes."""
     from telegrad.weights.publisher import PIECE
     from telegrad.weights.transfer.deltas import encode
 
@@ -130,12 +130,12 @@ def _encoded(old: Tensor, new: Tensor, small: bool) -> int:
 
 
 def times_fewer(rpc: Any, size: int, make: Callable[[int], tuple[Tensor, Tensor]], small: bool = False) -> float:
-    """How many times fewer bytes other hosts get than a whole version has."""
+    """Return the size of a full version relative to its deltas."""
     return size / _encoded(*make(size), small)
 
 
 def per_second(rpc: Any, size: int, make: Callable[[int], tuple[Tensor, Tensor]], small: bool = False) -> float:
-    """MB of a version whose changes are found in a second."""
+    """Return the MB of a version that are compared and encoded per second."""
     old, new = make(size)
     return size / MB / statistics.median(times(5, lambda: _encoded(old, new, small)))
 

@@ -1,4 +1,4 @@
-"""What the examples share: a group of workers, a progress bar, data, and training in one process to compare with."""
+"""Shared code of the examples: a group of workers, a progress bar, data, and training in one process for comparison."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from torch.nn.functional import cross_entropy
 
 import telegrad.rpc as rpc
 
-LEARNT = 0.8  # the accuracy from which a model is said to have learnt the digits
-SAME = 1e-6  # how far outputs may be apart that should be the same
+LEARNT = 0.8  # minimum accuracy of a trained model on the digits
+SAME = 1e-6  # maximum difference between outputs that should be equal
 
 # Workers
 
 
 @contextlib.contextmanager
 def group(*names: str) -> Iterator[None]:
-    """While this lasts, a process for each name is a worker of one group; this process is the first of them."""
+    """Run one worker process for each name until the block ends. The calling process is the first worker."""
     port = free_port()
     spawn = mp.get_context("spawn")
     others = [
@@ -44,17 +44,17 @@ def group(*names: str) -> Iterator[None]:
             other.join()
     finally:
         for other in others:
-            other.kill()  # where something went wrong; else it has ended
+            other.kill()  # only after an error: otherwise the process has already exited
 
 
 def serve(name: str, rank: int, size: int, port: int) -> None:
-    """What each other process does: answer calls until all have called shutdown."""
+    """Serve calls until all workers have called `shutdown`. Runs in each other process."""
     join(name, rank, size, port)
     rpc.shutdown()
 
 
 def join(name: str, rank: int, size: int, port: int) -> None:
-    """Become a worker, one that computes in double precision on one core."""
+    """Join the group as a worker that computes in double precision on one core."""
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))
@@ -71,14 +71,14 @@ def free_port() -> int:
 
 
 class Progress:
-    """A bar that moves, where somebody watches; else one line at the end. Several threads may advance it."""
+    """Show a progress bar on a terminal, otherwise print one line at the end. Thread-safe."""
 
     def __init__(self, what: str, total: int) -> None:
         self.what = what
         self.total = total
         self.done = 0
         self.start = time.perf_counter()
-        self.lock = threading.Lock()  # guards `done` and the line on the screen
+        self.lock = threading.Lock()  # guards `done` and the output line
 
     def advance(self, note: str = "") -> None:
         with self.lock:
@@ -97,24 +97,24 @@ class Progress:
 
 
 class Digits(NamedTuple):
-    """Images of 8 x 8 pixels, from 0 to 1, and what they show."""
+    """Images of 8 x 8 pixels with values from 0 to 1, and their labels."""
 
     images: Tensor
     labels: Tensor
 
     def share(self, number: int, of: int) -> Digits:
-        """One of `of` parts that are alike."""
+        """Return shard `number` of `of` similar shards."""
         return Digits(self.images[number::of], self.labels[number::of])
 
     def batch(self, step: int, size: int) -> Digits:
-        """The batch of a step; after the last image comes the first."""
+        """Return the batch of a step. Batches wrap around at the end of the data."""
         places = torch.arange(step * size, (step + 1) * size) % len(self.labels)
         return Digits(self.images[places], self.labels[places])
 
 
 def digits() -> tuple[Digits, Digits]:
-    """Handwritten digits to learn, and others for a test."""
-    from sklearn.datasets import load_digits  # here, since the workers need not import it
+    """Return handwritten digits: a training set and a test set."""
+    from sklearn.datasets import load_digits  # imported here because the workers do not need it
 
     images, labels = (torch.from_numpy(each) for each in load_digits(return_X_y=True))
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
@@ -126,7 +126,7 @@ def digits() -> tuple[Digits, Digits]:
 
 
 def seeded(seed: int, make: Callable[..., nn.Module], *args: Any) -> nn.Module:
-    """What `make(*args)` gives, with the same parameters on whichever worker it runs."""
+    """Return `make(*args)`, with the same parameters on every worker."""
     torch.manual_seed(seed)
     return make(*args)
 
@@ -134,7 +134,7 @@ def seeded(seed: int, make: Callable[..., nn.Module], *args: Any) -> nn.Module:
 def learn(
     model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], rate: float, progress: Progress | None = None
 ) -> list[float]:
-    """Train a model of this process alone, by plain gradient descent; its losses."""
+    """Train a model in this process by plain gradient descent. Return the losses."""
     optimizer = torch.optim.SGD(model.parameters(), lr=rate)
     losses = []
     for inputs, labels in batches:
@@ -149,7 +149,7 @@ def learn(
 
 
 def compare(ours: Tensor, single: Tensor, labels: Tensor, exact: bool = True) -> None:
-    """Print what the outputs of both models are worth; they must have learnt, and be the same where that is `exact`."""
+    """Print the accuracy of both models. Check that both have learnt, and with `exact` that their outputs are equal."""
     right = [(outputs.argmax(1) == labels).double().mean().item() for outputs in (ours, single)]
     apart = (ours - single).abs().max().item()
     print()

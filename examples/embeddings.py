@@ -1,8 +1,8 @@
-"""Trainers with the dense part of a model each, and one large embedding table on a server.
+"""Hybrid parallelism: replicas of the dense part on trainers, and one large embedding table on a server.
 
-A digit is seen as 64 tokens, one for each pixel and how dark it is. Their embeddings live on the server, where the
-trainers look them up; the gradients go back there, sparse. The dense part is replicated by DistributedDataParallel: its
-gradients are averaged among the trainers and are found in the context like all others.
+Each pixel of a digit is one of 64 tokens, chosen by its position and brightness. The trainers look up the embeddings on
+the server and send sparse gradients back. DistributedDataParallel replicates the dense part: it averages the gradients
+over the trainers and stores them in the autograd context.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ import telegrad.rpc as rpc
 from telegrad.nn import RemoteModule
 from telegrad.optim import DistributedOptimizer
 
-BATCH = 64  # of each trainer
-RATE = 2.0  # large, since a pixel has a small part in the mean
-LEVELS = 17  # of a pixel
+BATCH = 64  # per trainer
+RATE = 2.0  # large, because each pixel contributes little to the mean
+LEVELS = 17  # of brightness of a pixel
 WIDTH = 32
 
 
@@ -40,7 +40,7 @@ def tokens_of(images: Tensor) -> Tensor:
 
 
 class Trainer:
-    """One of several that train one model, on its own share of the data."""
+    """A trainer of the shared model, with its own shard of the data."""
 
     def __init__(self, rank: int, size: int, port: int, embedding: RemoteModule, share: Digits) -> None:
         meeting = f"tcp://localhost:{port}"
@@ -52,7 +52,7 @@ class Trainer:
         self.share = share
 
     def step(self, number: int, table_optimizer: rpc.RRef[DistributedOptimizer]) -> float:
-        """One step of the dense part, and gradients for the table; the loss."""
+        """Update the dense part, and accumulate gradients of the table on its owner. Return the loss."""
         images, labels = self.share.batch(number, BATCH)
         with autograd.context() as context:
             loss = cross_entropy(self.model(self.embedding(tokens_of(images))), labels)
@@ -71,7 +71,7 @@ class Trainer:
 
 
 def train(embedding: RemoteModule, trainers: list[rpc.RRef[Trainer]], steps: int) -> None:
-    """Let all trainers make their steps at once; then the table's parameters make one, with the gradients of all."""
+    """In each step, update all dense parts at once, and then the table with the gradients of all trainers."""
     optimizer = DistributedOptimizer.for_module(torch.optim.SGD, embedding, lr=RATE / len(trainers))
     reference = rpc.RRef(optimizer)
     progress = Progress(f"{len(trainers)} trainers and a table,", steps)

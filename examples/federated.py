@@ -1,7 +1,7 @@
-"""Clients learn together without showing each other their data: federated averaging.
+"""Federated averaging: clients train one model without sharing their data.
 
-Each client holds digits of its own, most of them of a few kinds only. In each round the server sends the model to all,
-each trains it on its own data, and the server takes the mean of what they send back.
+Each client has its own digits, with an uneven distribution of the labels. In each round, the server sends the model to
+all clients, each client trains it on its own data, and the server averages the returned parameters.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import telegrad.rpc as rpc
 
 BATCH = 32
 RATE = 0.3
-EPOCHS = 2  # over a client's own data, in each round
+EPOCHS = 2  # over a client's data, per round
 
 State = dict[str, Tensor]
 
@@ -26,14 +26,14 @@ def network() -> nn.Module:
 
 
 class Client:
-    """Holds data that it shows nobody."""
+    """A client whose data stays on its worker."""
 
     def __init__(self, own: Digits) -> None:
         self.own = own
         self.model = network()
 
     def train(self, state: State) -> tuple[State, float, int]:
-        """Train a model from `state` on; what it became, its last loss, and on how much data."""
+        """Train a model from `state`. Return the new state, the last loss and the number of samples."""
         self.model.load_state_dict(state)
         count = len(self.own.labels)
         batches = (self.own.batch(step, BATCH) for step in range(EPOCHS * count // BATCH))
@@ -42,7 +42,7 @@ class Client:
 
 
 def unlike(seen: Digits, clients: int) -> list[Digits]:
-    """A share for each client; half of each is sorted by what the digits show, so that no two shares are alike."""
+    """Return a shard for each client. Half of the data is sorted by label, so the shards differ."""
     half = len(seen.labels) // 2
     order = torch.cat([seen.labels[:half].argsort(), torch.arange(half, len(seen.labels))])
     parts = [torch.cat(pair) for pair in zip(order[:half].chunk(clients), order[half:].chunk(clients), strict=True)]
@@ -51,7 +51,7 @@ def unlike(seen: Digits, clients: int) -> list[Digits]:
 
 
 def mean(states: list[State], counts: list[int]) -> State:
-    """The mean of some states, each as heavy as the data that it was trained on."""
+    """Return the mean of the states, weighted by the number of samples."""
     shares = [count / sum(counts) for count in counts]
     return {name: sum(state[name] * share for state, share in zip(states, shares, strict=True)) for name in states[0]}
 
@@ -81,7 +81,7 @@ def main() -> None:
         train(model, clients, chosen.steps)
 
     single = seeded(0, network)
-    steps = chosen.steps * EPOCHS * len(seen.labels) // BATCH // chosen.workers  # as many as each client made
+    steps = chosen.steps * EPOCHS * len(seen.labels) // BATCH // chosen.workers  # the number of steps of each client
     batches = (seen.batch(step, BATCH) for step in range(steps))
     learn(single, batches, RATE, Progress("one process with all data,", steps))
     compare(model(unseen.images), single(unseen.images), unseen.labels, exact=False)

@@ -1,4 +1,4 @@
-"""Four workers on this machine call one another, share an object, send large tensors, and train a model together."""
+"""Four workers on this machine call each other, share an object, send large tensors, and train a model together."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BIG = 16 << 20  # bytes
 
 
 def nothing() -> None:
-    """An empty call."""
+    """Do nothing: the function of an empty call."""
 
 
 def echo(value: torch.Tensor) -> torch.Tensor:
@@ -28,13 +28,13 @@ def echo(value: torch.Tensor) -> torch.Tensor:
 
 
 def around(path: list[str]) -> list[str]:
-    """Call on along a path of workers; who was met on the way back."""
+    """Call the workers of a path in a chain. Return their names in the order in which the calls return."""
     met = rpc.rpc_sync(path[0], around, (path[1:],)) if path else []
     return [*met, rpc.get_worker_info().name]
 
 
 class Counter:
-    """Lives on one worker; the others hold references to it."""
+    """A counter on one worker. The other workers hold references to it."""
 
     def __init__(self) -> None:
         self.value = 0
@@ -50,7 +50,7 @@ def count_there(counter: rpc.RRef[Counter], times: int) -> None:
 
 
 class Layer(torch.nn.Module):
-    """A part of a model, on one worker."""
+    """A layer of the model, on one worker."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Layer(torch.nn.Module):
         return made.tanh() if made.shape[1] > 1 else made
 
     def learn(self, context: int, rate: float) -> None:
-        """A step against the gradients of a context."""
+        """Update the parameters with the gradients of a context."""
         gradients = autograd.get_gradients(context)
         with torch.no_grad():
             for parameter in self.parameters():
@@ -71,7 +71,7 @@ class Layer(torch.nn.Module):
 
 @rpc.functions.async_execution
 def add_there(to: str, x: torch.Tensor, y: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
-    """Let another worker add; no thread waits here meanwhile."""
+    """Add on another worker, without blocking a thread here."""
     return rpc.rpc_async(to, torch.add, (x, y))
 
 
@@ -84,7 +84,7 @@ def show(done: int, total: int, what: str) -> None:
 
 
 def measure(what: str, others: list[str], rounds: int, call: object) -> float:
-    """Seconds per round of `call(other)`, over all others in turn."""
+    """Return the seconds per `call(other)`, with each other worker in turn."""
     start = time.perf_counter()
     for i in range(rounds):
         call(others[i % len(others)])  # type: ignore[operator]
@@ -95,7 +95,7 @@ def measure(what: str, others: list[str], rounds: int, call: object) -> float:
 
 
 def train(others: list[str]) -> tuple[float, float]:
-    """A model whose layers live on three workers learns a sine: its first loss and its last."""
+    """Train a model with layers on three workers to compute a sine. Return its first and its last loss."""
     sizes = [(1, 32), (32, 32), (32, 1)]
     layers = [rpc.remote(to, Layer, size) for to, size in zip(others, sizes, strict=True)]
     x = torch.linspace(-3, 3, 64).unsqueeze(1)
@@ -114,7 +114,7 @@ def train(others: list[str]) -> tuple[float, float]:
 
 
 def drive() -> None:
-    """What worker 0 does."""
+    """Run the demonstration on worker 0."""
     others = [f"worker{rank}" for rank in range(1, WORKERS)]
     path = [*others, "worker0", *others]
     assert rpc.rpc_sync("worker0", around, (path,)) == [*path[::-1], "worker0"]

@@ -1,7 +1,7 @@
-"""A model in two parts on two machines, neither of which sees the other's data.
+"""Train a model in two parts on two machines that do not share their data.
 
-The images and the first part of the model live on worker1, the labels and the second part on worker2. The program that
-trains holds references alone: what passes from part to part goes straight from worker1 to worker2.
+The images and the first part of the model live on worker1, the labels and the second part on worker2. The training
+program holds only references: the activations are sent directly from worker1 to worker2.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ RATE = 0.3
 
 
 class Eye(nn.Module):
-    """What sees the images."""
+    """The first part of the model: from images to features."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Eye(nn.Module):
 
 
 class Reader(nn.Module):
-    """What makes sense of it."""
+    """The second part of the model: from features to classes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Reader(nn.Module):
 
 
 class Model(nn.Module):
-    """Both, each on its machine."""
+    """The whole model, with each part on its own machine."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class Model(nn.Module):
 
 
 def run(module: rpc.RRef[nn.Module], value: Tensor) -> Tensor:
-    """Run a module of this worker. The caller may give a reference to the value, from wherever."""
+    """Run a module of this worker. A reference in place of `value` is fetched from its owner first."""
     outputs: Tensor = module.local_value()(value)
     return outputs
 

@@ -1,9 +1,8 @@
-"""Trainers learn to read digits together; the parameters of their model live on a server.
+"""A parameter server: trainers train one model whose parameters are on a server.
 
-In each step a trainer fetches the model, finds the loss of a batch of its own digits, and has the gradients go back to
-the server. With `--mode sync` the server waits for the gradients of all trainers before it changes the parameters, and
-the model becomes what it becomes in one process. With `--mode async` each trainer has the parameters changed when it is
-ready.
+In each step, a trainer fetches the model, computes the loss of a batch of its own digits, and sends the gradients to
+the server. With `--mode sync`, the server waits for the gradients of all trainers before it updates the parameters, and
+the result equals training in one process. With `--mode async`, each trainer's gradients update the parameters at once.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import telegrad.autograd as autograd
 import telegrad.rpc as rpc
 from telegrad.optim import DistributedOptimizer
 
-BATCH = 32  # of each trainer
+BATCH = 32  # per trainer
 RATE = 0.3
 
 
@@ -28,21 +27,21 @@ def network() -> nn.Module:
 
 
 class Trainer:
-    """Holds its share of the digits, on its own worker."""
+    """A trainer on its own worker, with its shard of the digits."""
 
     def __init__(self, model: rpc.RRef[nn.Module], share: Digits) -> None:
         self.model = model
         self.share = share
 
     def help(self, step: int, optimizer: rpc.RRef[DistributedOptimizer]) -> float:
-        """Contribute to a step that the server makes for all; the loss."""
+        """Accumulate gradients for the server's next step. Return the loss."""
         with autograd.context() as context:
             loss = self.backward(context, step)
             optimizer.rpc_sync().accumulate(context)
         return loss
 
     def train(self, steps: int, rate: float, progress: rpc.RRef[Progress]) -> None:
-        """Make steps of its own."""
+        """Update the parameters independently of the other trainers."""
         optimizer = DistributedOptimizer(torch.optim.SGD, [self.model], lr=rate, hogwild=True)
         for step in range(steps):
             with autograd.context() as context:
@@ -51,16 +50,16 @@ class Trainer:
             progress.rpc_async().advance(f"loss {loss:.3f}")
 
     def backward(self, context: int, step: int) -> float:
-        """Gradients for one batch; the loss."""
+        """Compute the gradients of one batch. Return the loss."""
         images, labels = self.share.batch(step, BATCH)
-        model = self.model.to_here()  # a copy, whose gradients find their way back
+        model = self.model.to_here()  # a copy; backward sends its gradients to the server
         loss = cross_entropy(model(images), labels)
         autograd.backward(context, loss)
         return loss.item()
 
 
 def train_sync(model: rpc.RRef[nn.Module], trainers: list[rpc.RRef[Trainer]], steps: int) -> None:
-    optimizer = DistributedOptimizer(torch.optim.SGD, [model], lr=RATE / len(trainers))  # it adds gradients up
+    optimizer = DistributedOptimizer(torch.optim.SGD, [model], lr=RATE / len(trainers))  # gradients are summed
     progress = Progress("training, in step,", steps)
     for step in range(steps):
         asked = [trainer.rpc_async().help(step, rpc.RRef(optimizer)) for trainer in trainers]

@@ -1,9 +1,8 @@
-"""A small transformer in three stages on three workers, fed with micro-batches so that all of them work at once.
+"""Pipeline parallelism: a small transformer in three stages on three workers, with micro-batches.
 
-It learns to write the documentation of Python, character by character, beside the same model in one process, and leaves
-a picture of how both losses fell. The table of characters is the first stage's and, as the weight of the last layer,
-the last one's: one parameter, in two processes. `--schedule` says in which order the stages work; docs/pipelines.md
-shows them.
+The model learns the text of Python's documentation, character by character. The same model is trained in one process,
+and both losses are plotted. The first and the last stage share one parameter: the embedding table is also the weight of
+the last layer. `--schedule` selects the pipeline schedule; docs/pipelines.md describes the schedules.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ from telegrad.optim import DistributedOptimizer
 WIDTH, HEADS, LENGTH = 64, 4, 64
 BATCH = 32
 RATE = 3e-3
-SAME = 1e-6  # how far losses may be apart that should be the same
+SAME = 1e-6  # maximum difference between losses that should be equal
 
 TEXT = "\n".join(topics[name] for name in sorted(topics))
 CHARACTERS = "".join(sorted(set(TEXT)))
 
 
 class Block(nn.Module):
-    """Attention to what was before, and a layer for each place."""
+    """A transformer block: causal self-attention and a feed-forward layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +81,7 @@ def loss_of(outputs: Tensor, wanted: Tensor) -> Tensor:
 
 
 def batch(step: int, text: Tensor) -> tuple[Tensor, Tensor]:
-    """Pieces of the text, and for each character the one that follows."""
+    """Return sequences of the text, and the next character for each position."""
     starts = torch.randint(len(text) - LENGTH, (BATCH,), generator=torch.Generator().manual_seed(step))
     pieces = text[starts[:, None] + torch.arange(LENGTH + 1)]
     return pieces[:, :-1], pieces[:, 1:]
@@ -90,7 +89,7 @@ def batch(step: int, text: Tensor) -> tuple[Tensor, Tensor]:
 
 class Trained(NamedTuple):
     losses: list[float]
-    per_second: float  # characters
+    per_second: float  # characters per second
 
 
 def train(model: Pipeline, text: Tensor, steps: int) -> Trained:
@@ -126,7 +125,7 @@ def train_alone(text: Tensor, steps: int) -> Trained:
 
 
 def write_on(model: Pipeline, text: Tensor, count: int = 60) -> str:
-    """What the model writes, which takes the most likely character each time."""
+    """Return text of the model, with the most likely character at each position."""
     written = text[:LENGTH]
     with torch.no_grad():
         for _ in range(count):
@@ -135,7 +134,7 @@ def write_on(model: Pipeline, text: Tensor, count: int = 60) -> str:
 
 
 def draw(ours: list[float], single: list[float], path: str) -> None:
-    import matplotlib  # here, since the workers need not import it
+    import matplotlib  # imported here because the workers do not need it
 
     matplotlib.use("Agg")
     from matplotlib import pyplot

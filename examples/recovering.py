@@ -1,9 +1,11 @@
-"""A pipeline learns to read digits while its workers are killed, and ends as if nothing had happened.
+"""Fault tolerance: a pipeline trains while its workers are killed, with the same result as without failures.
 
-Three processes train: the driver, and two with a stage each. Whoever dies is started again. When a stage was lost, the
-driver waits for its worker, and all go on from the last checkpoint; when the driver was, its next life begins there.
+Three processes train: the driver, and two workers with one stage each. A process that dies is restarted. After the loss
+of a stage, the driver waits for its worker, and training resumes from the last checkpoint. A restarted driver resumes
+from the last checkpoint too.
 
-Without a name this starts the three, kills them, and starts them again; `python recovering.py driver` is one of them.
+Without arguments, this program starts, kills and restarts the three processes. `python recovering.py driver` is one of
+them.
 """
 
 from __future__ import annotations
@@ -31,11 +33,11 @@ from telegrad.nn import Pipeline, RemoteModule
 from telegrad.optim import DistributedOptimizer
 
 BATCH, RATE = 64, 0.5
-EVERY = 20  # steps from one checkpoint to the next
+EVERY = 20  # steps between checkpoints
 
 
 def stage(name: str) -> nn.Module:
-    """The same parameters in every life."""
+    """Create a stage, with the same parameters after each restart."""
     return seeded(len(name), layers, name)
 
 
@@ -44,7 +46,7 @@ def layers(name: str) -> nn.Module:
 
 
 def drive(folder: pathlib.Path, steps: int) -> None:
-    """Train, from the last checkpoint if there is one, and leave what comes out for the test images."""
+    """Train, from the last checkpoint if there is one, and save the outputs for the test images."""
     rpc.wait_for_workers(["first", "second"], timeout=60)
     pipeline = Pipeline([RemoteModule(name, stage, (name,), restore=True) for name in ("first", "second")], chunks=4)
     optimizer = DistributedOptimizer.for_module(torch.optim.SGD, pipeline, lr=RATE)
@@ -78,7 +80,7 @@ def steps_of(path: str | None) -> int:
 
 
 def live(name: str, folder: pathlib.Path, steps: int) -> None:
-    """One process."""
+    """Run one of the three processes."""
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
     rpc.init_rpc(name)
@@ -90,7 +92,7 @@ def live(name: str, folder: pathlib.Path, steps: int) -> None:
 
 
 def keep_alive(folder: pathlib.Path, steps: int, kills: int) -> None:
-    """Start all, kill one now and then, and start again who has died, until the driver is through."""
+    """Start all processes, kill one from time to time, and restart dead ones, until the driver has finished."""
 
     def start(name: str) -> subprocess.Popen[bytes]:
         own = [name, "--steps", str(steps), "--folder", str(folder)]
@@ -98,7 +100,7 @@ def keep_alive(folder: pathlib.Path, steps: int, kills: int) -> None:
 
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(free_port()))
     processes = {name: start(name) for name in ("driver", "first", "second")}
-    rpc.init_rpc("keeper", rank=0)  # it serves the place where all meet
+    rpc.init_rpc("keeper", rank=0)  # rank 0 serves the group's store
     progress = Progress("training with deaths", steps // EVERY)
     victims = [("second", "driver", "first")[number % 3] for number in range(kills)]
     while processes["driver"].poll() != 0:
@@ -112,7 +114,7 @@ def keep_alive(folder: pathlib.Path, steps: int, kills: int) -> None:
                 print(f"{name} has died and is started again", flush=True)
                 processes[name] = start(name)
         time.sleep(0.01)
-    rpc.shutdown()  # and so the other two end
+    rpc.shutdown()  # ends `serve` in the other two processes
     for process in processes.values():
         process.wait()
 

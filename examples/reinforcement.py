@@ -1,10 +1,10 @@
-"""Observers play, an agent learns: reinforcement learning on a cart that balances a pole.
+"""Reinforcement learning: observers play CartPole, and an agent learns from their episodes.
 
-Each observer has the environment in a process of its own. It acts by a copy of the agent's network: the agent publishes
-its weights whenever it has learnt, and before each episode an observer sees to it that its own are not older than
-`--behind` versions. With `--ask` it asks the agent for every action instead, who answers the observers in batches, one
-pass of its network for all who ask at about the same time. When all have played their episodes the agent learns from
-them (policy gradients with a baseline), and the next round begins.
+Each observer runs the environment in its own process and chooses actions with a copy of the agent's network. The agent
+publishes its weights after each update. Before each episode, an observer refreshes its weights so that they are at most
+`--behind` versions old. With `--ask`, observers request every action from the agent instead. The agent answers
+simultaneous requests in one batch. After each round of episodes, the agent learns from them (policy gradients with a
+baseline).
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from telegrad._core.rpc import functions
 from telegrad.weights import Publisher, Subscriber
 
 GAME = "CartPole-v1"
-EPISODES = 4  # of each observer in a round
+EPISODES = 4  # per observer and round
 DISCOUNT = 0.99
 RATE = 0.01
 
 
 class Episode:
-    """What happened in one game."""
+    """The states and actions of one game."""
 
     def __init__(self) -> None:
         self.states: list[Tensor] = []
@@ -38,26 +38,26 @@ class Episode:
 
     @property
     def reward(self) -> int:
-        """One for each moment that the pole stood."""
+        """Return the reward: one for each step."""
         return len(self.actions)
 
 
 def policy() -> nn.Module:
-    """Gives the worth of each action, and of the state."""
+    """Return a network for the logits of both actions and the value of the state."""
     return nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 3))
 
 
 class Agent:
-    """Knows what to do, and learns."""
+    """The agent: chooses actions and learns."""
 
     def __init__(self) -> None:
         self.network = seeded(0, policy)
         self.optimizer = torch.optim.Adam(self.network.parameters(), lr=RATE)
-        self.batches: list[int] = []  # how many observers were answered at once
+        self.batches: list[int] = []  # sizes of the batches
 
     @functions.batch(max_size=4, max_wait=0.001)
     async def act(self, states: list[Tensor]) -> list[int]:
-        """An action for each observer that asks."""
+        """Return an action for each observer in the batch."""
         self.batches.append(len(states))
         return self.choose(torch.stack(states))
 
@@ -86,7 +86,7 @@ def chosen_by(network: nn.Module, states: Tensor) -> list[int]:
 
 
 def returns_of(episode: Episode) -> Tensor:
-    """What was still to come at each moment."""
+    """Return the discounted return of each step."""
     later, returns = 0.0, []
     for _ in episode.actions:
         later = 1 + DISCOUNT * later
@@ -95,18 +95,18 @@ def returns_of(episode: Episode) -> Tensor:
 
 
 class Observer:
-    """Plays as the agent says, or as its weights do."""
+    """An observer: plays with actions of the agent, or with a copy of its weights."""
 
     def __init__(self, number: int) -> None:
         self.game = gymnasium.make(GAME)
         self.seed = number * 1_000_000
-        self.behind: list[int] = []  # how many versions older than the newest its weights were, by episodes
+        self.behind: list[int] = []  # by episode: how many versions the weights were behind the newest
 
     def play(self, agent: rpc.RRef[Agent]) -> list[Episode]:
         return [self.episode(lambda state: agent.rpc_sync().act(state)) for _ in range(EPISODES)]
 
     def follow(self, behind: int) -> None:
-        """From now on act by oneself, with weights that are at most so many versions old."""
+        """Choose actions locally from now on, with weights at most `behind` versions old."""
         self.network = policy()
         self.weights = Subscriber("agent", "policy")
         self.bound = behind
@@ -138,7 +138,7 @@ class Observer:
 
 
 def train(agent: Agent, observers: list[rpc.RRef[Observer]], rounds: int, weights: Publisher | None) -> list[float]:
-    """The mean reward of each round."""
+    """Train, and return the mean reward of each round."""
     rewards = []
     progress = Progress(f"{len(observers)} observers,", rounds)
     reference = rpc.RRef(agent)
@@ -156,7 +156,7 @@ def train(agent: Agent, observers: list[rpc.RRef[Observer]], rounds: int, weight
 
 
 def train_alone(observers: int, rounds: int) -> list[float]:
-    """The same number of games in one process."""
+    """Train with the same number of games in one process. Return the mean rewards."""
     agent, observer = Agent(), Observer(0)
     rewards = []
     progress = Progress("the same in one process,", rounds)

@@ -1,7 +1,7 @@
-"""A recurrent network learns to write English, character by character, from a chapter of Python's manual.
+"""A recurrent network on two workers learns English, character by character, from a chapter of Python's manual.
 
-Its embedding table and its decoder live on a server, its LSTM here. Gradients are clipped by their norm over both
-workers, and a scheduler of torch.optim changes the learning rate on both.
+The embedding table and the decoder are on a server, the LSTM on the trainer. Gradients are clipped by their norm over
+both workers, and a scheduler of torch.optim sets the learning rate on both.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ TEXT = topics["types"]
 CHARACTERS = sorted(set(TEXT))
 WIDTH = 32  # of the embedding
 HIDDEN = 96
-ROWS = 16  # of the text that are read side by side
-LENGTH = 32  # characters of each in a step
+ROWS = 16  # of text in a batch
+LENGTH = 32  # characters per row and step
 RATE = 0.01
 NORM = 0.5
 
@@ -35,7 +35,7 @@ Step = Callable[..., tuple[float, State]]
 
 
 class Writer(nn.Module):
-    """Tells for each character which one may be next. Where its embedding and its decoder are is no matter to it."""
+    """Predict the next character. The embedding and the decoder can be local or remote modules."""
 
     def __init__(self, embedding: nn.Module, decoder: nn.Module) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ def train(model: Writer, optimizer: torch.optim.Optimizer, step: Step, steps: in
 
 
 def write(model: Writer, length: int) -> str:
-    """What the model has to say."""
+    """Return text that the model generates."""
     text = "The "
     state = None
     last = torch.tensor([[CHARACTERS.index(character)] for character in text])

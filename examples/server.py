@@ -1,13 +1,13 @@
-"""A web server that answers its requests by models on other workers, in batches. In this folder:
+"""A web server that serves models on other workers, with batching. Run it in this directory:
 
     telegrad run server.toml
 
-    curl localhost:8080/predict -d '[0.1, 0.2, 0.3, 0.4]'    # what a model says, in one batch with others' requests
-    curl -N 'localhost:8080/generate?length=100'             # letter by letter, as they are made
-    curl localhost:8080/health                               # the models that answer, with their processes
+    curl localhost:8080/predict -d '[0.1, 0.2, 0.3, 0.4]'    # a prediction, batched with other requests
+    curl -N 'localhost:8080/generate?length=100'             # a stream of letters
+    curl localhost:8080/health                               # the models that respond, with process ids
 
-Kill the process of a model: requests to it are answered with 503 until it is back. Break off a request: what a model
-does for it ends. Ctrl-C: what is under way is answered first.
+If the process of a model is killed, requests to it get status 503 until it has restarted. If a client disconnects, the
+model stops working on its request. After Ctrl-C, the server finishes running requests before it exits.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ import telegrad.rpc as rpc
 from telegrad.errors import CallTimeout, PeerError, UnknownWorker
 
 INPUTS, OUTPUTS = 4, 3
-LIMIT = 5.0  # seconds for a prediction, or for the next piece of a text
+LIMIT = 5.0  # seconds for a prediction, or for the next letter of a stream
 LETTERS = "abcdefghijklmnopqrstuvwxyz "
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-# What runs at the models' workers
+# Functions of the workers with models
 
 
 @rpc.functions.batch(max_size=32, max_wait=0.005)
@@ -44,10 +44,10 @@ async def predict(inputs: list[list[float]]) -> list[list[float]]:
 
 
 async def generate(length: int) -> AsyncIterator[str]:
-    """A text."""
+    """Yield the letters of a text."""
     generator = torch.Generator().manual_seed(0)
     for written in range(length):
-        await asyncio.sleep(0.02)  # a model that takes its time
+        await asyncio.sleep(0.02)  # stands for a slow model
         try:
             yield LETTERS[int(torch.randint(len(LETTERS), (), generator=generator))]
         except GeneratorExit:
@@ -57,31 +57,31 @@ async def generate(length: int) -> AsyncIterator[str]:
 
 @functools.cache
 def model() -> nn.Module:
-    """That of this process; yours is loaded here."""
+    """Return the model of this process. Replace this with code that loads your model."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(INPUTS, 64), nn.ReLU(), nn.Linear(64, OUTPUTS), nn.Softmax(dim=-1))
 
 
-# What runs at the web server
+# Functions of the web server
 
 
 turns = itertools.count()
 
 
 def chosen() -> str:
-    """The name of a worker that has a model: each in turn, of those that are there now."""
+    """Return the name of a worker with a model: the current workers in turn."""
     names = rpc.group("model").names
     return names[next(turns) % len(names)]
 
 
 @web.middleware
 async def as_http(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """What went wrong with a call, in the words of HTTP."""
+    """Convert errors of remote calls into HTTP responses."""
     try:
         return await handler(request)
     except CallTimeout as error:
         raise web.HTTPGatewayTimeout(text=str(error)) from error
-    except (PeerError, UnknownWorker) as error:  # the worker has gone, or there is none
+    except (PeerError, UnknownWorker) as error:  # the worker was lost, or no worker has a model
         raise web.HTTPServiceUnavailable(text=str(error), headers={"Retry-After": "1"}) from error
 
 
@@ -99,7 +99,7 @@ async def write(request: web.Request) -> web.StreamResponse:
     response = web.StreamResponse()
     length = int(request.query.get("length", "100"))
     letters = rpc.rpc_stream(chosen(), generate, (length,), timeout=LIMIT)
-    with letters, contextlib.suppress(ConnectionResetError):  # the client has gone
+    with letters, contextlib.suppress(ConnectionResetError):  # the client disconnected
         await response.prepare(request)
         async for letter in letters:
             await response.write(letter.encode())
@@ -118,12 +118,12 @@ def app() -> web.Application:
     return made
 
 
-# Both
+# Common code
 
 
 def main() -> None:
     if os.environ["TELEGRAD_ROLE"] == "model":
-        model()  # before others can call
+        model()  # load it before other workers can call
         rpc.init_rpc()
         rpc.serve()
     else:
@@ -132,8 +132,8 @@ def main() -> None:
             app(),
             host="127.0.0.1",
             port=int(os.environ.get("PORT", "8080")),
-            handler_cancellation=True,  # a request whose client has gone is cancelled, and with it its call
-            shutdown_timeout=5.0,  # for what is under way; within the `grace` of `telegrad run`
+            handler_cancellation=True,  # cancel a request and its call if the client disconnects
+            shutdown_timeout=5.0,  # for running requests; shorter than the `grace` of `telegrad run`
         )
         rpc.shutdown()
 
