@@ -124,7 +124,7 @@ def test_an_error_tells_what_the_launcher_said(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(errors.StoreUnreachable, match=r"no process serves.*Slurm reports that this is rank 3 of 4"):
         open_meeting("env://", -1, None, None, 0.05)
     monkeypatch.setenv("SLURM_PROCID", "4")
-    with pytest.raises(errors.UsageError, match=r"rank 4 is not within.*Slurm says"):
+    with pytest.raises(errors.UsageError, match=r"rank 4 is not within.*Slurm reports"):
         open_meeting("env://", -1, None, None, 0.05)
 
 

@@ -400,7 +400,7 @@ def test_top_of_workers_that_do_not_answer() -> None:
     assert TopView(worker="w2").text(GroupHistory()).startswith("0 workers")
     with pytest.raises(UsageError, match="no worker 'x' was found here; the workers are: ps, w2"):
         TopView(worker="x").text(history)
-    with pytest.raises(UsageError, match="no table has a column 'x'; there are: worker, rank"):
+    with pytest.raises(UsageError, match="no table has a column 'x'; the columns are: worker, rank"):
         TopView(sort="x").text(history)
     assert detail(history, "x") == {"about": "no worker 'x' was found here; the workers are: ps, w2", "tables": []}
 

@@ -39,7 +39,7 @@ UsageError: the loss of a pipeline is called with outputs and targets: pass an i
 ## a loss that is no scalar
 with autograd.context() as context_id:
     pipeline.forward_backward(context_id, x, x, torch.sub)
-UsageError: the loss of a pipeline must be a scalar tensor, but _VariableFunctionsClass.sub gave a tensor of shape
+UsageError: the loss of a pipeline must be a scalar tensor, but _VariableFunctionsClass.sub returned a tensor of shape
 -> `.mean()`, or `.sum()` with `reduction="sum"`
 ## two reductions
 with autograd.context() as context_id:

@@ -278,7 +278,7 @@ ValueError: ... is a reference to an instance of <class 'dict'>, not of <class n
 -> a reference to a module
 ## a reference on another worker
 RemoteModule.init_from_module_rref('w2', remote.get_module_rref())
-UsageError: remote_device: ... is not on worker 'w2', but on 'w1': say so
+UsageError: remote_device: ... is not on worker 'w2', but on 'w1': name it
 -> name its owner
 ## `torch.func.functional_call` and `stack_module_state` of a remote module
 torch.func.functional_call(remote, {'weight': x}, (x,))

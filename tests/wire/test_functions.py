@@ -10,7 +10,7 @@ import pathlib
 import sys
 import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -313,16 +313,22 @@ def test_the_main_program_is_named_only_to_its_like(main: ModuleType, module: st
         assert resolve(name) is thing
 
 
-def test_the_program_is_known_by_its_file(
-    main: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
-) -> None:
+@pytest.fixture
+def unread(main: ModuleType) -> Iterator[ModuleType]:
+    """The main module, whose file is read again, as is the real one's afterwards."""
+    program.cache_clear()
+    yield main
+    program.cache_clear()
+
+
+def test_the_program_is_known_by_its_file(unread: ModuleType, tmp_path: pathlib.Path) -> None:
     prints = []
     for folder, content in (("a", "x = 1"), ("b", "x = 1"), ("c", "x = 2")):
         path = tmp_path / folder / "script.py"
         path.parent.mkdir()
         path.write_text(content)
-        main.__file__ = str(path)
-        monkeypatch.setattr(function_names, "_program", None)
+        unread.__file__ = str(path)
+        program.cache_clear()
         prints.append(program())
         path.unlink()
         assert program() == prints[-1]  # not read again
@@ -330,9 +336,8 @@ def test_the_program_is_known_by_its_file(
 
 
 @pytest.mark.parametrize("file", [None, "<stdin>"])
-def test_a_prompt_is_no_program(main: ModuleType, monkeypatch: pytest.MonkeyPatch, file: str | None) -> None:
-    main.__file__ = file
-    monkeypatch.setattr(function_names, "_program", None)
+def test_a_prompt_is_no_program(unread: ModuleType, file: str | None) -> None:
+    unread.__file__ = file
     assert program() == ""
 
 
