@@ -331,7 +331,7 @@ os.kill(os.getpid(), signal.SIGKILL)
         (["--help"], 0, "python -m telegrad worker NAME"),
         (["worker", "--help"], 0, "--world-size"),
         ([], 2, "python -m telegrad script.py"),
-        (["--nonsense"], 1, "no option --nonsense"),
+        (["--nonsense"], 1, "unknown option --nonsense"),
         (["workers"], 1, "did you mean 'worker'?"),
         (["worker"], 2, "name"),
     ],

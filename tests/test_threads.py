@@ -38,7 +38,7 @@ def test_a_thread_that_many_want_is_started_once() -> None:
 
 def test_a_lock_refuses_the_thread_that_holds_it_and_no_other() -> None:
     lock = Exclusive("a look")
-    with lock, pytest.raises(UsageError, match="has interrupted a look"), lock:
+    with lock, pytest.raises(UsageError, match="a signal handler interrupted a look"), lock:
         pass
 
     def take() -> None:

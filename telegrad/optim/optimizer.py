@@ -304,8 +304,7 @@ class DistributedOptimizer(Optimizer):
         contexts = current.conductor().contexts
         if contexts.has_ended(context_id):  # the owners may not know this yet
             raise ContextEnded(
-                f"the autograd context with id: {context_id} has ended, and its gradients with it: call {method}() "
-                "inside its `with` block"
+                f"the autograd context with id: {context_id} has ended: call {method}() inside its `with` block"
             )
         # The calls do not join the context, unless owners with kept gradients may have to join it.
         with nullcontext() if self._keeps else Inside(None):

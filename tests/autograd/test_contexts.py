@@ -127,4 +127,3 @@ def test_a_context_tells_its_state(contexts: Contexts) -> None:
     assert "known to owner" in repr(context)
     contexts.release(context.id)
     assert "has ended" in repr(context)
-    assert "0, and 1 that have ended" in repr(contexts)

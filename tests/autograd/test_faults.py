@@ -172,9 +172,9 @@ def use_what_others_let_go_of() -> int:
     with autograd.context() as context:
         loss = rpc_sync("worker1", relayed, (x,)).sum()
         rpc_sync("worker1", lose, (0,))
-        with pytest.raises(ContextLost, match="'worker1' has let go"):
+        with pytest.raises(ContextLost, match="'worker1' has dropped"):
             rpc_sync("worker1", torch.sin, (x,))
-        with pytest.raises(ContextLost, match="'worker1' has let go"):
+        with pytest.raises(ContextLost, match="'worker1' has dropped"):
             autograd.backward(context, loss)
         return int(rpc_sync("worker2", contexts))
 

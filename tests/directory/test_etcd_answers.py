@@ -255,5 +255,5 @@ def test_an_answer_that_no_etcd_gives_is_not_trusted(played: Play, connected: Co
         lambda: client.renew(Lease(7, 9.0, 0.0)),
         lambda: client.watch("", 5, SOON),
     ):
-        with pytest.raises(StoreUntrusted, match=rf"etcd at 127.0.0.1:{server.port} gave .* under 'mine/'"):
+        with pytest.raises(StoreUntrusted, match=rf"127.0.0.1:{server.port} sent an invalid answer .* under 'mine/'"):
             ask()

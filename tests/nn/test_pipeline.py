@@ -193,7 +193,7 @@ REFUSED: dict[str, tuple[Any, str | None, str]] = {
     "a value": (torch.zeros(()), None, "loss must be a function of outputs and targets"),
     "no scalar": (partial(mse_loss, reduction="none"), None, "gives a loss for each sample"),
     "no scalar, and a function": (lambda outputs, targets: outputs - targets, None, r"shape \(2, 3\)\. End it"),
-    "no tensor": (lambda outputs, targets: mse_loss(outputs, targets).item(), None, "gave float"),
+    "no tensor": (lambda outputs, targets: mse_loss(outputs, targets).item(), None, "returned float"),
 }
 
 

@@ -528,7 +528,7 @@ def test_a_micro_batch_of_another_kind_is_refused() -> None:
             r"of another structure: the example was a tensor, and this input is a dictionary with 'value', "
             r"'scale' \(a value of the type float\)",
         ),
-        ((torch.ones(3, 8), [torch.ones(3)]), "and a tuple of a tensor, a list of a tensor was given"),
+        ((torch.ones(3, 8), [torch.ones(3)]), "and this input is a tuple of a tensor, a list of a tensor"),
     ]
     for inputs, said in others:
         with pytest.raises(UsageError, match=said):

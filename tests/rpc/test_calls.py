@@ -256,7 +256,7 @@ def test_a_connection_that_broke_is_made_again() -> None:
             with pytest.raises(errors.PeerLost, match="may or may not have run") as told:
                 future.wait()
             assert re.search(
-                r"anew\. This call of [\w.]+\.wait_gate was in flight for \d\.\d s; rpc_sync and rpc_async repeat",
+                r"again\. This call of [\w.]+\.wait_gate was in flight for \d\.\d s; rpc_sync and rpc_async repeat",
                 str(told.value),
             )
             assert str(told.value).count("This call") == 1

@@ -439,7 +439,7 @@ def test_new_calls_fail_at_once() -> None:
         assert time.monotonic() < until, story.events
         time.sleep(0.01)
     refused = next(event for event in story.events if "refused" in event)
-    assert "hold on worker 'w2' was not called: the call of" in refused
+    assert "hold on worker 'w2' was not called: it belongs to the call of" in refused
     assert "goes_on by worker 'w0'" in refused
     assert "second begins" not in story.events
 

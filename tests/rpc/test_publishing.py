@@ -377,7 +377,7 @@ def test_a_claim_that_may_have_been_made_is_given_up_with_its_offer(
 
 def test_what_cannot_be_published(crowd: Crowd) -> None:
     crowd.on("w1", rpc.publish, "counter", Counter)
-    with pytest.raises(errors.UsageError, match="'w1' publishes a value under the name 'counter' already"):
+    with pytest.raises(errors.UsageError, match="'w1' already publishes a value under the name 'counter'"):
         crowd.on("w1", rpc.publish, "counter", Counter)
     with pytest.raises(errors.InvalidArgument, match="factory must be a function"):
         crowd.on("w1", rpc.publish, "other", Counter())

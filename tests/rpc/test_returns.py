@@ -126,7 +126,7 @@ def test_a_call_that_does_not_wait_says_that_it_could(stage: Stage, monkeypatch:
 
 def test_it_waits_no_longer_than_its_timeout(stage: Stage) -> None:
     began = time.monotonic()
-    with pytest.raises(errors.CallTimeout, match=r"who on worker 'x' waited .* \(0.3 s\)\. could not find") as told:
+    with pytest.raises(errors.CallTimeout, match=r"who on worker 'x' timed out: .* \(0.3 s\)\. could not find") as told:
         rpc.rpc_sync("x", who, timeout=0.3, wait_for_worker=True)
     assert 0.3 <= time.monotonic() - began < 3
     assert "\n" not in str(told.value)

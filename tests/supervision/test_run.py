@@ -313,7 +313,7 @@ def test_names_have_colours_on_a_terminal(tmp_path: pathlib.Path) -> None:
             said += data
     assert process.wait(PATIENCE) == 0
     assert re.search(rb"\033\[\d\dm\[worker0\]\033\[0m hello", said)
-    assert b"\033[31m[telegrad]\033[0m worker0 has ended" in said
+    assert b"\033[31m[telegrad]\033[0m worker0 ended" in said
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ def test_what_nobody_has_is_told() -> None:
         plan({"a": [Part("w", box((0, 3)))]}, [Part("w", box((0, 5)))])
     with pytest.raises(UsageError, match="no workers"):
         plan({}, [Part("w", box((0, 5)))])
-    with pytest.raises(UsageError, match="'w' has 2 dimensions on 'a', and 1"):
+    with pytest.raises(UsageError, match="'w' has 2 dimensions on 'a', but 1"):
         plan({"a": [Part("w", box((0, 3), (0, 3)))]}, [Part("w", box((0, 5)))])
 
 

@@ -372,7 +372,7 @@ def test_what_is_said_of_mistakes() -> None:
     with agents(2) as (learner, actor):
         model = nn.Linear(3, 2)
         publisher = on(learner, Publisher, "policy", model)
-        with pytest.raises(UnknownPublisher, match=r"w0' has no publisher 'polcy'.*there are 'policy'"):
+        with pytest.raises(UnknownPublisher, match=r"w0' has no publisher 'polcy'.*its publishers are 'policy'"):
             on(actor, Subscriber, "w0", "polcy", timeout=0.1)
         endless: list[Any] = [torch.ones(1)]
         endless.append(endless)

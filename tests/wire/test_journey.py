@@ -9,6 +9,7 @@ import sys
 import types
 import typing
 import weakref
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -63,13 +64,14 @@ def odd(n): return n != 0 and even(n - 1)
 
 
 @pytest.fixture
-def main(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def main(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     """A main program of its own."""
     module = types.ModuleType("__main__")
     exec(MAIN, module.__dict__)
     monkeypatch.setitem(sys.modules, "__main__", module)
-    monkeypatch.setattr(function_names, "_program", None)
-    return module
+    function_names.program.cache_clear()
+    yield module
+    function_names.program.cache_clear()
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
