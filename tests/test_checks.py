@@ -158,7 +158,7 @@ LEFT_OUT = {
     "telegrad.rpc.BackendType", "telegrad.rpc.Generation", "telegrad.rpc.GroupFuture", "telegrad.rpc.Group",
     "telegrad.rpc.RefGroup", "telegrad.rpc.Stream", "telegrad.rpc.TlsFiles", "telegrad.rpc.WorkerInfo",
     "telegrad.weights.Box", "telegrad.weights.Shard", "telegrad.weights.Version", "telegrad.insight.GradientGraph",
-    "telegrad.launch.local.LocalGroup", "telegrad.launch.local.LocalGroup.ended",
+    "telegrad.launch.local.LocalGroup",
     "telegrad.launch.local.LocalGroup.__exit__",
     "telegrad._core.rpc.rref.Proxy", "telegrad._core.rpc.rref.Proxy.__call__", "telegrad.rpc.RRef.__call__",
     "telegrad.rpc.Future",

@@ -73,7 +73,7 @@ class LocalGroup:
         self._called_off = ""
         self._store: Any = None
         self._formed = self._closed = False
-        self.key = new_key()
+        self.key: bytes = new_key()
         self._workers: list[_Worker] = []
         main = programs.find("")
         programs.hosts = main.guarded
@@ -133,7 +133,7 @@ class LocalGroup:
         with self._lock:
             self._formed, self._store = True, None
 
-    def ended(self, worker: _Worker, code: int) -> None:
+    def _ended(self, worker: _Worker, code: int) -> None:
         if self._closed:
             return
         how = f"ended with {describe_exit(code)}"
@@ -292,7 +292,7 @@ class _Worker:
         code = self._process.wait()
         for pump in self._pumps:
             pump.join(GRACE)
-        group.ended(self, code)
+        group._ended(self, code)
 
 
 def _wake_at_interrupts() -> None:

@@ -423,13 +423,13 @@ class DistributedOptimizer(Optimizer):
             "loading"
         )
 
-    register_state_dict_post_hook = register_state_dict_pre_hook
-    register_load_state_dict_pre_hook = register_load_state_dict_post_hook = register_state_dict_pre_hook
+    register_state_dict_post_hook: Any = register_state_dict_pre_hook
+    register_load_state_dict_pre_hook: Any = register_state_dict_pre_hook
+    register_load_state_dict_post_hook: Any = register_state_dict_pre_hook
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise UsageError(
-            "a DistributedOptimizer cannot be sent or copied: wrap it in an RRef to use it from elsewhere, or save its "
-            "state_dict()"
+            "a DistributedOptimizer cannot be sent or copied: wrap it in an RRef, or save its state_dict()"
         )
 
 

@@ -386,7 +386,7 @@ UsageError: there is no parameter to optimize: the modules have none, or this op
 -> one at least
 ## an optimizer that is sent
 rpc.rpc_sync('w1', id, (optimizer,))
-CannotEncode: argument 0 cannot be sent: a DistributedOptimizer cannot be sent or copied: wrap it in an RRef to use
+CannotEncode: argument 0 cannot be sent: a DistributedOptimizer cannot be sent or copied: wrap it in an RRef
 -> step where it was made
 ## an optimizer of torch over remote modules
 torch.optim.SGD(remote.parameters(), lr=1)

@@ -103,9 +103,10 @@ class Layout:
     def __init__(self, number: int, description: bytes) -> None:
         self.number = number
         self.description = description
+        self.size: int
         # Of each slot the first byte, the size, and the size of its elements; 1 if these have several sizes.
         self._body, views, self._slots, self.size = pickle.loads(description)
-        self.views = [TensorView(*view) for view in views]
+        self.views: list[TensorView] = [TensorView(*view) for view in views]
         self._views = Views(self.views)
         self.checked: Any = None  # targets that any version may be copied into: see `weight_version.load`
         self._names: list[dict[str, int] | None] = []  # empty until they are computed
