@@ -44,6 +44,8 @@ _turns: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 @functools.cache
 def watch() -> None:
     """Track all replicated modules from now on, for all process groups, because `forward` may be called directly."""
+    if not torch.distributed.is_available():  # there are none
+        return
     register_module_module_registration_hook(_notice)  # registering twice is harmless
     found = instances(DistributedDataParallel)
     with _lock:
@@ -62,8 +64,7 @@ def _notice(module: Any, *_: Any) -> None:
 
 def replicated() -> set[int]:
     """Return the ids of the parameters of all replicated modules."""
-    if torch.distributed.is_available():
-        watch()
+    watch()
     if not _seen:
         return set()
     with _lock:
