@@ -409,11 +409,15 @@ def _getsignal(signalnum: int, /) -> Any:
     return _own(_real_getsignal(signalnum))
 
 
+@functools.cache  # a program may replace these functions in turn
+def _wrap_later_handlers() -> None:
+    _real.signal = _signal
+    _real.getsignal = _getsignal
+
+
 def install() -> None:
     """Wrap all signal handlers of the process from now on; wrap the existing ones on the main thread only."""
-    if _real.signal is not _signal:
-        _real.signal = _signal
-        _real.getsignal = _getsignal
+    _wrap_later_handlers()
     if threading.current_thread() is not threading.main_thread():
         return
     for signum in signal.valid_signals():
