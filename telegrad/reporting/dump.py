@@ -89,11 +89,6 @@ class Dumper:
         self._alarm = self._alarmed
         instruments.alarms.append(self._alarm)
 
-    def want(self, reason: str) -> None:
-        """Request a dump, which another thread writes soon."""
-        with contextlib.suppress(RuntimeError):  # no memory for a thread
-            Thread(target=self.write, args=(reason,), name="telegrad-dump").start()
-
     def write(self, reason: str) -> pathlib.Path | None:
         """Write a dump now; return None if dumps are off, or if it failed, which is logged."""
         try:
@@ -115,14 +110,15 @@ class Dumper:
         now = monotonic()
         if now >= self._next:
             self._next = now + PAUSE
-            self.want(reason)
+            with contextlib.suppress(RuntimeError):  # no memory for a thread
+                Thread(target=self.write, args=(reason,), name="telegrad-dump").start()
 
 
 class Signalled:
     """Handle SIGUSR2, unless the program uses it: write stacks to a file of the process, and call `act` on a new
     thread."""
 
-    def __init__(self, act: Callable[[], None]) -> None:
+    def __init__(self, act: Callable[[], object]) -> None:
         self._act = act
         self._depth = forks.depth
         self.file = -1  # the descriptor of that file; -1: none

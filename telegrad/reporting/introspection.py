@@ -28,7 +28,7 @@ class Introspection(WorkerExtension):
         self._inquiry: StateQueries | None = None  # None until there is an agent
         recorder.begin()
         self._dumper = Dumper(name, self._tell)
-        self._signalled = Signalled(lambda: self._dumper.want("received SIGUSR2"))
+        self._signalled = Signalled(lambda: self._dumper.write("received SIGUSR2"))
         self._desk = DebugServer(name, self._signalled.file, self._answer)
         self._closed = False
 
