@@ -106,7 +106,7 @@ def _complete(path: str, begun: Begun, keep: int | None, waited_for: bool) -> No
     plans = [_marked(plan, mark) for plan in writer.prepare_global_plan(plans)]
     by_worker = dict(zip(begun, plans, strict=True))
     try:
-        written = call_all(
+        written: dict[str, list[WriteResult]] = call_all(
             by_worker,
             lambda worker, plan: rpc_async(
                 worker, _write if waited_for else _write_apart, (begun[worker][0], plan), timeout=NO_LIMIT

@@ -128,7 +128,7 @@ class RefGroup:
     # Calling methods of the values
 
     @not_compiled
-    def rpc_sync(self, timeout: float = DEFAULT) -> Proxy:
+    def rpc_sync(self, timeout: float = DEFAULT) -> Proxy[list[Any]]:
         """`refs.rpc_sync().method(*args)` runs a method of each value at its owner and waits.
 
         The timeout is as for `rpc.rpc_sync`.
@@ -143,7 +143,7 @@ class RefGroup:
         return Proxy(lambda *call: wait_or_cancel(self._call(*call)), timeout)
 
     @not_compiled
-    def rpc_async(self, timeout: float = DEFAULT) -> Proxy:
+    def rpc_async(self, timeout: float = DEFAULT) -> Proxy[GroupFuture]:
         """Call methods as `rpc_sync` does, but return a future, like calls to groups.
 
         Returns:
@@ -153,7 +153,7 @@ class RefGroup:
         return Proxy(self._call, timeout)
 
     @not_compiled
-    def remote(self, timeout: float = DEFAULT) -> Proxy:
+    def remote(self, timeout: float = DEFAULT) -> Proxy[RefGroup]:
         """Call methods as `rpc_sync` does, but return references to the results, which stay at the owners.
 
         Returns:

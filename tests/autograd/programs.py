@@ -331,7 +331,7 @@ def run_on_workers(seed: int) -> Outcome:
             penalties = [each for each in penalties if rpc_sync(each.owner(), _has_graph, (each,))]
             if penalties:
                 autograd.backward(context, penalties)
-        gradients = [
+        gradients: list[Any] = [
             autograd.get_gradients(context) if name == "w0" else rpc_sync(name, _gradients, (seed, name, context))
             for name in names
         ]

@@ -80,7 +80,7 @@ def test_five_sends_of_which_some_are_unused(root: str) -> None:
         e_ref = remote("w2", with_value, (worker2_part, c_ref))
         f1 = rpc_sync("w1", with_value, (worker1_part, c_ref, e_ref))
         autograd.backward(context, (f1 if root == "f1" else h1 + f1).sum())
-        found = {}
+        found: dict[int, Any] = {}
         for name in ("w0", "w1", "w2"):
             found.update(dict(rpc_sync(name, gradients_of_parameters, (name, context))))
     for number, (_, gradient) in enumerate(zip(everything, wanted, strict=True)):
@@ -151,7 +151,7 @@ def test_a_mode_that_is_none() -> None:
 def test_a_context_that_ends_under_its_pass() -> None:
     gate = threading.Event()
     with autograd.context() as context:
-        future = autograd.backward_async(context, rpc_sync("w1", slow_backward, (leaf(), Holder(gate))).sum())
+        future = autograd.backward_async(context, rpc_sync("w1", slow_backward, [leaf(), Holder(gate)]).sum())
     with pytest.raises(ContextEnded, match="wait for the pass"):
         future.wait()
     GATE.set()
@@ -573,7 +573,7 @@ def test_passes_that_have_ended_run_no_longer(trio: list[Worker]) -> None:
 def test_a_pass_that_takes_too_long(run: Callable[..., Any]) -> None:
     with autograd.context() as context:
         x = leaf()
-        loss = rpc_sync("w1", slow_backward, (x, Holder(None))).sum()
+        loss = rpc_sync("w1", slow_backward, [x, Holder(None)]).sum()
         with pytest.raises(CallTimeout, match="'w1'"):
             run(context, loss, x, timeout=0.2)
         GATE.set()
@@ -581,7 +581,7 @@ def test_a_pass_that_takes_too_long(run: Callable[..., Any]) -> None:
 
 def test_a_pass_tells_for_whom_it_waits(trio: list[Worker]) -> None:
     with autograd.context() as context:
-        future = autograd.backward_async(context, rpc_sync("w1", slow_backward, (leaf(), Holder(None))).sum())
+        future = autograd.backward_async(context, rpc_sync("w1", slow_backward, [leaf(), Holder(None)]).sum())
         wait_until(lambda: "running, waits for w1" in repr(trio[0].conductor))
         wait_until(lambda: "its graph runs" in repr(trio[1].conductor.contexts.find(context)))
         GATE.set()
@@ -605,7 +605,7 @@ def test_what_leaves_early_does_not_wait_for_the_rest() -> None:
     x = leaf()
     x.register_hook(lambda gradient: GATE.set())
     with autograd.context() as context:
-        autograd.backward(context, rpc_sync("w1", two_branches, (x, Holder(None))).sum())
+        autograd.backward(context, rpc_sync("w1", two_branches, [x, Holder(None)]).sum())
         assert x in autograd.get_gradients(context)
 
 

@@ -144,9 +144,9 @@ def apply(where: str, x: Tensor) -> Tensor:
     return made
 
 
-def gradients_of_layer(where: str, context: int) -> list[Tensor | None]:
+def gradients_of_layer(where: str, context: int) -> list[Tensor]:
     found = autograd.get_gradients(context)
-    return [found.get(parameter) for parameter in layers[where].parameters()]
+    return [found[parameter] for parameter in layers[where].parameters()]
 
 
 def train_both(program: Callable[[Call, Grad], tuple[Tensor, list[Tensor]]]) -> None:

@@ -228,7 +228,7 @@ def test_writes_to_shared_memory_that_has_no_history_are_noticed() -> None:
 def test_shared_memory_of_complex_numbers() -> None:
     x, y = leaf(4), leaf(4)
     with autograd.context() as context:
-        loss = sum(each.abs().sum() for each in rpc_sync("w1", complex_parts, (x,)))
+        loss: Any = sum(each.abs().sum() for each in rpc_sync("w1", complex_parts, (x,)))
         autograd.backward(context, loss)
         sum(each.abs().sum() for each in complex_parts(y)).backward()
         assert torch.allclose(autograd.get_gradients(context)[x], y.grad)  # type: ignore[arg-type]
@@ -257,7 +257,7 @@ def test_gradients_of_calls_under_no_grad_are_not_lost() -> None:
     x = leaf()
     with autograd.context() as context:
         rpc_sync("w1", keep, (x,))
-        for function, args in ((sine_with_grad, (x,)), (get_kept, ())):
+        for function, args in ((sine_with_grad, [x]), (get_kept, [])):
             with torch.no_grad():
                 received: Tensor = rpc_sync("w1", function, args)
             assert received.requires_grad

@@ -37,7 +37,7 @@ def square(x: torch.Tensor) -> torch.Tensor:
     return x * x
 
 
-def scaled(x: torch.Tensor, by: float) -> torch.Tensor:
+def scaled(x: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
     return square(x) * rpc.rpc_sync("w2", torch.mul, (by, 3))
 
 

@@ -337,7 +337,7 @@ def work(rank: int, stage: Stage) -> None:
             x = torch.ones(3, requires_grad=True)
             losses = [rpc.rpc_async(f"worker{to}", torch.add, args=(x, to)) for to in (1, 2)]
             kept = [rpc.remote(f"worker{to}", torch.mul, args=(x, to)) for to in (1, 2)]
-            total = sum(loss.wait().sum() for loss in losses) + sum(each.to_here().sum() for each in kept)
+            total: Any = sum(loss.wait().sum() for loss in losses) + sum(each.to_here().sum() for each in kept)
             autograd.backward(context, [total])
 
 

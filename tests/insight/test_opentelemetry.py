@@ -236,7 +236,7 @@ def test_timeouts_and_references_that_fail(seen: Seen) -> None:
         rpc_async("w1", never, timeout=0.05).wait()
     for name in ("held", "never"):
         assert seen.span(name, CLIENT).attributes["error.type"] == "CallTimeout"
-    failing = remote("w1", fail)
+    failing: Any = remote("w1", fail)
     with pytest.raises(KeyError):
         failing.to_here()
     assert seen.span("fail", CLIENT).attributes["error.type"] == "KeyError"

@@ -60,7 +60,7 @@ def main() -> None:
         os.kill(found[1][2], signal.SIGKILL)
         name, _, process = call_until_it_is_back(found[1][0], found[1])
         assert process != found[1][2]
-        assert rpc.rpc_sync(found[0][0], rpc.rpc_sync, (name, pow, (2, 3))) == 8
+        assert rpc.rpc_sync(found[0][0], rpc.rpc_sync, [name, pow, (2, 3)]) == 8
         rpc.shutdown(graceful=False)
     finally:
         ray.shutdown()

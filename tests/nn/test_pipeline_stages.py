@@ -303,10 +303,10 @@ def test_autocast_holds_in_all_stages() -> None:
     inputs = torch.ones(4, WIDTH)
     with autograd.context() as context, torch.autocast("cpu", torch.bfloat16):
         pipeline.forward_backward(context, inputs, inputs, mse_loss)
-    assert rpc_sync("w2", types_seen, (pipeline.stages[1].module_rref,)) == {torch.bfloat16}
+    assert rpc_sync("w2", types_seen, [pipeline.stages[1].module_rref]) == {torch.bfloat16}
     with torch.no_grad():
         pipeline(inputs)
-    assert rpc_sync("w2", types_seen, (pipeline.stages[1].module_rref,)) == {torch.bfloat16, torch.float32}
+    assert rpc_sync("w2", types_seen, [pipeline.stages[1].module_rref]) == {torch.bfloat16, torch.float32}
 
 
 class Types(nn.Module):

@@ -120,7 +120,7 @@ def make_leaf() -> torch.Tensor:
 
 def test_parameters_of_this_worker_and_of_others() -> None:
     here, there = nn.Parameter(torch.ones(2)), remote("w2", make_leaf)
-    optimizer = DistributedOptimizer(torch.optim.SGD, [RRef(here), there], 0.5)
+    optimizer = DistributedOptimizer(torch.optim.SGD, [RRef[Any](here), there], 0.5)
     with autograd.context() as context:
         autograd.backward(context, here.sum() + there.to_here().sum())
         optimizer.step(context)
@@ -157,7 +157,7 @@ def test_groups_have_hyperparameters_of_their_own() -> None:
     assert [(group["lr"], group["momentum"]) for group in optimizer.param_groups] == [(0.1, 0), (0.2, 0.5), (0.4, 0)]
     optimizer.param_groups[2]["lr"] = 0.5
     with autograd.context() as context:
-        autograd.backward(context, sum(each.to_here().sum() for each in (slow, fast, late)))
+        autograd.backward(context, torch.stack([each.to_here().sum() for each in (slow, fast, late)]).sum())
         optimizer.step(context)
     assert [round(each.to_here()[0, 0].item(), 6) for each in (slow, fast, late)] == [0.9, 0.8, 0.5]
     assert "Parameter Group 2" in repr(optimizer)
@@ -407,7 +407,7 @@ def test_errors_name_their_workers() -> None:
     optimizer = DistributedOptimizer(Fails, leaves, lr=1, when="later")
     for fused in (False, True):
         with autograd.context() as context, pytest.raises(WorkersFailed, match=r"w2: ArithmeticError: cannot step"):
-            run_step(context, sum(leaf.to_here().sum() for leaf in leaves), optimizer, fused)
+            run_step(context, torch.stack([leaf.to_here().sum() for leaf in leaves]).sum(), optimizer, fused)
 
 
 def test_a_worker_that_died() -> None:
@@ -435,7 +435,7 @@ def test_used_from_another_worker() -> None:
     optimizer = DistributedOptimizer(torch.optim.SGD, [leaf], lr=1)
     rpc_sync("w2", use_optimizer, (RRef(optimizer), leaf))
     assert leaf.to_here().sum() == 0
-    rpc_sync("w2", use_optimizer, (optimizer, leaf))  # as its annotation asks for a reference
+    rpc_sync("w2", use_optimizer, [optimizer, leaf])  # as its annotation asks for a reference
     assert leaf.to_here().sum() == -9
     with pytest.raises(CannotEncode, match="wrap it in an RRef"):
         rpc_sync("w2", type, (optimizer,))

@@ -91,7 +91,7 @@ def test_callers_on_several_workers_share_a_batch() -> None:
 
 
 def use(adder: RRef[Adder]) -> int:
-    return adder.rpc_sync().full(5)
+    return adder.rpc_async().full(5).wait()
 
 
 def test_each_object_has_batches_of_its_own() -> None:
@@ -164,15 +164,15 @@ def test_a_wrong_call_harms_no_other() -> None:
     adder = remote("w1", Adder)
     good = [adder.rpc_async().full(1) for _ in range(3)]
     with pytest.raises(TypeError, match="missing a required argument"):
-        adder.rpc_sync().full()
-    assert adder.rpc_sync().full(1) == 2
+        adder.rpc_async().full().wait()
+    assert adder.rpc_async().full(1).wait() == 2
     assert [call.wait() for call in good] == [2] * 3
 
 
 def test_runs_outside_of_its_callers_contexts() -> None:
     adder = remote("w1", Adder)
     with autograd.context(), torch.no_grad():
-        assert adder.rpc_sync().context(torch.ones(1)) == (False, False)
+        assert adder.rpc_async().context(torch.ones(1)).wait() == (False, False)
 
 
 def test_awaited_in_place() -> None:
@@ -238,7 +238,7 @@ def test_many_callers_at_once() -> None:
 
     def call() -> None:
         current.enter(worker)
-        results.extend(adder.rpc_sync().timely(i) for i in range(20))
+        results.extend(adder.rpc_async().timely(i).wait() for i in range(20))
 
     threads = [threading.Thread(target=call) for _ in range(8)]
     for thread in threads:

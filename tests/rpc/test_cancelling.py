@@ -114,7 +114,7 @@ def by_way_of(path: list[str], function: Callable[..., Any]) -> Any:
 
 async def by_await(path: list[str], function: Callable[..., Any]) -> Any:
     try:
-        return await rpc_async(path[0], by_await if path[1:] else function, (path[1:], function) if path[1:] else ())
+        return await rpc_async(path[0], by_await if path[1:] else function, [path[1:], function] if path[1:] else [])
     except asyncio.CancelledError:
         story.tell(f"{current.agent().name} is cancelled")
         raise
@@ -831,8 +831,8 @@ def test_a_batch_goes_on_without_what_was_cancelled() -> None:
     time.sleep(0.05)
     assert alone.cancel()
     time.sleep(0.05)
-    assert model.rpc_sync().act(2) == -2
-    assert model.rpc_sync().act(3) == -3
+    assert model.rpc_async().act(2).wait() == -2
+    assert model.rpc_async().act(3).wait() == -3
     assert [event for event in story.events if "acts" in event] == ["acts on [2]", "acts on [3]"]
 
 

@@ -129,7 +129,7 @@ def test_value_to_value(trio: list[Worker], sent: Counter[str]) -> None:
 
 
 def test_value_to_reference(trio: list[Worker], sent: Counter[str]) -> None:
-    assert rpc.rpc_sync("w1", wanted, (torch.ones(2),)) == "RRef"
+    assert rpc.rpc_sync("w1", wanted, [torch.ones(2)]) == "RRef"
     assert settled(trio, sent) == {"call": 1, "result": 1, "dropped": 1}
 
 
@@ -174,7 +174,7 @@ def test_without_a_clear_wish_nothing_is_converted(trio: list[Worker]) -> None:
 def test_optional_parameters(trio: list[Worker]) -> None:
     ref = on("w2")
     assert rpc.rpc_sync("w1", perhaps) == ["NoneType", "NoneType"]
-    assert rpc.rpc_sync("w1", perhaps, (None, ref)) == ["NoneType", "Tensor"]
+    assert rpc.rpc_sync("w1", perhaps, [None, ref]) == ["NoneType", "Tensor"]
     assert rpc.rpc_sync("w1", perhaps, (ref,), {"y": ref}) == ["RRef", "Tensor"]
 
 
@@ -190,7 +190,7 @@ def test_all_ways_to_call(trio: list[Worker], owner: str) -> None:
     assert rpc.rpc_async("w1", plain, (ref,)).wait() == "Tensor"
     assert rpc.remote("w1", plain, (ref,)).to_here() == "Tensor"
     assert rpc.rpc_sync("w1", plain, kwargs={"x": ref}) == "Tensor"
-    assert rpc.rpc_sync("w1", elsewhere, (ref,)) == "Tensor"
+    assert rpc.rpc_sync("w1", elsewhere, (ref,)) == "Tensor"  # type: ignore[comparison-overlap]
     assert rpc.remote("w1", Model, (ref,)).to_here().weight.tolist() == [1, 1]
     assert rpc.rpc_sync("w1", Model(torch.zeros(1)).kind, (ref,)) == "Model Tensor"
     assert rpc.rpc_sync("w0", plain, (ref,)) == "Tensor"
@@ -202,6 +202,6 @@ def test_a_borrowed_reference_may_be_dropped_at_once(trio: list[Worker]) -> None
 
 
 def test_the_error_of_a_value_is_the_calls(trio: list[Worker]) -> None:
-    failed = rpc.remote("w2", torch.ones, ("x",))
+    failed: Any = rpc.remote("w2", torch.ones, ["x"])
     with pytest.raises(TypeError):
         rpc.rpc_sync("w1", plain, (failed,))

@@ -178,4 +178,4 @@ def test_values_that_nobody_holds_are_freed(crowd: Crowd) -> None:
 
 def test_restore_is_a_function_or_true(crowd: Crowd) -> None:
     with pytest.raises(errors.InvalidArgument, match="`restore` must be a function"):
-        rpc.remote("w1", Counter, restore="yes")  # type: ignore[arg-type]
+        rpc.remote("w1", Counter, restore="yes")  # type: ignore[call-overload]

@@ -183,7 +183,7 @@ def test_whom_and_how() -> None:
     with pytest.raises(errors.UnknownWorker):
         rpc.remote("nobody", ones)
     with pytest.raises(errors.CannotEncode):
-        rpc.remote("worker1", ones, (threading.Lock(),))
+        rpc.remote("worker1", ones, (threading.Lock(),))  # type: ignore[arg-type]
 
 
 def call_proxies(on: str) -> None:
@@ -192,17 +192,17 @@ def call_proxies(on: str) -> None:
     assert ref.rpc_sync(timeout=PATIENCE).add(1, times=2) == 6
     assert ref.rpc_async().add(1).wait() == 7
     assert ref.remote().add(1).to_here() == 8
-    assert ref.rpc_sync().add_elsewhere("worker2", 10) == 18
+    assert ref.rpc_sync().add_elsewhere("worker2", 10) == 18  # type: ignore[comparison-overlap]
     assert ref.rpc_async().add_elsewhere("worker2", 11).wait() == 19
     assert ref.remote().add_elsewhere("worker2", 12).to_here() == 20
-    assert ref.rpc_sync().add_soon(2) == 10
+    assert ref.rpc_sync().add_soon(2) == 10  # type: ignore[comparison-overlap]
     assert ref(5).to_here() == 15
     assert ref.rpc_sync()(5) == 20
     for call in (ref.rpc_sync().fail, lambda: ref.rpc_async().fail().wait(), lambda: ref.remote().fail().to_here()):
         with pytest.raises(ValueError, match="at 20"):
             call()
     with pytest.raises(AttributeError, match="no_such"):
-        ref.rpc_sync().no_such()
+        ref.rpc_sync().no_such()  # type: ignore[attr-defined]
     with pytest.raises(AttributeError, match=r"rpc_sync\(\).value"):
         ref.value  # noqa: B018
 
@@ -374,7 +374,7 @@ def test_as_a_return_value() -> None:
     again = rpc.rpc_sync("worker1", hand_back, (ref,))
     assert again is not ref
     assert again.to_here().tolist() == [1, 1]
-    boxes = rpc.rpc_sync("worker2", hand_back, ([Box(ref), {"deep": (ref,)}],))
+    boxes: Any = rpc.rpc_sync("worker2", hand_back, ([Box(ref), {"deep": (ref,)}],))
     assert boxes[1]["deep"][0].to_here().tolist() == [1, 1]
 
 
@@ -387,7 +387,7 @@ def test_the_value_lives_while_anybody_holds_it() -> None:
     gc.collect()
     rpc.rpc_sync("worker2", let_go, ("x",))
     assert rpc.rpc_sync("worker1", use_kept, ("x",)).tolist() == [1, 1]
-    rpc.rpc_sync("worker3", keep, ("x", rpc.rpc_sync("worker1", kept.__class__, ({"x": 1},))["x"]))
+    rpc.rpc_sync("worker3", keep, ("x", rpc.rpc_sync("worker1", dict[str, int], ({"x": 1},))["x"]))
     rpc.rpc_sync("worker1", let_go, ("x",))
     rpc.rpc_sync("worker3", let_go, ("x",))
 
@@ -430,7 +430,7 @@ def fail() -> NoReturn:
 @on_worker0
 def test_a_creation_that_fails() -> None:
     for on in ("worker0", "worker1"):
-        ref = rpc.remote(on, fail)
+        ref: Any = rpc.remote(on, fail)
         with pytest.raises(KeyError, match="why"):
             ref.to_here()
         with pytest.raises(KeyError, match="why"):

@@ -96,7 +96,7 @@ def gated(n: int) -> Iterator[int]:
 
 def through(to: str, n: int, *rest: str) -> Iterator[int]:
     """A chain."""
-    inner = rpc_stream(to, through, (rest[0], n, *rest[1:])) if rest else rpc_stream(to, count, (n,))
+    inner = rpc_stream(to, through, [rest[0], n, *rest[1:]]) if rest else rpc_stream(to, count, (n,))
     for item in inner:
         yield item + 1
 
@@ -228,7 +228,7 @@ def test_gradients_go_back_through_items_that_are_written_to_later() -> None:
     weight = torch.full((3,), 2.0, requires_grad=True)
     with dist_autograd.context() as context:
         items = rpc_stream("w1", running, (weight,))
-        dist_autograd.backward(context, [sum(item.sum() for item in items)])
+        dist_autograd.backward(context, [torch.stack([item.sum() for item in items]).sum()])
         assert dist_autograd.get_gradients(context)[weight].tolist() == [24, 24, 24]
 
 
@@ -286,7 +286,7 @@ def annotated(values: list[int]) -> Iterator[int]:
 @here_w0
 def test_a_stream_is_not_sent() -> None:
     with rpc_stream("w1", count, (3,)) as stream, pytest.raises(errors.CannotEncode) as told:
-        rpc_sync("w1", len, (stream,))
+        rpc_sync("w1", len, [stream])
     assert str(told.value).startswith("argument 0 cannot be sent: <Stream of")
     assert "send its items" in str(told.value)
 
@@ -357,7 +357,7 @@ def test_an_error_comes_in_its_place() -> None:
 @here_w0
 def test_what_gives_no_items_is_told_so() -> None:
     with pytest.raises(errors.UsageError, match=r"abs returned 'int', but a stream needs items: let it `yield`"):
-        next(rpc_stream("w1", abs, (-1,)))
+        next(rpc_stream("w1", abs, [-1]))
     with pytest.raises(errors.UsageError, match="returned a future"):
         next(rpc_stream("w1", later))
 
@@ -388,7 +388,7 @@ class Unreadable:
 @here_w0
 def test_a_call_that_cannot_be_opened_ends_the_stream() -> None:
     with pytest.raises(errors.CannotDecode, match="this is no number"):
-        next(rpc_stream("w1", count, (Unreadable(),)))
+        next(rpc_stream("w1", count, [Unreadable()]))
 
 
 @here_w0
@@ -400,17 +400,17 @@ def test_wrong_arguments() -> None:
     with pytest.raises(errors.UnknownWorker):
         rpc_stream("nobody", count, (1,))
     with pytest.raises(errors.InvalidArgument, match="args=\\(x,\\)"):
-        rpc_stream("w1", count, 1)
+        rpc_stream("w1", count, 1)  # type: ignore[call-overload]
     with pytest.raises(errors.InvalidArgument, match="timeout"):
         rpc_stream("w1", count, (1,), timeout=-2)
     with pytest.raises(errors.CannotEncode):
-        rpc_stream("w1", count, (threading.Lock(),))
+        rpc_stream("w1", count, [threading.Lock()])
     with pytest.raises(errors.InvalidArgument, match="give the function that yields"):
-        rpc_stream("w1", count(3))  # type: ignore[arg-type]
+        rpc_stream("w1", count(3))  # type: ignore[call-overload]
     with pytest.raises(errors.CannotEncode, match=r"call its function by rpc.rpc_stream"):
         rpc_sync("w1", count, (3,))
     with pytest.raises(TypeError, match="missing 1 required positional argument"):
-        next(rpc_stream("w1", count))
+        next(rpc_stream("w1", count, []))
 
 
 @pytest.mark.parametrize("function", [noted, count_async])

@@ -108,7 +108,7 @@ def plain() -> None:
         rpc.rpc_sync("w1", torch.is_autocast_enabled, ("cpu",))
     for error in (operator.truediv, torch.cat):
         with contextlib.suppress(Exception):
-            rpc.rpc_sync("w1", error, (1, 0))
+            rpc.rpc_sync("w1", error, [1, 0])
     ones = rpc.remote("w1", torch.ones, (3,))
     ones.to_here()
     ones.rpc_sync().sum()

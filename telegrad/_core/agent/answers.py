@@ -107,7 +107,9 @@ class Answers:
                 self.send(call, Message(FAILURE, call.message.id))
                 return
             if isinstance(error, CallCancelled | CancelledError):  # the normal end of a cancelled function
-                error = CallCancelled(f"{call.described} was cancelled, so there is no value")
+                error = CallCancelled(
+                    f"{call.described} was cancelled by its caller, or timed out, so there is no value"
+                )
         name = name or bytes(call.message.head).decode().replace(":", ".")
         if not call.cancelled:
             self._note_failure(call, error, name)

@@ -13,6 +13,7 @@ removes the file. A server that cannot use its file writes the reason to its out
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import pickle
@@ -150,7 +151,8 @@ class DirectoryServer:
             except NOT_NOW:
                 return
             except OSError as error:  # as a rule no descriptor is free: an immediate retry would fail again
-                log.warning("telegrad: the directory cannot accept connections: %s (see `ulimit -n`)", error)
+                advice = " (see `ulimit -n`)" if error.errno in (errno.EMFILE, errno.ENFILE) else ""
+                log.warning("telegrad: the directory cannot accept connections: %s%s", error, advice)
                 self._selector.unregister(self._listener)
                 self._accepts_at = monotonic() + PAUSE
                 for oldest in list(self._strangers)[:1]:

@@ -60,7 +60,8 @@ def _check_file(descriptor: int, path: str) -> None:
         mode = stat.S_IMODE(found.st_mode)
         raise UnsafePath(
             errno.EPERM,
-            f"other users ({whom}) can read or write it, as its mode is {mode:o}: run chmod 600 on it (in "
+            f"other users ({whom}) can read or write it, as its mode is {mode:o}: "
+            f"{'run' if found.st_uid == os.geteuid() else 'have its owner, root, run'} chmod 600 on it (in "
             "Kubernetes: defaultMode: 0440)",
             path,
         )

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from telegrad._core.directory.directory import DirectoryLost
 from telegrad._core.host.private_files import create_once, state_folder
 from telegrad._core.membership.registry import Registry
+from telegrad._core.pickling.remote_text import first_line
 from telegrad._core.security.keyring import Keyring, new_key
 from telegrad._core.stores.find_directory import DirectoryMonitor, Pointer, connect, note, noted
 from telegrad._core.stores.sealed_store import SealedStore
@@ -60,8 +61,9 @@ def meet(timeout: float, given: Keyring | None) -> RendezvousStore:
         text, made = ray.get(actor.remote(name, given).place.remote(), timeout=min(timeout, LONGEST))
     except ray.exceptions.RayError as error:
         raise StoreUnreachable(
-            f"the actor {name!r}, which keeps the directory of this job's group, did not start within {timeout:g} s "
-            f"({type(error).__name__}): is Telegrad installed on the cluster's head node? See `ray list actors`"
+            f"the actor {name!r}, which keeps the directory of this job's group, does not answer (waited up to "
+            f"{min(timeout, LONGEST):g} s; {type(error).__name__}: {first_line(error)}): is Telegrad installed on the "
+            "cluster's head node? See `ray list actors`"
         ) from error
     keys = given or Keyring([made], source="the actor that keeps the directory of this job's group")
     pointer = Pointer.from_json(text)

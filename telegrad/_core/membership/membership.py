@@ -79,7 +79,12 @@ class ServeState:
         """Record that a member is gone, which may be required."""
         required = member.incarnation == self._me.incarnation or member.name in {each.name for each in self._required}
         if how == LOST and required:
-            self.fail(f"worker {member.name!r} was lost, and {self._me.name!r} does not serve without it; see its log")
+            itself = member.incarnation == self._me.incarnation
+            self.fail(
+                f"this worker, {self._me.name!r}, was declared lost; see its log"
+                if itself
+                else f"worker {member.name!r} was lost, and {self._me.name!r} does not serve without it; see its log"
+            )
 
     def fail(self, why: str) -> None:
         """End with an error."""

@@ -79,7 +79,7 @@ class RemoteModule(nn.Module):
         torch.Size([3, 2])
     """
 
-    module_rref: RRef[nn.Module]
+    module_rref: RRef[Any]
     on: str  # name of the worker that has the module
     device: str  # the module's device on that worker
     is_device_map_set: bool  # this worker has a device map to it
@@ -116,7 +116,7 @@ class RemoteModule(nn.Module):
         self._signature = _signature_of(module_cls)
 
     @classmethod
-    def init_from_module_rref(cls, remote_device: str | WorkerInfo, module_rref: RRef[nn.Module]) -> Self:
+    def init_from_module_rref(cls, remote_device: str | WorkerInfo, module_rref: RRef[Any]) -> Self:
         """Return a handle of an existing module.
 
         Args:
@@ -204,7 +204,7 @@ class RemoteModule(nn.Module):
     def _telegrad_known_as(self) -> str:
         return f"RemoteModule({self._kind}).forward"
 
-    def get_module_rref(self) -> RRef[nn.Module]:
+    def get_module_rref(self) -> RRef[Any]:
         """Return a reference to the module itself."""
         return self.module_rref
 
@@ -264,7 +264,7 @@ class RemoteModule(nn.Module):
             return destination
         for before in self._state_dict_pre_hooks.values():
             before(self, prefix, keep_vars)
-        state = rpc_sync(self.on, module_host.state_of, (self.module_rref, prefix, self.is_device_map_set))
+        state: Any = rpc_sync(self.on, module_host.state_of, (self.module_rref, prefix, self.is_device_map_set))
         about = state._metadata
         if destination is None:
             destination = state

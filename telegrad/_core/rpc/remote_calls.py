@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import AsyncIterable, Callable, Coroutine, Iterable, Mapping
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypedDict, TypeVar, TypeVarTuple, Unpack, overload
+
+import torch
 
 from telegrad._core.calls import profiling
 from telegrad._core.calls.compiling import not_compiled
@@ -22,13 +24,68 @@ from telegrad._core.worker.targets import named, target
 from telegrad.errors import UnknownWorker
 
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
+To: TypeAlias = str | int | WorkerInfo
+Awaited: TypeAlias = Coroutine[Any, Any, T] | torch.futures.Future[T]  # the caller gets the T
+Items: TypeAlias = Iterable[T] | AsyncIterable[T] | Coroutine[Any, Any, Iterable[T]]
+NoArgs: TypeAlias = tuple[()] | None
+# No type describes a list of arguments, or a reference in the place of its value: only the result is checked then.
+Unchecked: TypeAlias = list[Any] | tuple[RRef[Any], *tuple[Any, ...]]
+
+
+class Wait(TypedDict, total=False):
+    wait_for_worker: bool | None
+
+
+class How(Wait, total=False):
+    idempotent: bool
+
+
+class Keep(Wait, total=False):
+    restore: Restore
+
 
 UNSET_RPC_TIMEOUT = DEFAULT
 
 
+@overload
+def rpc_sync(
+    to: To,
+    func: Callable[[*Ts], Awaited[T]],
+    args: tuple[*Ts] = ...,
+    kwargs: None = ...,
+    timeout: float = ...,
+    **how: Unpack[How],
+) -> T: ...
+@overload
+def rpc_sync(
+    to: To, func: Callable[[], T], args: NoArgs = ..., kwargs: None = ..., timeout: float = ..., **how: Unpack[How]
+) -> T: ...
+@overload
+def rpc_sync(
+    to: To, func: Callable[[*Ts], T], args: tuple[*Ts], kwargs: None = ..., timeout: float = ..., **how: Unpack[How]
+) -> T: ...
+@overload
+def rpc_sync(
+    to: To, func: Callable[..., T], args: Unchecked, kwargs: None = ..., timeout: float = ..., **how: Unpack[How]
+) -> T: ...
+@overload
+def rpc_sync(
+    to: To,
+    func: Callable[..., T],
+    args: tuple[Any, ...] | list[Any] | None,
+    kwargs: Mapping[str, Any],
+    timeout: float = ...,
+    **how: Unpack[How],
+) -> T: ...
+@overload
+def rpc_sync(
+    to: To, func: Callable[..., T], *, kwargs: Mapping[str, Any], timeout: float = ..., **how: Unpack[How]
+) -> T: ...
 @not_compiled
 def rpc_sync(
-    to: str | int | WorkerInfo,
+    to: To,
     func: Callable[..., Any],
     args: Any = None,
     kwargs: Any = None,
@@ -86,9 +143,43 @@ def rpc_sync(
     return begin(to, call, timeout)
 
 
+@overload
+def rpc_async(
+    to: To,
+    func: Callable[[*Ts], Awaited[T]],
+    args: tuple[*Ts] = ...,
+    kwargs: None = ...,
+    timeout: float = ...,
+    **how: Unpack[How],
+) -> Future[T]: ...
+@overload
+def rpc_async(
+    to: To, func: Callable[[], T], args: NoArgs = ..., kwargs: None = ..., timeout: float = ..., **how: Unpack[How]
+) -> Future[T]: ...
+@overload
+def rpc_async(
+    to: To, func: Callable[[*Ts], T], args: tuple[*Ts], kwargs: None = ..., timeout: float = ..., **how: Unpack[How]
+) -> Future[T]: ...
+@overload
+def rpc_async(
+    to: To, func: Callable[..., T], args: Unchecked, kwargs: None = ..., timeout: float = ..., **how: Unpack[How]
+) -> Future[T]: ...
+@overload
+def rpc_async(
+    to: To,
+    func: Callable[..., T],
+    args: tuple[Any, ...] | list[Any] | None,
+    kwargs: Mapping[str, Any],
+    timeout: float = ...,
+    **how: Unpack[How],
+) -> Future[T]: ...
+@overload
+def rpc_async(
+    to: To, func: Callable[..., T], *, kwargs: Mapping[str, Any], timeout: float = ..., **how: Unpack[How]
+) -> Future[T]: ...
 @not_compiled
 def rpc_async(
-    to: str | int | WorkerInfo,
+    to: To,
     func: Callable[..., Any],
     args: Any = None,
     kwargs: Any = None,
@@ -123,9 +214,43 @@ def rpc_async(
     return begin(to, call, timeout)
 
 
+@overload
+def remote(
+    to: To,
+    func: Callable[[*Ts], Awaited[T]],
+    args: tuple[*Ts] = ...,
+    kwargs: None = ...,
+    timeout: float = ...,
+    **how: Unpack[Keep],
+) -> RRef[T]: ...
+@overload
+def remote(
+    to: To, func: Callable[[], T], args: NoArgs = ..., kwargs: None = ..., timeout: float = ..., **how: Unpack[Keep]
+) -> RRef[T]: ...
+@overload
+def remote(
+    to: To, func: Callable[[*Ts], T], args: tuple[*Ts], kwargs: None = ..., timeout: float = ..., **how: Unpack[Keep]
+) -> RRef[T]: ...
+@overload
+def remote(
+    to: To, func: Callable[..., T], args: Unchecked, kwargs: None = ..., timeout: float = ..., **how: Unpack[Keep]
+) -> RRef[T]: ...
+@overload
+def remote(
+    to: To,
+    func: Callable[..., T],
+    args: tuple[Any, ...] | list[Any] | None,
+    kwargs: Mapping[str, Any],
+    timeout: float = ...,
+    **how: Unpack[Keep],
+) -> RRef[T]: ...
+@overload
+def remote(
+    to: To, func: Callable[..., T], *, kwargs: Mapping[str, Any], timeout: float = ..., **how: Unpack[Keep]
+) -> RRef[T]: ...
 @not_compiled
 def remote(
-    to: str | int | WorkerInfo,
+    to: To,
     func: Callable[..., Any],
     args: Any = None,
     kwargs: Any = None,
@@ -168,9 +293,59 @@ def remote(
     return made if restore is False else make_restorable(made, func, args, kwargs, restore)
 
 
+@overload
+def rpc_stream(
+    to: To,
+    func: Callable[[], Items[T]],
+    args: NoArgs = ...,
+    kwargs: None = ...,
+    timeout: float = ...,
+    window: int = ...,
+    **how: Unpack[Wait],
+) -> Stream[T]: ...
+@overload
+def rpc_stream(
+    to: To,
+    func: Callable[[*Ts], Items[T]],
+    args: tuple[*Ts],
+    kwargs: None = ...,
+    timeout: float = ...,
+    window: int = ...,
+    **how: Unpack[Wait],
+) -> Stream[T]: ...
+@overload
+def rpc_stream(
+    to: To,
+    func: Callable[..., Items[T]],
+    args: Unchecked,
+    kwargs: None = ...,
+    timeout: float = ...,
+    window: int = ...,
+    **how: Unpack[Wait],
+) -> Stream[T]: ...
+@overload
+def rpc_stream(
+    to: To,
+    func: Callable[..., Items[T]],
+    args: tuple[Any, ...] | list[Any] | None,
+    kwargs: Mapping[str, Any],
+    timeout: float = ...,
+    window: int = ...,
+    **how: Unpack[Wait],
+) -> Stream[T]: ...
+@overload
+def rpc_stream(
+    to: To,
+    func: Callable[..., Items[T]],
+    *,
+    kwargs: Mapping[str, Any],
+    timeout: float = ...,
+    window: int = ...,
+    **how: Unpack[Wait],
+) -> Stream[T]: ...
 @not_compiled
 def rpc_stream(
-    to: str | int | WorkerInfo,
+    to: To,
     func: Callable[..., Any],
     args: Any = None,
     kwargs: Any = None,
@@ -202,7 +377,7 @@ def rpc_stream(
     """
     call = convert(func, args, kwargs)
 
-    def make(to: str | int | WorkerInfo, _: float) -> Stream[Any]:
+    def make(to: To, _: float) -> Stream[Any]:
         return Stream(target(to), call, timeout, window)
 
     if wait_for_worker is not None or retry.by_default:
@@ -218,7 +393,7 @@ def _persistent(make: Callable[..., Any], wait_for_worker: bool | None, idempote
 
 def _once_there(
     make: Callable[[Any, float], T],
-    to: str | int | WorkerInfo,
+    to: To,
     call: PreparedCall,
     timeout: float,
     wait_for_worker: bool | None,
@@ -235,14 +410,12 @@ def _once_there(
                 raise
 
 
-def call_sync(to: str | int | WorkerInfo, call: PreparedCall, timeout: float) -> Any:
+def call_sync(to: To, call: PreparedCall, timeout: float) -> Any:
     there = to if type(to) is str else target(to)  # fast path of `target`
     return current.agent().call(there, call.function, call.args, call.kwargs, timeout, call.asked)
 
 
-def call_async(
-    to: str | int | WorkerInfo, call: PreparedCall, timeout: float, kind: type[Future[Any]] = Future
-) -> Future[Any]:
+def call_async(to: To, call: PreparedCall, timeout: float, kind: type[Future[Any]] = Future) -> Future[Any]:
     future = kind()
     current.agent().call_for(
         future, target(to), call.function, call.args, call.kwargs, timeout, call.keeps, asked=call.asked
@@ -250,12 +423,12 @@ def call_async(
     return future
 
 
-def create(to: str | int | WorkerInfo, call: PreparedCall, timeout: float) -> RRef[Any]:
+def create(to: To, call: PreparedCall, timeout: float) -> RRef[Any]:
     made: RRef[Any] = current.references().create(target(to), *call[:3], timeout, call.keeps, call.asked)
     return made
 
 
-def event_of(kind: str, to: str | int | WorkerInfo, function: Any) -> profiling.CallEvent:
+def event_of(kind: str, to: To, function: Any) -> profiling.CallEvent:
     agent, there = current.agent(), named(to)
     here, there = agent.name, there if isinstance(there, str) else agent.identify(there).name
     return profiling.CallEvent(profiling.event_name(kind, function, here, there), function, here, there)

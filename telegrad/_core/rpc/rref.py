@@ -40,7 +40,8 @@ from telegrad.errors import CallTimeout, NotOwner, UsageError
 if TYPE_CHECKING:
     from typing import Self
 
-T = TypeVar("T")
+T = TypeVar("T", covariant=True)
+R = TypeVar("R")
 
 
 class RRef(Operators, Generic[T]):
@@ -219,7 +220,7 @@ class RRef(Operators, Generic[T]):
     # Calls at the owner
 
     @not_compiled
-    def rpc_sync(self, timeout: float = DEFAULT) -> Proxy:
+    def rpc_sync(self, timeout: float = DEFAULT) -> T:
         """Return a proxy: `rref.rpc_sync().method(*args)` runs a method of the value at the owner and returns its
         result. The timeout is as for `rpc.rpc_sync`.
 
@@ -228,10 +229,10 @@ class RRef(Operators, Generic[T]):
         """
         if timeout is not DEFAULT:
             check_timeout(timeout)
-        return Proxy(self._call, timeout)
+        return Proxy(self._call, timeout)  # type: ignore[return-value]  # completes and checks the methods of T
 
     @not_compiled
-    def rpc_async(self, timeout: float = DEFAULT) -> Proxy:
+    def rpc_async(self, timeout: float = DEFAULT) -> Proxy[Future[Any]]:
         """As `rpc_sync`, but return a future.
 
         Returns:
@@ -242,7 +243,7 @@ class RRef(Operators, Generic[T]):
         return Proxy(self._call_async, timeout)
 
     @not_compiled
-    def remote(self, timeout: float = DEFAULT) -> Proxy:
+    def remote(self, timeout: float = DEFAULT) -> Proxy[RRef[Any]]:
         """As `rpc_sync`, but return a reference to the result, which stays at the owner.
 
         Returns:
@@ -253,7 +254,7 @@ class RRef(Operators, Generic[T]):
         return Proxy(self._create, timeout)
 
     @not_compiled
-    def rpc_stream(self, timeout: float = DEFAULT, window: int = WINDOW) -> Proxy:
+    def rpc_stream(self, timeout: float = DEFAULT, window: int = WINDOW) -> Proxy[Stream[Any]]:
         """As `rpc_sync`, for a method that yields: return a stream of its items.
 
         Args:
@@ -361,7 +362,7 @@ class RRef(Operators, Generic[T]):
         return f"<{name} {'here, failed' if box.failure else state}>"
 
 
-class Proxy:
+class Proxy(Generic[R]):
     """Makes `proxy.method(*args)` call that method at the owner of the value, and `proxy(*args)` call the value.
 
     Example:
@@ -372,16 +373,16 @@ class Proxy:
 
     __slots__ = ("_call", "_timeout")
 
-    def __init__(self, call: Callable[[str, float, Any, Any], Any], timeout: float) -> None:
+    def __init__(self, call: Callable[[str, float, Any, Any], R], timeout: float) -> None:
         self._call = call
         self._timeout = timeout
 
-    def __getattr__(self, method: str) -> Any:
+    def __getattr__(self, method: str) -> Callable[..., R]:
         if method.startswith("__"):
             raise AttributeError(method)  # Python looks for a protocol; no remote call is meant
         return lambda *args, **kwargs: self._call(method, self._timeout, args, kwargs)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> R:
         return self._call("", self._timeout, args, kwargs)
 
 

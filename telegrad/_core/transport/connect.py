@@ -105,8 +105,8 @@ def _reach(
             return sock, UNIX
     elif transport == "unix":
         raise PeerUnreachable(
-            f"worker {target.name!r} has no Unix socket that this worker can reach: it runs on another host, or has "
-            'another transport or tls; transport="unix" cannot reach it'
+            f'transport="unix" cannot reach worker {target.name!r}: one of the two workers has no Unix sockets, as its '
+            "platform lacks them or it uses another transport or TLS, or they run on different hosts"
         )
     try:
         sock = socket.create_connection(target.tcp, timeout)

@@ -22,7 +22,6 @@ from telegrad._core.membership.members import WorkerInfo
 from telegrad._core.progress import Wait
 from telegrad._core.rpc import remote_calls, rref
 from telegrad._core.rpc.remote_calls import _rref_context_get_debug_info  # noqa: F401
-from telegrad._core.rpc.rref import Proxy
 from telegrad._core.start import life
 from telegrad._core.worker import current
 from telegrad.compat.rpc import profiled
@@ -139,9 +138,9 @@ def method_factory(method_name: str, docstring: str | None) -> Callable[..., Any
 new_method = method_factory("to_here", rref.RRef.to_here.__doc__)  # public in torch: the last method made there
 
 
-def RRefProxy(rref: RRef[Any], rpc_api: Callable[..., Any], timeout: float = UNSET_RPC_TIMEOUT) -> Proxy:  # noqa: N802
+def RRefProxy(rref: RRef[Any], rpc_api: Callable[..., Any], timeout: float = UNSET_RPC_TIMEOUT) -> Any:  # noqa: N802
     """Return a proxy whose `proxy.method(*args)` calls that method at the owner, by one of the three call functions."""
-    ways = {rpc_sync: rref.rpc_sync, rpc_async: rref.rpc_async, remote: rref.remote}
+    ways: dict[Any, Any] = {rpc_sync: rref.rpc_sync, rpc_async: rref.rpc_async, remote: rref.remote}
     return ways[rpc_api](timeout)
 
 

@@ -65,13 +65,13 @@ class RRef(references.RRef[T]):
             )
         return super().local_value()
 
-    def rpc_sync(self, timeout: float = DEFAULT) -> Proxy:
+    def rpc_sync(self, timeout: float = DEFAULT) -> Any:
         return RRefProxy(self._call, timeout)
 
-    def rpc_async(self, timeout: float = DEFAULT) -> Proxy:
+    def rpc_async(self, timeout: float = DEFAULT) -> Proxy[Any]:
         return RRefProxy(self._call_async, timeout)
 
-    def remote(self, timeout: float = DEFAULT) -> Proxy:
+    def remote(self, timeout: float = DEFAULT) -> Proxy[Any]:
         """Do the same as `rpc_sync`, but return a reference to the result. A missing attribute raises at once."""
         return RRefProxy(self._create_checked, timeout)
 
@@ -147,7 +147,7 @@ class RRef(references.RRef[T]):
         return f"GloballyUniqueId(created_on={rank}, local_id={id_[1] - 1})"
 
 
-class RRefProxy(Proxy):
+class RRefProxy(Proxy[Any]):
     """Makes `proxy.method(*args)` call that method at the owner, including special methods."""
 
     __slots__ = ()
