@@ -150,7 +150,7 @@ def exported(module: str) -> list[str]:
 def definition(module: str, name: str) -> Definition | None:
     """What a name of a module leads to; None where that is not in this package."""
     for node in _statements(_tree(module)):
-        if isinstance(node, Function | ast.ClassDef) and node.name == name:
+        if isinstance(node, Function | ast.ClassDef) and node.name == name and not _is_overload(node):
             return Definition(module, node)
         if isinstance(node, ast.ImportFrom):
             for alias in node.names:
@@ -161,6 +161,11 @@ def definition(module: str, name: str) -> Definition | None:
             further = definition(module, value.id) if isinstance(value, ast.Name) else None
             return further or Definition(module, node)
     return None
+
+
+def _is_overload(node: ast.stmt) -> bool:
+    """Whether type checkers alone read this definition, and not the one that runs, which follows it."""
+    return any(isinstance(each, ast.Name) and each.id == "overload" for each in getattr(node, "decorator_list", ()))
 
 
 def _imported(module: str, name: str) -> Definition | None:

@@ -85,7 +85,7 @@ def rpc_sync(
 ) -> T: ...
 @not_compiled
 def rpc_sync(
-    to: To,
+    to: str | int | WorkerInfo,
     func: Callable[..., Any],
     args: Any = None,
     kwargs: Any = None,
@@ -179,7 +179,7 @@ def rpc_async(
 ) -> Future[T]: ...
 @not_compiled
 def rpc_async(
-    to: To,
+    to: str | int | WorkerInfo,
     func: Callable[..., Any],
     args: Any = None,
     kwargs: Any = None,
@@ -250,7 +250,7 @@ def remote(
 ) -> RRef[T]: ...
 @not_compiled
 def remote(
-    to: To,
+    to: str | int | WorkerInfo,
     func: Callable[..., Any],
     args: Any = None,
     kwargs: Any = None,
@@ -345,7 +345,7 @@ def rpc_stream(
 ) -> Stream[T]: ...
 @not_compiled
 def rpc_stream(
-    to: To,
+    to: str | int | WorkerInfo,
     func: Callable[..., Any],
     args: Any = None,
     kwargs: Any = None,
@@ -377,7 +377,7 @@ def rpc_stream(
     """
     call = convert(func, args, kwargs)
 
-    def make(to: To, _: float) -> Stream[Any]:
+    def make(to: str | int | WorkerInfo, _: float) -> Stream[Any]:
         return Stream(target(to), call, timeout, window)
 
     if wait_for_worker is not None or retry.by_default:
@@ -393,7 +393,7 @@ def _persistent(make: Callable[..., Any], wait_for_worker: bool | None, idempote
 
 def _once_there(
     make: Callable[[Any, float], T],
-    to: To,
+    to: str | int | WorkerInfo,
     call: PreparedCall,
     timeout: float,
     wait_for_worker: bool | None,
@@ -410,12 +410,14 @@ def _once_there(
                 raise
 
 
-def call_sync(to: To, call: PreparedCall, timeout: float) -> Any:
+def call_sync(to: str | int | WorkerInfo, call: PreparedCall, timeout: float) -> Any:
     there = to if type(to) is str else target(to)  # fast path of `target`
     return current.agent().call(there, call.function, call.args, call.kwargs, timeout, call.asked)
 
 
-def call_async(to: To, call: PreparedCall, timeout: float, kind: type[Future[Any]] = Future) -> Future[Any]:
+def call_async(
+    to: str | int | WorkerInfo, call: PreparedCall, timeout: float, kind: type[Future[Any]] = Future
+) -> Future[Any]:
     future = kind()
     current.agent().call_for(
         future, target(to), call.function, call.args, call.kwargs, timeout, call.keeps, asked=call.asked
@@ -423,12 +425,12 @@ def call_async(to: To, call: PreparedCall, timeout: float, kind: type[Future[Any
     return future
 
 
-def create(to: To, call: PreparedCall, timeout: float) -> RRef[Any]:
+def create(to: str | int | WorkerInfo, call: PreparedCall, timeout: float) -> RRef[Any]:
     made: RRef[Any] = current.references().create(target(to), *call[:3], timeout, call.keeps, call.asked)
     return made
 
 
-def event_of(kind: str, to: To, function: Any) -> profiling.CallEvent:
+def event_of(kind: str, to: str | int | WorkerInfo, function: Any) -> profiling.CallEvent:
     agent, there = current.agent(), named(to)
     here, there = agent.name, there if isinstance(there, str) else agent.identify(there).name
     return profiling.CallEvent(profiling.event_name(kind, function, here, there), function, here, there)
