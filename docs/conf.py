@@ -13,6 +13,7 @@ from docutils.parsers.rst import Directive
 from sphinx.addnodes import pending_xref
 from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
+from sphinx.pycode import ModuleAnalyzer
 
 DOCS = pathlib.Path(__file__).parent.resolve()
 ROOT = DOCS.parent
@@ -154,8 +155,16 @@ def found_by_its_name(app: Sphinx, env: BuildEnvironment, node: pending_xref, sh
     return domain.resolve_xref(env, node["refdoc"], app.builder, "obj", found[0], node, shown)
 
 
+def without_overloads(module: str) -> None:
+    """Have Sphinx show the signatures that run, and not the many that only type checkers read."""
+    source = ModuleAnalyzer.for_module(module)  # Sphinx asks for the same object later
+    source.analyze()
+    source.overloads.clear()
+
+
 def setup(app: Sphinx) -> None:
     """Have Sphinx use all this."""
+    without_overloads("telegrad._core.rpc.remote_calls")
     app.connect("source-read", read)
     app.connect("include-read", included)
     app.connect("autodoc-process-docstring", as_people_read_it, priority=400)  # before napoleon
