@@ -49,6 +49,7 @@ def test_runs(run: str, tmp_path: pathlib.Path) -> None:
     command = [sys.executable, *how, str(EXAMPLES / name), *options]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, cwd=tmp_path)
     assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert ran.stderr == "", "an example that works says nothing there"
     assert (RUNS | VARIANTS)[run] in ran.stdout
     if name == "pipeline.py":
         assert (tmp_path / "pipeline_loss.png").stat().st_size > 1000

@@ -78,12 +78,13 @@ class Wait:
         missing: Callable[[], Sequence[str]] = tuple,
         place: str = "",
         worker: str = "",
+        level: int = logging.WARNING,
     ) -> None:
         """`what` is the function that waits, as users call it. Any thread may call `text` and `missing`.
 
         `text` says what it waits for, for people. `missing` names the workers that it waits for, by name or as "rank
         2". `place` is that of the store, if it waits for one. `worker` is the name of the waiting worker, if it has
-        one.
+        one. `level` is that of the log record, if no line shows the wait; INFO where a long wait is no sign of a fault.
         """
         self.what = what
         self.text = text
@@ -93,6 +94,7 @@ class Wait:
         self.thread = threading.get_ident()
         self.begun = monotonic()
         self.lined = _a_person_waits()
+        self._level = level
         self._quiet = _is_silent()  # log at INFO, because a line shows the wait or reports are disabled
         self._lock = threading.Lock()  # guards _times; `left` reads it without the lock
         self._times = Times(self.begun, self.lined)
@@ -109,8 +111,12 @@ class Wait:
         if line:
             self._quiet = _line.show(self, f"telegrad: waiting for {format_duration(waited)}: {self.text()}")
         if logs:
-            level = logging.INFO if self._quiet else logging.WARNING
-            log.log(level, "telegrad: waiting for %.0f s now: %s", waited, self.text())
+            log.log(
+                logging.INFO if self._quiet else self._level,
+                "telegrad: waiting for %.0f s now: %s",
+                waited,
+                self.text(),
+            )
 
     def __enter__(self) -> Self:
         _under_way.append(self)

@@ -82,6 +82,7 @@ def test_pages_run_as_users_run_them(page: pathlib.Path, tmp_path: pathlib.Path)
         environment = {**os.environ, "MASTER_PORT": str(free_port())}
         ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=180)
         assert ended.returncode == 0, ended.stderr
+        assert ended.stderr == ""
         assert [block.text for block in run.shown if not shows(block, ended.stdout)] == [], ended.stdout
 
 

@@ -256,8 +256,9 @@ def wait_until_it_may_end() -> None:
 
 
 @pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+def impatient(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(progress, "FIRST", 0.1)
+    caplog.set_level(logging.INFO, "telegrad")
 
 
 @pytest.mark.parametrize("who", [0, 1], ids=["the leader", "another"])
@@ -281,6 +282,7 @@ def test_who_waits_long_in_shutdown_says_for_whom(impatient: None, caplog: pytes
         in_threads(wait, end)
     lines = [line for line in caplog.messages if "did not call shutdown" in line]
     assert f"(worker 'w{who}' continues to serve)" in lines[0]
+    assert {each.levelno for each in caplog.records if "did not call shutdown" in each.getMessage()} == {logging.INFO}
 
 
 def test_who_waits_long_for_others_to_join_says_for_whom(impatient: None, caplog: pytest.LogCaptureFixture) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -57,7 +58,7 @@ class Leaving:
         def text() -> str:
             return f"{self.awaited()} (worker {self._me.name!r} continues to serve)"
 
-        with Wait(what, text, self.missing, worker=self._me.name) as wait:
+        with Wait(what, text, self.missing, worker=self._me.name, level=logging.INFO) as wait:
             pause = FIRST_LOOK
             while not self._over():
                 left = deadline - monotonic()

@@ -34,15 +34,15 @@ NoArgs: TypeAlias = tuple[()] | None
 Unchecked: TypeAlias = list[Any] | tuple[RRef[Any], *tuple[Any, ...]]
 
 
-class Wait(TypedDict, total=False):
+class Waiting(TypedDict, total=False):
     wait_for_worker: bool | None
 
 
-class How(Wait, total=False):
+class How(Waiting, total=False):
     idempotent: bool
 
 
-class Keep(Wait, total=False):
+class Keep(Waiting, total=False):
     restore: Restore
 
 
@@ -301,7 +301,7 @@ def rpc_stream(
     kwargs: None = ...,
     timeout: float = ...,
     window: int = ...,
-    **how: Unpack[Wait],
+    **how: Unpack[Waiting],
 ) -> Stream[T]: ...
 @overload
 def rpc_stream(
@@ -311,7 +311,7 @@ def rpc_stream(
     kwargs: None = ...,
     timeout: float = ...,
     window: int = ...,
-    **how: Unpack[Wait],
+    **how: Unpack[Waiting],
 ) -> Stream[T]: ...
 @overload
 def rpc_stream(
@@ -321,7 +321,7 @@ def rpc_stream(
     kwargs: None = ...,
     timeout: float = ...,
     window: int = ...,
-    **how: Unpack[Wait],
+    **how: Unpack[Waiting],
 ) -> Stream[T]: ...
 @overload
 def rpc_stream(
@@ -331,7 +331,7 @@ def rpc_stream(
     kwargs: Mapping[str, Any],
     timeout: float = ...,
     window: int = ...,
-    **how: Unpack[Wait],
+    **how: Unpack[Waiting],
 ) -> Stream[T]: ...
 @overload
 def rpc_stream(
@@ -341,7 +341,7 @@ def rpc_stream(
     kwargs: Mapping[str, Any],
     timeout: float = ...,
     window: int = ...,
-    **how: Unpack[Wait],
+    **how: Unpack[Waiting],
 ) -> Stream[T]: ...
 @not_compiled
 def rpc_stream(

@@ -206,6 +206,7 @@ def _all_gather(obj: Any, worker_names: set[str] | None = None, timeout: float =
                 lambda: f"worker {me!r} in _all_gather, for what {leader!r} gathers from {sorted(names)}",
                 lambda: [leader],
                 worker=me,
+                level=logging.INFO,
             ) as wait:
                 while not round_.proceed_signal.wait(PING):
                     wait.look()
@@ -225,6 +226,7 @@ def _await_followers(round_: Any, limit: float) -> Exception | None:
         lambda: f"_all_gather (shutdown calls it, too), for {', '.join(_rounds.missing(round_))}",
         lambda: _rounds.missing(round_),
         worker=current.agent().name,
+        level=logging.INFO,
     ) as wait:
         while not round_.proceed_signal.wait(min(PING, max(until - monotonic(), 0))):
             wait.look()
