@@ -1,14 +1,15 @@
-"""Functions shared by the parts that start worker processes."""
+"""Functions shared by the parts that start worker processes, and by their imports."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 # Before `-m`, which otherwise searches the current folder for modules first, where other users may have planted some.
@@ -48,3 +49,21 @@ def describe_exit(code: int) -> str:
 
 def quoted(names: Sequence[str]) -> str:
     return ", ".join(map(repr, names))
+
+
+PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # the folder of telegrad
+
+
+@contextlib.contextmanager
+def gc_paused() -> Iterator[None]:
+    """Delay garbage collection to the end of the `with`."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            if not gc.get_freeze_count():
+                gc.freeze()
+                gc.unfreeze()  # the new objects are in the oldest generation now, and are not traversed at once
+            gc.enable()

@@ -20,7 +20,7 @@ import torch
 from telegrad._core.devices.device_streams import Streams
 from telegrad._core.devices.staging import Staging
 from telegrad._core.memory.blobs import MemorySources
-from telegrad._core.memory.fd_passing import DESCRIPTORS_AT_ONCE, MOST_UNNAMED
+from telegrad._core.memory.mappings import DESCRIPTORS_AT_ONCE, MOST_UNNAMED
 from telegrad._core.memory.warm_memory import SHARING, ReceiveBufferPool, SharedBlockPool
 from telegrad._core.transport.link import Link
 from telegrad._core.transport.poller import Poller

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from telegrad._core.transport.process_state import STOPPED, Stops, state_of
-from telegrad._core.transport.silence import Silence
+from telegrad._core.transport.silence import STOPPED, Silence, Stops, state_of
 
 LIMIT = 10.0
 

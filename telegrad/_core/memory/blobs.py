@@ -23,10 +23,9 @@ from telegrad._core.devices.device_sharing import DeviceBlock
 from telegrad._core.devices.device_streams import Arrived
 from telegrad._core.devices.staging import StagedCopy, Staging
 from telegrad._core.host import out_of_memory
-from telegrad._core.memory.blocks import Block, Loan
 from telegrad._core.memory.extra_streams import ExtraStreams, dropped
 from telegrad._core.memory.mappings import SharedMaps
-from telegrad._core.memory.warm_memory import ReceiveBufferPool, SharedBlockPool
+from telegrad._core.memory.warm_memory import Block, Loan, ReceiveBufferPool, SharedBlockPool
 from telegrad._core.wire.messages import ENTRY, IN_STREAM, LEND, STRIPED, Message, Unreceived, encode
 from telegrad._core.wire.tensors import HOST, Blob, DeviceBlob, memory
 from telegrad.errors import ProtocolViolation

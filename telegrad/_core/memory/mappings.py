@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import array
 import contextlib
 import errno
 import mmap
 import os
+import socket
 from collections import deque
 from collections.abc import Iterable
 
@@ -14,13 +16,23 @@ from torch import Tensor
 from telegrad._core.devices.device_sharing import OpenBlock, open_block
 from telegrad._core.devices.device_streams import Arrived, Streams
 from telegrad._core.host import open_files, out_of_memory
-from telegrad._core.memory.fd_passing import DESCRIPTORS_AT_ONCE, MOST_UNNAMED
 from telegrad._core.memory.warm_memory import Lender
 from telegrad._core.wire.messages import COMMON
 from telegrad.errors import ProtocolViolation
 
+DESCRIPTORS_AT_ONCE = 64  # in one write
+MOST_NEW = 512  # descriptors in one message; its further blobs are sent through the socket
+MOST_UNNAMED = MOST_NEW + DESCRIPTORS_AT_ONCE  # those of a message, and of the read that ends it
+
+ANCILLARY = socket.CMSG_SPACE(DESCRIPTORS_AT_ONCE * array.array("i").itemsize) if hasattr(socket, "CMSG_SPACE") else 0
+# Plain numbers: the constants of `socket` are enumerations, whose operators take a microsecond each.
+TRUNCATED = int(getattr(socket, "MSG_CTRUNC", 0))
+CLOSE_ON_EXEC = int(getattr(socket, "MSG_CMSG_CLOEXEC", 0))  # child processes inherit none
+
 
 class SharedMaps:
+    """The mappings of the blocks that one peer lends over a Unix socket, on which their descriptors arrive."""
+
     def __init__(self, streams: Streams) -> None:
         self.arrived: deque[int] = deque()  # descriptors received over the socket, not yet mapped
         self.released: deque[int] = deque()  # blocks no longer used here; the peer must be notified
@@ -31,22 +43,21 @@ class SharedMaps:
         self._open: dict[int, OpenBlock] = {}
         self._lender = Lender(self.released.append)
 
-    def take_descriptors(self, fds: Iterable[int], complete: bool) -> None:
-        """Keep the descriptors that arrived with a read until frames name their blocks.
-
-        Args:
-            fds: the descriptors; this object owns them from now on.
-            complete: False if the kernel left some out.
+    def take_descriptors(self, ancillary: Iterable[tuple[int, int, bytes]], flags: int) -> None:
+        """Keep the descriptors that a `recvmsg` brought until frames name their blocks.
 
         Raises:
             OSError: this process has no free descriptor. `close` closes those that arrived.
             ProtocolViolation: the peer sent more at once than a worker sends, or too many that no frame names. `close`
                 closes those that arrived.
         """
-        known = len(self.arrived)
+        fds = array.array("i")
+        for level, kind, data in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
         self.arrived.extend(fds)
-        if not complete:
-            if len(self.arrived) - known < DESCRIPTORS_AT_ONCE:  # the kernel had no numbers for the rest
+        if flags & TRUNCATED:  # the kernel left some out
+            if len(fds) < DESCRIPTORS_AT_ONCE:  # the kernel had no numbers for the rest
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
             raise ProtocolViolation(
                 f"descriptors of shared memory were lost in transit: more than {DESCRIPTORS_AT_ONCE} arrived at once"

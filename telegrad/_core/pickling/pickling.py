@@ -31,8 +31,8 @@ from telegrad._core.interrupts import raised_by_handler
 from telegrad._core.pickling.blame import find_unpicklable_part
 from telegrad._core.pickling.function_names import import_anew, not_found
 from telegrad._core.pickling.reducers import FROM_REFERENCES, FROM_SLOTS, REBUILDERS, Pickler
+from telegrad._core.pickling.remote_text import text_of
 from telegrad._core.pickling.segments import OWN_FROM, LargeText, SegmentReader, SegmentWriter
-from telegrad._core.pickling.short_text import text_of
 from telegrad._core.wire.raw_memory import held, of_buffer, to_text
 from telegrad.errors import CannotDecode, CannotEncode, CodecError
 

@@ -15,14 +15,29 @@ import io
 import pickle
 from collections.abc import Iterable, Mapping, Sequence
 from math import prod
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from telegrad._core.wire.strides import contiguous_strides, distinct, extent, repeats
-from telegrad._core.wire.tensors import CONJ, GRAD, HOST, NAMES, NEG, Blob, DeviceBlob, Memory, Spec, keep_for, nothing
+from telegrad._core.wire.tensors import (
+    CONJ,
+    GRAD,
+    HOST,
+    NAMES,
+    NEG,
+    Blob,
+    DeviceBlob,
+    Memory,
+    Spec,
+    contiguous_strides,
+    distinct,
+    extent,
+    keep_for,
+    nothing,
+    repeats,
+)
 from telegrad.errors import CannotEncode, CodecError, DeviceError
 
 SMALL = 4096  # smaller tensors are part of the description
@@ -44,17 +59,10 @@ _COMPRESSED = {
 }
 
 
-class DeviceMapping(Protocol):
-    """Map a device of this worker to the receiver's accelerator for its tensors, or to HOST."""
-
-    keeps_host: bool  # tensors of the host arrive on the host
-
-    def __call__(self, device: torch.device) -> int:
-        """Return the receiver's device, or raise DeviceError if tensors of `device` cannot be sent."""
-
-
 class DeviceRoute:
     """Target devices for one direction between two workers."""
+
+    keeps_host: bool  # tensors of the host arrive on the host
 
     def __init__(self, table: Mapping[str, str], advice: str, otherwise: int | None = None) -> None:
         """Map devices missing in `table` to `otherwise`; if that is None, they raise DeviceError with `advice`."""
@@ -64,10 +72,47 @@ class DeviceRoute:
         self.keeps_host = self._places.get("cpu", HOST) == HOST
 
     def __call__(self, device: torch.device) -> int:
+        """Return the receiver's device, or HOST; raise DeviceError if tensors of `device` cannot be sent."""
         place = self._places.get(str(device), HOST if device.type == "cpu" else self._otherwise)
         if place is None:
             raise DeviceError(self._advice.format(device=device))
         return place
+
+
+class DeviceRoutes(NamedTuple):
+    """Target devices on the receiver, by the kind of message."""
+
+    calls: DeviceRoute
+    gradients: DeviceRoute
+
+
+def for_calls(to: str, map_: Mapping[str, str]) -> DeviceRoute:
+    return DeviceRoute(
+        map_,
+        "a tensor on {device} cannot be sent to worker "
+        f"{to!r}: TensorPipe RPC backend only supports CPU tensors by default, and the device map to that worker has "
+        "no entry for {device}. Add one with `set_device_map` on `TensorPipeRpcBackendOptions`, such as "
+        f"options.set_device_map({to!r}, " + "{{'{device}': '{device}'}}), or send tensor.cpu()",
+    )
+
+
+def for_answers(to: str, map_: Mapping[str, str]) -> DeviceRoute:
+    """Return the target devices of results: the inverse of the caller's map."""
+    return DeviceRoute(
+        _turned(map_),
+        "Response device mapping is not available for {device}: "
+        f"the device map of the caller, {to!r}, to this worker has no such target. Add one on worker {to!r} with "
+        "`set_device_map` on `TensorPipeRpcBackendOptions`, or return tensor.cpu()",
+    )
+
+
+def for_gradients(map_: Mapping[str, str], theirs: Mapping[str, str]) -> DeviceRoute:
+    """Return the target devices of gradients, which go back along both maps; the receiver moves them further."""
+    return DeviceRoute({**map_, **_turned(theirs)}, "", otherwise=HOST)
+
+
+def _turned(map_: Mapping[str, str]) -> dict[str, str]:
+    return {target: source for source, target in map_.items()}
 
 
 _on_host = DeviceRoute(
@@ -77,7 +122,7 @@ _on_host = DeviceRoute(
 )
 
 
-def pack(tensors: Sequence[Tensor], place: DeviceMapping = _on_host, fixed: int = 0) -> tuple[bytes, list[Blob]]:
+def pack(tensors: Sequence[Tensor], place: DeviceRoute = _on_host, fixed: int = 0) -> tuple[bytes, list[Blob]]:
     """Return a description of `tensors`, and the blobs to send with it. The last `fixed` tensors stay on the host.
 
     Raises:
@@ -166,7 +211,7 @@ def any_overlap(spans: Sequence[tuple[int, ...]]) -> bool:
 class _Leaves:
     """The leaves of some tensors, and the target device of each."""
 
-    def __init__(self, place: DeviceMapping) -> None:
+    def __init__(self, place: DeviceRoute) -> None:
         self.tensors: list[Tensor] = []
         self.targets: list[int] = []
         self.place = place
@@ -200,7 +245,7 @@ class _Leaves:
         return len(self.tensors) - 1
 
 
-def _pack_any(tensors: Sequence[Tensor], place: DeviceMapping, fixed: int) -> tuple[bytes, list[Blob]]:
+def _pack_any(tensors: Sequence[Tensor], place: DeviceRoute, fixed: int) -> tuple[bytes, list[Blob]]:
     leaves = _Leaves(place)
     last = len(tensors) - fixed
     plans = [leaves.take(tensor, number >= last) for number, tensor in enumerate(tensors)]

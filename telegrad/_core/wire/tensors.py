@@ -1,4 +1,4 @@
-"""Parts of a tensor in transit: leaves, which have memory of their own, and that memory as blobs.
+"""Parts of a tensor in transit: leaves, which have memory of their own, and that memory as blobs; strides of leaves.
 
 Blobs are one-dimensional byte tensors that alias the source if possible, because large copies are expensive. Memory
 from or for an accelerator is always a blob, even if it is small, with its target device. `packing` splits tensors into
@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import ctypes
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -95,3 +96,34 @@ def _parts_of(tensor: Tensor) -> Iterable[Tensor]:
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
         return tensor.crow_indices(), tensor.col_indices(), tensor.values()
     return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+
+
+Strides = tuple[int, ...]
+
+
+def contiguous_strides(shape: Sequence[int]) -> Strides:
+    """Return the strides of a new tensor of that shape. Contiguous tensors may differ in dimensions of length 1."""
+    strides, step = [], 1
+    for length in reversed(shape):
+        strides.append(step)
+        step *= max(length, 1)
+    return tuple(reversed(strides))
+
+
+def extent(shape: Sequence[int], strides: Strides) -> int:
+    return 1 + sum((n - 1) * step for n, step in zip(shape, strides, strict=True)) if prod(shape) else 0
+
+
+def distinct(shape: Sequence[int], strides: Strides) -> tuple[int, ...]:
+    """Return the shape without the repetitions made by `expand`."""
+    return tuple(1 if step == 0 and n else n for n, step in zip(shape, strides, strict=True))
+
+
+def repeats(shape: Sequence[int], strides: Strides) -> bool:
+    """Return True if two elements may have the same address."""
+    reach = 0
+    for step, n in sorted((step, n) for n, step in zip(shape, strides, strict=True) if n > 1):
+        if step <= reach:
+            return True
+        reach += (n - 1) * step
+    return False

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from telegrad._core.host import out_of_memory
 from telegrad._core.wire import raw_memory
-from telegrad._core.wire.packing import SMALL, any_overlap, extent_of, pack
+from telegrad._core.wire.packing import SMALL, DeviceRoute, any_overlap, extent_of, pack
 from telegrad._core.wire.raw_memory import is_intercepted
 from telegrad._core.wire.tensors import CONJ, CPU, DTYPES, GRAD, HOST, NEG, DeviceBlob, Memory, Spec, memory, nothing
 from telegrad.errors import CannotDecode
@@ -50,10 +50,8 @@ def unpack(meta: bytes | memoryview, blobs: Sequence[Tensor]) -> list[Tensor]:
         ) from error
 
 
-class _Stays:
+class _Stays(DeviceRoute):
     """Map each device to itself."""
-
-    keeps_host = True
 
     def __call__(self, device: torch.device) -> int:
         return HOST if device.type == "cpu" else device.index or 0
@@ -73,7 +71,7 @@ def copied(tensors: Sequence[Tensor]) -> list[Tensor]:
             return copied(tensors)
     if len(tensors) == 1 and _is_small_and_dense(tensors[0]):  # the usual item of a stream, in a tenth of the time
         return [tensors[0].detach().clone().requires_grad_(tensors[0].requires_grad)]
-    meta, blobs = pack(tensors, _Stays())
+    meta, blobs = pack(tensors, _Stays({}, ""))
     with torch.inference_mode(False), torch.no_grad():
         made = [
             each.blob.clone() if isinstance(each, DeviceBlob) else raw_memory.copied(memory(each)) for each in blobs
