@@ -52,7 +52,7 @@ from time import monotonic, sleep
 from types import CodeType, FrameType
 from typing import Any, TypeVar
 
-from telegrad._core.atfork import in_child, renewed
+from telegrad._core.forks import in_child, renewed
 
 BLOCKED = 4e-3  # seconds without progress, after which a call counts as blocked
 KICK = 5e-3  # seconds between two signals for that; must be more than BLOCKED

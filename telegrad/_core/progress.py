@@ -27,7 +27,7 @@ from math import inf
 from time import monotonic
 from typing import TYPE_CHECKING
 
-from telegrad._core.atfork import in_child, renewed
+from telegrad._core.forks import in_child, renewed
 
 if TYPE_CHECKING:
     from typing import Self

@@ -1,7 +1,7 @@
 """Processes, threads, forks, signals and addresses of this host."""
 
 from telegrad._core import forks, interrupts
-from telegrad._core.atfork import in_child, renewed
+from telegrad._core.forks import in_child, renewed
 from telegrad._core.host.live_objects import instances
 from telegrad._core.host.open_files import error_text, translate_error
 from telegrad._core.interrupts import install, raised_by_handler, uninterrupted

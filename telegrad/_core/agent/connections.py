@@ -24,11 +24,11 @@ from telegrad._core.devices.device_maps import map_errors
 from telegrad._core.devices.device_streams import Streams
 from telegrad._core.devices.staging import Staging
 from telegrad._core.host import open_files
+from telegrad._core.host.host_memory import Heap
 from telegrad._core.membership.members import Identity, Member
 from telegrad._core.membership.suspects import remember
 from telegrad._core.memory.blobs import MemorySources
 from telegrad._core.memory.extra_streams import LANES
-from telegrad._core.memory.heap import Heap
 from telegrad._core.memory.warm_memory import ReceiveBufferPool, SharedBlockPool
 from telegrad._core.pickling.exceptions import fresh
 from telegrad._core.reactor.lazy_link import AnyLink, LoopEnd

@@ -8,7 +8,7 @@ Writing to fresh memory costs ten times a copy (page faults), so memory that was
                        behind. Also common blocks, and blocks of accelerators, from which the other end
                        copies (`device_sharing`)
 
-`mappings.SharedMaps` is the other end: the mappings of the blocks that one peer lends.
+`blobs.SharedMaps` is the other end: the mappings of the blocks that one peer lends.
 
 A file is lent to one peer at a time, which works on the same memory. A common one is lent to any number of peers at
 once, with one Loan for each. They map it privately: when a process writes to a page, the kernel gives it a copy. It
@@ -39,8 +39,7 @@ from torch import Tensor
 from telegrad._core.devices.device_sharing import DeviceBlock, sharer
 from telegrad._core.host import open_files
 from telegrad._core.wire.messages import COMMON
-from telegrad._core.wire.raw_memory import address_of, copy
-from telegrad._core.wire.tensors import HOST, memory
+from telegrad._core.wire.tensors import HOST, address_of, copy, memory
 
 _F_SEAL_FUTURE_WRITE = 0x10  # `fcntl` has the name from Python 3.13 on
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from telegrad._core.atfork import renewed
+from telegrad._core.forks import renewed
 from telegrad._core.pickling.main_program import MAIN, SPAWNED_MAIN, source_of
 from telegrad.errors import CannotEncode
 

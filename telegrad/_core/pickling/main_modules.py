@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterable
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
-from telegrad._core.atfork import in_child, renewed
+from telegrad._core.forks import in_child, renewed
 from telegrad._core.pickling import main_program as programs
 from telegrad._core.pickling.function_names import program as own_program
 from telegrad._core.pickling.global_names import ATOMS, MAINS, SentGlobals, lookups_from, names_of_main

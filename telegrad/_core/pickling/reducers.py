@@ -25,7 +25,7 @@ from torch.nn import Parameter
 
 from telegrad._core.pickling.function_names import name_of, resolve
 from telegrad._core.pickling.segments import OWN_FROM, SegmentWriter, Texts, expect_texts
-from telegrad._core.wire.raw_memory import PIECE, GilYielder, copied, held, is_intercepted
+from telegrad._core.wire.tensors import PIECE, GilYielder, copy_of, held, is_intercepted
 from telegrad.errors import CannotEncode
 
 REBUILDERS = __name__  # the module where the unpickler finds FROM_SLOTS
@@ -164,7 +164,7 @@ def _reduce_elements(pickler: Pickler, values: Any) -> Any:
     """Send a large `array.array` as a buffer: its own pickling would copy all elements at once."""
     if type(values) is not array or len(values) * values.itemsize < OWN_FROM or is_intercepted():
         return NotImplemented
-    data = copied(memoryview(values))  # it may change before it is sent
+    data = copy_of(memoryview(values))  # it may change before it is sent
     return _elements, (values.typecode, _format_of(values.typecode), pickle.PickleBuffer(held(data)))
 
 

@@ -25,8 +25,8 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from time import perf_counter
 from typing import Any
 
-from telegrad._core.atfork import in_child
 from telegrad._core.calls.cancelling import serving
+from telegrad._core.forks import in_child
 from telegrad._core.interrupts import raised_by_handler
 from telegrad._core.reactor.leader_threads import SOON, LeaderThreads, ReactorThread, Spin, TimerThread
 from telegrad._core.reactor.scheduler import Scheduler, Work, WorkQueue

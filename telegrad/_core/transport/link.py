@@ -14,9 +14,19 @@ import threading
 from collections.abc import Callable, Iterable
 from functools import partial
 
-from telegrad._core.memory.blobs import Chunk, IncomingBlob, MemorySources, Outgoing, Prepared
+from telegrad._core.memory.blobs import (
+    ANCILLARY,
+    CLOSE_ON_EXEC,
+    DESCRIPTORS_AT_ONCE,
+    MOST_NEW,
+    TRUNCATED,
+    Chunk,
+    IncomingBlob,
+    MemorySources,
+    Outgoing,
+    Prepared,
+)
 from telegrad._core.memory.extra_streams import NO_LANES, ExtraStreams
-from telegrad._core.memory.mappings import ANCILLARY, CLOSE_ON_EXEC, DESCRIPTORS_AT_ONCE, MOST_NEW, TRUNCATED
 from telegrad._core.pickling.exceptions import fresh
 from telegrad._core.security.encrypted_records import RECORD, RecordReader, RecordWriter, not_authentic
 from telegrad._core.security.noise import Ciphers, DecryptionFailed

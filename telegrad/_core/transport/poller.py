@@ -12,7 +12,7 @@ import socket
 import threading
 from typing import Any, Protocol
 
-from telegrad._core.atfork import in_child
+from telegrad._core.forks import in_child
 
 READ = selectors.EVENT_READ
 WRITE = selectors.EVENT_WRITE

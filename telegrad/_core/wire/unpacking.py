@@ -12,10 +12,22 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from telegrad._core.host import out_of_memory
-from telegrad._core.wire import raw_memory
 from telegrad._core.wire.packing import SMALL, DeviceRoute, any_overlap, extent_of, pack
-from telegrad._core.wire.raw_memory import is_intercepted
-from telegrad._core.wire.tensors import CONJ, CPU, DTYPES, GRAD, HOST, NEG, DeviceBlob, Memory, Spec, memory, nothing
+from telegrad._core.wire.tensors import (
+    CONJ,
+    CPU,
+    DTYPES,
+    GRAD,
+    HOST,
+    NEG,
+    DeviceBlob,
+    Memory,
+    Spec,
+    copy_of,
+    is_intercepted,
+    memory,
+    nothing,
+)
 from telegrad.errors import CannotDecode
 
 
@@ -73,9 +85,7 @@ def copied(tensors: Sequence[Tensor]) -> list[Tensor]:
         return [tensors[0].detach().clone().requires_grad_(tensors[0].requires_grad)]
     meta, blobs = pack(tensors, _Stays({}, ""))
     with torch.inference_mode(False), torch.no_grad():
-        made = [
-            each.blob.clone() if isinstance(each, DeviceBlob) else raw_memory.copied(memory(each)) for each in blobs
-        ]
+        made = [each.blob.clone() if isinstance(each, DeviceBlob) else copy_of(memory(each)) for each in blobs]
     return unpack(meta, made)
 
 
