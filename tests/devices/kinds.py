@@ -92,7 +92,7 @@ def replaced(table: dict[str, Any], other: dict[str, Any]) -> Iterator[None]:
         table.update(before)
 
 
-class Sharer:
+class Sharer(device_sharing.Cuda):
     """How the simulated accelerator shares: between agents of one process."""
 
     def limit(self, index: int) -> int:

@@ -11,8 +11,7 @@ import os
 import pickle
 import secrets
 import weakref
-from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,44 +23,31 @@ from telegrad.errors import DeviceError
 PART = 16  # 1/16 of a device's memory may be lent
 
 
-class MemorySharing(Protocol):
-    """Sharing of memory for one kind of device. Events are recorded and awaited on the current stream of a device."""
+class Cuda:
+    """Sharing by CUDA IPC handles for memory and events, as torch shares storages.
+
+    Events are recorded and awaited on the current stream of a device.
+    """
 
     def limit(self, index: int) -> int:
         """Return how many bytes of the device may be lent."""
-
-    def export(self, block: Tensor, events: tuple[Any, Any]) -> tuple[Any, ...]:
-        """Return the data that another process needs to open a block and its events."""
-
-    def open(self, exported: tuple[Any, ...]) -> tuple[Tensor, tuple[Any, Any]]:
-        """Open a block exported by another process; raise if this process cannot access it."""
-
-    def event(self, index: int) -> Any: ...
-
-    def record(self, event: Any, index: int) -> None: ...
-
-    def wait(self, event: Any, index: int) -> None: ...
-
-
-class Cuda:
-    """Sharing by CUDA IPC handles for memory and events, as torch shares storages."""
-
-    def limit(self, index: int) -> int:
         return int(torch.cuda.mem_get_info(index)[1]) // PART
 
     def export(self, block: Tensor, events: tuple[Any, Any]) -> tuple[Any, ...]:
+        """Return the data that another process needs to open a block and its events."""
         index = block.device.index
-        with self._at(index):
+        with torch.cuda.device(index):
             handles = [event.ipc_handle() for event in events]
         _, *shared = block.untyped_storage()._share_cuda_()  # type: ignore[no-untyped-call]
         return _card(index), shared, handles
 
     def open(self, exported: tuple[Any, ...]) -> tuple[Tensor, tuple[Any, Any]]:
+        """Open a block exported by another process; raise if this process cannot access it."""
         card, shared, handles = exported
         index = next((here for here in range(torch.cuda.device_count()) if _card(here) == card), None)
         if index is None:
             raise DeviceError(f"the GPU {card} is not visible to this worker (CUDA_VISIBLE_DEVICES)")
-        with self._at(index):
+        with torch.cuda.device(index):
             storage = torch.UntypedStorage._new_shared_cuda(index, *shared)
             block = torch.empty(0, dtype=torch.uint8, device=device(index)).set_(storage)
             attach: Any = torch.cuda.Event.from_ipc_handle
@@ -76,19 +62,16 @@ class Cuda:
     def wait(self, event: Any, index: int) -> None:
         event.wait(torch.cuda.current_stream(index))
 
-    def _at(self, index: int) -> AbstractContextManager[None]:
-        return torch.cuda.device(index)
-
 
 def _card(index: int) -> str:
     return str(torch.cuda.get_device_properties(index).uuid)
 
 
-SHARERS: dict[str, MemorySharing] = {} if torch.version.hip else {"cuda": Cuda()}
+SHARERS: dict[str, Cuda] = {} if torch.version.hip else {"cuda": Cuda()}
 
 
-def sharer() -> MemorySharing | None:
-    """Return the MemorySharing for this machine's accelerators, if they can share memory."""
+def sharer() -> Cuda | None:
+    """Return the way to share memory for this machine's accelerators, if they can share memory."""
     return SHARERS.get(kind() or "")
 
 

@@ -14,7 +14,6 @@ sender offers a block. Tensors are sent in the stream until the other end has op
 from __future__ import annotations
 
 import array
-import contextlib
 import errno
 import logging
 import mmap
@@ -121,14 +120,6 @@ class SharedMaps:
         if not number & COMMON:
             self._bases[number] = base
         return base
-
-    def take_released(self) -> list[int]:
-        """Return and clear the numbers of blocks that are no longer used and that the peer must be notified of."""
-        numbers: list[int] = []
-        with contextlib.suppress(IndexError):
-            while True:
-                numbers.append(self.released.popleft())
-        return numbers
 
     def open(self, number: int, handle: bytes) -> None:
         """Open a block of an accelerator that the peer will lend; raises if it cannot be opened here."""

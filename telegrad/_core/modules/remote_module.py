@@ -6,7 +6,7 @@ import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
@@ -28,9 +28,6 @@ from telegrad._core.rpc.rref import RRef
 from telegrad._core.texts import hint
 from telegrad.autograd.engine.record import entered_id
 from telegrad.errors import UsageError
-
-if TYPE_CHECKING:
-    from typing import Self
 
 _apart: ContextVar[bool] = ContextVar("telegrad_modules_apart", default=False)
 

@@ -31,10 +31,6 @@ from telegrad.errors import CannotEncode
 REBUILDERS = __name__  # the module where the unpickler finds FROM_SLOTS
 
 
-class NeedsValue(Exception):
-    """Raised for a function or class without a usable name."""
-
-
 Reducer = Callable[[Any, Any], Any]
 
 
@@ -390,8 +386,8 @@ class Pickler:
     expect_texts = expect_texts
 
     def by_value(self, obj: Any) -> Any:
-        """Reduce a function or class without a name."""
-        raise NeedsValue
+        """Reduce a function or class without a usable name."""
+        raise NotImplementedError
 
     def dump_by_value(self, obj: Any) -> bytes:
         """Return a separate pickle of an object that is sent by value."""

@@ -14,18 +14,8 @@ import threading
 from collections.abc import Callable, Iterable
 from functools import partial
 
-from telegrad._core.memory.blobs import (
-    ANCILLARY,
-    CLOSE_ON_EXEC,
-    DESCRIPTORS_AT_ONCE,
-    MOST_NEW,
-    TRUNCATED,
-    Chunk,
-    IncomingBlob,
-    MemorySources,
-    Outgoing,
-    Prepared,
-)
+from telegrad._core.memory import blobs
+from telegrad._core.memory.blobs import Chunk, IncomingBlob, MemorySources, Outgoing, Prepared
 from telegrad._core.memory.extra_streams import NO_LANES, ExtraStreams
 from telegrad._core.pickling.exceptions import fresh
 from telegrad._core.security.encrypted_records import RECORD, RecordReader, RecordWriter, not_authentic
@@ -186,7 +176,7 @@ class Link:
 
     def _send_with_blobs(self, message: Message) -> None:
         prepared: list[Prepared] = []
-        left, are_prepared = MOST_NEW, False
+        left, are_prepared = blobs.MOST_NEW, False
         try:
             for blob in message.blobs:
                 made = self._outgoing.prepare(blob, shares=left > 0)
@@ -213,7 +203,7 @@ class Link:
             data = encode(message, table)
             self.sent += len(data) + sum(each.size for each in prepared)
             # Send descriptors above the limit of one write ahead: the receiver takes them in the order of the table.
-            most = DESCRIPTORS_AT_ONCE
+            most = blobs.DESCRIPTORS_AT_ONCE
             while len(fds) > most:
                 self._outbox.append(Chunk(encode(Message(messages.RELEASE)), tuple(fds[:most])))
                 del fds[:most]
@@ -223,11 +213,12 @@ class Link:
         self.lanes_out.make_wanted()
 
     def _queue_release(self) -> None:
-        numbers = self._maps.take_released()
+        released = self._maps.released
+        numbers = [released.popleft() for _ in range(len(released))]  # other threads only append
         try:
             self._outbox.append(Chunk(encode(Message(messages.RELEASE, body=pack_numbers(numbers)))))
         except MemoryError:
-            self._maps.released.extend(numbers)
+            released.extend(numbers)
             raise
 
     def release(self) -> None:
@@ -327,8 +318,8 @@ class Link:
             try:
                 # Inlined, because each call has two reads on either side.
                 if shares:
-                    count, ancillary, flags, _ = sock.recvmsg_into([buffer], ANCILLARY, CLOSE_ON_EXEC)
-                    if ancillary or flags & TRUNCATED:
+                    count, ancillary, flags, _ = sock.recvmsg_into([buffer], blobs.ANCILLARY, blobs.CLOSE_ON_EXEC)
+                    if ancillary or flags & blobs.TRUNCATED:
                         self._maps.take_descriptors(ancillary, flags)
                 else:
                     count = self._recv_into(buffer)

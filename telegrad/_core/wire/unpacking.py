@@ -24,6 +24,7 @@ from telegrad._core.wire.tensors import (
     Memory,
     Spec,
     copy_of,
+    distinct,
     is_intercepted,
     memory,
     nothing,
@@ -185,9 +186,9 @@ def _upon(blob: Tensor, name: str, offset: int, shape: tuple[int, ...], stride: 
 
 def _spread(blob: Tensor, name: str, shape: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
     """Return a tensor with the original strides, filled with the elements of a dense blob."""
-    distinct = tuple(1 if step == 0 else n for n, step in zip(shape, stride, strict=True))
-    base = torch.empty_strided(distinct, stride, dtype=DTYPES[name], device=blob.device)
-    base.copy_(_upon(blob, name, 0, distinct, None))
+    single = distinct(shape, stride)
+    base = torch.empty_strided(single, stride, dtype=DTYPES[name], device=blob.device)
+    base.copy_(_upon(blob, name, 0, single, None))
     tensor = nothing(name, blob.device)
     return tensor.set_(base.untyped_storage(), 0, shape, stride)
 
