@@ -68,7 +68,8 @@ _EXCEPTION_DROPPING_MODULES = tuple(
     f"{_PACKAGE}.{name}" for name in ("insight", "reporting", "_core.calls.futures", "compat.rpc.futures")
 )
 _BETWEEN = sys.stdlib_module_names | {"torch"}  # the caller of these modules decides
-_NEVER = {"SIGSEGV", "SIGFPE", "SIGILL", "SIGBUS", "SIGABRT"}  # the interrupted instruction would fail again
+# After these, the interrupted instruction would fail again.
+_NEVER = {getattr(signal, f"SIG{name}", None) for name in ("SEGV", "FPE", "ILL", "BUS", "ABRT")}
 _RESUME = dis.opmap.get("RESUME")
 # calls that may block in C
 _CALLS = {number for name, number in dis.opmap.items() if name.startswith(("CALL", "PRECALL"))}
@@ -367,18 +368,13 @@ replaced: dict[int, Callable[[], None]] = {}  # by signal: called once, after th
 
 def _wrapped(signum: int, handler: Any) -> Any:
     """Return the handler to install for `handler`."""
-    if not callable(handler) or isinstance(handler, _Handler) or signum in _exempt():
+    if not callable(handler) or isinstance(handler, _Handler) or signum in _NEVER:
         return handler
     # asyncio and uvloop notify their loops by a descriptor, and install a handler that does nothing. Each time the
     # signal is marked pending again, the loop would receive one more notification.
     if getattr(handler, "__name__", "") in ("_sighandler_noop", "noop"):
         return handler
     return _Handler(signum, handler)
-
-
-@functools.cache
-def _exempt() -> frozenset[int]:
-    return frozenset(getattr(signal, name) for name in _NEVER if hasattr(signal, name))
 
 
 def _own(handler: Any) -> Any:

@@ -23,7 +23,7 @@ import cloudpickle
 
 from telegrad._core.pickling import main_modules
 from telegrad._core.pickling.function_names import name_of
-from telegrad._core.pickling.global_names import lookups_of
+from telegrad._core.pickling.global_names import closed_over, lookups_of
 from telegrad._core.pickling.main_program import GUARD, MAIN
 from telegrad._core.pickling.reducers import BoundToProcess, Pickler
 from telegrad._core.pickling.remote_text import first_line
@@ -114,7 +114,9 @@ def in_scope(pickler: Any, obj: Any, reduced: Any) -> Any:
     found = main_modules.scope_from(obj) if isinstance(reduced, tuple) else None
     if found is None:
         if isinstance(reduced, tuple) and isinstance(obj, FunctionType) and obj.__module__ == MAIN:
-            _warn_of_copies(reduced[2][1]["__globals__"])
+            for name, value in reduced[2][1]["__globals__"].items():
+                if not name.startswith("__") and not isinstance(value, type | FunctionType | ModuleType):
+                    _warn_once(name)
         return reduced
     scope, path = found
     version = main_modules.version_of(scope, path) if path else 0
@@ -147,12 +149,6 @@ def _warn_once(name: str) -> None:
         "move the code that uses the global into a module",
         name,
     )
-
-
-def _warn_of_copies(needed: dict[str, Any]) -> None:
-    for name, value in needed.items():
-        if not name.startswith("__") and not isinstance(value, type | FunctionType | ModuleType):
-            _warn_once(name)
 
 
 def _keep_function(scope: main_modules.MainNamespace, path: str, version: int, code: Any, closure: Any) -> Any:
@@ -258,11 +254,7 @@ def _variables_of(function: FunctionType, same_program: bool) -> Iterable[Part]:
     """Yield the variables that are sent with a function that is sent by value."""
     if name_of(function, same_program) is not None:
         return
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        try:
-            yield name, cell.cell_contents
-        except ValueError:  # not bound yet
-            continue
+    yield from closed_over(function)
     for name in sorted(lookups_of(function.__code__).read):
         if name in function.__globals__:
             yield name, function.__globals__[name]

@@ -11,7 +11,7 @@ import functools
 import logging
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
@@ -63,7 +63,7 @@ def lookups_from(thing: Any, names: dict[str, Any]) -> Lookups:
             continue
         seen.add(id(each))
         if isinstance(each, FunctionType):
-            todo += [getattr(each, "__wrapped__", None), *(each.__defaults__ or ()), *_closed_over(each)]
+            todo += [getattr(each, "__wrapped__", None), *(each.__defaults__ or ()), *dict(closed_over(each)).values()]
             if each.__module__ in MAINS:
                 found = lookups_of(each.__code__)
                 written |= found.written
@@ -85,10 +85,11 @@ def lookups_from(thing: Any, names: dict[str, Any]) -> Lookups:
     return Lookups(frozenset(read), frozenset(written))
 
 
-def _closed_over(function: FunctionType) -> Iterable[Any]:
-    for cell in function.__closure__ or ():
+def closed_over(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    """Yield the names and values of the variables of enclosing functions that a function uses."""
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
-            yield cell.cell_contents
+            yield name, cell.cell_contents
         except ValueError:  # not bound yet
             continue
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from functools import _lru_cache_wrapper, lru_cache
 from multiprocessing.connection import _ConnectionBase
 from types import BuiltinFunctionType, FunctionType, ModuleType
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.fx
@@ -55,7 +55,11 @@ def _reduce_tensor(pickler: Pickler, tensor: Tensor) -> Any:
     if not (has_rules or flattens or kind.__torch_dispatch__ != Tensor.__torch_dispatch__):
         return _slot_as, (_lift(pickler, tensor.as_subclass(Tensor)), kind, dict(attributes))
     if tensor.requires_grad and _records():
-        _refuse_history(kind)
+        raise CannotEncode(
+            f"a tensor of the type {kind.__name__} that requires a gradient cannot be sent in an autograd context: its "
+            "gradient would not come back, since the receiver creates a new object. Send a plain tensor made from it, "
+            "such as tensor.to_local() or tensor.values(), or tensor.detach()"
+        )
     if kind.__module__.startswith("torch._subclasses."):
         raise CannotEncode(
             f"a {kind.__name__} cannot be sent, as it has no values: torch.export, or another mode, uses it to "
@@ -69,14 +73,6 @@ def _reduce_tensor(pickler: Pickler, tensor: Tensor) -> Any:
         shape, stride = tuple(tensor.shape), tensor.stride()
         return _unflatten, (kind, inner, context, shape, stride, tensor.requires_grad)
     return NotImplemented  # its own storage may not hold its values
-
-
-def _refuse_history(kind: type[Tensor]) -> NoReturn:
-    raise CannotEncode(
-        f"a tensor of the type {kind.__name__} that requires a gradient cannot be sent in an autograd context: its "
-        "gradient would not come back, since the receiver creates a new object. Send a plain tensor made from it, "
-        "such as tensor.to_local() or tensor.values(), or tensor.detach()"
-    )
 
 
 _records: Callable[[], bool] = bool  # returns False
