@@ -188,7 +188,7 @@ def address_of(view: memoryview) -> int:
     buffer = _Buffer()
     _get_buffer(view, buffer, 0)
     try:
-        return buffer[0] or 0
+        return int(buffer[0] or 0)
     finally:
         _release_buffer(buffer)
 
