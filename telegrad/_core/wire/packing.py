@@ -15,7 +15,7 @@ import io
 import pickle
 from collections.abc import Iterable, Mapping, Sequence
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -59,10 +59,17 @@ _COMPRESSED = {
 }
 
 
-class DeviceRoute:
-    """Target devices for one direction between two workers."""
+class DeviceMapping(Protocol):
+    """Map a device of this worker to the receiver's accelerator for its tensors, or to HOST."""
 
     keeps_host: bool  # tensors of the host arrive on the host
+
+    def __call__(self, device: torch.device) -> int:
+        """Return the receiver's device, or raise DeviceError if tensors of `device` cannot be sent."""
+
+
+class DeviceRoute:
+    """Target devices for one direction between two workers."""
 
     def __init__(self, table: Mapping[str, str], advice: str, otherwise: int | None = None) -> None:
         """Map devices missing in `table` to `otherwise`; if that is None, they raise DeviceError with `advice`."""
@@ -72,7 +79,6 @@ class DeviceRoute:
         self.keeps_host = self._places.get("cpu", HOST) == HOST
 
     def __call__(self, device: torch.device) -> int:
-        """Return the receiver's device, or HOST; raise DeviceError if tensors of `device` cannot be sent."""
         place = self._places.get(str(device), HOST if device.type == "cpu" else self._otherwise)
         if place is None:
             raise DeviceError(self._advice.format(device=device))
@@ -82,11 +88,11 @@ class DeviceRoute:
 class DeviceRoutes(NamedTuple):
     """Target devices on the receiver, by the kind of message."""
 
-    calls: DeviceRoute
-    gradients: DeviceRoute
+    calls: DeviceMapping
+    gradients: DeviceMapping
 
 
-def for_calls(to: str, map_: Mapping[str, str]) -> DeviceRoute:
+def for_calls(to: str, map_: Mapping[str, str]) -> DeviceMapping:
     return DeviceRoute(
         map_,
         "a tensor on {device} cannot be sent to worker "
@@ -96,7 +102,7 @@ def for_calls(to: str, map_: Mapping[str, str]) -> DeviceRoute:
     )
 
 
-def for_answers(to: str, map_: Mapping[str, str]) -> DeviceRoute:
+def for_answers(to: str, map_: Mapping[str, str]) -> DeviceMapping:
     """Return the target devices of results: the inverse of the caller's map."""
     return DeviceRoute(
         _turned(map_),
@@ -106,7 +112,7 @@ def for_answers(to: str, map_: Mapping[str, str]) -> DeviceRoute:
     )
 
 
-def for_gradients(map_: Mapping[str, str], theirs: Mapping[str, str]) -> DeviceRoute:
+def for_gradients(map_: Mapping[str, str], theirs: Mapping[str, str]) -> DeviceMapping:
     """Return the target devices of gradients, which go back along both maps; the receiver moves them further."""
     return DeviceRoute({**map_, **_turned(theirs)}, "", otherwise=HOST)
 
@@ -122,7 +128,7 @@ _on_host = DeviceRoute(
 )
 
 
-def pack(tensors: Sequence[Tensor], place: DeviceRoute = _on_host, fixed: int = 0) -> tuple[bytes, list[Blob]]:
+def pack(tensors: Sequence[Tensor], place: DeviceMapping = _on_host, fixed: int = 0) -> tuple[bytes, list[Blob]]:
     """Return a description of `tensors`, and the blobs to send with it. The last `fixed` tensors stay on the host.
 
     Raises:
@@ -211,7 +217,7 @@ def any_overlap(spans: Sequence[tuple[int, ...]]) -> bool:
 class _Leaves:
     """The leaves of some tensors, and the target device of each."""
 
-    def __init__(self, place: DeviceRoute) -> None:
+    def __init__(self, place: DeviceMapping) -> None:
         self.tensors: list[Tensor] = []
         self.targets: list[int] = []
         self.place = place
@@ -245,7 +251,7 @@ class _Leaves:
         return len(self.tensors) - 1
 
 
-def _pack_any(tensors: Sequence[Tensor], place: DeviceRoute, fixed: int) -> tuple[bytes, list[Blob]]:
+def _pack_any(tensors: Sequence[Tensor], place: DeviceMapping, fixed: int) -> tuple[bytes, list[Blob]]:
     leaves = _Leaves(place)
     last = len(tensors) - fixed
     plans = [leaves.take(tensor, number >= last) for number, tensor in enumerate(tensors)]

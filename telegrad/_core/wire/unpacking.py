@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from telegrad._core.host import out_of_memory
-from telegrad._core.wire.packing import SMALL, DeviceRoute, any_overlap, extent_of, pack
+from telegrad._core.wire.packing import SMALL, any_overlap, extent_of, pack
 from telegrad._core.wire.tensors import (
     CONJ,
     CPU,
@@ -63,8 +63,10 @@ def unpack(meta: bytes | memoryview, blobs: Sequence[Tensor]) -> list[Tensor]:
         ) from error
 
 
-class _Stays(DeviceRoute):
+class _Stays:
     """Map each device to itself."""
+
+    keeps_host = True
 
     def __call__(self, device: torch.device) -> int:
         return HOST if device.type == "cpu" else device.index or 0
@@ -84,7 +86,7 @@ def copied(tensors: Sequence[Tensor]) -> list[Tensor]:
             return copied(tensors)
     if len(tensors) == 1 and _is_small_and_dense(tensors[0]):  # the usual item of a stream, in a tenth of the time
         return [tensors[0].detach().clone().requires_grad_(tensors[0].requires_grad)]
-    meta, blobs = pack(tensors, _Stays({}, ""))
+    meta, blobs = pack(tensors, _Stays())
     with torch.inference_mode(False), torch.no_grad():
         made = [each.blob.clone() if isinstance(each, DeviceBlob) else copy_of(memory(each)) for each in blobs]
     return unpack(meta, made)
