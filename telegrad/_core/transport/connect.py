@@ -11,6 +11,7 @@ from time import monotonic, sleep
 from typing import Any, NamedTuple
 
 from telegrad._core.host import open_files, out_of_memory
+from telegrad._core.processes import Stops, stopped
 from telegrad._core.security.handshake import ITSELF, ONE_SIDED, TCP, TLS, UNIX, Acceptor, Hello, Initiator, StreamId
 from telegrad._core.security.keyring import Keyring
 from telegrad._core.security.noise import Ciphers
@@ -24,7 +25,7 @@ from telegrad._core.security.tls import (
     refused_certificate,
 )
 from telegrad._core.sockets import HAS_UNIX, process_at, stranger_at, tune_tcp, tune_unix, unix_address
-from telegrad._core.transport.silence import Silence, Stops, stopped
+from telegrad._core.transport.silence import Silence
 from telegrad._core.wire.messages import BYE, MOVED, OVER, SILENT, Message
 from telegrad.errors import (
     AuthenticationFailed,

@@ -1,6 +1,4 @@
-"""Detects a silent worker, and a stopped process of this host.
-
-A worker is silent if no check finds a sign of life for as long as the limit.
+"""Detects a silent worker: no check finds a sign of life for as long as the limit.
 
     HEARD   the last check found a sign of life; the next check is after a third of the limit
     QUIET   the last check found none; checks are more frequent, and the time counts from the first of them
@@ -39,35 +37,3 @@ class Silence:
     @property
     def pause(self) -> float:
         return self._limit * (WHILE_HEARD if self._quiet_since == inf else WHILE_QUIET)
-
-
-STOPPED = "Tt"  # process states: stopped by a signal, or by a debugger
-
-
-def state_of(pid: int) -> tuple[str, int] | None:
-    """Return the state of a process and the CPU ticks that it has used, or None if it does not exist."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            fields = file.read().rpartition(b")")[2].split()
-    except OSError:
-        return None
-    return fields[0].decode(), int(fields[11]) + int(fields[12])
-
-
-class Stops:
-    """Detects a stopped process. Running for less than the time between two checks may go unnoticed."""
-
-    def __init__(self, pid: int) -> None:
-        self._pid = pid
-        self._used = -1  # ticks, if it was stopped at the last check
-
-    def look(self) -> bool:
-        """Return True if the process is stopped and has not run since an earlier check that found it stopped."""
-        found = state_of(self._pid) if self._pid else None
-        before = self._used
-        self._used = found[1] if found is not None and found[0] in STOPPED else -1
-        return self._used >= 0 and before in (-1, self._used)
-
-
-def stopped(pid: int) -> str:
-    return f"its process is stopped (SIGSTOP, or a debugger); kill -CONT {pid} lets it continue"
