@@ -25,9 +25,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from telegrad._core.devices.device_sharing import DeviceBlock, OpenBlock, open_block
 from telegrad._core.devices.device_streams import Arrived, Streams
-from telegrad._core.devices.staging import StagedCopy, Staging
+from telegrad._core.devices.staging import DeviceBlock, OpenBlock, StagedCopy, Staging, open_block
 from telegrad._core.host import open_files, out_of_memory
 from telegrad._core.memory.extra_streams import ExtraStreams, dropped
 from telegrad._core.memory.warm_memory import Block, Lender, Loan, ReceiveBufferPool, SharedBlockPool

@@ -6,7 +6,7 @@ Writing to fresh memory costs ten times a copy (page faults), so memory that was
     SharedBlockPool    memory files that this worker fills and lends to workers of the same host, by passing the file
                        over a Unix socket. No file has a name in the file system, so a killed worker leaves none
                        behind. Also common blocks, and blocks of accelerators, from which the other end
-                       copies (`device_sharing`)
+                       copies (`staging`)
 
 `blobs.SharedMaps` is the other end: the mappings of the blocks that one peer lends.
 
@@ -36,7 +36,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from telegrad._core.devices.device_sharing import DeviceBlock, sharer
+from telegrad._core.devices.staging import DeviceBlock, sharer
 from telegrad._core.host import open_files
 from telegrad._core.wire.messages import COMMON
 from telegrad._core.wire.tensors import HOST, address_of, copy, memory
