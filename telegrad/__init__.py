@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from telegrad import errors
-from telegrad._core.safe_text import SafeRecords
+from telegrad._core.texts import SafeRecords
 from telegrad.version import VERSION as __version__
 
 if TYPE_CHECKING:

@@ -51,7 +51,7 @@ def main() -> None:
         sys.exit(f"python -m telegrad: unknown option {first}; see python -m telegrad --help")
     else:
         if not os.path.exists(first):
-            from telegrad._core.hints import did_you_mean
+            from telegrad._core.texts import did_you_mean
 
             if meant := did_you_mean(first, COMMANDS):
                 sys.exit(f"python -m telegrad: there is no program or command {first!r}{meant}")

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from telegrad._core import atfork
+from telegrad._core import forks
 from telegrad._core.threads import Exclusive
 from tests.cluster import PATIENCE, processes
 from tests.test_forked import Hangs, in_child
@@ -93,7 +93,7 @@ def all_locks() -> dict[str, Any]:
 def test_every_lock_of_a_module_is_renewed_in_a_forked_child() -> None:
     locks = all_locks()
     assert len(locks) > 20
-    assert [path for path, lock in locks.items() if lock not in atfork._locks] == [], "make it by atfork.renewed"
+    assert [path for path, lock in locks.items() if lock not in forks._locks] == [], "make it by forks.renewed"
 
 
 def test_the_walk_finds_locks_wherever_they_are() -> None:
@@ -202,7 +202,7 @@ def test_a_forked_child_takes_each_lock_that_another_thread_held() -> None:
 
 
 def test_a_reentrant_lock_of_the_forking_thread_stays_its_own() -> None:
-    lock, exclusive = atfork.renewed(threading.RLock()), atfork.renewed(Exclusive("a test"))
+    lock, exclusive = forks.renewed(threading.RLock()), forks.renewed(Exclusive("a test"))
 
     def release() -> tuple[str, bool]:
         lock.release()

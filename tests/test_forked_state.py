@@ -21,7 +21,7 @@ from torch import fx, nn
 from telegrad import autograd, rpc
 from telegrad._core import events
 from telegrad._core.calls import call_context
-from telegrad._core.reactor import helping
+from telegrad._core.reactor import reactor
 from telegrad.autograd.engine import guard
 from telegrad.insight.export.event_counters import EventCounters
 from telegrad.optim.owner import guards_of, holding
@@ -189,11 +189,11 @@ def limited() -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def helps() -> Iterator[None]:
-    helping._here.own = deque()
+    reactor._here.own = deque()
     try:
         yield
     finally:
-        helping._here.own = None
+        reactor._here.own = None
 
 
 @contextlib.contextmanager
@@ -258,7 +258,7 @@ FOUND: dict[str, tuple[Callable[[], Any], Any]] = {
     "a remote function": (lambda: rpc.rpc_sync("parent", forks_and_joins), 8),
     "a pass": (lambda: within(running, lambda: joins(hooks)), [2, 2]),
     "metrics": (lambda: within(counted, lambda: joins(calls)), 8),
-    "a thread that helps": (lambda: within(helps, lambda: in_plain_child(lambda: helping._here.own)), None),
+    "a thread that helps": (lambda: within(helps, lambda: in_plain_child(lambda: reactor._here.own)), None),
     "a limit": (lambda: within(limited, lambda: in_plain_child(rpc.time_left)), None),
     "a turn": (in_a_turn, 1.0),
     "a comparison": (

@@ -68,8 +68,6 @@ EXTENSIONS |= {"supervision", "launch"}
 MOST_FILES = 15  # in a folder
 PURE = [
     "_core/wire/messages.py",
-    "_core/wire/frames.py",
-    "_core/wire/strides.py",
     "_core/devices/device_maps.py",
     "_core/security/handshake.py",
     "_core/security/noise.py",

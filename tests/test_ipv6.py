@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from telegrad._core.addresses import family_of
+from telegrad._core.sockets import family_of
 from tests.cluster import PATIENCE
 
 ROOT = pathlib.Path(__file__).parent.parent

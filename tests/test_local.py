@@ -15,7 +15,7 @@ import pytest
 
 import telegrad
 from telegrad import errors
-from telegrad._core.transport.process_state import state_of
+from telegrad._core.processes import state_of
 from telegrad.launch import worker_command
 from tests.cluster import PATIENCE, free_port, wait_until
 

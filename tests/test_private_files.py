@@ -135,7 +135,7 @@ READ_ELSEWHERE = {  # what the kernel tells, the package's own files, a file tha
         "insight/reading/process_report.py",
         "insight/web.py",
     ),
-    *("supervision/run_command.py", "_core/memory/heap.py", "_core/transport/process_state.py"),
+    *("supervision/run_command.py", "_core/host/host_memory.py", "_core/transport/silence.py"),
     *("reporting/debug_server.py", "reporting/observer.py", "reporting/stacks.py"),
 }
 

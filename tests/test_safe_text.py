@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import telegrad
-from telegrad._core.safe_text import safe
+from telegrad._core.texts import safe
 
 assert telegrad  # which has the filter set
 

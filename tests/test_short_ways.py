@@ -22,7 +22,7 @@ from tests.cluster import PATIENCE, Process, free_port, processes
 
 ROOT = f"{pathlib.Path(telegrad.__file__).parent}/"
 MANY = 20
-UNRELATED = {"_core/reactor/timer.py", "_core/agent/agent.py:<lambda>"}  # begin what runs now and then
+UNRELATED = {"_core/reactor/leader_threads.py", "_core/agent/agent.py:<lambda>"}  # begin what runs now and then
 
 Step = tuple[int, bool, str, str]  # thread, whether it is a call, file, function
 steps: list[Step] = []

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from telegrad._core.atfork import in_child, renewed
+from telegrad._core.forks import in_child, renewed
 
 Event = tuple[Any, ...]
 Listener = Callable[[Event], Any]

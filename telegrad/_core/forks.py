@@ -1,6 +1,12 @@
-"""Disable what a process forked from a worker inherits.
+"""Reset locks and state in a forked child, and disable what it inherits from a worker.
 
-A forked child has the memory of its parent and none of its threads. In the child, the parent's agent has closed
+A forked child has the memory of its parent and one thread, the one that forked. A lock that another thread of the
+parent held at that moment is never released in the child: the child would wait for it forever. Therefore a lock that
+belongs to a module or to an object used by the whole process, and not to one worker, is created by
+`renewed(threading.Lock())`. State that belongs to threads or calls of the parent is reset by a function that is marked
+with `in_child`.
+
+In the child, the parent's agent has closed
 descriptors, and perhaps locks that no thread will ever release. A call through this agent would raise an unrelated
 error, or wait forever. Therefore the child changes the class of the agent, and of all objects that lead to it, to one
 whose every attribute raises NotInitialized. References, streams, optimizers and other objects need no check of their
@@ -23,12 +29,43 @@ import os
 import sys
 import threading
 import traceback
+import weakref
 from collections import deque
+from collections.abc import Callable
 from types import FrameType
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
-from telegrad._core.atfork import in_child
 from telegrad.errors import NotInitialized
+
+L = TypeVar("L")
+F = TypeVar("F", bound=Callable[[], object])
+
+_locks: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def renewed(lock: L) -> L:
+    """Register a lock, condition or event for release in each forked child; return it.
+
+    A reentrant lock that the forking thread itself holds stays held: that thread continues in the child, and releases
+    it.
+    """
+    _locks.add(lock)
+    return lock
+
+
+def in_child(act: F) -> F:
+    """Mark a function that each forked child calls at once, on the thread that forked, in the order of the marks."""
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=act)
+    return act
+
+
+@in_child  # registered first: the functions after this one can then take the locks
+def _renew() -> None:
+    for lock in list(_locks):
+        if not (hasattr(lock, "_is_owned") and lock._is_owned()):
+            lock._at_fork_reinit()
+
 
 ADVICE = (
     "A process that a worker starts, as a DataLoader with num_workers does, is not that worker: call from the worker "
@@ -36,10 +73,8 @@ ADVICE = (
 )
 
 _PACKAGE = __name__.partition(".")[0]
-_SUSPENDED = {
-    dis.opmap.get("YIELD_VALUE"),
-    dis.opmap.get("YIELD_FROM"),
-}  # a frame stopped at one of these opcodes can be resumed
+# A frame stopped at one of these opcodes can be resumed.
+_SUSPENDED = {dis.opmap.get("YIELD_VALUE"), dis.opmap.get("YIELD_FROM")}
 
 depth = 0  # forks between the process that was started and this one; changed by forks only
 _classes: dict[type, type] = {}  # classes of disabled objects, by the original class

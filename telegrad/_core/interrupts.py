@@ -52,13 +52,12 @@ from time import monotonic, sleep
 from types import CodeType, FrameType
 from typing import Any, TypeVar
 
-from telegrad._core.atfork import in_child, renewed
+from telegrad._core.forks import in_child, renewed
 
 BLOCKED = 4e-3  # seconds without progress, after which a call counts as blocked
 KICK = 5e-3  # seconds between two signals for that; must be more than BLOCKED
-STUCK = (
-    50  # runs at the entry of one function: while functions are traced, 3.11 checks there until no signal is pending
-)
+# runs at the entry of one function: while functions are traced, 3.11 checks there until no signal is pending
+STUCK = 50
 LONGEST = 10.0  # seconds, and
 MOST = 10_000  # points in one signal's deferral, after both of which its handler runs anyway
 
@@ -69,12 +68,14 @@ _EXCEPTION_DROPPING_MODULES = tuple(
     f"{_PACKAGE}.{name}" for name in ("insight", "reporting", "_core.calls.futures", "compat.rpc.futures")
 )
 _BETWEEN = sys.stdlib_module_names | {"torch"}  # the caller of these modules decides
-_NEVER = {"SIGSEGV", "SIGFPE", "SIGILL", "SIGBUS", "SIGABRT"}  # the interrupted instruction would fail again
+# After these, the interrupted instruction would fail again.
+_NEVER = {getattr(signal, f"SIG{name}", None) for name in ("SEGV", "FPE", "ILL", "BUS", "ABRT")}
 _RESUME = dis.opmap.get("RESUME")
 # calls that may block in C
 _CALLS = {number for name, number in dis.opmap.items() if name.startswith(("CALL", "PRECALL"))}
 _MANAGER = contextlib._GeneratorContextManager
 _MANAGERS = {_MANAGER.__enter__.__code__, _MANAGER.__exit__.__code__}
+# A waiting loop is short: its backward jumps need no EXTENDED_ARG.
 _BACKWARD = {number for name, number in dis.opmap.items() if "JUMP_BACKWARD" in name}
 _WAITING_LOOPS: set[CodeType] = set()
 _GIVING_BACK: dict[CodeType, Callable[[dict[str, Any]], bool]] = {}
@@ -88,11 +89,6 @@ def _calls_of(code: CodeType, method: str) -> set[int]:
     instructions = list(dis.get_instructions(code))
     loads = [at for at, each in enumerate(instructions) if each.argval == method]
     return {each.offset for at in loads for each in instructions[at : at + 5] if each.opcode in _CALLS}
-
-
-def _goes_back(code: CodeType, at: int) -> bool:
-    """Return True if a backward jump is at this offset. Only for short functions: their jumps need no EXTENDED_ARG."""
-    return code.co_code[at] in _BACKWARD
 
 
 _WAIT = threading.Condition.wait.__code__
@@ -141,7 +137,7 @@ class _Deferred:
         if opcode == _RESUME:
             return _Look.WAIT if self.repeats < STUCK else _Look.WAIT_FOR_KICK
         is_blocked = self.repeats and opcode in _CALLS and now - last > BLOCKED
-        may_run = is_blocked or (waits and _goes_back(code, frame.f_lasti))
+        may_run = is_blocked or (waits and opcode in _BACKWARD)
         return _Look.RUN if may_run and not _is_uninterrupted(frame) else _Look.WAIT
 
 
@@ -372,18 +368,13 @@ replaced: dict[int, Callable[[], None]] = {}  # by signal: called once, after th
 
 def _wrapped(signum: int, handler: Any) -> Any:
     """Return the handler to install for `handler`."""
-    if not callable(handler) or isinstance(handler, _Handler) or signum in _exempt():
+    if not callable(handler) or isinstance(handler, _Handler) or signum in _NEVER:
         return handler
     # asyncio and uvloop notify their loops by a descriptor, and install a handler that does nothing. Each time the
     # signal is marked pending again, the loop would receive one more notification.
     if getattr(handler, "__name__", "") in ("_sighandler_noop", "noop"):
         return handler
     return _Handler(signum, handler)
-
-
-@functools.cache
-def _exempt() -> frozenset[int]:
-    return frozenset(getattr(signal, name) for name in _NEVER if hasattr(signal, name))
 
 
 def _own(handler: Any) -> Any:

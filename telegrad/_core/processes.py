@@ -1,14 +1,15 @@
-"""Functions shared by the parts that start worker processes."""
+"""Processes of this host: how they start, import and end, and their state as the kernel reports it."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 # Before `-m`, which otherwise searches the current folder for modules first, where other users may have planted some.
@@ -48,3 +49,53 @@ def describe_exit(code: int) -> str:
 
 def quoted(names: Sequence[str]) -> str:
     return ", ".join(map(repr, names))
+
+
+PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # the folder of telegrad
+
+
+@contextlib.contextmanager
+def gc_paused() -> Iterator[None]:
+    """Delay garbage collection to the end of the `with`."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            if not gc.get_freeze_count():
+                gc.freeze()
+                gc.unfreeze()  # the new objects are in the oldest generation now, and are not traversed at once
+            gc.enable()
+
+
+STOPPED = "Tt"  # process states: stopped by a signal, or by a debugger
+
+
+def state_of(pid: int) -> tuple[str, int] | None:
+    """Return the state of a process and the CPU ticks that it has used, or None if it does not exist."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+    except OSError:
+        return None
+    return fields[0].decode(), int(fields[11]) + int(fields[12])
+
+
+class Stops:
+    """Detects a stopped process. Running for less than the time between two checks may go unnoticed."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._used = -1  # ticks, if it was stopped at the last check
+
+    def look(self) -> bool:
+        """Return True if the process is stopped and has not run since an earlier check that found it stopped."""
+        found = state_of(self._pid) if self._pid else None
+        before = self._used
+        self._used = found[1] if found is not None and found[0] in STOPPED else -1
+        return self._used >= 0 and before in (-1, self._used)
+
+
+def stopped(pid: int) -> str:
+    return f"its process is stopped (SIGSTOP, or a debugger); kill -CONT {pid} lets it continue"

@@ -25,12 +25,9 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from math import inf
 from time import monotonic
-from typing import TYPE_CHECKING
+from typing import Self
 
-from telegrad._core.atfork import in_child, renewed
-
-if TYPE_CHECKING:
-    from typing import Self
+from telegrad._core.forks import in_child, renewed
 
 LINE = 1.0  # seconds until the line appears, and between its updates
 FIRST = 5.0  # seconds until the first log record

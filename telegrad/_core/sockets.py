@@ -1,13 +1,14 @@
-"""Common socket options and helpers."""
+"""Options, addresses and peers of sockets. Of all hosts, only IPv6 addresses contain colons."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import ssl
 import struct
 import sys
-from typing import Protocol
+from typing import Any, Protocol
 
 HAS_UNIX = hasattr(socket, "AF_UNIX") and sys.platform == "linux"  # with abstract names, which are on no file system
 NOT_NOW = (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
@@ -75,3 +76,56 @@ def tune_tcp(sock: socket.socket, silence: float) -> None:
     ):
         if hasattr(socket, option):
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+
+
+def family_of(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+def socket_address(address: str, port: int) -> Any:
+    """Return an address for `bind` and `connect`, which ignore a scope in text, as that of `fe80::1%eth0`."""
+    if ":" not in address:
+        return address, port
+    return socket.getaddrinfo(address, port, socket.AF_INET6, socket.SOCK_STREAM)[0][4]
+
+
+def text_of(address: Any) -> str:
+    """Return the host of a socket's address, with the scope of a link-local one."""
+    return socket.getnameinfo(address, socket.NI_NUMERICHOST | socket.NI_NUMERICSERV)[0]
+
+
+def bracketed(host: str) -> str:
+    """Return a host as it is written before a port: an IPv6 address in brackets."""
+    return f"[{host}]" if ":" in host else host
+
+
+_CREDENTIALS = struct.Struct("3i")  # process, user, group
+
+
+def process_at(sock: socket.socket) -> int:
+    """Return the process at the other end of a Unix socket; 0 if it is not visible from here, or is this process."""
+    pid, _ = _credentials(sock)
+    return 0 if pid == os.getpid() else pid
+
+
+def stranger_at(sock: socket.socket) -> str:
+    """Return a description of the user at the other end of a Unix socket if it is not the user of this process.
+
+    An unknown user counts as another user, too. Root is no exception: a process of root is another user's to a worker
+    that does not run as root, and a worker of root accepts code from root only.
+    """
+    _, user = _credentials(sock)
+    mine = os.geteuid()
+    if user == mine:
+        return ""
+    return f"uid {user}, while this worker has uid {mine}" if user >= 0 else "an unknown user"
+
+
+def _credentials(sock: socket.socket) -> tuple[int, int]:
+    """Return the process and user of the other end when it connected or began to listen; 0 and -1 if unknown."""
+    try:
+        said = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    except (AttributeError, OSError):
+        return 0, -1
+    pid, user, _ = _CREDENTIALS.unpack(said)
+    return pid, user

@@ -101,7 +101,7 @@ class Exclusive:
         self._lock.release()
 
     def _is_owned(self) -> bool:
-        """Return True if this thread holds the lock; `atfork` calls this in a child before `_at_fork_reinit`."""
+        """Return True if this thread holds the lock; `forks` calls this in a child before `_at_fork_reinit`."""
         return self._owner == threading.get_ident()
 
     def _at_fork_reinit(self) -> None:

@@ -13,7 +13,7 @@ from telegrad._core import checks, forks
 from telegrad._core.calls import profiling
 from telegrad._core.calls.compiling import not_compiled
 from telegrad._core.calls.futures import Future, Signal
-from telegrad._core.hints import hint
+from telegrad._core.texts import hint
 from telegrad.autograd.conductor import Conductor, DrivenPass
 from telegrad.autograd.contexts import Contexts
 from telegrad.autograd.engine.captures import Capture, seeds_of, tensors_of

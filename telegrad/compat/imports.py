@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
 from typing import Any
 
-from telegrad._core.atfork import renewed
+from telegrad._core.forks import renewed
 
 
 class _Finder(importlib.abc.MetaPathFinder):

@@ -21,9 +21,9 @@ from torch.autograd.profiler_util import FunctionEvent
 
 from telegrad._core.agent.answers import its_future
 from telegrad._core.agent.call_server import ASYNC_MARK, Deferred
-from telegrad._core.atfork import renewed
 from telegrad._core.calls import profiling
 from telegrad._core.calls.call_names import runs_as, user_name
+from telegrad._core.forks import renewed
 from telegrad._core.worker import current
 
 REMOTE = "#remote_op: "

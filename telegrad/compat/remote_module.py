@@ -11,7 +11,7 @@ from torch import nn
 from telegrad._core.calls.deadlines import DEFAULT
 from telegrad._core.calls.futures import Future
 from telegrad._core.modules import module_host, remote_module
-from telegrad._core.modules.place import parse_place
+from telegrad._core.modules.module_host import parse_place
 from telegrad._core.pickling.reducers import REDUCERS
 from telegrad.compat import scripted
 from telegrad.rpc import RRef, WorkerInfo, rpc_async

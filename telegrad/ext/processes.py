@@ -1,23 +1,24 @@
 """Processes, threads, forks, signals and addresses of this host."""
 
 from telegrad._core import forks, interrupts
-from telegrad._core.addresses import bracketed, family_of, socket_address
-from telegrad._core.atfork import in_child, renewed
+from telegrad._core.forks import in_child, renewed
 from telegrad._core.host.live_objects import instances
 from telegrad._core.host.open_files import error_text, translate_error
 from telegrad._core.interrupts import install, raised_by_handler, uninterrupted
 from telegrad._core.processes import (
     SAFE_PATH,
+    STOPPED,
     describe_exit,
     new_session_options,
     quoted,
     shared_cores,
     signal_at_parents_end,
+    state_of,
+    stopped,
 )
-from telegrad._core.sockets import HAS_UNIX, shut, tune_tcp
+from telegrad._core.sockets import HAS_UNIX, bracketed, family_of, shut, socket_address, tune_tcp
 from telegrad._core.stores.address import is_address, knock, listening_address, loopback
 from telegrad._core.threads import Background, Thread, run_in_thread
-from telegrad._core.transport.process_state import STOPPED, state_of, stopped
 
 __all__ = [
     "HAS_UNIX", "SAFE_PATH", "STOPPED", "Background", "Thread", "bracketed", "describe_exit", "error_text",

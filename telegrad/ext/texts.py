@@ -1,8 +1,7 @@
 """Messages to users: long waits, hints, and sanitized texts of other processes."""
 
 from telegrad._core import progress
-from telegrad._core.hints import did_you_mean, hint
 from telegrad._core.progress import Wait, clear_line, format_duration, report_in_background
-from telegrad._core.safe_text import safe
+from telegrad._core.texts import did_you_mean, hint, safe
 
 __all__ = ["Wait", "clear_line", "did_you_mean", "format_duration", "hint", "progress", "report_in_background", "safe"]

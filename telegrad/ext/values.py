@@ -5,8 +5,7 @@ from telegrad._core.pickling.pickling import decode, encode
 from telegrad._core.pickling.remote_text import first_line
 from telegrad._core.wire.messages import INFERENCE, NO_GRAD
 from telegrad._core.wire.packing import extent_of, joined, pack
-from telegrad._core.wire.strides import Strides, contiguous_strides, distinct, repeats
-from telegrad._core.wire.tensors import CONJ, DTYPES, NEG, memory
+from telegrad._core.wire.tensors import CONJ, DTYPES, NEG, Strides, contiguous_strides, distinct, memory, repeats
 
 __all__ = [
     "CONJ", "DTYPES", "INFERENCE", "NEG", "NO_GRAD", "Strides", "contiguous_strides", "decode", "describe",

@@ -18,13 +18,13 @@ from telegrad._core import checks
 from telegrad._core.calls.compiling import not_compiled
 from telegrad._core.calls.deadlines import DEFAULT, check_timeout
 from telegrad._core.calls.futures import Future
-from telegrad._core.hints import hint
 from telegrad._core.modules.module_tree import Model, RemotePart, branches
 from telegrad._core.modules.remote_module import RemoteModule
 from telegrad._core.rpc.joint_calls import call_all
 from telegrad._core.rpc.remote_calls import rpc_async
 from telegrad._core.rpc.restorable import ensure_present
 from telegrad._core.rpc.rref import RRef
+from telegrad._core.texts import hint
 from telegrad._core.worker import current
 from telegrad.autograd.engine.record import Inside
 from telegrad.autograd.entry_points import FusedStep, StepResults

@@ -17,10 +17,10 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from telegrad._core import checks, events
-from telegrad._core.atfork import in_child, renewed
 from telegrad._core.calls.call_names import known_as
 from telegrad._core.calls.deadlines import DEFAULT
 from telegrad._core.calls.futures import Future
+from telegrad._core.forks import in_child, renewed
 from telegrad._core.modules.module_host import on_host
 from telegrad._core.modules.module_tree import RemotePart, parameters_of, places_of
 from telegrad._core.rpc.functions import must_finish

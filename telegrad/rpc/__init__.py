@@ -3,7 +3,7 @@
 To try the examples: `with telegrad.local(2):` makes a group of this process, "driver", and of worker0 and worker1.
 """
 
-from telegrad._core.importing import gc_paused
+from telegrad._core.processes import gc_paused
 
 with gc_paused():
     from telegrad._core.calls.call_context import time_left

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from telegrad._core import processes
 from telegrad._core.agent import health
 from telegrad._core.agent.health import Health
-from telegrad._core.transport import process_state
 from telegrad.errors import PeerSilent
 
 LIMIT = 10.0
@@ -103,7 +103,7 @@ def test_what_has_come_and_was_not_read_is_a_sign() -> None:
 
 def test_of_a_process_that_can_be_seen_its_state_tells(monkeypatch: pytest.MonkeyPatch) -> None:
     told = {7: ("S", 5)}
-    monkeypatch.setattr(process_state, "state_of", told.get)
+    monkeypatch.setattr(processes, "state_of", told.get)
     watch = Watch(Connection(process=7), silence=LIMIT)
     watch.until(100.0)
     assert not watch.told
@@ -116,7 +116,7 @@ def test_of_a_process_that_can_be_seen_its_state_tells(monkeypatch: pytest.Monke
 
 def test_a_process_that_went_on_between_two_looks_was_not_stopped_all_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     told = {7: ("T", 5)}
-    monkeypatch.setattr(process_state, "state_of", told.get)
+    monkeypatch.setattr(processes, "state_of", told.get)
     watch = Watch(Connection(process=7), silence=LIMIT)
     watch.until(LIMIT - 1)
     told[7] = ("T", 6)

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import pytest
 
 from telegrad._core.calls.futures import Future
-from telegrad._core.reactor import helping
+from telegrad._core.reactor import reactor as reactors
 from telegrad._core.reactor.scheduler import Work
 from telegrad._core.transport.reading import ReadOwner, ReadRight
 
@@ -48,15 +48,15 @@ def reactor() -> Reactor:
     return Reactor()
 
 
-# `helping`, with these in place of the agent's own
+# With these in place of the agent's own
 
 
 def submit(reactor: Any, work: Work) -> None:
-    helping.submit(reactor, work)
+    reactors.submit_here(reactor, work)
 
 
 def run_for(future: Future[None], links: Any, reactor: Any) -> None:
-    helping.run_for(future, links, reactor)
+    reactors.run_for(future, links, reactor)
 
 
 def errand(reactor: Reactor, done: list[str], name: str, then: Callable[[], None] = lambda: None) -> Callable[[], None]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from telegrad._core.reactor.event_loop import EventLoop
+from telegrad._core.reactor.leader_threads import EventLoop
 from tests.cluster import PATIENCE
 
 

@@ -14,9 +14,9 @@ from typing import Any, NoReturn
 import pytest
 
 from telegrad._core.reactor import reactor as module
+from telegrad._core.reactor.leader_threads import TimerThread
 from telegrad._core.reactor.reactor import TURN, Reactor
 from telegrad._core.reactor.scheduler import Work, WorkQueue
-from telegrad._core.reactor.timer import TimerThread
 from telegrad._core.transport.poller import READ
 from tests.cluster import PATIENCE, wait_until
 

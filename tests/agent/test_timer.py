@@ -8,7 +8,7 @@ from time import monotonic
 
 import pytest
 
-from telegrad._core.reactor.timer import LONGEST_PAUSE, TimerThread
+from telegrad._core.reactor.leader_threads import LONGEST_PAUSE, TimerThread
 
 
 def ticks_of(act: Callable[[TimerThread, float, int], float], count: int) -> list[float]:

@@ -14,7 +14,7 @@ import telegrad.rpc as rpc
 from telegrad._core.agent.agent import Agent
 from telegrad._core.memory import warm_memory
 from telegrad._core.transport.link import Link
-from telegrad._core.transport.waker import Waker
+from telegrad._core.transport.poller import Waker
 from telegrad._core.worker import current
 
 PATIENCE = 30.0

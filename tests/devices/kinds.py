@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from telegrad._core.devices import device_sharing
+from telegrad._core.devices import staging
 from telegrad._core.worker import current
 from telegrad._core.worker.worker import Worker
 from tests import accelerator
@@ -71,8 +71,8 @@ def group(
     map_ = {here: there, there: here} if crossed else {here: here}
     maps = {f"w{rank}": map_ for rank in range(count)} if kind != "cpu" else {}
     sharer = {"sim": Sharer()} if share and kind == "sim" else {}
-    shares = {**device_sharing.SHARERS, **sharer} if share else {}
-    with replaced(device_sharing.SHARERS, shares), agents(count, **{"device_maps": maps, **options}) as made:
+    shares = {**staging.SHARERS, **sharer} if share else {}
+    with replaced(staging.SHARERS, shares), agents(count, **{"device_maps": maps, **options}) as made:
         current.enter(made[0])
         try:
             yield made
@@ -92,7 +92,7 @@ def replaced(table: dict[str, Any], other: dict[str, Any]) -> Iterator[None]:
         table.update(before)
 
 
-class Sharer:
+class Sharer(staging.Cuda):
     """How the simulated accelerator shares: between agents of one process."""
 
     def limit(self, index: int) -> int:

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from telegrad import errors, rpc
-from telegrad._core.devices.device_maps import Devices, map_errors, turned
-from telegrad._core.devices.routes import for_answers, for_calls, for_gradients
+from telegrad._core.devices.device_maps import Devices, map_errors
 from telegrad._core.start.cluster import start
+from telegrad._core.wire.packing import for_answers, for_calls, for_gradients
 from telegrad._core.wire.tensors import HOST
 from telegrad._core.worker import current
 from telegrad._core.worker.options import TelegradOptions, TensorPipeRpcBackendOptions
@@ -66,10 +66,6 @@ def test_which_devices_calls_can_touch() -> None:
     mine = Devices(4, {"b": {"cuda:0": "cuda:1", "cpu": "cuda:2"}}, ("cuda:3",))
     others = [Devices(4, {"a": {"cuda:1": "cuda:2", "cuda:0": "cpu"}, "c": {"cuda:0": "cuda:1"}})]
     assert mine.uses_of("a", others) == {"cuda:0", "cuda:2", "cuda:3"}
-
-
-def test_the_way_back() -> None:
-    assert turned({"cuda:0": "cuda:1", "cuda:1": "cpu"}) == {"cuda:1": "cuda:0", "cpu": "cuda:1"}
 
 
 CPU, FIRST, SECOND = torch.device("cpu"), torch.device("cuda", 0), torch.device("cuda", 1)

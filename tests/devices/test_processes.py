@@ -9,7 +9,7 @@ import torch
 
 import telegrad.autograd as autograd
 from telegrad import rpc
-from telegrad._core.devices import device_sharing
+from telegrad._core.devices import staging
 from telegrad._core.worker import current
 from tests import accelerator
 from tests.cluster import free_port, init, processes, run_all
@@ -22,7 +22,7 @@ ROUNDS = 5
 def begin(rank: int, kind: str, port: int, transport: str, share: bool = False) -> None:
     if kind == "sim":
         accelerator.load()
-        device_sharing.SHARERS.update({"sim": Sharer()} if share else {})
+        staging.SHARERS.update({"sim": Sharer()} if share else {})
     logging.getLogger("telegrad").setLevel(logging.INFO)
     here, there = places(kind)
     maps = {f"worker{other}": {here: there, there: here} for other in range(2)}

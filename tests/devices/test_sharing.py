@@ -14,7 +14,7 @@ from torch.storage import UntypedStorage
 
 from benchmarks.cuda import bandwidth
 from telegrad import errors, rpc
-from telegrad._core.devices import device_sharing
+from telegrad._core.devices import staging
 from telegrad._core.devices.device_streams import Streams
 from telegrad._core.devices.staging import Staging
 from telegrad._core.memory.warm_memory import KEEP, MOST_LENT, SharedBlockPool
@@ -59,25 +59,25 @@ def test_what_one_process_exports_another_opens(monkeypatch: pytest.MonkeyPatch)
         device=torch.device("cuda:1"), untyped_storage=lambda: SimpleNamespace(_share_cuda_=lambda: (1, *SHARED))
     )
     events: Any = [SimpleNamespace(ipc_handle=lambda name=name: name) for name in (b"filled", b"emptied")]
-    exported = device_sharing.Cuda().export(block, events)
+    exported = staging.Cuda().export(block, events)
 
     monkeypatch.setattr(torch, "cuda", Gpu(["second"]))  # CUDA_VISIBLE_DEVICES may differ
     monkeypatch.setattr(torch, "UntypedStorage", Storage)
-    monkeypatch.setattr(device_sharing, "device", lambda index: torch.device("cpu"))
-    opened, opened_events = device_sharing.Cuda().open(exported)
+    monkeypatch.setattr(staging, "device", lambda index: torch.device("cpu"))
+    opened, opened_events = staging.Cuda().open(exported)
     assert Storage.opened == (0, *SHARED)
     assert opened.numel() == 512
     assert opened_events == (("cpu", b"filled"), ("cpu", b"emptied"))
 
     monkeypatch.setattr(torch, "cuda", Gpu(["third"]))
     with pytest.raises(errors.DeviceError, match="the GPU second is not visible to this worker"):
-        device_sharing.Cuda().open(exported)
+        staging.Cuda().open(exported)
 
 
 @pytest.mark.parametrize("kind", [SIM])
 @apart
 def test_blocks_are_bounded_reused_and_let_go(kind: str) -> None:
-    with replaced(device_sharing.SHARERS, {"sim": Sharer()}):
+    with replaced(staging.SHARERS, {"sim": Sharer()}):
         pool = SharedBlockPool(1 << 30)
         limit = Sharer().limit(0)
         first = pool.take_on(0, limit // 2)
@@ -99,10 +99,10 @@ def test_blocks_are_bounded_reused_and_let_go(kind: str) -> None:
 @apart
 def test_a_block_is_filled_anew_only_once_it_was_emptied(kind: str) -> None:
     """Without waiting on the host: the events of a block order its uses."""
-    with replaced(device_sharing.SHARERS, {"sim": Sharer()}):
+    with replaced(staging.SHARERS, {"sim": Sharer()}):
         streams = Streams()
-        block = device_sharing.DeviceBlock(1, 1024, 0)
-        there = device_sharing.open_block(block.handle())
+        block = staging.DeviceBlock(1, 1024, 0)
+        there = staging.open_block(block.handle())
         for number in range(5):
             block.fill(DeviceBlob(torch.full((100,), number, dtype=torch.uint8, device="sim:0"), 1))
             arrived = there.take(100, 1, streams)

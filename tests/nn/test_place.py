@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from telegrad._core.modules.place import parse_place
+from telegrad._core.modules.module_host import parse_place
 from telegrad.errors import UsageError
 
 

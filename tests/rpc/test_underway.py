@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from telegrad._core import hints
+from telegrad._core import texts
 from telegrad._core.worker import current
 from telegrad.errors import TelegradWarning
 from telegrad.rpc import Future, RRef, remote, rpc_async, rpc_sync
@@ -33,7 +33,7 @@ def here(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def nothing_was_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hints, "_said", set())
+    monkeypatch.setattr(texts, "_said", set())
 
 
 pytestmark = pytest.mark.usefixtures("here")

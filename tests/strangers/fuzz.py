@@ -16,7 +16,7 @@ import sys
 import tempfile
 
 INSTRUMENTED = [
-    "telegrad._core.wire.frames",
+    "telegrad._core.wire.messages",
     "telegrad._core.wire.messages",
     "telegrad._core.security.handshake",
     "telegrad._core.security.encrypted_records",

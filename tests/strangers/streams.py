@@ -13,8 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-from telegrad._core.wire import frames
-from telegrad._core.wire.frames import FrameReader
+from telegrad._core.wire import messages
 from telegrad._core.wire.messages import (
     BYE,
     CALL,
@@ -25,6 +24,7 @@ from telegrad._core.wire.messages import (
     PREFIX,
     RELEASE,
     RESULT,
+    FrameReader,
     Message,
     encode,
     pack_numbers,
@@ -67,9 +67,9 @@ def scratch_of(size: int) -> Iterator[None]:
     """With a scratch buffer of `size`: in a small one, short streams reach what large frames need."""
     mapped = SimpleNamespace(mmap=lambda _, size: limited(size))
     with (
-        patch.object(frames, "SCRATCH", size),
-        patch.object(frames, "bytearray", limited, create=True),  # whichever of the two the reader uses
-        patch.object(frames, "mmap", mapped, create=True),
+        patch.object(messages, "SCRATCH", size),
+        patch.object(messages, "bytearray", limited, create=True),  # whichever of the two the reader uses
+        patch.object(messages, "mmap", mapped, create=True),
     ):
         yield
 

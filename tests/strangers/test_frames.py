@@ -6,8 +6,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from telegrad._core.wire.frames import SCRATCH, FrameReader
-from telegrad._core.wire.messages import CALL, ENTRY, PREFIX
+from telegrad._core.wire.messages import CALL, ENTRY, PREFIX, SCRATCH, FrameReader
 from telegrad._core.wire.tensors import HOST
 from telegrad.errors import ProtocolViolation
 from tests.strangers.door import HAS_PROC, resident

@@ -19,8 +19,7 @@ import torch
 
 from telegrad._core.devices.device_streams import Streams
 from telegrad._core.devices.staging import Staging
-from telegrad._core.memory.blobs import MemorySources
-from telegrad._core.memory.fd_passing import DESCRIPTORS_AT_ONCE, MOST_UNNAMED
+from telegrad._core.memory.blobs import DESCRIPTORS_AT_ONCE, MOST_UNNAMED, MemorySources
 from telegrad._core.memory.warm_memory import SHARING, ReceiveBufferPool, SharedBlockPool
 from telegrad._core.transport.link import Link
 from telegrad._core.transport.poller import Poller
@@ -159,7 +158,7 @@ def test_a_block_for_which_there_is_no_memory_is_mapped_when_it_is_lent_again(
     fd = memory_file(SIZE, SHRINK)
     frame = encode(Message(CALL, 1), ENTRY.pack(common | 1, SIZE, HOST))
     with monkeypatch.context() as patch:
-        patch.setattr("telegrad._core.memory.mappings.mmap.mmap", fails)
+        patch.setattr("telegrad._core.memory.blobs.mmap.mmap", fails)
         receiver.pass_on(frame, [fd])
         again = [fd] if common else []  # what is common is passed each time
         receiver.pass_on(frame, again)
@@ -172,7 +171,7 @@ def test_a_block_for_which_there_is_no_memory_is_mapped_when_it_is_lent_again(
 
 @pytest.mark.parametrize("end", ["retired", "closed"])
 def test_a_block_that_was_never_mapped_is_closed(receiver: Receiver, monkeypatch: pytest.MonkeyPatch, end: str) -> None:
-    monkeypatch.setattr("telegrad._core.memory.mappings._map", Mock(side_effect=MemoryError))
+    monkeypatch.setattr("telegrad._core.memory.blobs._map", Mock(side_effect=MemoryError))
     fd = memory_file(SIZE, SHRINK)
     receiver.pass_on(encode(Message(CALL, 1), ENTRY.pack(1, SIZE, HOST)), [fd])
     os.close(fd)

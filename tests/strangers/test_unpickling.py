@@ -14,8 +14,7 @@ import pytest
 from telegrad._core.pickling import pickling
 from telegrad._core.security.handshake import Acceptor, Hello, Initiator
 from telegrad._core.security.keyring import Keyring
-from telegrad._core.wire.frames import FrameReader
-from telegrad._core.wire.messages import CALL, NOTICE, Message, encode
+from telegrad._core.wire.messages import CALL, NOTICE, FrameReader, Message, encode
 from telegrad._core.worker.worker import Worker
 from tests.cluster import agents
 from tests.strangers.door import knock, say, wait_closed

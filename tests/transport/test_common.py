@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from telegrad._core.devices.device_streams import Streams
-from telegrad._core.memory.mappings import SharedMaps
+from telegrad._core.memory.blobs import SharedMaps
 from telegrad._core.memory.warm_memory import KEEP, SHARING, SharedBlockPool
 from telegrad._core.wire.messages import COMMON
 from tests.cluster import agents, group, wait_until

@@ -6,7 +6,7 @@ import errno
 
 import pytest
 
-from telegrad._core.memory.heap import GROWN, LOOK, Heap, own_bytes, trimmer
+from telegrad._core.host.host_memory import GROWN, LOOK, Heap, own_bytes, trimmer
 
 MB = 1 << 20
 

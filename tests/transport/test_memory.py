@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from telegrad._core.devices.device_streams import Streams
-from telegrad._core.memory.blobs import Outgoing, Prepared
-from telegrad._core.memory.mappings import SharedMaps
+from telegrad._core.memory.blobs import Outgoing, Prepared, SharedMaps
 from telegrad._core.memory.warm_memory import KEEP, SHARING, WARM_FROM, ReceiveBufferPool, SharedBlockPool, size_class
 from telegrad._core.wire.tensors import Blob
 from telegrad.errors import ProtocolViolation

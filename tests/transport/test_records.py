@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from telegrad._core.security.encrypted_records import JOINED, LONGEST, OVERHEAD, RECORD, RecordReader, RecordWriter
 from telegrad._core.security.noise import KEY, TAG, CipherState
-from telegrad._core.wire.frames import SCRATCH
+from telegrad._core.wire.messages import SCRATCH
 from telegrad.errors import ProtocolViolation
 
 SECRET = bytes(KEY)

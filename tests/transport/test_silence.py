@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from telegrad._core.transport.process_state import STOPPED, Stops, state_of
+from telegrad._core.processes import STOPPED, Stops, state_of
 from telegrad._core.transport.silence import Silence
 
 LIMIT = 10.0

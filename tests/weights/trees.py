@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from telegrad._core.wire.strides import distinct, extent, repeats
+from telegrad._core.wire.tensors import distinct, extent, repeats
 from telegrad.weights.transfer.rounding import Rounding, named
 from telegrad.weights.transfer.tree_layout import Layout, Snapshots, bare
 from telegrad.weights.weight_version import Version

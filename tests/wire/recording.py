@@ -33,7 +33,6 @@ from telegrad._core.pickling.pickling import decode
 from telegrad._core.security.handshake import PROTOCOL, Acceptor, Hello, Initiator, StreamId, VersionRange
 from telegrad._core.security.keyring import Keyring
 from telegrad._core.transport.link import Link
-from telegrad._core.wire.frames import FrameReader
 from telegrad._core.wire.messages import (
     CALL,
     FAILURE,
@@ -43,6 +42,7 @@ from telegrad._core.wire.messages import (
     KINDS,
     NOTICE,
     RESULT,
+    FrameReader,
     Message,
     split,
 )

@@ -23,8 +23,7 @@ from telegrad import errors
 from telegrad._core.calls.call_names import user_name
 from telegrad._core.pickling.exceptions import describe, fresh, readable, rebuild, without_frames
 from telegrad._core.pickling.function_names import resolve
-from telegrad._core.pickling.remote_text import LONGEST_LINE, MOST_TOLD, first_line
-from telegrad._core.pickling.short_text import LARGEST, LONGEST_TEXT
+from telegrad._core.pickling.remote_text import LARGEST, LONGEST_LINE, LONGEST_TEXT, MOST_TOLD, first_line
 
 
 def journey(error: Any, worker: str = "w1") -> Any:

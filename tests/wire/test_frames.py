@@ -7,8 +7,17 @@ from collections.abc import Iterator
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from telegrad._core.wire.frames import SCRATCH, FrameReader
-from telegrad._core.wire.messages import CALL, ENTRY, IN_STREAM, Message, encode, pack_numbers, unpack_numbers
+from telegrad._core.wire.messages import (
+    CALL,
+    ENTRY,
+    IN_STREAM,
+    SCRATCH,
+    FrameReader,
+    Message,
+    encode,
+    pack_numbers,
+    unpack_numbers,
+)
 from tests.strangers.streams import cut
 
 MANY = 2000

@@ -19,8 +19,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from telegrad._core.pickling import reducers, segments
 from telegrad._core.pickling.pickling import MANY, _pieces, decode, encode
-from telegrad._core.wire import raw_memory
 from telegrad._core.wire.packing import pack
+from telegrad._core.wire.tensors import PIECE, address_of, copy_of
 from telegrad._core.wire.unpacking import unpack
 from telegrad.errors import CannotDecode, CannotEncode
 from tests.trees import DATA, LARGE, LEAVES, TREES, OwnText, Record, Slotted, alike
@@ -140,7 +140,7 @@ def test_what_is_large_travels_beside_the_pickle(value: Any, blobs: int | None) 
 def test_bytes_and_texts_are_not_copied_here() -> None:
     text = "x" * LARGE
     (blob,) = encode([DATA], True).tensors
-    assert blob.data_ptr() == raw_memory.address_of(memoryview(DATA))
+    assert blob.data_ptr() == address_of(memoryview(DATA))
     (first,), (second,) = encode(text, True).tensors, encode([Record(text, None)], True).tensors
     assert first.data_ptr() == second.data_ptr()
 
@@ -186,9 +186,9 @@ def test_texts_arrive_as_python_makes_them() -> None:
 
 def test_what_is_no_text_is_refused() -> None:
     body, (blob,), *_ = encode("é" * LARGE, True)
-    for wrong in (b"\xff" * 9, b"\xc3", b"a" * raw_memory.PIECE + b"\x80\x80", b"\x80" * 2 * raw_memory.PIECE):
+    for wrong in (b"\xff" * 9, b"\xc3", b"a" * PIECE + b"\x80\x80", b"\x80" * 2 * PIECE):
         with pytest.raises(CannotDecode, match="utf-8"):
-            decode(body, [raw_memory.copied(memoryview(wrong))])
+            decode(body, [copy_of(memoryview(wrong))])
     with pytest.raises(CannotDecode):
         decode(encode([DATA[:LARGE]], True).body, [blob[:100]])
 

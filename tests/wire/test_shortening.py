@@ -15,8 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from telegrad._core.pickling.exceptions import describe, rebuild
-from telegrad._core.pickling.remote_text import first_line, with_lines
-from telegrad._core.pickling.short_text import LARGEST, LONGEST_TEXT, brief, is_large, text_of
+from telegrad._core.pickling.remote_text import LARGEST, LONGEST_TEXT, brief, first_line, is_large, text_of, with_lines
 from telegrad.errors import RemoteError
 
 MANY = 1_000_000

@@ -36,10 +36,9 @@ from telegrad._core.membership.members import Identity, Member
 from telegrad._core.pickling.exceptions import fresh, rebuild, refused
 from telegrad._core.pickling.function_names import name_of, program
 from telegrad._core.pickling.pickling import decode
-from telegrad._core.reactor import helping
-from telegrad._core.reactor.reactor import Reactor
+from telegrad._core.reactor.leader_threads import TimerThread
+from telegrad._core.reactor.reactor import Reactor, run_for, submit_here
 from telegrad._core.reactor.scheduler import Work, WorkQueue
-from telegrad._core.reactor.timer import TimerThread
 from telegrad._core.security.keyring import Keyring
 from telegrad._core.threads import results
 from telegrad._core.wire.messages import CALL, REFUSAL, RESULT, Message
@@ -343,7 +342,7 @@ class Agent:
         """
         work = Work(act, argument, is_long=not short)
         if by_who_waits:
-            helping.submit(self._reactor, work, self._reactor.calls)
+            submit_here(self._reactor, work, self._reactor.calls)
         else:
             self._reactor.submit(work, self._reactor.calls)
 
@@ -363,7 +362,7 @@ class Agent:
         with self._reactor.waiting() if self._reactor.on_worker() else nullcontext():
             links = self._connections.accepted_from(senders)
             if links:
-                helping.run_for(future, links, self._reactor)
+                run_for(future, links, self._reactor)
             return wait_for(future, timeout)
 
     def waiting(self) -> AbstractContextManager[None]:

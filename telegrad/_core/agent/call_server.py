@@ -30,12 +30,11 @@ from telegrad._core.membership.members import Identity
 from telegrad._core.pickling.exceptions import readable
 from telegrad._core.pickling.function_names import resolve
 from telegrad._core.pickling.pickling import decode
-from telegrad._core.reactor import helping
-from telegrad._core.reactor.event_loop import EventLoop
-from telegrad._core.reactor.reactor import Reactor
+from telegrad._core.reactor.lazy_link import LoopEnd
+from telegrad._core.reactor.leader_threads import EventLoop
+from telegrad._core.reactor.reactor import Reactor, submit_here
 from telegrad._core.reactor.scheduler import Work
 from telegrad._core.transport.link import Link
-from telegrad._core.transport.loopback import LoopEnd
 from telegrad._core.wire.messages import (
     CALL,
     CANCEL,
@@ -167,7 +166,7 @@ class Server:
                 patient.append(work)
             else:
                 self._notices.add(come)
-                helping.submit(self._reactor, work, caller.control)
+                submit_here(self._reactor, work, caller.control)
         elif message.kind == CANCEL:
             self._cancel(caller.calls.get(message.id))
             self.intake.cancelled(caller)

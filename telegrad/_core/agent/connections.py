@@ -22,28 +22,26 @@ from telegrad._core.calls.common_memory import SharedBuffers
 from telegrad._core.calls.settings import Settings
 from telegrad._core.devices.device_maps import map_errors
 from telegrad._core.devices.device_streams import Streams
-from telegrad._core.devices.routes import DeviceRoutes, for_calls, for_gradients
 from telegrad._core.devices.staging import Staging
 from telegrad._core.host import open_files
+from telegrad._core.host.host_memory import Heap
 from telegrad._core.membership.members import Identity, Member
 from telegrad._core.membership.suspects import remember
 from telegrad._core.memory.blobs import MemorySources
 from telegrad._core.memory.extra_streams import LANES
-from telegrad._core.memory.heap import Heap
 from telegrad._core.memory.warm_memory import ReceiveBufferPool, SharedBlockPool
 from telegrad._core.pickling.exceptions import fresh
-from telegrad._core.reactor.lazy_link import AnyLink
+from telegrad._core.reactor.lazy_link import AnyLink, LoopEnd
 from telegrad._core.reactor.reactor import Reactor
 from telegrad._core.reactor.scheduler import Work
 from telegrad._core.security.handshake import Hello, StreamId
 from telegrad._core.security.keyring import Keyring
 from telegrad._core.threads import Thread, results
-from telegrad._core.transport.connect import OpenedChannel, Target, connect
-from telegrad._core.transport.connection_errors import lost, part
+from telegrad._core.transport.connect import OpenedChannel, Target, connect, lost, part
 from telegrad._core.transport.link import Link
 from telegrad._core.transport.listener import MOST_CONNECTIONS, Listener
-from telegrad._core.transport.loopback import LoopEnd
 from telegrad._core.wire.messages import SILENT
+from telegrad._core.wire.packing import DeviceRoutes, for_calls, for_gradients
 from telegrad.errors import DeviceError, LeftEarly, PeerError, PeerLost, PeerUnreachable, ShutDown, UnknownWorker
 
 CONNECT_WITHIN = 10.0  # seconds, and as many for the handshake

@@ -16,12 +16,12 @@ from typing import Any, Protocol
 from telegrad._core.calls.attachments import Attachments, Destination, GraphContext
 from telegrad._core.calls.call_context import CallContext, Hops, hops_of, setting
 from telegrad._core.calls.cancelling import Served, finishes
-from telegrad._core.devices.routes import for_answers
 from telegrad._core.membership.members import Identity
+from telegrad._core.reactor.lazy_link import LoopEnd
 from telegrad._core.reactor.scheduler import WorkQueue
 from telegrad._core.transport.link import Link
-from telegrad._core.transport.loopback import LoopEnd
 from telegrad._core.wire.messages import HAS_CALL_CONTEXT, Message, split
+from telegrad._core.wire.packing import for_answers
 
 Opened = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]  # function and arguments of a call
 

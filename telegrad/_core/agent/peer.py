@@ -19,16 +19,16 @@ from telegrad._core.agent.call_table import CallTable
 from telegrad._core.agent.pending_call import PendingCall, give_back_read
 from telegrad._core.calls.attachments import Layers
 from telegrad._core.calls.settings import Settings
-from telegrad._core.devices.routes import DeviceRoutes
 from telegrad._core.interrupts import Resumed, raised_by_handler, releases_before_handler
 from telegrad._core.membership.members import Identity, Member
 from telegrad._core.pickling.exceptions import fresh
 from telegrad._core.reactor.lazy_link import AnyLink, LazyLink
 from telegrad._core.reactor.reactor import Reactor
 from telegrad._core.reactor.scheduler import Work
-from telegrad._core.transport.connection_errors import part
+from telegrad._core.transport.connect import part
 from telegrad._core.transport.link import Link
 from telegrad._core.wire.messages import ANSWERS, HAS_REFERENCES, Message, unknown
+from telegrad._core.wire.packing import DeviceRoutes
 from telegrad.errors import CallCancelled, CallTimeout, PeerError, ProtocolViolation
 
 CAPACITY_LOOK = 0.1  # seconds between two checks for capacity, since some changes of it are not notified

@@ -22,10 +22,10 @@ from telegrad._core.calls.in_flight_tensors import MutationCheck
 from telegrad._core.events import CALLED
 from telegrad._core.interrupts import Resumed, releases_before_handler, waiting_loop
 from telegrad._core.reactor.lazy_link import AnyLink
-from telegrad._core.reactor.spinning import SOON, Spin
+from telegrad._core.reactor.leader_threads import SOON, Spin
 from telegrad._core.threads import LONGEST_WAIT
 from telegrad._core.transport.link import Link
-from telegrad._core.transport.waker import Waker, waker_here
+from telegrad._core.transport.poller import Waker, waker_here
 from telegrad._core.wire.messages import CANCEL, FAILURE, Message
 from telegrad.errors import CallTimeout, PeerError, PeerLost
 

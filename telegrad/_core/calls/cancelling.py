@@ -19,8 +19,8 @@ from inspect import iscoroutinefunction
 from types import CodeType
 from typing import Any, Protocol, TypeVar
 
-from telegrad._core.atfork import in_child, renewed
 from telegrad._core.calls import call_context
+from telegrad._core.forks import in_child, renewed
 from telegrad.errors import CallCancelled
 
 MUST_FINISH = "_telegrad_must_finish"  # of functions that must not be cancelled: True, or a test of the arguments

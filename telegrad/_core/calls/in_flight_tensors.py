@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from telegrad._core.calls.call_names import user_name
-from telegrad._core.hints import ProgramLine, hint, users_line
+from telegrad._core.texts import ProgramLine, hint, users_line
 from telegrad._core.wire.packing import SMALL
 
 _empty = torch.empty(0, device="cpu")

@@ -26,10 +26,6 @@ class Devices(NamedTuple):
         return used - {HOST}
 
 
-def turned(map_: Mapping[str, str]) -> dict[str, str]:
-    return {target: source for source, target in map_.items()}
-
-
 def map_errors(group: Mapping[str, Devices], whole: bool = True) -> Iterable[str]:
     """Yield the faults in the device maps of a group; if not `whole`, only those between its members."""
     for name, mine in group.items():

@@ -71,9 +71,6 @@ class Streams:
                 self._begin(device(index))
                 self.used = (*self.used, index)
 
-    def work(self, index: int) -> torch.Stream:
-        return self._stream("work", index)
-
     def arrivals(self, index: int) -> torch.Stream:
         return self._stream("arrivals", index)
 
@@ -95,7 +92,7 @@ class Streams:
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
-        inner = [self.work(index) for index in self.used]
+        inner = [self._stream("work", index) for index in self.used]
         with on(*inner) as outer:
             for own, stream in zip(inner, outer, strict=True):
                 for early in self._around(own, stream):

@@ -12,7 +12,6 @@ import secrets
 import socket
 from time import monotonic
 
-from telegrad._core.addresses import bracketed
 from telegrad._core.directory import requests
 from telegrad._core.directory.channel import INCARNATION, Channel, name_of
 from telegrad._core.directory.directory import (
@@ -34,7 +33,7 @@ from telegrad._core.directory.watches import LONGEST_WATCH
 from telegrad._core.security.handshake import Hello, Initiator
 from telegrad._core.security.keyring import Keyring
 from telegrad._core.security.noise import DecryptionFailed
-from telegrad._core.sockets import shut, tune_tcp
+from telegrad._core.sockets import bracketed, shut, tune_tcp
 from telegrad.errors import HandshakeError, InvalidArgument, LimitReached, PeerUnreachable, ProtocolViolation
 
 PATIENCE = 10.0  # default seconds of one operation

@@ -17,12 +17,12 @@ import subprocess
 import sys
 from time import monotonic
 
-from telegrad._core.addresses import family_of, socket_address
 from telegrad._core.directory.directory_server import BACKLOG
 from telegrad._core.directory.lease_table import DEFAULT, LOG, Limits, remove
 from telegrad._core.host.private_files import open_regular, private_folder, replacing
 from telegrad._core.processes import SAFE_PATH, describe_exit, new_session_options
 from telegrad._core.security.keyring import Keyring
+from telegrad._core.sockets import family_of, socket_address
 from telegrad._core.threads import run_in_thread
 
 PATIENCE = 5.0  # seconds for the process to end by itself

@@ -18,7 +18,7 @@ import zlib
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from telegrad._core.addresses import bracketed
+from telegrad._core.sockets import bracketed
 from telegrad._core.stores.supervised import is_supervised
 from telegrad.errors import UsageError
 

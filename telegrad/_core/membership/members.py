@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from telegrad._core.checks import short_repr
 from telegrad._core.devices.device_maps import Devices
-from telegrad._core.hints import did_you_mean
+from telegrad._core.texts import did_you_mean
 from telegrad.errors import InvalidName, UnknownWorker, WorkerTaken
 
 if TYPE_CHECKING:

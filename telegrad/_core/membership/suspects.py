@@ -9,8 +9,8 @@ from errno import ECONNREFUSED, EINPROGRESS, EWOULDBLOCK
 from time import monotonic
 from typing import Any, NamedTuple
 
-from telegrad._core.addresses import family_of, socket_address
 from telegrad._core.membership.members import Member
+from telegrad._core.sockets import family_of, socket_address
 from telegrad.errors import PeerError, PeerSilent, PeerUnreachable
 
 PATIENCE = 2.0  # seconds without an answer of its host after which a worker is considered dead

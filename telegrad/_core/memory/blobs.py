@@ -13,23 +13,181 @@ sender offers a block. Tensors are sent in the stream until the other end has op
 
 from __future__ import annotations
 
+import array
+import errno
 import logging
+import mmap
+import os
+import socket
+from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from telegrad._core.devices.device_sharing import DeviceBlock
-from telegrad._core.devices.device_streams import Arrived
-from telegrad._core.devices.staging import StagedCopy, Staging
-from telegrad._core.host import out_of_memory
-from telegrad._core.memory.blocks import Block, Loan
+from telegrad._core.devices.device_streams import Arrived, Streams
+from telegrad._core.devices.staging import DeviceBlock, OpenBlock, StagedCopy, Staging, open_block
+from telegrad._core.host import open_files, out_of_memory
 from telegrad._core.memory.extra_streams import ExtraStreams, dropped
-from telegrad._core.memory.mappings import SharedMaps
-from telegrad._core.memory.warm_memory import ReceiveBufferPool, SharedBlockPool
-from telegrad._core.wire.messages import ENTRY, IN_STREAM, LEND, STRIPED, Message, Unreceived, encode
+from telegrad._core.memory.warm_memory import Block, Lender, Loan, ReceiveBufferPool, SharedBlockPool
+from telegrad._core.wire.messages import COMMON, ENTRY, IN_STREAM, LEND, STRIPED, Message, Unreceived, encode
 from telegrad._core.wire.tensors import HOST, Blob, DeviceBlob, memory
 from telegrad.errors import ProtocolViolation
+
+DESCRIPTORS_AT_ONCE = 64  # in one write
+MOST_NEW = 512  # descriptors in one message; its further blobs are sent through the socket
+MOST_UNNAMED = MOST_NEW + DESCRIPTORS_AT_ONCE  # those of a message, and of the read that ends it
+
+ANCILLARY = socket.CMSG_SPACE(DESCRIPTORS_AT_ONCE * array.array("i").itemsize) if hasattr(socket, "CMSG_SPACE") else 0
+# Plain numbers: the constants of `socket` are enumerations, whose operators take a microsecond each.
+TRUNCATED = int(getattr(socket, "MSG_CTRUNC", 0))
+CLOSE_ON_EXEC = int(getattr(socket, "MSG_CMSG_CLOEXEC", 0))  # child processes inherit none
+
+
+class SharedMaps:
+    """The mappings of the blocks that one peer lends over a Unix socket, on which their descriptors arrive."""
+
+    def __init__(self, streams: Streams) -> None:
+        self.arrived: deque[int] = deque()  # descriptors received over the socket, not yet mapped
+        self.released: deque[int] = deque()  # blocks no longer used here; the peer must be notified
+        self._streams = streams
+        self._most = 2 * open_files.to_lend() + MOST_UNNAMED  # blocks: each mapping keeps a descriptor
+        self._bases: dict[int, memoryview] = {}
+        self._unmapped: dict[int, int] = {}  # descriptors of blocks not mapped for lack of memory, by number
+        self._open: dict[int, OpenBlock] = {}
+        self._lender = Lender(self.released.append)
+
+    def take_descriptors(self, ancillary: Iterable[tuple[int, int, bytes]], flags: int) -> None:
+        """Keep the descriptors that a `recvmsg` brought until frames name their blocks.
+
+        Raises:
+            OSError: this process has no free descriptor. `close` closes those that arrived.
+            ProtocolViolation: the peer sent more at once than a worker sends, or too many that no frame names. `close`
+                closes those that arrived.
+        """
+        fds = array.array("i")
+        for level, kind, data in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
+        self.arrived.extend(fds)
+        if flags & TRUNCATED:  # the kernel left some out
+            if len(fds) < DESCRIPTORS_AT_ONCE:  # the kernel had no numbers for the rest
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            raise ProtocolViolation(
+                f"descriptors of shared memory were lost in transit: more than {DESCRIPTORS_AT_ONCE} arrived at once"
+            )
+        if len(self.arrived) > MOST_UNNAMED:
+            raise ProtocolViolation(f"more than {MOST_UNNAMED} descriptors arrived without a frame that names them")
+
+    def attach(self, number: int, size: int) -> Tensor:
+        """Return the tensor that lies in block `number`.
+
+        A block that is new here arrived with a descriptor. Each loan of a common block arrives with one.
+
+        Raises:
+            ProtocolViolation: the block does not exist, is smaller than `size`, or is not memory that may be mapped.
+            OSError: this process has no descriptor or no memory left to map it. Without memory, the block is returned
+                to the peer, and is mapped when it is lent again.
+            MemoryError: no memory is left, as with `OSError`.
+        """
+        base = self._bases.get(number)
+        if base is None:
+            base = self._map_new(number, size)
+        if size > len(base):
+            raise ProtocolViolation(f"shared block {number} holds {len(base)} bytes, {size} were announced")
+        return self._lender.lend(base, size, number)
+
+    def _map_new(self, number: int, size: int) -> memoryview:
+        fd = self._unmapped.pop(number, None)
+        if fd is None:
+            if len(self._bases) + len(self._unmapped) + len(self._lender._leases) >= self._most:
+                raise ProtocolViolation(f"more than {self._most} blocks of shared memory are mapped here")
+            if not self.arrived:
+                raise ProtocolViolation(f"shared block {number} was named but never passed")
+            fd = self.arrived.popleft()
+        try:
+            base = _map(fd, number, size)
+        except (OSError, MemoryError) as error:
+            if out_of_memory.is_out(error):
+                self.released.append(number)
+                if not number & COMMON:  # the peer passes the descriptor only once
+                    self._unmapped[number] = fd
+            raise
+        finally:
+            if number not in self._unmapped:
+                os.close(fd)
+        if not number & COMMON:
+            self._bases[number] = base
+        return base
+
+    def open(self, number: int, handle: bytes) -> None:
+        """Open a block of an accelerator that the peer will lend; raises if it cannot be opened here."""
+        self._open[number] = open_block(handle)
+
+    def take(self, number: int, size: int, device: int) -> Arrived | None:
+        """Copy `size` bytes from a block of an accelerator; return None if `number` is not such a block."""
+        block = self._open.get(number)
+        if block is None:
+            return None
+        if size > block.memory.numel():
+            raise ProtocolViolation(f"block {number} holds {block.memory.numel()} bytes, {size} were announced")
+        try:
+            return block.take(size, device, self._streams)
+        finally:
+            self.released.append(number)
+
+    def retire(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            self._bases.pop(number, None)
+            if number in self._unmapped:
+                os.close(self._unmapped.pop(number))
+            if number in self._open:
+                self._close(number)
+
+    def close(self) -> None:
+        while self.arrived:
+            os.close(self.arrived.popleft())
+        while self._unmapped:
+            os.close(self._unmapped.popitem()[1])
+        self._bases.clear()
+        for number in list(self._open):
+            self._close(number)
+
+    def _close(self, number: int) -> None:
+        with self._streams.aside():  # torch waits for the current stream, on which copies are made, before it unmaps
+            del self._open[number]
+
+
+def _map(fd: int, number: int, size: int) -> memoryview:
+    """Map the memory file of block `number`.
+
+    Reading a page that a file no longer has kills the process (SIGBUS). So only a file that is sealed against shrinking
+    is mapped; the kernel enforces the seal. A file of huge pages is refused, because the host may run out of them.
+
+    Raises:
+        ProtocolViolation: it is not a memory file, may shrink, is smaller than `size`, or cannot be mapped.
+        OSError: this process has no memory left, or no descriptor: `mmap` keeps one of its own.
+        MemoryError: this process has no memory left.
+    """
+    import fcntl
+
+    try:
+        is_sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
+        has_huge_pages = os.fstatvfs(fd).f_bsize != mmap.PAGESIZE
+        capacity = os.fstat(fd).st_size  # read after the seals: from then on it can only grow
+        if is_sealed and not has_huge_pages and capacity >= size:
+            access = mmap.ACCESS_COPY if number & COMMON else mmap.ACCESS_WRITE
+            return memoryview(mmap.mmap(fd, capacity, access=access))
+        if capacity < size:
+            fault = f"it holds {capacity} bytes, {size} were announced"
+        else:
+            fault = "it has huge pages" if has_huge_pages else "it is not sealed, so it may shrink as it is read"
+    except (OSError, ValueError, OverflowError, MemoryError) as error:
+        if open_files.is_out(error) or out_of_memory.is_out(error):
+            raise
+        fault = f"it cannot be mapped: {error}"
+    raise ProtocolViolation(f"shared block {number} is refused: {fault}")
+
 
 SHARE_FROM = 1 << 16  # smaller blobs are sent through the socket even if memory is shared
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from queue import SimpleQueue
 from typing import Any
 
-from telegrad._core.atfork import renewed
+from telegrad._core.forks import renewed
 from telegrad._core.security.encrypted_records import RECORD, RecordReader, RecordWriter, not_authentic
 from telegrad._core.security.noise import Ciphers, DecryptionFailed
 from telegrad._core.sockets import shut

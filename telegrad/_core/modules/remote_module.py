@@ -6,7 +6,7 @@ import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
@@ -16,21 +16,18 @@ from telegrad._core import checks
 from telegrad._core.calls.compiling import not_compiled
 from telegrad._core.calls.deadlines import DEFAULT, check_timeout
 from telegrad._core.calls.futures import Future
-from telegrad._core.hints import hint
 from telegrad._core.membership.members import WorkerInfo
 from telegrad._core.modules import module_host
-from telegrad._core.modules.place import parse_place
+from telegrad._core.modules.module_host import parse_place
 from telegrad._core.pickling.reducers import REDUCERS
 from telegrad._core.progress import Wait, report_in_background
 from telegrad._core.references.control_messages import Id
 from telegrad._core.rpc.remote_calls import rpc_async, rpc_sync
 from telegrad._core.rpc.restorable import Restore, check_restore, ensure_present, make_restorable
 from telegrad._core.rpc.rref import RRef
+from telegrad._core.texts import hint
 from telegrad.autograd.engine.record import entered_id
 from telegrad.errors import UsageError
-
-if TYPE_CHECKING:
-    from typing import Self
 
 _apart: ContextVar[bool] = ContextVar("telegrad_modules_apart", default=False)
 

@@ -17,16 +17,19 @@ from torch import Tensor
 
 from telegrad._core.pickling.pickling import decode, encode
 from telegrad._core.pickling.remote_text import (
+    LARGEST,
     MOST_TOLD,
     REMOTE_TRACEBACK,
     Text,
+    brief,
+    cut,
+    is_large,
     keep_lines,
     own_notes,
     short,
     tell,
     with_lines,
 )
-from telegrad._core.pickling.short_text import LARGEST, brief, cut, is_large
 from telegrad._core.wire.packing import pack
 from telegrad._core.wire.tensors import memory
 from telegrad._core.wire.unpacking import unpack

@@ -1,4 +1,4 @@
-"""The globals of the main program that a function or class reads, and those that workers lack.
+"""The globals of the main program: those that a function or class reads, that workers lack, and that were sent.
 
 Workers that import the driver's program have the globals that its source binds outside of the guard. All others exist
 only in the driver: the code under the guard, or a function that the driver called, has created them.
@@ -8,12 +8,18 @@ from __future__ import annotations
 
 import dis
 import functools
+import logging
 import sys
-from collections.abc import Iterable
-from types import CodeType, FunctionType, MethodType
+import threading
+from collections.abc import Iterator
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
+from telegrad._core.forks import renewed
 from telegrad._core.pickling.main_program import MAIN, SPAWNED_MAIN, source_of
+from telegrad.errors import CannotEncode
 
 MAINS = (MAIN, SPAWNED_MAIN)
 _CACHED = 4096
@@ -57,7 +63,7 @@ def lookups_from(thing: Any, names: dict[str, Any]) -> Lookups:
             continue
         seen.add(id(each))
         if isinstance(each, FunctionType):
-            todo += [getattr(each, "__wrapped__", None), *(each.__defaults__ or ()), *_closed_over(each)]
+            todo += [getattr(each, "__wrapped__", None), *(each.__defaults__ or ()), *dict(closed_over(each)).values()]
             if each.__module__ in MAINS:
                 found = lookups_of(each.__code__)
                 written |= found.written
@@ -79,10 +85,11 @@ def lookups_from(thing: Any, names: dict[str, Any]) -> Lookups:
     return Lookups(frozenset(read), frozenset(written))
 
 
-def _closed_over(function: FunctionType) -> Iterable[Any]:
-    for cell in function.__closure__ or ():
+def closed_over(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    """Yield the names and values of the variables of enclosing functions that a function uses."""
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
-            yield cell.cell_contents
+            yield name, cell.cell_contents
         except ValueError:  # not bound yet
             continue
 
@@ -122,3 +129,208 @@ def lacks(thing: Any) -> bool:
             _known.clear()
         known = _known[id(thing)] = thing, frozenset(name for name in absent | again if not name.startswith("__"))
     return any(name in names for name in known[1])
+
+
+ATOMS = frozenset({int, float, bool, complex, str, bytes, type(None)})
+MOST = 10_000  # objects examined per global
+_NO_DATA = (type, FunctionType, ModuleType)
+_OWN_WAYS = {name: getattr(object, name, None) for name in ("__getstate__", "__getnewargs_ex__", "__getnewargs__")}
+
+log = logging.getLogger("telegrad")
+
+
+class SentGlobals:
+    """The globals of one program that are sent with its functions."""
+
+    def __init__(self) -> None:
+        self._lock = renewed(threading.Lock())  # guards all attributes below; no user code runs under it
+        self._last: dict[str, Any] = {}  # by name: the value of the current version
+        self._versions: dict[str, int] = {}
+        self._looked: dict[str, Any] = {}  # values whose objects were examined
+        self._owners: dict[int, str] = {}  # by id of an object: the first global that contains it
+        self._group: dict[str, set[str]] = {}  # by name: the globals that share objects with it, and itself
+        self._sent: set[str] = set()
+        self._conflicts: dict[str, str] = {}  # by name: a global sent before that shares an object with it
+        self._states: dict[str, int] = {}  # states of mutable values when they were sent
+        self._warned: set[str] = set()
+        self.read_by_classes: set[str] = set()  # globals read by methods of sent classes
+        self._replaced: set[str] = set()  # those of them whose rebinding was reported
+
+    def version(self, name: str, value: Any, watched: bool) -> int:
+        """Return the version of a global to be sent. `watched`: warn once if it was changed in place."""
+        changed = False
+        with self._lock:
+            same = _is_same(self._last.get(name, self), value)
+            if not same:
+                self._replaced.discard(name)
+                self._last[name] = value
+                self._versions[name] = self._versions.get(name, 0) + 1
+            if watched and type(value) not in ATOMS and not isinstance(value, _NO_DATA):
+                self._sent.add(name)
+                state = _state_of(value)
+                if not same:
+                    self._states[name] = state
+                elif self._states.setdefault(name, state) != state and name not in self._warned:
+                    self._warned.add(name)
+                    changed = True
+            version = self._versions[name]
+        if changed:
+            log.warning(
+                "telegrad: the global %r of the main program was changed in place after it was sent: workers that "
+                "have it keep their own copy. Pass it as an argument, or assign a new object to the name",
+                name,
+            )
+        return version
+
+    def note_class(self, names: frozenset[str]) -> None:
+        """Record the globals that methods of a class read, when the class is sent."""
+        with self._lock:
+            self.read_by_classes |= names
+
+    def warn_of_rebound(self, scope: dict[str, Any]) -> None:
+        """Warn once for each global that methods of sent classes read and that is bound to another object now."""
+        with self._lock:
+            found = [
+                name
+                for name in self.read_by_classes & self._last.keys() - self._replaced
+                if name in scope and not _is_same(self._last[name], scope[name])
+            ]
+            self._replaced.update(found)
+        for name in found:
+            log.warning(
+                "telegrad: the global %r of the main program was bound to another object after it was sent: methods "
+                "of objects at workers use the earlier one until a function that reads it is called there",
+                name,
+            )
+
+    def complete(self, names: set[str], scope: dict[str, Any], has: frozenset[str]) -> set[str]:
+        """Return the names, and the globals that share objects with them. `has`: globals that receivers have anyway.
+
+        Raises:
+            CannotEncode: one of them shares an object with one that was sent before, or that receivers have.
+        """
+        with self._lock:
+            self._look(scope, has)
+            found = {other for name in names for other in self._group.get(name, (name,))}
+            for name in sorted(found - has):
+                if name in self._conflicts:
+                    raise CannotEncode(
+                        f"the global {name!r} of the main program shares an object with {self._conflicts[name]!r}, "
+                        "which workers already have: they would get a second copy of it. Create both in one cell, "
+                        "before either is used, or in a function that workers run"
+                    )
+        return found
+
+    def _look(self, scope: dict[str, Any], has: frozenset[str]) -> None:
+        """Search the globals bound since the last call for shared objects."""
+        hidden = _names_of_shell(scope)
+        fresh = [
+            (name, value)
+            for name, value in list(scope.items())
+            if self._looked.get(name, self) is not value
+            and type(value) not in ATOMS
+            and not isinstance(value, _NO_DATA)
+            and not name.startswith("_")
+            and hidden.get(name, self) is not value
+        ]
+        fresh.sort(key=lambda pair: pair[0] not in has)
+        again = {name for name, _ in fresh}
+        if again & self._looked.keys():
+            self._owners = {key: name for key, name in self._owners.items() if name not in again}
+        for name, value in fresh:
+            self._looked[name] = value
+            self._group[name] = {name}
+            self._conflicts.pop(name, None)
+            self._sent.discard(name)
+        for name, value in fresh:
+            for part in _shared_parts(value, scope):
+                other = self._owners.setdefault(id(part), name)
+                if other == name:
+                    continue
+                if (other in self._sent or other in has) and name not in has:
+                    self._conflicts[name] = other
+                group = self._group[other] | self._group[name]
+                for member in group:
+                    self._group[member] = group
+
+
+def _is_same(last: Any, value: Any) -> bool:
+    return last is value or (type(value) in ATOMS and type(last) is type(value) and last == value)
+
+
+def _names_of_shell(scope: dict[str, Any]) -> dict[str, Any]:
+    """Return the names that IPython adds to the globals of a notebook: `In`, `Out`, `exit` and others."""
+    shell = getattr(scope.get("get_ipython"), "__self__", None)
+    names: dict[str, Any] = getattr(shell, "user_ns_hidden", {})
+    return names
+
+
+def _shared_parts(value: Any, scope: dict[str, Any]) -> list[Any]:
+    """Return the parts of a global that other globals can share at a worker: none if it cannot be sent.
+
+    An object that refers to the globals themselves, such as the shell of a notebook, would connect all of them. An
+    object with a file, a lock or a connection cannot be sent either; through these, objects of this package refer to
+    others.
+    """
+    found = []
+    for part in _parts(value):
+        if part is scope or not _can_be_pickled(part):
+            return []
+        found.append(part)
+    return found
+
+
+def _can_be_pickled(part: Any) -> bool:
+    """Return False if pickle refuses an object because of its class. Run no code of the class."""
+    kind: Any = type(part)
+    if not _is_plain(kind) or any(getattr(kind, name, own) is not own for name, own in _OWN_WAYS.items()):
+        return True
+    try:
+        object.__reduce_ex__(part, 2)
+    except TypeError:
+        return False
+    return True
+
+
+def _parts(value: Any) -> Iterator[Any]:
+    """Yield the mutable objects in a value: containers, tensors, and objects pickled by their attributes."""
+    seen: set[int] = set()
+    todo = [value]
+    while todo and len(seen) < MOST:
+        each = todo.pop()
+        kind: Any = type(each)
+        if kind in ATOMS or id(each) in seen or isinstance(each, _NO_DATA):
+            continue
+        seen.add(id(each))
+        if kind is tuple:
+            todo += each
+            continue
+        if isinstance(each, Tensor):
+            yield each
+        elif isinstance(each, dict):
+            yield each
+            todo += list(each.values())
+        elif kind in (list, set):
+            yield each
+            todo += list(each)
+        elif _is_plain(kind):
+            yield each
+            todo += list(getattr(each, "__dict__", {}).values())
+
+
+def _is_plain(kind: Any) -> bool:
+    """Return True if pickle saves the objects of a class by their attributes."""
+    return kind.__reduce_ex__ is object.__reduce_ex__ and kind.__reduce__ is object.__reduce__
+
+
+def _state_of(value: Any) -> int:
+    """Return a number that changes if the value is changed in place: a tensor written, an element set."""
+    found = []
+    for part in _parts(value):
+        if isinstance(part, Tensor):
+            found.append(0 if part.is_inference() else part._version)
+        else:
+            held = part if isinstance(part, dict | list | set) else getattr(part, "__dict__", {})
+            values = list(held.values()) if isinstance(held, dict) else list(held)
+            found += [hash(each) if type(each) in ATOMS else id(each) for each in values]
+    return hash(tuple(found))

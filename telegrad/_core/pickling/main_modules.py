@@ -30,12 +30,11 @@ from collections.abc import Callable, Iterable
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
-from telegrad._core.atfork import in_child, renewed
+from telegrad._core.forks import in_child, renewed
 from telegrad._core.pickling import main_program as programs
 from telegrad._core.pickling.function_names import program as own_program
-from telegrad._core.pickling.global_names import MAINS, lookups_from, names_of_main
+from telegrad._core.pickling.global_names import ATOMS, MAINS, SentGlobals, lookups_from, names_of_main
 from telegrad._core.pickling.main_program import GUARD, MAIN, Program
-from telegrad._core.pickling.sent_globals import ATOMS, SentGlobals
 from telegrad.errors import CannotDecode
 
 LONGEST_IMPORT = 300.0  # seconds that other threads wait for a thread that imports a program

@@ -28,12 +28,11 @@ from torch import Tensor
 from telegrad._core import forks
 from telegrad._core.host import out_of_memory
 from telegrad._core.interrupts import raised_by_handler
-from telegrad._core.pickling.blame import find_unpicklable_part
 from telegrad._core.pickling.function_names import import_anew, not_found
 from telegrad._core.pickling.reducers import FROM_REFERENCES, FROM_SLOTS, REBUILDERS, Pickler
+from telegrad._core.pickling.remote_text import text_of
 from telegrad._core.pickling.segments import OWN_FROM, LargeText, SegmentReader, SegmentWriter
-from telegrad._core.pickling.short_text import text_of
-from telegrad._core.wire.raw_memory import held, of_buffer, to_text
+from telegrad._core.wire.tensors import held, of_buffer, to_text
 from telegrad.errors import CannotDecode, CannotEncode, CodecError
 
 if TYPE_CHECKING:
@@ -391,14 +390,20 @@ def _encode_again(value: Any, same_program: bool, texts: bool, error: Exception)
     except Exception as error:
         if raised_by_handler(error):
             raise
-        raise find_unpicklable_part(value, same_program, can_dump, error) from error
+        raise _error_of_part(value, same_program, error) from error
 
 
 def blame_again(value: Any, said: CannotEncode, same_program: bool) -> CannotEncode:
     """Return the error for `value`, the part that users know: the rest are arguments added by this package."""
     if said.__cause__ is None or can_dump(value, same_program):
         return said
-    return find_unpicklable_part(value, same_program, can_dump, said.__cause__)
+    return _error_of_part(value, same_program, said.__cause__)
+
+
+def _error_of_part(value: Any, same_program: bool, error: BaseException) -> CannotEncode:
+    from telegrad._core.pickling.by_value import find_unpicklable_part
+
+    return find_unpicklable_part(value, same_program, error)
 
 
 def can_dump(value: Any, same_program: bool) -> bool:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from functools import _lru_cache_wrapper, lru_cache
 from multiprocessing.connection import _ConnectionBase
 from types import BuiltinFunctionType, FunctionType, ModuleType
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.fx
@@ -25,14 +25,10 @@ from torch.nn import Parameter
 
 from telegrad._core.pickling.function_names import name_of, resolve
 from telegrad._core.pickling.segments import OWN_FROM, SegmentWriter, Texts, expect_texts
-from telegrad._core.wire.raw_memory import PIECE, GilYielder, copied, held, is_intercepted
+from telegrad._core.wire.tensors import PIECE, GilYielder, copy_of, held, is_intercepted
 from telegrad.errors import CannotEncode
 
 REBUILDERS = __name__  # the module where the unpickler finds FROM_SLOTS
-
-
-class NeedsValue(Exception):
-    """Raised for a function or class without a usable name."""
 
 
 Reducer = Callable[[Any, Any], Any]
@@ -59,7 +55,11 @@ def _reduce_tensor(pickler: Pickler, tensor: Tensor) -> Any:
     if not (has_rules or flattens or kind.__torch_dispatch__ != Tensor.__torch_dispatch__):
         return _slot_as, (_lift(pickler, tensor.as_subclass(Tensor)), kind, dict(attributes))
     if tensor.requires_grad and _records():
-        _refuse_history(kind)
+        raise CannotEncode(
+            f"a tensor of the type {kind.__name__} that requires a gradient cannot be sent in an autograd context: its "
+            "gradient would not come back, since the receiver creates a new object. Send a plain tensor made from it, "
+            "such as tensor.to_local() or tensor.values(), or tensor.detach()"
+        )
     if kind.__module__.startswith("torch._subclasses."):
         raise CannotEncode(
             f"a {kind.__name__} cannot be sent, as it has no values: torch.export, or another mode, uses it to "
@@ -73,14 +73,6 @@ def _reduce_tensor(pickler: Pickler, tensor: Tensor) -> Any:
         shape, stride = tuple(tensor.shape), tensor.stride()
         return _unflatten, (kind, inner, context, shape, stride, tensor.requires_grad)
     return NotImplemented  # its own storage may not hold its values
-
-
-def _refuse_history(kind: type[Tensor]) -> NoReturn:
-    raise CannotEncode(
-        f"a tensor of the type {kind.__name__} that requires a gradient cannot be sent in an autograd context: its "
-        "gradient would not come back, since the receiver creates a new object. Send a plain tensor made from it, "
-        "such as tensor.to_local() or tensor.values(), or tensor.detach()"
-    )
 
 
 _records: Callable[[], bool] = bool  # returns False
@@ -164,7 +156,7 @@ def _reduce_elements(pickler: Pickler, values: Any) -> Any:
     """Send a large `array.array` as a buffer: its own pickling would copy all elements at once."""
     if type(values) is not array or len(values) * values.itemsize < OWN_FROM or is_intercepted():
         return NotImplemented
-    data = copied(memoryview(values))  # it may change before it is sent
+    data = copy_of(memoryview(values))  # it may change before it is sent
     return _elements, (values.typecode, _format_of(values.typecode), pickle.PickleBuffer(held(data)))
 
 
@@ -390,8 +382,8 @@ class Pickler:
     expect_texts = expect_texts
 
     def by_value(self, obj: Any) -> Any:
-        """Reduce a function or class without a name."""
-        raise NeedsValue
+        """Reduce a function or class without a usable name."""
+        raise NotImplementedError
 
     def dump_by_value(self, obj: Any) -> bytes:
         """Return a separate pickle of an object that is sent by value."""

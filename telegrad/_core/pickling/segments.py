@@ -20,8 +20,18 @@ from typing import Any
 
 from torch import Tensor
 
-from telegrad._core.wire import raw_memory
-from telegrad._core.wire.tensors import memory
+from telegrad._core.wire.tensors import (
+    GilYielder,
+    address_of,
+    copy,
+    copy_of,
+    fill_new,
+    fresh,
+    is_intercepted,
+    memory,
+    of_buffer,
+    of_text,
+)
 
 OWN_FROM = 1 << 18  # bytes, bytearrays and texts of this size are blobs; a frame has less than 1 << 17
 LONGEST_RUN = 1 << 18  # bytes of a run that is part of the body
@@ -49,7 +59,7 @@ class Texts:
         return number
 
     def blobs(self) -> list[Tensor]:
-        return [raw_memory.of_text(text) for text in self._found]
+        return [of_text(text) for text in self._found]
 
 
 class LargeText(Exception):
@@ -62,7 +72,7 @@ def expect_texts(pickler: Any) -> None:
     Raises:
         LargeText: the pickling must start again: since Python 3.13, `persistent_id` has no effect if set during it.
     """
-    if pickler.texts is None and not raw_memory.is_intercepted():
+    if pickler.texts is None and not is_intercepted():
         if pickler.file.may_repeat:
             raise LargeText
         pickler.persistent_id = pickler.texts = Texts()
@@ -76,7 +86,7 @@ class SegmentWriter:
         self.may_repeat = True  # no foreign code has run yet, so the value can be pickled again
         self._segments: list[bytes | Tensor] = [data] if data else []
         self._size = len(data)
-        self._turns: raw_memory.GilYielder | None = None
+        self._turns: GilYielder | None = None
 
     def write(self, data: Any) -> None:
         """Append a frame, the header of a large object, or the object itself.
@@ -86,20 +96,20 @@ class SegmentWriter:
         """
         if type(data) is bytes:
             self._size += len(data)
-            if data[-1] != _STOP and self.may_repeat and _announces_text(data) and not raw_memory.is_intercepted():
+            if data[-1] != _STOP and self.may_repeat and _announces_text(data) and not is_intercepted():
                 raise LargeText
         else:  # a bytearray, which may change before it is sent
-            data = bytes(data) if raw_memory.is_intercepted() else raw_memory.copied(memoryview(data))
+            data = bytes(data) if is_intercepted() else copy_of(memoryview(data))
             self._size += len(data)
         self._segments.append(data)
         if self._turns is not None:
             self._turns.give_way()
         elif self._size > LONGEST_RUN:
-            self._turns = raw_memory.GilYielder()
+            self._turns = GilYielder()
 
     def whole(self) -> bytes | None:
         """Return the pickle if it is small, or if no tensors can be created here."""
-        if self._size > LONGEST_RUN and not raw_memory.is_intercepted():
+        if self._size > LONGEST_RUN and not is_intercepted():
             return None
         if len(self._segments) == 1:
             return _bytes_of(self._segments[0])
@@ -141,15 +151,15 @@ def _bytes_of(data: bytes | Tensor) -> bytes:
 
 
 def _blob_of(data: bytes | Tensor) -> Tensor:
-    return raw_memory.of_buffer(memoryview(data)) if isinstance(data, bytes) else data
+    return of_buffer(memoryview(data)) if isinstance(data, bytes) else data
 
 
 def _joined(run: list[bytes | Tensor], size: int) -> Tensor:
-    turns, blob, at = raw_memory.GilYielder(), raw_memory.fresh(size), 0
+    turns, blob, at = GilYielder(), fresh(size), 0
     run.reverse()
     while run:  # each segment is freed after its copy
         data = _blob_of(run.pop())
-        raw_memory.copy(blob.data_ptr() + at, data.data_ptr(), data.numel())
+        copy(blob.data_ptr() + at, data.data_ptr(), data.numel())
         at += data.numel()
         turns.give_way()
     return blob
@@ -169,7 +179,7 @@ class SegmentReader:
                 start += place
         self._segments.reverse()
         self._at = 0  # position in the last segment
-        self._turns = raw_memory.GilYielder()
+        self._turns = GilYielder()
 
     def read(self, size: int) -> bytes:
         self._turns.give_way()
@@ -177,10 +187,10 @@ class SegmentReader:
         return bytes(data) if len(data) == size else bytes(data) + self.read(size - len(data))
 
     def readinto(self, room: memoryview) -> int:
-        target, size, at = raw_memory.address_of(room), len(room), 0
+        target, size, at = address_of(room), len(room), 0
         while at < size:
             data = self._next(size - at)
-            raw_memory.fill_new(target + at, raw_memory.address_of(data), len(data))
+            fill_new(target + at, address_of(data), len(data))
             at += len(data)
         return size
 

@@ -1,14 +1,27 @@
-"""The threads of a reactor. One thread leads and runs the loop; the others run long work or wait to lead."""
+"""The threads of a worker, which pass on the lead, its timer thread, and its event loop.
+
+One thread leads and runs the loop of the reactor; the others run long work or wait to lead. The timer thread watches
+the leader, and ends calls that have timed out. The event loop of asyncio runs the `async def` functions that other
+workers call.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
+import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from functools import partial
+from time import monotonic, perf_counter, sleep
 from typing import Any
 
+from telegrad._core import forks
+from telegrad._core.calls.awaiting import run_on
 from telegrad._core.reactor.scheduler import WorkQueue
-from telegrad._core.threads import Thread, processor_time, program_has_ended
+from telegrad._core.threads import Background, Thread, processor_time, program_has_ended
 
 STANDBY = 16  # idle threads that are kept: creating one costs more than most calls
 
@@ -138,3 +151,172 @@ class LeaderThreads:
             self._standby.append(runner)
         runner.wakeup.acquire()
         return not self.closed
+
+
+WATCH_EVERY = 5e-3
+LONGEST_PAUSE = 1.0  # between ticks
+QUIET_AFTER = 40  # calls of `watch` without new work until the thread stops watching
+
+
+class TimerThread:
+    """Calls `tick(now)` when its last result is due, and `watch(now)` every 5 ms while works run."""
+
+    def __init__(self, tick: Callable[[float], float]) -> None:
+        self._tick = tick
+        self._alarm = threading.Lock()  # held while the thread may sleep; released to wake it
+        self._alarm.acquire()
+        self._lock = threading.Lock()  # guards changes of _due
+        self._due = 0.0
+        self.is_watching = False
+        self._closed = False
+        self._thread: threading.Thread | None = None
+
+    def start(self, watch: Callable[[float], float]) -> None:
+        """Start the thread; `watch` returns a value that changes if anything has happened since its last call."""
+        self._thread = Thread(target=self._main, args=(watch,), name="telegrad-clock")
+        self._thread.start()
+
+    def wake(self) -> None:
+        """Call `watch` now, and then regularly."""
+        with contextlib.suppress(RuntimeError):  # already awake
+            self._alarm.release()
+
+    def wake_by(self, when: float, rough: bool = False) -> None:
+        """Call `tick` at `when` at the latest; if `rough`, up to milliseconds later, which can save a wake-up."""
+        if when < self._due:
+            with self._lock:
+                self._due = min(self._due, when)
+            if not (rough and self.is_watching):
+                self.wake()
+
+    def close(self) -> None:
+        self._closed = True
+        self.wake()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(1.0)
+
+    def _main(self, watch: Callable[[float], float]) -> None:
+        while not self._closed:
+            try:
+                self._run(watch)
+            except MemoryError:  # this thread must survive: it ends calls that would wait forever
+                sleep(WATCH_EVERY)
+
+    def _run(self, watch: Callable[[float], float]) -> None:
+        quiet, seen = 0, -1.0
+        while not self._closed:
+            now = monotonic()
+            if now >= self._due:
+                with self._lock:
+                    self._due = now + LONGEST_PAUSE  # lets `wake_by` set an earlier time while the tick runs
+                try:
+                    upcoming = self._tick(now)
+                except Exception:
+                    log.exception("telegrad: the agent's tick failed")
+                else:
+                    with self._lock:
+                        self._due = min(self._due, upcoming)
+            before, seen = seen, watch(perf_counter())
+            quiet = quiet + 1 if seen == before else 0
+            self.is_watching = quiet < QUIET_AFTER
+            pause = max(0.0, self._due - monotonic())
+            self._alarm.acquire(timeout=min(pause, WATCH_EVERY) if self.is_watching else pause)
+
+
+SPIN = 250e-6  # seconds
+SOON = 400e-6  # busy waiting pays off only if the last wait was shorter
+DISTURBED = 50e-6  # a loop that takes this long shows that another thread has the interpreter
+
+_yield = getattr(os, "sched_yield", lambda: None)
+
+
+class Spin:
+    """Busy-wait before sleeping, because waking a sleeping thread costs as much as the wait."""
+
+    __slots__ = ("_gives_way", "_last", "_until")
+
+    def __init__(self, start: float, seconds: float = SPIN, gives_way: bool = False) -> None:
+        """With `gives_way`, end as soon as another thread of the process wants the interpreter."""
+        self._last = start
+        self._until = start + seconds
+        self._gives_way = gives_way
+
+    def again(self) -> bool:
+        """Yield the processor to other threads; return True to poll again, False to sleep."""
+        before, now = self._last, perf_counter()
+        if now > self._until or (self._gives_way and now - before > DISTURBED):
+            return False
+        self._last = now
+        _yield()
+        return True
+
+
+class EventLoop:
+    """An asyncio event loop that starts on first use, on its own thread."""
+
+    def __init__(self, entered: Callable[[], None]) -> None:
+        """`entered` is the first function called on that thread."""
+        self._entered = entered
+        self._lock = threading.Lock()  # guards _begun; `runs_here` reads it without the lock
+        self._begun: tuple[asyncio.AbstractEventLoop, Background] | None = None
+        # Strong references to running coroutines: asyncio keeps only weak ones. No lock: each use is one set operation.
+        self._running: set[Future[None]] = set()
+
+    def run(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        with self._lock:
+            if self._begun is None:
+                loop = asyncio.new_event_loop()
+                self._begun = loop, Background("telegrad-asyncio", partial(self._main, loop))
+            loop, thread = self._begun
+        thread.want()  # without a free thread this raises, the next call retries, and earlier coroutines wait
+        running = asyncio.run_coroutine_threadsafe(coroutine, loop)
+        self._running.add(running)
+        running.add_done_callback(self._running.discard)
+
+    def stopper(self, may: Callable[[], bool]) -> Callable[[], None]:
+        """Return a function for any thread that cancels the current task, if `may()` then returns True."""
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+
+        def stop() -> None:
+            if may():
+                task.cancel()
+
+        return partial(run_on, loop, stop)
+
+    def _main(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._entered()
+        asyncio.set_event_loop(loop)
+        while not self._has_run(loop):
+            pass
+        for task in asyncio.all_tasks(loop):
+            task.cancel()
+        with contextlib.suppress(SystemExit, KeyboardInterrupt):
+            loop.run_until_complete(asyncio.sleep(0))
+        loop.close()
+
+    def _has_run(self, loop: asyncio.AbstractEventLoop) -> bool:
+        """Run the loop. Return False if SystemExit or KeyboardInterrupt ended it; its caller gets that exception."""
+        try:
+            loop.run_forever()
+        except (SystemExit, KeyboardInterrupt) as error:
+            forks.exit_if_user_code_ended()
+            log.warning(
+                "telegrad: %s was raised in a task or a callback of asyncio; the event loop continues", repr(error)
+            )
+            return self._begun is None  # asyncio may have lost the request to stop
+        return True
+
+    def runs_here(self) -> bool:
+        begun = self._begun
+        try:
+            return begun is not None and asyncio.get_running_loop() is begun[0]
+        except RuntimeError:  # no loop runs in this thread
+            return False
+
+    def close(self) -> None:
+        with self._lock:
+            begun, self._begun = self._begun, None
+        if begun is not None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: an exception has just ended it
+                begun[0].call_soon_threadsafe(begun[0].stop)

@@ -18,21 +18,25 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
-from threading import Lock
+from collections.abc import Callable, Collection, Iterator, Sequence
 from time import perf_counter
+from typing import Any
 
-from telegrad._core.reactor.leader_threads import LeaderThreads, ReactorThread
+from telegrad._core.calls.cancelling import serving
+from telegrad._core.forks import in_child
+from telegrad._core.interrupts import raised_by_handler
+from telegrad._core.reactor.leader_threads import SOON, LeaderThreads, ReactorThread, Spin, TimerThread
 from telegrad._core.reactor.scheduler import Scheduler, Work, WorkQueue
-from telegrad._core.reactor.spinning import SOON, Spin
-from telegrad._core.reactor.timer import TimerThread
+from telegrad._core.transport.link import Link
 from telegrad._core.transport.poller import READ, WRITE, Poller, Source
 
 STUCK_AFTER = 4e-3  # seconds in one work after which a leader loses the lead
 TURN = 5e-4  # seconds between two polls of all connections: about 64 quick calls
 NO_MEMORY_PAUSE = 0.01  # seconds that a thread pauses after it ran out of memory
+MOMENT = 1e-3  # seconds without messages, after which a thread that waits in `run_for` sleeps
 
 log = logging.getLogger("telegrad")
 
@@ -44,7 +48,7 @@ class Reactor:
         """`entered` is the first function called on each new thread; `timer` calls `watch`."""
         self._most_waiting = most_waiting
         self._timer = timer
-        self._lock = Lock()
+        self._lock = threading.Lock()
         self._scheduler = Scheduler(slots)
         self._submitted: deque[tuple[Work, WorkQueue | None]] = deque()  # not yet added to the scheduler
         self.calls = WorkQueue()  # for works that need a slot but have no caller
@@ -349,3 +353,65 @@ def _read(source: Source) -> bool:
     except Exception:
         log.exception("telegrad: reading a connection failed")
         return False
+
+
+# Messages that a waiting thread reads and handles itself. An answer then need not wake first the leader and then the
+# waiting thread. The thread reads only for a moment, only while no other thread wants the processor, and only notices;
+# calls are left to the leader.
+
+_here = threading.local()  # .own: works that this thread has read but not run yet
+
+
+@in_child
+def _help_nobody() -> None:
+    """Drop the messages that the forking thread has read: the parent handles them."""
+    _here.own = None
+
+
+def submit_here(reactor: Reactor, work: Work, queue: WorkQueue | None = None) -> None:
+    """Run the work on this thread if `run_for` has read it; otherwise submit it to the reactor in `queue`."""
+    own: deque[Work] | None = getattr(_here, "own", None)
+    if own is None:
+        reactor.submit(work, queue)
+    else:
+        own.append(work)
+
+
+def run_for(future: Any, links: Sequence[Link], reactor: Reactor) -> None:
+    """Read these connections and run their works until `future` is done or nothing arrives for a moment."""
+    own: deque[Work] = deque()
+    before, _here.own = getattr(_here, "own", None), own
+    token = serving.set(None)  # the works do not belong to the call that this thread serves
+    try:
+        while not future.done():
+            _read_for(future, links, own)
+            if not own:
+                break
+            while own:
+                work = own.popleft()
+                while own:
+                    reactor.submit(own.popleft())  # on other threads, since this work may wait for them
+                work.run(work.argument)
+    except Exception as error:
+        if raised_by_handler(error):
+            raise
+        log.exception("telegrad: work of the agent failed")
+    finally:
+        _here.own = before
+        serving.reset(token)
+        for work in own:
+            reactor.submit(work)
+
+
+def _read_for(future: Any, links: Sequence[Link], own: deque[Work]) -> None:
+    taken = [link for link in links if link.reading.take()]
+    spin = Spin(perf_counter(), MOMENT, gives_way=True)
+    try:
+        while taken and not (own or future.done()):
+            for link in taken:
+                link.read()
+            if not spin.again():
+                break
+    finally:
+        for link in taken:
+            link.stop_reading()

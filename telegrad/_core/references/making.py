@@ -19,10 +19,10 @@ from telegrad._core.agent.agent import Agent
 from telegrad._core.agent.fanout import EachCall
 from telegrad._core.calls.futures import Future
 from telegrad._core.calls.unretrieved import UnretrievedError
-from telegrad._core.importing import PACKAGE
 from telegrad._core.membership.members import Identity
 from telegrad._core.pickling.exceptions import fresh
 from telegrad._core.pickling.remote_text import debugging
+from telegrad._core.processes import PACKAGE
 from telegrad._core.references.control_messages import Id, key_of, number
 from telegrad._core.references.handle import Handle
 from telegrad._core.references.reference_protocol import References

@@ -16,7 +16,7 @@ from __future__ import annotations
 import struct
 
 from telegrad._core.security.noise import TAG, CipherState, DecryptionFailed
-from telegrad._core.wire.frames import SCRATCH  # bytes per read, unless a longer record has begun
+from telegrad._core.wire.messages import SCRATCH  # bytes per read, unless a longer record has begun
 from telegrad.errors import ProtocolViolation
 
 RECORD = 1 << 19  # bytes of content: still in the CPU cache when the socket copies it; measured (docs/decisions)

@@ -11,9 +11,9 @@ from functools import partial
 from typing import Any
 
 from telegrad._core import checks
-from telegrad._core.atfork import in_child, renewed
 from telegrad._core.calls.compiling import not_compiled
 from telegrad._core.calls.deadlines import DEFAULT, check_timeout, limit_of
+from telegrad._core.forks import in_child, renewed
 from telegrad._core.host import open_files, out_of_memory
 from telegrad._core.interrupts import install
 from telegrad._core.joining.launched import open_meeting

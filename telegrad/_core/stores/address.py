@@ -13,8 +13,8 @@ import uuid
 from time import monotonic, sleep
 from typing import Any
 
-from telegrad._core.addresses import text_of
 from telegrad._core.progress import Wait, report_in_background
+from telegrad._core.sockets import text_of
 from telegrad.errors import UsageError
 
 ADDRESS_VARIABLE = "TELEGRAD_ADDRESS"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from telegrad._core.addresses import bracketed
+from telegrad._core.sockets import bracketed
 
 NAME, ROLE = "TELEGRAD_NAME", "TELEGRAD_ROLE"  # of the worker; a restarted worker has the same
 STORE = "TELEGRAD_STORE"  # the address of the store served for the worker, which never serves one itself

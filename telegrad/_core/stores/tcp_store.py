@@ -14,7 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from telegrad._core.addresses import family_of, socket_address, text_of
+from telegrad._core.sockets import family_of, socket_address, text_of
 from telegrad._core.stores.address import answers, is_address, listening_address, spelled
 from telegrad._core.threads import Thread
 from telegrad.errors import StoreUnreachable

@@ -1,4 +1,4 @@
-"""Connects to another worker by the best transport and performs the handshake."""
+"""Connects to another worker by the best transport, performs the handshake, and has the errors of the connection."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import os
 import socket
 import ssl
 from time import monotonic, sleep
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from telegrad._core.host import open_files, out_of_memory
+from telegrad._core.processes import Stops, stopped
 from telegrad._core.security.handshake import ITSELF, ONE_SIDED, TCP, TLS, UNIX, Acceptor, Hello, Initiator, StreamId
 from telegrad._core.security.keyring import Keyring
 from telegrad._core.security.noise import Ciphers
@@ -22,10 +24,21 @@ from telegrad._core.security.tls import (
     peer_digest,
     refused_certificate,
 )
-from telegrad._core.sockets import HAS_UNIX, tune_tcp, tune_unix, unix_address
-from telegrad._core.transport.process_state import Stops, process_at, stopped, stranger_at
+from telegrad._core.sockets import HAS_UNIX, process_at, stranger_at, tune_tcp, tune_unix, unix_address
 from telegrad._core.transport.silence import Silence
-from telegrad.errors import AuthenticationFailed, HandshakeError, PeerSilent, PeerUnreachable, UsageError
+from telegrad._core.wire.messages import BYE, MOVED, OVER, SILENT, Message
+from telegrad.errors import (
+    AuthenticationFailed,
+    GenerationOver,
+    HandshakeError,
+    LeftEarly,
+    PeerError,
+    PeerLost,
+    PeerSilent,
+    PeerUnreachable,
+    ShutDown,
+    UsageError,
+)
 
 FULL = 0.01  # seconds until a retry if the queue of a Unix socket is full: the kernel does not report room in it
 
@@ -207,3 +220,55 @@ def _shake_hands(sock: socket.socket, end: Initiator, deadline: float, pid: int,
             raise
         if answer:
             sock.sendall(answer)
+
+
+def part(link: Any, reason: PeerError, how: str) -> None:
+    """Close a connection and send the reason `how`. Without it, the other worker would declare this one lost."""
+    with contextlib.suppress(PeerError):
+        link.send(Message(BYE, body=how.encode()))
+    link.close(reason)
+
+
+def departed_error(peer: str, how: str) -> PeerError:
+    """Return the error for calls to a worker that announced the end of the connection; `how` says why."""
+    uncertain = "calls in flight to it may or may not have run"
+    if how == MOVED:
+        return GenerationOver(
+            f"worker {peer!r} has moved to the next generation of its group; {uncertain}. "
+            "Call it again after rendezvous_again()"
+        )
+    if how == OVER:
+        error = ShutDown(f"worker {peer!r} shut down together with its group; {uncertain}")
+        error._ends_group = True
+        return error
+    if how == SILENT:
+        return PeerLost(
+            f"worker {peer!r} closed the connection, because this worker gave no sign of life for too long (options "
+            f"silence and heartbeat); {uncertain}. The next call connects again"
+        )
+    if how:
+        return LeftEarly(f"worker {peer!r} left without the others: {how}; {uncertain}")
+    return ShutDown(f"worker {peer!r} shut down; {uncertain}")
+
+
+def broken(peer: str, error: Exception, why: str) -> PeerLost:
+    """Return the error if `error` ended the connection, because of `why` unless this process lacks a resource."""
+    cause = error.__cause__ or error
+    if open_files.is_out(cause):
+        lacks = "file descriptor"
+    elif out_of_memory.is_out(cause):
+        lacks = "memory"
+    else:
+        return lost(peer, why)
+    return PeerLost(
+        f"this process has no {lacks} left for the data of worker {peer!r}, and has closed the connection to it: "
+        f"{open_files.error_text(cause) or type(cause).__name__}; calls in flight to that worker may or may not "
+        "have run"
+    )
+
+
+def lost(peer: str, why: str) -> PeerLost:
+    return PeerLost(
+        f"worker {peer!r} was lost: {why}; calls in flight to it may or may not have run. "
+        "If that worker is still alive, the next call connects again"
+    )

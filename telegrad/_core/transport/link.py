@@ -14,23 +14,19 @@ import threading
 from collections.abc import Callable, Iterable
 from functools import partial
 
-from telegrad._core.memory import fd_passing
+from telegrad._core.memory import blobs
 from telegrad._core.memory.blobs import Chunk, IncomingBlob, MemorySources, Outgoing, Prepared
 from telegrad._core.memory.extra_streams import NO_LANES, ExtraStreams
 from telegrad._core.pickling.exceptions import fresh
 from telegrad._core.security.encrypted_records import RECORD, RecordReader, RecordWriter, not_authentic
 from telegrad._core.security.noise import Ciphers, DecryptionFailed
-from telegrad._core.sockets import NOT_NOW, shut
-from telegrad._core.transport.connect import OpenedChannel
-from telegrad._core.transport.connection_errors import broken, departed_error, lost
-from telegrad._core.transport.poller import Poller
-from telegrad._core.transport.process_state import process_at
+from telegrad._core.sockets import NOT_NOW, process_at, shut
+from telegrad._core.transport.connect import OpenedChannel, broken, departed_error, lost
+from telegrad._core.transport.poller import Poller, Waker, is_readable, wait_readable
 from telegrad._core.transport.reading import ReadRight
-from telegrad._core.transport.waker import Waker, is_readable, wait_readable
 from telegrad._core.transport.writer import Writer
 from telegrad._core.wire import messages
-from telegrad._core.wire.frames import FrameReader
-from telegrad._core.wire.messages import Message, encode, pack_numbers, unpack_numbers
+from telegrad._core.wire.messages import FrameReader, Message, encode, pack_numbers, unpack_numbers
 from telegrad.errors import PeerError, ProtocolViolation
 
 READ_AT_ONCE = 8  # reads per turn: a busy connection must not starve the others
@@ -180,7 +176,7 @@ class Link:
 
     def _send_with_blobs(self, message: Message) -> None:
         prepared: list[Prepared] = []
-        left, are_prepared = fd_passing.MOST_NEW, False
+        left, are_prepared = blobs.MOST_NEW, False
         try:
             for blob in message.blobs:
                 made = self._outgoing.prepare(blob, shares=left > 0)
@@ -207,7 +203,7 @@ class Link:
             data = encode(message, table)
             self.sent += len(data) + sum(each.size for each in prepared)
             # Send descriptors above the limit of one write ahead: the receiver takes them in the order of the table.
-            most = fd_passing.DESCRIPTORS_AT_ONCE
+            most = blobs.DESCRIPTORS_AT_ONCE
             while len(fds) > most:
                 self._outbox.append(Chunk(encode(Message(messages.RELEASE)), tuple(fds[:most])))
                 del fds[:most]
@@ -217,11 +213,12 @@ class Link:
         self.lanes_out.make_wanted()
 
     def _queue_release(self) -> None:
-        numbers = self._maps.take_released()
+        released = self._maps.released
+        numbers = [released.popleft() for _ in range(len(released))]  # other threads only append
         try:
             self._outbox.append(Chunk(encode(Message(messages.RELEASE, body=pack_numbers(numbers)))))
         except MemoryError:
-            self._maps.released.extend(numbers)
+            released.extend(numbers)
             raise
 
     def release(self) -> None:
@@ -321,11 +318,9 @@ class Link:
             try:
                 # Inlined, because each call has two reads on either side.
                 if shares:
-                    count, ancillary, flags, _ = sock.recvmsg_into(
-                        [buffer], fd_passing.ANCILLARY, fd_passing.CLOSE_ON_EXEC
-                    )
-                    if ancillary or flags & fd_passing.TRUNCATED:
-                        self._maps.take_descriptors(*fd_passing.passed(ancillary, flags))
+                    count, ancillary, flags, _ = sock.recvmsg_into([buffer], blobs.ANCILLARY, blobs.CLOSE_ON_EXEC)
+                    if ancillary or flags & blobs.TRUNCATED:
+                        self._maps.take_descriptors(ancillary, flags)
                 else:
                     count = self._recv_into(buffer)
             except NOT_NOW:

@@ -15,16 +15,24 @@ from functools import partial
 from math import inf
 from time import monotonic
 
-from telegrad._core.addresses import family_of, socket_address
 from telegrad._core.host.open_files import error_text
 from telegrad._core.security import handshake
 from telegrad._core.security.keyring import Keyring
 from telegrad._core.security.refusals import Refusals, host_of, to_give_way
 from telegrad._core.security.tls import TlsFiles, own_digest, peer_digest, server_context
-from telegrad._core.sockets import HAS_UNIX, NOT_NOW, tune_tcp, tune_unix, unix_address
+from telegrad._core.sockets import (
+    HAS_UNIX,
+    NOT_NOW,
+    family_of,
+    process_at,
+    socket_address,
+    stranger_at,
+    tune_tcp,
+    tune_unix,
+    unix_address,
+)
 from telegrad._core.transport.connect import OpenedChannel
 from telegrad._core.transport.poller import Poller
-from telegrad._core.transport.process_state import process_at, stranger_at
 from telegrad.errors import HandshakeError, PeerUnreachable, ProtocolViolation, UsageError
 
 PATIENCE = 5.0  # seconds that a handshake may take

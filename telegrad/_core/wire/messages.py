@@ -1,4 +1,4 @@
-"""Kinds of messages between two workers, and their fields.
+"""Messages between two workers: their kinds, their fields, and how a byte stream is split into them.
 
 A message is sent as a frame: a prefix of fixed size, then in order `head` (names), `meta` (descriptions of tensors),
 `table` (one entry per blob), `body` (a pickle), and the memory of those blobs that travel in the stream.
@@ -15,12 +15,17 @@ A message is sent as a frame: a prefix of fixed size, then in order `head` (name
     OPENED    reply to LEND, for the first block `id` of its kind: `body` is the error of opening it, or empty
     CANCEL    the caller does not want call `id` any more: its answer is ignored, except for references in it
     PULSE     check that the peer runs: one with an `id` is answered by one without
+
+To read, the connection asks `FrameReader.buffer` where to put the next bytes and calls `advance(n)` with the number
+received. Small frames pass through one scratch buffer, many per read. A large part is received directly into its final
+memory.
 """
 
 from __future__ import annotations
 
+import mmap
 import struct
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -133,3 +138,162 @@ def unpack_numbers(body: bytes | memoryview) -> tuple[int, ...]:
     if len(body) % 8:
         raise ProtocolViolation(f"a body of {len(body)} bytes is not a list of 8-byte numbers")
     return struct.unpack(f"<{len(body) // 8}Q", body)
+
+
+SCRATCH = 1 << 16
+
+# size, device, striped -> a blob, and the parts of its memory to fill, in order
+Allocate = Callable[[int, int, bool], tuple[Any, Iterator[memoryview]]]
+Attach = Callable[[int, int, int], Any]  # number of a lent block, size, device -> the blob in that block
+Control = Callable[[Message], object]  # process a frame of the connection itself; false for any other frame
+_PREFIX, _ENTRY = PREFIX.size, ENTRY.size
+
+
+class FrameReader:
+    """Read one direction of one connection. Not thread-safe: one reader at a time."""
+
+    def __init__(
+        self, allocate: Allocate, attach: Attach, control: Control, arrived: Callable[[], bool] = lambda: True
+    ) -> None:
+        """`arrived` returns True if the further streams of the connection have delivered all their stripes."""
+        self.awaits_lanes = False  # True while a frame waits for further streams; there is no buffer to read into
+        self._arrived = arrived
+        self._allocate = allocate
+        self._attach = attach
+        self._control = control
+        self._scratch = memoryview(bytearray(SCRATCH))
+        self._source: memoryview | bytes = self._scratch  # the data being split into frames
+        self._start = self.end = 0  # the unread part of _source; between two calls `end` is 0 if nothing is unread
+        self._target: memoryview | None = None  # memory of the large part that is being received
+        self.is_in_part = False  # True if _target is set
+        self._filled = 0
+        self._large: memoryview | None = None  # the parts of one frame that do not fit in the scratch buffer
+        self._frame: Message | None = None  # complete except for its blobs
+        self._blobs: list[Any] = []  # blobs of _frame that were received
+        self._entries: list[tuple[int, int, int]] = []  # table entries of the blobs still to be received
+        self._parts: Iterator[memoryview] = iter(())  # memory parts of the blob that is being received
+
+    def buffer(self, most: int = SCRATCH) -> memoryview:
+        """Return the memory for the next bytes.
+
+        It has at most `most` bytes unless they belong to a large part. It is never empty, unless `awaits_lanes`.
+        """
+        if self._target is not None:
+            return self._target[self._filled :]
+        return self._scratch[self.end : self.end + most]
+
+    def advance(self, count: int, data: bytes | None = None) -> Iterator[Message]:
+        """Process `count` bytes written to `buffer()`; yield the frames that they complete.
+
+        The caller must consume the iterator to its end. Frames are created one by one, because thousands at once would
+        trigger the garbage collector. If no frame has begun, the bytes, at most SCRATCH, may be passed as `data`
+        instead of being written to `buffer()`.
+        """
+        if data is not None:
+            self._source, self.end = data, count
+        elif self._target is None:
+            self.end += count
+        else:
+            self._filled += count
+            if self._filled < len(self._target):
+                return
+            self._target = None
+            self.is_in_part = False
+        while (frame := self._next()) is not None:
+            if frame.kind < RELEASE or not self._control(frame):
+                yield frame
+            if self._start == self.end:  # the usual case: no further data was received
+                self._source = self._scratch
+                self._start = self.end = 0
+                return
+        self._compact()
+
+    def _next(self) -> Message | None:
+        if self._frame is not None:
+            return self._receive_blobs()
+        large, self._large = self._large, None
+        source, start = (self._source, self._start) if large is None else (large, 0)
+        available = self.end - start if large is None else len(large)
+        if available < _PREFIX:
+            return None
+        kind, flags, head, meta, blobs, body, id_ = PREFIX.unpack_from(source, start)
+        at_head = start + _PREFIX
+        at_meta = at_head + head
+        at_table = at_meta + meta
+        at_body = at_table + blobs * _ENTRY
+        end = at_body + body
+        if available < end - start:
+            if end - start > SCRATCH:
+                self._large = self._reserve(end - start)
+                self._land(self._large)
+            return None
+        if large is None:
+            self._start = end
+        frame = Message(
+            kind,
+            id_,
+            flags,
+            bytes(source[at_head:at_meta]) if head else b"",
+            bytes(source[at_meta:at_table]) if meta else b"",
+            bytes(source[at_body:end]) if large is None else large[at_body:end],
+        )
+        if not blobs:
+            return frame
+        frame.blobs = self._blobs = []
+        self._entries = list(ENTRY.iter_unpack(bytes(source[at_table:at_body])))[::-1]
+        self._frame = frame
+        return self._receive_blobs()
+
+    def _receive_blobs(self) -> Message | None:
+        frame = self._frame
+        assert frame is not None
+        while True:
+            for memory in self._parts:
+                if not self._land(memory):
+                    return None
+            if not self._entries:
+                self.awaits_lanes = not self._arrived()
+                if self.awaits_lanes:
+                    return None
+                self._frame, self._blobs = None, []  # from here on the receiver owns the memory of the blobs
+                return frame
+            self._begin_blob(*self._entries.pop())
+
+    def _begin_blob(self, block: int, size: int, device: int) -> None:
+        if block not in (IN_STREAM, STRIPED):
+            blob = self._attach(block, size, device)
+        else:
+            try:
+                blob, self._parts = self._allocate(size, device, block == STRIPED)
+            except (MemoryError, OverflowError, ValueError, OSError, RuntimeError) as error:
+                raise ProtocolViolation(f"a tensor of {size} bytes was announced ({error})") from error
+        assert self._frame is not None
+        if type(blob) is Unreceived and self._frame.kind not in (CALL, RESULT):  # no call can report the error
+            raise MemoryError(blob.why)
+        self._blobs.append(blob)
+
+    @staticmethod
+    def _reserve(size: int) -> memoryview:
+        """Allocate memory for a part. Its pages are not used before data is written, whatever size was announced."""
+        try:
+            return memoryview(mmap.mmap(-1, size))
+        except (MemoryError, OverflowError, ValueError, OSError) as error:
+            raise ProtocolViolation(f"a message of {size} bytes was announced ({error})") from error
+
+    def _land(self, memory: memoryview) -> bool:
+        """Fill `memory` with unread bytes, the rest from the stream later; return True if it is full already."""
+        here = min(len(memory), self.end - self._start)
+        memory[:here] = self._source[self._start : self._start + here]
+        self._start += here
+        if here == len(memory):
+            return True
+        self._target, self._filled = memory, here
+        self.is_in_part = True
+        return False
+
+    def _compact(self) -> None:
+        unread = self.end - self._start
+        if unread and (self._start or self._source is not self._scratch):
+            self._scratch[:unread] = bytes(self._source[self._start : self.end])
+        self._source = self._scratch
+        self._start, self.end = 0, unread

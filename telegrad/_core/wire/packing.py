@@ -15,14 +15,29 @@ import io
 import pickle
 from collections.abc import Iterable, Mapping, Sequence
 from math import prod
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from telegrad._core.wire.strides import contiguous_strides, distinct, extent, repeats
-from telegrad._core.wire.tensors import CONJ, GRAD, HOST, NAMES, NEG, Blob, DeviceBlob, Memory, Spec, keep_for, nothing
+from telegrad._core.wire.tensors import (
+    CONJ,
+    GRAD,
+    HOST,
+    NAMES,
+    NEG,
+    Blob,
+    DeviceBlob,
+    Memory,
+    Spec,
+    contiguous_strides,
+    distinct,
+    extent,
+    keep_for,
+    nothing,
+    repeats,
+)
 from telegrad.errors import CannotEncode, CodecError, DeviceError
 
 SMALL = 4096  # smaller tensors are part of the description
@@ -68,6 +83,42 @@ class DeviceRoute:
         if place is None:
             raise DeviceError(self._advice.format(device=device))
         return place
+
+
+class DeviceRoutes(NamedTuple):
+    """Target devices on the receiver, by the kind of message."""
+
+    calls: DeviceMapping
+    gradients: DeviceMapping
+
+
+def for_calls(to: str, map_: Mapping[str, str]) -> DeviceMapping:
+    return DeviceRoute(
+        map_,
+        "a tensor on {device} cannot be sent to worker "
+        f"{to!r}: TensorPipe RPC backend only supports CPU tensors by default, and the device map to that worker has "
+        "no entry for {device}. Add one with `set_device_map` on `TensorPipeRpcBackendOptions`, such as "
+        f"options.set_device_map({to!r}, " + "{{'{device}': '{device}'}}), or send tensor.cpu()",
+    )
+
+
+def for_answers(to: str, map_: Mapping[str, str]) -> DeviceMapping:
+    """Return the target devices of results: the inverse of the caller's map."""
+    return DeviceRoute(
+        _turned(map_),
+        "Response device mapping is not available for {device}: "
+        f"the device map of the caller, {to!r}, to this worker has no such target. Add one on worker {to!r} with "
+        "`set_device_map` on `TensorPipeRpcBackendOptions`, or return tensor.cpu()",
+    )
+
+
+def for_gradients(map_: Mapping[str, str], theirs: Mapping[str, str]) -> DeviceMapping:
+    """Return the target devices of gradients, which go back along both maps; the receiver moves them further."""
+    return DeviceRoute({**map_, **_turned(theirs)}, "", otherwise=HOST)
+
+
+def _turned(map_: Mapping[str, str]) -> dict[str, str]:
+    return {target: source for source, target in map_.items()}
 
 
 _on_host = DeviceRoute(

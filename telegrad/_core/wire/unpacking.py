@@ -12,10 +12,23 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from telegrad._core.host import out_of_memory
-from telegrad._core.wire import raw_memory
 from telegrad._core.wire.packing import SMALL, any_overlap, extent_of, pack
-from telegrad._core.wire.raw_memory import is_intercepted
-from telegrad._core.wire.tensors import CONJ, CPU, DTYPES, GRAD, HOST, NEG, DeviceBlob, Memory, Spec, memory, nothing
+from telegrad._core.wire.tensors import (
+    CONJ,
+    CPU,
+    DTYPES,
+    GRAD,
+    HOST,
+    NEG,
+    DeviceBlob,
+    Memory,
+    Spec,
+    copy_of,
+    distinct,
+    is_intercepted,
+    memory,
+    nothing,
+)
 from telegrad.errors import CannotDecode
 
 
@@ -75,9 +88,7 @@ def copied(tensors: Sequence[Tensor]) -> list[Tensor]:
         return [tensors[0].detach().clone().requires_grad_(tensors[0].requires_grad)]
     meta, blobs = pack(tensors, _Stays())
     with torch.inference_mode(False), torch.no_grad():
-        made = [
-            each.blob.clone() if isinstance(each, DeviceBlob) else raw_memory.copied(memory(each)) for each in blobs
-        ]
+        made = [each.blob.clone() if isinstance(each, DeviceBlob) else copy_of(memory(each)) for each in blobs]
     return unpack(meta, made)
 
 
@@ -177,9 +188,9 @@ def _upon(blob: Tensor, name: str, offset: int, shape: tuple[int, ...], stride: 
 
 def _spread(blob: Tensor, name: str, shape: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
     """Return a tensor with the original strides, filled with the elements of a dense blob."""
-    distinct = tuple(1 if step == 0 else n for n, step in zip(shape, stride, strict=True))
-    base = torch.empty_strided(distinct, stride, dtype=DTYPES[name], device=blob.device)
-    base.copy_(_upon(blob, name, 0, distinct, None))
+    single = distinct(shape, stride)
+    base = torch.empty_strided(single, stride, dtype=DTYPES[name], device=blob.device)
+    base.copy_(_upon(blob, name, 0, single, None))
     tensor = nothing(name, blob.device)
     return tensor.set_(base.untyped_storage(), 0, shape, stride)
 

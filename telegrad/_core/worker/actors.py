@@ -17,9 +17,9 @@ from typing import Any, TypeVar
 from telegrad._core import checks
 from telegrad._core.agent.agent import Agent
 from telegrad._core.agent.incoming import Incoming
-from telegrad._core.atfork import in_child, renewed
 from telegrad._core.calls.call_context import ActorLock, CallContext, Hops, entered, hops
 from telegrad._core.calls.futures import Signal
+from telegrad._core.forks import in_child, renewed
 from telegrad._core.references.control_messages import Id
 from telegrad._core.references.reference_table import ReferenceTable
 from telegrad._core.references.value_slot import ValueSlot

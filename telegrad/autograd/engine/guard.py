@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 from torch.autograd.variable import Variable
 
-from telegrad._core.atfork import in_child
+from telegrad._core.forks import in_child
 from telegrad.autograd.engine.captures import Ancestors, first_leading_to
 from telegrad.autograd.engine.edges import edge_of
 from telegrad.autograd.engine.record import UNKNOWN, receiving

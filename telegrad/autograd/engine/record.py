@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from telegrad._core.atfork import in_child
+from telegrad._core.forks import in_child
 from telegrad._core.membership.members import Identity
 from telegrad._core.wire.unpacking import as_views_of_shared
 from telegrad.autograd.engine.edges import edge_of

@@ -20,7 +20,7 @@ from torch.autograd.graph import GradientEdge
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from telegrad._core.atfork import renewed
+from telegrad._core.forks import renewed
 from telegrad._core.host.live_objects import instances
 from telegrad.autograd.engine.guard import no_pass
 

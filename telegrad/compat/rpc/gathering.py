@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
-from telegrad._core.atfork import renewed
+from telegrad._core.forks import renewed
 
 
 class AllGatherStates:

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.autograd import profiler_legacy, profiler_util
 
-from telegrad._core.atfork import renewed
+from telegrad._core.forks import renewed
 from telegrad._core.worker import current
 from telegrad.compat.profiler import Event, Options, Profiled
 
