@@ -23,7 +23,7 @@ import telegrad.rpc as rpc
 from telegrad._core.worker import current
 from telegrad._core.worker.worker import Worker
 from telegrad.checkpoint import folders
-from telegrad.checkpoint.host_copies import Copies, HostMemoryPool
+from telegrad.checkpoint.background import Copies, HostMemoryPool
 from telegrad.checkpoint.saving import Saver
 from telegrad.errors import CallTimeout, CheckpointFailed, InvalidArgument, WorkersFailed
 from telegrad.nn import RemoteModule

@@ -25,7 +25,7 @@ from telegrad._core.reactor import helping
 from telegrad.autograd.engine import guard
 from telegrad.insight.export.event_counters import EventCounters
 from telegrad.optim.owner import guards_of, holding
-from telegrad.pipeline.cutting import comparison, exporting
+from telegrad.pipeline import comparison, exporting
 from telegrad.pipeline.stage import Stage
 from telegrad.reporting import stacks
 from tests.cluster import PATIENCE, processes

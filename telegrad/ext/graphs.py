@@ -1,10 +1,10 @@
 """Records of a forward pass, and parts of a backward pass that an extension runs itself."""
 
 from telegrad.autograd.conductor import Conductor
-from telegrad.autograd.engine import replicas, sharded_gradients
-from telegrad.autograd.engine.edges import edge_of, run_backward
+from telegrad.autograd.engine import replicas
+from telegrad.autograd.engine import replicas as sharded_gradients
 from telegrad.autograd.engine.engine import KINDS, UNSHARED
-from telegrad.autograd.engine.gradients import Gradients
+from telegrad.autograd.engine.gradients import Gradients, edge_of, run_backward
 from telegrad.autograd.engine.node_calls import is_function
 from telegrad.autograd.engine.record import AutogradContext, Inside, Origin, RecvNode, Send, entered_id
 from telegrad.autograd.engine.schedule import PLAIN

@@ -40,8 +40,9 @@ from telegrad.optim.owner import (
     changed,
     check_maker,
     hyperparameters,
+    import_tracer,
+    may_import,
 )
-from telegrad.optim.untraced import import_tracer, may_import
 
 if TYPE_CHECKING:
     from typing import Self
@@ -144,7 +145,13 @@ class DistributedOptimizer(Optimizer):
         checks.mapping("param_group", param_group, _GROUP)
         if "params" not in param_group:
             checks.raise_invalid("param_group", _GROUP, param_group)
-        members = self._branches(param_group["params"])
+        params = param_group["params"]
+        several = [params] if isinstance(params, RRef) else checks.several("params", params, "a list of references")
+        first = sum(len(group["params"]) for group in self.param_groups)
+        members = [  # members without a name are named by their position among all
+            each if isinstance(each, RemotePart) else RemotePart(str(position), _reference(each), (position,))
+            for position, each in enumerate(several, first)
+        ]
         names, options = self._share_out(len(self._sent), members, hyperparameters(param_group))
         self._sent.append(copy.deepcopy(options))
         self._members.append(members)
@@ -213,15 +220,6 @@ class DistributedOptimizer(Optimizer):
             names, options = self._share_out(number, members, hyperparameters(group))
             self._sent[number] = copy.deepcopy(options)
             group.update(params=[branch.root for branch in members], param_names=names)
-
-    def _branches(self, params: Any) -> list[RemotePart]:
-        """Return the members of a group. Members without a name are named by their position among all."""
-        several = [params] if isinstance(params, RRef) else checks.several("params", params, "a list of references")
-        first = sum(len(group["params"]) for group in self.param_groups)
-        return [
-            each if isinstance(each, RemotePart) else RemotePart(str(position), _reference(each), (position,))
-            for position, each in enumerate(several, first)
-        ]
 
     # Stepping
 

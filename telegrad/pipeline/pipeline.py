@@ -18,12 +18,12 @@ from telegrad.ext.modules import Recoverable, RemoteModule, gradients_are_lost, 
 from telegrad.ext.references import Restore, RRef, check_restore
 from telegrad.ext.texts import Wait, hint, report_in_background
 from telegrad.ext.workers import WorkerInfo, current, listed
-from telegrad.pipeline.batches import BatchInputs
-from telegrad.pipeline.cutting.exported import Inputs
 from telegrad.pipeline.driver import PipelineDriver
+from telegrad.pipeline.exported import Inputs
 from telegrad.pipeline.microbatches import Loss, joined, parts_of, shares, sizes_of
 from telegrad.pipeline.pipeline_schedule import SCHEDULES, parse_tied
-from telegrad.pipeline.stage_backward import root_of
+from telegrad.pipeline.stage import root_of
+from telegrad.pipeline.station import BatchInputs
 
 if TYPE_CHECKING:
     from typing import Self
@@ -198,7 +198,7 @@ class Pipeline(nn.Module, Recoverable):
         Raises:
             UsageError: the model cannot be cut this way, or the stages differ from it; the message suggests a remedy.
         """
-        from telegrad.pipeline.cutting.split import split_model  # torch.export imports sympy: 35 MB in each process
+        from telegrad.pipeline.split import split_model  # torch.export imports sympy: 35 MB in each process
 
         if not isinstance(workers, list | tuple) or isinstance(workers, WorkerInfo) or not workers:
             raise UsageError(

@@ -23,7 +23,7 @@ from telegrad.nn import Pipeline, RemoteModule
 from telegrad.optim import DistributedOptimizer
 from telegrad.pipeline import microbatches
 from telegrad.pipeline.pipeline_schedule import SCHEDULES, plan
-from telegrad.pipeline.stage_backward import Backward, StageInput
+from telegrad.pipeline.stage import Backward, StageInput
 from telegrad.pipeline.station import set_weight, weight_of
 from telegrad.rpc import RRef, rpc_sync
 from tests.nn.training import train_both

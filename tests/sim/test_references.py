@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from telegrad._core.references.control_messages import (
+from telegrad._core.references.reference_protocol import CAME_LATE, MOST_REMEMBERED, OWNER_DIED, VALUE_GONE, References
+from telegrad._core.references.reference_records import (
     ASK,
     CONFIRM,
     CONFIRMED,
@@ -24,7 +25,6 @@ from telegrad._core.references.control_messages import (
     WANTED,
     ControlMessage,
 )
-from telegrad._core.references.reference_protocol import CAME_LATE, MOST_REMEMBERED, OWNER_DIED, VALUE_GONE, References
 from tests.sim.references_world import Worker, World, run
 
 SEEDS = [int(os.environ["TELEGRAD_SEED"])] if "TELEGRAD_SEED" in os.environ else range(1000)

@@ -1,17 +1,65 @@
-"""A handle of a reference in this process, and the errors of unusable ones. The value outlives its handles."""
+"""The slot for a value at its owner, the handles of a reference in a process, and the errors of unusable ones.
+
+A value outlives its handles.
+"""
 
 from __future__ import annotations
 
 from queue import SimpleQueue
 from typing import Any
 
+from telegrad._core.calls.futures import Signal
 from telegrad._core.membership.members import Identity
-from telegrad._core.references.control_messages import Id, number
+from telegrad._core.pickling.exceptions import rebuild
 from telegrad._core.references.reference_protocol import OWNER_DIED
-from telegrad._core.references.value_slot import ValueSlot
+from telegrad._core.references.reference_records import Id, number
 from telegrad.errors import OwnerLost, RRefError, RRefLost
 
 DELETED = "deleted"  # fault of a handle that the program has released
+
+
+class ValueSlot(Signal):
+    """A signal that the value of a reference exists. It is filled once; other threads may wait for it."""
+
+    __slots__ = ("answer", "failure", "value")
+
+    full: Any = Signal._happened  # type: ignore[misc]  # as `done`, without a call; set after value and failure
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.value: Any = None
+        self.failure = b""  # serialised: an exception would keep alive the frames where it was raised
+        self.answer = b""  # for the caller, if a call creates the value
+
+    @classmethod
+    def of(cls, value: Any) -> ValueSlot:
+        box = cls()
+        box.value, box._happened = value, True
+        return box
+
+    def fulfil(self, value: Any) -> None:
+        self.value = value
+        self.set_result()
+
+    def fail(self, failure: bytes) -> None:
+        self.failure = failure
+        self.set_result()
+
+    def receipt(self) -> bytes:
+        return self.answer
+
+    def open(self) -> Any:
+        """Return the value of a full box, or raise its error."""
+        if self.failure:
+            raise rebuild(self.failure)
+        return self.value
+
+    def wait(self) -> Any:
+        return self.open()
+
+    def __repr__(self) -> str:
+        what = "a failure" if self.failure else type(self.value).__name__
+        return f"<ValueSlot: {what if self.full else 'still to be filled'}>"
 
 
 class Handle:

@@ -23,10 +23,9 @@ from telegrad._core.importing import PACKAGE
 from telegrad._core.membership.members import Identity
 from telegrad._core.pickling.exceptions import fresh
 from telegrad._core.pickling.remote_text import debugging
-from telegrad._core.references.control_messages import Id, key_of, number
-from telegrad._core.references.handle import Handle
+from telegrad._core.references.handle import Handle, ValueSlot
 from telegrad._core.references.reference_protocol import References
-from telegrad._core.references.value_slot import ValueSlot
+from telegrad._core.references.reference_records import Id, key_of, number
 from telegrad._core.threads import Background
 from telegrad.errors import CallCancelled, CallTimeout, PeerError
 

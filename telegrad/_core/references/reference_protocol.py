@@ -37,7 +37,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from telegrad._core.references.control_messages import (
+from telegrad._core.references.reference_records import (
     ASK,
     CONFIRM,
     CONFIRMED,
@@ -50,9 +50,12 @@ from telegrad._core.references.control_messages import (
     STILLBORN,
     WANTED,
     ControlMessage,
+    Holders,
     Id,
+    Owned,
+    SharedFork,
+    remember,
 )
-from telegrad._core.references.ownership_records import Holders, Owned, SharedFork, remember
 
 # Faults: why a reference cannot be used.
 OWNER_DIED, VALUE_GONE, CAME_LATE = "owner died", "value gone", "came late"

@@ -16,7 +16,7 @@ from torch.autograd.graph import GradientEdge
 from torch.utils.checkpoint import CheckpointFunction
 
 from telegrad._core import checks
-from telegrad.autograd.engine.edges import edge_of, nodes_behind
+from telegrad.autograd.engine.gradients import edge_of, nodes_behind
 from telegrad.autograd.engine.record import AutogradContext, RecvNode
 from telegrad.autograd.engine.schedule import ALONE, LEAF, PLAIN, RECV, Node
 from telegrad.errors import UsageError

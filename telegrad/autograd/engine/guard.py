@@ -9,7 +9,7 @@ one that checks the graph first.
 
 The module checks the engine's callbacks as well. A wrapper such as FSDP queues one in a hook, and expects the gradients
 of its parameters in `.grad` when it is called. A pass accumulates gradients elsewhere, so the callback would find none,
-unless `sharded` handles it.
+unless `replicas` handles it.
 
 A hook on several tensors asks which nodes the engine will run, and waits for their gradients. A pass calls the engine
 for one part of the graph after another, so a node outside of the current part may be in a later one.
@@ -30,7 +30,7 @@ from torch.autograd.variable import Variable
 
 from telegrad._core.atfork import in_child
 from telegrad.autograd.engine.captures import Ancestors, first_leading_to
-from telegrad.autograd.engine.edges import edge_of
+from telegrad.autograd.engine.gradients import edge_of
 from telegrad.autograd.engine.record import UNKNOWN, receiving
 from telegrad.errors import UsageError
 

@@ -1,16 +1,35 @@
-"""DistributedDataParallel in a context: the gradients of its replicas are averaged, and stored in the context.
+"""Modules of several ranks in a context: their gradients are averaged, and stored in the context.
 
-The reducer reacts to the accumulation into `.grad`. So once a pass has found all gradients of replicated parameters, it
-accumulates them there, in one call of the engine as the reducer requires, and removes them again.
+DistributedDataParallel: the reducer reacts to the accumulation into `.grad`. So once a pass has found all gradients of
+replicated parameters, it accumulates them there, in one call of the engine as the reducer requires, and removes them
+again.
+
+FSDP (`fully_shard`): the graph leads to unsharded parameters, which belong to FSDP. FSDP takes their gradients out of
+`.grad`, reduces them over all ranks, and adds the results to `.grad` of the sharded parameters, which belong to the
+user. It does this in a node at the inputs of each module, and for the rest in a callback that torch's engine calls at
+the end of its pass.
+
+So a hook puts the gradient of an unsharded parameter into its `.grad`, at the time when the engine would do so without
+a context. While the graph runs, `.grad` of a sharded parameter holds its gradient in the context, and FSDP adds to it.
+A pass calls the engine several times, so the callback is called once all nodes of the module have run.
+
+All ranks must call the same collectives in the same order, but the messages with gradients come to each rank in a
+different order. So all nodes of a module must wait for the same messages: then they run in one step, in the engine's
+order. Other passes are refused before any of the nodes runs. All ranks refuse them, so no rank waits for another.
+
+The FSDP names used here are private. If a version of torch lacks one, no module is found, and `guard` refuses the
+callback.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +41,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from telegrad._core.atfork import renewed
 from telegrad._core.host.live_objects import instances
-from telegrad.autograd.engine.guard import no_pass
+from telegrad.autograd.engine import guard
+from telegrad.autograd.engine.gradients import Gradients, nodes_behind, total
+from telegrad.errors import UsageError
 
 Node = Any
 
@@ -92,7 +113,7 @@ def reduce(gradients: Mapping[Node, Tensor]) -> dict[Node, Tensor]:
     with contextlib.ExitStack() as stack:
         for turn in _turns_of(leaves):
             stack.enter_context(turn)
-        stack.enter_context(no_pass())
+        stack.enter_context(guard.no_pass())
         for leaf in leaves:
             # a copy, since a reducer may write to the memory of `.grad`
             stack.callback(setattr, leaf, "grad", leaf.grad.clone() if leaf.grad is not None else None)
@@ -112,3 +133,143 @@ def _turns_of(leaves: Sequence[Tensor]) -> list[Any]:
     groups = {module.process_group for module in modules if not ids.isdisjoint(map(id, module.parameters()))}
     with _lock:
         return [_turns.setdefault(group, threading.RLock()) for group in sorted(groups, key=id)]
+
+
+# FSDP
+
+
+class ShardedModule:
+    """The modules below one FSDP root. `root` is torch's object that their states share."""
+
+    def __init__(self, root: Any) -> None:
+        self.root = root
+        self.reduces = root.is_last_backward  # True if each pass reduces all gradients by its end
+        self.groups: list[Any] = []  # parameter groups, each of which FSDP gathers and reduces as a unit
+        self.sharded: list[Tensor] = []
+        self.unsharded: list[Tensor] = []  # of the groups that have been gathered
+
+    def add(self, group: Any) -> None:
+        """Add a parameter group."""
+        self.groups.append(group)
+        self.reduces &= group.reduce_grads and group.all_reduce_grads
+        self.sharded += [each.sharded_param for each in group.fsdp_params]
+        self.unsharded += [each._unsharded_param for each in group.fsdp_params if hasattr(each, "_unsharded_param")]
+
+
+def sharded_modules() -> list[ShardedModule]:
+    """Return the FSDP modules of this process, by their roots. Return none if this version of torch has other names."""
+    states: Any = sys.modules.get("torch.distributed._composable_state")
+    if states is None:
+        return []
+    found: dict[Any, ShardedModule] = {}
+    try:
+        for state in {reference() for reference in list(states._module_state_mapping.data.values())}:
+            groups = getattr(state, "_fsdp_param_groups", None)
+            for group in [getattr(state, "_fsdp_param_group", None)] if groups is None else groups:  # torch 2.11
+                if group is not None:
+                    found.setdefault(state._state_ctx, ShardedModule(state._state_ctx)).add(group)
+    except AttributeError:
+        return []
+    return list(found.values())
+
+
+def unsharded_ids(modules: Iterable[ShardedModule]) -> set[int]:
+    """Return the ids of the parameters whose gradients go to FSDP."""
+    return {id(leaf) for module in modules for leaf in module.unsharded}
+
+
+class ShardedPart:
+    """The FSDP modules whose nodes a pass may run on this worker."""
+
+    def __init__(self, modules: Sequence[ShardedModule], entries: Mapping[int, Iterable[Node]]) -> None:
+        """Gradients enter at the nodes of `entries`: for entry 0 at the start of the pass, for others in messages.
+
+        Raises:
+            UsageError: FSDP cannot work in this pass.
+        """
+        waits = _waits(modules, entries)
+        self._nodes = {root: list(nodes) for root, nodes in waits.items()}
+        self._modules = [module for module in modules if module.root in self._nodes]
+        self._callbacks: dict[Any, Callable[[], None]] = {}
+        _check_order(waits.values())
+        if not all(module.reduces for module in self._modules):
+            raise UsageError(
+                "an FSDP module (fully_shard) that does not reduce its gradients in each backward pass would carry "
+                "them from one autograd context into the next: leave set_requires_gradient_sync, "
+                "set_requires_all_reduce and set_is_last_backward at True. The gradients of all passes of one context "
+                "are summed"
+            )
+
+    def __bool__(self) -> bool:
+        return bool(self._nodes)
+
+    @contextlib.contextmanager
+    def running(self, gradients: Gradients) -> Iterator[None]:
+        """Set `.grad` inside as FSDP expects it, and move the gradients that FSDP computes to the context."""
+        unsharded = [leaf for module in self._modules for leaf in module.unsharded if leaf.requires_grad]
+        with showing, contextlib.ExitStack() as stack:
+            for leaf in unsharded:
+                stack.callback(leaf.register_hook(partial(_give, leaf)).remove)  # type: ignore[no-untyped-call]
+            for parameter in (parameter for module in self._modules for parameter in module.sharded):
+                stack.callback(_take_back, gradients, parameter, parameter.grad)
+                parameter.grad = gradients.take(parameter)
+            stack.callback(setattr, guard, "take_callback", guard.take_callback)
+            guard.take_callback = self._take_callback
+            try:
+                yield
+            except BaseException:
+                for leaf in unsharded:
+                    leaf.grad = None  # FSDP would add it to those of the next pass
+                raise
+
+    def _take_callback(self, callback: Any) -> bool:
+        root = getattr(getattr(callback, "__self__", None), "_state_ctx", None)
+        if root not in self._nodes:
+            return False
+        self._callbacks[root] = callback
+        return True
+
+    def finish(self, settled: Callable[[Node], bool]) -> None:
+        """Call FSDP's callbacks of the modules whose nodes are all `settled` and have run."""
+        for root in [root for root in self._callbacks if all(map(settled, self._nodes[root]))]:
+            self._callbacks.pop(root)()
+
+
+def _give(leaf: Tensor, gradient: Tensor) -> Tensor:
+    """Give FSDP the gradient of an unsharded parameter. Return zeros without memory; the pass ignores them."""
+    with torch.no_grad():
+        leaf.grad = gradient if leaf.grad is None else leaf.grad + gradient
+        return torch.zeros((), dtype=gradient.dtype, device=gradient.device).expand(gradient.shape)
+
+
+def _take_back(gradients: Gradients, parameter: Tensor, before: Tensor | None) -> None:
+    """Move FSDP's result from `.grad` to the context, and add gradients that came there meanwhile."""
+    made, parameter.grad = parameter.grad, before
+    if made is not None:
+        other = gradients.take(parameter)
+        gradients.replace(parameter, made if other is None else total(made, other))
+
+
+def _waits(modules: Iterable[ShardedModule], entries: Mapping[int, Iterable[Node]]) -> dict[Any, dict[Node, set[int]]]:
+    """Return, by roots, the nodes of modules with the messages that each waits for."""
+    owners = {id(each): module.root for module in modules for each in (*module.groups, *module.unsharded)}
+    waits: dict[Any, dict[Node, set[int]]] = {}
+    for entry, starts in entries.items():
+        for node in nodes_behind(starts):
+            own = getattr(node, "variable", None), getattr(node, "param_group", None)
+            for root in (owners[id(each)] for each in own if id(each) in owners):
+                waits.setdefault(root, {}).setdefault(node, set()).update([entry] if entry else [])
+    return waits
+
+
+def _check_order(waits: Iterable[Mapping[Node, set[int]]]) -> None:
+    """Raise UsageError if nodes may run in a different order on other ranks."""
+    kinds = [{frozenset(messages) for messages in nodes.values()} for nodes in waits]
+    if any(len(each) > 1 for each in kinds) or len(set().union(*kinds) - {frozenset()}) > 1:
+        raise UsageError(
+            "the gradients of FSDP modules (fully_shard) come from other workers in several messages. These may arrive "
+            "on each rank in a different order, but all ranks must reduce in the same order. Send the outputs of the "
+            "modules in one call, and begin an autograd context for each forward pass. Split a module that makes a "
+            "remote call in the middle: apply fully_shard to the part before the call and to the part after it, "
+            "separately"
+        )

@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 
 from telegrad.errors import UsageError
 from telegrad.ext.processes import forks, renewed
-from telegrad.pipeline.cutting.exported import Inputs, resized
+from telegrad.pipeline.exported import Inputs, resized
 
 _BY_HAND = "build the stages by hand: Pipeline([RemoteModule('worker1', First), ...])"
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from telegrad.errors import UsageError
 from telegrad.ext.arguments import checks
-from telegrad.pipeline.cutting.comparison import copied, verify_stages
-from telegrad.pipeline.cutting.exported import Inputs, build_stages, set_by_name
-from telegrad.pipeline.cutting.exporting import CutPoint, RecordedProgram
+from telegrad.pipeline.comparison import copied, verify_stages
+from telegrad.pipeline.exported import Inputs, build_stages, set_by_name
+from telegrad.pipeline.exporting import CutPoint, RecordedProgram
 
 # index of an early stage, a parameter's name in it; index of a late stage, the name there
 Shared = tuple[int, str, int, str]
