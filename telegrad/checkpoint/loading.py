@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from telegrad import errors
 from telegrad.checkpoint.folders import CONTENTS, Files, Path
-from telegrad.checkpoint.saving import NO_LIMIT, OwnerState, folder_of, pickled, shares_of, unpacked
+from telegrad.checkpoint.state import NO_LIMIT, OwnerState, folder_of, pickled, shares_of, unpacked
 from telegrad.errors import UsageError
 from telegrad.ext.arguments import checks
 from telegrad.ext.calls import StepCounter, call_all

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import secrets
-from collections import OrderedDict
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, SavePlan
@@ -16,10 +14,10 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from telegrad.checkpoint.background import BackgroundSaves, Copies, HostMemoryPool
 from telegrad.checkpoint.folders import Files, Path, discard, keep_newest, tidy
-from telegrad.errors import UsageError
-from telegrad.ext.arguments import checks, is_path, short_repr
+from telegrad.checkpoint.state import NO_LIMIT, OwnerState, folder_of, packed, pickled, shares_of
+from telegrad.ext.arguments import checks
 from telegrad.ext.calls import Future, StepCounter, call_all
-from telegrad.ext.modules import LocalOptimizer, RemotePart, branches, state_of
+from telegrad.ext.modules import LocalOptimizer, RemotePart, state_of
 from telegrad.ext.processes import Thread
 from telegrad.ext.workers import current
 from telegrad.nn import Pipeline
@@ -27,7 +25,6 @@ from telegrad.optim import DistributedOptimizer
 from telegrad.rpc import RRef, get_worker_info, rpc_async
 from telegrad.rpc.functions import async_execution
 
-NO_LIMIT = 0  # seconds: writing is limited only by the time without progress of an owner
 Begun = dict[str, tuple["RRef[Saver]", SavePlan]]  # by worker
 
 
@@ -202,90 +199,3 @@ def _write_apart(saver: RRef[Saver], plan: SavePlan) -> Future[list[WriteResult]
 
     Thread(target=run, name="telegrad-checkpoint").start()
     return future
-
-
-# The content of a checkpoint, and its distribution over workers
-
-
-class OwnerState(NamedTuple):
-    """A part of the state on one worker: a module, a parameter, or a part of an optimizer."""
-
-    key: str  # in the state
-    branch: RemotePart
-
-
-def folder_of(function: str, state: Any, checkpoint_id: Any) -> str:
-    """Return the folder's path. Raise UsageError for arguments of other types."""
-    is_mapping = isinstance(state, Mapping)
-    others = [key for key in state if not isinstance(key, str)] if is_mapping else []
-    if others or not is_mapping:
-        fault = f"and its key {short_repr(others[0])} is not a string" if others else f"not {short_repr(state)}"
-        raise UsageError(
-            f"the state of a checkpoint must be a dictionary by names, {fault}: "
-            f'write checkpoint.{function}({{"model": model}}, folder)'
-        )
-    if not is_path(checkpoint_id):
-        raise UsageError(
-            f"a checkpoint is saved in a folder: give its path (checkpoint_id), not {short_repr(checkpoint_id)}"
-        )
-    return str(os.fspath(checkpoint_id))
-
-
-def shares_of(state: Mapping[str, Any]) -> tuple[dict[str, list[OwnerState]], dict[str, Any]]:
-    """Return the parts of the state by worker, and this worker's own values as they are saved."""
-    shares: list[OwnerState] = []
-    own: dict[str, Any] = {}
-    for key, value in state.items():
-        if isinstance(value, (nn.Module, RRef)):
-            shares += [OwnerState(key, branch) for branch in branches(value)]
-        elif isinstance(value, DistributedOptimizer):
-            shares += [OwnerState(key, RemotePart("", local)) for local in value.locals.values()]
-        else:
-            own[key] = value.state_dict() if hasattr(value, "state_dict") else value
-    by_worker: dict[str, list[OwnerState]] = {}
-    for share in shares:
-        by_worker.setdefault(share.branch.root.owner_name(), []).append(share)
-    return by_worker, own
-
-
-class Pickled:
-    """A value that is written as a unit, since torch's planner would change it.
-
-    The planner takes each mapping apart and names its parts by text. So it loses empty mappings, the types of keys and
-    the type of the mapping.
-    """
-
-    __slots__ = ("value",)
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-
-def pickled(value: Any) -> Any:
-    """Wrap a mapping or list, which torch's planner would take apart."""
-    return Pickled(value) if isinstance(value, (Mapping, list)) else value
-
-
-def packed(value: Any) -> Any:
-    """Wrap the parts of a value that torch's planner would change as `Pickled`."""
-    if type(value) is list:
-        return [packed(part) for part in value]
-    if type(value) in (dict, OrderedDict) and value and all(type(key) is str for key in value):
-        names = {key for key, part in value.items() if isinstance(part, (Mapping, list))}
-        if not any(_prefixes(key) & names for key in value):  # else two parts could have the same name
-            return {key: packed(part) for key, part in value.items()}
-    return pickled(value)
-
-
-def unpacked(value: Any) -> Any:
-    """Return the value that `packed` or `pickled` was given."""
-    if type(value) is dict:
-        return {key: unpacked(part) for key, part in value.items()}
-    if type(value) is list:
-        return [unpacked(part) for part in value]
-    return value.value if type(value) is Pickled else value
-
-
-def _prefixes(key: str) -> set[str]:
-    """Return all prefixes of the key that end before a dot."""
-    return {key[:place] for place, character in enumerate(key) if character == "."}

@@ -298,7 +298,6 @@ class DistributedOptimizer(Optimizer):
         self._on_all("accumulate", context_id)
 
     def _on_all(self, method: str, context_id: int, *args: Any, done: Mapping[str, Future[Any]] = {}) -> None:
-        checks.context_id(context_id, method)
         contexts = current.conductor().contexts
         if contexts.has_ended(context_id):  # the owners may not know this yet
             raise ContextEnded(

@@ -11,19 +11,23 @@ from typing import Any
 
 import pytest
 
-from telegrad._core.references.reference_protocol import CAME_LATE, MOST_REMEMBERED, OWNER_DIED, VALUE_GONE, References
-from telegrad._core.references.reference_records import (
+from telegrad._core.references.reference_protocol import (
     ASK,
+    CAME_LATE,
     CONFIRM,
     CONFIRMED,
     DROPPED,
     FORGOT,
     GONE,
     MISSING,
+    MOST_REMEMBERED,
+    OWNER_DIED,
     SETTLED,
     STILLBORN,
+    VALUE_GONE,
     WANTED,
     ControlMessage,
+    References,
 )
 from tests.sim.references_world import Worker, World, run
 
