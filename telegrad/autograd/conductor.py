@@ -26,7 +26,7 @@ from telegrad._core.pickling.exceptions import rebuild
 from telegrad._core.pickling.reducers import ask_whether_recorded
 from telegrad.autograd.contexts import Contexts
 from telegrad.autograd.engine import guard
-from telegrad.autograd.engine.captures import Capture
+from telegrad.autograd.engine.guard import Capture
 from telegrad.autograd.engine.passes import Abandon, Driver, Failed, LeftOut, PassReport, PassSpec, Task
 from telegrad.autograd.engine.record import AutogradContext, entered_id, read_id
 from telegrad.autograd.pass_parts import LocalParts, OpenRoots

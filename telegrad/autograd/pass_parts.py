@@ -22,8 +22,8 @@ from telegrad._core.interrupts import raised_by_handler
 from telegrad._core.membership.members import Identity
 from telegrad._core.pickling.exceptions import describe, rebuild
 from telegrad.autograd.contexts import Contexts
-from telegrad.autograd.engine.captures import Capture
 from telegrad.autograd.engine.engine import EngineRunner
+from telegrad.autograd.engine.guard import Capture
 from telegrad.autograd.engine.outbox import Outbox
 from telegrad.autograd.engine.passes import (
     NAMED,

@@ -24,8 +24,19 @@ from telegrad._core.calls.futures import Future
 from telegrad._core.membership.members import Identity
 from telegrad._core.pickling.exceptions import describe, fresh
 from telegrad._core.references.delivery import Batch, ReliableDelivery
-from telegrad._core.references.handle import DELETED, Handle, ValueSlot, error_for
-from telegrad._core.references.making import CREATE, CREATED, Creation, Maker, failed, tell_user, warn_of_leaks
+from telegrad._core.references.handles import (
+    CREATE,
+    CREATED,
+    DELETED,
+    Creation,
+    Handle,
+    Maker,
+    ValueSlot,
+    error_for,
+    failed,
+    tell_user,
+    warn_of_leaks,
+)
 from telegrad._core.references.reference_protocol import OWNER_DIED, ControlMessage
 from telegrad._core.references.reference_records import Id, key_of, number
 from telegrad._core.threads import LONGEST_WAIT

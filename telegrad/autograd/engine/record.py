@@ -41,10 +41,7 @@ entered_id = _entered.get  # of this thread's context, or None
 receiving: set[int] = set()
 
 
-@in_child
-def _leave() -> None:
-    """Leave the context: it belongs to a worker of the parent process."""
-    _entered.set(None)
+in_child(lambda: _entered.set(None))  # the context belongs to a worker of the parent process
 
 
 class Send(NamedTuple):
