@@ -37,7 +37,7 @@ from benchmarks.results import Result, Run
 from benchmarks.rows import ROWS
 from benchmarks.targets import Absolute, Computed, OfLimit, OfPeer, OfPipelining, OfRow
 from benchmarks.turns import closed, take_all, take_turns
-from telegrad.autograd.engine.gradients import Gradients
+from telegrad.autograd.gradients import Gradients
 from telegrad.pipeline.stage import Backward, StageInput
 
 TIME = Result("call", "host", "µs", False, [10.0, 30.0, 20.0], [100.0, 80.0, 90.0], (OfPeer(0.3),))

@@ -24,12 +24,12 @@ from telegrad._core.calls.futures import Future, Signal
 from telegrad._core.membership.members import Identity
 from telegrad._core.pickling.exceptions import rebuild
 from telegrad._core.pickling.reducers import ask_whether_recorded
+from telegrad.autograd import guard
 from telegrad.autograd.contexts import Contexts
-from telegrad.autograd.engine import guard
-from telegrad.autograd.engine.guard import Capture
-from telegrad.autograd.engine.passes import Abandon, Driver, Failed, LeftOut, PassReport, PassSpec, Task
-from telegrad.autograd.engine.record import AutogradContext, entered_id, read_id
+from telegrad.autograd.guard import Capture
 from telegrad.autograd.pass_parts import LocalParts, OpenRoots
+from telegrad.autograd.passes import Abandon, Driver, Failed, LeftOut, PassReport, PassSpec, Task
+from telegrad.autograd.record import AutogradContext, entered_id, read_id
 from telegrad.errors import CallTimeout, ContextEnded, PeerError, PeerLost, TelegradError, UnusedSends, UsageError
 
 ask_whether_recorded(lambda: entered_id() is not None and torch.is_grad_enabled())

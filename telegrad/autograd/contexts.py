@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 from telegrad._core.agent.agent import Agent
 from telegrad._core.membership.members import Identity
-from telegrad.autograd.engine.guard import install
-from telegrad.autograd.engine.record import OWNER_SHIFT, AutogradContext
+from telegrad.autograd.guard import install
+from telegrad.autograd.record import OWNER_SHIFT, AutogradContext
 from telegrad.errors import ContextEnded, ContextLost, LimitReached, PeerError, PeerLost, TelegradError, UnknownWorker
 
 MOST_OPEN = 1 << 14  # contexts of one other worker

@@ -16,8 +16,8 @@ from telegrad._core.calls.futures import Future, Signal
 from telegrad._core.hints import hint
 from telegrad.autograd.conductor import Conductor, DrivenPass
 from telegrad.autograd.contexts import Contexts
-from telegrad.autograd.engine.guard import Capture, seeds_of, tensors_of
-from telegrad.autograd.engine.record import AutogradContext, Inside, entered_id
+from telegrad.autograd.guard import Capture, seeds_of, tensors_of
+from telegrad.autograd.record import AutogradContext, Inside, entered_id
 from telegrad.errors import NotInitialized, TelegradError, UsageError
 
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from telegrad._core.host.live_objects import instances
 from telegrad._core.worker import current
 from telegrad.autograd import entry_points
-from telegrad.autograd.engine.gradients import edge_of
-from telegrad.autograd.engine.record import OWNER_SHIFT, AutogradContext, RecvNode, Send, entered_id
+from telegrad.autograd.gradients import edge_of
+from telegrad.autograd.record import OWNER_SHIFT, AutogradContext, RecvNode, Send, entered_id
 from telegrad.errors import AutogradError, ContextEnded, TelegradError
 
 __all__ = ["backward", "context", "get_gradients", "is_available"]

@@ -37,8 +37,8 @@ from telegrad._core.rpc.functions import must_finish
 from telegrad._core.rpc.rref import RRef
 from telegrad._core.worker import current
 from telegrad._core.worker.fifo_lock import FifoLock
-from telegrad.autograd.engine.gradients import Gradients, total
-from telegrad.autograd.engine.record import AutogradContext
+from telegrad.autograd.gradients import Gradients, total
+from telegrad.autograd.record import AutogradContext
 from telegrad.errors import UsageError
 
 TRACER = "torch._dynamo"

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import telegrad.autograd as autograd
 from benchmarks.schedule_simulation import simulate
 from telegrad._core.calls.call_names import user_name
-from telegrad.autograd.engine.gradients import Gradients
+from telegrad.autograd.gradients import Gradients
 from telegrad.errors import UsageError
 from telegrad.nn import Pipeline, RemoteModule
 from telegrad.optim import DistributedOptimizer

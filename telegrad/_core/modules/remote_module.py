@@ -26,7 +26,7 @@ from telegrad._core.references.reference_records import Id
 from telegrad._core.rpc.remote_calls import rpc_async, rpc_sync
 from telegrad._core.rpc.restorable import Restore, check_restore, ensure_present, make_restorable
 from telegrad._core.rpc.rref import RRef
-from telegrad.autograd.engine.record import entered_id
+from telegrad.autograd.record import entered_id
 from telegrad.errors import UsageError
 
 if TYPE_CHECKING:

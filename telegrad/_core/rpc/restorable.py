@@ -33,7 +33,7 @@ from telegrad._core.rpc.conversion import convert
 from telegrad._core.rpc.rref import RRef
 from telegrad._core.worker import current
 from telegrad._core.worker.value_access import RefPlaceholder
-from telegrad.autograd.engine.record import Inside
+from telegrad.autograd.record import Inside
 from telegrad.errors import (
     CannotRestore,
     ClaimLost,

@@ -41,8 +41,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from telegrad._core.atfork import renewed
 from telegrad._core.host.live_objects import instances
-from telegrad.autograd.engine import guard
-from telegrad.autograd.engine.gradients import Gradients, nodes_behind, total
+from telegrad.autograd import guard
+from telegrad.autograd.gradients import Gradients, nodes_behind, total
 from telegrad.errors import UsageError
 
 Node = Any

@@ -20,8 +20,8 @@ from torch.autograd.graph import GradientEdge
 from telegrad._core.atfork import in_child
 from telegrad._core.membership.members import Identity
 from telegrad._core.wire.unpacking import as_views_of_shared
-from telegrad.autograd.engine.gradients import Gradients, edge_of
-from telegrad.autograd.engine.passes import PassSpec, Task
+from telegrad.autograd.gradients import Gradients, edge_of
+from telegrad.autograd.passes import PassSpec, Task
 from telegrad.errors import UsageError
 
 OWNER_SHIFT = 48  # bits of a context's id: the rank of its owner is above a number that starts at random

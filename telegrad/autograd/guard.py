@@ -37,9 +37,9 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from telegrad._core import checks
 from telegrad._core.atfork import in_child
-from telegrad.autograd.engine.gradients import edge_of, nodes_behind
-from telegrad.autograd.engine.record import UNKNOWN, AutogradContext, RecvNode, receiving
-from telegrad.autograd.engine.schedule import ALONE, LEAF, PLAIN, RECV, Node
+from telegrad.autograd.gradients import edge_of, nodes_behind
+from telegrad.autograd.record import UNKNOWN, AutogradContext, RecvNode, receiving
+from telegrad.autograd.schedule import ALONE, LEAF, PLAIN, RECV, Node
 from telegrad.errors import UsageError
 
 CheckpointNode: Any = CheckpointFunction._backward_cls

@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from telegrad._core.devices.device_streams import Streams
-from telegrad.autograd.engine.gradients import edge_of, nodes_behind, run_backward
-from telegrad.autograd.engine.guard import CheckpointNode
-from telegrad.autograd.engine.passes import PassSpec
-from telegrad.autograd.engine.record import RecvNode
-from telegrad.autograd.engine.replicas import showing
+from telegrad.autograd.gradients import edge_of, nodes_behind, run_backward
+from telegrad.autograd.guard import CheckpointNode
+from telegrad.autograd.passes import PassSpec
+from telegrad.autograd.record import RecvNode
+from telegrad.autograd.replicas import showing
 from telegrad.errors import UsageError
 
 Node = Any

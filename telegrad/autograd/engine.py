@@ -18,13 +18,13 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from telegrad._core.calls import profiling
 from telegrad._core.devices.device_streams import Streams
 from telegrad._core.membership.members import Identity
-from telegrad.autograd.engine import guard, node_calls, replicas
-from telegrad.autograd.engine.gradients import device_of, edge_of, run_backward, total
-from telegrad.autograd.engine.guard import Capture, CaptureKinds, CheckpointNode
-from telegrad.autograd.engine.outbox import Outbox
-from telegrad.autograd.engine.passes import WITHOUT, PassSpec
-from telegrad.autograd.engine.record import UNKNOWN, AutogradContext, Origin, RecvNode
-from telegrad.autograd.engine.schedule import (
+from telegrad.autograd import guard, node_calls, replicas
+from telegrad.autograd.gradients import device_of, edge_of, run_backward, total
+from telegrad.autograd.guard import Capture, CaptureKinds, CheckpointNode
+from telegrad.autograd.outbox import Outbox
+from telegrad.autograd.passes import WITHOUT, PassSpec
+from telegrad.autograd.record import UNKNOWN, AutogradContext, Origin, RecvNode
+from telegrad.autograd.schedule import (
     ALONE,
     LEAF,
     PLAIN,
