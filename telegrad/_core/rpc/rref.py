@@ -33,7 +33,7 @@ from telegrad._core.worker.value_access import (
     when_full,
     with_values,
 )
-from telegrad.autograd.entry_points import backward, check_root
+from telegrad.autograd import backward, check_root
 from telegrad.errors import CallTimeout, NotOwner, UsageError
 
 if TYPE_CHECKING:

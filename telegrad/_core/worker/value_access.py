@@ -24,7 +24,7 @@ from telegrad._core.references.handles import ValueSlot
 from telegrad._core.references.reference_records import Id
 from telegrad._core.references.reference_table import ReferenceTable
 from telegrad._core.worker import current
-from telegrad.autograd.entry_points import check_root
+from telegrad.autograd import check_root
 from telegrad.errors import ClaimLost
 
 
