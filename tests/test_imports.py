@@ -92,7 +92,7 @@ PURE = [
     "_core/reactor/scheduler.py",
     "_core/streams/flow_control.py",
     "_core/retries/retry_queue.py",
-    "_core/references/reference_records.py",
+    "_core/references/__init__.py",
     "_core/references/reference_protocol.py",
     "_core/references/delivery.py",
     "autograd/schedule.py",

@@ -7,9 +7,9 @@ from collections import Counter
 from math import inf
 from typing import Any
 
+from telegrad._core.references import Id
 from telegrad._core.references.delivery import Batch, ReliableDelivery
 from telegrad._core.references.reference_protocol import ControlMessage, References
-from telegrad._core.references.reference_records import Id
 
 ABSENT, PRESENT, FREED = "absent", "present", "freed"
 HOPELESS = "hopeless"  # whoever uses it finds an error in its place

@@ -22,7 +22,7 @@ from telegrad._core.modules import module_host
 from telegrad._core.modules.place import parse_place
 from telegrad._core.pickling.reducers import REDUCERS
 from telegrad._core.progress import Wait, report_in_background
-from telegrad._core.references.reference_records import Id
+from telegrad._core.references import Id
 from telegrad._core.rpc.remote_calls import rpc_async, rpc_sync
 from telegrad._core.rpc.restorable import Restore, check_restore, ensure_present, make_restorable
 from telegrad._core.rpc.rref import RRef

@@ -24,8 +24,8 @@ from telegrad._core.importing import PACKAGE
 from telegrad._core.membership.members import Identity
 from telegrad._core.pickling.exceptions import fresh, rebuild
 from telegrad._core.pickling.remote_text import debugging
+from telegrad._core.references import Id, key_of, number
 from telegrad._core.references.reference_protocol import OWNER_DIED, References
-from telegrad._core.references.reference_records import Id, key_of, number
 from telegrad._core.threads import Background
 from telegrad.errors import CallCancelled, CallTimeout, OwnerLost, PeerError, RRefError, RRefLost
 

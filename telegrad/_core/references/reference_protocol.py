@@ -38,7 +38,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from telegrad._core.references.reference_records import Holders, Id, Owned, SharedFork, remember
+from telegrad._core.references import Holders, Id, Owned, SharedFork, remember
 
 CONFIRM = "confirm"  # user to owner: I hold this fork
 CONFIRMED = "confirmed"  # owner to user: I know it

@@ -23,6 +23,7 @@ from telegrad._core.calls.attachments import Attachments
 from telegrad._core.calls.futures import Future
 from telegrad._core.membership.members import Identity
 from telegrad._core.pickling.exceptions import describe, fresh
+from telegrad._core.references import Id, key_of, number
 from telegrad._core.references.delivery import Batch, ReliableDelivery
 from telegrad._core.references.handles import (
     CREATE,
@@ -38,7 +39,6 @@ from telegrad._core.references.handles import (
     warn_of_leaks,
 )
 from telegrad._core.references.reference_protocol import OWNER_DIED, ControlMessage
-from telegrad._core.references.reference_records import Id, key_of, number
 from telegrad._core.threads import LONGEST_WAIT
 from telegrad.errors import (
     GenerationOver,

@@ -26,8 +26,8 @@ from telegrad._core.membership.members import Identity
 from telegrad._core.pickling.exceptions import is_remote
 from telegrad._core.pickling.reducers import REDUCERS
 from telegrad._core.progress import Wait
+from telegrad._core.references import Id, number
 from telegrad._core.references.handles import Handle
-from telegrad._core.references.reference_records import Id, number
 from telegrad._core.retries.retry import ping
 from telegrad._core.rpc.conversion import convert
 from telegrad._core.rpc.rref import RRef

@@ -16,8 +16,8 @@ from telegrad._core.calls.deadlines import DEFAULT, check_timeout, limit_of
 from telegrad._core.calls.futures import Future
 from telegrad._core.membership.members import Identity, WorkerInfo
 from telegrad._core.pickling.reducers import REDUCERS, reduce_reference
+from telegrad._core.references import number
 from telegrad._core.references.handles import Handle, ValueSlot
-from telegrad._core.references.reference_records import number
 from telegrad._core.references.reference_table import ReferenceTable
 from telegrad._core.rpc.operators import Operators, is_tensor_method
 from telegrad._core.streams.streams import MOST_WINDOW, WINDOW, Stream
