@@ -119,7 +119,7 @@ def _exported(
 
 def _recorded(model: nn.Module, inputs: Inputs, names: Sequence[str] | None) -> RecordedProgram:
     try:
-        return RecordedProgram(model, inputs.example)
+        return RecordedProgram(model, inputs.named(inputs.leaves))
     except Exception as error:
         where = "" if names is None else f" at {', '.join(map(repr, names))}"
         mode, reason = "training" if model.training else "evaluation", str(error).partition("\n")[0]
