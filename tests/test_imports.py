@@ -263,7 +263,7 @@ def test_the_checks_find_what_is_wrong() -> None:
         == leads_to("telegrad._core.worker.current")
         == {"telegrad._core.worker.current"}
     )
-    assert {"telegrad.pipeline.pipeline", "telegrad._core.modules.remote_module"} == leads_to("telegrad.nn")
+    assert {"telegrad.pipeline", "telegrad._core.modules.remote_module"} == leads_to("telegrad.nn")
     assert leads_to("torch.nn") == set()
 
 
