@@ -44,8 +44,7 @@ def mark_all(worker: str) -> None:
     from telegrad._core.agent import agent, answers, call_server
     from telegrad._core.calls import attachments
     from telegrad._core.transport.link import Link
-    from telegrad.autograd import contexts, pass_parts
-    from telegrad.autograd.engine import engine, record
+    from telegrad.autograd import contexts, engine, pass_parts, record
 
     for where, name, *texts in (
         (Link, "_take", "a frame has come"),

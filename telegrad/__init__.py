@@ -148,6 +148,6 @@ def recover(
         >>> saved = telegrad.checkpoint.save({"model": model}, "saved").wait()
         >>> telegrad.recover({"model": model}, saved)
     """
-    from telegrad.checkpoint.recovery import recover as recover_all
+    from telegrad.checkpoint.loading import recover as recover_all
 
     recover_all(state, checkpoint_id, timeout, after)

@@ -37,8 +37,8 @@ from benchmarks.results import Result, Run
 from benchmarks.rows import ROWS
 from benchmarks.targets import Absolute, Computed, OfLimit, OfPeer, OfPipelining, OfRow
 from benchmarks.turns import closed, take_all, take_turns
-from telegrad.autograd.engine.gradients import Gradients
-from telegrad.pipeline.stage_backward import Backward, StageInput
+from telegrad.autograd.gradients import Gradients
+from telegrad.pipeline.stage import Backward, StageInput
 
 TIME = Result("call", "host", "µs", False, [10.0, 30.0, 20.0], [100.0, 80.0, 90.0], (OfPeer(0.3),))
 RATE = Result("rate", "tcp", "GB/s", True, [1.0, 3.0, 2.0], [4.0, 4.0, 4.0], (OfPeer(1), OfLimit(0.5, "copy")))

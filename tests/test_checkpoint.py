@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import StepLR
 import telegrad.autograd as autograd
 import telegrad.checkpoint as checkpoint
 from telegrad._core.worker import current
-from telegrad.checkpoint.saving import Saver
+from telegrad.checkpoint import Saver
 from telegrad.errors import UsageError, WorkersFailed
 from telegrad.nn import RemoteModule
 from telegrad.optim import DistributedOptimizer

@@ -22,9 +22,8 @@ import telegrad.checkpoint as checkpoint
 import telegrad.rpc as rpc
 from telegrad._core.worker import current
 from telegrad._core.worker.worker import Worker
-from telegrad.checkpoint import folders
-from telegrad.checkpoint.host_copies import Copies, HostMemoryPool
-from telegrad.checkpoint.saving import Saver
+from telegrad.checkpoint import Saver, folders
+from telegrad.checkpoint.background import Copies, HostMemoryPool
 from telegrad.errors import CallTimeout, CheckpointFailed, InvalidArgument, WorkersFailed
 from telegrad.nn import RemoteModule
 from tests.cluster import PATIENCE, agents, group

@@ -22,10 +22,10 @@ from telegrad import autograd, rpc
 from telegrad._core import events
 from telegrad._core.calls import call_context
 from telegrad._core.reactor import reactor
-from telegrad.autograd.engine import guard
+from telegrad.autograd import guard
 from telegrad.insight.export.event_counters import EventCounters
 from telegrad.optim.owner import guards_of, holding
-from telegrad.pipeline.cutting import comparison, exporting
+from telegrad.pipeline import comparison, exporting
 from telegrad.pipeline.stage import Stage
 from telegrad.reporting import stacks
 from tests.cluster import PATIENCE, processes

@@ -35,7 +35,6 @@ ORDER = [
     "_core/reactor",
     "_core/agent",
     "_core/references",
-    "autograd/engine",
     "autograd",
     "_core/worker",
     "_core/streams",
@@ -49,7 +48,6 @@ ORDER = [
     "publishing",
     "reporting",
     "rpc",
-    "pipeline/cutting",
     "pipeline",
     "nn",
     "weights/transfer",
@@ -92,12 +90,11 @@ PURE = [
     "_core/reactor/scheduler.py",
     "_core/streams/flow_control.py",
     "_core/retries/retry_queue.py",
-    "_core/references/control_messages.py",
-    "_core/references/ownership_records.py",
+    "_core/references/__init__.py",
     "_core/references/reference_protocol.py",
     "_core/references/delivery.py",
-    "autograd/engine/schedule.py",
-    "autograd/engine/passes.py",
+    "autograd/schedule.py",
+    "autograd/passes.py",
     "groups/selection.py",
     "pipeline/pipeline_schedule.py",
     "weights/transfer/weight_messages.py",
@@ -264,7 +261,7 @@ def test_the_checks_find_what_is_wrong() -> None:
         == leads_to("telegrad._core.worker.current")
         == {"telegrad._core.worker.current"}
     )
-    assert {"telegrad.pipeline.pipeline", "telegrad._core.modules.remote_module"} == leads_to("telegrad.nn")
+    assert {"telegrad.pipeline", "telegrad._core.modules.remote_module"} == leads_to("telegrad.nn")
     assert leads_to("torch.nn") == set()
 
 

@@ -10,7 +10,6 @@ import itertools
 import threading
 from collections.abc import Callable, Sequence
 from contextvars import copy_context
-from functools import partial
 from math import inf
 from time import monotonic, perf_counter
 from typing import Any
@@ -25,21 +24,15 @@ from telegrad._core.calls.futures import Future, Signal
 from telegrad._core.membership.members import Identity
 from telegrad._core.pickling.exceptions import rebuild
 from telegrad._core.pickling.reducers import ask_whether_recorded
+from telegrad.autograd import guard
 from telegrad.autograd.contexts import Contexts
-from telegrad.autograd.engine import guard
-from telegrad.autograd.engine.captures import Capture
-from telegrad.autograd.engine.passes import Abandon, Driver, Failed, LeftOut, PassReport, PassSpec, Task
-from telegrad.autograd.engine.record import AutogradContext, entered_id, read_id
+from telegrad.autograd.guard import Capture
 from telegrad.autograd.pass_parts import LocalParts, OpenRoots
+from telegrad.autograd.passes import Abandon, Driver, Failed, LeftOut, PassReport, PassSpec, Task
+from telegrad.autograd.record import AutogradContext, entered_id, read_id
 from telegrad.errors import CallTimeout, ContextEnded, PeerError, PeerLost, TelegradError, UnusedSends, UsageError
 
-
-def _is_recording() -> bool:
-    """Return True if this thread's code runs in a context and histories are recorded."""
-    return entered_id() is not None and torch.is_grad_enabled()
-
-
-ask_whether_recorded(_is_recording)
+ask_whether_recorded(lambda: entered_id() is not None and torch.is_grad_enabled())
 
 
 class DrivenPass(Driver):
@@ -243,7 +236,7 @@ class Conductor:
             return
         if tasks:
             self._give(driven, tasks)
-        if driven.ended and self._take(driven):
+        if driven.ended and self._driven.pop(driven.spec, None) is not None:
             driven.note()
             driven.outcome.set_result(None)
 
@@ -254,22 +247,17 @@ class Conductor:
 
     def _fail(self, driven: DrivenPass, error: BaseException) -> None:
         """End a pass on all workers, and fail its outcome."""
-        if not self._take(driven):
+        if self._driven.pop(driven.spec, None) is None:  # another thread ends it
             return
         driven.note(type(error).__name__)
         self._parts.abandon(driven.spec)
         for worker in sorted(driven.workers - {self.name}):
             with contextlib.suppress(TelegradError):
                 self._parts.tell(driven.context, worker, Abandon(driven.spec))
-        tell = partial(_tell_failure, driven.outcome)
         if self._closed:
-            tell(error)
-        else:
-            self._agent.later(tell, error)  # callbacks are user code, and this may be a reader thread
-
-    def _take(self, driven: DrivenPass) -> bool:
-        """Return True if the caller must end the pass. This is True once per pass."""
-        return self._driven.pop(driven.spec, None) is not None
+            driven.outcome.set_exception(error)
+        else:  # callbacks are user code, and this may be a reader thread
+            self._agent.later(driven.outcome.set_exception, error)
 
     # Failures, ends of contexts, timeouts
 
@@ -296,10 +284,6 @@ class Conductor:
             else:
                 upcoming = min(upcoming, driven.deadline)
         return upcoming
-
-
-def _tell_failure(outcome: Any, error: BaseException) -> None:
-    outcome.set_exception(error)
 
 
 def _unused(left_out: LeftOut) -> UnusedSends:

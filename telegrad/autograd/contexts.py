@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 from telegrad._core.agent.agent import Agent
 from telegrad._core.membership.members import Identity
-from telegrad.autograd.engine.guard import install
-from telegrad.autograd.engine.record import OWNER_SHIFT, AutogradContext
+from telegrad.autograd.guard import install
+from telegrad.autograd.record import OWNER_SHIFT, AutogradContext
 from telegrad.errors import ContextEnded, ContextLost, LimitReached, PeerError, PeerLost, TelegradError, UnknownWorker
 
 MOST_OPEN = 1 << 14  # contexts of one other worker
@@ -159,11 +159,11 @@ class Contexts:
         with self._lock:
             self._ended.update(dict.fromkeys(ended, False))
 
-    def release(self, id_: int, sender: Identity | None = None) -> None:
-        """End a context here, and on all workers that learned of it from here."""
-        self._end(id_, sender, forsaken=False)
+    def release(self, id_: int, sender: Identity | None = None, forsaken: bool = False) -> None:
+        """End a context here and, unless this worker has `forsaken` its owner, on all workers that learned of it here.
 
-    def _end(self, id_: int, sender: Identity | None, forsaken: bool) -> None:
+        If the owner is lost, the other workers find that out themselves.
+        """
         with self._lock:
             context = self._contexts.pop(id_, None)
             if context is not None:
@@ -176,7 +176,7 @@ class Contexts:
                 del self._ended[next(iter(self._ended))]
         if context is None:
             return
-        if not forsaken:  # else the other workers find out about the owner themselves
+        if not forsaken:
             for worker in context.known:
                 if worker != sender and worker != self._agent.me.identity:
                     self._tell(worker, Release(id_))
@@ -234,7 +234,7 @@ class Contexts:
             # the lost worker began the context, unless the context knows another worker of that rank
             owners = [each for each in context.known if each.id == context.owner]
             if dead and who.id == context.owner and (not owners or who in owners):
-                self._end(context.id, who, forsaken=True)
+                self.release(context.id, who, forsaken=True)
             elif context.met(who.name) == who:
                 doubtful.append(context)
         self._ask(doubtful)

@@ -22,10 +22,10 @@ from telegrad._core.interrupts import raised_by_handler
 from telegrad._core.membership.members import Identity
 from telegrad._core.pickling.exceptions import describe, rebuild
 from telegrad.autograd.contexts import Contexts
-from telegrad.autograd.engine.captures import Capture
-from telegrad.autograd.engine.engine import EngineRunner
-from telegrad.autograd.engine.outbox import Outbox
-from telegrad.autograd.engine.passes import (
+from telegrad.autograd.engine import EngineRunner
+from telegrad.autograd.guard import Capture
+from telegrad.autograd.outbox import Outbox
+from telegrad.autograd.passes import (
     NAMED,
     Abandon,
     DeclareDead,
@@ -38,7 +38,7 @@ from telegrad.autograd.engine.passes import (
     Start,
     Task,
 )
-from telegrad.autograd.engine.record import AutogradContext, Inside
+from telegrad.autograd.record import AutogradContext, Inside
 from telegrad.errors import ContextLost, LimitReached, PeerLost, TelegradError
 
 # seconds. If the last tasks took less, the reader thread runs the next ones, which are expected to be as short.

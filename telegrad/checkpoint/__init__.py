@@ -1,10 +1,209 @@
 """Save and load a model that is spread over workers, and other training state. All owners write and read concurrently.
 
 The file format is that of `torch.distributed.checkpoint`, which can read the files without any worker.
+
+To save, each owner writes its own part, and the driver writes the table of contents last.
 """
 
-from telegrad.checkpoint.folders import latest
+from __future__ import annotations
+
+import dataclasses
+import secrets
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, SavePlan
+from torch.distributed.checkpoint.storage import WriteResult
+
+from telegrad.checkpoint.background import BackgroundSaves, Copies, HostMemoryPool
+from telegrad.checkpoint.folders import Files, Path, discard, keep_newest, latest, tidy
 from telegrad.checkpoint.loading import load
-from telegrad.checkpoint.saving import save
+from telegrad.checkpoint.state import NO_LIMIT, OwnerState, folder_of, packed, pickled, shares_of
+from telegrad.ext.arguments import checks
+from telegrad.ext.calls import Future, StepCounter, call_all
+from telegrad.ext.modules import LocalOptimizer, RemotePart, state_of
+from telegrad.ext.processes import Thread
+from telegrad.ext.workers import current
+from telegrad.nn import Pipeline
+from telegrad.optim import DistributedOptimizer
+from telegrad.rpc import RRef, get_worker_info, rpc_async
+from telegrad.rpc.functions import async_execution
 
 __all__ = ["latest", "load", "save"]
+
+Begun = dict[str, tuple["RRef[Saver]", SavePlan]]  # by worker
+
+
+def save(state: Mapping[str, Any], checkpoint_id: Path, *, wait: bool = True, keep: int | None = None) -> Future[str]:
+    """Write a checkpoint into a folder.
+
+    The state may contain models (modules, `RemoteModule`s, references to modules), `DistributedOptimizer`s, other
+    objects with a `state_dict` (such as schedulers) and plain values. An older checkpoint in the folder stays until
+    this one is complete, and is replaced atomically.
+
+    Args:
+        state: the values to save, by names.
+        checkpoint_id: the folder, which all workers must see under that path.
+        wait: return when the checkpoint is complete. If False, return once all owners have copied their parts to host
+            memory, and write in the background. The next `save`, and `rpc.shutdown()`, wait for that.
+        keep: the number of complete checkpoints to keep in the parent folder; older ones are removed. Each training
+            needs its own parent folder. `latest(folder)` finds the newest.
+
+    Returns:
+        A `Future` of the path, done when the checkpoint is complete.
+
+    Raises:
+        UsageError: `state` is no dictionary with names as keys.
+        CallTimeout: an owner made no progress for `rpc_timeout`; with `wait=False` the future raises it.
+        WorkersFailed: several workers could not write; with `wait=False` the future raises it.
+        CheckpointFailed: an earlier save in the background failed, and its future was not asked for the error.
+
+    Example:
+        >>> from telegrad import checkpoint
+        >>> layer = telegrad.nn.RemoteModule("worker1", nn.Linear, (4, 1))
+        >>> future = checkpoint.save({"model": layer, "epoch": 3}, "runs/3", keep=2)
+        >>> future.wait()
+        'runs/3'
+    """
+    path = folder_of("save", state, checkpoint_id)
+    checks.flag("wait", wait)
+    if keep is not None:
+        checks.count("keep", keep, what="a number of checkpoints to keep, or None for all")
+    background = current.here().attached(BackgroundSaves)
+    background.wait_for_previous()
+    begun = _begin(state, path, copies=not wait)
+    complete = partial(_complete, path, begun, keep, wait)
+    if not wait:
+        return background.begin(path, complete)
+    complete()
+    future: Future[str] = Future()
+    future.set_result(path)
+    return future
+
+
+def _begin(state: Mapping[str, Any], path: str, copies: bool) -> Begun:
+    for value in state.values():
+        for part in value.modules() if isinstance(value, nn.Module) else ():
+            if isinstance(part, Pipeline):
+                part._lend()
+    shares, own = shares_of(state)
+    own |= {
+        key: {"param_groups": value.state_groups()}
+        for key, value in state.items()
+        if isinstance(value, DistributedOptimizer)
+    }
+    here = get_worker_info().name
+    return call_all(
+        {here: [], **shares},
+        lambda worker, theirs: rpc_async(
+            worker, _begin_share, (path, theirs, own if worker == here else {}, copies), timeout=NO_LIMIT
+        ),
+        f"checkpoint.save: gathering the state for {path!r}",
+        limit=current.agent().timeout,
+    )
+
+
+def _complete(path: str, begun: Begun, keep: int | None, waited_for: bool) -> None:
+    planner, writer = DefaultSavePlanner(), _writer_to(path, True)
+    planner.set_up_planner({}, is_coordinator=True)
+    plans, metadata = planner.create_global_plan([plan for _, plan in begun.values()])
+    mark = secrets.token_hex(8)
+    plans = [_marked(plan, mark) for plan in writer.prepare_global_plan(plans)]
+    by_worker = dict(zip(begun, plans, strict=True))
+    try:
+        written: dict[str, list[WriteResult]] = call_all(
+            by_worker,
+            lambda worker, plan: rpc_async(
+                worker, _write if waited_for else _write_apart, (begun[worker][0], plan), timeout=NO_LIMIT
+            ),
+            f"checkpoint.save: writing {path!r}" if waited_for else "",
+            {worker: sum(item.tensor_storage_size() or 0 for item in plan.items) for worker, plan in by_worker.items()},
+            current.agent().timeout,
+        )
+        writer.finish(metadata, list(written.values()))
+    except Exception:
+        discard(path, mark)
+        raise
+    tidy(path, {result.storage_data.relative_path for results in written.values() for result in results})
+    if keep is not None:
+        keep_newest(path, keep)
+
+
+def _marked(plan: SavePlan, mark: str) -> SavePlan:
+    """Return the plan with file names that are unique to this save."""
+    place: Any = plan.storage_data
+    return dataclasses.replace(plan, storage_data=dataclasses.replace(place, prefix=f"{mark}{place.prefix}"))
+
+
+# Called on each worker
+
+
+class Saver:
+    """One worker's part of a checkpoint."""
+
+    def __init__(self, path: str, shares: list[OwnerState], own: dict[str, Any], copies: bool) -> None:
+        """With `copies`, save the current values, even if they change before they are written."""
+        here = current.here()
+        self._copies = Copies(here.attached(HostMemoryPool), here.attached(StepCounter).note) if copies else None
+        state = {key: packed(value) for key, value in own.items()}
+        for share in shares:
+            state.setdefault(share.key, {}).update(self._part(share.branch))
+        self._planner = DefaultSavePlanner()
+        self._planner.set_up_planner(state, is_coordinator=False)
+        self._writer = _writer_to(path, False)
+        self.plan = self._writer.prepare_local_plan(self._planner.create_local_plan())
+
+    def _part(self, branch: RemotePart) -> dict[str, Any]:
+        value = branch.root.local_value()
+        is_optimizer = isinstance(value, LocalOptimizer)
+        part = value.state() if is_optimizer else state_of(branch)
+        if self._copies is not None:
+            part = self._copies.of(part)
+        if is_optimizer:
+            return {"state": {name: packed(each) for name, each in part.items()}}
+        return {name: pickled(each) for name, each in part.items()}
+
+    def write(self, plan: SavePlan) -> list[WriteResult]:
+        try:
+            return self._writer.write_data(self._planner.finish_plan(plan), self._planner).wait()
+        finally:
+            if self._copies is not None:
+                self._copies.give_back()
+
+
+def _writer_to(path: str, is_coordinator: bool) -> FileSystemWriter:
+    # Torch waits for copies made ahead on the current accelerator only; there may be several.
+    writer = FileSystemWriter(path, per_thread_copy_ahead=0)
+    writer.fs = Files(current.here().attached(StepCounter).note)
+    writer.set_up_storage_writer(is_coordinator)
+    return writer
+
+
+def _begin_share(
+    path: str, shares: list[OwnerState], own: dict[str, Any], copies: bool
+) -> tuple[RRef[Saver], SavePlan]:
+    saver = Saver(path, shares, own, copies)
+    return RRef(saver), saver.plan
+
+
+def _write(saver: RRef[Saver], plan: SavePlan) -> list[WriteResult]:
+    return saver.local_value().write(plan)
+
+
+@async_execution
+def _write_apart(saver: RRef[Saver], plan: SavePlan) -> Future[list[WriteResult]]:
+    """Write on a new thread: calls of the training must not wait for a thread."""
+    future: Future[list[WriteResult]] = Future()
+
+    def run() -> None:
+        try:
+            results = _write(saver, plan)
+        except BaseException as error:
+            future.set_exception(error)  # type: ignore[arg-type]
+        else:
+            future.set_result(results)
+
+    Thread(target=run, name="telegrad-checkpoint").start()
+    return future

@@ -60,7 +60,7 @@ def shares_of(state: Mapping[str, Any]) -> tuple[dict[str, list[OwnerState]], di
 
 
 class Pickled:
-    """A value that is written as a unit, since torch's planner would change it.
+    """A value that is written as a unit, since torch's planner would change it. Files name this class and module.
 
     The planner takes each mapping apart and names its parts by text. So it loses empty mappings, the types of keys and
     the type of the mapping.

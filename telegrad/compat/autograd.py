@@ -8,11 +8,11 @@ from typing import Any, get_type_hints
 import torch
 from torch import Tensor
 
+from telegrad import autograd
 from telegrad._core.host.live_objects import instances
 from telegrad._core.worker import current
-from telegrad.autograd import entry_points
-from telegrad.autograd.engine.edges import edge_of
-from telegrad.autograd.engine.record import OWNER_SHIFT, AutogradContext, RecvNode, Send, entered_id
+from telegrad.autograd.gradients import edge_of
+from telegrad.autograd.record import OWNER_SHIFT, AutogradContext, RecvNode, Send, entered_id
 from telegrad.errors import AutogradError, ContextEnded, TelegradError
 
 __all__ = ["backward", "context", "get_gradients", "is_available"]
@@ -45,7 +45,7 @@ def _run_backward(context_id: int, roots: list[Tensor], retain_graph: bool) -> N
         if isinstance(root, Tensor) and root.requires_grad and root.numel() == 1 and root.grad_fn is None:
             raise AutogradError("root does not have a valid gradient function: it is a leaf, nothing was computed")
     try:
-        entry_points.backward(context_id, roots, retain_graph)
+        autograd.backward(context_id, roots, retain_graph)
     except TelegradError:
         raise
     except Exception as error:
@@ -63,7 +63,7 @@ def _where(error: Exception) -> int:
 
 
 def _find_gradients(context_id: int) -> dict[Tensor, Tensor]:
-    return entry_points.get_gradients(context_id)
+    return autograd.get_gradients(context_id)
 
 
 def dist_backward(context_id: int, roots: list[Tensor], retain_graph: bool = False) -> None:
@@ -124,7 +124,7 @@ class SendFunction:
 
 def _new_context() -> DistAutogradContext:
     """Enter a new context on this thread, until `_release_context`."""
-    entering = entry_points.context()
+    entering = autograd.context()
     made = _retrieve_context(entering.__enter__())
     made._entered = entering
     return made

@@ -1,14 +1,13 @@
 """Records of a forward pass, and parts of a backward pass that an extension runs itself."""
 
+from telegrad.autograd import FusedStep, Step, check_context_id, check_root, check_step, replicas
+from telegrad.autograd import replicas as sharded_gradients
 from telegrad.autograd.conductor import Conductor
-from telegrad.autograd.engine import replicas, sharded_gradients
-from telegrad.autograd.engine.edges import edge_of, run_backward
-from telegrad.autograd.engine.engine import KINDS, UNSHARED
-from telegrad.autograd.engine.gradients import Gradients
-from telegrad.autograd.engine.node_calls import is_function
-from telegrad.autograd.engine.record import AutogradContext, Inside, Origin, RecvNode, Send, entered_id
-from telegrad.autograd.engine.schedule import PLAIN
-from telegrad.autograd.entry_points import FusedStep, Step, check_context_id, check_root, check_step
+from telegrad.autograd.engine import KINDS, UNSHARED
+from telegrad.autograd.gradients import Gradients, edge_of, run_backward
+from telegrad.autograd.node_calls import is_function
+from telegrad.autograd.record import AutogradContext, Inside, Origin, RecvNode, Send, entered_id
+from telegrad.autograd.schedule import PLAIN
 
 __all__ = [
     "KINDS", "PLAIN", "UNSHARED", "AutogradContext", "Conductor", "FusedStep", "Gradients", "Inside", "Origin",

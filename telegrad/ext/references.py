@@ -1,8 +1,8 @@
 """References to values on other workers: the tables that count them, and references whose values are restored."""
 
-from telegrad._core.references.control_messages import Id
+from telegrad._core.references import Id
+from telegrad._core.references.handles import ValueSlot
 from telegrad._core.references.reference_table import ReferenceTable
-from telegrad._core.references.value_slot import ValueSlot
 from telegrad._core.rpc.restorable import RestorableRRef, Restore, check_restore, wait_for
 from telegrad._core.rpc.rref import Proxy, RRef
 from telegrad._core.worker.value_access import fetch, methods

@@ -19,7 +19,7 @@ from telegrad._core import checks
 from telegrad._core.calls.futures import Future
 from telegrad._core.pickling.exceptions import rebuild
 from telegrad._core.rpc.joint_calls import call_all
-from telegrad.autograd.entry_points import FusedStep, StepResults, look_at_step
+from telegrad.autograd import FusedStep, StepResults, look_at_step
 from telegrad.optim.owner import Changes, ask
 
 PLAIN = (int, float, bool, str, type(None))  # types of hyperparameters that a pass can carry, and tuples of them

@@ -26,8 +26,8 @@ from telegrad._core.rpc.restorable import ensure_present
 from telegrad._core.rpc.rref import RRef
 from telegrad._core.texts import hint
 from telegrad._core.worker import current
-from telegrad.autograd.engine.record import Inside
-from telegrad.autograd.entry_points import FusedStep, StepResults
+from telegrad.autograd import FusedStep, StepResults
+from telegrad.autograd.record import Inside
 from telegrad.errors import ContextEnded, InvalidArgument, TelegradError, UsageError
 from telegrad.optim.fused_step import Clipped, Done, check_norms, futures, has_hooks_before, may_ride
 from telegrad.optim.owner import (
@@ -40,8 +40,9 @@ from telegrad.optim.owner import (
     changed,
     check_maker,
     hyperparameters,
+    import_tracer,
+    may_import,
 )
-from telegrad.optim.untraced import import_tracer, may_import
 
 if TYPE_CHECKING:
     from typing import Self
@@ -144,7 +145,13 @@ class DistributedOptimizer(Optimizer):
         checks.mapping("param_group", param_group, _GROUP)
         if "params" not in param_group:
             checks.raise_invalid("param_group", _GROUP, param_group)
-        members = self._branches(param_group["params"])
+        params = param_group["params"]
+        several = [params] if isinstance(params, RRef) else checks.several("params", params, "a list of references")
+        first = sum(len(group["params"]) for group in self.param_groups)
+        members = [  # members without a name are named by their position among all
+            each if isinstance(each, RemotePart) else RemotePart(str(position), _reference(each), (position,))
+            for position, each in enumerate(several, first)
+        ]
         names, options = self._share_out(len(self._sent), members, hyperparameters(param_group))
         self._sent.append(copy.deepcopy(options))
         self._members.append(members)
@@ -213,15 +220,6 @@ class DistributedOptimizer(Optimizer):
             names, options = self._share_out(number, members, hyperparameters(group))
             self._sent[number] = copy.deepcopy(options)
             group.update(params=[branch.root for branch in members], param_names=names)
-
-    def _branches(self, params: Any) -> list[RemotePart]:
-        """Return the members of a group. Members without a name are named by their position among all."""
-        several = [params] if isinstance(params, RRef) else checks.several("params", params, "a list of references")
-        first = sum(len(group["params"]) for group in self.param_groups)
-        return [
-            each if isinstance(each, RemotePart) else RemotePart(str(position), _reference(each), (position,))
-            for position, each in enumerate(several, first)
-        ]
 
     # Stepping
 
@@ -300,7 +298,6 @@ class DistributedOptimizer(Optimizer):
         self._on_all("accumulate", context_id)
 
     def _on_all(self, method: str, context_id: int, *args: Any, done: Mapping[str, Future[Any]] = {}) -> None:
-        checks.context_id(context_id, method)
         contexts = current.conductor().contexts
         if contexts.has_ended(context_id):  # the owners may not know this yet
             raise ContextEnded(

@@ -1,14 +1,24 @@
-"""One worker's part of a distributed optimizer."""
+"""One worker's part of a distributed optimizer.
+
+It uses torch's optimizers without importing `torch._dynamo`, which takes seconds. They import it to exclude their
+methods from tracing. As long as no other code has imported it, nothing is traced. Until then torch's wrappers of these
+methods call the methods themselves, and `step_of` calls the function inside of the wrapper of `step`. A step that calls
+another one's wrapper is used unchanged; `may_import` identifies it.
+"""
 
 from __future__ import annotations
 
 import copy
+import functools
+import importlib
 import inspect
 import pickle
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from time import perf_counter
+from types import MethodType
 from typing import Any
 
 import torch
@@ -27,10 +37,12 @@ from telegrad._core.rpc.functions import must_finish
 from telegrad._core.rpc.rref import RRef
 from telegrad._core.worker import current
 from telegrad._core.worker.fifo_lock import FifoLock
-from telegrad.autograd.engine.gradients import Gradients, total
-from telegrad.autograd.engine.record import AutogradContext
+from telegrad.autograd.gradients import Gradients, total
+from telegrad.autograd.record import AutogradContext
 from telegrad.errors import UsageError
-from telegrad.optim import untraced
+
+TRACER = "torch._dynamo"
+_CACHE = "__dynamo_disable"  # where a wrapper of torch keeps what it calls (torch 2.13: torch/_compile.py)
 
 Hyperparameters = dict[str, Any]
 Changes = Mapping[int, Hyperparameters]  # of hyperparameters, by group number
@@ -103,7 +115,7 @@ class LocalOptimizer:
         if self._optimizer is None:
             made = self._make([group])
             check_needs_no_closure(type(made))
-            self._optimizer, self._step = made, untraced.step_of(made)
+            self._optimizer, self._step = made, step_of(made)
         else:
             self._optimizer.add_param_group(group)
         self.groups.append(number)
@@ -138,7 +150,10 @@ class LocalOptimizer:
                 raise UsageError("this step is too late: its optimizer has been recovered since, see recover()")
             context = self._gather(context_id)
             gradients = {} if context is None else context.gradients.as_dict()
-            self._adopt(changes)
+            if changes:
+                for number, group in zip(self.groups, self._optimizer.param_groups, strict=True):
+                    # a copy: the optimizer may change tensors in place
+                    group.update(copy.deepcopy(changes.get(number, {})))
             if factor != 1:
                 scale((gradients[each] for each in self.parameters if each in gradients), factor)
             before = [target.grad for target in self._targets]
@@ -171,13 +186,6 @@ class LocalOptimizer:
         known = {**kept, **gradients, **both}
         found = norm_of((known[each] for each in self.parameters if each in known), norm_type)
         return None if found is None else found.item()
-
-    def _adopt(self, changes: Changes) -> None:
-        assert self._optimizer is not None
-        if changes:
-            for number, group in zip(self.groups, self._optimizer.param_groups, strict=True):
-                # a copy: the optimizer may change tensors in place
-                group.update(copy.deepcopy(changes.get(number, {})))
 
     # Gradients
 
@@ -363,3 +371,58 @@ def scale(gradients: Iterable[Tensor], factor: float) -> None:
     with torch.no_grad():
         for gradient in gradients:
             gradient.mul_(factor)
+
+
+# Without the tracer
+
+
+def import_tracer() -> None:
+    importlib.import_module(TRACER)
+
+
+def may_import(make: Callable[..., Optimizer]) -> bool:
+    """Return True if an optimizer made by `make` may import the tracer in spite of this."""
+    if not (isinstance(make, type) and issubclass(make, Optimizer)):
+        return True
+    steps = {inspect.unwrap(vars(base)["step"]) for base in make.__mro__[:-1] if "step" in vars(base)}
+    return len(steps - {Optimizer.step}) > 1
+
+
+def _defer_import(wrapper: Any) -> None:
+    """Make a wrapper of torch call the method that it wraps, until other code has imported the tracer."""
+    method = wrapper.__wrapped__
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if TRACER not in sys.modules:
+            return method(*args, **kwargs)
+        vars(method).pop(_CACHE, None)  # the wrapper fills it
+        return wrapper(*args, **kwargs)
+
+    setattr(method, _CACHE, call)
+
+
+def step_of(optimizer: Optimizer) -> Callable[[], Any]:
+    """Return `optimizer.step`, in a form that avoids the import if possible."""
+    kind = type(optimizer)
+    guarded: Any = getattr(kind.step, "__wrapped__", None)  # inside of the wrapper that runs the hooks
+    if not hasattr(kind.step, "hooked") or not _asks(guarded):
+        return optimizer.step
+
+    @functools.wraps(guarded.__wrapped__)
+    def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if TRACER in sys.modules:
+            return guarded(self, *args, **kwargs)
+        with torch.set_grad_enabled(self.defaults["differentiable"]):
+            return guarded.__wrapped__(self, *args, **kwargs)
+
+    return MethodType(Optimizer.profile_hook_step(step), optimizer)
+
+
+def _asks(function: Any) -> bool:
+    """Return True for a wrapper that imports the tracer."""
+    return TRACER in getattr(getattr(function, "__code__", None), "co_names", ()) and hasattr(function, "__wrapped__")
+
+
+for _wrapper in (Optimizer.state_dict, Optimizer.load_state_dict, Optimizer.add_param_group):
+    if _asks(_wrapper):
+        _defer_import(_wrapper)

@@ -16,10 +16,17 @@ from telegrad.ext.calls import DEFAULT, Future, call_all, remote, rpc_async, rpc
 from telegrad.ext.graphs import FusedStep
 from telegrad.ext.references import RRef
 from telegrad.ext.workers import current
-from telegrad.pipeline.batches import BatchInputs, BatchResult, BatchSpec
 from telegrad.pipeline.pipeline_schedule import INTERLEAVED, TiedWeight
 from telegrad.pipeline.stage import PackedValue, pack_value
-from telegrad.pipeline.station import make_station, run_stage, set_weight, weight_of
+from telegrad.pipeline.station import (
+    BatchInputs,
+    BatchResult,
+    BatchSpec,
+    make_station,
+    run_stage,
+    set_weight,
+    weight_of,
+)
 
 
 class PipelineDriver:

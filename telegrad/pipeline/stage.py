@@ -1,24 +1,39 @@
-"""One stage of a pipeline on its worker, and the packed form of values between stages."""
+"""One stage of a pipeline on its worker: its forward, its backward, and the packed form of values between stages.
+
+Torch's engine runs the backward for one micro-batch, in one step or in two. The inputs of a stage get a `StageInput` as
+history, whose gradients go back to the sender. The engine returns these and the gradients of the leaves, so `.grad` is
+not used. With two steps, the first call of the engine returns the gradients of the inlet, and those at each junction: a
+node from which one path leads to the inlet and another to weights. The second step computes the gradients of the
+weights from each junction.
+
+`telegrad.autograd` runs the graphs that the engine cannot run alone: those that lead to other workers, and those with
+hooks on leaves, which need a complete gradient.
+"""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from sys import getrefcount
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 
 from telegrad.errors import UsageError
+from telegrad.ext import graphs
 from telegrad.ext.calls import FifoLock
 from telegrad.ext.modules import device_of, moved
 from telegrad.ext.processes import in_child, renewed
 from telegrad.ext.references import RRef
 from telegrad.ext.values import decode, encode
 
+Node = Any
+
 # Per process, because several pipelines may contain the same module.
-_turns: WeakKeyDictionary[nn.Module, FifoLock] = WeakKeyDictionary()
+_turns: weakref.WeakKeyDictionary[nn.Module, FifoLock] = weakref.WeakKeyDictionary()
 _lock = renewed(threading.Lock())  # guards _turns
 in_child(_turns.clear)  # the parent's threads, which hold turns, do not exist here
 
@@ -128,3 +143,221 @@ def pack_value(value: Any, same_program: bool) -> PackedValue:
             "let the stage fetch the value with to_here()"
         )
     return PackedValue(body, tensors, [position for position, tensor in enumerate(tensors) if tensor.requires_grad])
+
+
+# Backward
+
+
+class _StageInput(torch.autograd.Function):
+    """The inputs of a stage.
+
+    The only input of the node is an empty leaf, which makes a `telegrad.autograd` pass run it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, inlet: StageInput, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        ctx.inlet = weakref.ref(inlet)  # else the two would keep each other and the received tensors alive
+        ctx.set_materialize_grads(False)
+        return tuple(tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None]:
+        inlet = ctx.inlet()
+        if inlet is not None:  # the code that needs the gradients keeps it alive
+            inlet.gradients = gradients
+        return None, None, None
+
+
+_apply: Callable[..., Sequence[Tensor]] = super(
+    torch.autograd.Function, _StageInput
+).apply  # skips the check for function transforms
+
+
+class StageInput:
+    """The received tensors of a stage that require gradients, with a history that begins here."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.tensors = _apply(torch.empty(0, requires_grad=True), self, [tensor.detach() for tensor in tensors])
+        node: Any = self.tensors[0].grad_fn
+        self.node: Node = node
+        self.edges = [GradientEdge(node, number) for number in range(len(tensors))]
+        self.gradients: Sequence[Tensor | None] = [None] * len(tensors)
+
+
+class _SeedGradients(torch.autograd.Function):
+    """A root whose backward starts with given gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: Sequence[Tensor], *outputs: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+        return (None, *ctx.gradients)
+
+
+def root_of(outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> Tensor:
+    """Return a root for a backward pass from outputs with given gradients."""
+    root: Tensor = _SeedGradients.apply(gradients, *outputs)  # type: ignore[no-untyped-call]
+    return root
+
+
+class _Graph(NamedTuple):
+    """The nodes that a graph leads to, without the inlet."""
+
+    leaves: list[Node]
+    nodes: list[Node]  # all others, each after the nodes that it leads to
+    is_plain: bool  # torch's engine can run it without `telegrad.autograd`
+
+
+def _find_leaves(starts: Iterable[Node], inlet: Node | None) -> _Graph:
+    leaves: list[Node] = []
+    nodes: list[Node] = []
+    is_plain = True
+    averaged = graphs.replicas.replicated() | graphs.replicas.unsharded_ids(graphs.replicas.sharded_modules())
+    seen = {None, inlet}
+    stack = [(node, False) for node in starts]
+    while stack:
+        node, left = stack.pop()
+        if left:
+            nodes.append(node)
+        elif node not in seen:
+            seen.add(node)
+            kind = graphs.KINDS.get(type(node))
+            if kind is None:
+                stack.append((node, True))
+                stack += [(following, False) for following, _ in node.next_functions]
+            elif kind(node) == graphs.PLAIN and id(node.variable) not in averaged:
+                leaves.append(node)
+            else:
+                is_plain = False
+    return _Graph(leaves, nodes, is_plain)
+
+
+def _junctions_of(graph: _Graph, inlet: Node | None) -> tuple[set[Node], list[Node]]:
+    """Return the nodes that lead to the inlet, and those of them with another path to weights."""
+    lead = set() if inlet is None else {inlet}
+    to_weights = set(graph.leaves)
+    junctions = []
+    for node in graph.nodes:
+        following = {each for each, _ in node.next_functions}
+        aside = not to_weights.isdisjoint(following - lead)
+        if not lead.isdisjoint(following):
+            lead.add(node)
+            if aside:
+                junctions.append(node)
+        elif aside:
+            to_weights.add(node)
+    return lead, junctions
+
+
+class _Junction(NamedTuple):
+    """A starting point of a backward of weights."""
+
+    edges: list[GradientEdge]
+    gradients: list[Tensor]
+    leaves: list[Node]
+
+
+class Backward:
+    """The backward of a stage for one micro-batch, created after its forward."""
+
+    def __init__(
+        self,
+        sums: graphs.Gradients,
+        outputs: Sequence[Tensor],
+        inlet: StageInput | None,
+        run_distributed: Callable[[Tensor], None],
+    ) -> None:
+        """`outputs` require gradients; `run_distributed` runs a pass of `telegrad.autograd` from a root.
+
+        The gradients of leaves are added to `sums`.
+        """
+        self.outputs = outputs
+        self._sums = sums
+        self._inlet = inlet
+        self._run_distributed = run_distributed
+        self._edges: list[GradientEdge] = []  # where the engine starts, with the gradients below
+        self._entering: list[Tensor] = []
+        self._junctions: list[_Junction] = []  # for the second step
+
+    def run(self, gradients: Sequence[Tensor | None], in_steps: bool = False) -> Sequence[Tensor | None]:
+        """Return the gradients of the inlet, given those of the outputs.
+
+        Add those of leaves, unless `in_steps` defers them.
+        """
+        there = [(output, each) for output, each in zip(self.outputs, gradients, strict=True) if each is not None]
+        inlet, self.outputs = self._inlet, ()
+        if there:
+            outputs, self._entering = [output for output, _ in there], [gradient for _, gradient in there]
+            self._edges = list(map(graphs.edge_of, outputs))
+            graph = _find_leaves([edge.node for edge in self._edges], inlet and inlet.node)
+            if not graph.is_plain:
+                self._run_distributed(root_of(outputs, self._entering))
+            elif not (in_steps and self._run_first(graph)):
+                found = self._run(self._edges, self._entering, graph.leaves, inlet.edges if inlet is not None else [])
+                if inlet is not None:
+                    inlet.gradients = found
+        return inlet.gradients if inlet is not None else ()
+
+    def _run(
+        self, edges: list[GradientEdge], entering: list[Tensor], leaves: list[Node], others: list[GradientEdge]
+    ) -> Sequence[Tensor | None]:
+        """Add the gradients of leaves; return those of the other edges."""
+        wanted = [*(GradientEdge(leaf, 0) for leaf in leaves), *others]
+        if not wanted:
+            return ()
+        given = graphs.run_backward(edges, entering, wanted, False, False)
+        self._add(leaves, given)
+        return given[len(leaves) :]
+
+    def _add(self, leaves: list[Node], given: Sequence[Tensor | None]) -> None:
+        for leaf, gradient in zip(leaves, given, strict=False):
+            if gradient is not None:
+                shared = getrefcount(gradient) > graphs.UNSHARED
+                self._sums.add(leaf.variable, gradient, False, shared)
+
+    # In two steps
+
+    def _run_first(self, graph: _Graph) -> bool:
+        """Take the first step, or return False if two steps are not possible.
+
+        Python nodes must not run twice, and gradients of weights behind several junctions cannot be separated.
+        """
+        inlet = self._inlet
+        lead, nodes = _junctions_of(graph, inlet and inlet.node)
+        roots = list(zip(self._edges, self._entering, strict=True))
+        apart = [(edge, gradient) for edge, gradient in roots if edge.node not in lead]
+        aside = [_find_leaves([each for each, _ in node.next_functions if each not in lead], None) for node in nodes]
+        alone = _find_leaves([edge.node for edge, _ in apart], None)
+        if any(map(graphs.is_function, nodes)) or sum(len(each.leaves) for each in (*aside, alone)) > len(graph.leaves):
+            return False
+        if apart:
+            self._junctions.append(
+                _Junction([edge for edge, _ in apart], [gradient for _, gradient in apart], alone.leaves)
+            )
+        if inlet is not None and len(apart) < len(roots):
+            edges = [[GradientEdge(node, number) for number in range(len(node._input_metadata))] for node in nodes]
+            wanted = [*inlet.edges, *(edge for own in edges for edge in own)]
+            given = iter(graphs.run_backward(self._edges, self._entering, wanted, True, False))
+            inlet.gradients = [next(given) for _ in inlet.edges]
+            for own, weights in zip(edges, aside, strict=True):
+                came = [(edge, gradient) for edge in own if (gradient := next(given)) is not None]
+                self._junctions.append(
+                    _Junction([edge for edge, _ in came], [each for _, each in came], weights.leaves)
+                )
+        return True
+
+    def run_weights(self) -> None:
+        """Take the second step, if there are two."""
+        junctions, self._junctions = self._junctions, []
+        for junction in junctions:
+            wanted = [*(GradientEdge(leaf, 0) for leaf in junction.leaves), *junction.edges]
+            given = graphs.run_backward(junction.edges, junction.gradients, wanted, True, False)
+            passed = given[len(junction.leaves) :]
+            if any(one is not other for one, other in zip(passed, junction.gradients, strict=True)):
+                # A tensor hook changed the gradients here a second time. Compute them again from the outputs.
+                wanted = [GradientEdge(leaf, 0) for leaf in junction.leaves]
+                given = graphs.run_backward(self._edges, self._entering, wanted, True, False)
+            self._add(junction.leaves, given)

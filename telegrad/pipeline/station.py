@@ -1,38 +1,335 @@
-"""The stages of one pipeline on one worker.
+"""The stages of one pipeline on one worker, and their batches.
 
-The driver calls each station once per batch. Then the stations exchange values and gradients in one-way messages.
+The driver calls each station once per batch. Then the stations exchange values and gradients in one-way messages. A
+station runs the actions of its plan. Inputs of actions are stored when they arrive. When the input of the next action
+arrives, a thread runs that action, and further ones while the next one has its input.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from time import perf_counter
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
+import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
+from telegrad.autograd import backward
 from telegrad.errors import PeerError, PeerLost
-from telegrad.ext.calls import Agent, Deferred, known_as, runs_as
+from telegrad.ext.calls import Agent, Deferred, Future, call_context, known_as, runs_as
+from telegrad.ext.events import events
+from telegrad.ext.graphs import check_root
 from telegrad.ext.references import RRef
+from telegrad.ext.values import INFERENCE, NO_GRAD
 from telegrad.ext.workers import Identity, current
-from telegrad.pipeline.batches import BatchInputs, BatchSpec, StageMessage
-from telegrad.pipeline.pipeline_schedule import TiedWeight
-from telegrad.pipeline.run import BatchRun
-from telegrad.pipeline.stage import Stage
+from telegrad.pipeline import pipeline_schedule as schedule
+from telegrad.pipeline.microbatches import Loss, check_scalar, check_sum
+from telegrad.pipeline.pipeline_schedule import Action, InputKey, TiedWeight, input_of, plan, with_tied
+from telegrad.pipeline.stage import Backward, PackedValue, Stage, StageInput, pack_value
 from telegrad.rpc.functions import must_finish
+
+SHORT = 1e-3  # seconds of one action up to which the reader thread runs it
+
+BatchId = tuple[str, int]  # the pipeline; and the number of the batch, ascending
+
+
+class BatchSpec(NamedTuple):
+    """The description of a batch, sent to all stations."""
+
+    id: BatchId
+    oldest: int  # oldest pending batch of that pipeline
+    driver: tuple[str, str]  # name and incarnation
+    schedule: str
+    stations: tuple[int, ...]  # the station of each stage
+    workers: tuple[tuple[str, str], ...]  # name and incarnation for each station
+    tied: tuple[TiedWeight, ...]  # weights that stages on different workers share
+    batches: int
+    trains: bool
+    rider: int = 0  # the number of the object that gets the gradients of each worker; 0: none
+    request: bytes = b""  # for the rider
+
+
+class BatchInputs(NamedTuple):
+    """Inputs for the first station, and targets, loss and weights for the last one, per micro-batch."""
+
+    inputs: Sequence[PackedValue] = ()
+    targets: Sequence[PackedValue] = ()
+    loss: Loss | None = None
+    weights: Sequence[float] = ()
+    is_unsure: bool = False  # the losses of the micro-batches may not sum up to that of the batch
+
+
+class BatchResult(NamedTuple):
+    losses: list[Tensor]
+    outputs: list[Any]
+    gradients: dict[int, Sequence[Tensor | None]]  # of inputs, by micro-batch
+    of_targets: dict[int, Sequence[Tensor | None]]
+    rode: list[tuple[bool, Any]]  # empty, or the result of the rider: True and its value, or False and its failure
+
+
+class StageMessage(NamedTuple):
+    """The input of an action: a value for a stage, or tensors, some of which may be missing."""
+
+    batch: BatchId
+    key: InputKey
+    body: bytes
+    # For a value: indices of the tensors that require gradients; else for each tensor, True if it is present.
+    positions: list[int]
+    tensors: Sequence[Tensor] = ()
+
+    def opened(self) -> Any:
+        """Return the value, packed, or the tensors, with None for each missing one."""
+        if self.key[0] == schedule.FORWARD:
+            return PackedValue(self.body, self.tensors, self.positions)
+        given = iter(self.tensors)
+        return [next(given) if is_there else None for is_there in self.positions]
+
+
+class BatchRun:
+    """The run of one batch at one station. One thread at a time runs its actions."""
+
+    def __init__(
+        self, stages: Mapping[int, Stage], spec: BatchSpec, given: BatchInputs, short: bool, ended: Callable[[], None]
+    ) -> None:
+        """Must be created by the thread that runs the driver's call. `short`: the actions are expected to be short."""
+        self.spec = spec
+        self.outcome: Future[BatchResult | None] = Future()  # None: the batch was stopped
+        self.short = short
+        self._agent = current.agent()
+        self._stages = stages
+        self._given = given
+        self._ended = ended
+        self._here = spec.stations[next(iter(stages))]
+        self._last = len(spec.stations) - 1  # the last stage
+        self._conductor = current.conductor()
+        self._context = self._conductor.current() if spec.trains else None
+        # Restores the modes and the context of this call on other threads:
+        flags = 0 if torch.is_grad_enabled() else NO_GRAD | (INFERENCE if torch.is_inference_mode_enabled() else 0)
+        self._setting = partial(call_context.resumed, flags, call_context.described()[0], self._context)
+        # Used only by the thread that runs the actions:
+        self._backwards: dict[tuple[int, int], tuple[Backward, int]] = {}  # and the number of gradients to send back
+        self._result = BatchResult([], [], {}, {}, [])
+        self._outputs: list[Any] = []  # of the micro-batches, with their targets, if the loss must be checked
+        self._targets: list[Any] = []
+        self._telegrad_known_as = next(iter(stages.values())).name  # the name of the function in errors
+        self._lock = threading.Lock()  # guards all fields below
+        plans = plan(spec.schedule, spec.stations, spec.batches, spec.trains)
+        if spec.tied:
+            plans = with_tied(plans, spec.stations, spec.tied, spec.trains)
+        self._plan = plans[self._here]
+        self._done = 0  # number of actions that have begun
+        self._arrived: dict[InputKey, Any] = {}
+        self._busy = False  # a thread runs the actions
+        self._over = False
+
+    def __repr__(self) -> str:
+        following = self._plan[self._done : self._done + 1]
+        state = "over" if self._over else "working" if self._busy else f"waits for the input of {following}"
+        return f"<BatchRun {self.spec.id[1]}: {self._done} of {len(self._plan)} actions have begun, {state}>"
+
+    # Inputs of actions
+
+    def take(self, messages: Iterable[StageMessage]) -> None:
+        """Store inputs, and start the actions that can begin."""
+        with self._lock:
+            for message in messages:
+                self._arrived[message.key] = message.opened()
+        self._go_on()
+
+    def _go_on(self) -> None:
+        with self._lock:
+            if self._busy or self._over or not self._is_ready():
+                return
+            self._busy = True
+        self._agent.run(self._work, None, self.short)
+
+    def _is_ready(self) -> bool:
+        """Return True if the next action has its input. The caller holds the lock."""
+        key = input_of(self._plan[self._done], self._last)
+        return key is None or key in self._arrived
+
+    def _work(self, _: None) -> None:
+        longest = 0.0
+        with self._agent.streams.turn():
+            try:
+                while (upcoming := self._next()) is not None:
+                    start = perf_counter()
+                    self._do(*upcoming)
+                    end = perf_counter()
+                    longest = max(longest, end - start)
+                    if (note := events.note) is not None:
+                        note((events.STAGED, start, end, "/".join(map(str, self.spec.id)), *upcoming[0]))
+                    self.short = longest < SHORT
+            except BaseException as error:
+                self.fail(error)
+
+    def _next(self) -> tuple[Action, Any] | None:
+        """Return the next action with its input, or None if this thread must stop."""
+        with self._lock:
+            if self._over:
+                return None
+            if self._done < len(self._plan):
+                if not self._is_ready():
+                    self._busy = False
+                    return None
+                action = self._plan[self._done]
+                self._done += 1
+                key = input_of(action, self._last)
+                return action, self._arrived.pop(key) if key is not None else None
+        if self.spec.rider and self._context is not None and not (self._over or self._context.ended):
+            rode = self._conductor.let_ride(self._context, self.spec.rider, self.spec.request)
+            if rode is not None:
+                self._result.rode.append(rode)
+        self._end(lambda: self.outcome.set_result(self._result))
+        return None
+
+    def _do(self, action: Action, given: Any) -> None:
+        stage = self._stages[action.stage]
+        self._telegrad_known_as = stage.name
+        if action.kind == schedule.FORWARD:
+            packed = self._given.inputs[action.batch] if action.stage == 0 else given
+            (self._train if self.spec.trains else self._infer)(stage, action, packed)
+        elif action.kind == schedule.WEIGHTS:
+            self._backwards.pop((action.stage, action.batch))[0].run_weights()
+        elif action.kind in (schedule.BACKWARD, schedule.INPUT):
+            self._backward(action, given)
+        else:
+            self._keep_tied(stage, action, given)
+
+    # Forward
+
+    def _infer(self, stage: Stage, action: Action, given: PackedValue) -> None:
+        with self._setting():
+            output = stage.run(given.value(given.differentiable))
+        if action.stage == self._last:
+            self._result.outputs.append(output)
+        else:
+            self._send_on(action, output)
+
+    def _train(self, stage: Stage, action: Action, given: PackedValue) -> None:
+        targets = self._given.targets[action.batch] if action.stage == self._last else None
+        came = [*given.differentiable, *(targets.differentiable if targets is not None else ())]
+        inlet = StageInput(came) if came else None
+        tensors = inlet.tensors if inlet is not None else ()
+        count = len(given.positions)
+        with self._setting():
+            output = stage.run(given.value(tensors[:count]))
+            if targets is not None:
+                self._telegrad_known_as = f"the loss, after {stage.name}"
+                wanted = stage.to_own_device(targets.value(tensors[count:]))
+                loss = self._loss(output, wanted, self._given.weights[action.batch])
+        trained = [loss] if targets is not None else self._send_on(action, output)
+        assert self._context is not None
+        made = Backward(self._context.gradients, trained, inlet, partial(backward, self._context.id))
+        self._backwards[action.stage, action.batch] = made, count
+
+    def _loss(self, output: Any, targets: Any, weight: float) -> Tensor:
+        assert self._given.loss is not None
+        loss = check_scalar(self._given.loss(output, targets), self._given.loss) * weight
+        check_root(loss)
+        losses = self._result.losses
+        losses.append(loss.detach())
+        if self._given.is_unsure:
+            for values, value in ((self._outputs, output), (self._targets, targets)):
+                values.append(tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, value))
+            if len(losses) == self.spec.batches:  # before the last backward pass, so no worker has stepped
+                check_sum(self._given.loss, self._outputs, self._targets, losses)
+        return loss
+
+    def _send_on(self, action: Action, output: Any) -> list[Tensor]:
+        """Send an output to the next stage; return the tensors whose gradients come back."""
+        name, _ = self.spec.workers[self.spec.stations[action.stage + 1]]
+        made = pack_value(output, self._agent.shares_program(name))
+        body, tensors, positions = made.detached()
+        self._send((schedule.FORWARD, action.stage + 1, action.batch), tensors, positions, body)
+        if not made.positions:
+            with self._lock:
+                self._arrived[schedule.BACKWARD, action.stage, action.batch] = []
+        return made.differentiable
+
+    def _send_tensors(self, key: InputKey, given: Sequence[Tensor | None]) -> None:
+        self._send(key, [each for each in given if each is not None], [each is not None for each in given])
+
+    def _send(self, key: InputKey, tensors: Sequence[Tensor], positions: list[Any], body: bytes = b"") -> None:
+        kind, stage, _ = key
+        station = self.spec.stations[stage]
+        message = StageMessage(self.spec.id, key, body, positions)
+        if station == self._here:
+            with self._lock:
+                self._arrived[key] = message._replace(tensors=tensors).opened()
+        else:
+            name, incarnation = self.spec.workers[station]
+            self._agent.notify(name, message, incarnation, tensors, as_arguments=kind == schedule.FORWARD)
+
+    # Backward
+
+    def _backward(self, action: Action, gradients: Sequence[Tensor | None] | None) -> None:
+        made, count = self._backwards[action.stage, action.batch]
+        if gradients is None:  # the backward of the last stage
+            gradients = list(map(torch.ones_like, made.outputs))
+        assert self._context is not None
+        with self._context.entered():
+            found = made.run(gradients, in_steps=action.kind == schedule.INPUT)
+        if action.kind != schedule.INPUT:
+            del self._backwards[action.stage, action.batch]
+        if action.stage == 0:
+            self._result.gradients[action.batch] = found[:count]
+        elif count:
+            self._send_tensors((schedule.BACKWARD, action.stage - 1, action.batch), found[:count])
+        if action.stage == self._last:
+            self._result.of_targets[action.batch] = found[count:]
+
+    # Weights of several stages
+
+    def _keep_tied(self, stage: Stage, action: Action, given: Sequence[Tensor | None]) -> None:
+        tie, number = self.spec.tied[action.batch], action.batch
+        if action.kind == schedule.SEND_WEIGHT:
+            value = stage.weight(tie.name).detach()
+            self._send_tensors((schedule.LOAD_WEIGHT, tie.replica, number), [value])
+            return
+        if action.kind == schedule.LOAD_WEIGHT:
+            assert given[0] is not None
+            stage.set_weight(tie.name_there, given[0])
+            return
+        assert self._context is not None
+        gradients = self._context.gradients
+        if action.kind == schedule.SEND_GRADIENT:
+            gradient = gradients.take(stage.weight(tie.name_there))
+            self._send_tensors((schedule.ADD_GRADIENT, tie.owner, number), [gradient])
+        elif given[0] is not None and stage.weight(tie.name).requires_grad:
+            gradients.add(stage.weight(tie.name), given[0], False)
+
+    # The end
+
+    def stop(self) -> None:
+        """Run no further action."""
+        self._end(lambda: self.outcome.set_result(None))
+
+    def fail(self, error: BaseException) -> None:
+        self._end(lambda: self.outcome.set_exception(error))  # type: ignore[arg-type]
+
+    def _end(self, tell: Callable[[], None]) -> None:
+        with self._lock:
+            if self._over:
+                return
+            self._over = True
+        self._ended()
+        tell()
 
 
 class StageWorker:
     """The stages of one pipeline on one worker; exists as long as the pipeline."""
 
-    def __init__(self, agent: Agent, stages: dict[int, Stage]) -> None:
+    def __init__(self, stages: dict[int, Stage]) -> None:
         self.stages = stages
-        self._agent = agent
         self._lock = threading.Lock()  # guards all fields below
         self._runs: dict[int, BatchRun] = {}  # by batch number
-        self._early: dict[int, list[StageMessage]] = {}  # messages that came before their batch
-        self._stopped: set[int] = set()  # batches that failed elsewhere, maybe before they began here
+        # Messages that came before their batch; None: the batch failed elsewhere, maybe before it began here.
+        self._early: dict[int, list[StageMessage] | None] = {}
         self._oldest = 0  # messages of earlier batches are dropped
         self._short = False  # actions of the last batch did not take long
 
@@ -45,16 +342,16 @@ class StageWorker:
     def run(self, spec: BatchSpec, given: BatchInputs) -> Deferred:
         """Run a batch. The result is a `BatchResult`, or None if the batch was stopped."""
         number = spec.id[1]
-        run = BatchRun(self._agent, self.stages, spec, given, self._short, lambda: self._end(number))
+        run = BatchRun(self.stages, spec, given, self._short, lambda: self._end(number))
         with self._lock:
             self._oldest = max(self._oldest, spec.oldest)
             late = [self._early.pop(each) for each in [*self._early] if each < self._oldest]
-            is_stopped = number in self._stopped or number < self._oldest
-            self._stopped = {each for each in self._stopped if each >= self._oldest}
+            early = self._early.get(number, []) if number >= self._oldest else None
+            if early is not None:
+                self._early.pop(number, None)
             self._runs[number] = run
-            early = self._early.pop(number, ())
         del late  # not under the lock, as in `stop`
-        if is_stopped:
+        if early is None:
             run.stop()
         else:
             run.take(early)
@@ -65,8 +362,7 @@ class StageWorker:
         """Stop a batch that has failed on another worker."""
         with self._lock:
             run = self._runs.get(number)
-            self._stopped.add(number)
-            early = self._early.pop(number, ())
+            early, self._early[number] = self._early.get(number), None
         del early  # not under the lock: these may hold the last reference to tensors
         if run is not None:
             run.stop()
@@ -76,8 +372,10 @@ class StageWorker:
         number = message.batch[1]
         with self._lock:
             run = self._runs.get(number)
-            if run is None and number >= self._oldest and number not in self._stopped:
-                self._early.setdefault(number, []).append(message)
+            if run is None and number >= self._oldest:
+                early = self._early.setdefault(number, [])
+                if early is not None:
+                    early.append(message)
         if run is not None:
             run.take([message])
 
@@ -98,20 +396,17 @@ class StageWorkerRegistry:
     """The stations of all pipelines on one worker."""
 
     def __init__(self, agent: Agent) -> None:
-        self._stations: WeakValueDictionary[str, StageWorker] = WeakValueDictionary()  # by pipeline
+        self.stations: WeakValueDictionary[str, StageWorker] = WeakValueDictionary()  # by pipeline
         agent.on(StageMessage, self._take)
         agent.lost.append(self._on_lost)
 
-    def add(self, pipeline: str, station: StageWorker) -> None:
-        self._stations[pipeline] = station
-
     def _take(self, _: Identity, message: StageMessage) -> None:
-        station = self._stations.get(message.batch[0])
+        station = self.stations.get(message.batch[0])
         if station is not None:  # else the pipeline no longer exists
             station.take(message)
 
     def _on_lost(self, who: Identity, reason: PeerError) -> None:
-        for station in list(self._stations.values()):
+        for station in list(self.stations.values()):
             station.lost(who, reason)
 
 
@@ -123,14 +418,13 @@ def make_station(
     pipeline: str, modules: Mapping[int, RRef[nn.Module]], count: int, tied: Sequence[TiedWeight]
 ) -> RRef[StageWorker]:
     """Create a station for the modules of this worker, by their stages, of which there are `count` in all."""
-    worker = current.here()
     stages = {stage: Stage(module, f"stage {stage + 1} of {count}") for stage, module in modules.items()}
     for tie in tied:
         if tie.replica in stages:
             weight = stages[tie.owner].weight(tie.name) if tie.owner in stages else None
             stages[tie.replica].tie(tie.name_there, weight)
-    station = StageWorker(worker.agent, stages)
-    worker.attached(StageWorkerRegistry).add(pipeline, station)
+    station = StageWorker(stages)
+    current.here().attached(StageWorkerRegistry).stations[pipeline] = station
     return RRef(station)
 
 

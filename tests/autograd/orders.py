@@ -12,8 +12,8 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from telegrad.autograd.engine.engine import ROOTS, EngineRunner
-from telegrad.autograd.engine.record import RecvNode
+from telegrad.autograd.engine import ROOTS, EngineRunner
+from telegrad.autograd.record import RecvNode
 
 Node = Any
 Batch = list[tuple[int, list[Node]]]  # entries that close at once, and which of their nodes are reached

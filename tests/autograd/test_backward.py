@@ -16,7 +16,7 @@ from torch import nn
 import telegrad.autograd as autograd
 from telegrad._core.worker import current
 from telegrad._core.worker.worker import Worker
-from telegrad.autograd.engine.schedule import GraphSchedule, GraphStep
+from telegrad.autograd.schedule import GraphSchedule, GraphStep
 from telegrad.errors import CallTimeout, ContextEnded, NotOwner, RemoteError, UnusedSends, UsageError
 from telegrad.rpc import Future, RRef, functions, remote, rpc_async, rpc_sync
 from tests.cluster import PATIENCE, agents, wait_until

@@ -10,7 +10,7 @@ import torch
 
 from telegrad._core.membership.members import Identity
 from telegrad.autograd.contexts import REMEMBERED, ContextQuestion, Contexts, Release
-from telegrad.autograd.engine.record import OWNER_SHIFT
+from telegrad.autograd.record import OWNER_SHIFT
 from telegrad.errors import ContextLost, PeerUnreachable
 from tests.autograd.rivals import Rival
 

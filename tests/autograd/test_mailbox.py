@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import queue
 
-from telegrad.autograd.engine.mailbox import Mailbox
-from telegrad.autograd.engine.passes import DeclareDead, PassSpec
+from telegrad.autograd.passes import DeclareDead, PassSpec
+from telegrad.autograd.record import Mailbox
 
 SPEC = PassSpec(1, "driver", 1, False, False, False, ("driver",))
 TASK, OTHER = DeclareDead(SPEC, ("", 1)), DeclareDead(SPEC, ("", 2))

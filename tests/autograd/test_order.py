@@ -13,7 +13,7 @@ from torch import nn
 import telegrad.autograd as autograd
 from telegrad._core.worker import current
 from telegrad._core.worker.worker import Worker
-from telegrad.autograd.engine import node_calls
+from telegrad.autograd import node_calls
 from telegrad.rpc import rpc_sync
 from tests.autograd.functions import Join, recomputed
 from tests.cluster import Process, free_port, group

@@ -13,9 +13,9 @@ import torch
 from telegrad._core.agent.notices import notice_to
 from telegrad._core.membership.members import Identity
 from telegrad._core.wire.messages import HAS_GRAPH, LOW_PRIORITY
-from telegrad.autograd.engine.outbox import Outbox
-from telegrad.autograd.engine.passes import Key, PackedShipment, PassReport, PassSpec
-from telegrad.autograd.engine.record import AutogradContext
+from telegrad.autograd.outbox import Outbox
+from telegrad.autograd.passes import Key, PackedShipment, PassReport, PassSpec
+from telegrad.autograd.record import AutogradContext
 from tests.autograd.rivals import Rival
 
 DRIVER, OTHER = Identity("driver", 0, "a"), Identity("other", 1, "b")

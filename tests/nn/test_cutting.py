@@ -15,7 +15,7 @@ from torch.nn.functional import dropout
 from torch.utils._pytree import tree_leaves
 
 from telegrad.errors import UsageError
-from telegrad.pipeline.cutting.split import SplitModel, split_model
+from telegrad.pipeline.split import SplitModel, split_model
 
 WIDTH = 6
 

@@ -22,9 +22,8 @@ from telegrad._core.worker import current
 from telegrad.errors import PeerError, UsageError
 from telegrad.nn import Pipeline, RemoteModule
 from telegrad.optim import DistributedOptimizer
-from telegrad.pipeline.batches import BatchInputs, BatchSpec
 from telegrad.pipeline.pipeline_schedule import SCHEDULES
-from telegrad.pipeline.station import StageWorkerRegistry
+from telegrad.pipeline.station import BatchInputs, BatchSpec, StageWorkerRegistry
 from telegrad.rpc import RRef, actor, remote, rpc_sync
 from tests.cluster import PATIENCE, agents, group, wait_until
 from tests.nn.training import batch, train, train_alone
@@ -189,7 +188,7 @@ def test_stations_give_up_a_batch_whose_driver_has_died() -> None:
         with ThreadPoolExecutor(1) as pool:
             ended = pool.submit(drive)
             assert Held.begun.wait(PATIENCE)
-            (station,) = second.attached(StageWorkerRegistry)._stations.values()
+            (station,) = second.attached(StageWorkerRegistry).stations.values()
             driver.agent.close()
             ended.result(PATIENCE)
             wait_until(lambda: not station._runs)
@@ -245,7 +244,7 @@ class Rider:
         self.turns += 1
         if self.turns > 1:
             self.again.set()
-        (station,) = current.here().attached(StageWorkerRegistry)._stations.values()
+        (station,) = current.here().attached(StageWorkerRegistry).stations.values()
         for run in station._runs.values():
             run._go_on()
         self.again.wait(0.05)  # as long as a step, so that a second turn would begin meanwhile

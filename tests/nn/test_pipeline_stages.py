@@ -17,13 +17,13 @@ from torch.utils.checkpoint import checkpoint
 import telegrad.autograd as autograd
 from benchmarks.schedule_simulation import simulate
 from telegrad._core.calls.call_names import user_name
-from telegrad.autograd.engine.gradients import Gradients
+from telegrad.autograd.gradients import Gradients
 from telegrad.errors import UsageError
 from telegrad.nn import Pipeline, RemoteModule
 from telegrad.optim import DistributedOptimizer
 from telegrad.pipeline import microbatches
 from telegrad.pipeline.pipeline_schedule import SCHEDULES, plan
-from telegrad.pipeline.stage_backward import Backward, StageInput
+from telegrad.pipeline.stage import Backward, StageInput
 from telegrad.pipeline.station import set_weight, weight_of
 from telegrad.rpc import RRef, rpc_sync
 from tests.nn.training import train_both

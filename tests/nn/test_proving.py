@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from telegrad.errors import UsageError
-from telegrad.pipeline.cutting.split import SplitModel, split_model
+from telegrad.pipeline.split import SplitModel, split_model
 
 WIDTH = 4
 

@@ -16,7 +16,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 import telegrad.autograd as autograd
 import telegrad.rpc as rpc
 from telegrad.nn import RemoteModule
-from telegrad.optim import DistributedOptimizer, clip_grad_norm_, optimizer, untraced
+from telegrad.optim import DistributedOptimizer, clip_grad_norm_, optimizer
+from telegrad.optim import owner as untraced
 from tests.cluster import group, processes, run_all
 
 ALL = sorted(

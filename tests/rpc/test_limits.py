@@ -20,7 +20,7 @@ from telegrad._core.transport.listener import MOST_CONNECTIONS
 from telegrad._core.worker import current
 from telegrad._core.worker.worker import Worker
 from telegrad.autograd import contexts as contexts_module
-from telegrad.autograd.engine.passes import Abandon, Mark, PassSpec
+from telegrad.autograd.passes import Abandon, Mark, PassSpec
 from telegrad.errors import LimitReached, PeerError
 from telegrad.rpc import RRef
 from tests.cluster import agents, wait_until

@@ -11,7 +11,7 @@ import pytest
 
 from telegrad._core.membership.leaving import LeavingTogether
 from telegrad._core.membership.members import Member
-from telegrad._core.references.control_messages import DROPPED, ControlMessage
+from telegrad._core.references.reference_protocol import DROPPED, ControlMessage
 from telegrad._core.worker import current
 from telegrad._core.worker.worker import Worker
 from telegrad.errors import PeerUnreachable, RRefError, UnknownWorker

@@ -7,9 +7,9 @@ from collections import Counter
 from math import inf
 from typing import Any
 
-from telegrad._core.references.control_messages import ControlMessage, Id
+from telegrad._core.references import Id
 from telegrad._core.references.delivery import Batch, ReliableDelivery
-from telegrad._core.references.reference_protocol import References
+from telegrad._core.references.reference_protocol import ControlMessage, References
 
 ABSENT, PRESENT, FREED = "absent", "present", "freed"
 HOPELESS = "hopeless"  # whoever uses it finds an error in its place

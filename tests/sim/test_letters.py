@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from telegrad._core.membership.members import Identity
-from telegrad._core.references.control_messages import key_of, number
+from telegrad._core.references import key_of, number
 
 
 def test_a_worker_that_comes_later_under_the_same_name_is_another() -> None:

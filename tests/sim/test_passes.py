@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from telegrad._core.membership.members import Identity
-from telegrad.autograd.engine import passes
-from telegrad.autograd.engine.outbox import Outbox
-from telegrad.autograd.engine.passes import Driver, LeftOut, PassSpec
-from telegrad.autograd.engine.schedule import LEAF, PLAIN, RECV, EngineCall, GraphSchedule
+from telegrad.autograd import passes
+from telegrad.autograd.outbox import Outbox
 from telegrad.autograd.pass_parts import LocalPart
+from telegrad.autograd.passes import Driver, LeftOut, PassSpec
+from telegrad.autograd.schedule import LEAF, PLAIN, RECV, EngineCall, GraphSchedule
 
 ONE = torch.ones(1)
 SEED = os.environ.get("TELEGRAD_SEED")

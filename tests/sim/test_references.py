@@ -11,20 +11,24 @@ from typing import Any
 
 import pytest
 
-from telegrad._core.references.control_messages import (
+from telegrad._core.references.reference_protocol import (
     ASK,
+    CAME_LATE,
     CONFIRM,
     CONFIRMED,
     DROPPED,
     FORGOT,
     GONE,
     MISSING,
+    MOST_REMEMBERED,
+    OWNER_DIED,
     SETTLED,
     STILLBORN,
+    VALUE_GONE,
     WANTED,
     ControlMessage,
+    References,
 )
-from telegrad._core.references.reference_protocol import CAME_LATE, MOST_REMEMBERED, OWNER_DIED, VALUE_GONE, References
 from tests.sim.references_world import Worker, World, run
 
 SEEDS = [int(os.environ["TELEGRAD_SEED"])] if "TELEGRAD_SEED" in os.environ else range(1000)

@@ -21,12 +21,12 @@ from telegrad._core.modules import module_host
 from telegrad._core.modules.module_host import parse_place
 from telegrad._core.pickling.reducers import REDUCERS
 from telegrad._core.progress import Wait, report_in_background
-from telegrad._core.references.control_messages import Id
+from telegrad._core.references import Id
 from telegrad._core.rpc.remote_calls import rpc_async, rpc_sync
 from telegrad._core.rpc.restorable import Restore, check_restore, ensure_present, make_restorable
 from telegrad._core.rpc.rref import RRef
 from telegrad._core.texts import hint
-from telegrad.autograd.engine.record import entered_id
+from telegrad.autograd.record import entered_id
 from telegrad.errors import UsageError
 
 _apart: ContextVar[bool] = ContextVar("telegrad_modules_apart", default=False)

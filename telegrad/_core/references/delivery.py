@@ -10,7 +10,7 @@ from __future__ import annotations
 from math import inf
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from telegrad._core.references.ownership_records import remember
+from telegrad._core.references import remember
 
 L = TypeVar("L")
 

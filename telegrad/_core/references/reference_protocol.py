@@ -36,28 +36,35 @@ report an error.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
-from telegrad._core.references.control_messages import (
-    ASK,
-    CONFIRM,
-    CONFIRMED,
-    DROPPED,
-    FORGOT,
-    GONE,
-    MISSING,
-    NOTHING,
-    SETTLED,
-    STILLBORN,
-    WANTED,
-    ControlMessage,
-    Id,
-)
-from telegrad._core.references.ownership_records import Holders, Owned, SharedFork, remember
+from telegrad._core.references import Holders, Id, Owned, SharedFork, remember
+
+CONFIRM = "confirm"  # user to owner: I hold this fork
+CONFIRMED = "confirmed"  # owner to user: I know it
+SETTLED = "settled"  # child to parent: you need not keep your fork for this one any longer
+DROPPED = "dropped"  # user to owner: this fork has ended
+ASK = "ask"  # sender to receiver: the connection broke; did this fork arrive?
+MISSING = "missing"  # receiver to sender: it did not, and I will refuse it
+STILLBORN = "stillborn"  # creator to owner: the creating call will not arrive, if it has not
+WANTED = "wanted"  # owner to creator: will the creating call arrive?
+GONE = "gone"  # owner to user: this fork has no value
+FORGOT = "forgot"  # I declared you dead and dropped all shared state; contains my last fork number before that
+
+NOTHING: Id = ("", 0)  # in a message without a reference
 
 # Faults: why a reference cannot be used.
 OWNER_DIED, VALUE_GONE, CAME_LATE = "owner died", "value gone", "came late"
 
 MOST_REMEMBERED = 1 << 14  # number of refused references and forks, and of dead workers
+
+
+class ControlMessage(NamedTuple):
+    """A control message about one fork of one reference."""
+
+    kind: str
+    ref: Id
+    fork: Id
 
 
 class References:

@@ -23,12 +23,22 @@ from telegrad._core.calls.attachments import Attachments
 from telegrad._core.calls.futures import Future
 from telegrad._core.membership.members import Identity
 from telegrad._core.pickling.exceptions import describe, fresh
-from telegrad._core.references.control_messages import ControlMessage, Id, key_of, number
+from telegrad._core.references import Id, key_of, number
 from telegrad._core.references.delivery import Batch, ReliableDelivery
-from telegrad._core.references.handle import DELETED, Handle, error_for
-from telegrad._core.references.making import CREATE, CREATED, Creation, Maker, failed, tell_user, warn_of_leaks
-from telegrad._core.references.reference_protocol import OWNER_DIED
-from telegrad._core.references.value_slot import ValueSlot
+from telegrad._core.references.handles import (
+    CREATE,
+    CREATED,
+    DELETED,
+    Creation,
+    Handle,
+    Maker,
+    ValueSlot,
+    error_for,
+    failed,
+    tell_user,
+    warn_of_leaks,
+)
+from telegrad._core.references.reference_protocol import OWNER_DIED, ControlMessage
 from telegrad._core.threads import LONGEST_WAIT
 from telegrad.errors import (
     GenerationOver,
@@ -54,14 +64,14 @@ class ReferenceTable(Maker):
 
     Uses of a reference take no lock. They rely on each of these being one step of the interpreter: `get` of the
     dictionaries of shares, boxes, creations and sites, which change under the lock; to load or store one attribute of
-    an object found there, or of a handle; to load `_closed`.
+    an object found there, or of a handle; to load `closed`.
     """
 
     def __init__(self, agent: Agent, wrap: Callable[[ReferenceTable, Handle], Any]) -> None:
         super().__init__(agent, wrap, self._serve)
         self._courier: ReliableDelivery[ControlMessage] = ReliableDelivery()
         self._refused: dict[Id, LimitReached] = {}  # the latest refused creations, for requests of their values
-        self._closed = False
+        self.closed = False
         self.over: PeerError | None = None  # why no other worker can be reached any more; stored once
         agent.layers.references = self
         agent.on(Batch, self._on_batch)
@@ -164,10 +174,6 @@ class ReferenceTable(Maker):
         if first:
             self._events.put(handle.id)
 
-    @property
-    def closed(self) -> bool:
-        return self._closed
-
     # Data in messages of users
 
     def pack(self, references: Sequence[Handle], to: Identity, creation: Any) -> bytes:
@@ -240,10 +246,10 @@ class ReferenceTable(Maker):
     def _serve(self) -> None:
         wait = LONGEST_WAIT
         acts, ended = deque[Callable[[], None]](), deque[Id]()
-        while not self._closed:
+        while not self.closed:
             try:
                 self._gather(acts, ended, wait)
-                if self._closed:
+                if self.closed:
                     return
                 while acts:
                     acts.popleft()()
@@ -362,7 +368,7 @@ class ReferenceTable(Maker):
             return
         done = threading.Event()
         self._events.put(lambda: self._events.put(done.set))  # queued twice: the first round drops the handles
-        if not self._closed:
+        if not self.closed:
             done.wait(timeout)
 
     def counts(self) -> dict[str, int]:
@@ -385,9 +391,9 @@ class ReferenceTable(Maker):
     def close(self) -> None:
         """Release everything; remaining handles cannot be used any more, except for values in this process."""
         with self._lock:
-            if self._closed:
+            if self.closed:
                 return
-            self._closed = True
+            self.closed = True
             boxes, self._boxes = self._boxes, {}
             machine = self._machine
             held = [ref for each in (machine.shares, machine.owned) for ref, own in each.items() if own.handles]
@@ -398,5 +404,5 @@ class ReferenceTable(Maker):
 
     def __repr__(self) -> str:
         machine = self._machine
-        state = ", closed" if self._closed else ""
+        state = ", closed" if self.closed else ""
         return f"<ReferenceTable of {self.agent.name!r}: {len(machine.owned)} owned, {len(machine.shares)} used{state}>"

@@ -26,14 +26,14 @@ from telegrad._core.membership.members import Identity
 from telegrad._core.pickling.exceptions import is_remote
 from telegrad._core.pickling.reducers import REDUCERS
 from telegrad._core.progress import Wait
-from telegrad._core.references.control_messages import Id, number
-from telegrad._core.references.handle import Handle
+from telegrad._core.references import Id, number
+from telegrad._core.references.handles import Handle
 from telegrad._core.retries.retry import ping
 from telegrad._core.rpc.conversion import convert
 from telegrad._core.rpc.rref import RRef
 from telegrad._core.worker import current
 from telegrad._core.worker.value_access import RefPlaceholder
-from telegrad.autograd.engine.record import Inside
+from telegrad.autograd.record import Inside
 from telegrad.errors import (
     CannotRestore,
     ClaimLost,

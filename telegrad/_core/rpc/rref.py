@@ -16,10 +16,9 @@ from telegrad._core.calls.deadlines import DEFAULT, check_timeout, limit_of
 from telegrad._core.calls.futures import Future
 from telegrad._core.membership.members import Identity, WorkerInfo
 from telegrad._core.pickling.reducers import REDUCERS, reduce_reference
-from telegrad._core.references.control_messages import number
-from telegrad._core.references.handle import Handle
+from telegrad._core.references import number
+from telegrad._core.references.handles import Handle, ValueSlot
 from telegrad._core.references.reference_table import ReferenceTable
-from telegrad._core.references.value_slot import ValueSlot
 from telegrad._core.rpc.operators import Operators, is_tensor_method
 from telegrad._core.streams.streams import MOST_WINDOW, WINDOW, Stream
 from telegrad._core.worker import current
@@ -34,7 +33,7 @@ from telegrad._core.worker.value_access import (
     when_full,
     with_values,
 )
-from telegrad.autograd.entry_points import backward, check_root
+from telegrad.autograd import backward, check_root
 from telegrad.errors import CallTimeout, NotOwner, UsageError
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from telegrad._core.pickling.pickling import decode, encode
 from telegrad._core.pickling.reducers import REDUCERS, reduce_reference
-from telegrad._core.references.handle import Handle
+from telegrad._core.references.handles import Handle
 from telegrad._core.wire.unpacking import copied
 
 _ATOMS = frozenset({int, float, bool, str, bytes, complex, type(None)})

@@ -20,9 +20,9 @@ from telegrad._core.agent.incoming import Incoming
 from telegrad._core.calls.call_context import ActorLock, CallContext, Hops, entered, hops
 from telegrad._core.calls.futures import Signal
 from telegrad._core.forks import in_child, renewed
-from telegrad._core.references.control_messages import Id
+from telegrad._core.references import Id
+from telegrad._core.references.handles import ValueSlot
 from telegrad._core.references.reference_table import ReferenceTable
-from telegrad._core.references.value_slot import ValueSlot
 from telegrad._core.worker.batching import Batched
 from telegrad._core.worker.value_access import METHODS, TURNS, Method, MethodOfEach, methods
 from telegrad.errors import RRefError, UsageError

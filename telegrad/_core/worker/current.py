@@ -9,7 +9,7 @@ from telegrad._core import forks
 from telegrad._core.agent.agent import Agent
 from telegrad._core.references.reference_table import ReferenceTable
 from telegrad._core.worker.worker import Worker, made
-from telegrad.autograd import entry_points
+from telegrad.autograd import speak_for
 from telegrad.autograd.conductor import Conductor
 from telegrad.errors import NotInitialized, PeerLost, StoreUntrusted
 
@@ -101,4 +101,4 @@ def forget() -> None:
     _here.__dict__.clear()
 
 
-entry_points.speak_for(conductor)
+speak_for(conductor)

@@ -20,11 +20,11 @@ from telegrad._core.calls.cancelling import MUST_FINISH, finishes
 from telegrad._core.calls.futures import Future, Signal
 from telegrad._core.membership.members import Identity
 from telegrad._core.pickling.main_modules import warn_of_rebound
-from telegrad._core.references.control_messages import Id
+from telegrad._core.references import Id
+from telegrad._core.references.handles import ValueSlot
 from telegrad._core.references.reference_table import ReferenceTable
-from telegrad._core.references.value_slot import ValueSlot
 from telegrad._core.worker import current
-from telegrad.autograd.entry_points import check_root
+from telegrad.autograd import check_root
 from telegrad.errors import ClaimLost
 
 

@@ -21,7 +21,7 @@ from telegrad._core.membership.dynamic import HAS_LEFT, DynamicGroup
 from telegrad._core.membership.leaving import Leaving, LeavingTogether
 from telegrad._core.membership.members import Member, Members
 from telegrad._core.membership.membership import Membership
-from telegrad._core.references.handle import Handle
+from telegrad._core.references.handles import Handle
 from telegrad._core.references.reference_table import ReferenceTable
 from telegrad._core.wire.messages import OVER
 from telegrad.autograd.conductor import Conductor

@@ -13,8 +13,8 @@ from telegrad._core.calls.deadlines import DEFAULT
 from telegrad._core.calls.futures import Future
 from telegrad._core.host.live_objects import instances
 from telegrad._core.pickling.reducers import REDUCERS
-from telegrad._core.references.control_messages import Id
-from telegrad._core.references.handle import DELETED
+from telegrad._core.references import Id
+from telegrad._core.references.handles import DELETED
 from telegrad._core.rpc import rref as references
 from telegrad._core.rpc.rref import Proxy
 from telegrad._core.worker import current

@@ -6,6 +6,7 @@ receiver makes a `Recv` node for the received tensors, whose `Origin` names the 
 
 from __future__ import annotations
 
+import queue
 import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -19,10 +20,8 @@ from torch.autograd.graph import GradientEdge
 from telegrad._core.forks import in_child
 from telegrad._core.membership.members import Identity
 from telegrad._core.wire.unpacking import as_views_of_shared
-from telegrad.autograd.engine.edges import edge_of
-from telegrad.autograd.engine.gradients import Gradients
-from telegrad.autograd.engine.mailbox import Mailbox
-from telegrad.autograd.engine.passes import PassSpec, Task
+from telegrad.autograd.gradients import Gradients, edge_of
+from telegrad.autograd.passes import PassSpec, Task
 from telegrad.errors import UsageError
 
 OWNER_SHIFT = 48  # bits of a context's id: the rank of its owner is above a number that starts at random
@@ -42,10 +41,7 @@ entered_id = _entered.get  # of this thread's context, or None
 receiving: set[int] = set()
 
 
-@in_child
-def _leave() -> None:
-    """Leave the context: it belongs to a worker of the parent process."""
-    _entered.set(None)
+in_child(lambda: _entered.set(None))  # the context belongs to a worker of the parent process
 
 
 class Send(NamedTuple):
@@ -149,6 +145,45 @@ class Inside:
     def __exit__(self, *_: object) -> None:
         assert self._token is not None
         _entered.reset(self._token)
+
+
+class Mailbox:
+    """The tasks of one context. One thread at a time runs them; a thread that adds one to an idle mailbox starts."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # guards all fields below
+        self._tasks: list[Task] = []
+        self.busy = False  # a thread runs the tasks; may be read without the lock
+        self._calls: queue.SimpleQueue[bool] | None = None  # see `call`
+
+    def put(self, task: Task, here: bool) -> bool:
+        """Add a task. Return True if the caller must start a thread for it, or with `here` run it itself."""
+        with self._lock:
+            self._tasks.append(task)
+            if self.busy:
+                return False
+            self.busy = True
+            if self._calls is None or here:
+                return True
+            self._calls.put(True)
+            return False
+
+    def take(self) -> list[Task]:
+        """Remove and return all tasks. If there are none, the calling thread is no longer responsible."""
+        with self._lock:
+            tasks, self._tasks = self._tasks, []
+            self.busy = bool(tasks)
+            return tasks
+
+    def put_back(self, tasks: list[Task]) -> None:
+        """Put tasks that were taken and not done before those that were added since."""
+        with self._lock:
+            self._tasks[:0] = tasks
+
+    def call(self, calls: queue.SimpleQueue[bool] | None) -> None:
+        """From now on wake the thread that waits on `calls`, by True, to run tasks. None ends this."""
+        with self._lock:
+            self._calls = calls
 
 
 class AutogradContext:

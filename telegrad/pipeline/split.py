@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from telegrad.errors import UsageError
 from telegrad.ext.arguments import checks
-from telegrad.pipeline.cutting.comparison import copied, verify_stages
-from telegrad.pipeline.cutting.exported import Inputs, build_stages, set_by_name
-from telegrad.pipeline.cutting.exporting import CutPoint, RecordedProgram
+from telegrad.pipeline.comparison import copied, verify_stages
+from telegrad.pipeline.exported import Inputs, build_stages, set_by_name
+from telegrad.pipeline.exporting import CutPoint, RecordedProgram
 
 # index of an early stage, a parameter's name in it; index of a late stage, the name there
 Shared = tuple[int, str, int, str]
@@ -119,7 +119,7 @@ def _exported(
 
 def _recorded(model: nn.Module, inputs: Inputs, names: Sequence[str] | None) -> RecordedProgram:
     try:
-        return RecordedProgram(model, inputs.example)
+        return RecordedProgram(model, inputs.named(inputs.leaves))
     except Exception as error:
         where = "" if names is None else f" at {', '.join(map(repr, names))}"
         mode, reason = "training" if model.training else "evaluation", str(error).partition("\n")[0]

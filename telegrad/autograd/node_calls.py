@@ -16,21 +16,16 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from telegrad._core.devices.device_streams import Streams
-from telegrad.autograd.engine.captures import CheckpointNode
-from telegrad.autograd.engine.edges import edge_of, nodes_behind, run_backward
-from telegrad.autograd.engine.passes import PassSpec
-from telegrad.autograd.engine.record import RecvNode
-from telegrad.autograd.engine.replicas import showing
+from telegrad.autograd.gradients import edge_of, nodes_behind, run_backward
+from telegrad.autograd.guard import CheckpointNode
+from telegrad.autograd.passes import PassSpec
+from telegrad.autograd.record import RecvNode
+from telegrad.autograd.replicas import showing
 from telegrad.errors import UsageError
 
 Node = Any
 Given = Sequence[Tensor | None]
 Accumulate = Callable[[Node, Tensor], None]
-
-_SECOND_TIME = (
-    "Trying to backward through the graph a second time, after its saved tensors were freed. "
-    "Specify retain_graph=True in the first backward pass"
-)
 
 
 def run(
@@ -296,7 +291,10 @@ def _drop(_: Tensor) -> None:
 
 
 def _second_time(_: Any) -> Tensor:
-    raise RuntimeError(_SECOND_TIME)
+    raise RuntimeError(
+        "Trying to backward through the graph a second time, after its saved tensors were freed. "
+        "Specify retain_graph=True in the first backward pass"
+    )
 
 
 # Reentrant activation checkpoints: their backward runs its own pass, into `.grad`

@@ -66,13 +66,6 @@ class Region:
         self.closed: list[int] = []  # entries closed since the last step
         self.counted = False  # True if its nodes are in the countdown
 
-    def note(self, node: Node, kind: int) -> None:
-        """Record a special node other than a plain leaf."""
-        if kind == ALONE:
-            self.alone = True
-        else:
-            (self.recvs if kind == RECV else self.leaves).append(node)
-
     def take(self, other: Region) -> None:
         """Merge another region into this one, since entries of one lead to a node of the other."""
         other.merged = self
@@ -271,7 +264,10 @@ class GraphSchedule:
                 if kind == PLAIN:
                     region.plain[node] = None
                     continue
-                region.note(node, kind)
+                if kind == ALONE:
+                    region.alone = True
+                else:
+                    (region.recvs if kind == RECV else region.leaves).append(node)
             home[node] = region
             region.nodes.append(node)
             if kind not in ENDS:

@@ -18,14 +18,13 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from telegrad._core.calls import profiling
 from telegrad._core.devices.device_streams import Streams
 from telegrad._core.membership.members import Identity
-from telegrad.autograd.engine import guard, node_calls, replicas, sharded_gradients
-from telegrad.autograd.engine.captures import Capture, CaptureKinds, CheckpointNode
-from telegrad.autograd.engine.edges import device_of, edge_of, run_backward
-from telegrad.autograd.engine.gradients import total
-from telegrad.autograd.engine.outbox import Outbox
-from telegrad.autograd.engine.passes import WITHOUT, PassSpec
-from telegrad.autograd.engine.record import UNKNOWN, AutogradContext, Origin, RecvNode
-from telegrad.autograd.engine.schedule import (
+from telegrad.autograd import guard, node_calls, replicas
+from telegrad.autograd.gradients import device_of, edge_of, run_backward, total
+from telegrad.autograd.guard import Capture, CaptureKinds, CheckpointNode
+from telegrad.autograd.outbox import Outbox
+from telegrad.autograd.passes import WITHOUT, PassSpec
+from telegrad.autograd.record import UNKNOWN, AutogradContext, Origin, RecvNode
+from telegrad.autograd.schedule import (
     ALONE,
     LEAF,
     PLAIN,
@@ -93,8 +92,8 @@ class EngineRunner:
         self._seeds = list(map(torch.ones_like, roots)) if capture is None else capture.seeds
         self._replicated = set() if spec.captures else replicas.replicated()
         # `guard` refuses sharded modules in other passes
-        modules = [] if spec.captures or spec.create else sharded_gradients.sharded_modules()
-        self._unsharded = sharded_gradients.unsharded_ids(modules) if modules else set()
+        modules = [] if spec.captures or spec.create else replicas.sharded_modules()
+        self._unsharded = replicas.unsharded_ids(modules) if modules else set()
         self._averaged = self._replicated | self._unsharded  # the ids of leaves whose gradients all ranks average
         self._sends = context.sends
         # The edges at which the gradients of each entry come in.
@@ -109,7 +108,7 @@ class EngineRunner:
         kinds: Kinds = {**KINDS, LeafNode: partial(_kind_of_leaf, averaged=self._averaged)} if self._averaged else KINDS
         kinds = self._capture_kinds or kinds
         nodes = {entry: self._nodes(entry) for entry in self._edges}
-        self._sharded = sharded_gradients.ShardedPart(modules, nodes) if modules else None
+        self._sharded = replicas.ShardedPart(modules, nodes) if modules else None
         self._schedule = GraphSchedule(nodes, kinds)
         self._marked: set[int] = set()  # sends that can still receive
         self._buried = False  # only marked sends may still receive, on all workers
@@ -254,9 +253,9 @@ class EngineRunner:
                     self._run_by_hand(node)
             else:
                 self._run_engine(act)
-        for node in recvs:
-            if node.origin in self._unshipped:
-                self._ship_nothing(node)
+        for node in recvs:  # a sender that still waits is told that no gradient comes
+            if node.origin in self._unshipped and (not self._buried or self._schedule.is_marked(node)):
+                self._ship(node.origin, ())
         self._outbox.flush()
 
     def _recvs(self, step: GraphStep) -> Sequence[Node]:
@@ -284,27 +283,18 @@ class EngineRunner:
             raise origin.refusal()
         self._received_on.update(self._streams.current())
         for gradient in gradients:
-            if gradient is None:
-                gradients = self._told_apart(origin, gradients)
+            if gradient is None:  # for a tensor that the pass has reached, it is WITHOUT
+                reached = outputs_reached(self._entered, origin)
+                gradients = [
+                    WITHOUT if each is None and number in reached else each for number, each in enumerate(gradients)
+                ]
                 break
         self._ship(origin, gradients)
-
-    def _told_apart(self, origin: Origin, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Replace None by WITHOUT for tensors that the pass has reached."""
-        reached = outputs_reached(self._entered, origin)
-        return [
-            WITHOUT if gradient is None and number in reached else gradient for number, gradient in enumerate(gradients)
-        ]
 
     def _ship(self, origin: Origin, gradients: Sequence[Tensor | None]) -> None:
         self._unshipped.discard(origin)
         left = self._coming[origin.sender] = self._coming.get(origin.sender, 1) - 1
         self._outbox.add(origin.sender, origin.number, gradients, left > 0)
-
-    def _ship_nothing(self, node: Node) -> None:
-        """Report to a sender that still waits that no gradient comes."""
-        if not self._buried or self._schedule.is_marked(node):
-            self._ship(node.origin, ())
 
     def _lacks(self, node: Node) -> bool:
         """Return True if the pass has reached a node without any gradient."""

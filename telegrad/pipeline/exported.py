@@ -173,12 +173,8 @@ class Inputs:
         self.leaves = resized(leaves, max(2, *sizes))  # torch.export treats a size of 1 as a constant
         self._passed: set[Any] = set()
 
-    @property
-    def example(self) -> dict[str, Any]:
-        """The example by the names of the arguments."""
-        return self.named(self.leaves)
-
     def named(self, leaves: Sequence[Any]) -> dict[str, Any]:
+        """Return values in the order of `leaves`, which are those of the example, by the names of the arguments."""
         found: dict[str, Any] = tree_unflatten(list(leaves), self._form)
         return found
 

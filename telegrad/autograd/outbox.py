@@ -11,8 +11,8 @@ from torch import Tensor
 
 from telegrad._core.agent.agent import Agent
 from telegrad._core.membership.members import Identity
-from telegrad.autograd.engine.passes import NOWHERE, WITHOUT, Key, PackedShipment, PassReport, PassSpec
-from telegrad.autograd.engine.record import AutogradContext
+from telegrad.autograd.passes import NOWHERE, WITHOUT, Key, PackedShipment, PassReport, PassSpec
+from telegrad.autograd.record import AutogradContext
 
 SMALL = 4096  # bytes
 

@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 
 from telegrad.errors import UsageError
 from telegrad.ext.processes import forks, renewed
-from telegrad.pipeline.cutting.exported import Inputs, resized
+from telegrad.pipeline.exported import Inputs, resized
 
 _BY_HAND = "build the stages by hand: Pipeline([RemoteModule('worker1', First), ...])"
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
@@ -251,7 +251,8 @@ def _python_state(model: nn.Module) -> dict[str, bytes | None]:
         for name, value in vars(module).items()
         if name not in _OF_EVERY_MODULE
     }
-    kinds = {kind for module in model.modules() for kind in type(module).__mro__ if _is_of_users(kind)}
+    kinds = {kind for module in model.modules() for kind in type(module).__mro__}
+    kinds = {kind for kind in kinds if kind.__module__.partition(".")[0] not in ("torch", "builtins")}
     of_classes = {f"{kind.__name__}.{name}": value for kind in kinds for name, value in vars(kind).items()}
     first = [each for each in (*attributes.values(), *of_classes.values()) if isinstance(each, FunctionType)]
     found = attributes | of_classes | _globals_of(first)
@@ -283,10 +284,6 @@ def _global_names(code: CodeType) -> Iterator[str]:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _global_names(constant)
-
-
-def _is_of_users(kind: type) -> bool:
-    return kind.__module__.partition(".")[0] not in ("torch", "builtins")
 
 
 def _check_state(model: nn.Module, before: Mapping[str, bytes | None]) -> None:

@@ -1,1 +1,0 @@
-"""Cut models into stages by their graph, and compare the stages with the model."""
