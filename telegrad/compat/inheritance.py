@@ -20,7 +20,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from telegrad._core.pickling import main_program as programs
-from telegrad.compat.imports import after_import, forget_import, import_before
+from telegrad.compat.substitution import after_import, forget_import, import_before
 from telegrad.errors import UsageError
 from telegrad.version import VERSION
 

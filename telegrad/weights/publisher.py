@@ -19,12 +19,11 @@ from telegrad.ext.processes import forks
 from telegrad.ext.texts import Wait
 from telegrad.ext.workers import current, listed
 from telegrad.rpc import RRef, rpc_sync
-from telegrad.weights.transfer.deltas import DeltaEncoder, Deltas
-from telegrad.weights.transfer.publisher_protocol import PublisherProtocol
-from telegrad.weights.transfer.rounding import Rounding
-from telegrad.weights.transfer.tree_layout import Layout, Snapshots
-from telegrad.weights.transfer.weight_messages import EndpointAddress, Outgoing, VersionInfo
-from telegrad.weights.transfer.weight_service import TICK, Endpoint, WeightsService
+from telegrad.weights.deltas import DeltaEncoder, Deltas
+from telegrad.weights.publisher_protocol import PublisherProtocol
+from telegrad.weights.tree_layout import Layout, Rounding, Snapshots
+from telegrad.weights.weight_messages import EndpointAddress, Outgoing, VersionInfo
+from telegrad.weights.weight_service import TICK, Endpoint, WeightsService
 
 if TYPE_CHECKING:
     from typing import Self

@@ -23,12 +23,11 @@ from telegrad.ext.calls import DEFAULT, call_all
 from telegrad.ext.modules import RemotePart, branches, state_of
 from telegrad.ext.workers import WorkerInfo
 from telegrad.rpc import RRef, remote
+from telegrad.weights.deltas import Deltas
 from telegrad.weights.publisher import Publisher, check_published, check_wait
 from telegrad.weights.shards import Box, Part, ShardCopy, plan, slices
 from telegrad.weights.subscriber import Subscriber
-from telegrad.weights.transfer.deltas import Deltas
-from telegrad.weights.transfer.rounding import Rounding
-from telegrad.weights.transfer.tree_layout import place_of
+from telegrad.weights.tree_layout import Rounding, place_of
 from telegrad.weights.weight_version import Version
 
 KEEP = 4  # versions kept per owner: a reader that takes longer than this many publications may find none complete

@@ -16,7 +16,7 @@ from telegrad.ext.processes import forks
 from telegrad.ext.texts import Wait, report_in_background
 from telegrad.ext.workers import WorkerInfo, current
 from telegrad.weights.subscription import SubscriberEndpoint
-from telegrad.weights.transfer.weight_service import TICK, WeightsService
+from telegrad.weights.weight_service import TICK, WeightsService
 from telegrad.weights.weight_version import Version, check_module
 
 if TYPE_CHECKING:

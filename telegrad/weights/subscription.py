@@ -11,13 +11,13 @@ from torch import Tensor
 from telegrad.errors import DeltaRefused, PublisherLost, TelegradError, UnknownPublisher
 from telegrad.ext.calls import known_as
 from telegrad.ext.workers import Identity, current, listed
+from telegrad.weights import weight_messages as messages
+from telegrad.weights.deltas import Delta, apply_deltas
 from telegrad.weights.publisher import PublisherEndpoint
-from telegrad.weights.transfer import weight_messages as messages
-from telegrad.weights.transfer.deltas import Delta, apply_deltas
-from telegrad.weights.transfer.subscriber_protocol import SubscriberProtocol
-from telegrad.weights.transfer.tree_layout import Layout
-from telegrad.weights.transfer.weight_messages import EndpointAddress, VersionInfo
-from telegrad.weights.transfer.weight_service import TICK, Endpoint, WeightsService
+from telegrad.weights.subscriber_protocol import SubscriberProtocol
+from telegrad.weights.tree_layout import Layout
+from telegrad.weights.weight_messages import EndpointAddress, VersionInfo
+from telegrad.weights.weight_service import TICK, Endpoint, WeightsService
 from telegrad.weights.weight_version import Version
 
 MARGIN = 5.0  # seconds added to a call's timeout beyond the wait on the callee

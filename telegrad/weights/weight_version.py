@@ -22,8 +22,7 @@ from torch.nn.parameter import is_lazy
 from telegrad.errors import InvalidArgument, TelegradError
 from telegrad.ext.arguments import checks
 from telegrad.ext.values import repeats
-from telegrad.weights.transfer.rounding import named
-from telegrad.weights.transfer.tree_layout import Layout, groups_of, looks, place_of
+from telegrad.weights.tree_layout import Layout, groups_of, looks, named, place_of
 
 _MODULE = "a module, or its state dict"
 SHOWN = 5  # names in an error message

@@ -28,7 +28,7 @@ def meet(rank, store):
         print(*rpc_sync("worker1", served), flush=True)
     rpc.shutdown()
 """
-SERVED = "telegrad.compat.rpc telegrad.compat.rpc.profiled"
+SERVED = "telegrad.compat.rpc telegrad.compat.rpc.calls"
 
 
 def run(tmp_path: pathlib.Path, program: str, *command: str, env: dict[str, str] | None = None) -> tuple[str, str]:

@@ -22,9 +22,9 @@ from typing import Any
 
 import pytest
 
-from telegrad.weights.transfer.publisher_protocol import PATIENCE, PublisherProtocol
-from telegrad.weights.transfer.subscriber_protocol import SubscriberProtocol
-from telegrad.weights.transfer.weight_messages import (
+from telegrad.weights.publisher_protocol import PATIENCE, PublisherProtocol
+from telegrad.weights.subscriber_protocol import SubscriberProtocol
+from telegrad.weights.weight_messages import (
     Closed,
     EndpointAddress,
     JoinAgain,

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from telegrad._core.worker.worker import Worker
 from telegrad.errors import DeltaRefused, UsageError
-from telegrad.weights import Publisher, Subscriber, publisher
-from telegrad.weights.transfer import weight_service
-from telegrad.weights.transfer.deltas import (
+from telegrad.weights import Publisher, Subscriber, publisher, weight_service
+from telegrad.weights.deltas import (
     MAX_SKIPPED,
     PLANES,
     SAME,
@@ -26,8 +25,8 @@ from telegrad.weights.transfer.deltas import (
     apply_deltas,
     encode,
 )
-from telegrad.weights.transfer.tree_layout import Layout, Snapshots
-from telegrad.weights.transfer.weight_messages import VersionInfo, WeightPiece
+from telegrad.weights.tree_layout import Layout, Snapshots
+from telegrad.weights.weight_messages import VersionInfo, WeightPiece
 from tests.cluster import wait_until
 from tests.weights.test_weights import on, on_hosts
 from tests.weights.trees import run_seeds

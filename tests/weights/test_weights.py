@@ -24,9 +24,9 @@ from telegrad.nn import Pipeline, RemoteModule
 from telegrad.weights import Publisher, Subscriber, Version
 from telegrad.weights import publisher as publishing
 from telegrad.weights.subscription import SubscriberEndpoint
-from telegrad.weights.transfer.tree_layout import Snapshots
-from telegrad.weights.transfer.weight_messages import EndpointAddress, PieceRequest
-from telegrad.weights.transfer.weight_service import WeightsService
+from telegrad.weights.tree_layout import Snapshots
+from telegrad.weights.weight_messages import EndpointAddress, PieceRequest
+from telegrad.weights.weight_service import WeightsService
 from tests.cluster import PATIENCE, agents, in_threads, wait_until
 
 

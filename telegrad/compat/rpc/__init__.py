@@ -17,8 +17,8 @@ from telegrad._core.stores.group_keys import find_keys
 from telegrad._core.stores.stores import open_store
 from telegrad._core.stores.urls import split
 from telegrad.compat import autograd as dist_autograd
-from telegrad.compat.rpc import api, backend_registry, constants, internal, server_process_global_profiler
-from telegrad.compat.rpc.agent import RpcAgent, TensorPipeAgent, enable_gil_profiling
+from telegrad.compat.profiler import _server_process_global_profile
+from telegrad.compat.rpc import api, backend_registry
 from telegrad.compat.rpc.api import (
     AllGatherStates,
     PyRRef,
@@ -40,21 +40,23 @@ from telegrad.compat.rpc.api import (
 from telegrad.compat.rpc.backend_registry import (
     BackendType,
     BackendValue,
+    RpcAgent,
+    TensorPipeAgent,
     backend_registered,
     construct_rpc_backend_options,
+    enable_gil_profiling,
     init_backend,
     register_backend,
 )
-from telegrad.compat.rpc.server_process_global_profiler import _server_process_global_profile
 from telegrad.errors import UsageError
 from telegrad.rpc import RpcBackendOptions, TensorPipeRpcBackendOptions, WorkerInfo, _rref_context_get_debug_info
 
 _TensorPipeRpcBackendOptionsBase = TensorPipeRpcBackendOptions
 _is_tensorpipe_available = True
-_DEFAULT_INIT_METHOD = constants.DEFAULT_INIT_METHOD
-_DEFAULT_NUM_WORKER_THREADS = constants.DEFAULT_NUM_WORKER_THREADS
-_DEFAULT_RPC_TIMEOUT_SEC = constants.DEFAULT_RPC_TIMEOUT_SEC
-_UNSET_RPC_TIMEOUT = constants.UNSET_RPC_TIMEOUT
+_DEFAULT_INIT_METHOD = backend_registry.DEFAULT_INIT_METHOD
+_DEFAULT_NUM_WORKER_THREADS = backend_registry.DEFAULT_NUM_WORKER_THREADS
+_DEFAULT_RPC_TIMEOUT_SEC = backend_registry.DEFAULT_RPC_TIMEOUT_SEC
+_UNSET_RPC_TIMEOUT = backend_registry.UNSET_RPC_TIMEOUT
 
 __all__ = [
     "AllGatherStates",
@@ -84,7 +86,6 @@ __all__ = [
     "get_worker_info",
     "init_backend",
     "init_rpc",
-    "internal",
     "is_available",
     "method_factory",
     "new_method",
@@ -92,7 +93,6 @@ __all__ = [
     "remote",
     "rpc_async",
     "rpc_sync",
-    "server_process_global_profiler",
     "shutdown",
 ]
 
@@ -171,7 +171,7 @@ def _init_rpc_backend(
     """Join a group whose workers meet in `store`."""
     _validate_rpc_args(backend, store, name, rank, world_size, rpc_backend_options)
     check_free()
-    api._rounds.clear()  # before this worker can be called, because objects of the first round may arrive at once
+    api._forget_rounds()  # before this worker can be called, because objects of the first round may arrive at once
     agent = init_backend(
         backend,
         store=store,

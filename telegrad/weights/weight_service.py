@@ -18,9 +18,9 @@ from telegrad.errors import PeerError, TelegradError, UsageError
 from telegrad.ext.calls import Agent
 from telegrad.ext.processes import forks
 from telegrad.ext.workers import Identity
-from telegrad.weights.transfer.deltas import DeltaCache
-from telegrad.weights.transfer.version_store import VersionStore
-from telegrad.weights.transfer.weight_messages import (
+from telegrad.weights.deltas import DeltaCache
+from telegrad.weights.version_store import VersionStore
+from telegrad.weights.weight_messages import (
     EndpointAddress,
     JoinAgain,
     Outgoing,

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from telegrad.weights.transfer import weight_messages as messages
-from telegrad.weights.transfer.weight_messages import EndpointAddress, Outgoing, VersionInfo
+from telegrad.weights import weight_messages as messages
+from telegrad.weights.weight_messages import EndpointAddress, Outgoing, VersionInfo
 
 
 class VersionStore:

@@ -16,9 +16,9 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from telegrad.weights.transfer import weight_messages as messages
-from telegrad.weights.transfer.version_store import VersionStore
-from telegrad.weights.transfer.weight_messages import EndpointAddress, Outgoing, VersionInfo
+from telegrad.weights import weight_messages as messages
+from telegrad.weights.version_store import VersionStore
+from telegrad.weights.weight_messages import EndpointAddress, Outgoing, VersionInfo
 
 MAX_REPORTS = 2  # a source with this many reports is no longer used
 PATIENCE = 10  # ticks for which versions are kept for a lost subscriber that reads every one

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from telegrad.weights.transfer import weight_messages as messages
-from telegrad.weights.transfer.version_store import VersionStore
-from telegrad.weights.transfer.weight_messages import EndpointAddress, Outgoing, VersionInfo
+from telegrad.weights import weight_messages as messages
+from telegrad.weights.version_store import VersionStore
+from telegrad.weights.weight_messages import EndpointAddress, Outgoing, VersionInfo
 
 WINDOW = 4  # pieces requested at a time
 PATIENCE = 10  # ticks without an answer after which the source is reported
