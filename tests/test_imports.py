@@ -99,7 +99,6 @@ PURE = [
     "_core/references/delivery.py",
     "autograd/engine/schedule.py",
     "autograd/engine/passes.py",
-    "groups/selection.py",
     "pipeline/pipeline_schedule.py",
     "weights/weight_messages.py",
     "weights/version_store.py",
