@@ -6,7 +6,6 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
-from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +22,7 @@ from telegrad.weights.deltas import DeltaEncoder, Deltas
 from telegrad.weights.publisher_protocol import PublisherProtocol
 from telegrad.weights.tree_layout import Layout, Rounding, Snapshots
 from telegrad.weights.weight_messages import EndpointAddress, Outgoing, VersionInfo
-from telegrad.weights.weight_service import TICK, Endpoint, WeightsService
+from telegrad.weights.weight_service import Endpoint, WeightsService
 
 if TYPE_CHECKING:
     from typing import Self
@@ -119,7 +118,7 @@ class Publisher:
     @property
     def version(self) -> int:
         """The number of the newest version; 0 before the first."""
-        return self._endpoint.feed.store.newest
+        return self._endpoint.machine.store.newest
 
     @property
     def versions(self) -> list[int]:
@@ -131,12 +130,14 @@ class Publisher:
     def subscribers(self) -> dict[str, int]:
         """The subscribers, with the version that the user of each has read last; 0 for none."""
         with self._endpoint.changed:
-            taken = [*self._endpoint.feed.taken.items()]
+            taken = [*self._endpoint.machine.taken.items()]
         return {_label(party): number for party, number in taken}
 
     def _wait_for_readers(self, number: int, timeout: float) -> None:
         endpoint = self._endpoint
-        until = monotonic() + timeout if timeout > 0 else float("inf")
+
+        def is_over() -> bool | None:
+            return self._agent.closed or not endpoint.behind(number) or None
 
         def missing() -> list[str]:
             return [party.worker for party in endpoint.behind(number)]
@@ -146,17 +147,12 @@ class Publisher:
                 f"Publisher.publish: version {number} of {self.name!r} has not been received yet by {listed(missing())}"
             )
 
-        with Wait("Publisher.publish", text, missing, worker=self._agent.name) as wait, self._agent.waiting():
-            while endpoint.behind(number) and not self._agent.closed:
-                left = until - monotonic()
-                if left <= 0:
-                    raise CallTimeout(
-                        f"version {number} of {self.name!r} was not received within {timeout:g} s by "
-                        f"{listed(missing())}. It is published, and they can still receive it"
-                    )
-                wait.look()
-                with endpoint.changed:
-                    endpoint.changed.wait_for(lambda: not endpoint.feed.behind(number), min(left, TICK))
+        wait = Wait("Publisher.publish", text, missing, worker=self._agent.name)
+        if endpoint.wait_until(is_over, wait, timeout) is None:
+            raise CallTimeout(
+                f"version {number} of {self.name!r} was not received within {timeout:g} s by {listed(missing())}. It "
+                "is published, and they can still receive it"
+            )
 
     @not_compiled
     def close(self) -> None:
@@ -197,12 +193,11 @@ def _state_of(reference: RRef[Any]) -> Any:
     return value.state_dict() if isinstance(value, nn.Module) else value
 
 
-class PublisherEndpoint(Endpoint):
+class PublisherEndpoint(Endpoint[PublisherProtocol]):
     def __init__(self, service: WeightsService, name: str, keep: int) -> None:
         me = service.party(publishes=True)
+        super().__init__(service, me, PublisherProtocol(me, service.agent.me.host, keep))
         self._name = name
-        self.feed = PublisherProtocol(me, service.agent.me.host, keep)
-        super().__init__(service, me, self.feed)
 
     def publish(self, layout: Layout, memory: Tensor, encoder: DeltaEncoder) -> int:
         info = VersionInfo(layout.number, layout.description, layout.size, PIECE)
@@ -212,11 +207,11 @@ class PublisherEndpoint(Endpoint):
 
         def put() -> Outgoing:
             nonlocal number
-            number = self.feed.store.newest + 1
+            number = self.machine.store.newest + 1
             self.memory[number] = memory
             for piece, delta in found.items() if number == base + 1 else ():
                 self.deltas.keep(number, piece, delta, info.size)
-            return self.feed.publish(info)
+            return self.machine.publish(info)
 
         self.update(put)
         return number
@@ -224,21 +219,18 @@ class PublisherEndpoint(Endpoint):
     def _base(self, info: VersionInfo) -> tuple[int, Tensor | None]:
         """Return the newest version, with its memory if others may want the differences from it."""
         with self.changed:
-            store = self.feed.store
+            store = self.machine.store
             last = store.info.get(store.newest)
-            fits = last is not None and last.layout == info.layout and self.feed.leaves_the_host
+            fits = last is not None and last.layout == info.layout and self.machine.chain.leaves_the_host
             return store.newest, self.memory[store.newest] if fits else None
-
-    def on_tick(self) -> None:
-        self.update(self.feed.on_tick)
 
     def close(self) -> None:
         self._service.remove(self, self._name)
-        self.update(self.feed.close)
+        self.update(self.machine.close)
 
     def behind(self, number: int) -> list[EndpointAddress]:
         with self.changed:
-            return self.feed.behind(number)
+            return self.machine.behind(number)
 
 
 def check_published(name: Any, dtype: Any, deltas: Any) -> None:

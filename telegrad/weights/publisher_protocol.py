@@ -34,13 +34,8 @@ class PublisherProtocol:
         self._every: set[EndpointAddress] = set()  # subscribers that read every version
         # lost subscribers of `_every`: their last version, and ticks since
         self._absent: dict[EndpointAddress, tuple[int, int]] = {}
-        self._chain = RelayChain(me, host)
+        self.chain = RelayChain(me, host)
         self._keep = keep
-
-    @property
-    def leaves_the_host(self) -> bool:
-        """True if a subscriber is on another host."""
-        return self._chain.leaves_the_host
 
     def publish(self, info: VersionInfo) -> Outgoing:
         """Add a version. Its number is then `store.newest`."""
@@ -57,10 +52,10 @@ class PublisherProtocol:
             return self._remove(sender)
         if isinstance(message, messages.TransferProgress):
             self._set_progress(sender, max(message.number, self.taken[sender]), message.every)
-            self._chain.mark_working(sender)
+            self.chain.mark_working(sender)
             return self._announce(self.store.newest)
         if isinstance(message, messages.SourceFailed):
-            return self._chain.report_source(sender, message.source)
+            return self.chain.report_source(sender, message.source)
         if isinstance(message, messages.VersionRequest):
             return self.store.request_version(sender, message)
         if isinstance(message, messages.PieceRequest):
@@ -73,7 +68,7 @@ class PublisherProtocol:
         self._set_progress(party, taken, every)
         self._absent.pop(party, None)
         available: Outgoing = [(party, messages.Available(self.store.newest, self.store.oldest))]
-        return available + self._chain.add(party, host)
+        return available + self.chain.add(party, host)
 
     def lost(self, incarnation: str) -> Outgoing:
         """Remove the subscribers of a worker whose connection has ended. If they are alive, they join again."""
@@ -103,7 +98,7 @@ class PublisherProtocol:
     def _remove(self, party: EndpointAddress) -> Outgoing:
         del self.taken[party]
         self._every.discard(party)
-        return self.store.forget(party) + self._chain.remove(party) + self._announce(self.store.newest)
+        return self.store.forget(party) + self.chain.remove(party) + self._announce(self.store.newest)
 
     def _announce(self, newest: int) -> Outgoing:
         """Send the range of available versions to all subscribers, if it has changed."""
@@ -128,9 +123,6 @@ class RelayChain:
         self._told: dict[EndpointAddress, tuple[EndpointAddress, bool]] = {}  # by reader: its current source
         self._count = 0  # number of messages
 
-    def __contains__(self, party: EndpointAddress) -> bool:
-        return party in self._host_of
-
     @property
     def leaves_the_host(self) -> bool:
         """True if a subscriber is on another host."""
@@ -138,7 +130,7 @@ class RelayChain:
 
     def add(self, party: EndpointAddress, host: str) -> Outgoing:
         """Add a subscriber, or send its source to one that joins again."""
-        if party not in self:
+        if party not in self._host_of:
             self._host_of[party] = host
             self._hosts.setdefault(host, []).append(party)
         self._told.pop(party, None)

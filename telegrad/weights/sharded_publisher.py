@@ -346,14 +346,7 @@ class Plan:
         owned = {owner: [content.part for content in theirs] for owner, theirs in contents.items()}
         for copy in plan(owned, self._parts):
             self._copies[copy.wanted].append(copy)
-        owners: dict[str, tuple[str, str]] = {}  # by tensor name: an owner, and the index of its part
-        for owner, theirs in owned.items():
-            for index, each in enumerate(theirs):
-                owners.setdefault(each.name, (owner, str(index)))
-        bare = [part for part, copies in zip(self._parts, self._copies, strict=True) if not copies]
-        self._empty = {part: owners[part.name] for part in bare}  # parts without elements, which still need a type
-        used = {copy.owner for copies in self._copies for copy in copies}
-        self.owners = sorted(used.union(owner for owner, _ in self._empty.values()))
+        self.owners = sorted({copy.owner for copies in self._copies for copy in copies})
 
     def state(self, parts: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
         """Return the state by name. A part that matches an owner's part is not copied.
@@ -363,14 +356,10 @@ class Plan:
         made: dict[Any, Tensor] = {}
         state: dict[str, Tensor] = {}
         for part, copies in zip(self._parts, self._copies, strict=True):
-            if not copies:
-                owner, index = self._empty[part]
-                state[part.name] = parts[owner][index].new_empty(part.box.sizes)
-                continue
             sources = [parts[copy.owner][str(copy.owned)][slices(copy.source)] for copy in copies]
             same = (
                 part.box.sizes,
-                tuple((copy.target, place_of(source)) for copy, source in zip(copies, sources, strict=True)),
+                *((copy.target, place_of(source)) for copy, source in zip(copies, sources, strict=True)),
             )
             if same not in made:
                 made[same] = _joined(part, [copy.target for copy in copies], sources)

@@ -82,8 +82,7 @@ class Subscriber:
         """
         check_timeout(timeout)
         endpoint = self._endpoint
-        if endpoint.may_ask_for_newer():
-            endpoint.ask_for_newer(TICK)
+        endpoint.ask_for_newer()
         found = endpoint.find(1)
         return self._take(found) if found is not None else self._obtain("newest", lambda: 1, False, timeout)
 
@@ -138,7 +137,8 @@ class Subscriber:
                     "not handled all messages that arrived"
                 )
         number = max(1, endpoint.known - max_behind)
-        if self._taken is not None and self._taken.number >= number and not endpoint.is_newer_here(self._taken.number):
+        newest_here = endpoint.machine.store.newest_complete()
+        if self._taken is not None and self._taken.number >= max(number, newest_here):
             return self._taken
         return self.at_least(number, timeout)
 
@@ -215,34 +215,29 @@ class Subscriber:
         return self._taken
 
     def _obtain(self, what: str, least: Callable[[], int], exact: bool, timeout: float) -> Version:
-        endpoint, agent = self._endpoint, self._agent
-        limit = self._limit(timeout)
-        until = monotonic() + limit if limit else float("inf")
+        endpoint, limit = self._endpoint, self._limit(timeout)
+
+        def look() -> Version | None:
+            if not self._end.alive:
+                raise UsageError(f"the subscriber to {self.name!r} was closed: create a new one")
+            version = endpoint.find(least(), exact)
+            if version is None:
+                endpoint.check()
+                endpoint.want(least(), exact)
+            return version
 
         def text() -> str:
             return f"Subscriber.{what}: {self._story(f'wait for version {least()}')}; the newest is {endpoint.known}"
 
-        wait = Wait(f"Subscriber.{what}", text, lambda: [self.worker], worker=agent.name)
-        with wait, agent.waiting():
-            while True:
-                if not self._end.alive:
-                    raise UsageError(f"the subscriber to {self.name!r} was closed: create a new one")
-                heard = endpoint.changes
-                found = endpoint.find(least(), exact)
-                if found is not None:
-                    return self._take(found)
-                endpoint.check()
-                endpoint.want(least(), exact)
-                left = until - monotonic()
-                if left <= 0:
-                    hint = "" if endpoint.known else ". Nothing is published yet: call publisher.publish() there"
-                    raise CallTimeout(
-                        f"version {least()} of {self.name!r} on worker {self.worker!r} did not arrive within {limit:g} "
-                        f"s; the newest known version is {endpoint.known}, the last one read {self.version}{hint}"
-                    )
-                wait.look()
-                with endpoint.changed:
-                    endpoint.changed.wait_for(lambda heard=heard: endpoint.changes != heard, min(left, TICK))  # type: ignore[misc]
+        wait = Wait(f"Subscriber.{what}", text, lambda: [self.worker], worker=self._agent.name)
+        found = endpoint.wait_until(look, wait, limit)
+        if found is None:
+            hint = "" if endpoint.known else ". Nothing is published yet: call publisher.publish() there"
+            raise CallTimeout(
+                f"version {least()} of {self.name!r} on worker {self.worker!r} did not arrive within {limit:g} s; the "
+                f"newest known version is {endpoint.known}, the last one read {self.version}{hint}"
+            )
+        return self._take(found)
 
     def _limit(self, timeout: float) -> float:
         return limit_of(timeout, self._agent.timeout)

@@ -23,13 +23,12 @@ from telegrad.weights.weight_version import Version
 MARGIN = 5.0  # seconds added to a call's timeout beyond the wait on the callee
 
 
-class SubscriberEndpoint(Endpoint):
+class SubscriberEndpoint(Endpoint[SubscriberProtocol]):
     def __init__(self, service: WeightsService, name: str, publisher: Identity, limit: float) -> None:
         """Join. Wait for a publisher of that name, `limit` seconds at most, 0 for no limit."""
+        super().__init__(service, service.party(publishes=False), SubscriberProtocol())
         self._name = name
         self._publisher = publisher
-        self.machine = SubscriberProtocol()
-        super().__init__(service, service.party(publishes=False), self.machine)
         self.over = False  # True once the publisher was closed
         self._trouble = ""  # why the publisher cannot be reached
         self._joining = False
@@ -112,7 +111,7 @@ class SubscriberEndpoint(Endpoint):
 
     def on_tick(self) -> None:
         if not self.over and not self._trouble:
-            self.update(self.machine.on_tick)
+            super().on_tick()
 
     # Messages
 
@@ -204,22 +203,16 @@ class SubscriberEndpoint(Endpoint):
             self._last = version
         return version
 
-    def is_newer_here(self, number: int) -> bool:
-        return self.machine.store.newest_complete() > number
-
     def want(self, least: int, exact: bool) -> None:
         self.update(lambda: self.machine.want(least, exact, patient=True))
 
-    def may_ask_for_newer(self) -> bool:
-        """Return True if the source may have a newer version."""
+    def ask_for_newer(self) -> None:
+        """If the source may have a newer version, request its newest, and wait for the answer for TICK seconds."""
         store = self.machine.store
-        return self.machine.whole and store.newest > store.newest_complete() > 0 and not (self.over or self._trouble)
-
-    def ask_for_newer(self, patience: float) -> None:
-        """Request the source's newest version, if it is newer, and wait for the answer."""
-        self.update(lambda: self.machine.want(self.machine.store.newest_complete() + 1, exact=False, patient=False))
-        with self.changed:
-            self.changed.wait_for(lambda: not self.machine.waits, patience)
+        if self.machine.whole and store.newest > store.newest_complete() > 0 and not (self.over or self._trouble):
+            self.update(lambda: self.machine.want(store.newest_complete() + 1, exact=False, patient=False))
+            with self.changed:
+                self.changed.wait_for(lambda: not self.machine.waits, TICK)
 
     def taken(self, number: int, every: bool) -> None:
         self._taken = number, every
@@ -265,5 +258,5 @@ def _join(
     if endpoint is None or number not in (None, endpoint.me.number):
         raise PublisherLost(f"the publisher {name!r} was closed")
     assert isinstance(endpoint, PublisherEndpoint)
-    endpoint.update(lambda: endpoint.feed.join(EndpointAddress(*party), host, taken, every))
+    endpoint.update(lambda: endpoint.machine.join(EndpointAddress(*party), host, taken, every))
     return endpoint.me

@@ -107,7 +107,7 @@ class Layout:
         self._body, views, self.slots, self.size = pickle.loads(description)
         self.views: list[TensorView] = [TensorView(*view) for view in views]
         self._views = Views(self.views)
-        self.checked: Any = None  # targets that any version may be copied into: see `weight_version.load`
+        self.checked: Any = None  # targets that any version may be copied into: see `_load` in `weight_version.py`
         self._names: list[dict[str, int] | None] = []  # empty until they are computed
 
     def tensors(self, memory: Tensor) -> list[Tensor]:
